@@ -27,15 +27,10 @@ _READ_AT_ONCE = ("cpu", "mps")  # types of device; MPS has no float64
 
 @dataclass(frozen=True)
 class Anomaly:
-    """A step whose loss or gradient norm is unusable.
+    """A step whose loss or gradient norm is unusable."""
 
-    Attributes:
-        step: counted from 1, as in a `StepRecord`.
-        what: a sentence without a full stop.
-    """
-
-    step: int
-    what: str
+    step: int  # counted from 1, as in a `StepRecord`
+    what: str  # a sentence without a full stop
     loss: float
     grad_norm: float
 
@@ -66,19 +61,6 @@ class StepCheck:
     anomaly: Anomaly | None = None
 
 
-def _device_of(numbers: Iterable[Number]) -> torch.device | None:
-    """Return the device of the first number that is a tensor."""
-    for value in numbers:  # a loop, since it runs in each step and generators are slower
-        if isinstance(value, Tensor):
-            return value.device
-    return None
-
-
-def _on_device(value: Number, device: torch.device) -> Tensor:
-    """Return a 0-dim float64 tensor; `full` fills it there, where `as_tensor` would copy, and wait for the device."""
-    return value.double() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
-
-
 @dataclass
 class AnomalyDetector:
     """Reads each step's numbers and detects anomalies.
@@ -86,25 +68,21 @@ class AnomalyDetector:
     On the CPU and on MPS they are read at once. On other GPUs they are copied asynchronously and read one step later,
     so that nothing waits; under `action: skip` and `recompute` the host waits for them, since the update depends on
     them.
-
-    Attributes:
-        losses: the last good losses, oldest first; part of a run's state, since they define a spike.
-        in_order: bad steps since the last good one.
     """
 
     config: BadNumbersConfig = field(default_factory=BadNumbersConfig)
-    losses: deque[float] = field(default_factory=deque)
-    consecutive: int = 0
+    losses: deque[float] = field(default_factory=deque)  # the last good ones, oldest first: they define a spike
+    consecutive: int = 0  # bad steps since the last good one
     _pending: tuple[int, Tensor, Any] | None = None
 
     @property
     def skips(self) -> bool:
-        """Return whether a bad step makes no update."""
+        """Whether a bad step makes no update."""
         return self.config.action == "skip"
 
     @property
     def decides_at_once(self) -> bool:
-        """Return whether the step's own update depends on its numbers."""
+        """Whether the step's own update depends on its numbers."""
         return self.skips or self.config.recompute
 
     def forget_last(self) -> None:
@@ -117,14 +95,20 @@ class AnomalyDetector:
         Raises:
             RunError: the ranks are in different steps: `out_of_step` is not 0.
         """
-        given = (loss, norm, stop_votes, out_of_step)
-        device = _device_of(given)
+        given, device = (loss, norm, stop_votes, out_of_step), None
+        for value in given:  # a loop, since it runs in each step and generators are slower
+            if isinstance(value, Tensor):
+                device = value.device
+                break
         if device is None or device.type in _READ_AT_ONCE or self.decides_at_once:
             return self._evaluate(step, *map(float, given))  # host waits for the device, on a GPU
-        numbers = torch.stack([_on_device(value, device) for value in given])
-        copy = numbers.to("cpu", non_blocking=True)
-        arrived = accelerator.record_event(device)
-        earlier, self._pending = self._pending, (step, copy, arrived)
+        # `full` fills a number there, where `as_tensor` would copy, and wait for the device.
+        on_device = [
+            value.double() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
+            for value in given
+        ]
+        copy = torch.stack(on_device).to("cpu", non_blocking=True)
+        earlier, self._pending = self._pending, (step, copy, accelerator.record_event(device))
         return self._read(earlier)
 
     def flush(self) -> StepCheck:
@@ -175,9 +159,6 @@ class AnomalyDetector:
         return None
 
 
-# ---- a processor that computed wrongly ----
-
-
 def wrongly_computed(
     anomaly: Anomaly, loss: float, losses: tuple[Sequence[float], Sequence[float]], own: Collection[int]
 ) -> str:
@@ -186,11 +167,8 @@ def wrongly_computed(
     What a step computes follows from its weights, its samples and keyed random numbers. If it is bad once and then
     good, a processor computed wrongly; recomputing the last step undoes most such faults (arXiv:2604.00726).
 
-    Args:
-        anomaly: of the first time.
-        loss: of the step, the second time.
-        losses: of each micro-batch, the first and the second time.
-        own: numbers of the micro-batches that this rank runs.
+    `loss` is the step's, the second time; `losses` are those of each micro-batch, both times; `own` the numbers of the
+    micro-batches that this rank runs.
     """
     changed = [number for number, (one, other) in enumerate(zip(*losses, strict=True)) if repr(one) != repr(other)]
     mine = (socket.gethostname(), [number for number in changed if number in own])
@@ -199,10 +177,8 @@ def wrongly_computed(
         ranks *= world_size()
         dist.all_gather_object(ranks, mine)
     involved = [f"rank {rank} ({host})" for rank, (host, numbers) in enumerate(ranks) if numbers]
+    where = "no loss has changed: it was in a backward pass, and the sum over ranks does not tell in whose"
     if involved:
-        where = (
-            f"the loss of micro-batch {', '.join(map(str, changed))} has changed, which is run by {listed(involved)}"
-        )
-    else:
-        where = "no loss has changed: it was in a backward pass, and the sum over ranks does not tell in whose"
+        which = ", ".join(map(str, changed))
+        where = f"the loss of micro-batch {which} has changed, which is run by {listed(involved)}"
     return f"{anomaly.what}; computed again from the same weights and samples, its loss is {loss:.6g}: {where}"

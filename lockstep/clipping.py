@@ -26,15 +26,10 @@ _LEAST_WEIGHT_NORM = 1e-3  # ε: units that start at zero can still grow
 def clip_by_value(
     gradients: Sequence[Tensor], limit: float, groups: Sequence[dist.ProcessGroup], device: torch.device
 ) -> Tensor:
-    """Clip every element of the gradients to [−limit, limit], in place.
-
-    Args:
-        gradients: this rank's.
-        groups: groups over which the other gradients are spread.
-        device: device of the result.
+    """Clip every element of this rank's gradients to [−limit, limit], in place.
 
     Returns:
-        the fraction of all elements that were changed, 0-dim.
+        the fraction of all elements that were changed, 0-dim, over all ranks of `groups`.
     """
     counts = torch.zeros(2, dtype=accelerator.widest_float(device), device=device)
     for gradient in gradients:
@@ -58,8 +53,6 @@ def clip_adaptively(
     Args:
         parameters: whole, or DTensors. Those without a gradient are left out, the same on every rank.
         ratio: λ.
-        groups: groups over which the other parameters are spread.
-        device: device of the result.
         exact: whether the result has the same bits however units are split: squares are summed as integers.
 
     Returns:
@@ -83,19 +76,13 @@ def clip_adaptively(
 
 @dataclass(frozen=True)
 class _Units:
-    """This rank's part of one parameter as [units, elements per unit].
-
-    Attributes:
-        target: the gradient in its own shape.
-        group: over which units are split; None: this rank has whole units.
-        elements: number per whole unit.
-    """
+    """This rank's part of one parameter as [units, elements per unit]."""
 
     weight: Tensor
     gradient: Tensor
-    target: Tensor
-    group: dist.ProcessGroup | None
-    elements: int
+    target: Tensor  # the gradient in its own shape
+    group: dist.ProcessGroup | None  # over which units are split; None: this rank has whole units
+    elements: int  # per whole unit
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> "_Units":

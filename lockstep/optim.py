@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lockstep.config import TrainingConfig
 from lockstep.errors import RunError, UsageError, did_you_mean
 from lockstep.registry import OPTIMIZERS, SCHEDULES, require_call
 
@@ -38,12 +39,9 @@ def register_elementwise(optimizer: type[Optimizer]) -> None:
 
 
 def check_shardable(optimizer: Optimizer) -> None:
-    """Reject an optimizer whose update of a shard differs from its update of the whole parameter.
+    """Reject an optimizer that is not known to be elementwise: its update of a shard may differ from that of the whole.
 
     Fused kernels that torch cannot run on shards are replaced by plain ones, in place.
-
-    Raises:
-        UsageError: the class is not known to be elementwise.
     """
     if type(optimizer) not in _ELEMENTWISE:
         raise UsageError(
@@ -56,11 +54,7 @@ def check_shardable(optimizer: Optimizer) -> None:
 
 
 def check_no_closure(optimizer: Optimizer) -> None:
-    """Reject an optimizer that evaluates the loss several times in an update (LBFGS).
-
-    Raises:
-        UsageError: its `step` requires a closure.
-    """
+    """Reject an optimizer that evaluates the loss several times in an update, by a closure (LBFGS)."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
@@ -86,12 +80,9 @@ def build_optimizer(
     name: str, parameters: Iterable[nn.Parameter], *, learning_rate: float, weight_decay: float | None,
     args: Mapping[str, Any], device: torch.device, reproducible: bool,
 ) -> Optimizer:  # fmt: skip
-    """Build the config's optimizer (`adamw`, `adam`, `sgd` or `package.module:Name`).
+    """Build the config's optimizer, or raise a UsageError if there is none, or it does not accept these arguments.
 
     Kernels are fused if the optimizer has them; with `reproducible` they are plain (see `unfuse`).
-
-    Raises:
-        UsageError: there is no such optimizer, or it does not accept these arguments.
     """
     if reproducible and args.get("fused"):
         raise UsageError(
@@ -102,16 +93,13 @@ def build_optimizer(
     kind: Callable[..., Optimizer] = OPTIMIZERS.load(name)
     accepted = inspect.signature(kind).parameters
     over = list(parameters)
-    sharded = any(isinstance(parameter, DTensor) for parameter in over)
-    of_complex = any(parameter.is_complex() for parameter in over)
+    fuses = "fused" in accepted and device.type in _HAS_FUSED_KERNELS and not any(p.is_complex() for p in over)
     settings: dict[str, Any] = {"lr": learning_rate}
     if weight_decay is not None and "weight_decay" in accepted:
         settings["weight_decay"] = weight_decay
     if reproducible and "foreach" in accepted:
         settings["foreach"] = device.type != "cpu"
-    elif "fused" not in accepted or device.type not in _HAS_FUSED_KERNELS or of_complex:
-        pass  # there is no fused kernel
-    elif kind in _FUSED_ON_SHARDS or not sharded:
+    elif fuses and (kind in _FUSED_ON_SHARDS or not any(isinstance(parameter, DTensor) for parameter in over)):
         settings["fused"] = True
     try:
         return kind(over, **{**settings, **args})
@@ -124,11 +112,7 @@ def build_optimizer(
 
 
 def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
-    """Check that a config's optimizer exists and accepts its arguments, without creating it.
-
-    Raises:
-        UsageError: as `build_optimizer` would.
-    """
+    """Raise the UsageError that `build_optimizer` would for a config's optimizer, without creating it."""
     kind = OPTIMIZERS.load_callable(name)
     if isinstance(kind, type) and not issubclass(kind, Optimizer):
         raise UsageError(
@@ -156,15 +140,10 @@ def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
 
 
 def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, nn.Parameter]) -> None:
-    """Replace the parameters of an optimizer that was created before placement by the placed ones.
+    """Replace the parameters of an optimizer that was created before placement by the placed ones, in place.
 
-    Args:
-        optimizer: created over the parameters of the unplaced model; changed in place.
-        names: id of each unplaced parameter → canonical name.
-        placed: canonical name → the parameter that trains. A parameter that this rank does not hold is left out.
-
-    Raises:
-        UsageError: the optimizer already has state, or holds a parameter that is not the model's.
+    `names` has the canonical name by the id of each unplaced parameter, `placed` the parameters that train, without
+    those that this rank does not hold.
     """
     there = {id(parameter) for parameter in placed.values()}
     if all(id(p) in there for group in optimizer.param_groups for p in group["params"]):
@@ -190,20 +169,15 @@ def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, 
 class Schedule:
     """The learning rate as a function of the number of updates.
 
-    Attributes:
-        kind: a name of `lockstep.registry.SCHEDULES`, or package.module:name of a function such as `linear`, which
-            returns the factor of the peak learning rate after the warm-up.
-        total: updates in the whole run.
-        warmup: updates over which the rate rises to its peak.
-        min_ratio: final rate over peak rate.
-        decay_ratio: for wsd, the fraction of `total` at the end in which the rate falls linearly.
+    `kind` is a name of `lockstep.registry.SCHEDULES`, or package.module:name of a function such as `linear`, which
+    returns the factor of the peak learning rate after the warm-up.
     """
 
     kind: str
-    total: int
-    warmup: int = 0
-    min_ratio: float = 0.1
-    decay_ratio: float = 0.2
+    total: int  # updates in the whole run
+    warmup: int = 0  # updates over which the rate rises to its peak
+    min_ratio: float = 0.1  # final rate over peak rate
+    decay_ratio: float = 0.2  # for wsd, the fraction of `total` at the end in which the rate falls linearly
 
     def factor(self, updates: int) -> float:
         """Return the factor of the peak learning rate after `updates` updates."""
@@ -229,11 +203,7 @@ class Schedule:
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Check that a config's schedule exists, takes (updates, schedule) and, if `total` is known, returns a number.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """Check that a config's schedule exists, takes (updates, schedule) and, if `total` is known, returns a number."""
     require_call(SCHEDULES.load_callable(schedule.kind), ("updates", "schedule"), schedule.kind, SCHEDULES.where)
     if schedule.total:
         try:
@@ -283,13 +253,9 @@ class CallersRate:
 
 
 class PlateauSchedule(CallersRate):
-    """A torch scheduler that follows a metric: it changes the learning rate after an evaluation.
+    """A torch scheduler whose `step` takes a metric: it changes the learning rate after an evaluation.
 
     The rate is the optimizer's, which a checkpoint holds; so is the scheduler's state.
-
-    Args:
-        scheduler: its `step` takes the metric.
-        metric: its name.
     """
 
     def __init__(self, scheduler: ReduceLROnPlateau, metric: str) -> None:
@@ -309,13 +275,9 @@ class PlateauSchedule(CallersRate):
 
 
 class TorchSchedule:
-    """A torch scheduler as a function of the number of updates: it is stepped up to them.
+    """A new torch scheduler as a function of the number of updates: it is stepped up to them.
 
     A checkpoint therefore needs nothing from it. After a rollback it starts again.
-
-    Args:
-        scheduler: new; its `step()` counts updates.
-
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
@@ -343,12 +305,9 @@ class TorchSchedule:
         return [{key: group[key] for key in moved if key in group} for group in self._scheduler.optimizer.param_groups]
 
 
-def scaled_learning_rate(rate: float, rule: str, global_batch: int, base_batch: int | None) -> tuple[float, str]:
-    """Return the peak learning rate under a scaling rule, and one line that explains it.
-
-    Raises:
-        UsageError: a rule without a base batch.
-    """
+def scaled_learning_rate(training: TrainingConfig, global_batch: int) -> tuple[float, str]:
+    """Return the peak learning rate for a global batch, and one line that explains it."""
+    rate, rule, base_batch = training.learning_rate, training.lr_scaling, training.base_batch_size
     if rule == "none":
         return rate, f"learning rate {rate:g} at a global batch of {global_batch}"
     if base_batch is None:

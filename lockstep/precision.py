@@ -41,12 +41,7 @@ _NOTHING = nullcontext()  # shared: creating one takes a call
 
 @dataclass(frozen=True)
 class Precision:
-    """The precision of forward passes.
-
-    Attributes:
-        mode: fp32, or the dtype of autocast.
-        device_type: device type of autocast.
-    """
+    """The precision of forward passes: fp32, or the dtype of autocast on a type of device."""
 
     mode: Mode
     device_type: str
@@ -63,28 +58,27 @@ class Precision:
         return torch.autocast(self.device_type, dtype=DTYPES[self.mode], cache_enabled=False)
 
 
+@dataclass(eq=False)
 class LossScale:
     """A factor that keeps fp16 gradients from underflowing; it halves on overflow and grows after steps without one.
 
     Every rank has its own copy and sees the same overflows, so the copies stay equal without communication.
 
-    Args:
-        dynamic: whether the scale changes.
-        initial_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale: as in torch's `GradScaler`,
-            with bounds. `growth_interval` is in steps.
-        history_size: number of steps in `history`, each as (scale, overflowed).
+    The factors, in steps and with bounds, are those of torch's `GradScaler`.
     """
 
-    def __init__(
-        self, *, dynamic: bool = True, initial_scale: float = 2.0**16, growth_factor: float = 2.0,
-        backoff_factor: float = 0.5, growth_interval: int = 2000, min_scale: float = 1.0,
-        max_scale: float = 2.0**24, history_size: int = 100,
-    ) -> None:  # fmt: skip
-        self.dynamic, self.scale = dynamic, initial_scale
-        self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
-        self.min_scale, self.max_scale = min_scale, max_scale
-        self.quiet_steps = 0
-        self.history: deque[tuple[float, bool]] = deque(maxlen=history_size)
+    dynamic: bool = True  # whether the scale changes
+    initial_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+    history_size: int = 100
+
+    def __post_init__(self) -> None:
+        self.scale, self.quiet_steps = self.initial_scale, 0
+        self.history: deque[tuple[float, bool]] = deque(maxlen=self.history_size)  # (scale, overflowed) of each step
 
     def get_scale(self) -> float:
         """Return the factor for the next step's loss."""

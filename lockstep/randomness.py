@@ -14,7 +14,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,21 +57,14 @@ class Captured:
 
 
 class HostRandom:
-    """Seeds the global generators of Python and NumPy, and torch's CPU generator if the model is on another device.
-
-    Args:
-        device: of the model.
-
-    Attributes:
-        drawn: whether a random number has been drawn since a key was set.
-        trained: whether a key was set in a training step.
-        settled: whether all ranks have agreed that a rank draws.
-    """
+    """Seeds the global generators of Python and NumPy, and torch's CPU generator if the model's `device` is another."""
 
     def __init__(self, device: torch.device) -> None:
         self._cpu = torch.default_generator if device.type != "cpu" else None
         self._keyed: list[Any] | None = None  # the states right after a key was set
-        self.drawn = self.trained = self.settled = False
+        self.drawn = False  # a random number has been drawn since a key was set
+        self.trained = False  # a key was set in a training step
+        self.settled = False  # all ranks have agreed that a rank draws
 
     def seed(self, key: int) -> None:
         """Set a key, after checking for a draw since the last one."""
@@ -87,33 +80,19 @@ class HostRandom:
         """Check whether a random number has been drawn since the last key."""
         self.drawn = self.drawn or (self._keyed is not None and self._states() != self._keyed)
 
-    @contextmanager
-    def restoring(self) -> Iterator[None]:
-        """Restore the outer states after the block."""
-        outer = self.capture()
-        try:
-            yield
-        finally:
-            self.check_draws()
-            self._keyed = None
-            self._restore(outer)
+    def end(self, outer: HostState) -> None:
+        """Check for a draw since the last key, and restore the states that `capture` has returned."""
+        self.check_draws()
+        self._keyed = None
+        self.restore(outer)
 
     def capture(self) -> HostState:
         """Return the current states."""
         numpy = sys.modules.get("numpy")
         return random.getstate(), numpy and numpy.random.get_state(), self._cpu and self._cpu.get_state()
 
-    @contextmanager
-    def replay(self, captured: HostState) -> Iterator[None]:
-        """Repeat in the block the draws after `captured` was taken, and restore the states afterwards."""
-        now = self.capture()
-        self._restore(captured)
-        try:
-            yield
-        finally:
-            self._restore(now)
-
-    def _restore(self, states: HostState) -> None:
+    def restore(self, states: HostState) -> None:
+        """Set the states that `capture` has returned."""
         python, numpy, cpu = states
         random.setstate(python)
         if numpy is not None:
@@ -134,20 +113,17 @@ class _RestoredStates:
     """Restores the states of random generators after a block. A class, since generators are slower."""
 
     def __init__(self, generator: torch.Generator, host: HostRandom | None) -> None:
-        self._generator = generator
-        self._host = host.restoring() if host is not None else None
+        self._generator, self._host = generator, host
 
     def __enter__(self) -> None:
         self._state = self._generator.get_state()
         if self._host is not None:
-            self._host.__enter__()
+            self._outer = self._host.capture()
 
-    def __exit__(self, *error: Any) -> None:
-        try:
-            if self._host is not None:
-                self._host.__exit__(*error)
-        finally:
-            self._generator.set_state(self._state)
+    def __exit__(self, *_error: Any) -> None:
+        if self._host is not None:
+            self._host.end(self._outer)
+        self._generator.set_state(self._state)
 
 
 @dataclass
@@ -197,12 +173,15 @@ class RandomState:
         outer = self.phase, self.step, self.micro_batch, dict(self.calls)
         self.phase, self.step, self.micro_batch = captured.phase, captured.step, captured.micro_batch
         self.calls = dict(captured.calls)
-        host = self.host
-        replay = host.replay(captured.host) if host is not None and captured.host is not None else nullcontext()
+        host, host_before = self.host, None
+        if host is not None and captured.host is not None:
+            host_before = host.capture()
+            host.restore(captured.host)
         try:
-            with replay:
-                yield
+            yield
         finally:
+            if host is not None and host_before is not None:
+                host.restore(host_before)
             self.phase, self.step, self.micro_batch, self.calls = outer
 
 
@@ -210,8 +189,8 @@ def key_segments(random_state: RandomState, segments: Sequence[tuple[str, nn.Mod
     """Seed every call of a segment from its own key.
 
     Args:
-        segments: (canonical name, module). Hooks go on the modules, outside of a replaced `forward`, so that compiled
-            and recomputed code is inside of them.
+        segments: by canonical name. Hooks go on the modules, outside of a replaced `forward`, so that compiled and
+            recomputed code is inside of them.
         chain: whether the segments are the whole forward pass; otherwise the code after each of them is a segment, too.
             Segments made from a model that is keyed in that way bring their keys along, as `random_key`.
     """

@@ -16,10 +16,7 @@ from lockstep.errors import UsageError, did_you_mean
 
 
 def load_object(name: str, where: str) -> Any:
-    """Return the object named `package.module:Name`.
-
-    Args:
-        where: the config key, for the message.
+    """Return the object named `package.module:Name`; `where` is the config key, for the message.
 
     Raises:
         UsageError: there is no such module, it does not import, or it has no such name.
@@ -50,14 +47,8 @@ def load_object(name: str, where: str) -> Any:
 def require_call(found: Any, arguments: Sequence[str], name: str, where: str, *, fix: str | None = None) -> None:
     """Check that a user's class or function takes these positional arguments; it is not called.
 
-    Args:
-        found: what `name` names.
-        arguments: their names, for the message.
-        where: the config key, for the message.
-        fix: what to write; unset: the definition with the arguments.
-
     Raises:
-        UsageError: it can't be called with them.
+        UsageError: it can't be called with them; `fix`, or the definition with the arguments, says what to write.
     """
     listed = f"({', '.join(arguments)})"
     try:
@@ -65,16 +56,13 @@ def require_call(found: Any, arguments: Sequence[str], name: str, where: str, *,
     except ValueError:
         return  # a builtin without a signature
     except TypeError as error:
+        definition = f"__init__({', '.join(['self', *arguments])})"
+        if not inspect.isclass(found):
+            definition = f"{name.rpartition(':')[2].rpartition('.')[2]}{listed}"
         raise UsageError(
             f"{name} can't be called with {listed if arguments else 'no arguments'}",
-            where=where, why=str(error), fix=fix or f"write def {_signature(found, name, arguments)}",
+            where=where, why=str(error), fix=fix or f"write def {definition}",
         ) from None  # fmt: skip
-
-
-def _signature(found: Any, name: str, arguments: Sequence[str]) -> str:
-    if inspect.isclass(found):
-        return f"__init__({', '.join(['self', *arguments])})"
-    return f"{name.rpartition(':')[2].rpartition('.')[2]}({', '.join(arguments)})"
 
 
 def require_methods(found: Any, interface: type, name: str, where: str, *, required: Collection[str] = ()) -> None:
@@ -83,11 +71,7 @@ def require_methods(found: Any, interface: type, name: str, where: str, *, requi
     Args:
         found: what `name` names, or an object that it made.
         interface: the abstract ones of its methods must be written; any other that is there must take the arguments.
-        where: the config key, for the message.
         required: methods that must be written although they are not abstract.
-
-    Raises:
-        UsageError: for the first method that is missing or takes other arguments; with the line to write.
     """
     for method, defined in vars(interface).items():
         if method.startswith("_") or not inspect.isfunction(defined):
@@ -104,35 +88,20 @@ def require_methods(found: Any, interface: type, name: str, where: str, *, requi
 
 @dataclass(frozen=True)
 class Registry:
-    """The shipped names of one kind of object.
+    """The shipped names of one kind of object."""
 
-    Attributes:
-        kind: the noun for messages, as in `there is no strategy 'dpp'`.
-        where: the config key.
-        shipped: name → `package.module:Name`.
-        further: other forms of names, for messages.
-    """
-
-    kind: str
-    where: str
-    shipped: Mapping[str, str]
-    further: str = "package.module:Name"
+    kind: str  # the noun for messages, as in `there is no strategy 'dpp'`
+    where: str  # the config key
+    shipped: Mapping[str, str]  # name → `package.module:Name`
+    further: str = "package.module:Name"  # other forms of names, for messages
 
     def load(self, name: str) -> Any:
-        """Return the object called `name`: a shipped one, or `package.module:Name`.
-
-        Raises:
-            UsageError: there is none; the message has the nearest shipped name.
-        """
+        """Return the object called `name`, or raise a UsageError with the nearest shipped name."""
         self.require(name)
         return load_object(self.shipped.get(name, name), self.where)
 
     def load_callable(self, name: str) -> Callable[..., Any]:
-        """Return the class or function called `name`.
-
-        Raises:
-            UsageError: there is none, or the name is that of something else.
-        """
+        """Return the class or function called `name`, or raise a UsageError if it is something else."""
         found = self.load(name)
         if not callable(found):
             raise UsageError(
@@ -144,11 +113,7 @@ class Registry:
         return checked
 
     def require(self, name: str) -> None:
-        """Check that `name` ships or has the form `package.module:Name`; nothing is imported.
-
-        Raises:
-            UsageError: neither.
-        """
+        """Raise a UsageError unless `name` ships or has the form `package.module:Name`; nothing is imported."""
         if name not in self.shipped and ":" not in name:
             raise UsageError(
                 f"there is no {self.kind} {name!r}{did_you_mean(name, self.shipped)}",

@@ -39,26 +39,17 @@ _held: dict[tuple[int, str], "RunLock"] = {}
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds, or held, the lock.
-
-    Attributes:
-        machine: identity of its boot; processes with the same one share a kernel.
-        processes: its namespace of process ids; processes with the same one see each other.
-        started: start of the process, in the kernel's ticks.
-        since: when it took the lock, in seconds since the Unix epoch.
-        launch: a digest of `LAUNCH`; empty without it.
-        beat: grows while the process lives.
-    """
+    """A process that holds, or held, the lock."""
 
     host: str
     pid: int
-    machine: str
-    processes: str
-    started: str
-    since: float
-    launch: str
+    machine: str  # identity of its boot; processes with the same one share a kernel
+    processes: str  # its namespace of process ids; processes with the same one see each other
+    started: str  # start of the process, in the kernel's ticks
+    since: float  # when it took the lock, in seconds since the Unix epoch
+    launch: str  # a digest of `LAUNCH`; empty without it
     token: str
-    beat: int = 0
+    beat: int = 0  # grows while the process lives
 
     @classmethod
     def this_process(cls) -> "Holder":
@@ -74,7 +65,7 @@ class Holder:
 
     @property
     def is_running(self) -> bool:
-        """Return whether the process exists on this machine."""
+        """Whether the process exists on this machine."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -89,11 +80,9 @@ class Holder:
 
 
 class RunLock:
-    """The lock of one run directory, for the process that writes it (rank 0).
+    """The lock of one run directory, which is created, for the process that writes it (rank 0).
 
-    Args:
-        directory: created if it does not exist.
-        say: called with a line if a run on another machine has to be waited for.
+    `say` is called with a line if a run on another machine has to be waited for.
     """
 
     def __init__(self, directory: Path, say: Callable[[str], object] = lambda _text: None) -> None:
@@ -105,11 +94,7 @@ class RunLock:
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Take the lock; nothing happens if this process has it.
-
-        Raises:
-            UsageError: another run has it, or the directory cannot be written.
-        """
+        """Take the lock, or raise a UsageError; nothing happens if this process has it."""
         if (os.getpid(), self._key) in _held:
             return
         self._me = Holder.this_process()
@@ -129,11 +114,7 @@ class RunLock:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise if another run has taken over because it took this one for dead.
-
-        Raises:
-            RunError: this run must not write any more.
-        """
+        """Raise a RunError if another run has taken over because it took this one for dead."""
         if self._lost is not None:
             raise RunError(
                 f"another run has taken over {self._path.parent}: {self._lost}",
@@ -183,24 +164,17 @@ class RunLock:
                     free = locked or (locked is None and (holder is None or not holder.is_running))
                     if not free and waited > _DYING:
                         raise _refusal(self._path.parent, holder)
-                if free and self._is_ours(handle, me, locked):
-                    return handle
+                if free and _is_at(handle, self._path):
+                    _write(handle, me)
+                    if locked is None:  # without kernel locks, the last of several writers has the lock
+                        time.sleep(5 * _LOOK)
+                    if locked is not None or ((found := _read(handle)) is not None and found.token == me.token):
+                        return handle
             except BaseException:
                 os.close(handle)
                 raise
             os.close(handle)
             time.sleep(_LOOK)
-
-    def _is_ours(self, handle: int, me: Holder, locked: bool | None) -> bool:
-        """Write the holder; without kernel locks, the last of several writers has the lock."""
-        if not _is_at(handle, self._path):
-            return False
-        _write(handle, me)
-        if locked is not None:
-            return True
-        time.sleep(5 * _LOOK)
-        found = _read(handle)
-        return found is not None and found.token == me.token
 
     def _beat(self) -> None:
         assert self._me is not None
@@ -209,7 +183,15 @@ class RunLock:
         while not self._ended.wait(BEAT_SECONDS):
             beat += 1
             with suppress(OSError):  # a file system that is temporarily unavailable
-                holder = _read_path(self._path, self._handle)
+                # Opening the locked file again and closing it would release the lock: its handle is read.
+                if _is_at(self._handle, self._path):
+                    holder = _read(self._handle)
+                else:
+                    other = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                    try:
+                        holder = _read(other)
+                    finally:
+                        os.close(other)
                 if holder is not None and holder.token != self._me.token:
                     self._lost = holder
                     return
@@ -217,12 +199,9 @@ class RunLock:
 
 
 def require_free(directory: Path) -> None:
-    """Raise if a run on this machine has the lock, before ranks are started.
+    """Raise a UsageError if a run on this machine has the lock, before ranks are started.
 
     Only taking the lock shows whether a run on another machine is alive.
-
-    Raises:
-        UsageError: with its name.
     """
     path = directory / FILE
     if (os.getpid(), os.path.realpath(path)) in _held:
@@ -291,25 +270,10 @@ def _read(handle: int) -> Holder | None:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Return whether the open file is the one that now has this name."""
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path))
     except FileNotFoundError:
         return False
-
-
-def _read_path(path: Path, handle: int) -> Holder | None:
-    """Return the holder in the file that now has this name.
-
-    Opening the locked file again and closing it would release the lock; so the handle is read while it is that file.
-    """
-    if _is_at(handle, path):
-        return _read(handle)
-    other = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return _read(other)
-    finally:
-        os.close(other)
 
 
 def _started(pid: int) -> str:

@@ -5,9 +5,8 @@
 
 Backward runs on sums divided by a nominal count, a power of two, so that the actual count need not be known before it.
 On a GPU the host waits for the step before, no more, so that it always has queued a step. Exceptions: a run's first
-steps, which check the loss and agree on the nominal count; fp16, `bad_numbers.action: skip` and
-`bad_numbers.recompute`, where the update depends on a number of this step. Each line where the host waits says so:
-"host waits".
+steps, which check the loss and agree on the nominal count; fp16, `bad_numbers.action: skip` and `recompute`, where the
+update depends on a number of this step. Each line where the host waits says so: "host waits".
 """
 
 import math
@@ -48,8 +47,6 @@ class Progress:
 
 
 class _FinishedGradients(NamedTuple):
-    """A step before its update."""
-
     loss: Number
     targets: Number
     norm: Number
@@ -59,46 +56,25 @@ class _FinishedGradients(NamedTuple):
 
 @dataclass
 class Step:
-    """Everything that an update needs besides the data.
-
-    Attributes:
-        placed: the model.
-        optimizer: over `placed.parameters`; its groups' `initial_lr` is the peak learning rate.
-        schedule: learning rate by updates.
-        clip: clipping of the gradient.
-        loss_scale: under fp16.
-        total: number of the run's last step; 0: unknown.
-        nominal: divisor of the summed loss in backward; a power of two near the step's count. None: no micro-batch was
-            seen yet.
-        progress: advanced by each step.
-        stop_asked: whether this rank was asked to stop; may be set at any time.
-        stopping: whether all ranks know that one of them was asked to stop.
-        clock: called when a phase of the step begins.
-        wants_layer_norms: whether to record layers' gradient norms in a step, by its number; the same on all ranks.
-        anomaly_detector: detects anomalies, and votes to stop.
-        avoid: positions whose data are skipped, after a rollback.
-        anomaly: anomaly of the last step, if it was skipped for that.
-        after_update: called with the number of updates, after each, on every rank.
-        frozen_until: parameter → the first step (from 0) that trains it; before, its gradient is dropped.
-    """
+    """Everything that an update needs besides the data."""
 
     placed: ParallelModel
-    optimizer: Optimizer
+    optimizer: Optimizer  # over `placed.parameters`; its groups' `initial_lr` is the peak learning rate
     schedule: Schedule | TorchSchedule | CallersRate
     clip: GradientClipConfig
-    loss_scale: LossScale | None = None
-    total: int = 0
-    nominal: float | None = None
+    loss_scale: LossScale | None = None  # under fp16
+    total: int = 0  # number of the run's last step; 0: unknown
+    nominal: float | None = None  # divisor of the summed loss in backward; None: no micro-batch was seen yet
     progress: Progress = field(default_factory=Progress)
-    stop_asked: bool = False
-    stopping: bool = False
+    stop_asked: bool = False  # this rank was asked to stop; may be set at any time
+    stopping: bool = False  # all ranks know that one of them was asked to stop
     clock: PhaseClock = field(default_factory=PhaseClock)
-    wants_layer_norms: Callable[[int], bool] = lambda _step: False
+    wants_layer_norms: Callable[[int], bool] = lambda _step: False  # by the step's number; the same on all ranks
     anomaly_detector: AnomalyDetector = field(default_factory=AnomalyDetector)
-    avoid: set[int] = field(default_factory=set)
-    anomaly: Anomaly | None = None
-    after_update: list[Callable[[int], None]] = field(default_factory=list)
-    frozen_until: dict[str, int] = field(default_factory=dict)
+    avoid: set[int] = field(default_factory=set)  # positions whose data are skipped, after a rollback
+    anomaly: Anomaly | None = None  # of the last step, if it was skipped for that
+    after_update: list[Callable[[int], None]] = field(default_factory=list)  # called with the number of updates
+    frozen_until: dict[str, int] = field(default_factory=dict)  # parameter → the first step (from 0) that trains it
     _buffers: dict[str, Tensor] = field(default_factory=dict)
     _trained: list[bool] = field(default_factory=list)  # requires_grad of the parameters at placement
 
@@ -124,9 +100,8 @@ class Step:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.progress = Progress(
-            state["step"], state["updates"], list(state["skipped"]), state["epoch"], state["samples"]
-        )
+        keys = ("step", "updates", "epoch", "samples")
+        self.progress = Progress(skipped=list(state["skipped"]), **{key: state[key] for key in keys})
         if state["nominal"] is not None:  # it is unknown before the first step, and for imported weights
             self.nominal = state["nominal"]
         if self.loss_scale is not None and state["loss_scale"] is not None:
@@ -168,11 +143,7 @@ class Step:
         self.nominal = nominal_count(count, micro_batches_per_step)
 
     def open(self, micro_batches_per_step: int) -> LossAccumulator:
-        """Begin a step: return its loss accumulator, and save running statistics if the step may be undone.
-
-        Raises:
-            UsageError: requires_grad of parameters was changed after placement.
-        """
+        """Begin a step: return its loss accumulator, and save running statistics if the step may be undone."""
         self._check_requires_grad()
         if self.anomaly_detector.decides_at_once:
             self._buffers = {name: buffer.clone() for name, buffer in self.placed.buffers.items()}
@@ -194,14 +165,7 @@ class Step:
     def run(
         self, micro_batches: list[MicroBatch], micro_batches_per_step: int, samples: int, *, epoch: int = 0
     ) -> StepRecord:
-        """Run one step.
-
-        Args:
-            micro_batches: this rank's.
-            micro_batches_per_step: number over all ranks.
-            samples: number in the step, over all ranks.
-            epoch: of the data.
-        """
+        """Run one step of this rank's micro-batches; `micro_batches_per_step` and `samples` are over all ranks."""
         self.progress.epoch = epoch
         if self.nominal is None:
             self.set_nominal(micro_batches[0].batch, micro_batches_per_step)
@@ -241,14 +205,15 @@ class Step:
         return self._update(self._finish_gradients(accumulator), samples)
 
     def _finish_gradients(self, accumulator: LossAccumulator) -> _FinishedGradients:
-        """Finish a step's gradients after the last backward pass, and check its numbers."""
         placed = self.placed
         self.clock.enter("optimizer")
         loss_sum, count = accumulator.totals()
         count = at_least(count, 1.0)  # a step without a valid target has a gradient of zero, not nan
         loss = loss_sum / count
         placed.finish_gradients()
-        self._drop_frozen()
+        for name, until in self.frozen_until.items():
+            if self.progress.step < until and name in placed.parameters:
+                placed.parameters[name].grad = None
         updates, norm = placed.model_updates(accumulator, self.factor, count)
         # Under fp16 the loss scale handles a norm that is not finite.
         seen = 0.0 if self.loss_scale is not None else norm
@@ -259,10 +224,12 @@ class Step:
 
     def _update(self, finished: _FinishedGradients, samples: int, recomputed: str | None = None) -> StepRecord:
         placed, updates, norm, numbers = self.placed, finished.updates, finished.norm, finished.check
-        rate = self._set_learning_rate()
+        groups = self.optimizer.param_groups
+        for group, rate in zip(groups, self.schedule.rates(groups, self.progress.updates), strict=True):
+            group["lr"] = rate
         overflow = self.loss_scale is not None and not math.isfinite(float(norm))  # host waits for the device
         record = StepRecord(
-            step=self.progress.step + 1, loss=finished.loss, grad_norm=norm, lr=rate, samples=samples,
+            step=self.progress.step + 1, loss=finished.loss, grad_norm=norm, lr=float(groups[0]["lr"]), samples=samples,
             tokens=finished.targets, epoch=self.progress.epoch, recomputed=recomputed,
             loss_scale=self.loss_scale.scale if self.loss_scale else None,
         )  # fmt: skip
@@ -280,7 +247,10 @@ class Step:
                     gradients = placed.gradients() if update.gradients is None else update.gradients
                     record.clipped = self._clip_and_update(gradients, update.to_mean, update.norm)
             self.progress.updates += 1
-            self._call_after_update()
+            if self.after_update:
+                with torch.no_grad():
+                    for call in self.after_update:
+                        call(self.progress.updates)
         if numbers.anomaly is not None:
             self._undo()
         placed.finish_update(record.skipped)
@@ -295,7 +265,6 @@ class Step:
         return record
 
     def _undo(self) -> None:
-        """Put back what forward passes have changed, and drop the gradients."""
         for name, before in self._buffers.items():
             self.placed.buffers[name].copy_(before)
         self.placed.clear_gradients()
@@ -313,23 +282,8 @@ class Step:
             fix="leave requires_grad as it was, and write Trainer(…, freeze_until={'module.name': first_step})",
         )
 
-    def _drop_frozen(self) -> None:
-        for name, until in self.frozen_until.items():
-            if self.progress.step < until and name in self.placed.parameters:
-                self.placed.parameters[name].grad = None
-
-    def _call_after_update(self) -> None:
-        if self.after_update:
-            with torch.no_grad():
-                for call in self.after_update:
-                    call(self.progress.updates)
-
     def flush(self) -> None:
-        """Read pending numbers before a checkpoint, which must contain no bad ones; the host waits for the device.
-
-        Raises:
-            BadNumbersError: the last step's numbers are bad.
-        """
+        """Read pending numbers before a checkpoint, which must contain no bad ones; the host waits for the device."""
         numbers = self.anomaly_detector.flush()
         self.stopping = numbers.stop or self.stopping
         self._raise_if_bad(numbers.anomaly)
@@ -342,18 +296,8 @@ class Step:
         rolls_back = self.anomaly_detector.config.action == "rollback"
         raise BadNumbersError(anomaly, rolls_back=rolls_back, consecutive=self.anomaly_detector.consecutive)
 
-    def _set_learning_rate(self) -> float:
-        groups = self.optimizer.param_groups
-        for group, rate in zip(groups, self.schedule.rates(groups, self.progress.updates), strict=True):
-            group["lr"] = rate
-        return float(groups[0]["lr"])
-
     def _clip_and_update(self, gradients: list[Tensor], to_mean: Number, norm: Number) -> Number | None:
-        """Scale the gradients to the mean loss, clip them, and update: with a fused optimizer in one pass.
-
-        Returns:
-            the fraction of the gradient that clipping changed (see `StepRecord.clipped`).
-        """
+        """Scale the gradients to the mean loss, clip them, and update; return `StepRecord.clipped`."""
         kind, limit, clipped = self.clip.strategy, self.clip.value, None
         if kind == "norm":
             to_mean = to_mean * at_most(limit / (norm + 1e-6), 1.0)

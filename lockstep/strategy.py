@@ -39,37 +39,25 @@ class Strategy(ABC):
     applies.
 
     Attributes:
-        name: as in the config; set when the strategy is loaded.
         topologies: its names in `--against` and tables → the axes whose sizes are the numbers after the colon. Unset:
             the strategy's own name, with the number of replicas.
-        values: a topology's name → further keys of the section `distributed` that it implies.
-        divides: axes that topologies after `*` may use, as in `pipeline:2*fsdp:2`.
-        one_process: why it is for one process; empty if it runs on several.
-        equal_bits: whether `distributed.reproducible` is supported.
-        same_training: whether its steps are those of one process; `verify` compares no other.
-        uses_threads: whether threads of one process run parts of a micro-batch.
-        splits_model: whether a rank keeps only some of the model's modules.
-        reduces_by_ddp: whether DistributedDataParallel reduces gradients, so that `distributed.ddp` applies.
-        own_loops: whether `lockstep.place` supports it in a user's own loop.
-        shares_batches: whether several ranks may work on the same micro-batches: along `context` and `tensor`.
-        places_experts: whether it places models whose experts are spread over the axis `expert`.
         runs_rows: whether neighbouring ranks run neighbouring micro-batches at the same time, if
             `PlacementContext.batch_norm` wants that.
     """
 
-    name: str = ""
+    name: str = ""  # as in the config; set when the strategy is loaded
     topologies: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
-    values: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    divides: ClassVar[frozenset[str]] = frozenset()
-    one_process: ClassVar[str] = ""
-    equal_bits: ClassVar[bool] = True
-    same_training: ClassVar[bool] = True
-    uses_threads: ClassVar[bool] = False
-    splits_model: ClassVar[bool] = False
-    reduces_by_ddp: ClassVar[bool] = False
-    own_loops: ClassVar[bool] = True
-    shares_batches: ClassVar[bool] = False
-    places_experts: ClassVar[bool] = False
+    values: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # topology → further keys of `distributed` that it implies
+    divides: ClassVar[frozenset[str]] = frozenset()  # axes of topologies after `*`, as in `pipeline:2*fsdp:2`
+    one_process: ClassVar[str] = ""  # why it is for one process; empty if it runs on several
+    equal_bits: ClassVar[bool] = True  # `distributed.reproducible` is supported
+    same_training: ClassVar[bool] = True  # its steps are those of one process; `verify` compares no other
+    uses_threads: ClassVar[bool] = False  # threads of one process run parts of a micro-batch
+    splits_model: ClassVar[bool] = False  # a rank keeps only some of the model's modules
+    reduces_by_ddp: ClassVar[bool] = False  # DistributedDataParallel reduces gradients: `distributed.ddp` applies
+    own_loops: ClassVar[bool] = True  # `lockstep.place` supports it in a user's own loop
+    shares_batches: ClassVar[bool] = False  # ranks along `context` and `tensor` may work on the same micro-batches
+    places_experts: ClassVar[bool] = False  # it places models whose experts are spread over the axis `expert`
     runs_rows: ClassVar[bool] = False
 
     # ---- before ranks start ----
@@ -115,18 +103,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def place(self, placement: "PlacementContext") -> "ParallelModel":
-        """Place a model on this rank.
-
-        Args:
-            placement: the model, with random keys and transformations applied, and the run's settings.
-        """
+        """Place a model, to which random keys and transformations are applied, on this rank."""
 
     def rehearse(self, placement: "PlacementContext") -> "ParallelModel":
-        """Place a model without values, for `lockstep plan`: what it allocates and computes is counted.
-
-        Args:
-            placement: with `dry_run`; collectives over its mesh do nothing.
-        """
+        """Place a model without values, for `lockstep plan`: collectives do nothing, allocations are counted."""
         return self.place(placement)
 
     def keys_random_numbers(self, device: "torch.device") -> bool:
@@ -241,15 +221,6 @@ def resolve(config: "DistributedConfig", world_size: int, local_world_size: int 
         )
     per_node = max(1, (local_world_size or world_size) // same_batch)
     layout = replace(strategy.layout(config, world_size // same_batch, per_node), **sizes)
-    return with_topology(with_experts(layout, config))
-
-
-def with_experts(layout: Layout, config: "DistributedConfig") -> Layout:
-    """Return the layout with the axis `expert`, which divides the ranks that share out micro-batches.
-
-    Raises:
-        UsageError: it does not.
-    """
     size, ranks = config.expert_size or 1, layout.data_parallel_size
     if ranks % size:
         raise UsageError(
@@ -258,11 +229,10 @@ def with_experts(layout: Layout, config: "DistributedConfig") -> Layout:
             why="experts are spread over ranks that share out the micro-batches",
             fix="write a divisor of it",
         )
-    return replace(layout, expert=size)
+    return _with_topology(replace(layout, expert=size))
 
 
-def with_topology(layout: Layout) -> Layout:
-    """Return the layout with its topology."""
+def _with_topology(layout: Layout) -> Layout:
     parts = [f"{axis}:{size}" for axis, size in ((CONTEXT, layout.context), (TENSOR, layout.tensor)) if size > 1]
     if not parts or layout.same_batch_size < layout.world_size:
         parts.insert(0, strategy_named(layout.strategy).describe(replace(layout, context=1, tensor=1)))
@@ -272,15 +242,10 @@ def with_topology(layout: Layout) -> Layout:
 
 
 def parse_topology(text: str) -> tuple[dict[str, Any], int]:
-    """Parse a topology: `single`, `ddp:2`, `hybrid:2x2`, `pipeline:2*fsdp:2`.
-
-    A user's strategy is written `package.module:Name:2`.
+    """Parse a topology: `single`, `ddp:2`, `hybrid:2x2`, `pipeline:2*fsdp:2`, `package.module:Name:2`.
 
     Returns:
         values for the section `distributed`, and the number of ranks.
-
-    Raises:
-        UsageError: the text is not a topology.
     """
     wrong = UsageError(
         f"{text!r} is not a topology", fix="write single, ddp:2, fsdp:4, hybrid:2x2, pipeline:2 or pipeline:2*fsdp:2"
@@ -295,7 +260,8 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
         if name == EXPERT and place and len(sizes) == 1 and sizes[0] and "expert_size" not in values:
             values["expert_size"] = sizes[0]
             continue
-        strategy = _strategy_of_topology(name)
+        known = [strategy_named(name)] if ":" in name else known_strategies()
+        strategy = next((one for one in known if name in _topologies(one)), None)
         if strategy is None:
             raise wrong
         axes = _topologies(strategy)[name]
@@ -307,15 +273,9 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
             values = {"strategy": strategy.name, **strategy.values.get(name, {})}
         values |= {f"{axis}_size": size for axis, size in zip(axes, sizes, strict=True)}
         may_fill = (may_fill if place else strategy.divides | {CONTEXT, TENSOR}) - set(axes)
-        for size in sizes:
-            ranks *= size
+        ranks *= math.prod(sizes)
     return values, ranks
 
 
 def _topologies(strategy: Strategy) -> Mapping[str, tuple[str, ...]]:
     return strategy.topologies if strategy.topologies is not None else {strategy.name: ("replicate",)}
-
-
-def _strategy_of_topology(name: str) -> Strategy | None:
-    known = [strategy_named(name)] if ":" in name else known_strategies()
-    return next((strategy for strategy in known if name in _topologies(strategy)), None)

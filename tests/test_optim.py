@@ -2,10 +2,12 @@
 
 import itertools
 import math
+from typing import Literal
 
 import pytest
 import torch
 
+from lockstep.config import TrainingConfig
 from lockstep.errors import UsageError
 from lockstep.optim import (
     Schedule,
@@ -18,14 +20,18 @@ from lockstep.optim import (
 
 
 def test_trap_10_the_scaling_rule_is_applied_once_and_warmup_never_gives_zero() -> None:
-    rate, line = scaled_learning_rate(1e-3, "sqrt", 256, 64)
+    def scaled(rule: Literal["none", "linear", "sqrt"], base: int | None = 64) -> tuple[float, str]:
+        config = TrainingConfig(learning_rate=1e-3, lr_scaling=rule, base_batch_size=base)
+        return scaled_learning_rate(config, 256)
+
+    rate, line = scaled("sqrt")
     assert rate == pytest.approx(2e-3)
     assert "256/64" in line
-    assert scaled_learning_rate(1e-3, "linear", 256, 64)[0] == pytest.approx(4e-3)
-    assert scaled_learning_rate(1e-3, "none", 256, 64)[0] == 1e-3
+    assert scaled("linear")[0] == pytest.approx(4e-3)
+    assert scaled("none")[0] == 1e-3
     assert Schedule("cosine", 100, warmup=10).factor(0) == pytest.approx(0.1)
     with pytest.raises(UsageError, match="base_batch_size"):
-        scaled_learning_rate(1e-3, "linear", 256, None)
+        scaled("linear", None)
 
 
 def test_trap_11_the_cosine_falls_once_from_the_end_of_warmup_to_the_end() -> None:

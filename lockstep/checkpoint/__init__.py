@@ -7,10 +7,6 @@ A save takes four stops from a state dict to disk; the first two are in `snapsho
     write      each rank its files, into an invisible draft   → sizes and checksums
     commit     state, config and, last, the manifest          → the checkpoint exists
 
-`storage` defines where the last two write to: a folder (`posix`), or a class with the same few operations. `restore`
-goes the other way: `manifest` verifies the files, `read` and `metadata` read the tensors. `ranks` lets ranks exchange
-values and errors.
-
     checkpoints/step-00000100/
       manifest.json        format version, files {size, crc32}, parameters {shape, dtype, aliases}; last its checksum
       model/               the tensors of the model      (torch.distributed.checkpoint's format)
@@ -23,28 +19,12 @@ Every rank of a run calls `save` and `load`; the rest looks at files, and needs 
 checkpoints may be given as a path or a `Storage`, a checkpoint as a path or a `Location`.
 """
 
-from lockstep.checkpoint.commit import AsyncSaver, SaveOptions, is_shared, save, save_as
-from lockstep.checkpoint.convert import (
-    digest,
-    digest_tensors,
-    export_safetensors,
-    export_torch,
-    import_weights,
-    weights,
-)
-from lockstep.checkpoint.keep import copy_to_hosts, inspect, list_checkpoints, newest, resume_point, rotate, set_aside
+from lockstep.checkpoint.commit import AsyncSaver, SaveOptions, is_shared, save
+from lockstep.checkpoint.convert import digest, digest_tensors, export_safetensors, import_weights, weights
+from lockstep.checkpoint.keep import copy_to_hosts, list_checkpoints, newest, resume_point, rotate, set_aside
 from lockstep.checkpoint.manifest import DamagedError, config_text, read_manifest, read_state, verify
-from lockstep.checkpoint.posix import PosixStorage
 from lockstep.checkpoint.ranks import Ranks, gather, scatter
-from lockstep.checkpoint.restore import (
-    has_extra,
-    has_optimizer,
-    load,
-    optimizer_state,
-    optimizer_targets,
-    optimizers_in,
-    restore_optimizer,
-)
+from lockstep.checkpoint.restore import load, optimizer_state, optimizer_targets, optimizers_in, restore_optimizer
 from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.storage import (
     MANIFEST,
@@ -66,7 +46,6 @@ __all__ = [
     "DamagedError",
     "Directory",
     "Location",
-    "PosixStorage",
     "Ranks",
     "SaveOptions",
     "Snapshot",
@@ -77,12 +56,8 @@ __all__ = [
     "digest",
     "digest_tensors",
     "export_safetensors",
-    "export_torch",
     "gather",
-    "has_extra",
-    "has_optimizer",
     "import_weights",
-    "inspect",
     "is_shared",
     "list_checkpoints",
     "load",
@@ -96,7 +71,6 @@ __all__ = [
     "resume_point",
     "rotate",
     "save",
-    "save_as",
     "scatter",
     "set_aside",
     "step_name",

@@ -3,12 +3,13 @@
 import json
 from collections.abc import Callable
 from datetime import datetime
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.convert import digest, export_safetensors, export_torch, import_weights, rewrite_full
-from lockstep.checkpoint.keep import inspect, list_checkpoints, newest
-from lockstep.checkpoint.manifest import DamagedError, read_manifest, verify
+from lockstep.checkpoint.keep import list_checkpoints, newest
+from lockstep.checkpoint.manifest import DamagedError, read_manifest, read_state, verify
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.restore import unreadable
 from lockstep.checkpoint.storage import MANIFEST, CheckpointPath, Directory, build_storage, step_of
@@ -16,21 +17,14 @@ from lockstep.config import ObjectSpec
 from lockstep.errors import UsageError, did_you_mean
 
 FORMATS = ("full", "torch")
-_BY_RANKS = {
-    "sharded": "shards are written by ranks, each its own; `full` is loaded by as many ranks as `sharded` is: by any",
-    "local": "raw shards lie as a run lays them over its ranks (strategy, mesh, blocks), which files alone don't tell",
-}
 
 
 def run(verb: str, path: str | Path, **options: Any) -> str:
-    """Run one verb and return the text to print.
+    """Run one of VERBS, with the options of `_OPTIONS`, and return the text to print.
 
     Args:
-        verb: one of VERBS.
         path: a run directory, a folder of checkpoints, one checkpoint, or another storage, `package.module:Name`;
             verbs for one checkpoint take the newest whole one.
-        options: `output` (export, convert, import): the file or folder to write; `to` (convert): one of FORMATS;
-            `prefix` (import): the prefix to remove from names.
 
     Raises:
         UsageError: there is no such verb, option or checkpoint.
@@ -63,13 +57,15 @@ def _list(path: Path) -> str:
 
 
 def _inspect(path: Path) -> str:
-    found = inspect(newest_at(path))
-    manifest = found.manifest
-    lines = [f"{found.path}: step {manifest.step}, {_size(manifest.num_bytes)} in {len(manifest.files)} files"]
-    lines += [f"  {part}: {_size(size)}" for part, size in found.part_bytes.items()]
+    checkpoint = newest_at(path)
+    manifest = read_manifest(checkpoint)
+    elements = sum(prod(info.shape) for info in manifest.parameters.values())
+    lines = [f"{checkpoint}: step {manifest.step}, {_size(manifest.num_bytes)} in {len(manifest.files)} files"]
+    for part in manifest.parts:
+        lines.append(f"  {part}: {_size(sum(manifest.files[file].size for file in manifest.files_of(part)))}")
     lines += [f"written by: {', '.join(f'{k} {v}' for k, v in manifest.written_by.items())}"]
-    lines += [f"state: {json.dumps(found.state, sort_keys=True)}"]
-    lines += [f"model: {len(manifest.parameters)} tensors, {found.num_elements:,} elements"]
+    lines += [f"state: {json.dumps(read_state(checkpoint), sort_keys=True)}"]
+    lines += [f"model: {len(manifest.parameters)} tensors, {elements:,} elements"]
     rows = []
     for name, info in manifest.parameters.items():
         tied = f"tied: {', '.join(info.aliases)}" if info.aliases else ""
@@ -90,26 +86,16 @@ def _verify(path: Path) -> str:
     return "\n".join(f"{checkpoint}: whole" for checkpoint in checkpoints)
 
 
-def _digest(path: Path) -> str:
-    return digest(newest_at(path))
-
-
 def _export(path: Path, output: str | Path = "model.safetensors") -> str:
     checkpoint = newest_at(path)
     return f"{checkpoint} → {export_safetensors(checkpoint, output)}"
 
 
 def _convert(path: Path, to: str = "full", output: str | Path | None = None) -> str:
-    if to in _BY_RANKS:
-        raise UsageError(
-            f"a checkpoint can't be converted to {to!r}: a run writes it",
-            where=str(path),
-            why=_BY_RANKS[to],
-            fix=f"lockstep train CONFIG --resume {path} checkpoint.format={to}, with the ranks that are to hold it, or "
-            "--to full",
-        )
     if to not in FORMATS:
-        raise UsageError(f"there is no format {to!r} to convert to", fix="one of: " + ", ".join(FORMATS))
+        by_ranks = f"; ranks write it: lockstep train CONFIG --resume {path} checkpoint.format={to}"
+        fix = f"one of: {', '.join(FORMATS)}" + (by_ranks if to in ("sharded", "local") else "")
+        raise UsageError(f"there is no format {to!r} to convert to", fix=fix)
     checkpoint = newest_at(path)
     whole = f"{locate(checkpoint).name}-full"
     target = Path(output) if output else Path(whole if to == "full" else "model.pt")
@@ -130,7 +116,7 @@ _ACTIONS: dict[str, Callable[..., str]] = {
     "list": _list,
     "inspect": _inspect,
     "verify": _verify,
-    "digest": _digest,
+    "digest": lambda path: digest(newest_at(path)),
     "export": _export,
     "convert": _convert,
     "import": _import,
@@ -144,11 +130,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 def checkpoints_at(path: Path) -> list[CheckpointPath]:
-    """Return the checkpoint at a path, or those of a folder or of a run, oldest first.
-
-    Raises:
-        UsageError: there are none.
-    """
+    """Return the checkpoint at a path, or those of a folder or of a run, oldest first, or raise a UsageError."""
     if step_of(path.resolve().name) is not None or (path / MANIFEST).exists():
         return [path]
     elsewhere: list[Directory] = []

@@ -1,9 +1,10 @@
 """Save a checkpoint, through all four stops; the last one, the commit, makes it visible.
 
-Before the commit there is no new checkpoint, after it a whole one; older ones are never touched. `AsyncSaver` does the
-same while training goes on.
+Before the commit there is no new checkpoint, after it a whole one; older ones are never touched.
 """
 
+import itertools
+import json
 import platform
 import threading
 import time
@@ -16,23 +17,22 @@ import torch
 import torch.distributed as dist
 
 from lockstep import accelerator
-from lockstep.checkpoint.manifest import CONFIG, JSON_LIMIT, STATE, Manifest, verify
-from lockstep.checkpoint.posix import locate, storage_at
+from lockstep.checkpoint.manifest import CONFIG, JSON_LIMIT, MODEL, STATE, Manifest, verify
+from lockstep.checkpoint.posix import storage_at
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.snapshot import (
+    GROUPS_KEY,
     CheckpointPlan,
     Description,
     Part,
     Snapshot,
     Staged,
     TensorBlock,
-    describe,
     merge,
     stage,
 )
 from lockstep.checkpoint.storage import (
     SHARED_MARK,
-    Checkpoint,
     CheckpointPath,
     Directory,
     Location,
@@ -51,37 +51,22 @@ _ATTEMPTS, _SECONDS_BETWEEN_ATTEMPTS = 5, 0.2  # a network file system may show 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """The format of checkpoints, and the retries of a save.
-
-    Attributes:
-        format: `sharded`: each rank writes a file of its own blocks; `full`: one file of whole tensors a part, which
-            rank 0 gathers, one tensor in memory at a time. Any number of ranks loads either.
-            `local`: each rank's shards as they lie in its memory, replicas too; only the same ranks load it again.
-        retries: how often a save that the storage refused is tried again, after pauses that double.
-        on_retry: called with the error and the seconds of the pause, on rank 0.
-    """
+    """The format of checkpoints (see `write`), and the retries of a save."""
 
     format: Format = "sharded"
-    retries: int = 0
-    on_retry: Callable[[RunError, float], object] = lambda _error, _seconds: None
+    retries: int = 0  # tries of a save that the storage refused, after pauses that double
+    on_retry: Callable[[RunError, float], object] = lambda _error, _seconds: None  # seconds of the pause; on rank 0
 
 
 def save(
-    directory: Directory,
-    step: int,
-    snapshot: Snapshot,
-    *,
-    config_yaml: str,
-    options: SaveOptions | None = None,
+    directory: Directory, step: int, snapshot: Snapshot, *, config_yaml: str, options: SaveOptions | None = None,
     group: dist.ProcessGroup | None = None,
-) -> CheckpointPath:
+) -> CheckpointPath:  # fmt: skip
     """Write a checkpoint, and return once it is committed; every rank of the group calls it.
 
     Args:
         directory: the folder of checkpoints, created if missing, or another storage. All ranks share it, except in
             the format `full`.
-        step: the step after which the snapshot was taken.
-        config_yaml: the resolved config of the run, kept beside the state.
         options: unset: sharded, tried once.
         group: the ranks that hold the state; the default group if None. Gloo or NCCL.
 
@@ -93,50 +78,32 @@ def save(
         RunError: the storage failed; the same error on every rank. The draft is deleted, and older checkpoints are
             untouched.
     """
-    target = Location(storage_at(directory), step_name(step))
-    return save_as(target, step, snapshot, config_yaml=config_yaml, options=options, group=group)
-
-
-def save_as(
-    checkpoint: Checkpoint,
-    step: int,
-    snapshot: Snapshot,
-    *,
-    config_yaml: str,
-    options: SaveOptions | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> CheckpointPath:
-    """Write a checkpoint as `save` does, under a name that the caller chooses and that does not exist yet."""
-    ranks = Ranks(group)
+    ranks, target = Ranks(group), Location(storage_at(directory), step_name(step))
     staged = ranks.run(_failure(step), lambda: stage(snapshot))
-    return write_staged(locate(checkpoint), step, staged, config_yaml, options or SaveOptions(), ranks).path
+    write_staged(target, step, staged, config_yaml, options or SaveOptions(), ranks)
+    return target.path
 
 
 def write_staged(
     target: Location, step: int, staged: Staged, config_yaml: str, options: SaveOptions, ranks: Ranks
-) -> Location:
+) -> None:
     """Write a staged snapshot, with retries; every rank raises the same errors."""
-    pause = _FIRST_PAUSE
-    for left in reversed(range(options.retries + 1)):
+    for attempt in itertools.count():
         try:
-            write_once(target, step, staged, config_yaml, options.format, ranks)
-            return target
+            return write_once(target, step, staged, config_yaml, options.format, ranks)
         except RunError as error:
-            if not left:
+            if attempt == options.retries:
                 raise
+            pause = _FIRST_PAUSE * 2**attempt
             if ranks.is_main:
                 options.on_retry(error, pause)
         time.sleep(pause)
-        pause *= 2
-    raise AssertionError("the last try returns or raises")
 
 
 def write_once(target: Location, step: int, staged: Staged, config_yaml: str, format: Format, ranks: Ranks) -> None:
-    """Plan, write and commit without retries; every rank calls it.
+    """Plan, write and commit without retries; every rank calls it, and raises the same error.
 
-    Raises:
-        UsageError: the name is taken (a damaged checkpoint is moved aside), or ranks disagree.
-        RunError: the storage failed; the same error on every rank. The draft is deleted.
+    A draft is deleted after a failure; a damaged checkpoint of this name is moved aside.
     """
     failure = _failure(step)
     writer = writer_of(format, staged, ranks, failure)
@@ -146,7 +113,14 @@ def write_once(target: Location, step: int, staged: Staged, config_yaml: str, fo
         def plan(described: list[Description]) -> list[tuple[str, object]]:
             plan = merge(described)
             shares = writer.plan(plan, described)
-            _free_name(target, step)
+            if target.storage.exists(target.name):
+                if step_of(target.name) is None or not verify(target):
+                    raise UsageError(
+                        f"{target} exists already, and a checkpoint is never overwritten",
+                        fix="begin with it (in Python: trainer.load_checkpoint), move it away, or name another folder "
+                        "for this run",
+                    )
+                target.storage.move(target.name, aside_name(step))
             draft = stack.enter_context(new_draft(target.storage, target.name))
             decided.append((plan, draft))
             return [(draft.name, share) for share in shares]
@@ -154,23 +128,24 @@ def write_once(target: Location, step: int, staged: Staged, config_yaml: str, fo
         def finish(written: list[WrittenFiles]) -> None:
             plan, draft = decided[0]
             files = writer.finish(draft, written)
-            state = Staged({}, staged.state, plan.groups).state_json()
-            files[STATE] = draft.put(STATE, _within_limit(STATE, state))
+            # Floats are exact to the bit; NaN and Infinity are in Python's notation.
+            state = json.dumps({**staged.state, GROUPS_KEY: plan.groups}, indent=1, sort_keys=True) + "\n"
+            files[STATE] = draft.put(STATE, _within_limit(STATE, state.encode()))
             files[CONFIG] = draft.put(CONFIG, config_yaml.encode())
             versions = {"torch": torch.__version__, "python": platform.python_version()}
             manifest = Manifest(step, files, plan.parameters, tuple(plan.parts), versions, writer.raw_ranks)
             target.storage.commit(draft.name, target.name, _within_limit("manifest.json", manifest.to_bytes()))
 
-        draft, share = ranks.exchange(failure, lambda: describe(staged, writer.describe()), plan)
+        def describe() -> Description:
+            tensors = {part: {n: block.info for n, block in own.blocks.items()} for part, own in staged.parts.items()}
+            return Description(tensors, staged.parts[MODEL].aliases, staged.groups, writer.describe())
+
+        draft, share = ranks.exchange(failure, describe, plan)
         ranks.all_reduce(failure, lambda: writer.write(Location(target.storage, draft), share), finish)
 
 
 def is_shared(directory: Directory, group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether all ranks see the storage that rank 0 sees; every rank calls it, and gets the same answer.
-
-    Raises:
-        RunError: the folder can't be created or written to.
-    """
+    """Return whether all ranks see the storage that rank 0 sees, which they can write to; every rank calls it."""
     ranks, storage = Ranks(group), storage_at(directory)
     failure = f"the folder {storage} could not be tested"
 
@@ -206,29 +181,13 @@ def new_draft(storage: Storage, name: str) -> Iterator[Location]:
         raise
 
 
-def _free_name(target: Location, step: int) -> None:
-    """Refuse a name that a whole checkpoint has; move a damaged one aside."""
-    if not target.storage.exists(target.name):
-        return
-    if step_of(target.name) is None or not verify(target):
-        raise UsageError(
-            f"{target} exists already, and a checkpoint is never overwritten",
-            fix="begin with it (in Python: trainer.load_checkpoint), move it away, or name another folder for this run",
-        )
-    target.storage.move(target.name, aside_name(step))
-
-
 def _within_limit(file: str, data: bytes) -> bytes:
-    """Return the data, or raise a UsageError if it is more than a reader accepts."""
     if len(data) > JSON_LIMIT:
         raise UsageError(
             f"{file} of the checkpoint would have {len(data) >> 20} MiB, and {JSON_LIMIT >> 20} MiB are read at most",
             fix="keep large data in tensors, in `extra`, or in a file of your own",
         )
     return data
-
-
-# ---- while training goes on ----
 
 
 class AsyncSaver:
@@ -253,30 +212,16 @@ class AsyncSaver:
         self._error: BaseException | None = None  # of the save in flight
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
 
-    @property
-    def in_flight(self) -> bool:
-        """Return whether a save was started and its result not yet returned; the same on every rank."""
-        return self._save is not None
-
     def save(
-        self,
-        directory: Directory,
-        step: int,
-        snapshot: Snapshot,
-        *,
-        config_yaml: str,
+        self, directory: Directory, step: int, snapshot: Snapshot, *, config_yaml: str,
         options: SaveOptions | None = None,
-    ) -> CheckpointPath | None:
+    ) -> CheckpointPath | None:  # fmt: skip
         """Start a save, after the previous one; the snapshot's tensors may be changed as soon as this returns.
 
         On an accelerator the copy runs on the current stream into pinned memory, and the host does not wait for it.
 
         Returns:
             the checkpoint of the previous save, if no call has returned it yet.
-
-        Raises:
-            UsageError: the snapshot can't be stored, as in `save`.
-            RunError: the previous save failed.
         """
         previous = self.wait()
         staged, copied = self._control.run(_failure(step), lambda: self._copy(stage(snapshot)))
@@ -300,24 +245,14 @@ class AsyncSaver:
         return previous
 
     def poll(self) -> CheckpointPath | None:
-        """Return the checkpoint of the save in flight once it is done; None while it runs, or if there is none.
-
-        Raises:
-            RunError: the save failed; the same error on every rank.
-        """
+        """Return the checkpoint of the save in flight once it is done; None while it runs, or if there is none."""
         if self._save is None:
             return None
         running = self._save[2].is_alive()
-        if self._control.all_reduce("the background save", lambda: running, any):
-            return None
-        return self.wait()
+        return None if self._control.all_reduce("the background save", lambda: running, any) else self.wait()
 
     def wait(self) -> CheckpointPath | None:
-        """Wait for the save in flight, and return its checkpoint; None if there is none.
-
-        Raises:
-            RunError: the save failed; the same error on every rank.
-        """
+        """Wait for the save in flight, and return its checkpoint; None if there is none."""
         if self._save is None:
             return None
         (target, step, thread), self._save = self._save, None
@@ -333,30 +268,32 @@ class AsyncSaver:
     def finish_alone(self) -> None:
         """Wait for the save in flight without a collective, on a rank that is about to end with an error.
 
-        If the process left at once, its thread would end too. Meanwhile the threads of other ranks write on; if those
-        ranks have ended, the thread's own collectives fail.
+        The threads of other ranks write on; if those ranks have ended, the thread's own collectives fail.
         """
         if self._save is not None:
             self._save[2].join()
 
     def _copy(self, staged: Staged) -> tuple[Staged, tuple[torch.device, torch.Event] | None]:
+        device: torch.device | None = None
+
+        def copied(part: str, name: str, block: TensorBlock) -> TensorBlock:
+            nonlocal device
+            source, key = block.tensor, (part, name)
+            device = source.device if source.device.type not in ("cpu", "meta") else device
+            buffer = self._buffers.get(key)
+            if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+                pins = accelerator.pins_memory(source.device)
+                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=pins)
+                self._buffers[key] = buffer  # kept for the next save, because pinning memory is slow
+            buffer.copy_(source, non_blocking=True)
+            return block.with_tensor(buffer)
+
         parts = {
-            part: Part({name: self._copy_block(part, name, block) for name, block in p.blocks.items()}, p.aliases)
+            part: Part({name: copied(part, name, block) for name, block in p.blocks.items()}, p.aliases)
             for part, p in staged.parts.items()
         }
-        devices = {block.tensor.device for p in staged.parts.values() for block in p.blocks.values()}
-        device = next((device for device in devices if device.type not in ("cpu", "meta")), None)
-        copied = None if device is None else (device, accelerator.record_event(device))
-        return Staged(parts, staged.state, staged.groups), copied
-
-    def _copy_block(self, part: str, name: str, block: TensorBlock) -> TensorBlock:
-        source, key = block.tensor, (part, name)
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=accelerator.pins_memory(source.device))
-            self._buffers[key] = buffer  # kept for the next save, because pinning memory is slow
-        buffer.copy_(source, non_blocking=True)
-        return block.with_tensor(buffer)
+        event = None if device is None else (device, accelerator.record_event(device))
+        return Staged(parts, staged.state, staged.groups), event
 
 
 def _gloo(use: str) -> dist.ProcessGroup | None:

@@ -1,19 +1,11 @@
 """Export the weights of a checkpoint, compute their digest, rewrite a checkpoint, and import weights of other trainers.
 
-The digest is SHA-256 over the tensors of the model in the order of their canonical names (by code points). For each: a
-line of JSON, `["name", "dtype", [shape]]`, and the elements of the whole tensor, row by row, little-endian, as stored.
-Tied names count once. Whole tensors pass through memory one at a time, except in the torch format. Source of the
-safetensors format: huggingface/safetensors (8 bytes of header length, a JSON header, the tensors' bytes).
-
-Weights that can be imported:
+Whole tensors pass through memory one at a time, except in the torch format. Weights that can be imported:
 
     FOLDER/model.safetensors, or parts with model.safetensors.index.json    Accelerate, Hugging Face
     FOLDER/pytorch_model.bin                                                 older ones of both
     FILE.safetensors                                                         `lockstep checkpoint export` too
     FILE.ckpt | .pt | .pth | .bin: {"state_dict": …}, {"model": …} or the weights themselves    Lightning, torch.save
-
-Only weights are imported, so a run that continues from them begins at step 0. Pickles are read by torch's restricted
-unpickler.
 """
 
 import hashlib
@@ -28,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lockstep.checkpoint.commit import save_as, write_once
+from lockstep.checkpoint.commit import write_once
 from lockstep.checkpoint.manifest import (
     JSON_LIMIT,
     MODEL,
@@ -51,6 +43,7 @@ from lockstep.checkpoint.snapshot import (
     TensorBlock,
     dtype_name,
     dtype_of,
+    stage,
     tensor_bytes,
 )
 from lockstep.checkpoint.storage import Checkpoint, CheckpointPath, Location
@@ -72,7 +65,11 @@ _SAFETENSORS_DTYPES = {
 
 
 def digest(path: Checkpoint) -> str:
-    """Return the digest of a checkpoint's model, 64 hexadecimal digits.
+    """Return the digest of a checkpoint's model: SHA-256, 64 hexadecimal digits.
+
+    It is over the tensors in the order of their canonical names (by code points). For each: a line of JSON,
+    `["name", "dtype", [shape]]`, and the elements of the whole tensor, row by row, little-endian. Tied names count
+    once.
 
     Raises:
         UsageError: there is no checkpoint at `path`.
@@ -107,18 +104,13 @@ def weights(path: Checkpoint) -> dict[str, Tensor]:
 
 
 def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
-    """Write the whole tensors of the model to one safetensors file, by canonical name; its metadata lists tied names.
-
-    Raises:
-        UsageError: `output` exists already, or the format lacks a dtype.
-        DamagedError: a file of the model is not what was written; every byte is compared.
-    """
+    """Write the whole tensors of the model to one safetensors file, by canonical name; its metadata has tied names."""
     checkpoint = locate(path)
     manifest = verified_manifest(checkpoint, MODEL)
     header = _safetensors_header(manifest)
 
     def write(file: BinaryIO) -> None:
-        file.write(len(header).to_bytes(8, "little") + header)
+        file.write(header)
         for _, tensor in _whole_tensors(checkpoint, manifest):
             file.write(tensor_bytes(tensor))
 
@@ -132,19 +124,14 @@ def export_torch(path: Checkpoint, output: str | Path) -> Path:
 
 
 def rewrite_full(path: Checkpoint, output: Checkpoint) -> CheckpointPath:
-    """Write the same checkpoint with one file of whole tensors per part, and commit it like any other.
-
-    Raises:
-        UsageError: `output` exists already.
-        DamagedError: a file of the checkpoint is not what was written.
-    """
+    """Write the same checkpoint with one file of whole tensors per part, and commit it like any other."""
     checkpoint, target = locate(path), locate(output)
     manifest = verified_manifest(checkpoint)
     state = read_state(checkpoint)
     with progress_of(f"writing {target.name}", manifest.num_bytes) as advance:
         parts = {part: _unread_part(checkpoint, manifest, part, advance) for part in manifest.parts}
         staged = Staged(parts, state, state.pop(GROUPS_KEY, {}))
-        write_once(target, manifest.step, staged, config_text(checkpoint), "full", Ranks.alone())
+        write_once(target, manifest.step, staged, config_text(checkpoint), "full", Ranks(alone=True))
     return target.path
 
 
@@ -179,6 +166,7 @@ def _aliases(manifest: Manifest) -> dict[str, tuple[str, ...]]:
 
 
 def _safetensors_header(manifest: Manifest) -> bytes:
+    """Return a header of huggingface/safetensors: 8 bytes with its length, and JSON; the tensors' bytes follow."""
     header: dict[str, object] = {}
     metadata = {"format": "pt", "step": str(manifest.step)}
     position = 0
@@ -189,16 +177,14 @@ def _safetensors_header(manifest: Manifest) -> bytes:
                 fix="lockstep checkpoint convert --to torch, or change its dtype before saving",
             )
         size = torch.Size(info.shape).numel() * dtype_of(info.dtype).itemsize
-        header[name] = {
-            "dtype": _SAFETENSORS_DTYPES[info.dtype],
-            "shape": list(info.shape),
-            "data_offsets": [position, position + size],
-        }
+        dtype, offsets = _SAFETENSORS_DTYPES[info.dtype], [position, position + size]
+        header[name] = {"dtype": dtype, "shape": list(info.shape), "data_offsets": offsets}
         position += size
     if aliases := _aliases(manifest):
         metadata["aliases"] = json.dumps(aliases)
     text = json.dumps({"__metadata__": metadata, **header}).encode()
-    return text + b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _write_whole(target: Path, write: Callable[[BinaryIO], object]) -> Path:
@@ -218,14 +204,12 @@ def _write_whole(target: Path, write: Callable[[BinaryIO], object]) -> Path:
     return target
 
 
-# ---- weights of other trainers ----
-
-
 def import_weights(source: str | Path, output: Checkpoint, *, prefix: str = "") -> tuple[CheckpointPath, int, int]:
     """Write the weights of another trainer as a checkpoint of step 0.
 
     Args:
-        source: a file or a folder; the module docstring lists the kinds.
+        source: a file or a folder; the module docstring lists the kinds. Pickles are read by torch's restricted
+            unpickler.
         output: the folder of the new checkpoint; must not exist.
         prefix: the prefix to remove from names, such as `model.` of a LightningModule; names without it are left out.
 
@@ -252,9 +236,16 @@ def import_weights(source: str | Path, output: Checkpoint, *, prefix: str = "") 
         "step": 0, "updates": 0, "skipped": [], "epoch": 0, "samples": 0, "nominal": None, "loss_scale": None,
         "source": {}, "best": {}, "metadata": {"imported_from": str(source)},
     }  # fmt: skip
-    snapshot = Snapshot(_in_full_precision(kept), state=state, aliases=declared)
-    path = save_as(output, 0, snapshot, config_yaml=f"# weights imported from {source}\n")
-    return path, len(kept), len(named) - len(kept)
+    # Parameters are kept in float32; tensors that shared memory still do.
+    converted: dict[object, Tensor] = {}
+    for name, tensor in kept.items():
+        memory = TensorBlock.whole(tensor).memory if tensor.numel() else name
+        if memory not in converted:
+            converted[memory] = tensor.float() if tensor.is_floating_point() else tensor
+        kept[name] = converted[memory]
+    target, staged = locate(output), stage(Snapshot(kept, state=state, aliases=declared))
+    write_once(target, 0, staged, f"# weights imported from {source}\n", "sharded", Ranks(alone=True))
+    return target.path, len(kept), len(named) - len(kept)
 
 
 def _read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
@@ -283,11 +274,9 @@ def _canonical(name: str) -> str:
 
 
 def _file_of(source: Path) -> Path:
-    if source.is_file():
-        return source
-    for name in _IN_FOLDERS:
-        if (source / name).is_file():
-            return source / name
+    for file in (source, *(source / name for name in _IN_FOLDERS)):
+        if file.is_file():
+            return file
     if not source.exists():
         raise UsageError(
             f"there is no file or folder {str(source)!r}",
@@ -339,9 +328,7 @@ def _pickled(file: Path) -> Weights:
         )
     if strange := [n for n, value in found.items() if not (isinstance(n, str) and isinstance(value, Tensor))]:
         raise UsageError(
-            f"{file} holds {strange[0]!r}, which is not a tensor, among {len(found)} entries"
-            if isinstance(strange[0], str)
-            else f"{file} holds an entry by the name {strange[0]!r}, where names are texts",
+            f"{file} holds {strange[0]!r}, which is not the name of a tensor, among {len(found)} entries",
             fix="save the weights alone: torch.save(model.state_dict(), FILE)",
         )
     return dict(found)
@@ -350,8 +337,7 @@ def _pickled(file: Path) -> Weights:
 def _check(weights: Weights, source: str | Path) -> None:
     """Refuse tensors that can't be stored or would be larger in memory than in the file, and names that collide."""
     for name, tensor in weights.items():
-        dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
-        if not dense:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
             raise UsageError(
                 f"{name} in {source} can't be imported",
                 why="only dense tensors with values are stored",
@@ -372,14 +358,3 @@ def _check(weights: Weights, source: str | Path) -> None:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")[:200] or type(error).__name__
-
-
-def _in_full_precision(weights: Weights) -> Weights:
-    """Return floating-point tensors as float32, in which parameters are kept; what shared memory still does."""
-    converted: dict[object, Tensor] = {}
-    for name, tensor in weights.items():
-        memory = TensorBlock.whole(tensor).memory if tensor.numel() else name
-        if memory not in converted:
-            converted[memory] = tensor.float() if tensor.is_floating_point() else tensor
-        weights[name] = converted[memory]
-    return weights

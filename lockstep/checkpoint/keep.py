@@ -1,30 +1,19 @@
-"""Choose the checkpoint to resume from, delete old ones, and look into one."""
+"""Choose the checkpoint to resume from, and delete old ones."""
 
 import logging
-import math
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
 from lockstep.checkpoint.commit import new_draft
-from lockstep.checkpoint.manifest import DamagedError, Manifest, problems_of_files, read_manifest, read_state
+from lockstep.checkpoint.manifest import DamagedError, problems_of_files, read_manifest
 from lockstep.checkpoint.posix import locate, storage_at
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.restore import verify_together
-from lockstep.checkpoint.storage import (
-    MANIFEST,
-    Checkpoint,
-    CheckpointPath,
-    Directory,
-    Location,
-    aside_name,
-    step_of,
-)
+from lockstep.checkpoint.storage import MANIFEST, Checkpoint, CheckpointPath, Directory, Location, aside_name, step_of
 from lockstep.errors import RunError
 
 _log = logging.getLogger(__name__)
@@ -50,9 +39,8 @@ def _checkpoints(directory: Directory) -> list[Location]:
 def newest(directory: Directory, *, thorough: bool = False, on_damaged: OnDamaged = _warn) -> CheckpointPath | None:
     """Return the newest whole checkpoint, or None if there are no checkpoints; without collectives.
 
-    Args:
-        thorough: compare the checksums of all files; else that of the manifest, and all sizes.
-        on_damaged: called with each newer checkpoint that is passed over, and the reason.
+    With `thorough`, the checksums of all files are compared; else that of the manifest, and all sizes. `on_damaged` is
+    called with each newer checkpoint that is passed over, and the reason.
 
     Raises:
         RunError: there are checkpoints, but none is whole. Only a person may decide to start afresh then.
@@ -125,13 +113,8 @@ def rotate(
     One process of a run calls it (rank 0, after a save). A damaged checkpoint neither counts nor is deleted. A kill
     half-way leaves no half checkpoint.
 
-    Args:
-        keep: how many to keep, at least 1; None: all of them.
-        protect: checkpoints that stay in any case, such as the best one.
-        on_damaged: called with the newest checkpoint and the reason if it is damaged: then nothing is deleted.
-
-    Returns:
-        the deleted checkpoints; none if the newest is damaged.
+    Checkpoints to `protect`, such as the best one, stay in any case. If the newest is damaged, `on_damaged` is called,
+    and nothing is deleted. The deleted checkpoints are returned.
     """
     assert keep is None or keep >= 1, "the only checkpoint is never deleted"
     storage = storage_at(directory)
@@ -162,17 +145,10 @@ def set_aside(directory: Directory, after: int) -> list[CheckpointPath]:
     return [checkpoint.path for checkpoint in later]
 
 
-# ---- hosts that share no folder ----
-
-
 def copy_to_hosts(path: Checkpoint | None, group: dist.ProcessGroup | None = None) -> CheckpointPath | None:
     """Copy the checkpoint of rank 0 to each host that lacks it, where hosts share no folder; every rank calls it.
 
-    Args:
-        path: the checkpoint; the value of rank 0 counts.
-
-    Returns:
-        the path of rank 0, at which every rank finds the checkpoint now.
+    The `path` of rank 0 counts, and is returned: every rank finds the checkpoint there now.
     """
     ranks = Ranks(group)
     path = ranks.broadcast("no checkpoint was chosen", lambda: path)
@@ -182,7 +158,15 @@ def copy_to_hosts(path: Checkpoint | None, group: dist.ProcessGroup | None = Non
     storage, failure = checkpoint.storage, f"the checkpoint {checkpoint} could not be copied to other hosts"
     files = ranks.broadcast(failure, lambda: [*read_manifest(checkpoint).files])
     place = (socket.gethostname(), os.path.abspath(str(storage)))
-    receives = ranks.rank in ranks.all_reduce(failure, lambda: (*place, storage.exists(checkpoint.name)), _receivers)
+
+    def receivers(places: list[tuple[str, str, bool]]) -> list[int]:
+        first: dict[tuple[str, str], int] = {}
+        for rank, (host, folder, there) in enumerate(places):
+            if not there:
+                first.setdefault((host, folder), rank)
+        return list(first.values())
+
+    receives = ranks.rank in ranks.all_reduce(failure, lambda: (*place, storage.exists(checkpoint.name)), receivers)
     with ExitStack() as stack:
         draft = ranks.run(
             failure, lambda: stack.enter_context(new_draft(storage, checkpoint.name)) if receives else checkpoint
@@ -195,43 +179,6 @@ def copy_to_hosts(path: Checkpoint | None, group: dist.ProcessGroup | None = Non
     return checkpoint.path
 
 
-def _receivers(ranks: list[tuple[str, str, bool]]) -> list[int]:
-    """Return the first rank of each folder without a copy."""
-    first: dict[tuple[str, str], int] = {}
-    for rank, (host, folder, there) in enumerate(ranks):
-        if not there:
-            first.setdefault((host, folder), rank)
-    return list(first.values())
-
-
 def _content(checkpoint: Location, file: str) -> bytes:
     with checkpoint.open(file) as stream:
         return stream.read()
-
-
-# ---- looking into one ----
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """The manifest and the state of a checkpoint, the bytes of each part, and the model's elements (tied ones once)."""
-
-    path: CheckpointPath
-    manifest: Manifest
-    state: Mapping[str, Any]
-    part_bytes: Mapping[str, int]
-    num_elements: int
-
-
-def inspect(path: Checkpoint) -> Inspection:
-    """Read the manifest and the state of one checkpoint.
-
-    Raises:
-        UsageError: there is no checkpoint at `path`.
-        DamagedError: its manifest is not what was written.
-    """
-    checkpoint = locate(path)
-    manifest = read_manifest(checkpoint)
-    sizes = {part: sum(manifest.files[file].size for file in manifest.files_of(part)) for part in manifest.parts}
-    elements = sum(math.prod(info.shape) for info in manifest.parameters.values())
-    return Inspection(checkpoint.path, manifest, read_state(checkpoint), sizes, elements)

@@ -39,31 +39,14 @@ def unreadable_error(where: str, why: object) -> DamagedError:
     return DamagedError("a checkpoint can't be read", where=where, why=str(why))
 
 
-# ---- names inside a checkpoint ----
-
-
 def raw_file(part: str, rank: int) -> str:
     """Return the file of one rank in a part, under `format: local`."""
     return f"{part}/rank-{rank:05d}.raw"
 
 
-def optimizer_part(name: str) -> str:
-    """Return the folder of an optimizer's state."""
-    return _checked_part(f"optimizer/{name}")
-
-
-def extra_part(name: str) -> str:
-    """Return the folder of further tensors."""
-    return _checked_part(f"extra/{name}")
-
-
-def is_part(text: str) -> bool:
-    """Return whether `text` names a folder of tensors: model, optimizer/NAME or extra/NAME."""
-    return _PART.fullmatch(text) is not None
-
-
-def _checked_part(part: str) -> str:
-    if not is_part(part):
+def checked_part(part: str) -> str:
+    """Return a folder of tensors, `optimizer/NAME` or `extra/NAME`, or raise a UsageError if NAME can't be one."""
+    if not _PART.fullmatch(part):
         raise UsageError(
             f"{part.partition('/')[2]!r} can't name a part of a checkpoint",
             why="it becomes a folder: letters, digits, '_', '-' and '.', not starting with '-' or '.'",
@@ -71,26 +54,17 @@ def _checked_part(part: str) -> str:
     return part
 
 
-def _may_be_listed(file: str) -> bool:
-    """Return whether a manifest may list a file: state, config or a tensor file inside the checkpoint."""
-    part, _, name = file.rpartition("/")
-    return file in (STATE, CONFIG) or (is_part(part) and _TENSOR_FILE.fullmatch(name) is not None)
-
-
-# ---- JSON that is not trusted ----
-
-
 def parse_json(data: bytes, *, finite: bool = True) -> dict[str, Any]:
-    """Parse a JSON object.
+    """Parse a JSON object; raise a ValueError if it is none, or is nested too deeply for Python.
 
-    Args:
-        finite: refuse NaN and Infinity, which JSON does not have, though Python writes and reads them.
-
-    Raises:
-        ValueError: it is not an object, or is nested too deeply for Python.
+    With `finite`, NaN and Infinity are refused, which JSON does not have, though Python writes and reads them.
     """
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"it holds {constant}, which is not a number")
+
     try:
-        found = json.loads(data, parse_constant=_refuse_constant if finite else None)
+        found = json.loads(data, parse_constant=refuse if finite else None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if type(found) is not dict:
@@ -119,13 +93,6 @@ def text_of(value: Any) -> str:
     return value
 
 
-def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"it holds {constant}, which is not a number")
-
-
-# ---- the manifest ----
-
-
 @dataclass(frozen=True)
 class ParameterInfo:
     """The shape of a whole tensor of the model, its dtype without `torch.`, and its further names."""
@@ -137,34 +104,23 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint.
-
-    Args:
-        files: path inside the checkpoint, with `/`, → size and checksum.
-        parameters: by canonical name, in the order of the names.
-        parts: the folders of tensors: `model`, `optimizer/NAME`, `extra/NAME`.
-        written_by: program → its version.
-        ranks: the number of ranks whose raw shards it holds (`format: local`); None for DCP's files.
-    """
+    """The content of a checkpoint."""
 
     step: int
-    files: Mapping[str, FileInfo]
-    parameters: Mapping[str, ParameterInfo]
-    parts: tuple[str, ...] = (MODEL,)
-    written_by: Mapping[str, str] = field(default_factory=dict)
-    ranks: int | None = None
+    files: Mapping[str, FileInfo]  # by path inside the checkpoint, with `/`
+    parameters: Mapping[str, ParameterInfo]  # by canonical name, in the order of the names
+    parts: tuple[str, ...] = (MODEL,)  # the folders of tensors: `model`, `optimizer/NAME`, `extra/NAME`
+    written_by: Mapping[str, str] = field(default_factory=dict)  # program → its version
+    ranks: int | None = None  # the number of ranks whose raw shards it holds (`format: local`)
 
     @property
     def num_bytes(self) -> int:
-        """The size of all listed files in bytes."""
         return sum(f.size for f in self.files.values())
 
     def files_of(self, part: str) -> list[str]:
-        """Return the files of one part."""
         return [file for file in self.files if file.startswith(f"{part}/")]
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file, with its checksum."""
         files = {path: {"size": f.size, "crc32": f"{f.crc32:08x}"} for path, f in sorted(self.files.items())}
         parameters = {
             name: {"shape": list(p.shape), "dtype": p.dtype, "aliases": list(p.aliases)}
@@ -179,12 +135,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
-        """Parse the result of `to_bytes`.
-
-        Raises:
-            ValueError, KeyError, TypeError, AttributeError: the data are something else.
-            UsageError: the checkpoint has a later format.
-        """
+        """Parse the result of `to_bytes`; any ValueError, KeyError, TypeError or AttributeError means other data."""
         body, newline, _ = data[:-1].rpartition(b"\n")
         body += newline
         if data != body + _checksum_line(body):
@@ -199,19 +150,27 @@ class Manifest:
         ranks = content.get("ranks")
         manifest = cls(
             step=count_of(content["step"]),
-            files={path: _file_info(info) for path, info in content["files"].items()},
-            parameters={name: _parameter(info) for name, info in content["parameters"].items()},
+            files={
+                path: FileInfo(count_of(info["size"]), int(text_of(info["crc32"]), 16))
+                for path, info in content["files"].items()
+            },
+            parameters={
+                name: ParameterInfo(counts_of(p["shape"]), text_of(p["dtype"]), tuple(map(text_of, p["aliases"])))
+                for name, p in content["parameters"].items()
+            },
             parts=tuple(text_of(part) for part in content["parts"]),
             written_by={text_of(name): text_of(version) for name, version in content["written_by"].items()},
             ranks=None if ranks is None else count_of(ranks),
         )
-        manifest._check_names()
-        manifest._check_sizes()
+        manifest._check()
         return manifest
 
-    def _check_names(self) -> None:
-        stray = [path for path in self.files if not _may_be_listed(path)]
-        stray += [part for part in self.parts if not is_part(part)]
+    def _check(self) -> None:
+        stray = [part for part in self.parts if not _PART.fullmatch(part)]
+        for path in self.files:
+            part, _, name = path.rpartition("/")
+            tensors = _PART.fullmatch(part) and _TENSOR_FILE.fullmatch(name)
+            stray += [path] * (path not in (STATE, CONFIG) and not tensors)
         if stray:
             raise ValueError(f"it lists {stray[0]!r}, which no checkpoint holds")
         needed = [STATE, CONFIG]
@@ -225,9 +184,6 @@ class Manifest:
             raise ValueError(f"it does not list {missing[0]}")
         if MODEL not in self.parts:
             raise ValueError("it lists no part for the model")
-
-    def _check_sizes(self) -> None:
-        """Refuse a manifest that claims more elements for the model than its files have bytes."""
         there = sum(self.files[file].size for file in self.files_of(MODEL))
         claimed = sum(prod(info.shape) for info in self.parameters.values())
         if claimed > there:  # an element has a byte at least
@@ -239,20 +195,8 @@ def _entries(name: str, entries: Mapping[str, Any]) -> list[str]:
     return [f'"{name}": {{', *(row + "," for row in rows[:-1]), *rows[-1:], "},"]
 
 
-def _parameter(content: Mapping[str, Any]) -> ParameterInfo:
-    aliases = tuple(text_of(alias) for alias in content["aliases"])
-    return ParameterInfo(counts_of(content["shape"]), text_of(content["dtype"]), aliases)
-
-
-def _file_info(content: Mapping[str, Any]) -> FileInfo:
-    return FileInfo(count_of(content["size"]), int(text_of(content["crc32"]), 16))
-
-
 def _checksum_line(body: bytes) -> bytes:
     return f'"crc32": "{zlib.crc32(body):08x}"}}\n'.encode()
-
-
-# ---- reading and verifying ----
 
 
 def read_manifest(path: Checkpoint) -> Manifest:
@@ -288,12 +232,9 @@ def problems_of_files(
     checkpoint: Location, manifest: Manifest, files: Iterable[str] | None = None, *, thorough: bool,
     advance: Advance = lambda _bytes: None,
 ) -> list[str]:  # fmt: skip
-    """Return a line for each problem with the files of a checkpoint.
+    """Return a line for each problem with some files of a checkpoint (None: with all that the manifest lists).
 
-    Args:
-        files: the files to look at; all that the manifest lists if None.
-        thorough: read every byte and compare checksums; else sizes only.
-        advance: called with the bytes read.
+    With `thorough`, every byte is read (`advance` gets their number) and checksums are compared; else sizes only.
     """
     problems = []
     for file in manifest.files if files is None else files:
@@ -323,11 +264,7 @@ def verified_manifest(checkpoint: Location, part: str | None = None) -> Manifest
 
 
 def verify(path: Checkpoint, *, thorough: bool = True) -> list[str]:
-    """Return a line for each problem with a checkpoint; an empty list means that it is whole.
-
-    Args:
-        thorough: read every byte and compare checksums (about 2 GB/s); else the manifest's checksum and all sizes.
-    """
+    """Return a line for each problem with a checkpoint, whose sizes or (`thorough`) checksums are compared."""
     checkpoint = locate(path)
     try:
         manifest = read_manifest(checkpoint)

@@ -69,8 +69,6 @@ class _Record:
 
 
 class _Size(tuple[int, ...]):
-    """Stands in for torch.Size."""
-
     __slots__ = ()
 
     def __setstate__(self, state: object) -> NoReturn:
@@ -116,11 +114,7 @@ def parse_metadata(data: bytes) -> StoredPart:
 
 
 def check_sizes(stored: StoredPart, sizes: Mapping[str, int]) -> None:
-    """Raise a ValueError if tensors claim more bytes than were stored for them, or blocks share bytes.
-
-    Args:
-        sizes: file of the part → its size in bytes.
-    """
+    """Raise a ValueError if tensors claim more bytes than the `sizes` of files, or blocks share bytes."""
     used: Counter[str] = Counter()
     for place in stored.places.values():
         file = place.relative_path

@@ -24,9 +24,10 @@ import time
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import psutil
 
 from lockstep.checkpoint.storage import MANIFEST, Checkpoint, Directory, Location, Storage
 
@@ -38,48 +39,8 @@ _DRAFT = re.compile(r"(?:step-[0-9]{8,}|\.shared)\.tmp-([A-Za-z0-9._-]+)-([0-9]+
 _in_flight: set[str] = set()  # the drafts of this process, which `sweep` leaves alone
 
 
-@dataclass(frozen=True)
-class DraftOwner:
-    """The process that writes a draft: its host, its process id there, and a random token."""
-
-    host: str
-    pid: int
-    token: str
-
-    @classmethod
-    def new(cls) -> "DraftOwner":
-        """Return this process, with a new token."""
-        host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname()) or "host"
-        return cls(host, os.getpid(), secrets.token_hex(4))
-
-    @classmethod
-    def of(cls, draft: str) -> "DraftOwner | None":
-        """Return the owner in the name of a draft; None for every other name."""
-        match = _DRAFT.fullmatch(draft)
-        return cls(match[1], int(match[2]), match[3]) if match else None
-
-    def draft_of(self, name: str) -> str:
-        """Return the name of the draft of a checkpoint."""
-        return f"{name}.tmp-{self.host}-{self.pid}-{self.token}"
-
-    def is_dead(self, folder: Path) -> bool:
-        """Return whether the process has ended; on another host, whether nothing touched the draft for an hour."""
-        here = DraftOwner.new()
-        if self.host == here.host:
-            return self.pid == here.pid or not _is_running(self.pid)
-        try:
-            touched = max(entry.stat().st_mtime for entry in (folder, *folder.rglob("*")))
-        except FileNotFoundError:  # it is being removed or renamed just now
-            return False
-        return time.time() - touched > _ABANDONED_SECONDS
-
-
 class PosixStorage(Storage):
-    """Keeps checkpoints in a folder.
-
-    Args:
-        root: the folder; the first checkpoint creates it.
-    """
+    """Keeps checkpoints in a folder, which the first one creates."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
@@ -124,7 +85,7 @@ class PosixStorage(Storage):
             yield stream
 
     def begin(self, name: str) -> str:
-        draft = DraftOwner.new().draft_of(name)
+        draft = draft_name(name)
         _in_flight.add(draft)
         try:
             _make_folders(self.root)
@@ -169,17 +130,14 @@ class PosixStorage(Storage):
             _in_flight.discard(name)
             shutil.rmtree(self.root / name, ignore_errors=True)  # the rest is swept later
             return
-        doomed = DraftOwner.new().draft_of(name)  # renamed first, so that a kill leaves no half checkpoint
+        doomed = draft_name(name)  # renamed first, so that a kill leaves no half checkpoint
         self.move(name, doomed)
         shutil.rmtree(self.root / doomed)
 
     def sweep(self) -> list[str]:
-        dead = []
-        for name in sorted(self.names()):
-            owner = DraftOwner.of(name)
-            if owner is not None and name not in _in_flight and owner.is_dead(self.root / name):
-                dead.append(name)
-                shutil.rmtree(self.root / name, ignore_errors=True)  # another process may be deleting it
+        dead = [name for name in sorted(self.names()) if name not in _in_flight and _is_dead_draft(self.root / name)]
+        for name in dead:
+            shutil.rmtree(self.root / name, ignore_errors=True)  # another process may be deleting it
         return dead
 
 
@@ -198,14 +156,24 @@ def locate(checkpoint: Checkpoint) -> Location:
     return Location(PosixStorage(path.parent), path.name)
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+def draft_name(name: str, host: str | None = None, pid: int | None = None) -> str:
+    """Return a new name for the draft of a checkpoint that a process writes: this one, if it is not named."""
+    host = re.sub(r"[^A-Za-z0-9._-]", "_", host or socket.gethostname()) or "host"
+    return f"{name}.tmp-{host}-{os.getpid() if pid is None else pid}-{secrets.token_hex(4)}"
+
+
+def _is_dead_draft(folder: Path) -> bool:
+    """Return whether the writer of a draft has ended; on another host, whether nothing touched it for an hour."""
+    match, here = _DRAFT.fullmatch(folder.name), _DRAFT.fullmatch(draft_name("step-00000000"))
+    if match is None or here is None:
         return False
-    except PermissionError:
-        return True
-    return True
+    if match[1] == here[1]:
+        return match[2] == here[2] or not psutil.pid_exists(int(match[2]))
+    try:
+        touched = max(entry.stat().st_mtime for entry in (folder, *folder.rglob("*")))
+    except FileNotFoundError:  # it is being removed or renamed just now
+        return False
+    return time.time() - touched > _ABANDONED_SECONDS
 
 
 def _make_folders(path: Path) -> None:
@@ -229,15 +197,15 @@ def sync_folder(path: Path) -> None:
 class UncachedFile(io.RawIOBase):
     """A new file, written from start to end, without the page cache where the file system supports direct writes.
 
-    In the cache a checkpoint would push out the data, and each page costs time. While a thread writes one buffer, the
-    caller fills the next. `fileno`, which `fsync` needs, and `close` hand all bytes to the system; `flush` does not.
+    In the cache a checkpoint would push out the data, and each page costs time. `fileno`, which `fsync` needs, and
+    `close` hand all bytes to the system; `flush` does not.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         # O_EXCL: no file is ever overwritten.
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._buffer, self._other = _page_aligned_buffer(), _page_aligned_buffer()
+        self._buffer, self._other = mmap.mmap(-1, _BUFFER), mmap.mmap(-1, _BUFFER)  # page-aligned
         self._thread = ThreadPoolExecutor(1)  # starts with the first full buffer
         self._pending_write: Future[None] | None = None
         self._buffered = 0  # bytes in the buffer
@@ -254,8 +222,11 @@ class UncachedFile(io.RawIOBase):
             self._buffer[self._buffered : self._buffered + len(more)] = more
             self._buffered += len(more)
             done += len(more)
-            if self._buffered == _BUFFER:
-                self._swap_buffers()
+            if self._buffered == _BUFFER:  # the thread writes this buffer, and the other one is filled
+                self._buffered = 0  # after a failure, `close` does not write it again
+                self._wait()
+                self._pending_write = self._thread.submit(self._write_out, self._buffer, _BUFFER, direct=True)
+                self._buffer, self._other = self._other, self._buffer
         return len(view)
 
     def fileno(self) -> int:
@@ -272,15 +243,7 @@ class UncachedFile(io.RawIOBase):
             self._thread.shutdown()
             os.close(self._handle)
 
-    def _swap_buffers(self) -> None:
-        """Give the full buffer to the thread, and go on with the other one."""
-        self._buffered = 0  # after a failure, `close` does not write it again
-        self._wait()
-        self._pending_write = self._thread.submit(self._write_out, self._buffer, _BUFFER, direct=True)
-        self._buffer, self._other = self._other, self._buffer
-
     def _finish(self) -> None:
-        """Hand all bytes to the system."""
         held, self._buffered = self._buffered, 0
         self._wait()
         self._write_out(self._buffer, held, direct=False)
@@ -302,10 +265,6 @@ class UncachedFile(io.RawIOBase):
                     if error.errno != errno.EINVAL or not (direct and self._at_page_end):
                         raise
                     self._at_page_end = False  # the file system has no direct writes: use the page cache from here on
-
-
-def _page_aligned_buffer() -> mmap.mmap:
-    return mmap.mmap(-1, _BUFFER)
 
 
 def _set_direct(handle: int, direct: bool) -> None:

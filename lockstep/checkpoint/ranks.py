@@ -22,37 +22,30 @@ R = TypeVar("R")
 
 
 class Ranks:
-    """The ranks of a process group (the default one if None), or this process alone if there is none."""
+    """The ranks of a process group (the default one if None), or this process alone: if there is none, or on demand."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         self.group = group
-        self.connected = dist.is_available() and dist.is_initialized()
+        self.connected = not alone and dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank(group) if self.connected else 0
         self.size: int = dist.get_world_size(group) if self.connected else 1
 
-    @classmethod
-    def alone(cls) -> "Ranks":
-        """Return this process as the only rank, whatever groups it is in."""
-        ranks = cls.__new__(cls)
-        ranks.group, ranks.connected, ranks.rank, ranks.size = None, False, 0, 1
-        return ranks
-
     @property
     def is_main(self) -> bool:
-        """Return whether this is rank 0, which decides."""
         return self.rank == 0
 
     def exchange(self, failure: str, local: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:
         """Run `local()` on every rank, then `decide(values, by rank)` on rank 0, which returns a result for each rank.
 
-        Args:
-            failure: the error message in case of failure, such as "the checkpoint of step 100 was not written".
-
         Raises:
-            LockstepError: `local` failed on some rank, or `decide` on rank 0; the same error on every rank.
+            LockstepError: `local` failed on some rank, or `decide` on rank 0; the same error on every rank. Other
+                exceptions are explained by `failure`, such as "the checkpoint of step 100 was not written".
         """
         value, cause = self._attempt(failure, local)
-        values = self._gather(value)
+        main = dist.get_global_rank(self.group, 0) if self.group is not None else 0
+        values: list[object] = [value] * self.size
+        if self.connected:
+            dist.gather_object(value, values if self.is_main else None, dst=main, group=self.group)
         answers: list[Any] = []
         if self.is_main:
             failed = [v for v in values if isinstance(v, LockstepError)]
@@ -60,10 +53,12 @@ class Ranks:
             if not failed:
                 answer, cause = self._attempt(failure, lambda: list(decide(cast(list[T], values))))
             answers = [answer] * self.size if isinstance(answer, LockstepError) else answer
-        mine = self._scatter(answers)
-        if isinstance(mine, LockstepError):
-            raise mine from cause
-        return cast(R, mine)
+        mine = answers[:1] or [None]
+        if self.connected:
+            dist.scatter_object_list(mine, answers if self.is_main else None, src=main, group=self.group)
+        if isinstance(mine[0], LockstepError):
+            raise mine[0] from cause
+        return cast(R, mine[0])
 
     def run(self, failure: str, local: Callable[[], T]) -> T:
         """Run `local()` on every rank, and return its own value on each; or raise one error on all."""
@@ -86,24 +81,14 @@ class Ranks:
             return error, error.__cause__ if isinstance(error.__cause__, Exception) else None
         except Exception as error:
             where = f"rank {self.rank}" if self.size > 1 else None
-            return _explain(failure, error, where), error
-
-    def _gather(self, value: object) -> list[object]:
-        if not self.connected:
-            return [value]
-        values: list[object] | None = [None] * self.size if self.is_main else None
-        dist.gather_object(value, values, dst=self._main(), group=self.group)
-        return values or []
-
-    def _scatter(self, values: list[Any]) -> Any:
-        if not self.connected:
-            return values[0]
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, values if self.is_main else None, src=self._main(), group=self.group)
-        return mine[0]
-
-    def _main(self) -> int:
-        return dist.get_global_rank(self.group, 0) if self.group is not None else 0
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):  # torch wraps errors of the file system
+                cause = cause.__cause__ or cause.__context__
+            if isinstance(cause, OSError) and cause.errno is not None:
+                place = f"{where}, {cause.filename}" if where and cause.filename else where or cause.filename
+                why = os.strerror(cause.errno)
+                return RunError(failure, where=place, why=why, fix=_ADVICE.get(cause.errno)), error
+            return RunError(failure, where=where, why=f"{type(error).__name__}: {error}"), error
 
 
 _ADVICE = {
@@ -114,19 +99,6 @@ _ADVICE = {
     errno.EROFS: "the file system is read-only: choose another --output-dir",
 }
 
-
-def _explain(failure: str, error: Exception, where: str | None) -> LockstepError:
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):  # torch wraps errors of the file system
-        cause = cause.__cause__ or cause.__context__
-    if isinstance(cause, OSError) and cause.errno is not None:
-        place = f"{where}, {cause.filename}" if where and cause.filename else where or cause.filename
-        fix = _ADVICE.get(cause.errno)
-        return RunError(failure, where=place, why=os.strerror(cause.errno), fix=fix)
-    return RunError(failure, where=where, why=f"{type(error).__name__}: {error}")
-
-
-# ---- tensors ----
 
 _Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset in the whole tensor, shape
 BlockInfo = tuple[tuple[int, ...], torch.dtype, _Block | None]  # shape of the whole, its dtype, this rank's block
@@ -183,9 +155,7 @@ def gather_tensor(source: TensorSource, block: TensorBlock | None, failure: str,
 def gather(tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
     """Return the whole tensors of a model on the CPU of rank 0, and {} on other ranks; every rank calls it.
 
-    Args:
-        tensors: canonical name → tensor or DTensor of this rank.
-        aliases: canonical name → further names of the same tensor; they are in the result, and share memory.
+    Further names of a tensor, its `aliases`, are in the result, and share memory.
     """
     ranks, failure, part = Ranks(), "the model was not gathered", part_of(tensors, aliases)
     held = ranks.all_reduce(failure, lambda: (held_blocks(part), part.aliases), lambda shares: shares)
@@ -202,10 +172,8 @@ def scatter(
 ) -> None:  # fmt: skip
     """Copy whole tensors of rank 0 into the tensors of each rank; every rank calls it.
 
-    Values are cast to the dtype of the target, as by `load_state_dict` of a plain module.
-
-    Raises:
-        UsageError: `whole` has other names or shapes; raised on every rank, before anything is written.
+    Values are cast to the dtype of the target, as by `load_state_dict` of a plain module. If `whole` has other names or
+    shapes, every rank raises a UsageError before anything is written.
     """
     ranks, failure, mine = Ranks(), "the model was not loaded", part_of(tensors, aliases)
     shapes = {name: block.shape for name, block in mine.blocks.items()}
@@ -213,7 +181,20 @@ def scatter(
     def check(held: list[tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, ...]]]]) -> list[str]:
         wanted = {name: shape for here, _ in held for name, shape in here.items()}
         others = {other for _, ties in held for tied in ties.values() for other in tied}
-        _require_same(wanted, others, whole)
+        missing, unknown = sorted(set(wanted) - set(whole)), sorted(set(whole) - set(wanted) - others)
+        whys = [f"it lacks {listed(missing)}"] * bool(missing)
+        whys += [f"the model has no {listed(unknown)}"] * bool(unknown)
+        reshaped = [
+            f"{name} has the shape {tuple(whole[name].shape)}, not {shape}"
+            for name, shape in wanted.items()
+            if name in whole and tuple(whole[name].shape) != shape
+        ]
+        if whys := whys + reshaped[:4]:
+            raise UsageError(
+                "the state that was given is another model's",
+                why="; ".join(whys),
+                fix="give rank 0 the state_dict of this model, with the names that it has without wrappers",
+            )
         return sorted(wanted)
 
     for name in ranks.all_reduce(failure, lambda: (shapes, mine.aliases), check):
@@ -221,23 +202,6 @@ def scatter(
         if name in mine.blocks:
             block = mine.blocks[name]
             block.tensor.copy_(narrow(values, block.offset, block.tensor.shape))
-
-
-def _require_same(wanted: Mapping[str, tuple[int, ...]], aliases: set[str], given: Mapping[str, Tensor]) -> None:
-    missing, unknown = sorted(set(wanted) - set(given)), sorted(set(given) - set(wanted) - aliases)
-    reshaped = [
-        f"{name} has the shape {tuple(given[name].shape)}, not {shape}"
-        for name, shape in wanted.items()
-        if name in given and tuple(given[name].shape) != shape
-    ]
-    whys = [f"it lacks {listed(missing)}"] * bool(missing)
-    whys += [f"the model has no {listed(unknown)}"] * bool(unknown)
-    if whys := whys + reshaped[:4]:
-        raise UsageError(
-            "the state that was given is another model's",
-            why="; ".join(whys),
-            fix="give rank 0 the state_dict of this model, with the names that it has without wrappers",
-        )
 
 
 def narrow(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:

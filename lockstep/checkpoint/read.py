@@ -1,8 +1,7 @@
 """Read the tensors of a checkpoint of any format into blocks of any layout.
 
 Nothing that is read is trusted: the description of a part is verified by its checksum, checked field by field, and
-compared with the manifest and with the sizes of the files before anything is allocated. Callers compare names, shapes
-and dtypes before `read_into`.
+compared with the manifest and with the sizes of the files before anything is allocated.
 """
 
 import io
@@ -59,9 +58,6 @@ def _compare_with_manifest(stored: StoredPart, manifest: Manifest) -> None:
         raise ValueError(f"it disagrees with the manifest about {name}")
 
 
-# ---- sharded and full: torch.distributed.checkpoint's files ----
-
-
 class ShardedReader(FileSystemReader):
     """Reads blocks of one part of DCP's files; raises a DamagedError if `.metadata` is refused."""
 
@@ -73,17 +69,11 @@ class ShardedReader(FileSystemReader):
         self.storage_data = dict(self.stored.places)
 
     def read_into(self, blocks: dict[str, TensorBlock]) -> None:
-        """Fill these blocks, in place, from the blocks that were stored, however they were cut."""
         items: list[ReadItem] = []
         for name, block in blocks.items():
             if block.tensor.numel():
                 chunk = ChunkStorageMetadata(torch.Size(block.offset), block.tensor.size())
                 items += read_items(name, self.stored.tensors[name], chunk)
-        self._check_blocks(items)
-        with torch.no_grad():
-            self.read_data(LoadPlan(items), _BlockLoadPlanner(blocks)).wait()
-
-    def _check_blocks(self, items: list[ReadItem]) -> None:
         for place in {self.stored.places[item.storage_index] for item in items}:
             file = f"{self.part}/{place.relative_path}"
             with self.checkpoint.open(file) as stream:
@@ -91,14 +81,14 @@ class ShardedReader(FileSystemReader):
                     check_block(stream, place.offset, place.length)
                 except ValueError as error:
                     raise unreadable_error(f"{self.checkpoint}/{file}", error) from None
+        with torch.no_grad():
+            self.read_data(LoadPlan(items), _BlockLoadPlanner(blocks)).wait()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise AssertionError("the metadata is read by read_stored_part, never by torch's unpickler")
 
 
 class _CheckpointFiles(FileSystem):
-    """Opens files for DCP, only inside the checkpoint."""
-
     def __init__(self, checkpoint: Location) -> None:
         self._checkpoint = checkpoint
 
@@ -110,8 +100,6 @@ class _CheckpointFiles(FileSystem):
 
 
 class _BlockLoadPlanner(DefaultLoadPlanner):
-    """Gives DCP the tensors to fill."""
-
     def __init__(self, blocks: dict[str, TensorBlock]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.blocks = blocks
@@ -143,12 +131,9 @@ def read_stored_part(checkpoint: Location, manifest: Manifest, part: str) -> Sto
 
 
 def check_block(stream: BinaryIO, offset: int, length: int) -> None:
-    """Check the directory of a stored block, which is a zip archive as torch writes it, without reading the block.
+    """Raise a ValueError if a stored block, a zip archive as torch writes it, would unpack to more bytes than it has.
 
-    A hostile archive may be compressed, so that a megabyte unpacks to a gigabyte.
-
-    Raises:
-        ValueError: the block would unpack to more bytes than it has.
+    A hostile archive may be compressed, so that a megabyte unpacks to a gigabyte. Only its directory is read.
     """
     try:
         with zipfile.ZipFile(_FileSlice(stream, offset, length)) as archive:
@@ -189,9 +174,6 @@ class _FileSlice(io.RawIOBase):
         return data
 
 
-# ---- local: raw files ----
-
-
 @dataclass(frozen=True)
 class RawBlock:
     """A block of a tensor, `start` bytes into a raw file."""
@@ -205,7 +187,6 @@ class RawBlock:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the block in bytes."""
         return prod(self.block) * self.dtype.itemsize
 
 
@@ -221,14 +202,17 @@ class LocalReader:
                 listed = manifest.files.get(file)
                 self.by_rank.append({} if listed is None else _read_header(checkpoint, file, listed.size))
             self._raw_blocks = self._without_replicas()
-            self.stored = StoredPart({name: _described(blocks) for name, blocks in self._raw_blocks.items()})
+            self.stored = StoredPart()
+            for name, (first, *rest) in self._raw_blocks.items():
+                chunks = [ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.block)) for b in (first, *rest)]
+                properties = TensorProperties(first.dtype)
+                self.stored.tensors[name] = TensorStorageMetadata(properties, torch.Size(first.shape), chunks)
             if part == MODEL:
                 _compare_with_manifest(self.stored, manifest)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise unreadable_error(f"{checkpoint}/{part}", error) from None
 
     def _without_replicas(self) -> dict[str, list[RawBlock]]:
-        """Return the blocks that make up each tensor, without replicas."""
         found: dict[str, dict[tuple[int, ...], RawBlock]] = {}
         for blocks in self.by_rank:
             for name, block in blocks.items():
@@ -244,47 +228,33 @@ class LocalReader:
         return {name: list(mine.values()) for name, mine in found.items()}
 
     def read_into(self, blocks: dict[str, TensorBlock]) -> None:
-        """Fill these blocks, in place, with one stored block in memory at a time."""
         with torch.no_grad():
             for name, block in blocks.items():
                 for raw in self._raw_blocks[name] if block.tensor.numel() else ():
                     _copy_overlap(self._checkpoint, raw, block)
 
+    def check_topology(self, blocks: Mapping[str, TensorBlock], owner: Mapping[str, str], ranks: Ranks) -> None:
+        """Refuse these raw shards unless each rank loads exactly the blocks that it saved."""
+        whole = f"{self._checkpoint.name}-full"
+        fix = f"lockstep checkpoint convert {self._checkpoint} --to full --output {whole}, then --resume {whole}"
+        if len(self.by_rank) != ranks.size:
+            raise UsageError(
+                f"{self._checkpoint} holds the raw shards of {len(self.by_rank)} ranks (checkpoint.format: local); "
+                f"this run has {ranks.size}", fix=fix,
+            )  # fmt: skip
+        mine = self.by_rank[ranks.rank]
+        for name, block in blocks.items():
+            raw = mine.get(owner.get(name, name))
+            if raw is not None and raw.shape != block.shape:
+                continue  # another model: the comparison of all names and shapes raises a better error
+            if raw is None or (raw.offset, raw.block) != (block.offset, tuple(block.tensor.shape)):
+                raise UsageError(
+                    f"{self._checkpoint} holds raw shards (checkpoint.format: local) of a run that laid {name} over "
+                    "its ranks otherwise than this one", fix=fix,
+                )  # fmt: skip
+
 
 PartReader = ShardedReader | LocalReader
-
-
-def check_topology(
-    checkpoint: Location, manifest: Manifest, reader: PartReader, blocks: Mapping[str, TensorBlock],
-    owner: Mapping[str, str], ranks: Ranks,
-) -> None:  # fmt: skip
-    """Refuse raw shards (`format: local`) unless each rank loads exactly the blocks that it saved.
-
-    Args:
-        owner: alias → canonical name, as stored.
-
-    Raises:
-        UsageError: the number of ranks or the blocks of this rank differ.
-    """
-    if not isinstance(reader, LocalReader):
-        return
-    whole = f"{checkpoint.name}-full"
-    fix = f"lockstep checkpoint convert {checkpoint} --to full --output {whole}, then --resume {whole}"
-    if manifest.ranks != ranks.size:
-        raise UsageError(
-            f"{checkpoint} holds the raw shards of {manifest.ranks} ranks (checkpoint.format: local); this run has "
-            f"{ranks.size}", fix=fix,
-        )  # fmt: skip
-    mine = reader.by_rank[ranks.rank]
-    for name, block in blocks.items():
-        raw = mine.get(owner.get(name, name))
-        if raw is not None and raw.shape != block.shape:
-            continue  # another model: the comparison of all names and shapes raises a better error
-        if raw is None or (raw.offset, raw.block) != (block.offset, tuple(block.tensor.shape)):
-            raise UsageError(
-                f"{checkpoint} holds raw shards (checkpoint.format: local) of a run that laid {name} over its ranks "
-                "otherwise than this one", fix=fix,
-            )  # fmt: skip
 
 
 def _read_header(checkpoint: Location, file: str, size: int) -> dict[str, RawBlock]:
@@ -307,14 +277,7 @@ def _read_header(checkpoint: Location, file: str, size: int) -> dict[str, RawBlo
     return blocks
 
 
-def _described(blocks: list[RawBlock]) -> TensorStorageMetadata:
-    first = blocks[0]
-    chunks = [ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.block)) for b in blocks]
-    return TensorStorageMetadata(TensorProperties(first.dtype), torch.Size(first.shape), chunks)
-
-
 def _copy_overlap(checkpoint: Location, raw: RawBlock, block: TensorBlock) -> None:
-    """Copy the elements that are in both blocks."""
     low = [max(a, b) for a, b in zip(raw.offset, block.offset, strict=True)]
     ends = zip(low, raw.offset, raw.block, block.offset, block.tensor.shape, strict=True)
     lengths = [min(a + n, b + m) - start for start, a, n, b, m in ends]

@@ -4,34 +4,33 @@ The state of an optimizer is stored by canonical parameter names, as in `layers.
 groups and plain numbers are JSON. Nothing depends on the order of parameters or on their number per rank.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.manifest import (
     MODEL,
     DamagedError,
     Manifest,
-    extra_part,
-    optimizer_part,
     problems_of_files,
     read_manifest,
     read_state,
 )
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.ranks import Ranks
-from lockstep.checkpoint.read import PartReader, check_topology, open_part
+from lockstep.checkpoint.read import LocalReader, PartReader, open_part
 from lockstep.checkpoint.snapshot import Snapshot, TensorBlock, TensorInfo, as_json, blocks_of
 from lockstep.checkpoint.storage import Checkpoint, Location
 from lockstep.errors import UsageError, listed
 
 SEPARATOR = "//"
+_AS_BUILT = "build the optimizer as it was built for the run that saved"
+_FAILURE = "the checkpoint {} could not be loaded"
 _STEP = "step"  # torch's optimizers keep it on CPU, unless one of these options is on
 _STEP_ON_DEVICE = ("capturable", "fused")
 
@@ -41,11 +40,7 @@ _KERNEL_OPTIONS = ("foreach", "fused", "capturable")
 
 
 def load(
-    path: Checkpoint,
-    snapshot: Snapshot,
-    *,
-    only: Collection[str] | None = None,
-    group: dist.ProcessGroup | None = None,
+    path: Checkpoint, snapshot: Snapshot, *, only: Collection[str] | None = None, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
     """Fill the snapshot's tensors, in place, from a checkpoint; every rank of the group calls it.
 
@@ -63,31 +58,35 @@ def load(
         DamagedError: a file is not what was written.
     """
     ranks, checkpoint = Ranks(group), locate(path)
-    failure = _failure(checkpoint)
     manifest = verify_together(checkpoint, ranks)
     targets: dict[str, _Target] = {}
 
     def describe() -> dict[str, _Infos]:
         targets.update(_targets(checkpoint, manifest, snapshot, only))
         for target in targets.values():
-            check_topology(checkpoint, manifest, target.reader, target.blocks, target.owner, ranks)
+            if isinstance(target.reader, LocalReader):
+                target.reader.check_topology(target.blocks, target.owner, ranks)
         return {part: target.info() for part, target in targets.items()}
 
     def compare(described: list[dict[str, _Infos]]) -> None:
         _compare(checkpoint, {part: target.reader.stored.info() for part, target in targets.items()}, described)
 
+    def fill() -> dict[str, Any]:
+        for target in targets.values():
+            rest = dict(target.blocks)
+            while rest:  # each pass reads a stored name once; a parameter that is here twice takes two passes
+                now = {target.owner.get(name, name): name for name in reversed(rest)}
+                target.reader.read_into({kept: rest.pop(name) for kept, name in now.items()})
+        return read_state(checkpoint)
+
+    failure = _FAILURE.format(checkpoint)
     ranks.all_reduce(failure, describe, compare)
-    return ranks.run(failure, lambda: _fill(checkpoint, targets))
+    return ranks.run(failure, fill)
 
 
 def verify_together(checkpoint: Location, ranks: Ranks) -> Manifest:
-    """Compare every checksum of a checkpoint, with a share of the files on each rank; every rank raises the same error.
-
-    Raises:
-        DamagedError: files are not what was written.
-        UsageError: there is no checkpoint at this address, or it has a later format.
-    """
-    failure = _failure(checkpoint)
+    """Compare every checksum of a checkpoint, with a share of the files on each rank; all ranks raise one error."""
+    failure = _FAILURE.format(checkpoint)
     manifest = ranks.run(failure, lambda: read_manifest(checkpoint))
     by_size = sorted(manifest.files, key=lambda path: (manifest.files[path].size, path))
     problems = ranks.all_reduce(
@@ -104,25 +103,14 @@ def verify_together(checkpoint: Location, ranks: Ranks) -> Manifest:
     return manifest
 
 
-def _failure(checkpoint: Location) -> str:
-    return f"the checkpoint {checkpoint} could not be loaded"
-
-
 _Infos = dict[str, TensorInfo]  # by name
 
 
 @dataclass
 class _Target:
-    """One part of the snapshot, with the reader of its stored tensors.
-
-    Args:
-        blocks: name in the snapshot → this rank's block.
-        owner: alias → canonical name, as stored.
-    """
-
     reader: PartReader
-    blocks: dict[str, TensorBlock]
-    owner: dict[str, str] = field(default_factory=dict)
+    blocks: dict[str, TensorBlock]  # this rank's, by their names in the snapshot
+    owner: dict[str, str] = field(default_factory=dict)  # alias → canonical name, as stored
 
     def info(self) -> _Infos:
         return {self.owner.get(name, name): block.info for name, block in self.blocks.items()}
@@ -196,20 +184,6 @@ def _compare(checkpoint: Location, stored: dict[str, _Infos], ranks: list[dict[s
         )
 
 
-def _fill(checkpoint: Location, targets: Mapping[str, _Target]) -> dict[str, Any]:
-    for target in targets.values():
-        rest = dict(target.blocks)
-        while rest:  # each pass reads a stored name once; a parameter that is here twice takes two passes
-            now = {target.owner.get(name, name): name for name in reversed(rest)}
-            target.reader.read_into({kept: rest.pop(name) for kept, name in now.items()})
-    return read_state(checkpoint)
-
-
-def has_extra(path: Checkpoint, name: str) -> bool:
-    """Return whether a checkpoint holds an extra part of this name."""
-    return extra_part(name) in read_manifest(path).parts
-
-
 def unreadable(path: Checkpoint) -> list[str]:
     """Return why a checkpoint with correct checksums can't be read all the same, without reading its tensors."""
     checkpoint = locate(path)
@@ -223,14 +197,8 @@ def unreadable(path: Checkpoint) -> list[str]:
     return []
 
 
-# ---- optimizers ----
-
-
 def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state of an optimizer, for a `Snapshot`.
-
-    Args:
-        names: id of a parameter → its canonical name, for every parameter of the optimizer.
+    """Return the state of an optimizer, for a `Snapshot`; `names` has the canonical name by the id of each parameter.
 
     Returns:
         (the tensors, `"<parameter>//<key>"` → tensor, sharing the optimizer's memory; the rest as JSON:
@@ -244,7 +212,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dic
     groups = []
     for group in optimizer.param_groups:
         params = [_name(parameter, names) for parameter in group["params"]]
-        options = {key: _plain(value) for key, value in group.items() if key != "params"}
+        options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
         groups.append({"params": params, "options": as_json(options, "an option of the optimizer")})
         for name, parameter in zip(params, group["params"], strict=True):
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -261,11 +229,6 @@ def optimizers_in(path: Checkpoint) -> list[str]:
     return sorted(name for kind, _, name in parts if kind == "optimizer")
 
 
-def has_optimizer(path: Checkpoint, name: str) -> bool:
-    """Return whether a checkpoint holds the state of an optimizer of this name."""
-    return optimizer_part(name) in read_manifest(path).parts
-
-
 def optimizer_targets(path: Checkpoint, name: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return empty tensors for the stored state of one optimizer, for the parameters of this rank.
 
@@ -273,42 +236,59 @@ def optimizer_targets(path: Checkpoint, name: str, parameters: Mapping[str, Tens
     placements of the parameter; any other (`step`) is a plain tensor on CPU. The dtype is the stored one.
 
     Args:
-        parameters: canonical name → parameter of this rank.
+        parameters: this rank's, by canonical name.
     """
     checkpoint = locate(path)
-    stored = open_part(checkpoint, read_manifest(checkpoint), optimizer_part(name)).stored
-    return {
-        full: _target(key, tensor, parameters[parameter])
-        for full, tensor in stored.tensors.items()
-        for parameter, _, key in (full.rpartition(SEPARATOR),)
-        if parameter in parameters
-    }
+    targets = {}
+    for full, stored in open_part(checkpoint, read_manifest(checkpoint), f"optimizer/{name}").stored.tensors.items():
+        of, _, key = full.rpartition(SEPARATOR)
+        dtype = stored.properties.dtype
+        if of in parameters and key != _STEP and stored.size == parameters[of].shape:
+            targets[full] = torch.empty_like(parameters[of], dtype=dtype, requires_grad=False)
+        elif of in parameters:
+            targets[full] = torch.empty(stored.size, dtype=dtype)
+    return targets
 
 
 def restore_optimizer(
     optimizer: Optimizer, names: Mapping[int, str], tensors: Mapping[str, Tensor], groups: Mapping[str, Any]
 ) -> None:
-    """Give an optimizer the state that `load` has read.
+    """Give an optimizer the state that `load` has read, or raise a UsageError if it has other groups.
 
     Args:
         names: id of a parameter of this rank → its canonical name.
         tensors: the filled tensors of `optimizer_targets`; the optimizer takes them over.
         groups: the stored groups and values; they may list parameters of other ranks too.
-
-    Raises:
-        UsageError: the optimizer has other groups than the stored one.
     """
-    matched = list(_match_groups(optimizer, names, groups["groups"]))
-    for group, stored in matched:
+    stored_groups = groups["groups"]
+    if len(stored_groups) != len(optimizer.param_groups):
+        raise UsageError(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(stored_groups)}",
+            fix=_AS_BUILT,
+        )
+    home = {name: i for i, group in enumerate(stored_groups) for name in group["params"]}
+    for i, group in enumerate(optimizer.param_groups):
+        for name in (_name(parameter, names) for parameter in group["params"]):
+            if home.get(name) != i:
+                where = f"in group {home[name]}" if name in home else "in none"
+                raise UsageError(
+                    f"{name} is in group {i} of the optimizer, and {where} in the checkpoint", fix=_AS_BUILT
+                )
+    for group, stored in zip(optimizer.param_groups, (one["options"] for one in stored_groups), strict=True):
         for key, value in stored.items():
-            if key not in _KERNEL_OPTIONS:
-                group[key] = _like(group.get(key), value)
+            current = group.get(key)
+            if key in _KERNEL_OPTIONS:
+                continue
+            if isinstance(current, Tensor):
+                current.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(current, tuple) else value
     values: Mapping[str, Mapping[str, Any]] = groups["values"]
     by_parameter: dict[str, dict[str, Tensor]] = {}
     for full, tensor in tensors.items():
         parameter, _, key = full.rpartition(SEPARATOR)
         by_parameter.setdefault(parameter, {})[key] = tensor
-    for group, _ in matched:
+    for group in optimizer.param_groups:
         on_device = any(group.get(option) for option in _STEP_ON_DEVICE)
         for parameter in group["params"]:
             name = _name(parameter, names)
@@ -320,28 +300,6 @@ def restore_optimizer(
                 del optimizer.state[parameter]
 
 
-def _match_groups(
-    optimizer: Optimizer, names: Mapping[int, str], stored: list[dict[str, Any]]
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield each group of the optimizer with the options of the stored group that has the same parameters."""
-    home = {name: i for i, group in enumerate(stored) for name in group["params"]}
-    if len(stored) != len(optimizer.param_groups):
-        raise UsageError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(stored)}",
-            fix="build the optimizer as it was built for the run that saved",
-        )
-    for i, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            name = _name(parameter, names)
-            if home.get(name) != i:
-                where = f"in group {home[name]}" if name in home else "in none"
-                raise UsageError(
-                    f"{name} is in group {i} of the optimizer, and {where} in the checkpoint",
-                    fix="build the optimizer as it was built for the run that saved",
-                )
-        yield group, stored[i]["options"]
-
-
 def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
     if id(parameter) not in names:
         raise UsageError(
@@ -349,22 +307,3 @@ def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
             why="it was made before the model was placed, or from another model: what it updates is not trained on",
         )
     return names[id(parameter)]
-
-
-def _target(key: str, stored: TensorStorageMetadata, parameter: Tensor) -> Tensor:
-    dtype = stored.properties.dtype
-    if key != _STEP and stored.size == parameter.shape:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.empty(stored.size, dtype=dtype)
-
-
-def _plain(value: Any) -> Any:
-    """Return an option for JSON: a learning rate in a tensor becomes a number."""
-    return value.item() if isinstance(value, Tensor) else value
-
-
-def _like(current: Any, stored: Any) -> Any:
-    """Return a stored option in the type of the current one."""
-    if isinstance(current, Tensor):
-        return current.fill_(stored)
-    return tuple(stored) if isinstance(current, tuple) else stored

@@ -1,14 +1,11 @@
 """Take a snapshot of a run and plan its checkpoint, the first two stops of a save.
 
-The caller's `Snapshot` has named tensors and JSON. `stage` turns each tensor into a block: a plain tensor is one block,
-the whole; a DTensor becomes the block of this rank, with its offset in the whole. A rank without elements of a tensor
-(dimension 0 is shorter than the mesh) has an empty block, and still knows the shape of the whole.
-
-Each rank then sends a `Description`, without values. Rank 0 merges them into one `CheckpointPlan`, or raises one error
-on all ranks. The format decides which rank writes which bytes (`write.FormatWriter.plan`).
+`stage` turns each tensor into a block: a plain tensor is one block, the whole; a DTensor is the block of this rank.
+A rank without elements of a tensor (dimension 0 is shorter than the mesh) has an empty block, and still knows the shape
+of the whole. Each rank then sends a `Description`, without values. Rank 0 merges them into one `CheckpointPlan`, or
+raises one error on all ranks. The format decides which rank writes which bytes (`write.FormatWriter.plan`).
 """
 
-import json
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,16 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint.manifest import MODEL, ParameterInfo, extra_part, optimizer_part
+from lockstep.checkpoint.manifest import MODEL, ParameterInfo, checked_part
 from lockstep.errors import UsageError
 from lockstep.torch_compat.checkpoint_format import chunks_of
 
@@ -37,26 +29,19 @@ GROUPS_KEY = "optimizer_groups"  # the key of state.json for the parameter group
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """A block of a whole tensor, on this rank.
+    """A block of a whole tensor, on this rank."""
 
-    Args:
-        tensor: the block itself; it shares memory with the tensor that it was taken from.
-        shape: the shape of the whole tensor.
-        offset: the index, in the whole, of the block's first element.
-    """
-
-    tensor: Tensor
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
+    tensor: Tensor  # the block itself; it shares memory with the tensor that it was taken from
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]  # the index, in the whole, of the block's first element
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "TensorBlock":
-        """Return the block that is the whole tensor."""
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
     @property
     def is_empty(self) -> bool:
-        """Return whether it has no elements though the whole tensor has some; it is then not written."""
+        """Whether it has no elements though the whole tensor has some; it is then not written."""
         return self.tensor.numel() == 0 and 0 not in self.shape
 
     @property
@@ -66,29 +51,22 @@ class TensorBlock:
         return (t.device, t.data_ptr(), t.shape, t.stride(), t.dtype, self.shape, self.offset)
 
     def with_tensor(self, tensor: Tensor) -> "TensorBlock":
-        """Return the same block with its elements in another tensor."""
         return TensorBlock(tensor, self.shape, self.offset)
 
     @property
     def info(self) -> "TensorInfo":
-        """The shape of the whole tensor, and its dtype."""
         return self.shape, dtype_name(self.tensor.dtype)
 
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's blocks of one flat dictionary of tensors, such as the model, by canonical name.
-
-    Args:
-        read: returns the values of a block when it is written; `blocks` then has none.
-    """
+    """This rank's blocks of one flat dictionary of tensors, such as the model, by canonical name."""
 
     blocks: dict[str, TensorBlock] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    read: Callable[[str], Tensor] | None = None
+    read: Callable[[str], Tensor] | None = None  # returns the values of a block, which `blocks` then lack, when written
 
     def tensor(self, name: str) -> Tensor:
-        """Return the values of a block, to be written."""
         return self.blocks[name].tensor if self.read is None else self.read(name)
 
 
@@ -97,29 +75,22 @@ class Snapshot:
     """The state of a training run on this rank, or the tensors to load a checkpoint into.
 
     A tensor is a DTensor (this rank's shard is saved), or plain and the same on every rank that has its name. Ranks may
-    have different names. A tensor of the model under two names is stored once.
-
-    Args:
-        model: canonical name → parameter or buffer.
-        optimizers: name of an optimizer → flat state, `"<canonical parameter name>//<state key>"` → tensor.
-        state: everything that is not a tensor, as JSON; that of rank 0 is written.
-        extra: name → flat dictionary of tensors, such as EMA, compression state, or the user's own.
-        groups: name of an optimizer → its parameter groups, from `optimizer_state`; merged over ranks.
-        aliases: canonical name → further names of the same parameter, if those are on different ranks.
+    have different names. A tensor of the model under two names is stored once. The state of an optimizer is flat,
+    `"<canonical parameter name>//<state key>"` → tensor.
     """
 
-    model: dict[str, Tensor]
+    model: dict[str, Tensor]  # parameters and buffers, by canonical name
     optimizers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
-    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)  # everything that is not a tensor, as JSON; rank 0's is written
+    extra: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # EMA, compression state, or the user's own
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each optimizer; merged over ranks
+    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)  # further names that are on different ranks
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors by folder: `model`, `optimizer/NAME`, `extra/NAME`."""
         tensors = {MODEL: self.model}
-        tensors |= {optimizer_part(name): flat for name, flat in self.optimizers.items()}
-        return tensors | {extra_part(name): flat for name, flat in self.extra.items()}
+        tensors |= {checked_part(f"optimizer/{name}"): flat for name, flat in self.optimizers.items()}
+        return tensors | {checked_part(f"extra/{name}"): flat for name, flat in self.extra.items()}
 
 
 @dataclass(frozen=True)
@@ -129,10 +100,6 @@ class Staged:
     parts: dict[str, Part]
     state: dict[str, Any]
     groups: dict[str, dict[str, Any]]
-
-    def state_json(self) -> bytes:
-        """Return `state.json`, with floats exact to the bit, and NaN and Infinity in Python's notation."""
-        return (json.dumps({**self.state, GROUPS_KEY: self.groups}, indent=1, sort_keys=True) + "\n").encode()
 
 
 def stage(snapshot: Snapshot) -> Staged:
@@ -150,16 +117,31 @@ def blocks_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
     Raises:
         UsageError: a value is not a tensor, or has no memory to save (meta, sparse, quantized, pending reduction).
     """
-    return {name: _block(name, tensor) for name, tensor in tensors.items()}
+    blocks = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise UsageError(
+                f"{name} is a {type(tensor).__name__}, where a checkpoint holds tensors", fix="put it in `state`"
+            )
+        if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+            raise UsageError(
+                f"{name} can't be in a checkpoint: it is on device {tensor.device} with layout {tensor.layout}",
+                why="only dense tensors with values are stored",
+            )
+        with torch.no_grad():
+            if isinstance(tensor, DTensor):
+                offset = tuple(chunks_of(tensor).offsets)
+                blocks[name] = TensorBlock(tensor.to_local().detach(), tuple(tensor.shape), offset)
+            else:
+                blocks[name] = TensorBlock.whole(tensor.detach())
+    return blocks
 
 
 def part_of(tensors: Mapping[str, Tensor], declared: Mapping[str, Sequence[str]]) -> Part:
     """Return the blocks of a model, each tensor once: names with the same memory become one name with aliases.
 
-    The canonical name is the first in the dictionary's order, as in `named_parameters`.
-
-    Args:
-        declared: canonical name → aliases known beforehand; needed if the names are on different ranks.
+    The canonical name is the first in the dictionary's order, as in `named_parameters`; aliases have to be `declared`
+    if they are on different ranks.
     """
     owner = {alias: name for name, aliases in declared.items() for alias in aliases}
     aliases = {name: tuple(others) for name, others in declared.items()}
@@ -173,23 +155,6 @@ def part_of(tensors: Mapping[str, Tensor], declared: Mapping[str, Sequence[str]]
             aliases[name] = (*aliases.get(name, ()), given)
         blocks.setdefault(name, block)
     return Part(blocks, aliases)
-
-
-def _block(name: str, tensor: Tensor) -> TensorBlock:
-    if not isinstance(tensor, Tensor):
-        raise UsageError(
-            f"{name} is a {type(tensor).__name__}, where a checkpoint holds tensors", fix="put it in `state`"
-        )
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
-        raise UsageError(
-            f"{name} can't be in a checkpoint: it is on device {tensor.device} with layout {tensor.layout}",
-            why="only dense tensors with values are stored",
-        )
-    with torch.no_grad():
-        if isinstance(tensor, DTensor):
-            chunk = chunks_of(tensor)
-            return TensorBlock(tensor.to_local().detach(), tuple(tensor.shape), tuple(chunk.offsets))
-        return TensorBlock.whole(tensor.detach())
 
 
 def as_json(value: Any, place: str) -> Any:
@@ -212,9 +177,6 @@ def as_json(value: Any, place: str) -> Any:
     raise UsageError(f"{place} is a {type(value).__name__}, which JSON can't hold", fix=fix)
 
 
-# ---- dtypes and bytes ----
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """Return `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
@@ -234,8 +196,6 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
-
-# ---- the second stop: the plan of all ranks ----
 
 _Aliases = Mapping[str, tuple[str, ...]]
 TensorInfo = tuple[tuple[int, ...], str]  # shape of the whole tensor, dtype without `torch.`
@@ -258,14 +218,6 @@ class CheckpointPlan:
     parts: list[str]
     parameters: dict[str, ParameterInfo]
     groups: dict[str, dict[str, Any]]
-
-
-def describe(staged: Staged, blocks: Any) -> Description:
-    """Return the description of this rank; `blocks` comes from the format."""
-    tensors = {
-        part: {name: block.info for name, block in content.blocks.items()} for part, content in staged.parts.items()
-    }
-    return Description(tensors, staged.parts[MODEL].aliases, staged.groups, blocks)
 
 
 def merge(ranks: Sequence[Description]) -> CheckpointPlan:
@@ -322,12 +274,16 @@ def _merged_groups(ranks: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict
     return merged
 
 
-# ---- torch.distributed.checkpoint's plans ----
-
-
 def local_plan(part: Part) -> SavePlan:
     """Return the plan to write all blocks of a part that this rank has."""
-    return SavePlan([_write_item(name, block) for name, block in part.blocks.items() if not block.is_empty])
+    items = []
+    for name, block in part.blocks.items():
+        if not block.is_empty:
+            chunk = ChunkStorageMetadata(torch.Size(block.offset), block.tensor.size())
+            data = TensorWriteData(chunk, TensorProperties(block.tensor.dtype), torch.Size(block.shape))
+            # SHARD for whole tensors too, so that any rank that has a block may be assigned to write it.
+            items.append(WriteItem(MetadataIndex(name, block.offset), WriteItemType.SHARD, tensor_data=data))
+    return SavePlan(items)
 
 
 def global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -335,10 +291,3 @@ def global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     shared, metadata = planner.create_global_plan(plans)
     return FileSystemWriter(Path()).prepare_global_plan(shared), metadata  # names each rank's file
-
-
-def _write_item(name: str, block: TensorBlock) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(block.offset), block.tensor.size())
-    data = TensorWriteData(chunk, TensorProperties(block.tensor.dtype), torch.Size(block.shape))
-    # SHARD for whole tensors too, so that any rank that has a block may be assigned to write it.
-    return WriteItem(MetadataIndex(name, block.offset), WriteItemType.SHARD, tensor_data=data)

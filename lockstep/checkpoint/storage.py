@@ -1,13 +1,9 @@
 """Define the interface of a storage, which keeps checkpoints, and the address of one checkpoint in it.
 
-A storage holds checkpoints by name (`step-00000100`); a checkpoint is a set of files (`model/__0_0.distcp`) and its
-manifest. It is written as a *draft*, which no reader sees, and becomes visible whole, by one commit:
-
-    begin → write, write, … (every rank its files) → commit
-
-A folder of a file system commits by renaming the draft (`posix.PosixStorage`). An object store, which can't rename,
-writes the files where they will stay and the manifest last, on the condition that there is none yet; files without a
-manifest are not a checkpoint. Everything else in this package works through this interface.
+A checkpoint is a set of files (`model/__0_0.distcp`) and its manifest. It is written as a *draft*, which no reader
+sees, and becomes visible whole: begin → write, write, … (every rank its files) → commit. A folder commits by renaming
+the draft (`posix.PosixStorage`). An object store, which can't rename, writes the files where they will stay and the
+manifest last, on the condition that there is none yet; files without a manifest are not a checkpoint.
 """
 
 import io
@@ -105,7 +101,7 @@ class Storage(ABC):
         return []
 
     def committed_at(self, name: str) -> float | None:
-        """Return when a checkpoint was committed, in seconds since 1970; None if that is not known."""
+        """Return when a checkpoint was committed, in seconds since 1970, if that is known."""
         return None
 
     def path(self, name: str) -> "CheckpointPath":
@@ -133,20 +129,13 @@ class Location:
 
     @property
     def path(self) -> "CheckpointPath":
-        """The same address in the form that callers get."""
         return self.storage.path(self.name)
 
     def open(self, file: str) -> AbstractContextManager[BinaryIO]:
-        """Open a file for reading."""
         return self.storage.open(self.name, file)
 
     def read(self, file: str, limit: int) -> bytes:
-        """Return the content of a file that describes others.
-
-        Raises:
-            ValueError: it has more than `limit` bytes.
-            OSError: the storage can't read it.
-        """
+        """Return the content of a file, or raise a ValueError if it has more than `limit` bytes."""
         with self.open(file) as stream:
             data = stream.read(limit + 1)
         if len(data) > limit:
@@ -154,7 +143,6 @@ class Location:
         return data
 
     def size(self, file: str) -> int:
-        """Return the size of a file in bytes."""
         with self.open(file) as stream:
             return stream.seek(0, io.SEEK_END)
 
@@ -170,12 +158,10 @@ class Location:
 
     @contextmanager
     def create(self, file: str) -> Generator["ChecksumStream", None, None]:
-        """Create a file of a draft, durable when the `with` block ends."""
         with self.storage.write(self.name, file) as target:
             yield ChecksumStream(target)
 
     def put(self, file: str, data: bytes) -> FileInfo:
-        """Create a file of a draft with this content."""
         with self.create(file) as stream:
             stream.write(data)
         return stream.info
@@ -190,7 +176,6 @@ class ChecksumStream(io.RawIOBase):
 
     @property
     def info(self) -> FileInfo:
-        """The size and checksum of the bytes written so far."""
         return FileInfo(self._size, self._crc)
 
     def writable(self) -> bool:
@@ -214,14 +199,7 @@ CheckpointPath = Path | Location  # one checkpoint, as it is returned
 
 
 def build_storage(spec: ObjectSpec, where: str = "checkpoint.storage") -> Storage:
-    """Make the storage that a config names, `package.module:Name`.
-
-    Args:
-        where: the config key, for messages.
-
-    Raises:
-        UsageError: the class can't be imported, does not take its arguments, or is not a storage.
-    """
+    """Make the storage that a config names, `package.module:Name`, or raise a UsageError."""
     check_storage(spec, where)
     made = build_object(spec, where)
     if not isinstance(made, Storage):
@@ -234,19 +212,12 @@ _STORAGE = "name a subclass of lockstep.checkpoint.Storage, or a function that r
 
 
 def check_storage(spec: ObjectSpec, where: str = "checkpoint.storage") -> None:
-    """Check that a config's storage exists, takes its arguments and has the methods of one; nothing is made.
-
-    Raises:
-        UsageError: as `build_storage` would.
-    """
+    """Check that a config's storage exists, takes its arguments and has the methods of one; nothing is made."""
     found = check_object(spec, where)
     if isinstance(found, type):
         if not issubclass(found, Storage):
             raise UsageError(f"{spec.name} is a class {_NO_STORAGE}", where=where, fix=_STORAGE)
         require_methods(found, Storage, spec.name, where)
-
-
-# ---- the names of checkpoints ----
 
 
 def step_name(step: int) -> str:

@@ -4,9 +4,8 @@
     full      PART/__0_0.distcp      whole tensors, which rank 0 gathers one at a time
     local     PART/rank-00000.raw    each rank's blocks as they lie in its memory, replicas too; for the same ranks
 
-`sharded` and `full` are torch.distributed.checkpoint's (DCP's) files, with its `.metadata` in each part; its own `load`
-reads them. A raw file has 8 bytes with the length of its header; the header, JSON: name → dtype, shape, offset, block,
-at; then the blocks' elements.
+`sharded` and `full` are torch.distributed.checkpoint's (DCP's) files, with its `.metadata` in each part. A raw file has
+8 bytes with the length of its header; the header, JSON: name → dtype, shape, offset, block, at; the blocks' elements.
 """
 
 import json
@@ -25,7 +24,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 
 from lockstep.checkpoint.manifest import METADATA, raw_file
 from lockstep.checkpoint.ranks import Ranks, TensorSource, gather_tensor, held_blocks, sources_of
@@ -55,22 +53,16 @@ class WrittenFiles:
 
 
 class FormatWriter(ABC):
-    """Writes the tensors of one checkpoint in one format; every rank has one.
-
-    Args:
-        staged: the snapshot of this rank.
-        ranks: the ranks that save together.
-        failure: the error message in case of failure.
-    """
+    """Writes the tensors of one checkpoint in one format; every rank has one."""
 
     raw_ranks: int | None = None  # `Manifest.ranks`
 
     def __init__(self, staged: Staged, ranks: Ranks, failure: str) -> None:
         self.staged, self.ranks, self.failure = staged, ranks, failure
 
-    @abstractmethod
     def describe(self) -> Any:
-        """Return the description of this rank's blocks for `plan`, without values."""
+        """Return the description of this rank's blocks for `plan`, without values, if it needs one."""
+        return None
 
     @abstractmethod
     def plan(self, plan: CheckpointPlan, ranks: Sequence[Description]) -> list[Any]:
@@ -100,9 +92,6 @@ def _require_seen(draft: Location) -> None:
         )
 
 
-# ---- sharded ----
-
-
 class ShardedWriter(FormatWriter):
     """Writes DCP's files, each block once."""
 
@@ -117,7 +106,6 @@ class ShardedWriter(FormatWriter):
         return self.assign(plan.parts, [rank.blocks for rank in ranks])
 
     def assign(self, parts: Sequence[str], ranks: Sequence[dict[str, SavePlan]]) -> list[dict[str, SavePlan]]:
-        """Return the plan of each rank for each part, and keep the metadata."""
         shares: list[dict[str, SavePlan]] = [{} for _ in ranks]
         for part in parts:
             plans, self.metadata[part] = global_plan([rank.get(part, SavePlan([])) for rank in ranks])
@@ -130,11 +118,12 @@ class ShardedWriter(FormatWriter):
         return self.write_parts(draft, share, self.staged.parts)
 
     def write_parts(self, draft: Location, share: dict[str, SavePlan], parts: dict[str, Part]) -> WrittenFiles:
-        """Write the blocks that the plans assign to this rank."""
         written = WrittenFiles({}, {})
         for part, plan in share.items():
             files = _PartFiles(draft, part)
-            written.results[part] = files.write(plan, parts.get(part, Part()))
+            planner = _BlockSavePlanner(parts.get(part, Part()))
+            # DCP would create a file for no blocks, too.
+            written.results[part] = files.write_data(plan, planner).wait() if plan.items else []
             written.files.update(files.info)
         return written
 
@@ -156,13 +145,6 @@ class _PartFiles(FileSystemWriter):
         super().__init__(Path(part), per_thread_copy_ahead=0, sync_files=False)
         self.info: dict[str, FileInfo] = {}
         self.fs = _DraftFiles(draft, self.info)
-
-    def write(self, plan: SavePlan, part: Part) -> list[WriteResult]:
-        """Write the blocks that the plan assigns to this rank; create no file for none."""
-        if not plan.items:
-            return []
-        results: list[WriteResult] = self.write_data(plan, _BlockSavePlanner(part)).wait()
-        return results
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # DCP's has an absolute path and a random id, which would differ for the same state
@@ -190,17 +172,12 @@ class _DraftFiles(FileSystem):
 
 
 class _BlockSavePlanner(DefaultSavePlanner):
-    """Gives DCP the blocks of a part."""
-
     def __init__(self, part: Part) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.part = part
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self.part.tensor(write_item.index.fqn)
-
-
-# ---- full ----
 
 
 class FullWriter(ShardedWriter):
@@ -224,16 +201,13 @@ class FullWriter(ShardedWriter):
             while self._gather(None):
                 pass
             return WrittenFiles({})
-        failed: Exception | None = None
-        written = WrittenFiles({})
         try:
             written = self.write_parts(draft, share, self._wholes())
         except Exception as error:
-            failed = error
-        if not self._ended:
-            self._gather(failed)
-        if failed is not None:
-            raise failed
+            if not self._ended:
+                self._gather(error)
+            raise
+        self._gather(None)
         return written
 
     def finish(self, draft: Location, written: Sequence[WrittenFiles]) -> dict[str, FileInfo]:
@@ -258,10 +232,7 @@ class FullWriter(ShardedWriter):
         return whole
 
     def _gather(self, wanted: tuple[str, str] | Exception | None) -> list[Tensor | None]:
-        """Gather the tensor that rank 0 wants, in a list (of None on other ranks); every rank calls it.
-
-        None ends the loop, with an empty list; an error is raised on all ranks.
-        """
+        """Gather the tensor that rank 0 wants; None ends the loop, with an empty list, an error is raised on all."""
 
         def ask() -> tuple[str, str, TensorSource] | None:
             if isinstance(wanted, Exception):
@@ -279,9 +250,6 @@ class FullWriter(ShardedWriter):
         return [whole]
 
 
-# ---- local ----
-
-
 class LocalWriter(FormatWriter):
     """Writes each rank's blocks as they are, without a plan."""
 
@@ -289,30 +257,26 @@ class LocalWriter(FormatWriter):
         super().__init__(staged, ranks, failure)
         self.raw_ranks = ranks.size
 
-    def describe(self) -> None:
-        return None
-
     def plan(self, plan: CheckpointPlan, ranks: Sequence[Description]) -> list[None]:
         return [None] * len(ranks)
 
     def write(self, draft: Location, share: None) -> WrittenFiles:
         _require_seen(draft)
-        files = {raw_file(part, self.ranks.rank): content for part, content in self.staged.parts.items()}
-        return WrittenFiles({file: _write_raw(draft, file, content) for file, content in files.items()})
-
-
-def _write_raw(draft: Location, file: str, part: Part) -> FileInfo:
-    header: dict[str, Any] = {}
-    position = 0
-    for name, block in part.blocks.items():
-        header[name] = {
-            "dtype": dtype_name(block.tensor.dtype), "shape": list(block.shape), "offset": list(block.offset),
-            "block": list(block.tensor.shape), "at": position,
-        }  # fmt: skip
-        position += block.tensor.numel() * block.tensor.element_size()
-    text = json.dumps(header).encode()
-    with draft.create(file) as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for name in part.blocks:
-            stream.write(tensor_bytes(part.tensor(name)))
-    return stream.info
+        files = {}
+        for part, content in self.staged.parts.items():
+            header: dict[str, Any] = {}
+            position = 0
+            for name, block in content.blocks.items():
+                header[name] = {
+                    "dtype": dtype_name(block.tensor.dtype), "shape": list(block.shape), "offset": list(block.offset),
+                    "block": list(block.tensor.shape), "at": position,
+                }  # fmt: skip
+                position += block.tensor.nbytes
+            text = json.dumps(header).encode()
+            file = raw_file(part, self.ranks.rank)
+            with draft.create(file) as stream:
+                stream.write(len(text).to_bytes(8, "little") + text)
+                for name in content.blocks:
+                    stream.write(tensor_bytes(content.tensor(name)))
+            files[file] = stream.info
+        return WrittenFiles(files)

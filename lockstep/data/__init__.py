@@ -9,7 +9,7 @@ from lockstep.data.batches import Assign, Data, MicroBatch, StepBatches, StepSou
 from lockstep.data.datasets import build_data, check_data
 from lockstep.data.iterable import IterableSteps
 from lockstep.data.loader import StepLoader
-from lockstep.data.order import DistributedSampler, SampleOrder, StepSamples, check_batch_sizes
+from lockstep.data.order import DistributedSampler, SampleOrder
 
 __all__ = [
     "Assign",
@@ -20,12 +20,10 @@ __all__ = [
     "SampleOrder",
     "StepBatches",
     "StepLoader",
-    "StepSamples",
     "StepSource",
     "adopt",
     "batch_length",
     "build_data",
-    "check_batch_sizes",
     "check_data",
     "holds_token_ids",
     "move",

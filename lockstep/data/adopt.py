@@ -40,10 +40,8 @@ def adopt(
         config: order and workers for data other than a DataLoader, which has its own.
         batch_size, global_batch_size: samples in a micro-batch and in a step; for ready batches the quotient counts.
         assign: M → this rank's micro-batches, in running order.
-        start_step, stop_step: the first step, and the first step not taken; None: no limit.
+        stop_step: the first step not taken; None: no limit.
         epochs: how many times to go through the data at most; None: until `stop_step`.
-        seed: of the run.
-        device: where batches go.
         wanted: False on a rank that reads no data.
         state: the source's `state_dict` from when the run was saved.
         for_evaluation: take every sample once, even if a DataLoader drops some, and use the DataLoader's own
@@ -69,25 +67,26 @@ def adopt(
         "wanted": wanted, "notice": found.notice,
     }  # fmt: skip
     if found.iterated:
+
+        def on_any_rank(mine: bool) -> bool:
+            return bool(collectives.all_reduce(float(mine), op="max"))
+
         return IterableSteps(
             found.data, batch_size, global_batch_size, assign, **common, ready=found.ready, state=state,
-            any_left=_on_any_rank if _is_rank_sharded(getattr(found.data, "dataset", found.data)) else None,
+            any_left=on_any_rank if _is_rank_sharded(getattr(found.data, "dataset", found.data)) else None,
         )  # fmt: skip
     order: Order
     if found.batch_sampler is not None:
         order = SamplerOrder(found.batch_sampler, global_batch_size // batch_size, seed=seed)
     else:
-        shuffle, drop_last = found.shuffle, found.drop_last
         order = SampleOrder(
-            len(found.data), batch_size, global_batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last
+            len(found.data), batch_size, global_batch_size, seed=seed, shuffle=found.shuffle, drop_last=found.drop_last
         )
     return StepLoader(found.data, order, assign, **common, **found.reading)
 
 
 @dataclass
 class _UserData:
-    """The user's data, analysed."""
-
     data: Any  # the dataset or the iterable
     batch_size: int | None = None  # of a DataLoader
     shuffle: bool = True
@@ -102,7 +101,8 @@ class _UserData:
 def _understand(data: Any, config: DataConfig) -> _UserData:
     if isinstance(data, DataLoader):
         return _loader(data)
-    if isinstance(data, IterableDataset) or _hugging_face_stream(data):
+    hugging_face_stream = type(data).__module__.startswith("datasets.") and not hasattr(data, "__getitem__")
+    if isinstance(data, IterableDataset) or hugging_face_stream:
         notice = "an iterable dataset is read in the training process; give a DataLoader to read it in workers"
         return _UserData(data, iterated=True, notice=notice if config.num_workers else None)
     has_length = hasattr(data, "__getitem__") and hasattr(data, "__len__")
@@ -152,13 +152,4 @@ def _usual_order(loader: DataLoader[Any]) -> bool | None:
 
 
 def _is_rank_sharded(dataset: Any) -> bool:
-    """Return whether the dataset declares that it reads a different stream on each rank."""
     return bool(getattr(dataset, "rank_sharded", False))
-
-
-def _hugging_face_stream(data: Any) -> bool:
-    return type(data).__module__.startswith("datasets.") and not hasattr(data, "__getitem__")
-
-
-def _on_any_rank(mine: bool) -> bool:
-    return bool(collectives.all_reduce(float(mine), op="max"))

@@ -14,18 +14,14 @@ from torch.utils.data import Dataset
 class Data:
     """Training and validation data, with facts about them.
 
-    Attributes:
-        train: a map-style dataset, or an iterable one.
-        validation: likewise, or None.
-        facts: values for constructor arguments of the model that the config leaves unset: vocab_size and block_size of
-            text, image_size and channels of images. `source` describes the data.
-        encode, decode: from text to tokens and back.
+    `facts` are values for constructor arguments of the model that the config leaves unset: vocab_size and block_size of
+    text, image_size and channels of images; `source` describes the data.
     """
 
-    train: Any
+    train: Any  # a map-style dataset, or an iterable one
     validation: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
-    encode: Callable[[str], list[int]] | None = None
+    encode: Callable[[str], list[int]] | None = None  # from text to tokens
     decode: Callable[[Sequence[int]], str] | None = None
 
 
@@ -35,14 +31,7 @@ class CollatingDataset(Dataset[dict[str, Tensor]]):
     deterministic = True
 
     def collated(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return the result of `default_collate` for these samples.
-
-        Args:
-            indices: B indices.
-
-        Returns:
-            tensors of shape [B, …].
-        """
+        """Return the result of `default_collate` for these samples: tensors of shape [B, …]."""
         raise NotImplementedError
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
@@ -55,17 +44,11 @@ Assign = Callable[[int], list[tuple[int, bool]]]
 
 @dataclass
 class MicroBatch:
-    """One micro-batch as a rank runs it.
+    """One micro-batch as a rank runs it."""
 
-    Attributes:
-        index: its place in the step's global list of micro-batches.
-        batch: the samples as collated, on this rank's device; None where this rank needs none of them.
-        real: False for a dummy with weight zero, which a rank with fewer micro-batches runs to make the same calls.
-    """
-
-    index: int
-    batch: Any
-    real: bool = True
+    index: int  # its place in the step's global list of micro-batches
+    batch: Any  # the samples as collated, on this rank's device; None where this rank needs none of them
+    real: bool = True  # False: a dummy with weight zero, which a rank with fewer micro-batches runs
 
 
 @dataclass

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.config import DataConfig
 from lockstep.config.objects import keywords_of
 from lockstep.data.batches import CollatingDataset, Data
-from lockstep.data.language import TextOptions, Tokenizer, check_fraction, document_data, text_data
+from lockstep.data.language import TextOptions, Tokenizer, check_fraction, language_data
 from lockstep.data.loader import users_line
 from lockstep.errors import LockstepError, UsageError, did_you_mean
 from lockstep.registry import DATA_SETS
@@ -28,9 +27,7 @@ from lockstep.registry import DATA_SETS
 def build_data(data: DataConfig, *, seed: int = 0) -> Data:
     """Return the data that `data.name` and `data.args` describe.
 
-    Args:
-        data: the section `data`.
-        seed: passed to a user's class with an argument `seed` that `data.args` leaves unset.
+    A user's class with an argument `seed` that `data.args` leaves unset gets `seed`.
 
     Raises:
         UsageError: an unknown name or argument, or data that can't be used.
@@ -57,7 +54,6 @@ def check_data(data: DataConfig) -> None:
 
 
 def _check_arguments(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> None:
-    """Refuse an unknown argument of `builder`, or the lack of a required one."""
     signature = _signature(builder)
     accepted = keywords_of(signature)
     unknown = [key for key in args if accepted is not None and key not in accepted]
@@ -100,7 +96,8 @@ def _users(builder: Callable[..., Any], args: dict[str, Any], name: str, seed: i
         return made
     train, validation = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     for part, role in ((train, "training"), (validation, "validation")):
-        if not (part is None and role == "validation") and not _readable(part):
+        readable = hasattr(part, "__iter__") or (hasattr(part, "__getitem__") and hasattr(part, "__len__"))
+        if not readable and not (part is None and role == "validation"):
             raise UsageError(
                 f"{name} gave {type(part).__name__} for its {role} data, which is not a dataset",
                 where="data.name",
@@ -109,27 +106,11 @@ def _users(builder: Callable[..., Any], args: dict[str, Any], name: str, seed: i
     return Data(train, validation, facts=dict(getattr(train, "facts", {})))
 
 
-def _readable(part: Any) -> bool:
-    return hasattr(part, "__iter__") or (hasattr(part, "__getitem__") and hasattr(part, "__len__"))
-
-
-# ---- hf:NAME ----
-
-
 def hugging_face(
-    name: str,
-    *,
-    config: str | None = None,
-    split: str = "train",
-    validation_split: str | None = "validation",
-    text_field: str = "text",
-    columns: Sequence[str] | None = None,
-    block_size: int = 256,
-    stride: int | None = None,
-    validation_fraction: float = 0.1,
-    tokenizer: str = "bytes",
-    documents: bool = False,
-) -> Data:
+    name: str, *, config: str | None = None, split: str = "train", validation_split: str | None = "validation",
+    text_field: str = "text", columns: Sequence[str] | None = None, block_size: int = 256, stride: int | None = None,
+    validation_fraction: float = 0.1, tokenizer: str = "bytes", documents: bool = False,
+) -> Data:  # fmt: skip
     """Return the data set.
 
     Args:
@@ -140,15 +121,18 @@ def hugging_face(
         text_field: the column with the text. Rows are joined, each ending its line; with `documents`, a row is a
             document, padded to `block_size`.
         columns: instead of text: samples are rows of these columns, as tensors where they are numbers.
-        block_size, stride, validation_fraction: see `TextOptions`.
         tokenizer: `bytes` or the path of a `tokenizer.json`.
-        documents: see `text_field`.
 
     Raises:
         UsageError: the package is missing, the data set can't be loaded, or it has no such split or column.
     """
     options = TextOptions(block_size, stride, validation_fraction)
-    train, validation = _splits(_load(name, config), name, split, validation_split)
+    loaded = _load(name, config)
+    if split not in loaded:
+        raise UsageError(
+            f"hf:{name} has no split {split!r}", where="data.args.split", fix=f"it has {', '.join(loaded)}"
+        )
+    train, validation = loaded[split], loaded.get(validation_split)
     source = f"hf:{name}" + (f" ({config})" if config else "")
     wanted = [text_field] if columns is None else list(columns)
     for column in wanted:
@@ -159,16 +143,23 @@ def hugging_face(
                 fix=f"it has {', '.join(train.column_names)}; `columns` takes rows of any of them as samples",
             )
     if columns is not None:
-        return _rows(train, validation, wanted, options, source)
+        train = train.with_format("torch", columns=wanted)
+        if validation is not None:
+            return Data(train, validation.with_format("torch", columns=wanted), {"source": source})
+        border = options.border(len(train))
+        held_out = train.select(range(border, len(train))) if border < len(train) else None
+        return Data(train.select(range(border)), held_out, {"source": source})
     chosen = Tokenizer(tokenizer)
-    texts = _encoded(train[text_field], chosen, documents)
-    held_out = None if validation is None else _encoded(validation[text_field], chosen, documents)
-    if documents:
-        first, last = options.split(texts) if held_out is None else (texts, held_out)
-        return document_data(first, last, options, source, chosen)
-    tokens = _joined(texts, chosen)
-    first, last = options.split(tokens) if held_out is None else (tokens, _joined(held_out, chosen))
-    return text_data(first, last, options, source, chosen, chosen.vocab_size)
+
+    def encoded(rows: Iterable[str]) -> Any:
+        if documents:
+            return [chosen.encode_array(row) for row in rows]
+        lines = (row + "\n" if row and not row.endswith("\n") else row for row in rows)
+        return np.concatenate([np.empty(0, dtype=chosen.dtype), *map(chosen.encode_array, lines)])
+
+    whole = encoded(train[text_field])
+    first, last = options.split(whole) if validation is None else (whole, encoded(validation[text_field]))
+    return language_data(first, last, options, source, chosen, documents=documents)
 
 
 def _load(name: str, config: str | None) -> Any:
@@ -176,9 +167,7 @@ def _load(name: str, config: str | None) -> Any:
         import datasets
     except ImportError:
         raise UsageError(
-            f"hf:{name} needs the package datasets",
-            where="data.name",
-            fix="pip install 'lockstep-train[datasets]'",
+            f"hf:{name} needs the package datasets", where="data.name", fix="pip install 'lockstep-train[datasets]'"
         ) from None
     try:
         return datasets.load_dataset(name, config)
@@ -191,37 +180,7 @@ def _load(name: str, config: str | None) -> Any:
         ) from error
 
 
-def _splits(loaded: Any, name: str, split: str, validation_split: str | None) -> tuple[Any, Any]:
-    if split not in loaded:
-        raise UsageError(
-            f"hf:{name} has no split {split!r}", where="data.args.split", fix=f"it has {', '.join(loaded)}"
-        )
-    return loaded[split], loaded.get(validation_split)
-
-
-def _rows(train: Any, validation: Any, columns: list[str], options: TextOptions, source: str) -> Data:
-    train = train.with_format("torch", columns=columns)
-    if validation is not None:
-        return Data(train, validation.with_format("torch", columns=columns), {"source": source})
-    border = options.border(len(train))
-    held_out = train.select(range(border, len(train))) if border < len(train) else None
-    return Data(train.select(range(border)), held_out, {"source": source})
-
-
-def _encoded(rows: Iterable[str], tokenizer: Tokenizer, documents: bool) -> list[NDArray[Any]]:
-    ended = rows if documents else (row + "\n" if row and not row.endswith("\n") else row for row in rows)
-    return [tokenizer.encode_array(row) for row in ended]
-
-
-def _joined(texts: list[NDArray[Any]], tokenizer: Tokenizer) -> NDArray[Any]:
-    return np.concatenate([np.empty(0, dtype=tokenizer.dtype), *texts])
-
-
-# ---- digits ----
-
-
 SIZES = (8, 16, 32)
-INTERPOLATIONS = ("bilinear", "nearest")
 
 
 class Images(CollatingDataset):
@@ -242,26 +201,19 @@ class Images(CollatingDataset):
         return {"image": self.images[which], "label": self.labels[which]}
 
 
-def digits(*, image_size: int = 32, interpolation: str = "bilinear", validation_fraction: float = 0.1) -> Data:
+def digits(*, image_size: int = 32, validation_fraction: float = 0.1) -> Data:
     """Return 1797 handwritten digits of scikit-learn, 8 × 8 pixels, enlarged; no download.
 
     The last `validation_fraction`, mostly of other writers, is the validation data. Source: E. Alpaydin, C. Kaynak,
     *Optical Recognition of Handwritten Digits*, UCI Machine Learning Repository, 1998.
-
-    Raises:
-        UsageError: scikit-learn is missing, or a size is not offered.
     """
     check_fraction(validation_fraction)
-    for name, value, offered in (
-        ("image_size", image_size, SIZES),
-        ("interpolation", interpolation, INTERPOLATIONS),
-    ):
-        if value not in offered:
-            raise UsageError(
-                f"digits has no {name} {value!r}",
-                where=f"data.args.{name}",
-                fix=f"choose {', '.join(map(str, offered))}",
-            )
+    if image_size not in SIZES:
+        raise UsageError(
+            f"digits has no image_size {image_size!r}",
+            where="data.args.image_size",
+            fix=f"choose {', '.join(map(str, SIZES))}",
+        )
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -272,7 +224,7 @@ def digits(*, image_size: int = 32, interpolation: str = "bilinear", validation_
         ) from None
     loaded = load_digits()
     small = torch.from_numpy(loaded.images).float().div(16)[:, None]  # pixels are 0 … 16
-    images = small if image_size == 8 else F.interpolate(small, size=(image_size, image_size), mode=interpolation)
+    images = small if image_size == 8 else F.interpolate(small, size=(image_size, image_size), mode="bilinear")
     labels = torch.from_numpy(loaded.target).long()
     border = len(labels) - int(len(labels) * validation_fraction)
     validation = Images(images[border:], labels[border:]) if border < len(labels) else None

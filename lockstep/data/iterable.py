@@ -22,8 +22,6 @@ from lockstep.data.loader import Collate, users_line
 from lockstep.data.order import preserve_states, seed_from, set_epoch
 from lockstep.errors import LockstepError, RunError, UsageError
 
-_Share = tuple[tuple[list[Any], int, int], bool]  # (piece, step, index), real
-
 
 class IterableSteps:
     """Iterates over the steps `start_step` … `stop_step` − 1 of an iterable.
@@ -31,13 +29,11 @@ class IterableSteps:
     Args:
         iterable: of samples, or (`ready`) of batches. It is iterated again each epoch, after `set_epoch(epoch)` if it
             has that method. If it yields nothing the second time (a generator), the steps end.
-        batch_size, global_batch_size, assign, start_step, stop_step, seed, device, epochs, wanted: as in `adopt`.
-        ready: the items are collated batches.
+        ready: the items are collated batches; arguments that are not listed here are those of `adopt`.
         collate_fn: list of samples → batch; unset: torch's `default_collate`.
         state: a `state_dict` from a step before `start_step`. The steps between are read and discarded; without a state
             all from step 0 on.
         any_left: for a rank-sharded iterable: whether any rank passes True; called by all ranks, once per step.
-        notice: a line to log at the start.
 
     Raises:
         UsageError: an empty iterable, or a state that JSON can't hold.
@@ -45,40 +41,25 @@ class IterableSteps:
     """
 
     def __init__(
-        self,
-        iterable: Iterable[Any],
-        batch_size: int,
-        global_batch_size: int,
-        assign: Assign,
-        *,
-        start_step: int,
-        stop_step: int | None,
-        seed: int,
-        device: torch.device | str,
-        ready: bool = False,
-        collate_fn: Collate | None = None,
-        epochs: int | None = None,
-        wanted: bool = True,
-        state: dict[str, Any] | None = None,
-        any_left: Callable[[bool], bool] | None = None,
-        notice: str | None = None,
-    ) -> None:
-        self._iterable = iterable
-        self._batch_size = 1 if ready else batch_size
-        self._micro_batches = global_batch_size // batch_size
-        self._assign = assign
-        self._start, self._stop = start_step, stop_step
-        self._seed = seed
-        self._device = torch.device(device)
-        self._ready = ready
+        self, iterable: Iterable[Any], batch_size: int, global_batch_size: int, assign: Assign, *, start_step: int,
+        stop_step: int | None, seed: int, device: torch.device | str, ready: bool = False,
+        collate_fn: Collate | None = None, epochs: int | None = None, wanted: bool = True,
+        state: dict[str, Any] | None = None, any_left: Callable[[bool], bool] | None = None, notice: str | None = None,
+    ) -> None:  # fmt: skip
+        self._iterable, self._assign, self._seed, self._device = iterable, assign, seed, torch.device(device)
+        self._start, self._stop, self._epochs = start_step, stop_step, epochs
+        self._batch_size, self._micro_batches = 1 if ready else batch_size, global_batch_size // batch_size
         self._collate: Collate = collate_fn or default_collate
-        self._epochs = epochs
-        self._wanted = wanted
-        self._any_left = any_left
-        self._notice = notice
+        self._ready, self._wanted, self._any_left = ready, wanted, any_left
         self._stream: Stream | None = None
         self._latest: tuple[list[Any], int, int] | None = None  # piece, step, index: for dummies
         self.rank_sharded = any_left is not None
+        self.notice = notice  # a line to log at the start
+        if self.rank_sharded:
+            self.notice = (
+                "the data are sharded by rank: the content of a step depends on the number of ranks, so runs on "
+                "different numbers of ranks are different trainings"
+            )
         self._state: dict[str, Any] = {"step": 0, "epoch": 0, "position": 0, "iterable": None, **(state or {})}
         if self._state["step"] > start_step:
             raise UsageError(
@@ -94,21 +75,10 @@ class IterableSteps:
             return None
         return -(-count // (self._batch_size * self._micro_batches))
 
-    @property
-    def notice(self) -> str | None:
-        """A line to log at the start, if any."""
-        if not self.rank_sharded:
-            return self._notice
-        return (
-            "the data are sharded by rank: the content of a step depends on the number of ranks, so runs on different "
-            "numbers of ranks are different trainings"
-        )
-
     def state_dict(self) -> dict[str, Any]:
-        """Return, as JSON, where a run resumed after the last yielded step has to start reading; for `state`.
+        """Return, as JSON, where a run resumed after the last yielded step has to start reading.
 
-        That is the position of the iterable's `state_dict`; with `set_epoch` only, the start of the epoch; else, and if
-        sharded by rank, the start of the data.
+        That is the position, or the start of the epoch (`set_epoch` alone), or of the data (neither, or rank-sharded).
         """
         return dict(self._state)
 
@@ -131,7 +101,9 @@ class IterableSteps:
         step, epoch = int(self._state["step"]), int(self._state["epoch"])
         position, inner = int(self._state["position"]), self._state["iterable"]
         while (self._epochs is None or epoch < self._epochs) and (self._stop is None or step < self._stop):
-            self._stream = Stream(self._iterable, self._seed, epoch, position, inner, self._key())
+            # Ranks that read different streams draw different random numbers.
+            key = self._assign(self._micro_batches)[0][0] if self.rank_sharded else -1
+            self._stream = Stream(self._iterable, self._seed, epoch, position, inner, key)
             if not self._any(self._stream.more):
                 if step == 0:
                     raise UsageError(
@@ -144,21 +116,16 @@ class IterableSteps:
                 batches = self._step(self._stream, step, epoch)
                 last = batches.last_of_epoch
                 step += 1
-                self._record_state(self._stream, step, epoch, last)
+                stream = self._stream
+                if self.rank_sharded:
+                    pass  # each rank has another position; a checkpoint holds one state for all
+                elif stream.stateful and not last:
+                    state = {"step": step, "epoch": epoch, "position": stream.position, "iterable": stream.state}
+                    self._state = state
+                elif last and (stream.stateful or stream.has_epochs):
+                    self._state = {"step": step, "epoch": epoch + 1, "position": 0, "iterable": None}
                 yield batches
             epoch, position, inner = epoch + 1, 0, None
-
-    def _record_state(self, stream: "Stream", step: int, epoch: int, last: bool) -> None:
-        if self.rank_sharded:
-            return  # each rank has another position; a checkpoint holds one state for all
-        if stream.stateful and not last:
-            self._state = {"step": step, "epoch": epoch, "position": stream.position, "iterable": stream.state}
-        elif last and (stream.stateful or stream.has_epochs):
-            self._state = {"step": step, "epoch": epoch + 1, "position": 0, "iterable": None}
-
-    def _key(self) -> int:
-        """Return a number that distinguishes the random numbers of ranks which read different streams; else −1."""
-        return self._assign(self._micro_batches)[0][0] if self.rank_sharded else -1
 
     def _any(self, more: bool) -> bool:
         return more if self._any_left is None else self._any_left(more)
@@ -167,7 +134,19 @@ class IterableSteps:
         if self.rank_sharded:
             count, assigned = self._micro_batches, self._assign(self._micro_batches)
             pieces = stream.take(sum(real for _, real in assigned), self._batch_size)
-            shared = self._fill_with_dummies(pieces, assigned, step)
+            waiting, shared = iter(pieces), []
+            for index, real in assigned:
+                piece = next(waiting, None) if real else None
+                if piece is not None:
+                    self._latest = (piece, step, index)
+                if self._latest is None:
+                    raise RunError(
+                        "this rank's share of the data is empty",
+                        where=f"step {step}",
+                        why="a rank whose stream has ended repeats its latest batch, with weight zero; it had none",
+                        fix="give each rank at least one batch",
+                    )
+                shared.append((self._latest, piece is not None))
         else:
             pieces = stream.take(self._micro_batches, self._batch_size)
             count = len(pieces)
@@ -176,41 +155,22 @@ class IterableSteps:
         samples = sum(batch_length(piece[0]) if self._ready else len(piece) for piece in pieces)
         return StepBatches(step, epoch, count, samples, not self._any(stream.more), mine)
 
-    def _fill_with_dummies(self, pieces: list[list[Any]], assigned: list[tuple[int, bool]], step: int) -> list[_Share]:
-        """Return this rank's pieces, and its latest one as a dummy in place of missing ones."""
-        waiting = iter(pieces)
-        shared: list[_Share] = []
-        for index, real in assigned:
-            piece = next(waiting, None) if real else None
-            if piece is not None:
-                self._latest = (piece, step, index)
-            if self._latest is None:
-                raise RunError(
-                    "this rank's share of the data is empty",
-                    where=f"step {step}",
-                    why="a rank whose stream has ended repeats its latest batch, with weight zero; this one had none",
-                    fix="give each rank at least one batch",
-                )
-            shared.append((self._latest, piece is not None))
-        return shared
-
     def _micro_batch(self, piece: list[Any], step: int, index: int, real: bool) -> MicroBatch:
-        batch = self._batch(piece, step, index) if self._wanted else None
+        batch: Any = None
+        if self._wanted and self._ready:
+            batch = piece[0]
+        elif self._wanted:
+            try:
+                with preserve_states():
+                    seed_from("collate", self._seed, step, index)
+                    batch = self._collate(piece)
+            except Exception as error:
+                raise RunError(
+                    f"collating micro-batch {index} of step {step} failed",
+                    where=users_line(error),
+                    why=f"{type(error).__name__}: {error}",
+                ) from error
         return MicroBatch(index, batch if self._device.type == "cpu" else move(batch, self._device), real)
-
-    def _batch(self, piece: list[Any], step: int, index: int) -> Any:
-        if self._ready:
-            return piece[0]
-        try:
-            with preserve_states():
-                seed_from("collate", self._seed, step, index)
-                return self._collate(piece)
-        except Exception as error:
-            raise RunError(
-                f"collating micro-batch {index} of step {step} failed",
-                where=users_line(error),
-                why=f"{type(error).__name__}: {error}",
-            ) from error
 
 
 class Stream:
@@ -240,7 +200,7 @@ class Stream:
 
     @property
     def more(self) -> bool:
-        """Return whether there is another item."""
+        """Whether there is another item."""
         return bool(self._ahead)
 
     def take(self, count: int, size: int) -> list[list[Any]]:

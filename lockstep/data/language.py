@@ -37,7 +37,7 @@ class Tokenizer:
         return list(self._model.encode(text, add_special_tokens=False).ids)
 
     def encode_array(self, text: str) -> NDArray[Any]:
-        """Return the tokens in the smallest type that holds the vocabulary (uint8, uint16 or uint32)."""
+        """Return the tokens as an array of `dtype`."""
         if self._model is None:
             return np.frombuffer(text.encode(), dtype=np.uint8)
         return np.asarray(self.encode(text), dtype=self.dtype)
@@ -50,9 +50,8 @@ class Tokenizer:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest of uint8, uint16 and uint32 that holds the vocabulary."""
-        limits = ((1 << 8, np.uint8), (1 << 16, np.uint16))
-        return np.dtype(next((kind for limit, kind in limits if self.vocab_size <= limit), np.uint32))
+        """The smallest type that holds the vocabulary: uint8, uint16 or uint32."""
+        return np.min_scalar_type(self.vocab_size - 1)
 
 
 def _load(path: Path) -> Any:
@@ -92,13 +91,7 @@ class Tokens(Protocol):
 
 
 class TokenWindows(CollatingDataset):
-    """Windows of `block_size` + 1 tokens, one every `stride` tokens.
-
-    Args:
-        tokens: the text.
-        block_size: tokens of a sample.
-        stride: unset: `block_size`, so that each token is a target once.
-        where: the text's name in errors.
+    """Windows of `block_size` + 1 tokens, one every `stride` (unset: `block_size`) tokens of the text named `where`.
 
     Raises:
         UsageError: the text is shorter than one sample.
@@ -153,11 +146,7 @@ class Documents(Dataset[Sample]):
     def __init__(self, documents: Sequence[Tokens], block_size: int, *, where: str = "the text") -> None:
         self.documents = documents
         self.block_size = at_least_one("block_size", block_size)
-        self._pieces = [
-            (number, start)
-            for number, document in enumerate(documents)
-            for start in range(0, len(document) - 1, block_size)
-        ]
+        self._pieces = [(n, start) for n, each in enumerate(documents) for start in range(0, len(each) - 1, block_size)]
         if not self._pieces:
             raise UsageError(
                 f"{where} has {len(documents)} documents, none of at least 2 tokens",
@@ -211,30 +200,27 @@ class TextOptions:
         return whole[:border], whole[border:]
 
 
-def text_data(
-    train: Tokens, validation: Tokens, options: TextOptions, source: str, tokenizer: Tokenizer, vocab_size: int
+def language_data(
+    train: Any, validation: Any, options: TextOptions, source: str, tokenizer: Tokenizer, *, documents: bool = False
 ) -> Data:
-    """Return data whose samples are windows of one long text; without validation data if that part is empty."""
+    """Return data whose samples are windows of one long text, or of one document each; `validation` may be empty.
 
-    def windows(tokens: Tokens, role: str) -> TokenWindows:
-        return TokenWindows(tokens, options.block_size, options.stride, where=f"the {role} part of {source}")
-
-    cut = windows(train, "training")
-    held_out = windows(validation, "validation") if len(validation) else None
-    return _data(cut, held_out, options, source, tokenizer, vocab_size)
-
-
-def document_data(
-    train: Sequence[Tokens], validation: Sequence[Tokens], options: TextOptions, source: str, tokenizer: Tokenizer
-) -> Data:
-    """Return data with one document per sample; raise a UsageError if none has two tokens, or `stride` is set."""
-    if options.stride is not None:
+    Raises:
+        UsageError: there are too few tokens for one sample, or documents are to be cut by a stride.
+    """
+    if documents and options.stride is not None:
         raise UsageError("documents are not cut by a stride", where="data.args.stride", fix="drop it, or documents")
-    padded = Documents(train, options.block_size, where=f"the training part of {source}")
-    held_out = None
-    if validation:
-        held_out = Documents(validation, options.block_size, where=f"the validation part of {source}")
-    return _data(padded, held_out, options, source, tokenizer, tokenizer.vocab_size)
+
+    def samples(part: Any, role: str) -> TokenWindows | Documents:
+        where = f"the {role} part of {source}"
+        if documents:
+            return Documents(part, options.block_size, where=where)
+        return TokenWindows(part, options.block_size, options.stride, where=where)
+
+    cut = samples(train, "training")
+    held_out = samples(validation, "validation") if len(validation) else None
+    facts = {"vocab_size": tokenizer.vocab_size, "block_size": options.block_size, "source": source}
+    return Data(cut, held_out, facts, tokenizer.encode, tokenizer.decode)
 
 
 def check_fraction(fraction: Any) -> None:
@@ -245,10 +231,3 @@ def check_fraction(fraction: Any) -> None:
             where="data.args.validation_fraction",
             fix="0.1 keeps a tenth of the text for validation",
         )
-
-
-def _data(
-    train: Any, validation: Any, options: TextOptions, source: str, tokenizer: Tokenizer, vocab_size: int
-) -> Data:
-    facts = {"vocab_size": vocab_size, "block_size": options.block_size, "source": source}
-    return Data(train, validation, facts, tokenizer.encode, tokenizer.decode)

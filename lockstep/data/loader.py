@@ -12,7 +12,7 @@ import os
 import pickle
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -25,9 +25,6 @@ from lockstep.data.batches import Assign, CollatingDataset, MicroBatch, StepBatc
 from lockstep.data.order import Order, StepSamples, preserve_states, seed_from
 from lockstep.errors import RunError
 from lockstep.torch_compat.data_workers import end_workers, workers_of
-
-# ---- one micro-batch, in the training process or a worker ----
-
 
 INLINE_LIMIT = 256 * 1024  # bytes; above about this size shared memory is faster
 _NUMPY_DTYPES = {
@@ -63,7 +60,7 @@ class Reader(Dataset[Any]):
         self._collate: Collate = collate_fn or default_collate
         self._draws = not draws_nothing(dataset)
         self._collate_draws = collate_fn not in (None, default_collate)
-        self._collated = None if collate_fn not in (None, default_collate) else collated_of(dataset)
+        self._collated = None if self._collate_draws else collated_of(dataset)
         self._seed = seed
         self._at: int | None = None
         # The index that each worker is reading, for the message if it dies.
@@ -74,7 +71,13 @@ class Reader(Dataset[Any]):
         try:
             batch = self._read(request)
         except Exception as error:
-            return self._failure(error, request)
+            what = f"dataset[{self._at}] failed"
+            if self._at is None:
+                indices = ", ".join(map(str, request.indices[:8]))
+                rest = f", … {len(request.indices)} in all" if len(request.indices) > 8 else ""
+                what = f"reading or collating the samples [{indices}{rest}] failed"
+            cause = error if worker_info() is None else None
+            return ReadFailure(what, users_line(error), f"{type(error).__name__}: {error}", cause)
         return batch if worker_info() is None else InlineBatch(batch)
 
     def _read(self, request: ReadRequest) -> Any:
@@ -97,18 +100,18 @@ class Reader(Dataset[Any]):
         if together is not None and not self._draws:
             samples: list[Any] = self._together(lambda indices: list(together(indices)), request.indices)
             return samples
-        if self._draws or self._reading is not None:
-            samples = [self._sample(request.epoch, index) for index in request.indices]
-        else:
-            samples = []
-            for self._at in request.indices:  # kept in `_at` for the message if it fails
-                samples.append(self.dataset[self._at])
+        samples = []
+        for self._at in request.indices:  # kept in `_at` for the message if it fails
+            if self._reading is not None:
+                self._mark(self._at)
+            if self._draws:
+                seed_from("sample", self._seed, request.epoch, self._at)
+            samples.append(self.dataset[self._at])
         self._at = None
         self._mark(-1)
         return samples
 
     def _together(self, read: Callable[[list[int]], Any], indices: list[int]) -> Any:
-        """Read all of them in one call."""
         self._mark(indices[0])
         try:
             result = read(indices)
@@ -120,25 +123,10 @@ class Reader(Dataset[Any]):
             self._at = None
             raise
 
-    def _sample(self, epoch: int, index: int) -> Any:
-        self._at = index
-        self._mark(index)
-        if self._draws:
-            seed_from("sample", self._seed, epoch, index)
-        return self.dataset[index]
-
     def _mark(self, index: int) -> None:
         info = worker_info() if self._reading is not None else None
         if info is not None:
             self._reading[info.id] = index
-
-    def _failure(self, error: Exception, request: ReadRequest) -> ReadFailure:
-        if self._at is not None:
-            what = f"dataset[{self._at}] failed"
-        else:
-            what = f"reading or collating the samples {_short(request.indices)} failed"
-        cause = error if worker_info() is None else None
-        return ReadFailure(what, users_line(error), f"{type(error).__name__}: {error}", cause)
 
 
 def draws_nothing(dataset: Any) -> bool:
@@ -179,11 +167,6 @@ def users_line(error: BaseException) -> str | None:
     return f"{frame.filename}:{frame.lineno} in {frame.name}" + (f": {frame.line}" if frame.line else "")
 
 
-def _short(indices: Sequence[int]) -> str:
-    shown = ", ".join(map(str, indices[:8]))
-    return f"[{shown}, … {len(indices)} in all]" if len(indices) > 8 else f"[{shown}]"
-
-
 class InlineBatch:
     """Sends a batch from a worker to the training process, where it arrives as `batch` itself.
 
@@ -200,23 +183,10 @@ class InlineBatch:
 
 class _Pickler(ForkingPickler):
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is torch.Tensor and _small_and_plain(value):
-            return torch.from_numpy, (value.numpy(),)
-        return NotImplemented  # torch's way
-
-
-def _small_and_plain(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and tensor.dtype in _NUMPY_DTYPES
-        and not tensor.requires_grad
-        and not tensor.is_neg()
-        and tensor.nbytes <= INLINE_LIMIT
-    )
-
-
-# ---- the steps ----
+        if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
+            return NotImplemented  # torch's way
+        plain = value.dtype in _NUMPY_DTYPES and not value.requires_grad and not value.is_neg()
+        return (torch.from_numpy, (value.numpy(),)) if plain and value.nbytes <= INLINE_LIMIT else NotImplemented
 
 
 _Plan = tuple[StepSamples, list[tuple[int, bool]]]  # a step, and this rank's part of it
@@ -228,16 +198,11 @@ class StepLoader:
     Args:
         dataset: anything with `__getitem__`. With an attribute `deterministic = True` (it draws no random numbers) it
             is read without seeding, and in one call per micro-batch if it has `__getitems__`.
-        order: which samples make up a step.
-        assign, start_step, stop_step, seed, device, epochs: as in `adopt`; epochs are counted from step 0.
-        num_workers, prefetch_factor, persistent_workers: as in torch's DataLoader. Workers live as long as one
-            iteration over any number of epochs; `persistent_workers` keeps them for the next. `prefetch_factor` unset:
-            at least one step ahead.
+        num_workers, prefetch_factor, persistent_workers and others: as in torch's DataLoader. Workers live as long as
+            one iteration over any number of epochs; `persistent_workers` keeps them for the next. `prefetch_factor`
+            unset: at least one step ahead.
         pin_memory: copy batches to page-locked memory, for devices that profit (not the CPU).
-        collate_fn: list of samples → batch; unset: torch's `default_collate`.
-        wanted: False on a rank that needs no data (the middle of a pipeline): `batch` is None, nothing is read.
-        worker_init_fn, multiprocessing_context, timeout: as in torch's DataLoader.
-        notice: a line to log at the start, besides the order's.
+        wanted, and others that are not listed: as in `adopt`; epochs are counted from step 0.
 
     Raises:
         RunError: while iterating: the dataset raised, or a worker died; names the dataset index.
@@ -250,12 +215,10 @@ class StepLoader:
         wanted: bool = True, worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None, timeout: float = 0, epochs: int | None = None, notice: str | None = None,
     ) -> None:  # fmt: skip
-        self.order = order
-        self.device = torch.device(device)
-        self._assign = assign
+        self.order, self._assign, self.device = order, assign, torch.device(device)
         self._start, self._stop, self._epochs = start_step, stop_step, epochs
-        self._notice = notice
         self._wanted = wanted
+        self.notice = "; ".join(text for text in (notice, getattr(order, "notice", None)) if text) or None
         self._persistent = persistent_workers and num_workers > 0
         self._plans: dict[int, _Plan] = {}  # of steps in progress
         self._running: Any = None  # the DataLoader's iterator
@@ -263,34 +226,24 @@ class StepLoader:
         pins = pin_memory and accelerator.pins_memory(self.device)
         # Without workers a batch is read directly: torch's DataLoader would only add to the time.
         self._reads_here = num_workers == 0 and not pins
-        if num_workers and prefetch_factor is None:
-            prefetch_factor = self._one_step_ahead(num_workers)
         workers: dict[str, Any] = {}
         if num_workers:
+            if prefetch_factor is None:  # one step ahead
+                ended = self._stop is not None and self._stop <= self._start
+                assigned = [] if ended else self._plan(self._start)[1]
+                prefetch_factor = max(2, -(-len(assigned) // num_workers) + 1)
             workers = {"prefetch_factor": prefetch_factor, "multiprocessing_context": multiprocessing_context}
+        # The generator: else it would draw from the training's.
         self._loader: DataLoader[Any] = DataLoader(
-            self._reader,
-            batch_size=None,
-            sampler=_Requests(self),
-            collate_fn=_identity,
-            num_workers=num_workers,
-            pin_memory=pins,
-            persistent_workers=self._persistent,
-            worker_init_fn=worker_init_fn,
-            timeout=timeout,
-            generator=torch.Generator(),  # else it would draw from the training's generator
-            **workers,
-        )
+            self._reader, batch_size=None, sampler=_Requests(self), collate_fn=_identity, num_workers=num_workers,
+            pin_memory=pins, persistent_workers=self._persistent, worker_init_fn=worker_init_fn, timeout=timeout,
+            generator=torch.Generator(), **workers,
+        )  # fmt: skip
 
     @property
     def steps_per_epoch(self) -> int | None:
         """Steps of an epoch; None if unknown."""
         return self.order.steps_per_epoch
-
-    @property
-    def notice(self) -> str | None:
-        """A line to log at the start, if any."""
-        return "; ".join(text for text in (self._notice, getattr(self.order, "notice", None)) if text) or None
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the data of a step follow from its number."""
@@ -322,10 +275,16 @@ class StepLoader:
         workers = workers_of(self._running)
         dead = [number for number, worker in enumerate(workers) if worker.exitcode is not None]
         reading = ", ".join(self._reader.being_read(number) for number in dead or range(len(workers)))
+
+        def end_of(worker: Any) -> str:
+            code = worker.exitcode
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            return f"process {worker.pid} {how}"
+
         return RunError(
             "a data worker died" if dead else "a data worker gave no answer",
             where=f"while it read {reading}" if reading else None,
-            why=", ".join(_end_of(workers[number]) for number in dead) or text.splitlines()[0],
+            why=", ".join(end_of(workers[number]) for number in dead) or text.splitlines()[0],
             fix="set data.num_workers: 0 to see the dataset's own error; a killed worker was often out of memory",
         )
 
@@ -346,33 +305,22 @@ class StepLoader:
             self._plans[step] = (window, self._assign(len(window.micro_batches)))
         return self._plans[step]
 
-    def _one_step_ahead(self, num_workers: int) -> int:
-        if self._stop is not None and self._stop <= self._start:
-            return 2
-        _, assigned = self._plan(self._start)
-        return max(2, -(-len(assigned) // num_workers) + 1)
-
     def _next(self, window: StepSamples, index: int) -> Any:
         if not self._wanted:
             return None
         if self._reads_here:
             batch = self._reader[ReadRequest(window.step, window.epoch, index, window.micro_batches[index])]
         else:
-            batch = self._from_workers()
+            try:
+                batch = next(self._running)
+            except RuntimeError as error:
+                raise (self.explain(error) or error) from None
         if isinstance(batch, ReadFailure):
             raise RunError(batch.what, where=batch.where, why=batch.why) from batch.cause
         return batch if self.device.type == "cpu" else move(batch, self.device)
 
-    def _from_workers(self) -> Any:
-        try:
-            return next(self._running)
-        except RuntimeError as error:
-            raise (self.explain(error) or error) from None
-
 
 class _Requests(Sampler[ReadRequest]):
-    """Yields this rank's micro-batches in running order."""
-
     def __init__(self, loader: StepLoader) -> None:
         self._of = loader
 
@@ -380,12 +328,6 @@ class _Requests(Sampler[ReadRequest]):
         for window, assigned in self._of._planned():
             for index, _ in assigned:
                 yield ReadRequest(window.step, window.epoch, index, window.micro_batches[index])
-
-
-def _end_of(worker: Any) -> str:
-    code = worker.exitcode
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    return f"process {worker.pid} {how}"
 
 
 def _identity(batch: Any) -> Any:

@@ -10,7 +10,7 @@ and torch's global generators are seeded before each sample is read. Generators 
 
 import operator
 import random
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +25,6 @@ from lockstep.data.batches import known_length
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.randomness import derive_key
-
-# ---- the random numbers that a dataset draws ----
 
 
 def seed_from(*parts: object) -> None:
@@ -67,9 +65,6 @@ def set_epoch(holder: Any, epoch: int) -> bool:
     return True
 
 
-# ---- which samples make up which step ----
-
-
 @dataclass(frozen=True)
 class StepSamples:
     """The samples of one step, as dataset indices, in micro-batches."""
@@ -86,11 +81,7 @@ class StepSamples:
 
 
 def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
-    """Check that a global batch can be cut into whole micro-batches.
-
-    Raises:
-        UsageError: it can't; the message shows the equation.
-    """
+    """Check that a global batch can be cut into whole micro-batches, or raise a UsageError with the equation."""
     for name, value in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
         if value < 1:
             raise UsageError(
@@ -108,19 +99,12 @@ def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
         )
 
 
-def cut(samples: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Cut into consecutive pieces of `batch_size`; the last may be shorter."""
-    return [list(samples[i : i + batch_size]) for i in range(0, len(samples), batch_size)]
-
-
 class SampleOrder:
     """The order of samples over a dataset whose length is known.
 
     Args:
-        num_samples: length of the dataset.
         batch_size: samples in a micro-batch.
         global_batch_size: samples in a step, over all ranks; a multiple of `batch_size`.
-        seed: of the run.
         shuffle: a different order in each epoch; else always 0, 1, 2 …
         drop_last: leave out the incomplete step at the end of each epoch (`dropped_per_epoch` samples).
 
@@ -129,15 +113,9 @@ class SampleOrder:
     """
 
     def __init__(
-        self,
-        num_samples: int,
-        batch_size: int,
-        global_batch_size: int,
-        *,
-        seed: int,
-        shuffle: bool = True,
+        self, num_samples: int, batch_size: int, global_batch_size: int, *, seed: int, shuffle: bool = True,
         drop_last: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_batch_sizes(batch_size, global_batch_size)
         if num_samples < 1:
             raise UsageError(
@@ -153,11 +131,8 @@ class SampleOrder:
                 where="data.drop_last",
                 fix="leave drop_last off (the short step is weighted by what it holds), or lower global_batch_size",
             )
-        self.num_samples = num_samples
-        self.batch_size = batch_size
-        self.global_batch_size = global_batch_size
-        self.seed = seed
-        self.shuffle = shuffle
+        self.num_samples, self.batch_size, self.global_batch_size = num_samples, batch_size, global_batch_size
+        self.seed, self.shuffle = seed, shuffle
         self._kept = num_samples - self.dropped_per_epoch
         self._cached: tuple[int, NDArray[np.int64]] | None = None  # the current epoch's permutation only
 
@@ -180,14 +155,13 @@ class SampleOrder:
         epoch, place = divmod(step, self.steps_per_epoch)
         start = place * self.global_batch_size
         stop = min(start + self.global_batch_size, self._kept)
-        samples = self._permutation(epoch)[start:stop].tolist() if self.shuffle else range(start, stop)
-        return StepSamples(step, epoch, cut(samples, self.batch_size), last_of_epoch=stop == self._kept)
-
-    def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        if self._cached is None or self._cached[0] != epoch:
+        if self.shuffle and (self._cached is None or self._cached[0] != epoch):
             # A NumPy array is sliced in a third of the time.
             self._cached = (epoch, epoch_permutation(self.num_samples, self.seed, epoch).numpy())
-        return self._cached[1]
+        samples = self._cached[1][start:stop].tolist() if self._cached is not None else range(start, stop)
+        size = self.batch_size
+        micro_batches = [list(samples[i : i + size]) for i in range(0, len(samples), size)]
+        return StepSamples(step, epoch, micro_batches, last_of_epoch=stop == self._kept)
 
 
 def epoch_permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
@@ -207,7 +181,6 @@ class SamplerOrder:
         batch_sampler: yields lists of dataset indices; iterated again each epoch, after `set_epoch(epoch)` if it, or
             the sampler within it, has that method.
         micro_batches: how many of these lists make up a step.
-        seed: of the run.
 
     Raises:
         UsageError: while iterating: the sampler yields nothing.
@@ -215,9 +188,7 @@ class SamplerOrder:
 
     def __init__(self, batch_sampler: Iterable[Any], micro_batches: int, *, seed: int) -> None:
         assert micro_batches >= 1
-        self._sampler = batch_sampler
-        self._micro_batches = micro_batches
-        self._seed = seed
+        self._sampler, self._micro_batches, self._seed = batch_sampler, micro_batches, seed
         self._latest: StepSamples | None = None
         self._generators: Any = None  # their states, as the sampler left them
         self._iterator: Iterator[Any] | None = None  # None: the next step begins an epoch
@@ -251,7 +222,18 @@ class SamplerOrder:
 
     def _take(self) -> StepSamples:
         if self._iterator is None:
-            self._begin_epoch()
+            self._epoch += 1
+            seed_from("sampler", self._seed, self._epoch)
+            for holder in (self._sampler, getattr(self._sampler, "sampler", None)):
+                set_epoch(holder, self._epoch)
+            self._iterator = iter(self._sampler)
+            self._ahead = self._pull()
+            if self._ahead is None:
+                raise UsageError(
+                    f"the sampler {type(self._sampler).__name__} yields nothing in epoch {self._epoch}",
+                    why="each epoch iterates it anew" if self._epoch else None,
+                    fix="give a sampler that can be iterated more than once" if self._epoch else None,
+                )
         taken: list[list[int]] = []
         while self._ahead is not None and len(taken) < self._micro_batches:
             taken.append(self._ahead)
@@ -262,20 +244,6 @@ class SamplerOrder:
         self._next_step += 1
         return window
 
-    def _begin_epoch(self) -> None:
-        self._epoch += 1
-        seed_from("sampler", self._seed, self._epoch)
-        for holder in (self._sampler, getattr(self._sampler, "sampler", None)):
-            set_epoch(holder, self._epoch)
-        self._iterator = iter(self._sampler)
-        self._ahead = self._pull()
-        if self._ahead is None:
-            raise UsageError(
-                f"the sampler {type(self._sampler).__name__} yields nothing in epoch {self._epoch}",
-                why="each epoch iterates it anew" if self._epoch else None,
-                fix="give a sampler that can be iterated more than once" if self._epoch else None,
-            )
-
     def _pull(self) -> list[int] | None:
         assert self._iterator is not None
         indices = next(self._iterator, None)
@@ -283,8 +251,6 @@ class SamplerOrder:
 
 
 Order = SampleOrder | SamplerOrder
-
-# ---- for a user's own loop ----
 
 
 class DistributedSampler(Sampler[int]):
@@ -309,21 +275,18 @@ class DistributedSampler(Sampler[int]):
     """
 
     def __init__(
-        self,
-        dataset_or_size: Sized | int,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-    ) -> None:
-        world, own = _place()
+        self, dataset_or_size: Sized | int, num_replicas: int | None = None, rank: int | None = None,
+        shuffle: bool = True, seed: int = 0, drop_last: bool = False,
+    ) -> None:  # fmt: skip
+        if dist.is_available() and dist.is_initialized():
+            world, own = dist.get_world_size(), dist.get_rank()
+        else:
+            facts = rank_facts()
+            world, own = facts.world_size, facts.rank
         self.num_samples = dataset_or_size if isinstance(dataset_or_size, int) else len(dataset_or_size)
         self.num_replicas = world if num_replicas is None else num_replicas
         self.rank = own if rank is None else rank
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0  # of the next iteration
         if not 0 <= self.rank < self.num_replicas:
             raise UsageError(
@@ -351,10 +314,3 @@ class DistributedSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch (from 0) of the next iteration."""
         self.epoch = epoch
-
-
-def _place() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    facts = rank_facts()
-    return facts.world_size, facts.rank

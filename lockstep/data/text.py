@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,23 +24,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.batches import Data
-from lockstep.data.language import TextOptions, Tokenizer, document_data, text_data
+from lockstep.data.language import TextOptions, Tokenizer, language_data
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.progress import Advance, progress_of
 
+PYTHON_DOCS = f"the topics of Python {platform.python_version()}'s own documentation"
 CHUNK = 1 << 20  # characters encoded at once; a chunk ends at the end of a line
 
 
 def text(
-    *,
-    path: str,
-    block_size: int = 256,
-    stride: int | None = None,
-    validation_fraction: float = 0.1,
-    tokenizer: str = "bytes",
-    documents: bool = False,
-) -> Data:
+    *, path: str, block_size: int = 256, stride: int | None = None, validation_fraction: float = 0.1,
+    tokenizer: str = "bytes", documents: bool = False,
+) -> Data:  # fmt: skip
     """Return the text of a file, or of all files in a folder, sorted by name.
 
     With `documents`, each file of a folder, or each line of a single file, is a document, padded to `block_size`.
@@ -50,11 +47,16 @@ def text(
     options, chosen = TextOptions(block_size, stride, validation_fraction), Tokenizer(tokenizer)
     files = text_files(Path(path))
     if documents:
-        return document_data(*options.split(_documents(Path(path), files, chosen)), options, path, chosen)
+        if Path(path).is_file():
+            lines = (line for chunk in read_chunks(files[0]) for line in chunk.splitlines())
+            pieces = [chosen.encode_array(line) for line in lines if line.strip()]
+        else:
+            pieces = [chosen.encode_array("".join(read_chunks(file))) for file in files]
+        return language_data(*options.split(pieces), options, path, chosen, documents=True)
     size = sum(file.stat().st_size for file in files)
     with progress_of(f"tokens of {path}", size, shows=rank_facts().is_main) as advance:  # every rank tokenizes
         tokens = np.concatenate(list(token_pieces(files, chosen, advance)))
-    return text_data(*options.split(tokens), options, path, chosen, chosen.vocab_size)
+    return language_data(*options.split(tokens), options, path, chosen)
 
 
 def token_pieces(files: list[Path], tokenizer: Tokenizer, advance: Advance) -> Iterator[NDArray[Any]]:
@@ -67,18 +69,16 @@ def token_pieces(files: list[Path], tokenizer: Tokenizer, advance: Advance) -> I
 
 def text_files(path: Path) -> list[Path]:
     """Return the files that `path` names, by their relative names, without hidden ones; raise a UsageError if none."""
+    fix = "give the path of a text file, or of a folder of them"
     if not path.exists():
-        raise UsageError(
-            f"there is no file or folder {str(path)!r}",
-            where="data.args.path",
-            fix="give the path of a text file, or of a folder of them",
-        )
-    files = [path] if path.is_file() else sorted(_inside(path), key=lambda file: file.relative_to(path).as_posix())
+        raise UsageError(f"there is no file or folder {str(path)!r}", where="data.args.path", fix=fix)
+    files = [path]
+    if path.is_dir():
+        inside = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
+        files = [inside[name] for name in sorted(inside) if not re.search(r"(^|/)\.", name)]  # without hidden ones
     if not any(file.stat().st_size for file in files):
         what = "is empty" if path.is_file() else "has no text: no file in it, or only empty ones"
-        raise UsageError(
-            f"{path} {what}", where="data.args.path", fix="give the path of a text file, or of a folder of them"
-        )
+        raise UsageError(f"{path} {what}", where="data.args.path", fix=fix)
     return files
 
 
@@ -97,21 +97,6 @@ def read_chunks(file: Path) -> Iterator[str]:
         ) from None
 
 
-def _inside(folder: Path) -> list[Path]:
-    return [
-        file
-        for file in folder.rglob("*")
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    ]
-
-
-def _documents(path: Path, files: list[Path], tokenizer: Tokenizer) -> list[NDArray[Any]]:
-    if path.is_file():
-        lines = (line for chunk in read_chunks(path) for line in chunk.splitlines())
-        return [tokenizer.encode_array(line) for line in lines if line.strip()]
-    return [tokenizer.encode_array("".join(read_chunks(file))) for file in files]
-
-
 def topics() -> list[str]:
     """Return the texts, sorted by their topic's name; raise a UsageError if this Python was built without them."""
     try:
@@ -125,33 +110,19 @@ def topics() -> list[str]:
     return [texts[name] for name in sorted(texts)]
 
 
-def source_line() -> str:
-    """Return a description of the source."""
-    return f"the topics of Python {platform.python_version()}'s own documentation"
-
-
 def python_docs(
-    *,
-    block_size: int = 256,
-    stride: int | None = None,
-    validation_fraction: float = 0.1,
-    tokenizer: str = "bytes",
+    *, block_size: int = 256, stride: int | None = None, validation_fraction: float = 0.1, tokenizer: str = "bytes",
     documents: bool = False,
-) -> Data:
+) -> Data:  # fmt: skip
     """Return the language reference that is part of every CPython (`pydoc_data.topics`), about 0.5 MB of text.
 
     It differs a little between versions of Python. With `documents`, a topic is a document, padded to `block_size`.
     """
-    options = TextOptions(block_size, stride, validation_fraction)
-    chosen = Tokenizer(tokenizer)
-    source = source_line()
-    if documents:
-        return document_data(*options.split([chosen.encode_array(text) for text in topics()]), options, source, chosen)
-    tokens = chosen.encode_array("\n\n".join(topics()))
-    return text_data(*options.split(tokens), options, source, chosen, chosen.vocab_size)
-
-
-# ---- tokens, and `lockstep data prepare` ----
+    options, chosen = TextOptions(block_size, stride, validation_fraction), Tokenizer(tokenizer)
+    texts = topics() if documents else ["\n\n".join(topics())]
+    pieces = [chosen.encode_array(text) for text in texts]
+    whole = pieces if documents else pieces[0]
+    return language_data(*options.split(whole), options, PYTHON_DOCS, chosen, documents=documents)
 
 
 FORMAT = "lockstep-tokens-1"
@@ -160,13 +131,7 @@ DTYPES = ("uint16", "uint32")
 
 
 class TokenFile:
-    """A part of a token file, which each process maps into memory when it first reads it.
-
-    Args:
-        path: the file.
-        dtype: of its numbers.
-        begin, end: the part, in tokens.
-    """
+    """The tokens `begin` to `end` of a token file, which each process maps into memory when it first reads it."""
 
     def __init__(self, path: Path, dtype: str, begin: int, end: int) -> None:
         self.path, self.dtype, self.begin, self.end = path, dtype, begin, end
@@ -201,7 +166,7 @@ def tokens(*, path: str, block_size: int = 256, stride: int | None = None, valid
     validation = TokenFile(folder / TOKENS, dtype, border, count)
     named = header["tokenizer"]
     tokenizer = Tokenizer("bytes" if named == "bytes" else str(folder / TOKENIZER))
-    return text_data(train, validation, options, f"{path} ({header['source']})", tokenizer, header["vocab_size"])
+    return language_data(train, validation, options, f"{path} ({header['source']})", tokenizer)
 
 
 def read_header(folder: Path) -> dict[str, Any]:
@@ -210,9 +175,7 @@ def read_header(folder: Path) -> dict[str, Any]:
         header = json.loads((folder / HEADER).read_text())
     except FileNotFoundError:
         raise UsageError(
-            f"{folder} has no {HEADER}",
-            where="data.args.path",
-            fix=f"lockstep data prepare SOURCE --out {folder}",
+            f"{folder} has no {HEADER}", where="data.args.path", fix=f"lockstep data prepare SOURCE --out {folder}"
         ) from None
     except (OSError, ValueError) as error:
         raise _damaged(folder, f"{HEADER}: {error}") from None
@@ -249,33 +212,34 @@ def prepare(
     source: Path | str, out: Path | str, tokenizer: str = "bytes", *,
     advance: Advance = lambda _bytes: None,
 ) -> PreparedTokens:  # fmt: skip
-    """Write the tokens of `source` into the new folder `out`.
+    """Write the tokens of `source` (a text file, a folder of them, or `python-docs`) into the new folder `out`.
 
     Args:
-        source: a text file, a folder of them, or `python-docs`.
         tokenizer: `bytes`, or the path of a Hugging Face `tokenizer.json`, which is copied.
         advance: called after each piece with its bytes of text.
-
-    Raises:
-        UsageError: `out` exists or can't be written, or the source is not readable text.
     """
     out, chosen = Path(out), Tokenizer(tokenizer)
     if out.exists():
         raise UsageError(f"{out} exists already", where="--out", fix="choose another folder, or remove it")
-    pieces, name = _pieces(source, chosen, advance)
+    if str(source) == "python-docs":  # in one piece, like the data set: it is small
+        name, pieces = PYTHON_DOCS, iter([chosen.encode_array("\n\n".join(topics()))])
+    else:
+        name, pieces = str(source), token_pieces(text_files(Path(source)), chosen, advance)
     dtype = np.dtype("<u2" if chosen.vocab_size <= 1 << 16 else "<u4")
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
-        count = _write(temporary / TOKENS, pieces, dtype)
+        count = 0
+        with (temporary / TOKENS).open("wb") as file:
+            for piece in pieces:
+                file.write(piece.astype(dtype).tobytes())
+                count += len(piece)
+            file.flush()
+            os.fsync(file.fileno())
         header = {
-            "format": FORMAT,
-            "dtype": dtype.name,
-            "num_tokens": count,
-            "vocab_size": chosen.vocab_size,
-            "tokenizer": "bytes" if tokenizer == "bytes" else TOKENIZER,
-            "source": name,
-        }
+            "format": FORMAT, "dtype": dtype.name, "num_tokens": count, "vocab_size": chosen.vocab_size,
+            "tokenizer": "bytes" if tokenizer == "bytes" else TOKENIZER, "source": name,
+        }  # fmt: skip
         if tokenizer != "bytes":
             shutil.copyfile(tokenizer, temporary / TOKENIZER)
         (temporary / HEADER).write_text(json.dumps(header, indent=2) + "\n")
@@ -300,7 +264,8 @@ def prepare_command(argv: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")
     parser.add_argument("--tokenizer", default="bytes", help="bytes (default), or a Hugging Face tokenizer.json")
     given = parser.parse_args(list(argv))
-    with progress_of(f"tokens of {given.source}", size_of(given.source)) as advance:
+    files = [] if given.source == "python-docs" else text_files(Path(given.source))
+    with progress_of(f"tokens of {given.source}", sum(file.stat().st_size for file in files)) as advance:
         made = prepare(given.source, given.out, given.tokenizer, advance=advance)
     print(f"{made.path}: {made.num_tokens:,} tokens of {made.vocab_size:,} kinds")
     print(f"use it with   data: {{name: tokens, args: {{path: {made.path}}}}}")
@@ -310,27 +275,3 @@ def prepare_command(argv: Sequence[str]) -> int:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, where="the command 'lockstep data'", fix="`lockstep data prepare --help` lists all")
-
-
-def _pieces(source: Path | str, tokenizer: Tokenizer, advance: Advance) -> tuple[Iterator[NDArray[Any]], str]:
-    """Return the tokens in pieces, and a description of the source."""
-    if str(source) == "python-docs":
-        # In one piece, like the data set python-docs: it is small.
-        return iter([tokenizer.encode_array("\n\n".join(topics()))]), source_line()
-    return token_pieces(text_files(Path(source)), tokenizer, advance), str(source)
-
-
-def size_of(source: Path | str) -> int:
-    """Return the bytes of text that `prepare` will read; 0 for python-docs."""
-    return 0 if str(source) == "python-docs" else sum(file.stat().st_size for file in text_files(Path(source)))
-
-
-def _write(path: Path, pieces: Iterator[NDArray[Any]], dtype: np.dtype[Any]) -> int:
-    count = 0
-    with path.open("wb") as file:
-        for piece in pieces:
-            file.write(piece.astype(dtype).tobytes())
-            count += len(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    return count

@@ -83,11 +83,7 @@ def stop_on_signals(trainer: Trainer) -> None:
 
 
 def check_named(config: Config, source: str) -> None:
-    """Reject names in a config that a run could not import, or not call with these arguments; all in one error.
-
-    Args:
-        source: the config's name in the message.
-    """
+    """Reject names in a config that a run could not import, or not call with these arguments; all in one error."""
     found = []
     for look in _lookups(config):
         try:
@@ -101,12 +97,12 @@ def check_named(config: Config, source: str) -> None:
 
 
 def _lookups(config: Config) -> Iterator[Callable[[], object]]:
+    training = config.training
     yield partial(check_model, config.model)
     yield partial(check_data, config.data)
     if config.loss_fn is not None:
         yield partial(check_loss_fn, config.loss_fn)
-    yield partial(check_optimizer, config.training.optimizer, config.training.optimizer_args)
-    training = config.training
+    yield partial(check_optimizer, training.optimizer, training.optimizer_args)
     yield partial(check_schedule, Schedule(training.lr_schedule, training.max_steps or 0, training.warmup_steps))
     for name in config.monitor.sinks:
         yield partial(sink_named, name)

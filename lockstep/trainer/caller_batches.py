@@ -7,7 +7,6 @@ and the order in which losses are summed, follow from that number.
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,16 +36,12 @@ class StepWindow:
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
         self._accumulator: LossAccumulator | None = None
-        self._calls = self._samples = 0
-        self._calls_per_step: int | None = None  # calls per step
+        self._calls = self._samples = self._micro_batches_per_step = 0
+        self._calls_per_step: int | None = None
         self._last: Any = None
 
     def add(self, batch: Any) -> tuple[Tensor, StepRecord | None]:
-        """Run forward and backward of this rank's next micro-batch; the last of a step updates.
-
-        Returns:
-            its mean loss, 0-dim, detached; the record of the step, if it was the last one.
-        """
+        """Run forward and backward of this rank's next micro-batch; return its mean loss, and the step's record."""
         trainer = self._trainer
         if trainer.placed.micro_step is None:
             splits_model = strategy_named(trainer.layout.strategy).splits_model
@@ -57,7 +52,8 @@ class StepWindow:
         if self._calls_per_step is None:
             trainer.cluster.check()
             _warn_of_equal_batches(trainer, batch)
-        self._calls_per_step = self._calls_per_step or _calls_in_a_step(trainer, batch)
+            self._calls_per_step = _calls_in_a_step(trainer, batch)
+            self._micro_batches_per_step = self._calls_per_step * trainer.layout.data_parallel_size
         if trainer.step.nominal is None:
             trainer.step.set_nominal(batch, self._micro_batches_per_step)
         if self._accumulator is None:
@@ -78,14 +74,8 @@ class StepWindow:
         """Update with the micro-batches so far, and return the record; None if there are none."""
         if self._accumulator is None:
             return None
-        # Nothing is reduced over ranks yet: one dummy with weight zero starts that.
-        self._run(self._last, real=False, last=True)
+        self._run(self._last, real=False, last=True)  # a dummy with weight zero starts the reduction over ranks
         return self._update()
-
-    @property
-    def _micro_batches_per_step(self) -> int:
-        assert self._calls_per_step is not None
-        return self._calls_per_step * self._trainer.layout.data_parallel_size
 
     def _run(self, batch: Any, *, real: bool, last: bool) -> Loss:
         placed, step = self._trainer.placed, self._trainer.step
@@ -151,8 +141,6 @@ _CALLS = ("backward", "evaluate")
 
 
 class _Report(NamedTuple):
-    """Report of one rank."""
-
     step: int  # of its loop
     call: int  # index in `_CALLS`
     dp_rank: int  # its data-parallel rank
@@ -161,38 +149,20 @@ class _Report(NamedTuple):
     targets: float  # rank 0: valid targets of the first one
 
 
-@dataclass
 class MicroBatchAssigner:
     """Numbers the micro-batches of each rank, after all ranks have agreed.
 
     A rank with fewer micro-batches runs weightless copies of an earlier one.
-
-    Attributes:
-        placed: the model.
-        nominal: divisor in backward, see `lockstep.step`; from the very first micro-batch.
-        dp_rank: this rank's data-parallel rank; the ranks of one pipeline share it.
     """
 
-    placed: ParallelModel
-    nominal: float = 0.0
-    dp_rank: int = field(init=False)
-    _last: list[Any] = field(default_factory=list)  # the newest micro-batch, once there is one
-
-    def __post_init__(self) -> None:
-        self.dp_rank = self.placed.assign(self.dp_size)[0][0]
-
-    @property
-    def dp_size(self) -> int:
-        """Data-parallel size."""
-        return self.placed.layout.data_parallel_size
+    def __init__(self, placed: ParallelModel) -> None:
+        self.placed, self.dp_size = placed, placed.layout.data_parallel_size
+        self.dp_rank = placed.assign(self.dp_size)[0][0]  # the ranks of one pipeline share it
+        self.nominal = 0.0  # divisor in backward, see `lockstep.step`; from the very first micro-batch
+        self._last: list[Any] = []  # the newest micro-batch, once there is one
 
     def assign(self, batches: Sequence[Any], step: int, call: str) -> tuple[list[MicroBatch], int]:
-        """Assign numbers to this rank's micro-batches; every rank calls it.
-
-        Args:
-            batches: this rank's.
-            step: of the loop.
-            call: backward or evaluate.
+        """Assign numbers to this rank's micro-batches in `backward` or `evaluate`; every rank calls it.
 
         Returns:
             this rank's micro-batches, and their number over all ranks; none and 0 if no rank passes any.
@@ -207,7 +177,12 @@ class MicroBatchAssigner:
         rounds = max(row.num_batches for row in rows)
         if rounds == 0:
             return [], 0
-        _require_batch(rows)
+        if (unable := next((rank for rank, row in enumerate(rows) if not row.has_batch), None)) is not None:
+            raise UsageError(
+                f"rank {unable} brings no micro-batch, and has had none before",
+                why="every rank takes part in each step, if only with a weightless copy of a micro-batch",
+                fix="give each rank at least one micro-batch in its first step",
+            )
         micro_batches_per_step = rounds * self.dp_size
         self.nominal = self.nominal or nominal_count(rows[0].targets, micro_batches_per_step)
         runs = [*batches, *self._last * (rounds - len(batches))]
@@ -248,13 +223,3 @@ def _require_agreement(rows: Sequence[_Report]) -> None:
                 "micro-batches",
                 fix="bring the same micro-batches to all ranks of a pipeline: those of placed.data_parallel_rank",
             )
-
-
-def _require_batch(rows: Sequence[_Report]) -> None:
-    unable = next((rank for rank, row in enumerate(rows) if not row.has_batch), None)
-    if unable is not None:
-        raise UsageError(
-            f"rank {unable} brings no micro-batch, and has had none before",
-            why="every rank takes part in each step, if only with a weightless copy of a micro-batch",
-            fix="give each rank at least one micro-batch in its first step",
-        )

@@ -1,7 +1,7 @@
 """Compares a run's settings with those of the checkpoint at which it resumes.
 
-Samples, their order, random numbers and the model follow from the config and the step number alone, so a run that
-resumes with others is another training; a learning rate or a number of steps may be changed on purpose.
+A run that resumes with other samples or another model is another training; a learning rate or a number of steps may be
+changed on purpose.
 """
 
 import json
@@ -34,7 +34,8 @@ class Change:
     another_training: bool
 
     def __str__(self) -> str:
-        return f"{self.key} {_shown(self.before)} → {_shown(self.now)}"
+        before, now = (json.dumps(value, ensure_ascii=False, default=str) for value in (self.before, self.now))
+        return f"{self.key} {before} → {now}"
 
 
 def compare(
@@ -107,14 +108,9 @@ def _differs(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> boo
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted keys → values; empty containers have none."""
     if not isinstance(tree, dict):
         return {prefix: tree} if prefix else {}
     return {k: v for key, child in tree.items() for k, v in _flat(child, f"{prefix}.{key}" if prefix else key).items()}
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 _SCHEDULE = ("max_steps", "num_train_epochs", "lr_schedule", "warmup_steps", "min_lr_ratio", "wsd_decay_ratio")
@@ -123,14 +119,7 @@ _SCHEDULE = ("max_steps", "num_train_epochs", "lr_schedule", "warmup_steps", "mi
 def moved_schedule(
     training: TrainingConfig, changes: list[Change], updates: int, rate: float, steps_per_epoch: int | None
 ) -> list[str]:
-    """Return a line on the next learning rate, if changes move it: a cosine depends on the number of steps.
-
-    Args:
-        training: with the changes.
-        updates: number made so far.
-        rate: the peak of the learning rate.
-        steps_per_epoch: if it is known.
-    """
+    """Return a line on the next learning rate, if changes move it: a cosine depends on the number of steps."""
     before = {change.key.removeprefix("training."): change.before for change in changes}
     earlier = training.model_copy(update={key: before[key] for key in _SCHEDULE if key in before})
     rates, described = [], []

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint, collectives
-from lockstep.bad_numbers import Anomaly, BadNumbersError
+from lockstep.bad_numbers import BadNumbersError
 from lockstep.config import CheckpointConfig
-from lockstep.data import StepSource
 from lockstep.errors import RunError, UsageError
 from lockstep.heartbeat import called_by_all_ranks
 from lockstep.monitor import Monitor
@@ -26,11 +25,7 @@ _log = logging.getLogger("lockstep")
 
 
 class Checkpointer:
-    """Saves one run; every rank has one, and calls each method at the same steps.
-
-    Attributes:
-        saved: step of the last save that was begun.
-    """
+    """Saves one run and rolls it back; every rank has one, and calls each method at the same steps."""
 
     def __init__(self, trainer: "Trainer", monitor: Monitor) -> None:
         self._trainer, self._monitor, self._config = trainer, monitor, trainer.config.checkpoint
@@ -38,7 +33,8 @@ class Checkpointer:
         self._folder = None if self._config.save_strategy == "none" else trainer.checkpoints
         self._saver: checkpoint.AsyncSaver | None = None
         self._evaluated: dict[int, float] = {}
-        self.saved: int | None = None
+        self._rollbacks: dict[int, int] = {}  # step → rollbacks to it
+        self.saved: int | None = None  # step of the last save that was begun
         if self._folder is None:
             return
         # The evaluation at the end of a run comes after its last save, which therefore does not hold the result.
@@ -49,14 +45,8 @@ class Checkpointer:
         if self._config.async_:
             self._saver = checkpoint.AsyncSaver(then=self._committed)
 
-    # ---- what the loop calls ----
-
     def after_step(self, *, last: bool, last_of_epoch: bool) -> None:
-        """Save if it is due; check the running save.
-
-        Raises:
-            RunError: the storage failed, and the config says to stop, or the run ends here.
-        """
+        """Save if it is due; check the running save."""
         if self._folder is None:
             return
         step = self._trainer.step.progress.step
@@ -100,22 +90,13 @@ class Checkpointer:
             self._trainer.heartbeat.beat(self._trainer.step.progress.step, "pause")
             self._saver.finish_alone()
 
-    def reset_after_rollback(self) -> None:
-        """Prepare for saving later steps again."""
-        self.saved = None
-
-    # ---- how ----
-
     def _begin(self, step: int) -> None:
         assert self._folder is not None
         trainer, self.saved = self._trainer, step
-        snapshot = trainer.snapshot()
-        config = trainer.config.to_yaml()
-        if self._saver is not None:
-            self._saver.save(self._folder, step, snapshot, config_yaml=config, options=self._options)
-            return
-        path = checkpoint.save(self._folder, step, snapshot, config_yaml=config, options=self._options)
-        if trainer.is_main_process:
+        save = checkpoint.save if self._saver is None else self._saver.save
+        path = save(self._folder, step, trainer.snapshot(), config_yaml=trainer.config.to_yaml(), options=self._options)
+        if self._saver is None and trainer.is_main_process:
+            assert path is not None
             self._committed(path)
 
     def _committed(self, path: checkpoint.CheckpointPath) -> None:
@@ -140,33 +121,13 @@ class Checkpointer:
         self._monitor.event("save_retry", reason=str(error), pause_seconds=seconds)
         _log.warning("warning: a save failed and is tried again in %g s: %s", seconds, error)
 
-
-class Rollback:
-    """Reports anomalies and rolls a run back; every rank has one, and calls each method at the same steps."""
-
-    def __init__(self, trainer: "Trainer") -> None:
-        self._trainer = trainer
-        self._times: dict[int, int] = {}  # step → rollbacks to it
-
-    def report(self, monitor: Monitor, source: StepSource, anomaly: Anomaly) -> None:
-        """Report an anomaly and its samples: dataset indices by micro-batch, if the data have any."""
-        order = getattr(source, "order", None)
-        window = order.window(anomaly.step - 1) if order is not None else None
-        monitor.event(
-            "bad_numbers", step=anomaly.step, what=anomaly.what, loss=anomaly.loss, grad_norm=anomaly.grad_norm,
-            action=self._trainer.config.training.bad_numbers.action, samples=window and window.micro_batches,
-            epoch=window.epoch if window else self._trainer.step.progress.epoch,
-        )  # fmt: skip
-        monitor.say(f"warning: {anomaly.what}")
-
-    def roll_back(self, error: BadNumbersError, monitor: Monitor, checkpointer: Checkpointer) -> None:
+    def roll_back(self, error: BadNumbersError) -> None:
         """Go back to the newest checkpoint; the bad step's data will be skipped.
 
-        Raises:
-            BadNumbersError: the config says to stop, there is no checkpoint, or there were too many rollbacks.
+        The error is raised if the config says to stop, there is no checkpoint, or there were too many rollbacks.
         """
-        trainer = self._trainer
-        checkpointer.finish(must_succeed=False)
+        trainer, monitor = self._trainer, self._monitor
+        self.finish(must_succeed=False)
         if not error.rolls_back or trainer.checkpoints is None:
             raise error
         trainer.optimizer.zero_grad(set_to_none=True)
@@ -178,28 +139,25 @@ class Rollback:
         assert found is not None and loaded is not None, "there is one"  # noqa: PT018
         step = loaded.step
         # The number of rollbacks to a step is limited: else a run could repeat them for ever.
-        self._times = {step: self._times.get(step, 0) + 1}
-        if self._times[step] > trainer.config.training.bad_numbers.patience:
+        self._rollbacks = {step: self._rollbacks.get(step, 0) + 1}
+        if self._rollbacks[step] > trainer.config.training.bad_numbers.patience:
             raise error
         trainer.step.avoid_data_of(error.anomaly.step)
-        checkpointer.reset_after_rollback()
+        self.saved = None
         monitor.event("rollback", step=step, checkpoint=found.name, passed_over=error.anomaly.step)
         monitor.say(f"goes back to step {step}, {found.name}, and passes over the data of step {error.anomaly.step}")
 
 
 def resume(trainer: "Trainer", how: str) -> tuple[checkpoint.CheckpointPath | None, list[str]]:
-    """Bring the run's state, and its run directory, to where it resumes; all ranks call it. See `Trainer.resume`.
-
-    Returns:
-        the checkpoint, None for a fresh start; lines to log about it.
-    """
+    """Bring the run's state, and its run directory, to where it resumes; return lines to log, too."""
     started = time.perf_counter()
     found = find(trainer, how)
     changed = []
     if found is not None:
         changed = compare(trainer.config, trainer.global_batch_size, found, is_main=trainer.is_main_process)
     fresh = [dict(group) for group in trainer.optimizer.param_groups]
-    come_to = _newest_step(trainer.run_directory) if trainer.is_main_process else 0
+    rows = last_lines(trainer.run_directory.metrics, 50) if trainer.run_directory and trainer.is_main_process else []
+    come_to = max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=0)
     loaded = restore(trainer, found)
     if found is None or loaded is None:
         return None, []
@@ -218,12 +176,6 @@ def resume(trainer: "Trainer", how: str) -> tuple[checkpoint.CheckpointPath | No
         seconds = time.perf_counter() - started
         trainer.run_directory.append_event("resume", step=loaded.step, checkpoint=str(found), seconds=seconds)
     return found, log_lines
-
-
-def _newest_step(directory: RunDirectory | None) -> int:
-    """Return the newest step that is recorded; 0 if there is none."""
-    rows = [] if directory is None else last_lines(directory.metrics, 50)
-    return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=0)
 
 
 def restore(trainer: "Trainer", found: checkpoint.CheckpointPath | None) -> Loaded | None:
@@ -262,35 +214,19 @@ def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
         return checkpoint.copy_to_hosts(here)
     if isinstance(trainer.checkpoints, checkpoint.Storage) and trainer.checkpoints.exists(how):
         return trainer.checkpoints.path(how)
-    return _named(Path(how), how)
-
-
-def checkpoints_of(trainer: "Trainer") -> checkpoint.Directory | None:
-    """Return where a run keeps its checkpoints: in its run directory, or in the config's storage."""
-    directory, storage = trainer.run_directory, trainer.config.checkpoint.storage
-    if directory is None:
-        return None
-    return directory.checkpoints if storage is None else checkpoint.build_storage(storage)
-
-
-def storage_is_shared(trainer: "Trainer") -> bool:
-    """Return whether all ranks see the same folder of checkpoints; all ranks call it together.
-
-    Raises:
-        UsageError: they do not, and the format of checkpoints needs it.
-    """
-    folder, config = trainer.checkpoints, trainer.config.checkpoint
-    if trainer.layout.world_size == 1 or folder is None or config.save_strategy == "none":
-        return True
-    shared = checkpoint.is_shared(folder)
-    if not shared and config.format != "full":
-        raise UsageError(
-            f"the hosts do not share {folder}",
-            where="checkpoint.format: " + config.format,
-            why="each rank writes its part of a checkpoint, and they belong into one folder",
-            fix="choose an --output-dir that all hosts mount, or checkpoint.format: full, which rank 0 writes",
-        )
-    return shared
+    path = Path(how)
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    if (path / checkpoint.MANIFEST).exists():
+        return path
+    if path.is_dir() and (found := checkpoint.resume_point(path)) is not None:
+        return found
+    raise UsageError(
+        f"{how} is not a checkpoint",
+        where="--resume",
+        why=f"there is no {checkpoint.MANIFEST} in it" if path.is_dir() else "there is no such folder",
+        fix="give a folder checkpoints/step-…, a run directory, auto or never",
+    )
 
 
 def evaluations(directory: RunDirectory, metric: str | None) -> dict[int, float]:
@@ -304,8 +240,7 @@ def best_of(
 ) -> checkpoint.CheckpointPath | None:  # fmt: skip
     """Return the best checkpoint by the metric `keep_best`, the newest of equal ones; None if none has the metric.
 
-    Args:
-        later: step → value, if it was measured after the checkpoint was written.
+    `later` has the values, by step, that were measured after the checkpoint was written.
     """
     if config.keep_best is None:
         return None
@@ -320,20 +255,3 @@ def best_of(
         if math.isfinite(value):
             known.append((sign * value, path))
     return min(reversed(known), key=lambda pair: pair[0])[1] if known else None
-
-
-def _named(path: Path, how: str) -> checkpoint.CheckpointPath:
-    if (path / "checkpoints").is_dir():
-        path = path / "checkpoints"
-    if path.is_dir() and not (path / checkpoint.MANIFEST).exists():
-        found = checkpoint.resume_point(path)
-        if found is not None:
-            return found
-    if not (path / checkpoint.MANIFEST).exists():
-        raise UsageError(
-            f"{how} is not a checkpoint",
-            where="--resume",
-            why=f"there is no {checkpoint.MANIFEST} in it" if path.is_dir() else "there is no such folder",
-            fix="give a folder checkpoints/step-…, a run directory, auto or never",
-        )
-    return path

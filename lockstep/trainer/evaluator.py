@@ -1,10 +1,9 @@
 """Evaluates: every sample once, the mean over valid targets, the same number on every rank and every topology.
 
-For metrics and predictions the outputs of each micro-batch are read where they are: on the last stage of a pipeline,
-once where several ranks run the same micro-batch. Rank 0 receives what is kept of them in the order of the
-micro-batches, so that a metric's value is that of one process.
+Rank 0 receives outputs in the order of the micro-batches, so that a metric's value is that of one process.
 """
 
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -40,8 +39,7 @@ class MetricObject(Protocol):
 Metric = Callable[[Any, Any], Any] | MetricObject
 """An object, or (outputs, targets) → values, whose mean over the data is the metric.
 
-The values are a tensor, for instance with a number for each sample or token; or one number, the mean over the samples
-of the micro-batch.
+The values are a tensor, or one number, the mean over the samples of the micro-batch.
 """
 Metrics = Mapping[str, Metric] | MetricObject
 """Metrics by name, or an object whose `compute` returns them by name (torchmetrics' `MetricCollection`)."""
@@ -60,7 +58,7 @@ class Evaluator:
     An evaluation ends early if a rank is asked to stop: the run is saved at once, and evaluates when it resumes.
     """
 
-    def __init__(self, trainer: "Trainer", data: Any, metrics: Metrics | None = None) -> None:
+    def __init__(self, trainer: "Trainer", data: Any, metrics: Metrics | None) -> None:
         self._trainer, self._data, self._metrics = trainer, data, metrics
         self._done: int | None = None  # the step that was evaluated last
 
@@ -75,14 +73,11 @@ class Evaluator:
 
     @property
     def is_due_at_end(self) -> bool:
-        """Return whether to evaluate after the last step."""
+        """Whether to evaluate after the last step."""
         return self._data is not None and self._done != self._trainer.step.progress.step
 
     def was_stopped(self) -> bool:
-        """Return whether the evaluation of the run's current step was stopped; all ranks call it.
-
-        Rank 0 finds out: the run directory's run has saved the step and has not recorded its evaluation.
-        """
+        """Return whether the run has saved the current step without its evaluation; all ranks call it."""
         trainer = self._trainer
         step, directory = trainer.step.progress.step, trainer.run_directory
         due = self.is_due(last_of_epoch=trainer.state.ended_epoch) or step == trainer.step.total
@@ -119,16 +114,15 @@ def evaluated(
 
 
 def _evaluated_weights(trainer: "Trainer") -> AbstractContextManager[None]:
-    """Return a context in which the model has the weights that are evaluated: an average's, if it says so."""
+    """Give the model the weights that are evaluated: an average's, if it says so."""
     averages = [call for call in trainer.step.after_update if getattr(call, "evaluates", False)]
     return averages[0].applied() if averages else nullcontext()  # type: ignore[attr-defined]
 
 
 def validation_source(trainer: "Trainer", data: Any, limit: int | None) -> StepSource:
-    """Return one epoch of `data`, in its own order; a DataLoader keeps its own batch size.
+    """Return an epoch of `data` in its own order, up to the window with micro-batch `limit`.
 
-    Args:
-        limit: micro-batches that count; it ends with the window that holds the last of them. None: all.
+    A DataLoader keeps its own batch size.
     """
     config, training = trainer.config, trainer.config.training
     size = training.eval_batch_size or training.batch_size
@@ -183,9 +177,8 @@ def evaluate(
 
     Args:
         source: one epoch, in windows of at most `WINDOW` micro-batches, assigned by `placed.assign`.
-        limit: number of micro-batches that count, over all ranks; None: all of them.
+        limit: number of micro-batches that count, over all ranks.
         asked: whether this rank was asked to stop; called after each window.
-        collector: receives the outputs.
 
     Raises:
         EvaluationStoppedError: some rank was asked; on every rank, after the same window.
@@ -196,7 +189,9 @@ def evaluate(
         with evaluating(placed):
             for batches in source:
                 accumulator = placed.loss_accumulator(batches.num_micro_batches)
-                mine = [_counted(m, batches, limit) for m in batches.mine]
+                left = math.inf if limit is None else limit - batches.step * WINDOW
+                # Those beyond the limit are dummies, since all ranks run the same number.
+                mine = [MicroBatch(m.index, m.batch, m.real and m.index < left) for m in batches.mine]
                 collecting = nullcontext() if collector is None else collector.window(mine)
                 with placed.random_state.running("eval", batches.step), collecting:
                     placed.evaluate(mine, accumulator)
@@ -211,18 +206,19 @@ def evaluate(
     return float(loss_sum / at_least(count, 1.0))  # host waits for the device
 
 
-def _counted(micro_batch: MicroBatch, batches: StepBatches, limit: int | None) -> MicroBatch:
-    """Return the micro-batch, as a dummy if it is beyond the limit: all ranks run the same number."""
-    place = batches.step * WINDOW + micro_batch.index
-    return MicroBatch(micro_batch.index, micro_batch.batch, micro_batch.real and (limit is None or place < limit))
-
-
 def predicted(trainer: "Trainer", data: Any, transform: Callable[[Any], Any] | None) -> Any:
     """Return the outputs for each sample on every rank. See `Trainer.predict`."""
-    predictions = Predictions(trainer.placed, transform)
+    parts: list[Any] = []
+
+    def keep(outputs: Any, _batch: Any) -> Any:
+        outputs = logits_of(outputs)
+        return on_cpu(outputs if transform is None else transform(outputs))
+
+    failure = "the predictions could not be collected"
+    collector = OutputCollector(trainer.placed, keep, parts.append, failure, skips_loss=True)
     with _evaluated_weights(trainer):
-        evaluate(trainer.placed, validation_source(trainer, data, None), collector=predictions.collector)
-    return predictions.results()
+        evaluate(trainer.placed, validation_source(trainer, data, None), collector=collector)
+    return Ranks().broadcast(failure, lambda: _joined(parts))
 
 
 def sample(placed: ParallelModel, step: int, /, *inputs: Any, **more: Any) -> Any:
@@ -232,25 +228,15 @@ def sample(placed: ParallelModel, step: int, /, *inputs: Any, **more: Any) -> An
         return placed.forward(*inputs, **more)
 
 
-# ---- what is collected of outputs ----
-
-
 @dataclass
 class OutputCollector:
-    """Sends what is kept of a model's outputs to rank 0; every rank has one.
-
-    Attributes:
-        keep: (outputs, batch) → what is sent.
-        receive: called on rank 0 with each of these, in the order of the micro-batches.
-        failure: the error message if one of these raises.
-        skips_loss: leave the loss out; data then need no targets.
-    """
+    """Sends what is kept of a model's outputs to rank 0; every rank has one."""
 
     placed: ParallelModel
-    keep: Callable[[Any, Any], Any]
-    receive: Callable[[Any], None]
-    failure: str
-    skips_loss: bool = False
+    keep: Callable[[Any, Any], Any]  # (outputs, batch) → what is sent
+    receive: Callable[[Any], None]  # called on rank 0 with each of these, in the order of the micro-batches
+    failure: str  # the error message if one of these raises
+    skips_loss: bool = False  # data then need no targets
 
     @contextmanager
     def window(self, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
@@ -292,9 +278,6 @@ def on_cpu(outputs: Any) -> Any:
     return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, outputs)
 
 
-# ---- metrics ----
-
-
 class MetricSet:
     """Computes metrics over one pass through the data."""
 
@@ -313,10 +296,10 @@ class MetricSet:
         self._functions = {name: metric for name, metric in by_name.items() if name not in self._objects}
         self._names = list(by_name)
         self._sums = dict.fromkeys(self._functions, (0.0, 0.0))
-        self._reset()
+        self._reset_objects()
         self.collector = OutputCollector(placed, self._keep, self._receive, "the metrics could not be computed")
 
-    def _reset(self) -> None:
+    def _reset_objects(self) -> None:
         for metric in self._objects.values():
             if reset := getattr(metric, "reset", None):
                 reset()
@@ -353,9 +336,10 @@ class MetricSet:
                 with _without_sync(metric):
                     value = on_cpu(metric.compute())
                 found |= value if self._several else {name: value}
-            self._reset()
+            self._reset_objects()
             order = list(found) if self._several else self._names
-            return {name: _number(found[name]) for name in order}
+            numbers = {name for name, value in found.items() if isinstance(value, Tensor) and value.numel() == 1}
+            return {name: float(found[name]) if name in numbers else found[name] for name in order}
 
         return Ranks().broadcast(self.collector.failure, computed)
 
@@ -378,48 +362,19 @@ def _without_sync(metric: Any) -> Iterator[None]:
             part.distributed_available_fn = available
 
 
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-# ---- predictions ----
-
-
-class Predictions:
-    """Collects the outputs for each sample, in the order of the data."""
-
-    def __init__(self, placed: ParallelModel, transform: Callable[[Any], Any] | None) -> None:
-        self._parts: list[Any] = []
-        self._transform = transform
-        self.collector = OutputCollector(
-            placed, self._keep, self._parts.append, "the predictions could not be collected", skips_loss=True
-        )
-
-    def _keep(self, outputs: Any, batch: Any) -> Any:
-        outputs = logits_of(outputs)
-        return on_cpu(outputs if self._transform is None else self._transform(outputs))
-
-    def results(self) -> Any:
-        """Return the outputs on every rank; all ranks call it together, once."""
-        return Ranks().broadcast(self.collector.failure, lambda: joined(self._parts))
-
-
-def joined(parts: list[Any]) -> Any:
-    """Return the outputs of all samples in the structure of one micro-batch's.
-
-    Tensors are put together along their first dim; if their other dims differ, as for texts of different lengths, the
-    result is a list with a tensor for each sample.
-    """
+def _joined(parts: list[Any]) -> Any:
+    """Return the outputs of all samples in the structure of one micro-batch's; a list if their other dims differ."""
     if not parts:
         return []
     structure = tree_flatten(parts[0])[1]
-    columns = zip(*(tree_flatten(part)[0] for part in parts), strict=True)
-    return tree_unflatten([_joined(column) for column in columns], structure)
-
-
-def _joined(column: tuple[Any, ...]) -> Any:
-    if not all(isinstance(value, Tensor) and value.ndim for value in column):
-        return torch.stack(column) if all(isinstance(value, Tensor) for value in column) else list(column)
-    if len({value.shape[1:] for value in column}) == 1:
-        return torch.cat(column)
-    return [sample for value in column for sample in value]
+    leaves: list[Any] = []
+    for column in zip(*(tree_flatten(part)[0] for part in parts), strict=True):
+        if not all(isinstance(value, Tensor) for value in column):
+            leaves.append(list(column))
+        elif not all(value.ndim for value in column):
+            leaves.append(torch.stack(column))
+        elif len({value.shape[1:] for value in column}) == 1:
+            leaves.append(torch.cat(column))
+        else:
+            leaves.append([sample for value in column for sample in value])
+    return tree_unflatten(leaves, structure)

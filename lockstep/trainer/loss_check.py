@@ -1,30 +1,28 @@
 """Checks in a run's first steps that the loss of a micro-batch is that of its two halves.
 
 A mean whose weights differ from its divisor gives another loss, and another gradient, for every split of the same
-samples. All topologies agree on it, so only another split shows it. The check runs in evaluation mode, without
-gradients; it does not change buffers, random numbers and the counters of modules. Compiled blocks run without
-their compiled code, so that nothing is compiled for the shapes of the halves.
+samples. All topologies agree on it, so only another split shows it. The check runs in evaluation mode; it does not
+change buffers, random numbers and the counters of modules.
 
 Nothing is checked if an update is made from one micro-batch, since then no split matters; if the forward pass draws
 random numbers even in evaluation mode, or returns no loss there; and for batches that cannot be halved.
 """
 
 import math
-import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.collectives import is_main_process, object_device
 from lockstep.data.batches import MicroBatch
+from lockstep.data.order import preserve_states
 from lockstep.errors import UsageError
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import num_samples
@@ -47,19 +45,10 @@ _Split = tuple[Any, Any, Any]  # the same samples whole, and in two halves
 
 @dataclass(frozen=True)
 class _Finding:
-    """Finding of one rank.
-
-    Attributes:
-        adds_up: None: unknown.
-        divisor_known: whether torch's loss functions show the divisor of the loss; None: this rank does not compute it.
-        auxiliary: whether the loss has a term that depends on the split by design.
-        text: if it does not add up: (what, fix).
-    """
-
-    adds_up: bool | None
-    divisor_known: bool | None
-    auxiliary: bool
-    text: tuple[str, str] | None = None
+    adds_up: bool | None  # None: unknown
+    divisor_known: bool | None  # whether torch's loss functions show it; None: this rank does not compute the loss
+    auxiliary: bool  # the loss has a term that depends on the split by design
+    text: tuple[str, str] | None = None  # if it does not add up: (what, fix)
 
 
 class LossCheck:
@@ -68,13 +57,11 @@ class LossCheck:
     Args:
         compiled: whether the model's blocks are compiled.
         coarse: whether it computes in low precision.
-
-    Attributes:
-        left: number of steps still to check.
     """
 
     def __init__(self, placed: ParallelModel, *, compiled: bool, coarse: bool) -> None:
-        self._placed, self._compiled, self.left = placed, compiled, STEPS
+        self._placed, self._compiled = placed, compiled
+        self.left = STEPS  # to check
         self._proportional = True
         coarse = coarse or placed.random_state.device.type != "cpu"
         coarse = coarse or any(p.dtype in (torch.bfloat16, torch.float16) for p in placed.parameters.values())
@@ -85,11 +72,9 @@ class LossCheck:
         self.left = 0
 
     def before_step(self, micro_batches: Sequence[MicroBatch], micro_batches_per_step: int, step: int) -> None:
-        """Check the loss, if it is due; on rank 0 warn if it does not add up, with the line to write.
+        """Check the loss with this rank's micro-batches of the step that follows, if it is due.
 
-        Args:
-            micro_batches: this rank's of the step that follows.
-            micro_batches_per_step: number in it, over all ranks.
+        Rank 0 warns if it does not add up, with the line to write.
 
         Raises:
             UsageError: a Hugging Face model's loss does not add up, or its divisor is unknown.
@@ -99,20 +84,16 @@ class LossCheck:
         if not self.left or micro_batches_per_step <= models:  # each model is updated from one micro-batch, or none
             return
         self.left -= 1
-        # The ranks of a pipeline have the same batch already, and those in its middle have none.
+        # Ranks that gather units and exchange rows together take rank 0's batch. Those of a pipeline have the same one
+        # already, and those in its middle have none.
         if max(placed.layout.shard, placed.layout.expert) > 1 and placed.layout.pipeline == 1:
-            micro_batches = [MicroBatch(0, self._of_rank_0(micro_batches[0].batch))]
+            box = [tree_map_only(Tensor, Tensor.cpu, micro_batches[0].batch) if is_main_process() else None]
+            device = placed.random_state.device
+            dist.broadcast_object_list(box, src=0, device=object_device(device))
+            micro_batches = [MicroBatch(0, tree_map_only(Tensor, lambda tensor: tensor.to(device), box[0]))]
         self._conclude(gather_objects(self._finding(micro_batches, step)))
 
-    def _of_rank_0(self, batch: Any) -> Any:
-        """Return rank 0's batch, on all ranks: they gather units and exchange rows together, whatever the data."""
-        box = [tree_map_only(Tensor, Tensor.cpu, batch) if is_main_process() else None]
-        device = self._placed.random_state.device
-        dist.broadcast_object_list(box, src=0, device=object_device(device))
-        return tree_map_only(Tensor, lambda tensor: tensor.to(device), box[0])
-
     def _conclude(self, findings: list[_Finding]) -> None:
-        """Warn or raise because of the findings of all ranks."""
         must_be_told = self._placed.objective.must_be_told
         text = next((f.text for f in findings if f.text and not (f.divisor_known and f.auxiliary)), None)
         if text is None and must_be_told and any(f.adds_up is None and f.divisor_known is False for f in findings):
@@ -149,9 +130,7 @@ class LossCheck:
                     least = max(abs(whole - _mean_of_halves(losses)), self._rounding(losses))
                     draws = any(abs(whole - loss[0][0]) > _REPEATS * least for loss in again)
                     adds_up = None if draws else False
-        text = None
-        if adds_up is False and cut is not None:
-            text = _message(cut, losses, counted=observed is None)
+        text = _message(cut, losses, counted=observed is None) if adds_up is False and cut is not None else None
         divisor_known, auxiliary = (True, False) if observed is None else (observed.told, observed.auxiliary)
         return _Finding(adds_up, divisor_known, auxiliary, text)
 
@@ -161,13 +140,22 @@ class LossCheck:
         observed, piped = placed.objective.observed, placed.layout.pipeline > 1
         if observed is not None:
             observed.looks = True
-        with placed.random_state.running(phase, step), _LastStage(placed.parts) as last_stage:
+        last_stage_begun = failed = False
+
+        def begin_last_stage(_part: nn.Module, _args: Any) -> None:
+            nonlocal last_stage_begun
+            last_stage_begun = True
+
+        with placed.random_state.running(phase, step), ExitStack() as hooks:
+            for part in placed.parts:
+                if getattr(part, "is_last", False):
+                    hooks.enter_context(part.register_forward_pre_hook(begin_last_stage))
             for batch in batches:
-                failed = last_stage.reached = False
+                failed = last_stage_begun = False
                 try:
                     placed.evaluate([MicroBatch(0, batch)], losses)
                 except Exception:  # any error of a model in evaluation mode; training will raise those that matter
-                    if piped and not last_stage.reached:
+                    if piped and not last_stage_begun:
                         raise  # other ranks wait for this one's message
                     failed = True
                 if any(gather_objects(failed)) if piped else failed:
@@ -192,7 +180,6 @@ class LossCheck:
 
 
 def _mean_of_halves(losses: list[tuple[float, float]]) -> float:
-    """Return the mean loss of the whole, from the halves and their counts."""
     _, (one, n), (other, m) = losses
     return (one * n + other * m) / (n + m)
 
@@ -208,8 +195,6 @@ def _proportional(divisors: Sequence[tuple[float, ...]]) -> bool:
 
 
 class _Losses(LossAccumulator):
-    """Keeps the mean loss and the count of each micro-batch of this rank."""
-
     def __init__(self) -> None:
         super().__init__(0, torch.device("cpu"), shared=False)
         self.found: list[tuple[float, float]] = []
@@ -221,49 +206,22 @@ class _Losses(LossAccumulator):
         self.found.append((mean, count))
 
 
-class _LastStage:
-    """Detects whether the last stage of a pipeline has begun: then no other rank waits for this one."""
-
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self._last = [part for part in parts if getattr(part, "is_last", False)]
-        self.reached = False
-
-    def __enter__(self) -> "_LastStage":
-        self._handles = [part.register_forward_pre_hook(self._begins) for part in self._last]
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _begins(self, _part: nn.Module, _args: Any) -> None:
-        self.reached = True
-
-
 @contextmanager
 def _without_compiled_code(placed: ParallelModel) -> Iterator[None]:
-    """Run compiled blocks without their compiled code. As there, calls of loss functions inside are not observed."""
-    handles = []
-    for block in compiled_blocks(placed.parts):
-        inside = LossCalls()
-        handles += [
-            block.register_forward_pre_hook(partial(_enter, inside)),
-            block.register_forward_hook(partial(_leave, inside), always_call=True),
-        ]
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    """Run compiled blocks without their code, which would be compiled for the halves; as there, observe no calls."""
 
+    def enter(inside: LossCalls, *_call: Any) -> None:
+        inside.__enter__()
 
-def _enter(inside: LossCalls, *_call: Any) -> None:
-    inside.__enter__()
+    def leave(inside: LossCalls, *_call: Any) -> None:
+        inside.__exit__()
 
-
-def _leave(inside: LossCalls, *_call: Any) -> None:
-    inside.__exit__()
+    with ExitStack() as hooks, torch.compiler.set_stance("force_eager"):
+        for block in compiled_blocks(placed.parts):
+            inside = LossCalls()
+            hooks.enter_context(block.register_forward_pre_hook(partial(enter, inside)))
+            hooks.enter_context(block.register_forward_hook(partial(leave, inside), always_call=True))
+        yield
 
 
 @contextmanager
@@ -271,14 +229,10 @@ def _restored_afterwards(placed: ParallelModel) -> Iterator[None]:
     """Restore what a forward pass may change: buffers, plain numbers in modules, random states."""
     modules = [module for part in placed.parts for module in part.modules()]
     numbers = [{k: v for k, v in vars(m).items() if isinstance(v, bool | int | float | str)} for m in modules]
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        with restored_buffers(placed):
+        with restored_buffers(placed), preserve_states():
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
         for module, before in zip(modules, numbers, strict=True):
             for name, value in before.items():
                 if name != "training" and vars(module).get(name) != value:
@@ -328,7 +282,6 @@ def _by_samples(leaf: Any, size: int) -> bool:
 
 
 def _message(cut: _Split, losses: list[tuple[float, float]], *, counted: bool) -> tuple[str, str]:
-    """Return the message for a loss that does not add up, and the line to write."""
     (whole, _), (one, n), (other, m) = losses
     what = (
         f"the loss does not add up: {num_samples(cut[0])} samples have {whole:.6g}; their halves have {one:.6g} and "
@@ -345,10 +298,8 @@ _CLOSE = 1e-4
 def fix_for_count(halves: tuple[Any, Any] | None = None, weight: float = -1.0, *, counted: bool = False) -> str:
     """Return the fix for a loss that does not add up.
 
-    Args:
-        halves: two parts of a batch.
-        weight: of the first of them in the loss of both, if it is a mean of the two.
-        counted: whether the model has a `count`, or declares its loss.
+    Of two halves of a batch the first has this `weight` in the loss of both, if it is a mean of the two. `counted`: the
+    model has a `count`, or declares its loss.
     """
     if halves is not None and 0 < weight < 1:
         for text, one, other in _candidates(*halves):

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lockstep import checkpoint, cluster
 from lockstep.cluster import Cluster
-from lockstep.config import Config, apply_flags, check, config_from
+from lockstep.config import Config, apply_flags
 from lockstep.data import StepBatches
 from lockstep.errors import UsageError
 from lockstep.heartbeat import called_by_all_ranks
@@ -39,7 +39,7 @@ from lockstep.trainer.caller_batches import MicroBatchAssigner
 from lockstep.trainer.evaluator import WINDOW, evaluate, evaluating, sample
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.settings import PlacementSettings
-from lockstep.trainer.setup import loss_fn_of
+from lockstep.trainer.setup import loss_fn_of, with_settings
 
 _SECTIONS = ("distributed", "precision")
 _OF_TRAINING = ("seed", "compile", "gradient_checkpointing", "gradient_checkpointing_every")
@@ -67,7 +67,18 @@ def place(
     here = cluster.setup(config.distributed)
     mode, _ = resolve_mode(config.precision.mode, here.device)
     layout = layout_of(config.distributed, here.facts)
-    _check_supported(config, layout.strategy, mode)
+    whys = {
+        f"strategy {layout.strategy}": (
+            not strategy_named(layout.strategy).own_loops,
+            "each worker updates a model of its own",
+        ),
+        "distributed.reproducible": (config.distributed.reproducible, "the same bits need the same update, too"),
+        "precision fp16": (mode == "fp16", "its loss scale decides which updates are skipped"),
+    }
+    for what, (asked, why) in whys.items():
+        if asked:
+            fix = "let lockstep.Trainer run the step" + (", or write bf16" if mode == "fp16" else "")
+            raise UsageError(f"{what} is not supported by lockstep.place()", where="lockstep.place", why=why, fix=fix)
     precision = Precision(mode, here.device.type)
     objective = objective_of(model, loss_fn or loss_fn_of(config))
     placed = place_over(model, layout, config.step, objective=objective, device=here.device, precision=precision)
@@ -206,11 +217,9 @@ class PlacedModel:
 
     @called_by_all_ranks
     def save_checkpoint(
-        self,
-        path: str | Path,
-        optimizers: Mapping[str, Optimizer] | None = None,
+        self, path: str | Path, optimizers: Mapping[str, Optimizer] | None = None,
         metadata: dict[str, Any] | None = None,
-    ) -> Path:
+    ) -> Path:  # fmt: skip
         """Write a checkpoint into the folder `path`, which all ranks share. It is whole on return, or not there.
 
         Args:
@@ -220,7 +229,7 @@ class PlacedModel:
         Returns:
             the checkpoint, `path/step-00000100`.
         """
-        snapshot, names = _snapshot(self._placed), _names(self._placed)
+        snapshot, names = self._snapshot(), _names(self._placed)
         for name, optimizer in (optimizers or {}).items():
             snapshot.optimizers[name], snapshot.groups[name] = checkpoint.optimizer_state(optimizer, names)
         snapshot.state = {"step": self.step, "metadata": metadata or {}}
@@ -247,9 +256,9 @@ class PlacedModel:
             raise UsageError(
                 f"there is no checkpoint in {path}", fix="give a checkpoint, or the folder that was saved to"
             )
-        target, names = _snapshot(self._placed), _names(self._placed)
+        target, names = self._snapshot(), _names(self._placed)
         for name, optimizer in optimizers.items():
-            if not checkpoint.has_optimizer(found, name):
+            if name not in checkpoint.optimizers_in(found):
                 raise UsageError(f"{found} holds no optimizer {name!r}", fix="name the optimizers as they were saved")
             own = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names}
             target.optimizers[name] = checkpoint.optimizer_targets(found, name, own)
@@ -260,6 +269,10 @@ class PlacedModel:
             checkpoint.restore_optimizer(optimizer, names, target.optimizers[name], state["optimizer_groups"][name])
         self.step, loaded = int(state["step"]), state["metadata"]
         return dict(loaded)
+
+    def _snapshot(self) -> checkpoint.Snapshot:
+        placed = self._placed
+        return checkpoint.Snapshot(placed.kept(), extra=dict(placed.state), aliases=placed.named_aliases)
 
     def _windows(self, batches: Iterator[Any]) -> Generator[StepBatches, None, None]:
         each = max(1, WINDOW // self.data_parallel_size)
@@ -284,30 +297,8 @@ def _configured(config: Config, settings: dict[str, Any]) -> Config:
                 why="data, optimizers, schedules, clipping and checkpoints are the loop's own",
                 fix="leave it out, or let lockstep.Trainer run the step",
             )
-    if dotted:
-        return config_from(dotted, config)
-    check(config)
-    return config
-
-
-def _check_supported(config: Config, strategy: str, mode: str) -> None:
-    """Reject settings that need more than a gradient."""
-    whys = {
-        f"strategy {strategy}": (not strategy_named(strategy).own_loops, "each worker updates a model of its own"),
-        "distributed.reproducible": (config.distributed.reproducible, "the same bits need the same update, too"),
-        "precision fp16": (mode == "fp16", "its loss scale decides which updates are skipped"),
-    }
-    for what, (asked, why) in whys.items():
-        if asked:
-            fix = "let lockstep.Trainer run the step" + (", or write bf16" if mode == "fp16" else "")
-            raise UsageError(f"{what} is not supported by lockstep.place()", where="lockstep.place", why=why, fix=fix)
-
-
-def _snapshot(placed: ParallelModel) -> checkpoint.Snapshot:
-    aliases = {name: tuple(others) for name, others in placed.aliases.items() if name in placed.parameters}
-    return checkpoint.Snapshot(model=placed.kept(), extra=dict(placed.state), aliases=aliases)
+    return with_settings(config, dotted)
 
 
 def _names(placed: ParallelModel) -> dict[int, str]:
-    """Return the id of each parameter → its name."""
     return {id(parameter): name for name, parameter in placed.parameters.items()}

@@ -1,10 +1,7 @@
-"""Holds a run's state: its contents in a checkpoint, how they are loaded, and what follows from evaluations.
-
-All ranks have the same results of evaluations, so they act alike.
-"""
+"""Holds a run's state: its contents in a checkpoint, how they are loaded, and what follows from evaluations."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,16 +25,10 @@ _UNKNOWN_TO_A_LOOP = {  # a loop over `lockstep.place` saves only its step and m
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint's contents besides the state that was loaded.
+    """A checkpoint's contents besides the state that was loaded."""
 
-    Attributes:
-        step: number of the last step before it.
-        metadata: the caller's.
-        log_lines: lines to log about it.
-    """
-
-    step: int
-    metadata: dict[str, Any]
+    step: int  # the last one before it
+    metadata: dict[str, Any]  # the caller's
     log_lines: list[str]
 
 
@@ -52,26 +43,16 @@ def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.
 
 @dataclass
 class Following:
-    """Stops the run early, and steps a scheduler that follows a metric, by the results of evaluations.
+    """Stops the run early, and steps a scheduler that follows a metric, by the results of evaluations."""
 
-    Attributes:
-        best: the best value of the early stopping's metric.
-        since: evaluations since then.
-    """
-
-    early_stopping: EarlyStoppingConfig | None
-    plateau: PlateauSchedule | None
-    best: float | None = None
-    since: int = 0
-
-    @property
-    def acts(self) -> bool:
-        """Return whether anything follows the results."""
-        return self.early_stopping is not None or self.plateau is not None
+    early_stopping: EarlyStoppingConfig | None = None
+    plateau: PlateauSchedule | None = None
+    best: float | None = None  # of the early stopping's metric
+    since: int = 0  # evaluations since then
 
     @property
     def stopped(self) -> bool:
-        """Return whether the run has stopped early."""
+        """Whether the run has stopped early."""
         return self.early_stopping is not None and self.since >= self.early_stopping.patience
 
     def why_stopped(self) -> str:
@@ -82,21 +63,6 @@ class Following:
             f"stopped early: {config.metric} has not become better than {self.best:.6g} in {times} "
             f"evaluation{'s' * (times != 1)} (training.early_stopping)"
         )
-
-    def check(self, known: Collection[str], *, evaluates: bool) -> None:
-        """Reject a followed metric that is not `known`, or that is never computed since the run does not evaluate."""
-        wanted = {}
-        if self.early_stopping is not None:
-            wanted["training.early_stopping.metric"] = self.early_stopping.metric
-        if self.plateau is not None:
-            wanted["Trainer(scheduler_metric=…)"] = self.plateau.metric
-        for where, name in wanted.items():
-            if not evaluates:
-                raise UsageError(
-                    f"{name} is never computed", where=where, why="the run has no data to evaluate on",
-                    fix="pass val_data to train(…)",
-                )  # fmt: skip
-            require_metric(name, known, where)
 
     def add(self, results: Mapping[str, Any]) -> None:
         """Take the results of an evaluation: `eval_loss` and others."""
@@ -120,37 +86,19 @@ class Following:
             self.plateau.load_state_dict(state["plateau"])
 
 
-def require_metric(name: str, known: Collection[str], where: str) -> None:
-    """Reject a metric that no evaluation computes."""
-    if name not in known:
-        raise UsageError(
-            f"there is no metric {name}{did_you_mean(name, known)}", where=where, fix=f"one of {listed(sorted(known))}"
-        )
-
-
 @dataclass
 class RunState:
-    """The state of a run: model, optimizer, schedule and progress (in `step`), position in the data, and results.
-
-    Attributes:
-        source: the position in the data.
-        best: metric → its best value.
-        metrics: the newest, by the names in `checkpoint.keep_best`.
-        steps_per_epoch: of the data, if it is known.
-        ended_epoch: whether the last step was the last of its epoch.
-        keep_best: the metric by which the best checkpoint is kept, if any, and min or max.
-        best_is_new: whether the newest evaluation was the best by it.
-    """
+    """The state of a run: model, optimizer, schedule and progress (in `step`), position in the data, and results."""
 
     step: Step
-    source: dict[str, Any] = field(default_factory=dict)
-    best: dict[str, float] = field(default_factory=dict)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    steps_per_epoch: int | None = None
-    ended_epoch: bool = False
-    following: Following = field(default_factory=lambda: Following(None, None))
-    keep_best: tuple[str | None, str] = (None, "min")
-    best_is_new: bool = False
+    source: dict[str, Any] = field(default_factory=dict)  # the position in the data
+    best: dict[str, float] = field(default_factory=dict)  # by metric
+    metrics: dict[str, Any] = field(default_factory=dict)  # the newest, by the names in `checkpoint.keep_best`
+    steps_per_epoch: int | None = None  # of the data, if it is known
+    ended_epoch: bool = False  # the last step was the last of its epoch
+    following: Following = field(default_factory=Following)
+    keep_best: tuple[str | None, str] = (None, "min")  # metric by which the best checkpoint is kept; min or max
+    best_is_new: bool = False  # the newest evaluation was the best by it
 
     def set_steps_per_epoch(self, steps_per_epoch: int | None) -> None:
         """Keep the length of the run's data."""
@@ -167,24 +115,34 @@ class RunState:
 
     @property
     def acts_on_evaluations(self) -> bool:
-        """Return whether later steps or checkpoints depend on the results of evaluations."""
-        return self.following.acts or (self.keep_best[0] or "").startswith("eval_")
+        """Whether later steps or checkpoints depend on the results of evaluations."""
+        following = self.following.early_stopping is not None or self.following.plateau is not None
+        return following or (self.keep_best[0] or "").startswith("eval_")
 
     def check_followed(self, metrics: Metrics | None, *, evaluates: bool) -> None:
-        """Check that the run will compute the metrics that the config names."""
+        """Reject a metric named by the config or the caller that no evaluation of the run will compute."""
         if metrics is not None and not isinstance(metrics, Mapping):
             return
-        results = ["eval_loss", *(f"eval_{name}" for name in metrics or ())]
-        self.following.check(results, evaluates=evaluates)
+        wanted = {}
+        if self.following.early_stopping is not None:
+            wanted["training.early_stopping.metric"] = self.following.early_stopping.metric
+        if self.following.plateau is not None:
+            wanted["Trainer(scheduler_metric=…)"] = self.following.plateau.metric
+        if wanted and not evaluates:
+            where, name = next(iter(wanted.items()))
+            why = "the run has no data to evaluate on"
+            raise UsageError(f"{name} is never computed", where=where, why=why, fix="pass val_data to train(…)")
         if self.keep_best[0] is not None:
-            require_metric(self.keep_best[0], [*results, "loss", "grad_norm"], "checkpoint.keep_best")
+            wanted["checkpoint.keep_best"] = self.keep_best[0]
+        results = ["eval_loss", *(f"eval_{name}" for name in metrics or ())]
+        for where, name in wanted.items():
+            known = [*results, "loss", "grad_norm"] if where == "checkpoint.keep_best" else results
+            if name not in known:
+                what = f"there is no metric {name}{did_you_mean(name, known)}"
+                raise UsageError(what, where=where, fix=f"one of {listed(sorted(known))}")
 
     def record_evaluation(self, results: Mapping[str, Any], *, followed: bool) -> None:
-        """Keep the results of an evaluation, `eval_loss` and others.
-
-        Args:
-            followed: whether early stopping and schedulers act on it: not on the one after the last save.
-        """
+        """Keep the results of an evaluation; early stopping and schedulers act on it if it is `followed`."""
         numbers = {name: value for name, value in results.items() if isinstance(value, int | float)}
         self.metrics |= numbers
         kept, mode = self.keep_best
@@ -218,12 +176,7 @@ class RunState:
     def snapshot(
         self, facts: Mapping[str, Any], metadata: dict[str, Any], *, include_optimizer: bool = True
     ) -> checkpoint.Snapshot:
-        """Return a checkpoint's contents for the current state; tensors are the live ones.
-
-        Args:
-            facts: about the run, besides its state.
-            metadata: the caller's.
-        """
+        """Return a checkpoint's contents for the current state, with the live tensors; `facts` join the state."""
         placed = self.step.placed
         optimizers: dict[str, dict[str, Tensor]] = {}
         groups: dict[str, dict[str, Any]] = {}
@@ -275,11 +228,15 @@ class RunState:
         placed, local = self.step.placed, self.step.placed.local_training
         target = self.snapshot({}, {}, include_optimizer=False)
         # Workers may start from a run without workers: each takes over its model and its optimizer state.
-        begins = local is not None and not checkpoint.has_extra(path, WORKERS)
+        begins = local is not None and f"extra/{WORKERS}" not in checkpoint.read_manifest(path).parts
         if begins:
             del target.extra[WORKERS]
-        elif local is not None:
-            _require_as_many(path, local.total)
+        elif local is not None and (stored := checkpoint.read_state(path).get("workers")) != local.total:
+            raise UsageError(
+                f"{path} holds {stored} workers, and this run has {local.total}",
+                why="each worker goes on from its own parameters and its own optimizer state",
+                fix=f"set distributed.diloco.workers: {stored}, on a number of ranks that divides it",
+            )
         optimizer = _optimizer_in(path)
         named = {
             prefix: {("" if begins else prefix) + name: p for name, p in placed.parameters.items()}
@@ -314,13 +271,3 @@ def _optimizer_in(path: checkpoint.Checkpoint) -> str | None:
             "model.load_state_dict(lockstep.checkpoint.weights(path)) before the Trainer is made",
         )
     return names[0] if names else None
-
-
-def _require_as_many(path: checkpoint.Checkpoint, workers: int) -> None:
-    stored = checkpoint.read_state(path).get("workers")
-    if stored != workers:
-        raise UsageError(
-            f"{path} holds {stored} workers, and this run has {workers}",
-            why="each worker goes on from its own parameters and its own optimizer state",
-            fix=f"set distributed.diloco.workers: {stored}, on a number of ranks that divides it",
-        )

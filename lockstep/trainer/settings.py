@@ -1,8 +1,6 @@
-"""Lists the keyword arguments of `Trainer` and `lockstep.place` that are keys of the config.
+"""Lists the keyword arguments of `Trainer` and `lockstep.place` that are keys of the config, for editors and mypy.
 
-Editors complete them, and type checkers check them. Each has its key's name in the config and its type, which a test
-compares; `precision` is `precision.mode`, and a section is a mapping of its keys. The reference of the config says what
-each means.
+A test compares names and types; `precision` is `precision.mode`, and a section is a mapping of its keys.
 """
 
 from collections.abc import Mapping, Sequence

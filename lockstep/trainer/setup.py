@@ -8,22 +8,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from lockstep import optim
 from lockstep.config import Config, ObjectSpec, TrainingConfig, build_object, check, config_from, require_equation
-from lockstep.config.flags import apply_flags
 from lockstep.config.objects import check_object
 from lockstep.data import StepSource, adopt
 from lockstep.errors import UsageError, did_you_mean
-from lockstep.optim import (
-    CallersRate,
-    PlateauSchedule,
-    Schedule,
-    TorchSchedule,
-    build_optimizer,
-    check_no_closure,
-    check_shardable,
-    rebind,
-    scaled_learning_rate,
-)
+from lockstep.optim import CallersRate, PlateauSchedule, Schedule, TorchSchedule
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.registry import load_object, require_call
 
@@ -40,18 +30,17 @@ def make_optimizer(
     Args:
         given: an optimizer over the unplaced model, or a function that makes one; None: the config's.
         before: id of each unplaced parameter → its name.
-        global_batch_size: scales the config's learning rate; a given optimizer has its own.
     """
     training = config.training
-    rate, line = scaled_rate(training, global_batch_size)
+    rate, line = optim.scaled_learning_rate(training, global_batch_size)
     if given is None:
-        optimizer = build_optimizer(
+        optimizer = optim.build_optimizer(
             training.optimizer, placed.parameters.values(), learning_rate=rate, weight_decay=training.weight_decay,
             args=training.optimizer_args, device=placed.random_state.device,
             reproducible=config.distributed.reproducible,
         )  # fmt: skip
     elif isinstance(given, Optimizer):
-        rebind(optimizer := given, before, placed.parameters)
+        optim.rebind(optimizer := given, before, placed.parameters)
     elif isinstance(given, nn.Module):
         raise UsageError(
             f"Trainer's second argument is the optimizer, and {type(given).__name__} is a module",
@@ -60,19 +49,12 @@ def make_optimizer(
         )
     else:
         optimizer = given(list(placed.parameters.values()))
-    check_no_closure(optimizer)
+    optim.check_no_closure(optimizer)
     if given is not None:
         line = f"learning rate {optimizer.param_groups[0]['lr']:g}, as {type(optimizer).__name__} says"
     if placed.layout.shard > 1:
-        check_shardable(optimizer)
+        optim.check_shardable(optimizer)
     return optimizer, line
-
-
-def scaled_rate(training: TrainingConfig, global_batch_size: int) -> tuple[float, str]:
-    """Return the learning rate for this global batch, and its log line."""
-    return scaled_learning_rate(
-        training.learning_rate, training.lr_scaling, global_batch_size, training.base_batch_size
-    )  # fmt: skip
 
 
 def with_batch_size_of(data: Any, config: Config) -> Config:
@@ -147,10 +129,10 @@ def schedule_over(training: TrainingConfig, total: int | None, *, own_optimizer:
     )
 
 
-def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Return `config` with some keys, by short names such as `batch_size`, replaced."""
-    if settings:
-        return config_from(apply_flags(settings), config)
+def with_settings(config: Config, dotted: Mapping[str, Any]) -> Config:
+    """Return `config` with the values of some dotted keys replaced."""
+    if dotted:
+        return config_from(dotted, config)
     check(config)
     return config
 
@@ -189,11 +171,9 @@ AfterUpdate = Callable[[int], None]
 
 
 def frozen_until(asked: Mapping[str, int], names: list[str]) -> dict[str, int]:
-    """Return the name of each parameter that is frozen at first → the number of the first step that trains it.
+    """Return the number of the first step that trains each parameter that is frozen at first.
 
-    Args:
-        asked: the name of a module or a parameter → that number, counted from 0.
-        names: of all parameters, before placement.
+    `asked` has numbers of modules, too; `names` are those of all parameters, before placement.
     """
     found: dict[str, int] = {}
     for prefix, step in asked.items():
@@ -231,12 +211,9 @@ def open_source(
     data: Any, config: Config, placed: ParallelModel, *, epochs: int | None, global_batch_size: int, start_step: int,
     position: dict[str, Any],
 ) -> tuple[StepSource, int | None]:  # fmt: skip
-    """Return the remaining steps, and the number of the last one, if it is known.
+    """Return the steps from `start_step` on, and the number of the last one, if it is known.
 
-    Args:
-        epochs: in the whole run; unset: the config's.
-        start_step: number of steps done.
-        position: in the data, if it does not follow from the steps.
+    `epochs` (unset: the config's) are those of the whole run; `position` counts if it does not follow from the steps.
     """
     training = config.training
     require_equation(training, placed.layout.batch_shares)

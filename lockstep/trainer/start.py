@@ -1,14 +1,12 @@
 """Prepares a run before its first step: the run directory, the monitor, measurements, and the first log lines."""
 
 import atexit
-import gc
 import os
 import platform
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +16,8 @@ import torch
 from lockstep import accelerator, cores
 from lockstep.checkpoint import Ranks
 from lockstep.cluster import Cluster
-from lockstep.config import Config, MonitorConfig
-from lockstep.data import StepSource
+from lockstep.config import MonitorConfig
+from lockstep.data import StepLoader, StepSource
 from lockstep.heartbeat import DUMP
 from lockstep.monitor import Figures, Monitor, PhaseClock
 from lockstep.monitor.console import on_a_terminal
@@ -43,10 +41,6 @@ def lock_run_directory(trainer: "Trainer") -> None:
 def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]) -> tuple[Monitor, AroundStep]:
     """Create the monitor of a run, observe its steps, and log how it starts; all ranks call it.
 
-    Args:
-        total: the last step's number, if it is known.
-        log_lines: further lines to log.
-
     Returns:
         the monitor, and a context for each step, which counts the operations of the first.
     """
@@ -63,7 +57,7 @@ def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]
         figures.recomputes = training.gradient_checkpointing != "none"
     if trainer.is_main_process:
         figures.peak, figures.peak_source = peak_flops(trainer.device, trainer.mode)
-    ranks = gather_objects(describe(trainer.cluster))
+    ranks = gather_objects(_this_rank(trainer.cluster))
     start = trainer.step.progress.step
     monitor = Monitor(
         config, directory, is_main=trainer.is_main_process, total_steps=total, start_step=start, figures=figures,
@@ -71,10 +65,12 @@ def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]
     )  # fmt: skip
     lines = [*_lines(trainer, total), *log_lines]
     monitor.say(*lines)
+    versions = {"lockstep": version("lockstep-train"), "torch": torch.__version__, "python": platform.python_version()}
+    versions |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
     monitor.event(
         "start", layout=str(trainer.layout), sizes=trainer.layout.sizes, world_size=trainer.layout.world_size,
         lines=lines, ranks=ranks, step=start, total_steps=total, parameters=trainer.placed.num_parameters,
-        peak_flops=figures.peak, peak_source=figures.peak_source, versions=versions(),
+        peak_flops=figures.peak, peak_source=figures.peak_source, versions=versions,
     )  # fmt: skip
     trainer.step.observe(clock, monitor.logs if config.gradient_norms else None)
     return monitor, around_step
@@ -82,50 +78,41 @@ def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]
 
 @contextmanager
 def shown(trainer: "Trainer", total: int | None, progress: bool | None) -> Iterator[Callable[[StepRecord], None]]:
-    """Show the progress of steps that no monitor records; yield a function to call with each step's record.
-
-    Args:
-        total: the last step's number, if it is known.
-        progress: None: a bar on a terminal; True: lines of steps, too; False: nothing.
-    """
-    config, monitor = trainer.config.monitor, None
-    if progress or (progress is None and "console" in config.sinks and on_a_terminal()):
-        sink = "console" if progress else "lockstep.monitor.console:Bar"
-        monitor = Monitor(
-            MonitorConfig(sinks=[sink], log_steps=config.log_steps), None, is_main=trainer.is_main_process,
-            total_steps=total, start_step=trainer.step.progress.step,
-        )  # fmt: skip
+    """Show the progress of steps that no monitor records; yield a function to call with each step's record."""
+    config = trainer.config.monitor
+    if not (progress or (progress is None and "console" in config.sinks and on_a_terminal())):
+        yield lambda _record: None
+        return
+    sink = "console" if progress else "lockstep.monitor.console:Bar"
+    monitor = Monitor(
+        MonitorConfig(sinks=[sink], log_steps=config.log_steps), None, is_main=trainer.is_main_process,
+        total_steps=total, start_step=trainer.step.progress.step,
+    )  # fmt: skip
 
     def show(record: StepRecord) -> None:
-        if monitor is not None:
-            monitor.counts_tokens = trainer.reads_tokens
-            monitor.on_step(record)
+        monitor.counts_tokens = trainer.reads_tokens
+        monitor.on_step(record)
 
-    try:
+    with closing(monitor):
         yield show
-    finally:
-        if monitor is not None:
-            monitor.close()
 
 
-def nothing_to_evaluate(config: Config, val_data: Any) -> list[str]:
-    """Return a line to log if the config asks for evaluations and there are no validation data."""
-    training = config.training
+def nothing_to_do(trainer: "Trainer", total: int | None, val_data: Any) -> list[str]:
+    """Return log lines on what a run will not do: steps, if it is finished, and evaluations without validation data."""
+    training, following, step = trainer.config.training, trainer.state.following, trainer.step.progress.step
     key = "eval_strategy" if training.eval_strategy == "epoch" else "eval_steps"
-    asked = key in training.model_fields_set and getattr(training, key) is not None
-    return [f"no validation data: training.{key} evaluates nothing"] if asked and val_data is None else []
-
-
-def nothing_left(trainer: "Trainer", total: int | None) -> list[str]:
-    """Return the log line of a finished run that is started again; none if there is something to do."""
-    step, following = trainer.step.progress.step, trainer.state.following
+    lines = []
     if total is not None and step >= total:
-        return [
+        lines.append(
             f"nothing left to do: {step} steps are done, and the run has {total}. For more of them "
             "raise training.max_steps or num_train_epochs; with checkpoint.resume=never it starts afresh "
             "(in Python: epochs=…, max_steps=…, resume='never')"
-        ]
-    return [f"nothing left to do: {following.why_stopped()}"] if following.stopped else []
+        )
+    elif following.stopped:
+        lines.append(f"nothing left to do: {following.why_stopped()}")
+    if val_data is None and key in training.model_fields_set and getattr(training, key) is not None:
+        lines.append(f"no validation data: training.{key} evaluates nothing")
+    return lines
 
 
 def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
@@ -133,6 +120,7 @@ def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
     training, ranks = trainer.config.training, trainer.layout.data_parallel_size
     total, warmup = trainer.global_batch_size, training.warmup_steps
     micro_batches = total // training.batch_size
+    early = f"warning: the run ends after {last_step} steps, in the warm-up of {warmup}: training.warmup_steps"
     precision = f"{trainer.mode} ({trainer.why_mode})" if trainer.why_mode else trainer.mode
     return [
         f"strategy {trainer.layout} on {trainer.cluster.facts.world_size} × {trainer.device.type}, {precision}, "
@@ -140,11 +128,7 @@ def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
         f"global batch {total} = {micro_batches} micro-batch{'es' * (micro_batches != 1)} × {training.batch_size}, "
         f"over {ranks} data-parallel rank{'s' * (ranks != 1)}; {trainer.rate_line}",
         *(f"warning: {line}" for line in idle_ranks(trainer)),
-        *(
-            [f"warning: the run ends after {last_step} steps, in the warm-up of {warmup}: training.warmup_steps"]
-            if last_step is not None and warmup > last_step
-            else []
-        ),
+        *([early] if last_step is not None and warmup > last_step else []),
         *([trainer.layout.notice] if trainer.layout.notice else []),
         *trainer.placed.log_lines,
     ]
@@ -164,8 +148,7 @@ def idle_ranks(trainer: "Trainer") -> list[str]:
     ]
 
 
-def describe(cluster: Cluster) -> dict[str, Any]:
-    """Describe this rank: host and device."""
+def _this_rank(cluster: Cluster) -> dict[str, Any]:
     threads, on_cpu = torch.get_num_threads(), cluster.device.type == "cpu"
     return {
         "rank": cluster.facts.rank,
@@ -177,22 +160,14 @@ def describe(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that can affect results."""
-    found = {"lockstep": version("lockstep-train"), "torch": torch.__version__, "python": platform.python_version()}
-    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
-
-
 _LOOK_SECONDS = 0.5
-
 _answering: set[Path] = set()
 
 
 def dump_collectives_on_request(folder: Path | None, rank: int) -> None:
-    """Write `flight-RANK.json` into the launcher's folder whenever the file `dump` is new, in a thread.
+    """Write `flight-RANK.json`, the last collectives, into the launcher's folder whenever the file `dump` is new.
 
-    A rank that hangs waits in a collective and runs no Python; a thread beside it does. The last collectives come from
-    torch's flight recorder, under nccl and gloo alike; if it has none, nothing is written.
+    A rank that hangs waits in a collective and runs no Python; a thread beside it does.
     """
     read = flight_recorder.read
     if folder is None or read is None or folder in _answering:
@@ -203,7 +178,9 @@ def dump_collectives_on_request(folder: Path | None, rank: int) -> None:
     def watch() -> None:
         answered = 0.0
         while not ends.wait(_LOOK_SECONDS) and folder.is_dir():
-            asked = _modified(folder / DUMP)
+            asked = 0.0
+            with suppress(OSError):
+                asked = (folder / DUMP).stat().st_mtime
             if asked > answered:
                 beside = folder / f".flight-{rank}"
                 beside.write_bytes(read())
@@ -220,45 +197,13 @@ def dump_collectives_on_request(folder: Path | None, rank: int) -> None:
     atexit.register(end)
 
 
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-_freezing = 0  # number of open blocks: one run may be inside of another
-
-
-@contextmanager
-def frozen_garbage() -> Iterator[None]:
-    """Freeze the garbage collector's view of existing objects (the model, all of torch) for the length of the block."""
-    global _freezing
-    unfreeze = not (_freezing or _caller_freezes())
-    _freezing += 1
-    gc.freeze()
-    try:
-        yield
-    finally:
-        _freezing -= 1
-        if unfreeze:
-            gc.unfreeze()
-
-
-@cache
-def _caller_freezes() -> bool:
-    """Return whether objects are frozen already, asked once: counting a million of them takes a tenth of a second."""
-    return gc.get_freeze_count() > 0
-
-
 @contextmanager
 def explain_worker_deaths(source: StepSource) -> Iterator[None]:
     """Add the samples being read to the error that torch raises when a data worker dies."""
     try:
         yield
     except RuntimeError as error:
-        explain = getattr(source, "explain", None)
-        explained = explain(error) if explain is not None else None
+        explained = source.explain(error) if isinstance(source, StepLoader) else None
         if explained is None:
             raise
         raise explained from None

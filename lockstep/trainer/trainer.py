@@ -1,12 +1,9 @@
-"""Trains a model with an optimizer and data (`Trainer`): a whole run, step by step, or one micro-batch at a time.
-
-`lockstep.trainer.whole_run` is the loop of a whole run.
-"""
+"""Trains a model with an optimizer and data (`Trainer`): a whole run, step by step, or one micro-batch at a time."""
 
 import atexit
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
@@ -18,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep import checkpoint, cluster
 from lockstep.bad_numbers import AnomalyDetector
 from lockstep.checkpoint import Snapshot
-from lockstep.config import Config
+from lockstep.config import Config, apply_flags
 from lockstep.config.names import advice_for_method
 from lockstep.data import StepBatches, StepSource, holds_token_ids
 from lockstep.errors import UsageError
@@ -27,7 +24,7 @@ from lockstep.mesh import layout_of
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.monitor import Monitor
 from lockstep.monitor.meters import waits_counted
-from lockstep.optim import PlateauSchedule
+from lockstep.optim import PlateauSchedule, scaled_learning_rate
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.parallel_model import ParallelModel
@@ -39,14 +36,7 @@ from lockstep.step import Step
 from lockstep.trainer import setup, start
 from lockstep.trainer.caller_batches import StepWindow
 from lockstep.trainer.changes import require_same_epoch
-from lockstep.trainer.checkpointer import (
-    best_of,
-    checkpoints_of,
-    evaluations,
-    find,
-    resume,
-    storage_is_shared,
-)
+from lockstep.trainer.checkpointer import best_of, evaluations, find, resume
 from lockstep.trainer.evaluator import Evaluator, Metrics, evaluated, predicted, sample
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.run_state import Following, RunState
@@ -93,7 +83,7 @@ class Trainer:
         own: dict[str, Any] = {**settings}
         if isinstance(optimizer, str):
             own["optimizer"], optimizer = optimizer, None
-        self.config = setup.with_settings(config or Config(), own)
+        self.config = setup.with_settings(config or Config(), apply_flags(own))
         self.cluster = cluster.setup(self.config.distributed)
         self.device = self.cluster.device
         self.layout = layout_of(self.config.distributed, self.cluster.facts)
@@ -124,8 +114,11 @@ class Trainer:
         kept = self.config.checkpoint.keep_best, self.config.checkpoint.keep_best_mode
         self.state = RunState(self.step, following=Following(training.early_stopping, plateau), keep_best=kept)
         self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
-        self.checkpoints = checkpoints_of(self)
-        self.lock = RunLock(self.run_directory.path, _print) if self.run_directory is not None else None
+        self.checkpoints: checkpoint.Directory | None = None  # where the run keeps them
+        if self.run_directory is not None:
+            storage = self.config.checkpoint.storage
+            self.checkpoints = self.run_directory.checkpoints if storage is None else checkpoint.build_storage(storage)
+        self.lock = RunLock(self.run_directory.path, _say) if self.run_directory is not None else None
         self.last_record: StepRecord | None = None
         self.reads_tokens = False  # known after the first batch
         self._start_is_decided = False  # the run was resumed, loaded, or told to start afresh
@@ -141,8 +134,6 @@ class Trainer:
             self.loss_check.skip()
         self._window = StepWindow(self)
         self._monitor: Monitor | None = None  # once something is logged
-
-    # ---- the whole run ----
 
     def train(
         self, train_data: Any, val_data: Any = None, epochs: int | None = None, *, metrics: Metrics | None = None
@@ -161,38 +152,32 @@ class Trainer:
             the last step's record, or None if there was nothing left to do.
         """
         start.lock_run_directory(self)
-        try:
-            return self._train_locked(train_data, val_data, epochs, metrics)
-        finally:
+        with ExitStack() as ending:
             if self.lock is not None:
-                self.lock.release()
-
-    def _train_locked(
-        self, train_data: Any, val_data: Any, epochs: int | None, metrics: Metrics | None
-    ) -> StepRecord | None:
-        self.state.check_followed(metrics, evaluates=val_data is not None)
-        if self.run_directory is not None and not self._start_is_decided and self.step.progress.step == 0:
-            self._adopt_batch_size(train_data)
-            self.resume(self.config.checkpoint.resume)
-        source, total = self._open_source(train_data, epochs)
-        self._start_lines += start.nothing_left(self, total)
-        self._start_lines += start.nothing_to_evaluate(self.config, val_data)
-        if self._monitor is not None:
-            self._monitor.close()
-        monitor, self.around_step = start.open_monitor(self, total, self._start_lines)
-        self._monitor, self._start_lines = monitor, []
-        run = WholeRun(
-            self, monitor, Evaluator(self, val_data, metrics), lambda: self._open_source(train_data, epochs)[0],
-            lambda source: self._run(source, "train"),
-        )  # fmt: skip
-        try:
-            record = run.to_end(source, total)
-        finally:
-            monitor.close()
-            self._monitor = None
-        if self.config.checkpoint.load_best and not self.step.stopping and (best := self.best_checkpoint) is not None:
-            self.state.load(best)
-        return record
+                ending.callback(self.lock.release)
+            self.state.check_followed(metrics, evaluates=val_data is not None)
+            if self.run_directory is not None and not self._start_is_decided and self.step.progress.step == 0:
+                self._adopt_batch_size(train_data)
+                self.resume(self.config.checkpoint.resume)
+            source, total = self._open_source(train_data, epochs)
+            self._start_lines += start.nothing_to_do(self, total, val_data)
+            if self._monitor is not None:
+                self._monitor.close()
+            monitor, self.around_step = start.open_monitor(self, total, self._start_lines)
+            self._monitor, self._start_lines = monitor, []
+            run = WholeRun(
+                self, monitor, Evaluator(self, val_data, metrics), lambda: self._open_source(train_data, epochs)[0],
+                lambda source: self._run(source, "train"),
+            )  # fmt: skip
+            try:
+                record = run.to_end(source, total)
+            finally:
+                monitor.close()
+                self._monitor = None
+            loads_best = self.config.checkpoint.load_best and not self.step.stopping
+            if loads_best and (best := self.best_checkpoint) is not None:
+                self.state.load(best)
+            return record
 
     if not TYPE_CHECKING:
 
@@ -236,7 +221,7 @@ class Trainer:
         clock, beat, taken = self.step.clock, self.heartbeat.beat, iter(source)
         clock.enter("data")
         beat(self.step.progress.step + 1, "first")
-        with waits_counted(clock), start.frozen_garbage():
+        with waits_counted(clock):
             while True:
                 with self.heartbeat.call(name):
                     batches = next(taken, None)
@@ -288,11 +273,9 @@ class Trainer:
             return
         self.config = config
         if self.scales_rate:
-            rate, self.rate_line = setup.scaled_rate(config.training, self.global_batch_size)
+            rate, self.rate_line = scaled_learning_rate(config.training, self.global_batch_size)
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] = rate
-
-    # ---- one micro-batch at a time ----
 
     @called_by_all_ranks
     def training_step(self, batch: Any) -> Tensor:
@@ -314,8 +297,6 @@ class Trainer:
     def flush(self) -> None:
         """Train on an incomplete window of `training_step`, weighted by its contents; all ranks call it together."""
         self.last_record = self._window.flush() or self.last_record
-
-    # ---- evaluation, logs, checkpoints ----
 
     @overload
     def evaluate(self, val_data: Any) -> float: ...
@@ -366,17 +347,12 @@ class Trainer:
             UsageError: a value is of another kind.
         """
         if self.is_main_process:
-            self._own_log.on_log(self.step.progress.step if step is None else step, values)
-
-    @property
-    def _own_log(self) -> Monitor:
-        """The monitor of `train` while it runs; else one for `log` alone, until the process ends."""
-        if self._monitor is None:
-            if self.run_directory is not None:
-                self.run_directory.create()
-            self._monitor = Monitor(self.config.monitor, self.run_directory, is_main=True)
-            atexit.register(self._monitor.close)
-        return self._monitor
+            if self._monitor is None:  # `train` does not run: one for `log` alone, until the process ends
+                if self.run_directory is not None:
+                    self.run_directory.create()
+                self._monitor = Monitor(self.config.monitor, self.run_directory, is_main=True)
+                atexit.register(self._monitor.close)
+            self._monitor.on_log(self.step.progress.step if step is None else step, values)
 
     @called_by_all_ranks
     def save_checkpoint(
@@ -397,13 +373,11 @@ class Trainer:
         return saved
 
     def snapshot(self, *, include_optimizer: bool = True, metadata: dict[str, Any] | None = None) -> Snapshot:
-        """Return a checkpoint's contents for the current state; tensors are the live ones."""
+        """Return a checkpoint's contents for the current state, with the live tensors."""
         facts = {
-            "seed": self.config.training.seed,
-            "layout": str(self.layout),
+            "seed": self.config.training.seed, "layout": str(self.layout), "workers": self.layout.workers,
             "global_batch_size": self.global_batch_size,
-            "workers": self.layout.workers,
-        }
+        }  # fmt: skip
         return self.state.snapshot(facts, metadata or {}, include_optimizer=include_optimizer)
 
     @called_by_all_ranks
@@ -468,10 +442,19 @@ class Trainer:
 
     @cached_property
     def storage_is_shared(self) -> bool:
-        """Return whether all ranks see the same folder of checkpoints; all ranks find out once, together."""
-        return storage_is_shared(self)
-
-    # ---- small things ----
+        """Whether all ranks see the same folder of checkpoints, or a UsageError if their format needs it."""
+        folder, config = self.checkpoints, self.config.checkpoint
+        if self.layout.world_size == 1 or folder is None or config.save_strategy == "none":
+            return True
+        shared = checkpoint.is_shared(folder)
+        if not shared and config.format != "full":
+            raise UsageError(
+                f"the hosts do not share {folder}",
+                where="checkpoint.format: " + config.format,
+                why="each rank writes its part of a checkpoint, and they belong into one folder",
+                fix="choose an --output-dir that all hosts mount, or checkpoint.format: full, which rank 0 writes",
+            )
+        return shared
 
     @property
     def is_main_process(self) -> bool:
@@ -501,5 +484,5 @@ class Trainer:
         return sample(self.placed, 0, *inputs, **more)
 
 
-def _print(text: str) -> None:
+def _say(text: str) -> None:
     print(f"lockstep: {text}", flush=True)

@@ -7,12 +7,12 @@ step runs its micro-batches twice:
        respect to each output
     2. forward and backward passes, each from its outputs' gradient
 
-The random numbers of a micro-batch follow from its number, so both passes compute the same outputs. The gradient is
-that of the loss over the whole batch, under every strategy and however the batch is cut, for one more forward pass.
+The random numbers of a micro-batch follow from its number, so both passes compute the same outputs.
 Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (arXiv:2101.06983).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import Ranks
-from lockstep.data import MicroBatch, batch_length
+from lockstep.data import MicroBatch, batch_length, move
 from lockstep.errors import UsageError
 from lockstep.models.protocol import targets_of
 from lockstep.parallel.loss_accumulator import LossAccumulator
@@ -31,6 +31,7 @@ from lockstep.trainer.evaluator import micro_batch_of, on_cpu, restored_buffers
 _FAILED = "the loss over the whole batch could not be computed"
 
 
+@dataclass(frozen=True)
 class WholeBatch:
     """Declares that a loss is over all samples of a step together: `Trainer(model, optimizer, WholeBatch(clip_loss))`.
 
@@ -42,8 +43,7 @@ class WholeBatch:
             targets, it gets None.
     """
 
-    def __init__(self, loss_fn: Callable[[Any, Any], Tensor]) -> None:
-        self.loss_fn = loss_fn
+    loss_fn: Callable[[Any, Any], Tensor]
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """Return the loss over these samples."""
@@ -98,22 +98,24 @@ class WholeBatchSteps:
     ) -> list[tuple[float, int, dict[int, list[Tensor]]]]:
         """Return the loss, the number of samples, and the gradients of its micro-batches' outputs, for each rank.
 
-        Args:
-            by_rank: outputs and targets by micro-batch, and the micro-batches that the rank runs: several ranks run the
-                same ones where they share layers.
+        A rank brings outputs and targets by micro-batch, and the micro-batches that it runs: those that share layers
+        run the same ones.
         """
         device = self._placed.random_state.device
         rows = sorted(chain.from_iterable(kept.items() for kept, _ in by_rank), key=lambda row: row[0])
         flat = [tree_flatten(outputs) for _, (outputs, _) in rows]
         leaves = [[_leaf(value, device) for value in values] for values, _ in flat]
         outputs = tree_unflatten([_joined(column) for column in zip(*leaves, strict=True)], flat[0][1])
-        targets = _joined_trees([targets for _, (_, targets) in rows], device)
+        targets_flat = [tree_flatten(move(targets, device)) for _, (_, targets) in rows]
+        columns = zip(*(values for values, _ in targets_flat), strict=True)
+        targets = tree_unflatten([_joined(column) for column in columns], targets_flat[0][1])
         with torch.enable_grad():
             loss = self._loss(outputs, targets)
         wanted = [[leaf for leaf in row if _is_float(leaf)] for row in leaves]
         found = iter(torch.autograd.grad(loss, list(chain.from_iterable(wanted)), allow_unused=True))
         each = {
-            index: [_or_zeros(next(found), leaf) for leaf in row] for (index, _), row in zip(rows, wanted, strict=True)
+            index: [(torch.zeros_like(leaf) if (g := next(found)) is None else g).cpu() for leaf in row]
+            for (index, _), row in zip(rows, wanted, strict=True)
         }
         samples = sum(next(leaf.shape[0] for leaf in row if isinstance(leaf, Tensor) and leaf.ndim) for row in leaves)
         value = float(loss.detach())  # host waits for the device
@@ -137,13 +139,3 @@ def _joined(column: Sequence[Any]) -> Any:
         return column[0]
     with torch.enable_grad():
         return torch.cat(list(column)) if column[0].ndim else torch.stack(list(column)).mean()
-
-
-def _joined_trees(trees: list[Any], device: torch.device) -> Any:
-    flat = [tree_flatten(tree) for tree in trees]
-    moved = [[value.to(device) if isinstance(value, Tensor) else value for value in values] for values, _ in flat]
-    return tree_unflatten([_joined(column) for column in zip(*moved, strict=True)], flat[0][1])
-
-
-def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf).cpu() if gradient is None else gradient.cpu()

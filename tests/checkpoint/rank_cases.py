@@ -297,7 +297,7 @@ def fsdp_goes_on_in_the_same_bits(directory: Path) -> None:
         train(model, optimizer, range(2, 4))
         train(again, its_optimizer, range(2, 4))
         assert_networks_equal(model, again)
-        listed = checkpoint.inspect(path).manifest.parameters
+        listed = checkpoint.read_manifest(path).parameters
         assert listed["embedding.weight"].aliases == ("head.weight",)
 
 
@@ -397,7 +397,7 @@ def stages_with_groups_of_their_own(directory: Path) -> None:
     tensors, stored = checkpoint.optimizer_state(optimizer, names)
     snapshot = Snapshot(dict(parameters), {"main": tensors}, groups={"main": stored})
     path = checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG)
-    merged = checkpoint.inspect(path).state["optimizer_groups"]["main"]["groups"]
+    merged = checkpoint.read_state(path)["optimizer_groups"]["main"]["groups"]
     assert [group["params"] for group in merged] == [[f"layers.{r}.{k}" for r in range(size)] for k in ("w", "b")]
 
     moved = (rank + 1) % size  # another cut: this rank now holds what its neighbour held
@@ -421,7 +421,7 @@ def a_parameter_on_two_stages(directory: Path) -> None:
     tied = {"embedding": ["head"]}
     snapshot = Snapshot({mine: known("tied", (6, 3))} if mine else {}, aliases=tied)
     path = checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG)
-    manifest = checkpoint.inspect(path).manifest
+    manifest = checkpoint.read_manifest(path)
     assert list(manifest.parameters) == ["embedding"]
     assert manifest.parameters["embedding"].aliases == ("head",)
     target = Snapshot({mine: torch.zeros(6, 3)} if mine else {}, aliases=tied)
@@ -448,7 +448,7 @@ def saving_beside_training(directory: Path) -> None:
         for tensor in live.values():  # training changes everything at once
             tensor.mul_(2)
         polls = 0
-        while saver.in_flight and polls < 1000:
+        while saver._save is not None and polls < 1000:
             total = torch.ones(1)
             dist.all_reduce(total)
             assert total.item() == dist.get_world_size()

@@ -104,7 +104,7 @@ def test_exported_weights_come_back(tmp_path: Path, model: Tied) -> None:
     checkpoint.export_safetensors(tmp_path / "one", tmp_path / "out.safetensors")
     checkpoint.import_weights(tmp_path / "out.safetensors", tmp_path / "two")
     assert checkpoint.digest(tmp_path / "one") == checkpoint.digest(tmp_path / "two")
-    assert checkpoint.inspect(tmp_path / "two").manifest.parameters["embed.weight"].aliases == ("head.weight",)
+    assert checkpoint.read_manifest(tmp_path / "two").parameters["embed.weight"].aliases == ("head.weight",)
 
 
 class NoWeights:
@@ -117,7 +117,7 @@ class NoWeights:
         (None, "there is no file or folder"),
         ({}, "there are no weights in"),
         ({"w.pt": NoWeights()}, "can't be read as weights"),
-        ({"w.pt": {"state_dict": {"a": torch.ones(1), "lr": 0.1}}}, "'lr', which is not a tensor, among 2"),
+        ({"w.pt": {"state_dict": {"a": torch.ones(1), "lr": 0.1}}}, "'lr', which is not the name of a tensor, among 2"),
         ({"w.pt": [torch.ones(1)]}, "holds a list, where weights by name are needed"),
         ({"w.safetensors": b"no"}, "is not a safetensors file"),
         ({"model.safetensors.index.json": b"[]"}, "is not an index of weights"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import checkpoint
-from lockstep.checkpoint.posix import DraftOwner, PosixStorage
+from lockstep.checkpoint.posix import PosixStorage, draft_name
 from lockstep.checkpoint.storage import SHARED_MARK
 from tests.checkpoint.places import Place
 
@@ -53,19 +53,18 @@ def test_damaged_ones_do_not_count_and_do_not_go(place: Place) -> None:
 
 
 def test_dead_writers_are_swept_and_living_ones_spared(tmp_path: Path) -> None:
-    here = DraftOwner.new()
     finished = subprocess.Popen([sys.executable, "-c", ""])
     finished.wait()
     living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     dead = [
-        tmp_path / DraftOwner(here.host, finished.pid, "00000000").draft_of(SHARED_MARK),
-        tmp_path / DraftOwner(here.host, finished.pid, "00000001").draft_of("step-00000001"),
-        tmp_path / DraftOwner(here.host, os.getpid(), "00000002").draft_of("step-00000002"),  # this pid earlier
-        tmp_path / DraftOwner("elsewhere", 1, "00000003").draft_of("step-00000003"),
+        tmp_path / draft_name(SHARED_MARK, pid=finished.pid),
+        tmp_path / draft_name("step-00000001", pid=finished.pid),
+        tmp_path / draft_name("step-00000002", pid=os.getpid()),  # this pid earlier
+        tmp_path / draft_name("step-00000003", "elsewhere", 1),
     ]
     spared = [
-        tmp_path / DraftOwner(here.host, living.pid, "00000004").draft_of("step-00000004"),
-        tmp_path / DraftOwner("elsewhere", 1, "00000005").draft_of("step-00000005"),
+        tmp_path / draft_name("step-00000004", pid=living.pid),
+        tmp_path / draft_name("step-00000005", "elsewhere", 1),
         tmp_path / "step-00000006.tmp",
         tmp_path / "notes.tmp-host-1-00000007",
         tmp_path / "step-00000008",

@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep import checkpoint
-from lockstep.checkpoint import Snapshot
+from lockstep.checkpoint import Ranks, Snapshot
+from lockstep.checkpoint.commit import write_once
 from lockstep.checkpoint.manifest import Manifest, ParameterInfo, _checksum_line
+from lockstep.checkpoint.posix import locate
+from lockstep.checkpoint.snapshot import stage
 from lockstep.checkpoint.storage import FileInfo
 from lockstep.errors import UsageError
 from tests.checkpoint.shared import CONFIG, assert_same, blank, files_of, known, save, snapshot
@@ -113,10 +116,11 @@ def test_a_damaged_one_in_the_way_is_kept_aside(tmp_path: Path) -> None:
 
 
 def test_a_name_of_ones_own(tmp_path: Path) -> None:
-    path = checkpoint.save_as(tmp_path / "deep" / "best", 7, snapshot(), config_yaml="")
+    path = tmp_path / "deep" / "best"
+    write_once(locate(path), 7, stage(snapshot()), "", "sharded", Ranks(alone=True))
     assert checkpoint.load(path, blank(snapshot()))["step"] == 3
     with pytest.raises(UsageError, match="exists already"):
-        checkpoint.save_as(path, 8, snapshot(), config_yaml="")
+        write_once(locate(path), 8, stage(snapshot()), "", "sharded", Ranks(alone=True))
 
 
 @pytest.mark.fault(
