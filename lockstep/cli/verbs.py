@@ -378,11 +378,11 @@ def verify(argv: list[str]) -> int:
     end = argv.index("--") if "--" in argv else len(argv)
     given = parser.parse(argv[:end])
     if given.words and (given.words[0].endswith(".py") or len(given.words[0].split()) > 1):
-        from lockstep.verify import script
+        from lockstep.verify.command import run_script
 
         arguments = [*given.words[1:], *argv[end + 1 :]]
         ranks = given.nproc_per_node or given.against
-        return script.run(
+        return run_script(
             given.words[0], arguments, ranks=ranks, steps=given.steps, in_json=given.json, page=given.html
         )
     if given.nproc_per_node is not None or argv[end:]:

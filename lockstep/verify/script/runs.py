@@ -13,7 +13,6 @@ from typing import Any
 from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.launch.spawn import spawn_again
 from lockstep.launch.worker import die_with_this_process
-from lockstep.verify.isolated import run_isolated, why_not_ended
 from lockstep.verify.script.observe import observe
 from lockstep.verify.script.record import (
     TASK,
@@ -26,6 +25,7 @@ from lockstep.verify.script.record import (
     record_file,
 )
 from lockstep.verify.script.watchdog import places
+from lockstep.verify.subject import run_isolated, why_not_ended
 from lockstep.verify.watch import injected
 
 _SECONDS = 600.0  # limit for a run of the script; ranks that wait for each other end sooner
