@@ -12,8 +12,7 @@ from lockstep.config import Config
 from lockstep.errors import listed
 from lockstep.verify.experiments import FORCED
 from lockstep.verify.recorded_flow import BACKWARD, FORWARD, LOSS, NOT_REDUCED, REDUCTION, STAGES, Deviation, RankFlow
-from lockstep.verify.trace import StepFacts, Trace
-from lockstep.verify.updates import UpdateFacts, differing_options
+from lockstep.verify.trace import StepFacts, Trace, UpdateFacts
 
 # Compared aspects, in the order in which a step computes them: an earlier difference causes the later ones.
 ASPECTS = ("start", "samples", "loss", "norm", "gradient", "optimizer", "value", "buffer")
@@ -198,6 +197,26 @@ def _differing_between_replicas(reports: Sequence[RankReport]) -> list[str]:
         for name, value in report.fingerprints.items():
             held.setdefault((report.replica, name), set()).add(value)
     return sorted({name for (_, name), values in held.items() if len(values) > 1})
+
+
+def differing_options(updates: Sequence[UpdateFacts], right: UpdateFacts) -> list[tuple[str, list[int]]]:
+    """Return (text, ranks) of each option of the optimizer that is another one than the reference's."""
+    found: dict[tuple[str, str, str], tuple[dict[str, None], list[int]]] = {}
+    for rank, update in enumerate(updates):
+        for name, mine in update.options.items() if update.called and right.called else ():
+            theirs = right.options.get(name, {})
+            for key in dict.fromkeys((*theirs, *mine)) if theirs and mine else ():
+                if mine.get(key) != theirs.get(key):
+                    names, ranks = found.setdefault((key, str(mine.get(key)), str(theirs.get(key))), ({}, []))
+                    names[name] = None
+                    ranks += [] if rank in ranks else [rank]
+    texts = []
+    for (key, mine_text, right_text), (names, ranks) in found.items():
+        whole = len(names) == len(right.options)
+        option = "the learning rate (lr)" if key == "lr" else key
+        what = "" if whole else f" for {listed(list(names))}"
+        texts.append((f"{option} {mine_text} instead of {right_text}{what}", ranks))
+    return texts
 
 
 UNKNOWN = "cause not known"

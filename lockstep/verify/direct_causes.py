@@ -9,7 +9,7 @@ from collections.abc import Callable
 from lockstep.errors import listed
 from lockstep.verify import experiments
 from lockstep.verify.differences import UNKNOWN, Cause, Evidence, first_seen, located, name_ranks
-from lockstep.verify.updates import UpdateFacts, not_alike, ranks_where
+from lockstep.verify.trace import UpdateFacts
 
 
 def data(e: Evidence) -> Cause | None:
@@ -91,7 +91,20 @@ def update_experiments(e: Evidence) -> list[str]:
 
 
 def _differ(e: Evidence, what: Callable[[UpdateFacts], list[str]]) -> list[str]:
-    return not_alike(e.found.updates, e.found.right_update, what)
+    """Return the names that are in a list of a rank and not in the reference's, or the other way round.
+
+    Of those that the rank does not hold, nothing is known.
+    """
+    right = e.found.right_update
+    names: dict[str, None] = {}
+    for update in e.found.updates:
+        held = update.options if update.options else right.options
+        names |= dict.fromkeys(name for name in set(what(update)) ^ set(what(right)) if name in held)
+    return sorted(names)
+
+
+def _ranks_where(e: Evidence, holds: Callable[[UpdateFacts], object]) -> list[int]:
+    return [rank for rank, update in enumerate(e.found.updates) if holds(update)]
 
 
 # ---- what is seen directly ----
@@ -103,7 +116,7 @@ def left_over(e: Evidence) -> Cause | None:
         return None
     stale = _differ(e, lambda update: update.stale)
     if stale:
-        ranks = ranks_where(e.found.updates, lambda update: update.stale)
+        ranks = _ranks_where(e, lambda update: update.stale)
         text = f"{name_ranks(ranks)} adds to the gradients of the step before: nothing sets {listed(stale)} to zero"
         return Cause("gradients not zeroed", text, ["gradients at the start of the step", experiments.AGAIN])
     text = "the step agrees where a new process takes it from the same state: an earlier step of the same process "
@@ -130,14 +143,14 @@ def frozen(e: Evidence) -> Cause | None:
     others = e.deviations or any(d.aspect == "gradient" and not d.missing for d in seen.differences)
     if not missing or not missing <= set(names) or others:
         return None
-    ranks = ranks_where(e.found.updates, lambda update: set(update.frozen) & set(names))
+    ranks = _ranks_where(e, lambda update: set(update.frozen) & set(names))
     who = f"on {name_ranks(ranks)}, and are trained in the reference" if ranks else "in the reference, not on ranks"
     return Cause("frozen parameter", f"{listed(names)} require no gradient {who}", ["requires_grad", "gradients"])
 
 
 def without_update(e: Evidence) -> Cause | None:
     """Return a cause if a rank leaves out the update that the reference makes."""
-    ranks = ranks_where(e.found.updates, lambda update: not update.called)
+    ranks = _ranks_where(e, lambda update: not update.called)
     if not ranks or not e.found.right_update.called or not e.found.has("value") or e.found.has("gradient"):
         return None
     names = {d.name for d in e.found.differences if d.aspect == "value"}
@@ -188,7 +201,7 @@ def state(e: Evidence) -> Cause | None:
     names = _differ(e, lambda update: update.state_changed)
     if not names or not e.agrees(experiments.STATE):
         return None
-    ranks = ranks_where(e.found.updates, lambda update: set(update.state_changed) & set(names))
+    ranks = _ranks_where(e, lambda update: set(update.state_changed) & set(names))
     text = f"the optimizer's state is lost or changed between a step's start and its update on {name_ranks(ranks)}"
     return Cause("optimizer", f"{text}: of {listed(names)}", [experiments.STATE])
 
@@ -197,7 +210,7 @@ def optimizer_hook(e: Evidence) -> Cause | None:
     """Return a cause if hooks of the optimizer change gradients; without them, all agrees."""
     if not e.agrees(experiments.OPTIMIZER_HOOKS):
         return None
-    ranks = ranks_where(e.found.updates, lambda update: update.by_hooks)
+    ranks = _ranks_where(e, lambda update: update.by_hooks)
     also = "" if e.found.right_update.by_hooks else ", and not in the reference"
     text = f"a hook of the optimizer changes gradients before its update on {name_ranks(ranks)}{also}"
     return Cause("optimizer hook", text + located(e), [experiments.OPTIMIZER_HOOKS])
@@ -223,7 +236,7 @@ def _beside(
     if not e.agrees(name):
         return None
     names = _differ(e, what) or [d.name for d in e.found.differences if d.aspect == "value"]
-    changes = ranks_where(e.found.updates, lambda update: set(what(update)) & set(names))
+    changes = _ranks_where(e, lambda update: set(what(update)) & set(names))
     others = [rank for rank in range(len(e.found.updates)) if rank not in changes]
     in_reference = bool(set(what(e.found.right_update)) & set(names))
     if in_reference and others:

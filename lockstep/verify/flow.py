@@ -23,6 +23,7 @@ from lockstep.parallel.parallel_model import local
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer
+from lockstep.verify.comparisons import distance, in_words, multiple, reduced_relation, relation
 from lockstep.verify.experiments import settings_of_module, with_other_last_bits
 from lockstep.verify.memory import ModelMemory
 from lockstep.verify.recorded_flow import (
@@ -42,7 +43,6 @@ from lockstep.verify.recorded_flow import (
     RecordedFlow,
     first_line,
 )
-from lockstep.verify.relations import distance, in_words, multiple, reduced_relation, relation
 
 _LARGEST = 4 << 30  # bytes that the reference stores of one step
 

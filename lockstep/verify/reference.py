@@ -28,10 +28,10 @@ from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer
 from lockstep.trainer.loss_check import fix_for_count
 from lockstep.verify import worker
+from lockstep.verify.comparisons import distance
 from lockstep.verify.experiments import DRAWS, PERTURB, is_indexed, switched_off
 from lockstep.verify.modes import MeanDraws
 from lockstep.verify.recorded_flow import CEILING, SLACK
-from lockstep.verify.relations import distance
 from lockstep.verify.subject import MAIN, Case, Spec
 from lockstep.verify.trace import GRADIENT, StepObserver, Trace
 

@@ -65,7 +65,7 @@ def _record(
     trainer: Trainer, data: Any, names: dict[int, str], case: Case, folder: Path, *, exact: bool
 ) -> None:  # fmt: skip
     trace, placed = Trace(folder / case.name), trainer.placed
-    trace.write_start(_named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers))
+    trace.write(None, None, _named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers))
     nudges = experiments.NUDGED in case.switches
     stored = load(folder / experiments.FORCED / _FLOW) if nudges else None
     recorder = FlowRecorder(trainer, names, stored, nudge=nudges) if experiments.FORCED in case.switches else None
@@ -125,7 +125,7 @@ def _compare(
 ) -> Iterator[StepResult]:
     trace, states = Trace(folder / case.name), Trace(folder / MAIN)
     double, names_here = experiments.DOUBLE in case.switches, list(trainer.placed.parameters)
-    rounding = comparisons.message_rounding(trainer)
+    factor, floor = comparisons.message_rounding(trainer)
     parts = experiments.FORCED in case.switches
     recorder = FlowRecorder(trainer, names, load(trace.folder / _FLOW)) if parts else None
     whole = WholeSequences(trainer, names) if experiments.WHOLE in case.switches else None
@@ -161,14 +161,14 @@ def _compare(
                 found = comparisons.compare_with_reference(
                     trainer, stored, observer,
                     rate=None if exact else max(facts.learning_rate, reference.learning_rate), exact=exact,
-                    factor=rounding.factor, floor=rounding.floor * facts.scale,
+                    factor=factor, floor=floor * facts.scale,
                 )  # fmt: skip
             flow = None if recorder is None else _flow(recorder, observer, stored, facts.scale)
         report = RankReport(
             collectives.rank(), _replica(trainer), facts, {**found, "start": at_start}, observer.fingerprints,
             trainer.placed.random_state.seed, not_comparable, flow,
         )  # fmt: skip
-        limit = comparisons.limit_of_norm(reference, rounding)
+        limit = comparisons.limit_of_norm(reference, factor, floor)
         result = combine_reports(step, _from_all(report), reference, limit, exact=exact)
         if whole is not None:
             result.module, result.numbers = whole.module, whole.numbers
