@@ -71,7 +71,7 @@ class StepResult:
     flows: list[RankFlow] = field(default_factory=list)  # what each rank found part by part, if that was compared
     outputs: list[list[tuple[str, int]]] = field(default_factory=list)  # of each rank, as in `StepFacts`
     # module, numbers: where positions of a cut sequence meet outside of attention, or are numbered wrongly
-    # (`lockstep.verify.positions`)
+    # (`lockstep.verify.modes`)
     module: str = ""
     numbers: bool = False
     # updates, right_update: of each rank, and of the reference, as in `StepFacts`
