@@ -1,9 +1,6 @@
 """Finds mistakes of a training loop while it runs, on each rank alone and without a second run.
 
-It is told of forward passes, backward passes, clipping and optimizer steps, and keeps what contradicts a right loop:
-a parameter that no optimizer has, or that gets no gradient, or does not move; gradients that are not set to zero; a
-model called beside its wrapper; a schedule that belongs to another optimizer; and so on. Parameters are looked at in
-the first steps and every so often; what is done at each step costs some microseconds.
+Parameters are looked at in the first steps and every so often; what is done at each step costs some microseconds.
 """
 
 import weakref
@@ -154,14 +151,6 @@ class TrainingChecks:
             found = next((p for p in optimizer.param_groups[0]["params"] if p.grad is not None), None)
             self._gradient = None if found is None else (found, float(local(found.grad).detach().norm()))
 
-    def _is_divided(self) -> bool:
-        """Return whether something has changed gradients since the last backward pass."""
-        if self._gradient is None or self._gradient[0].grad is None:
-            return True
-        parameter, norm = self._gradient
-        assert parameter.grad is not None
-        return abs(float(local(parameter.grad).norm()) - norm) > 1e-6 * norm
-
     def clipped(self, parameters: Iterable[Tensor]) -> None:
         """Look at gradients that are clipped."""
         if self.looks and self._clipped is None:
@@ -194,10 +183,8 @@ class TrainingChecks:
                 f"step {self.steps + 1} adds to the gradients of the step before in {listed(kept, 5)}",
                 "optimizer.zero_grad() after each optimizer.step()",
             )
-        if self.looks:
-            self._look_at(own)
-
-    def _look_at(self, own: list[Tensor]) -> None:
+        if not self.looks:
+            return
         trained = [p for p in own if p.requires_grad]
         if trained and not any(p.grad is not None for p in trained):
             self.find(
@@ -213,7 +200,10 @@ class TrainingChecks:
 
     def _check_accumulation(self) -> None:
         # Losses of several networks, or terms that are differentiated one by one, belong to the same batch.
-        if 1 < self._passes <= self._batches and self._whole_losses and not self._is_divided() and self.steps:
+        if not (1 < self._passes <= self._batches and self._whole_losses and self.steps and self._gradient):
+            return
+        parameter, norm = self._gradient
+        if parameter.grad is not None and abs(float(local(parameter.grad).norm()) - norm) <= 1e-6 * norm:
             self.find(
                 "gradient accumulation", f"a step adds up the gradients of {self._passes} micro-batches, and nothing "
                 f"divides their mean losses: it is {self._passes} × as long as that of one batch",
@@ -226,7 +216,15 @@ class TrainingChecks:
         if self.looks:
             self._check_moved(optimizer, own)
             self._check_schedules(optimizer)
-            self._check_frozen()
+        for model in self.models if self.looks else ():
+            moved = [
+                plain_name(name)
+                for name, parameter in model.named_parameters(remove_duplicate=False)
+                if name in self._frozen and not parameter.requires_grad
+                and parameter.shape == self._frozen[name].shape and not torch.equal(parameter, self._frozen[name])
+            ]  # fmt: skip
+            if moved:
+                self.find("frozen parameters", f"{listed(moved, 5)} do not require gradients, and have changed")
         self._updates[id(optimizer)] = (self._all_passes, False)
         found = next((p for p in own if p.grad is not None), None)
         if found is not None:
@@ -259,13 +257,8 @@ class TrainingChecks:
                     "learning rate schedule", f"the optimizer steps with learning rate {mine[0]:.6g}, and its schedule "
                     f"says {rates[0]:.6g}", "let nothing but the schedule set the learning rate",
                 )  # fmt: skip
-        others = [schedule for schedule in schedules if not _steps(schedule, optimizer)]
-        living = [known() for known in self._optimizers]
-        if (
-            others
-            and len(others) == len(schedules)
-            and not any(_steps(s, one) for s in others for one in living if one is not None)
-        ):
+        living = [one for known in self._optimizers if (one := known()) is not None]
+        if schedules and not any(_steps(schedule, one) for schedule in schedules for one in (optimizer, *living)):
             self.find(
                 "learning rate schedule", "the schedule changes the learning rate of an optimizer that never steps",
                 "make the schedule for the optimizer that steps",
@@ -279,19 +272,7 @@ class TrainingChecks:
                 "step it once for each optimizer.step()",
             )
 
-    def _check_frozen(self) -> None:
-        for model in self.models:
-            moved = [
-                plain_name(name)
-                for name, parameter in model.named_parameters(remove_duplicate=False)
-                if name in self._frozen and not parameter.requires_grad
-                and parameter.shape == self._frozen[name].shape and not torch.equal(parameter, self._frozen[name])
-            ]  # fmt: skip
-            if moved:
-                self.find("frozen parameters", f"{listed(moved, 5)} do not require gradients, and have changed")
-
     def _check_models(self) -> None:
-        """Look at the models after the first steps."""
         optimizers = [one for known in self._optimizers if (one := known()) is not None]
         held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
         for model in self.models:
@@ -304,11 +285,17 @@ class TrainingChecks:
                     f"{listed(missing, 5)} require gradients, and no optimizer has them",
                     "give the optimizer all of model.parameters(), after the last of them is made",
                 )
-            self._check_ties(model)
+            now = dict(model.named_parameters(remove_duplicate=False))
+            for names in self._tied:
+                if all(name in now for name in names) and len({id(now[name]) for name in names}) > 1:
+                    said = " and ".join(map(plain_name, names))
+                    self.find("tied weights", f"{said} were one tensor, and are trained apart now")
         still, never = ([name for name, n in counted.items() if n >= self.first] for counted in self._without)
         if still:
             self.find("parameters that do not move", f"{listed(still, 5)} have gradients, and no update changes them")
-        cut = [name for name in never if self._owner_was_called(name)]
+        modules = [pair for model in self.models for pair in model.named_modules()]
+        called = {plain_name(owner) for owner, module in modules if id(module) in self._called}
+        cut = [name for name in never if name.rpartition(".")[0] in called]
         if cut and "stale optimizer" not in self.findings:
             self.find(
                 "parameters without gradients", f"{listed(cut, 5)} take part in the forward pass, and got no gradient "
@@ -322,20 +309,6 @@ class TrainingChecks:
                     "evaluation mode", "the model is trained in evaluation mode: without dropout, and with the running "
                     "statistics of its normalisations", "model.train() before the training loop and after evaluation",
                 )  # fmt: skip
-
-    def _owner_was_called(self, name: str) -> bool:
-        for model in self.models:
-            for owner, module in model.named_modules():
-                if plain_name(owner) == name.rpartition(".")[0] and id(module) in self._called:
-                    return True
-        return False
-
-    def _check_ties(self, model: nn.Module) -> None:
-        now = dict(model.named_parameters(remove_duplicate=False))
-        for names in self._tied:
-            if all(name in now for name in names) and len({id(now[name]) for name in names}) > 1:
-                said = " and ".join(map(plain_name, names))
-                self.find("tied weights", f"{said} were one tensor, and are trained apart now")
 
     # ---- data and checkpoints ----
 

@@ -89,7 +89,8 @@ def _same_draws(world: World) -> ScriptCause | None:
     for position, mine in enumerate(draws[0]):
         for other in (rank[position] for rank in draws[1:] if position < len(rank)):
             # The states at the end, too: a framework may seed the generators when the forward pass has begun.
-            alike |= {name for name in mine.moved if (mine.before[name], mine.after[name]) == other.states_of(name)}
+            same = {name for name in mine.moved if mine.before[name] == other.before.get(name)}
+            alike |= {name for name in same if mine.after[name] == other.after.get(name)}
     drawn = sorted({name for rank in draws for draw in rank for name in draw.moved})
     if not drawn:
         return None

@@ -21,7 +21,6 @@ _FRAMEWORKS = {
     "lightning.fabric": FABRIC, "lightning_fabric": FABRIC, "deepspeed": DEEPSPEED, "accelerate.optimizer": ACCELERATE,
     "lockstep.trainer": LOCKSTEP,
 }  # fmt: skip
-TASK = "task.pickle"
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class ScriptTask:
     script: str
     arguments: tuple[str, ...]
     steps: int
-    folder: Path  # receives the records
+    folder: Path  # receives the records, and the samples
     # (loader, batch) → the recorded batches (rank, index) whose samples it gets together
     feed: Mapping[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
     samples: Path | None = None  # the folder of the records that `feed` names
@@ -47,20 +46,23 @@ class ScriptTask:
     full_precision: bool = False  # nothing is converted to 16 bits
     nudged: bool = False  # the last bits of the first parameters are changed
 
+    def record_file(self, rank: int) -> Path:
+        """Return the file of a rank's record."""
+        return self.folder / f"record-{rank}.pt"
+
+    def hang_file(self, rank: int) -> Path:
+        """Return the file that says where a rank hangs."""
+        return self.folder / f"hang-{rank}.json"
+
+    def load_record(self, rank: int) -> "ScriptRecord":
+        """Load the record of a rank."""
+        record: ScriptRecord = torch.load(self.record_file(rank), weights_only=False)
+        return record
+
 
 def for_ranks(argument: str, ranks: int) -> str:
     """Replace `{n}` by the number of ranks, and `{16/n}` by a rank's share of 16."""
     return re.sub(r"\{(?:(\d+)/)?n\}", lambda found: str(int(found[1]) // ranks if found[1] else ranks), argument)
-
-
-def calling_framework() -> str:
-    """Return whose code calls the optimizer."""
-    frame, found = sys._getframe(), set()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        module = frame.f_globals.get("__name__", "")
-        found |= {name for start, name in _FRAMEWORKS.items() if module == start or module.startswith(start + ".")}
-    return next((name for name in _FRAMEWORKS.values() if name in found), TORCH)
 
 
 @dataclass
@@ -83,10 +85,6 @@ class RandomDraw:
 
     before: dict[str, str]
     after: dict[str, str]
-
-    def states_of(self, generator: str) -> tuple[str | None, str | None]:
-        """Return a generator's state before and after."""
-        return self.before.get(generator), self.after.get(generator)
 
     @property
     def moved(self) -> list[str]:
@@ -141,6 +139,15 @@ class ScriptRecord:
     # mistakes of the loop that each rank sees by itself: kind, text, fix
     findings: list[dict[str, str]] = field(default_factory=list)
 
+    def note_framework(self) -> None:
+        """Note whose code calls this, at the optimizer's step."""
+        frame, found = sys._getframe(), set()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            module = frame.f_globals.get("__name__", "")
+            found |= {name for start, name in _FRAMEWORKS.items() if module == start or module.startswith(start + ".")}
+        self.framework = next((name for name in _FRAMEWORKS.values() if name in found), TORCH)
+
     @property
     def passes(self) -> list[int]:
         """Number of backward passes of each step."""
@@ -153,28 +160,13 @@ class ScriptRecord:
         return min(enough, key=lambda loader: enough[loader]) if enough else None
 
 
-def record_file(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's record."""
-    return folder / f"record-{rank}.pt"
-
-
 def batch_file(folder: Path, rank: int, loader: int, index: int) -> Path:
     """Return the file with the samples of one batch of a loader."""
     return folder / f"samples-{rank}-{loader}-{index}.pickle"
 
 
-def load_record(folder: Path, rank: int) -> ScriptRecord:
-    """Load the record of a rank."""
-    record: ScriptRecord = torch.load(record_file(folder, rank), weights_only=False)
-    return record
-
-
-def whole(pieces: Sequence[TensorPiece], dim: int | None = None) -> Tensor:
-    """Return the whole tensor; of equal copies, the last.
-
-    Args:
-        dim: along which a script has cut it over the ranks itself.
-    """
+def _whole(pieces: Sequence[TensorPiece], dim: int | None) -> Tensor:
+    """Return the whole tensor, which a script may have cut along `dim` over the ranks; of equal copies, the last."""
     if dim is not None:
         return torch.cat([piece.local for piece in pieces], dim)
     if pieces[0].flat:
@@ -197,6 +189,7 @@ class World:
 
     Attributes:
         units: ranks that compute the same samples together, in order; each rank alone, where a model is not cut.
+        leaders: record of the first rank of each unit.
         joined: name → dim along which the script itself cuts a parameter over all ranks.
     """
 
@@ -205,16 +198,12 @@ class World:
         self._held = [set(record.first) for record in records]
         by_hand = bool(self.joined) or any(held != self._held[0] for held in self._held)
         everybody = set(range(len(records)))
-        self._together = [everybody if by_hand else {rank} | record.together for rank, record in enumerate(records)]
+        together = [everybody if by_hand else {rank} | record.together for rank, record in enumerate(records)]
         # A pipeline's ranks and those of tensor parallel may overlap.
         for _ in records:
-            self._together = [set().union(*(self._together[other] for other in mine)) for mine in self._together]
-        self.units = [sorted(mine) for rank, mine in enumerate(self._together) if rank == min(mine)]
-
-    @property
-    def leaders(self) -> list[ScriptRecord]:
-        """The first rank of each unit."""
-        return [self.records[unit[0]] for unit in self.units]
+            together = [set().union(*(together[other] for other in mine)) for mine in together]
+        self.units = [sorted(mine) for rank, mine in enumerate(together) if rank == min(mine)]
+        self.leaders = [records[unit[0]] for unit in self.units]
 
     def tensors(self, pick: Callable[[ScriptRecord], Pieces]) -> list[Tensors]:
         """Return the whole tensors as each rank sees them: its own copies and those of its unit, else another's."""
@@ -231,7 +220,7 @@ class World:
             for unit in self.units:
                 in_order = name in self.joined or ranks[held[0]][name].flat
                 ordered = held if in_order else sorted(held, key=lambda rank: rank in unit)
-                value = whole([ranks[rank][name] for rank in ordered], self.joined.get(name))
+                value = _whole([ranks[rank][name] for rank in ordered], self.joined.get(name))
                 for rank in unit:
                     found[rank][name] = value
         return found

@@ -1,5 +1,6 @@
 """Starts a script in worlds of several ranks, and as processes of their own beside each other."""
 
+import json
 import pickle
 import re
 import shlex
@@ -10,21 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.launch.spawn import spawn_again
 from lockstep.launch.worker import die_with_this_process
-from lockstep.verify.script.observe import observe
-from lockstep.verify.script.record import (
-    TASK,
-    ScriptRecord,
-    ScriptTask,
-    World,
-    batch_file,
-    for_ranks,
-    load_record,
-    record_file,
-)
-from lockstep.verify.script.watchdog import places
+from lockstep.verify.script.observe import TASK, observe
+from lockstep.verify.script.record import ScriptRecord, ScriptTask, World, batch_file, for_ranks
 from lockstep.verify.subject import run_isolated, why_not_ended
 from lockstep.verify.watch import injected
 
@@ -35,12 +27,7 @@ _LAST_LINES = 12  # of a process that failed without an exception
 
 
 class HangError(LockstepError):
-    """Ranks of a script wait for each other.
-
-    Attributes:
-        places: rank → where it waits; empty: it has ended.
-        records: what each rank has recorded; None: nothing.
-    """
+    """Ranks wait for each other; `found`: rank → where it waits, empty: it has ended; `records`: None: it has none."""
 
     def __init__(self, found: dict[int, str], records: list[ScriptRecord | None]) -> None:
         super().__init__("ranks wait for each other")
@@ -48,10 +35,7 @@ class HangError(LockstepError):
 
 
 class Runs:
-    """Runs one program again and again, each time in new processes and a folder of its own.
-
-    A subclass has `_start_ranks`.
-    """
+    """Runs one program again and again, each time in new processes and a folder of its own."""
 
     def __init__(self, task: ScriptTask, report: Callable[[str], None]) -> None:
         self._task, self._report, self._number = task, report, 0
@@ -66,21 +50,18 @@ class Runs:
         task = self._new_task(changes)
         self._report(f"{ranks} ranks: {what}")
         self._start_ranks([task], ranks)
-        if hanging := places(task.folder, ranks):
-            written = [record_file(task.folder, rank).exists() for rank in range(ranks)]
-            records = [load_record(task.folder, rank) if there else None for rank, there in enumerate(written)]
-            raise HangError(hanging, records)
+        hanging = {rank: path for rank in range(ranks) if (path := task.hang_file(rank)).exists()}
+        if hanging:
+            written = [task.record_file(rank).exists() for rank in range(ranks)]
+            records = [task.load_record(rank) if there else None for rank, there in enumerate(written)]
+            raise HangError({rank: json.loads(path.read_text()) for rank, path in hanging.items()}, records)
         error = why_not_ended(task.folder, ranks, _SECONDS)
         if error is not None:
             raise _with_output(error, task.folder, ranks)
-        return task.folder, [load_record(task.folder, rank) for rank in range(ranks)]
+        return task.folder, [task.load_record(rank) for rank in range(ranks)]
 
     def alone(self, what: str, changes: Sequence[dict[str, Any]]) -> list[ScriptRecord]:
-        """Run the script as one process for each of `changes`, at the same time.
-
-        Raises:
-            LockstepError: one of them failed.
-        """
+        """Run the script as one process for each of `changes`, at the same time. Raises LockstepError: one failed."""
         tasks = [self._new_task(change) for change in changes]
         self._report(f"one process: {what}")
         self._start_ranks(tasks, len(tasks))
@@ -88,11 +69,10 @@ class Runs:
             error = why_not_ended(task.folder, number + 1, _SECONDS)
             if error is not None:
                 raise _with_output(error, task.folder, 1)
-        return [load_record(task.folder, 0) for task in tasks]
+        return [task.load_record(0) for task in tasks]
 
     def _start_ranks(self, tasks: Sequence[ScriptTask], ranks: int) -> None:
-        """Run the one task of several ranks, or a task in each process."""
-        raise NotImplementedError
+        raise NotImplementedError  # runs the one task of several ranks, or a task in each process
 
     def _new_task(self, changes: dict[str, Any]) -> ScriptTask:
         self._number += 1
@@ -120,11 +100,7 @@ class ScriptRuns(Runs):
 
 
 class CommandRuns(Runs):
-    """Runs a command, with a number of ranks in it; each time it starts its own processes.
-
-    Args:
-        command: in which `{n}` stands for the number of ranks.
-    """
+    """Runs a command, in which `{n}` stands for the number of ranks; each time it starts its own processes."""
 
     def __init__(self, command: str, steps: int, folder: Path, report: Callable[[str], None]) -> None:
         super().__init__(ScriptTask(command, (), steps, folder), report)
@@ -143,10 +119,9 @@ class CommandRuns(Runs):
                     ).returncode  # fmt: skip
                 what = f"ended with code {code}" if code else ""
             except OSError as error:
+                text = f"there is no program {words[0]} to run: {error.strerror}"
                 fix = "write a command that runs here, as in torchrun --nproc-per-node {n} train.py"
-                raise UsageError(
-                    f"there is no program {words[0]} to run: {error.strerror}", where=task.script, fix=fix
-                ) from None
+                raise UsageError(text, where=task.script, fix=fix) from None
             except subprocess.TimeoutExpired:
                 what = f"has not ended within {_SECONDS:.0f} s"
             if not what and not list(task.folder.glob("record-*.pt")):
@@ -157,16 +132,12 @@ class CommandRuns(Runs):
 
 
 def _take(tasks: Sequence[ScriptTask], seconds: float) -> None:
-    """Take the one task of all ranks, or this process's own."""
-    from lockstep.environment import rank_facts
-
-    alone = rank_facts().world_size == len(tasks)
+    alone = rank_facts().world_size == len(tasks)  # else all ranks take the one task together
     task = tasks[rank_facts().rank] if alone else tasks[0]
     run_isolated(partial(observe, task, alone=alone), task.folder, 0, seconds, alone=alone)
 
 
 def _with_output(error: LockstepError, folder: Path, ranks: int) -> LockstepError:
-    """Add the last lines of the first rank that wrote any, as a note."""
     for rank in range(ranks):
         log = folder / f"output-{rank}.log"
         lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
@@ -183,11 +154,7 @@ Feed = dict[tuple[int, int], list[tuple[int, int]]]
 
 
 def united(world: World, *, shared: bool) -> Feed:
-    """Return the feed that gives one process the batches of all ranks together.
-
-    Args:
-        shared: each rank reads the whole batch, and takes its part itself.
-    """
+    """Return the feed that gives one process the batches of all ranks together; `shared`: each reads the whole one."""
     feed: Feed = {}
     readers = [unit[0] for unit in world.units[: 1 if shared else None]]
     records = world.records
