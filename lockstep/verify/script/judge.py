@@ -7,14 +7,7 @@ from lockstep.diagnose.known_errors import recognise
 from lockstep.errors import LockstepError, RunError
 from lockstep.verify.script.comparison import CEILING, NUDGES, ROUNDING, ScriptComparison, check_accumulation, explain
 from lockstep.verify.script.outcome import ScriptCause, ScriptOutcome, cause
-from lockstep.verify.script.ranks import (
-    hang_cause,
-    is_cut_by_script,
-    loop_causes,
-    seen_on_ranks,
-    settings_cause,
-    uneven_steps,
-)
+from lockstep.verify.script.ranks import hang_cause, is_cut_by_script, loop_causes, seen_on_ranks, settings_cause
 from lockstep.verify.script.record import LOCKSTEP, ScriptRecord, World
 from lockstep.verify.script.runs import HangError, Runs, is_stored, one_after_another, united
 
@@ -37,7 +30,6 @@ def judge_script(runs: Runs, ranks: int) -> ScriptOutcome:
 
 
 def _add_crash(runs: Runs, outcome: ScriptOutcome, text: str) -> None:
-    """Say whether one process runs what several ranks don't."""
     try:
         runs.alone("as it is, since the ranks failed", [{}])
     except LockstepError:
@@ -74,9 +66,11 @@ class _Judgement(ScriptComparison):
             return
         outcome.causes += loop_causes(self.records)
         outcome.causes += self._seen_on_ranks()
-        uneven = uneven_steps(self.records, outcome.framework)
-        if uneven is not None:
-            outcome.causes.append(uneven)
+        taken = [len(record.steps) for record in self.records]
+        fewest, most = taken.index(min(taken)), taken.index(max(taken))
+        if taken[fewest] < taken[most]:
+            text = f"rank {fewest} took {taken[fewest]} steps, and rank {most} has taken {taken[most]}"
+            outcome.causes.append(cause("uneven steps", text, "the optimizer's steps on each rank", outcome.framework))
         self._undo()
         reference = self._reference()
         if reference is None:
@@ -93,7 +87,9 @@ class _Judgement(ScriptComparison):
         found = seen_on_ranks(self.world)
         if any(one.is_error for one in found) and len(self.world.units) == self.ranks:
             try:
-                probe = self.alone("as it is", [{}], first=self.first_values(), steps=1)[0]
+                probe = self.alone(
+                    "as it is", [{}], first=self.on_ranks([record.first for record in self.records]), steps=1
+                )[0]
             except LockstepError:
                 return found
             if probe.joined:
@@ -103,14 +99,16 @@ class _Judgement(ScriptComparison):
         return found
 
     def _undo(self) -> None:
-        """Run the ranks once more without what differs by itself."""
         again: dict[str, Any] = {}
         what = []
         if any(draw.moved for record in self.records for step in record.steps for draw in step.draws):
             again["mean_draws"] = self.given["mean_draws"] = True
             before = self.records
             self.take("without random numbers", **again)
-            if all(map(_equal_losses, before, self.records)):  # as where the probability of dropout is 0
+            losses = [
+                [[step.losses for step in record.steps] for record in records] for records in (before, self.records)
+            ]
+            if losses[0] == losses[1]:  # as where the probability of dropout is 0
                 self.outcome.causes = [found for found in self.outcome.causes if found.kind != "random numbers"]
         dtypes = {dtype for record in self.records for step in record.steps for dtype in step.dtypes}
         if any("autocast" in dtype for dtype in dtypes):
@@ -121,7 +119,7 @@ class _Judgement(ScriptComparison):
             self.rounding = _ROUNDING_16
             self.outcome.notices.append(f"weights of 16 bits: differences below {_ROUNDING_16:.0%} are not judged")
         if any(found.kind == "first values" for found in self.outcome.causes):
-            again["first"] = self.first_values()
+            again["first"] = self.on_ranks([record.first for record in self.records])
             what.append("with rank 0's first values")
         if what:
             self.take(" and ".join(what), **again)
@@ -139,7 +137,11 @@ class _Judgement(ScriptComparison):
             for loader in self.records[0].batches
         } if self.feed else {}  # fmt: skip
         settings = [step.settings for step in self.records[0].steps]
-        self.given |= {"first": self.first_values(), "settings": tuple(settings), "steps": self.outcome.steps}
+        self.given |= {
+            "first": self.on_ranks([record.first for record in self.records]),
+            "settings": tuple(settings),
+            "steps": self.outcome.steps,
+        }
         self.given |= {"samples": self.folder, "sizes": {k: v for k, v in sizes.items() if v}}
         try:
             reference = self.alone("given the samples of all ranks", [self.feed])[0]
@@ -205,12 +207,14 @@ class _Judgement(ScriptComparison):
                 return
 
     def _compare(self, reference: ScriptRecord) -> None:
-        """Find the first difference and its cause."""
         limits = [(self.rounding, self.rounding * 50)] * self.outcome.steps
         first, rounding = self.first_difference(reference, limits)
         if first is not None and (first.step or first.aspect == "weights"):
             # Adam, for one, makes whole updates of gradients that are nothing but rounding.
-            self.given["gradients"] = self.all_gradients()
+            self.given["gradients"] = [
+                self.on_ranks([record.steps[number].gradients for record in self.records])
+                for number in range(self.outcome.steps)
+            ]
             reference = self.alone("given the ranks' gradients for its updates", [self.feed])[0]
             self.outcome.notices.append(
                 f"left to itself, one process has {first.aspect} in step {first.step + 1} that differ by "
@@ -231,7 +235,3 @@ class _Judgement(ScriptComparison):
         self.outcome.first, self.outcome.rounding = first, rounding
         if first is not None:
             explain(self, first, reference)
-
-
-def _equal_losses(one: ScriptRecord, other: ScriptRecord) -> bool:
-    return [step.losses for step in one.steps] == [step.losses for step in other.steps]

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,9 +205,8 @@ class World:
         self.units = [sorted(mine) for rank, mine in enumerate(together) if rank == min(mine)]
         self.leaders = [records[unit[0]] for unit in self.units]
 
-    def tensors(self, pick: Callable[[ScriptRecord], Pieces]) -> list[Tensors]:
+    def tensors(self, ranks: Sequence[Pieces]) -> list[Tensors]:
         """Return the whole tensors as each rank sees them: its own copies and those of its unit, else another's."""
-        ranks = [pick(record) for record in self.records]
         found: list[Tensors] = [{} for _ in ranks]
         for name in dict.fromkeys(name for rank in ranks for name in rank):
             held = [rank for rank, pieces in enumerate(ranks) if name in pieces]
