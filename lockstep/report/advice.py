@@ -5,16 +5,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from lockstep.report import units
-from lockstep.report.read import (
-    PHASE_NAMES,
-    RunData,
-    after_warmup,
-    flat_config,
-    phase_totals,
-    step_shares,
-    typical_step,
-)
+from lockstep.report import read, units
+from lockstep.report.read import PHASE_NAMES, RunData, after_warmup, flat_config, phase_totals, step_shares
 
 _FIRST = {"bad": 0, "warn": 1, "info": 2}
 
@@ -183,14 +175,13 @@ def _pauses(run: RunData) -> Iterator[Advice]:
 
 def _memory(run: RunData) -> Iterator[Advice]:
     for event in run.of_kind("memory_high", "memory_imbalance")[:2]:
-        yield Advice(
-            "warn",
-            "Memory is nearly full." if event["kind"] == "memory_high" else "Ranks hold unequal memory.",
-            "Turn on training.gradient_checkpointing, or lower training.batch_size."
-            if event["kind"] == "memory_high"
-            else "Move the cuts (distributed.pipeline.split_spec), or shard along a dimension that divides evenly.",
-            f"step {event.get('step')}: {event.get('text')}.",
-        )
+        found, do = {
+            "memory_high": ("Memory is nearly full.",
+                            "Turn on training.gradient_checkpointing, or lower training.batch_size."),
+            "memory_imbalance": ("Ranks hold unequal memory.", "Move the cuts (distributed.pipeline.split_spec), or "
+                                 "shard along a dimension that divides evenly."),
+        }[event["kind"]]  # fmt: skip
+        yield Advice("warn", found, do, f"step {event.get('step')}: {event.get('text')}.")
     memory = run.gathered[-1].get("memory", {}) if run.gathered else {}
     if "reserved" in memory and "total" in memory and memory["peak"][2] < 0.5 * memory["total"][2]:
         peak, total = memory["peak"][2], memory["total"][2]
@@ -283,7 +274,7 @@ def _sinks(run: RunData) -> Iterator[Advice]:
 
 
 def _of_a_step(run: RunData, share: float) -> str:
-    step = typical_step(run)
+    step = read.typical_step(run)
     return (
         f"{units.seconds(share * step)} of a step of {units.seconds(step)}, the median over ranks and "
         f"{len(after_warmup(run.gathered))} measurements"

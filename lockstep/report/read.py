@@ -77,22 +77,20 @@ def read_run(path: Path, now: float | None = None) -> RunData:
             fix="give the folder that `lockstep train --output-dir` wrote, for example runs/NAME",
         )
     everything = [row for row in run.read_metrics() if isinstance(row.get("step"), int)]
-    bad = [row["step"] for row in everything if isinstance(row.get("loss"), str)]
     rows = _by_step([_numbers(row) for row in everything if "loss" in row])
     evaluations = _by_step([_numbers(row) for row in everything if not {"loss", "media"} & set(row)])
     events = [event for event in run.read_events() if isinstance(event.get("time"), (int, float))]
+    try:
+        profile = json.loads((path / "profile" / "summary.json").read_text())
+    except (OSError, ValueError):
+        profile = None
     return RunData(
-        path=path,
-        name=path.resolve().name,
-        rows=rows,
-        evaluations=evaluations,
-        events=events,
+        path, path.resolve().name, rows, evaluations, events,
         config_text=run.config.read_text(errors="replace") if run.config.exists() else "",
         status=status_of(rows, events, time.time() if now is None else now, is_run=run.config.exists()),
-        profile=_profile(path / "profile" / "summary.json"),
-        not_numbers=bad,
-        media=_media(everything),
-    )
+        profile=profile if isinstance(profile, dict) else None,
+        not_numbers=[row["step"] for row in everything if isinstance(row.get("loss"), str)], media=_media(everything),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
@@ -114,12 +112,9 @@ def _flattened(value: Any, prefix: str) -> list[tuple[str, Any]]:
 
 
 def _numbers(row: Row) -> Row:
-    """Replace texts where a number belongs (`"nan"`, `"inf"`) by None."""
-    return {key: None if isinstance(value, str) else _finite(value) for key, value in row.items()}
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Replace numbers that are not finite, and texts where a number belongs (`"nan"`, `"inf"`), by None."""
+    bad = [k for k, v in row.items() if isinstance(v, str) or (isinstance(v, float) and not math.isfinite(v))]
+    return row | dict.fromkeys(bad)
 
 
 def _by_step(rows: list[Row]) -> list[Row]:
@@ -143,8 +138,7 @@ def _media(rows: list[Row]) -> dict[str, list[Row]]:
 def status_of(rows: list[Row], events: list[Row], now: float, *, is_run: bool) -> str:
     """Return `done`, `preempted`, `running` or `crashed`; of the rows the last ones are enough.
 
-    Args:
-        is_run: it is one of `train`; else a loop of one's own that logs, whose end nobody writes down.
+    `is_run`: it is one of `train`; else a loop of one's own that logs, whose end nobody writes down.
     """
     newest = events[-1] if events else {}
     if newest.get("kind") == "stop":
@@ -155,14 +149,6 @@ def status_of(rows: list[Row], events: list[Row], now: float, *, is_run: bool) -
     if now - last_sign < max(_QUIET_SECONDS, _QUIET_STEPS * usual * gap):
         return "running"
     return "crashed" if is_run or events else "done"
-
-
-def _profile(path: Path) -> Row | None:
-    try:
-        loaded = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return loaded if isinstance(loaded, dict) else None
 
 
 STEP_PHASES = ("data", "forward_backward", "communication", "optimizer", "other")

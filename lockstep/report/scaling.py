@@ -21,7 +21,7 @@ from statistics import median
 from lockstep.config.flags import as_overrides
 from lockstep.errors import RunError, UsageError
 from lockstep.report import units
-from lockstep.report.figures import COLOURS, chart, line
+from lockstep.report.charts import COLOURS, chart, line
 from lockstep.report.page import Page, render
 from lockstep.report.read import after_warmup, read_run
 from lockstep.scratch import temporary
@@ -45,7 +45,7 @@ class Point:
     """The result of one run."""
 
     kind: str  # `weak`, `strong`, or `sleeping` (weak, with a model that sleeps)
-    ranks: int  # number of ranks
+    ranks: int
     rate: float  # samples per second
     step_seconds: float  # median time of a step
     speedup: float  # `rate` over that of the fewest ranks, times their number
