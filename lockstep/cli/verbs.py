@@ -263,8 +263,6 @@ def bench(argv: list[str]) -> int:
     parser.add_argument("study", metavar="scaling")
     add_config(parser)
     parser.add_argument("--ranks", metavar="N,N,…", default="1,2,4", help="numbers of ranks (default: 1,2,4)")
-    text = "also measure ranks that sleep instead of computing (default: none)"
-    parser.add_argument("--sleeping", metavar="N,N,…", default="", help=text)
     parser.add_argument("--steps", metavar="N", type=int, default=30, help="steps of each run (default: 30)")
     parser.add_argument("-o", "--output", metavar="NAME", type=Path, default=Path("scaling"), help="NAME.md, NAME.html")
     given = parser.parse(argv)
@@ -273,9 +271,7 @@ def bench(argv: list[str]) -> int:
 
     from lockstep.report.scaling import bench as measure
 
-    return measure(
-        given.study, path, overrides, ranks=given.ranks, sleeping=given.sleeping, steps=given.steps, output=given.output
-    )
+    return measure(given.study, path, overrides, ranks=given.ranks, steps=given.steps, output=given.output)
 
 
 def data(argv: list[str]) -> int:
