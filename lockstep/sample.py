@@ -19,15 +19,12 @@ def sample(
     run: Path, *, prompt: str = "The ", num_tokens: int = 200, temperature: float = 0.8, top_k: int | None = None,
     seed: int = 0,
 ) -> str:  # fmt: skip
-    """Return the prompt, continued by the model of a run.
+    """Return the prompt, continued by the model of a run directory.
 
     Args:
-        run: a run directory.
-        prompt: text to continue.
         num_tokens: number of tokens to add.
         temperature: 0 takes the likeliest token.
         top_k: number of likeliest tokens to draw from; None: all.
-        seed: of the draws.
 
     Raises:
         UsageError: there is no run or no checkpoint, or the data are not text.
@@ -59,12 +56,7 @@ def sample(
 
 
 def load_model(config: Config, data: Data, path: checkpoint.Checkpoint) -> Any:
-    """Return the model of a checkpoint, whole, on the CPU, in evaluation mode.
-
-    Args:
-        config: of the run.
-        data: the config's; completes unset arguments of the model.
-    """
+    """Return the model of a checkpoint, whole, on the CPU, in evaluation mode."""
     model: Any = build(config, data)
     if any(p.is_meta for p in model.parameters()):
         to_empty(model, torch.device("cpu"))
