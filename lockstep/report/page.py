@@ -24,10 +24,8 @@ from lockstep.report.advice import advise
 from lockstep.report.charts import COLOURS, Figure, chart, charts, coloured, line, shortened
 from lockstep.report.read import Row, RunData, flat_config, read_run, typical_step, wall_seconds
 
-_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
-    "base-uri 'none'; form-action 'none'; connect-src {connect}"
-)
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
+_POLICY += "base-uri 'none'; form-action 'none'; connect-src {connect}"
 Page = dict[str, Any]
 _MOST_BYTES = 950_000  # of a page's data; the scripts and the style have 40,000
 NEWEST = 4  # of each name

@@ -174,9 +174,8 @@ def _memory(e: Evidence) -> Cause | None:
     if not e.agrees(experiments.MEMORY, left_out=[name.removeprefix("the buffer ") for name in moved]):
         return None
     which = "which" if len(moved) == 1 else "at least one of which"
-    text = (
-        f"a forward pass changes {listed(moved)}, {which} a later micro-batch reads: each rank sees its own ones only"
-    )
+    text = f"a forward pass changes {listed(moved)}, {which} a later micro-batch reads: each rank sees its own ones "
+    text += "only"
     return Cause("memory", text + located(e), [experiments.MEMORY])
 
 
@@ -207,9 +206,8 @@ def _positions(e: Evidence) -> Cause | None:
         return None
     where = e.tried[experiments.WHOLE].module
     if not where:
-        text = (
-            "the step agrees where each rank computes whole sequences: what differs is between the parts of a sequence"
-        )
+        text = "the step agrees where each rank computes whole sequences: what differs is between the parts of a "
+        text += "sequence"
         return Cause("context", text, [experiments.WHOLE])
     if e.tried[experiments.WHOLE].numbers:
         text = f"{where} gives the positions of a rank's part of a sequence other numbers than those of the whole have"

@@ -207,11 +207,9 @@ def _judge_cut(what: str, base: CutStep, other: CutStep, nudged: CutStep | None)
         return Check(TITLES[what], passed=False, kind=kind, text=f"{text}{off:.1e}", relative=off)
     counts = parts.counts[number * per : (number + 1) * per]
     declared = ", ".join(f"{n / sum(counts):.3f}" for n in counts)
-    text = (
-        f"the loss is a mean over something that its count does not say: of {per} parts of micro-batch {number}, its "
-        f"gradient weighs each by {', '.join(f'{w:.3f}' for w in weights)}, and the step by {declared}; weighed so, "
-        f"the cuts agree\ndo: {_fix(wholes, weights, per)}"
-    )
+    text = f"the loss is a mean over something that its count does not say: of {per} parts of micro-batch {number}, "
+    text += f"its gradient weighs each by {', '.join(f'{w:.3f}' for w in weights)}, and the step by {declared}; "
+    text += f"weighed so, the cuts agree\ndo: {_fix(wholes, weights, per)}"
     return Check(TITLES[what], passed=False, kind="loss normalisation", text=text, relative=off)
 
 

@@ -113,12 +113,9 @@ class TrainingChecks:
         for wrapper in self._alive(DistributedDataParallel):
             inside = {id(module) for module in wrapper.modules()} - {id(wrapper)}
             if id(model) in inside:
-                self.find(
-                    "gradient synchronisation",
-                    f"{type(model).__name__} is called beside the DistributedDataParallel that wraps it: its gradients "
-                    "are not reduced",
-                    "call the wrapper, and not what it wraps",
-                )
+                text = f"{type(model).__name__} is called beside the DistributedDataParallel that wraps it: "
+                text += "its gradients are not reduced"
+                self.find("gradient synchronisation", text, "call the wrapper, and not what it wraps")
 
     def _alive(self, kind: type) -> list[Any]:
         return [item for item in self.made if isinstance(item, kind)]
@@ -135,10 +132,9 @@ class TrainingChecks:
         if self._clipped is not None and not _has_gradient(self._clipped):
             self._clipped, self._passes = None, 0  # set to zero since: the loop has updated without an optimizer
         if self._clipped is not None:
-            self.find(
-                "clipping", "a backward pass adds to the gradients after they are clipped, so that the step is longer "
-                "than the norm allows", "clip once, when all gradients are there",
-            )  # fmt: skip
+            text = "a backward pass adds to the gradients after they are clipped, so that the step is longer "
+            text += "than the norm allows"
+            self.find("clipping", text, "clip once, when all gradients are there")
         self._passes += 1
         self._all_passes += 1
         self._whole_losses &= isinstance(loss, Tensor) and is_mean(loss)
@@ -157,10 +153,9 @@ class TrainingChecks:
             self._check_accumulation()
         self._clipped = next((p for p in reversed(list(parameters)) if p.grad is not None), None)
         if self.looks and self._clipped is None:
-            self.find(
-                "clipping", "gradients are clipped where there are none: before the backward pass, or of a model that "
-                "is not trained", "clip between loss.backward() and optimizer.step()",
-            )  # fmt: skip
+            text = "gradients are clipped where there are none: before the backward pass, or of a model that "
+            text += "is not trained"
+            self.find("clipping", text, "clip between loss.backward() and optimizer.step()")
 
     # ---- the optimizer ----
 
@@ -171,26 +166,19 @@ class TrainingChecks:
         own = [p for group in optimizer.param_groups for p in group["params"]]
         passes, cleared = self._updates.get(id(optimizer), (-1, True))
         if passes == self._all_passes and any(p.grad is not None for p in own):
-            self.find(
-                "update without a gradient",
-                f"step {self.steps + 1} uses the gradients of the step before: no backward pass came between them",
-                "call optimizer.step() once for each step's backward passes",
-            )
+            text = f"step {self.steps + 1} uses the gradients of the step before: no backward pass came between them"
+            self.find("update without a gradient", text, "call optimizer.step() once for each step's backward passes")
         elif not cleared and self.looks:
             kept = [self.names.get(id(p), "a parameter") for p in own if p.grad is not None]
-            self.find(
-                "gradients not zeroed",
-                f"step {self.steps + 1} adds to the gradients of the step before in {listed(kept, 5)}",
-                "optimizer.zero_grad() after each optimizer.step()",
-            )
+            text = f"step {self.steps + 1} adds to the gradients of the step before in {listed(kept, 5)}"
+            self.find("gradients not zeroed", text, "optimizer.zero_grad() after each optimizer.step()")
         if not self.looks:
             return
         trained = [p for p in own if p.requires_grad]
         if trained and not any(p.grad is not None for p in trained):
-            self.find(
-                "stale optimizer", "the optimizer's parameters get no gradient: it was made for another model, or "
-                "before the model was converted or wrapped", "make the optimizer from the model that is called",
-            )  # fmt: skip
+            text = "the optimizer's parameters get no gradient: it was made for another model, or "
+            text += "before the model was converted or wrapped"
+            self.find("stale optimizer", text, "make the optimizer from the model that is called")
         self._before = {id(p): (local(p).detach().clone(), _has_gradient(p)) for p in own}
         norms = [local(p.grad).detach().norm() for p in own if p.grad is not None and not p.grad.is_sparse]
         if norms and not bool(torch.isfinite(torch.stack([norm.float().cpu() for norm in norms])).all()):
@@ -204,11 +192,9 @@ class TrainingChecks:
             return
         parameter, norm = self._gradient
         if parameter.grad is not None and abs(float(local(parameter.grad).norm()) - norm) <= 1e-6 * norm:
-            self.find(
-                "gradient accumulation", f"a step adds up the gradients of {self._passes} micro-batches, and nothing "
-                f"divides their mean losses: it is {self._passes} × as long as that of one batch",
-                f"(loss / {self._passes}).backward()",
-            )  # fmt: skip
+            text = f"a step adds up the gradients of {self._passes} micro-batches, and nothing "
+            text += f"divides their mean losses: it is {self._passes} × as long as that of one batch"
+            self.find("gradient accumulation", text, f"(loss / {self._passes}).backward()")
 
     def end_update(self, optimizer: Optimizer) -> None:
         """Look at what an optimizer has done."""
@@ -253,24 +239,18 @@ class TrainingChecks:
             rates = [float(rate) for rate in schedule.get_last_lr()]
             mine = [float(group["lr"]) for group in optimizer.param_groups]
             if _steps(schedule, optimizer) and len(rates) == len(mine) and len(schedules) == 1 and rates != mine:
-                self.find(
-                    "learning rate schedule", f"the optimizer steps with learning rate {mine[0]:.6g}, and its schedule "
-                    f"says {rates[0]:.6g}", "let nothing but the schedule set the learning rate",
-                )  # fmt: skip
+                text = f"the optimizer steps with learning rate {mine[0]:.6g}, and its schedule "
+                text += f"says {rates[0]:.6g}"
+                self.find("learning rate schedule", text, "let nothing but the schedule set the learning rate")
         living = [one for known in self._optimizers if (one := known()) is not None]
         if schedules and not any(_steps(schedule, one) for schedule in schedules for one in (optimizer, *living)):
-            self.find(
-                "learning rate schedule", "the schedule changes the learning rate of an optimizer that never steps",
-                "make the schedule for the optimizer that steps",
-            )  # fmt: skip
+            text = "the schedule changes the learning rate of an optimizer that never steps"
+            self.find("learning rate schedule", text, "make the schedule for the optimizer that steps")
         stepped = max((schedule.last_epoch for schedule in schedules), default=0)
         updates = self.steps + 1
         if updates > 1 and self._all_passes >= 1.5 * updates and stepped >= self._all_passes - 1 > updates:
-            self.find(
-                "learning rate schedule",
-                f"the schedule was stepped {stepped} times in {updates} optimizer steps: once for each micro-batch",
-                "step it once for each optimizer.step()",
-            )
+            text = f"the schedule was stepped {stepped} times in {updates} optimizer steps: once for each micro-batch"
+            self.find("learning rate schedule", text, "step it once for each optimizer.step()")
 
     def _check_models(self) -> None:
         optimizers = [one for known in self._optimizers if (one := known()) is not None]
@@ -280,11 +260,9 @@ class TrainingChecks:
             missing = [name for name, p in trained.items() if id(p) not in held and p.is_leaf]
             flattened = any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules())
             if missing and len(missing) < len(trained) and not flattened:
-                self.find(
-                    "parameters without an optimizer",
-                    f"{listed(missing, 5)} require gradients, and no optimizer has them",
-                    "give the optimizer all of model.parameters(), after the last of them is made",
-                )
+                text = f"{listed(missing, 5)} require gradients, and no optimizer has them"
+                fix = "give the optimizer all of model.parameters(), after the last of them is made"
+                self.find("parameters without an optimizer", text, fix)
             now = dict(model.named_parameters(remove_duplicate=False))
             for names in self._tied:
                 if all(name in now for name in names) and len({id(now[name]) for name in names}) > 1:
@@ -305,10 +283,9 @@ class TrainingChecks:
             calls, in_training = self._calls[id(model), False], self._calls[id(model), True]
             random = any(isinstance(module, _DRAWS_OR_NORMALISES) for module in model.modules())
             if calls > 1 and not in_training and random and any(id(p) in held for p in model.parameters()):
-                self.find(
-                    "evaluation mode", "the model is trained in evaluation mode: without dropout, and with the running "
-                    "statistics of its normalisations", "model.train() before the training loop and after evaluation",
-                )  # fmt: skip
+                text = "the model is trained in evaluation mode: without dropout, and with the running "
+                text += "statistics of its normalisations"
+                self.find("evaluation mode", text, "model.train() before the training loop and after evaluation")
 
     # ---- data and checkpoints ----
 
@@ -318,19 +295,16 @@ class TrainingChecks:
         times = times + 1 if epoch == sampler.epoch else 1
         self._epochs[id(sampler)] = (sampler.epoch, times)
         if times > 1 and sampler.shuffle and self.steps:
-            self.find(
-                "order of samples", "each epoch reads the samples in the same order: DistributedSampler.set_epoch is "
-                "not called", "sampler.set_epoch(epoch) before each epoch",
-            )  # fmt: skip
+            text = "each epoch reads the samples in the same order: DistributedSampler.set_epoch is "
+            text += "not called"
+            self.find("order of samples", text, "sampler.set_epoch(epoch) before each epoch")
 
     def loaded(self, model: nn.Module, missing: list[str], unexpected: list[str]) -> None:
         """Look at the result of `load_state_dict(strict=False)`."""
         if missing and unexpected and 2 * len(missing) > len(list(model.state_dict())):
-            self.find(
-                "checkpoint not loaded", f"load_state_dict(strict=False) left out {len(missing)} tensors, such as "
-                f"{missing[0]}, and did not know {len(unexpected)}, such as {unexpected[0]}",
-                "give the names of the checkpoint the prefix of the model's",
-            )  # fmt: skip
+            text = f"load_state_dict(strict=False) left out {len(missing)} tensors, such as "
+            text += f"{missing[0]}, and did not know {len(unexpected)}, such as {unexpected[0]}"
+            self.find("checkpoint not loaded", text, "give the names of the checkpoint the prefix of the model's")
 
 
 def _steps(schedule: LRScheduler, optimizer: Optimizer) -> bool:

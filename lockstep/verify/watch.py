@@ -228,17 +228,13 @@ class _Ranks:
             elif kind == "wrapped" or key in self._equal:
                 apart.setdefault(what, []).append(name)
         if "gradient" in apart:
-            self._checks.find(
-                "gradient synchronisation",
-                f"the gradients of {listed(apart['gradient'], 5)} differ on ranks in step {step}",
-                "call the wrapped model, leave no_sync() for the last backward pass, and change no gradient by rank",
-            )
+            text = f"the gradients of {listed(apart['gradient'], 5)} differ on ranks in step {step}"
+            fix = "call the wrapped model, leave no_sync() for the last backward pass, and change no gradient by rank"
+            self._checks.find("gradient synchronisation", text, fix)
         elif "weight" in apart:
-            self._checks.find(
-                "replicas",
-                f"{listed(apart['weight'], 5)} differ on ranks after step {step}, with equal gradients",
-                "let nothing but the optimizer write weights, or let it write the same on all ranks",
-            )
+            text = f"{listed(apart['weight'], 5)} differ on ranks after step {step}, with equal gradients"
+            fix = "let nothing but the optimizer write weights, or let it write the same on all ranks"
+            self._checks.find("replicas", text, fix)
 
 
 def _warn(finding: LoopFinding) -> None:

@@ -173,17 +173,14 @@ def weighing_cause(evidence: GradientEvidence) -> ScriptCause | None:
     by = f"{_BY_PARTS}: their mean is the ranks' gradient; weighed by {said} they are the gradient of one process"
     total = float(weights.sum())
     if abs(total - 1) < 0.02:
-        text = (
-            "each rank's loss is a mean over its own targets, and ranks have unequal numbers of them: one process "
-            f"weighs the ranks' samples by {said}, and their average by {', '.join([f'{1 / ranks:.3f}'] * ranks)}"
-        )
+        text = "each rank's loss is a mean over its own targets, and ranks have unequal numbers of them: one process "
+        text += f"weighs the ranks' samples by {said}, and their average by {', '.join([f'{1 / ranks:.3f}'] * ranks)}"
         return cause(NORMALISATION, text, by, evidence.framework)
     if max(weights) - min(weights) < 0.02 * max(weights):
         text = f"the gradient of all parameters is {1 / total:.3g} × that of one process on the same samples"
         if abs(total - ranks) < 0.02 * ranks:
-            text = (
-                f"the gradient is {1 / total:.3g} × that of one process: each rank's loss is a sum over its samples, "
-            )
+            text = f"the gradient is {1 / total:.3g} × that of one process: each rank's loss is a sum over its "
+            text += "samples, "
             text += f"and averaging over ranks divides it by {ranks}"
         return cause("sum of gradients", text, by, evidence.framework)
     wrong = [rank for rank, weight in enumerate(weights) if abs(weight * ranks - 1) > 0.02]
@@ -241,10 +238,8 @@ def coupling_cause(evidence: GradientEvidence, alone: Sequence[Vector]) -> Scrip
     """Return the cause if one process that is given its batch in the ranks' parts averages to the ranks' gradient."""
     if any(not same(rank, mean_of(alone)) for rank in evidence.ranks):
         return None
-    text = (
-        "the loss of the whole batch is no mean of the losses of its parts: it couples samples (negatives or a balance "
-        "over the batch, statistics of the batch), or has terms that are divided by different counts"
-    )
+    text = "the loss of the whole batch is no mean of the losses of its parts: it couples samples (negatives or a "
+    text += "balance over the batch, statistics of the batch), or has terms that are divided by different counts"
     by = "one process on each rank's samples alone: the mean of these gradients is the ranks' gradient"
     return cause("coupled samples", text, by, evidence.framework)
 
@@ -273,10 +268,8 @@ def shared_cause(evidence: GradientEvidence) -> ScriptCause | None:
         return None
     by = "the gradients of ranks and of one process"
     if "partial" in found:
-        text = (
-            f"the gradient of {listed(found['partial'], 5)} is not summed over the ranks that share the model: each "
-            "has the part that comes through its own part of the layers"
-        )
+        text = f"the gradient of {listed(found['partial'], 5)} is not summed over the ranks that share the model: each "
+        text += "has the part that comes through its own part of the layers"
         return cause("gradient synchronisation", text, by, evidence.framework)
     names = found.pop("apart", [])
     if found:
@@ -295,9 +288,7 @@ def accumulation_cause(
     if weights is None or abs(float(weights.sum()) - 1) > 0.02 or relative(step, mean_of(micro_batches)) > EXACT:
         return None
     said = ", ".join(f"{weight:.3f}" for weight in weights)
-    text = (
-        "the step is a mean of its micro-batches' means, which have unequal numbers of targets: the whole batch weighs "
-        f"them by {said}; so the step depends on how its samples are cut, on one process, too"
-    )
+    text = "the step is a mean of its micro-batches' means, which have unequal numbers of targets: the whole batch "
+    text += f"weighs them by {said}; so the step depends on how its samples are cut, on one process, too"
     by = f"the step's samples in one batch: weighed by {said}, the micro-batches' gradients are its gradient"
     return cause("gradient accumulation", text, by, framework)

@@ -59,10 +59,10 @@ class _Judgement(ScriptComparison):
             )
         outcome.steps, outcome.framework = steps, self.records[0].framework
         if outcome.framework == LOCKSTEP:
-            outcome.not_judged = (
+            text = (
                 "the script trains with Lockstep's own step, which `lockstep verify CONFIG` compares part by part; in "
-                "Python, lockstep.verify.verify takes a function that makes model and data"
             )
+            outcome.not_judged = f"{text}Python, lockstep.verify.verify takes a function that makes model and data"
             return
         outcome.causes += loop_causes(self.records)
         outcome.causes += self._seen_on_ranks()
@@ -87,9 +87,8 @@ class _Judgement(ScriptComparison):
         found = seen_on_ranks(self.world)
         if any(one.is_error for one in found) and len(self.world.units) == self.ranks:
             try:
-                probe = self.alone(
-                    "as it is", [{}], first=self.on_ranks([record.first for record in self.records]), steps=1
-                )[0]
+                first = self.on_ranks([record.first for record in self.records])
+                probe = self.alone("as it is", [{}], first=first, steps=1)[0]
             except LockstepError:
                 return found
             if probe.joined:
@@ -146,9 +145,8 @@ class _Judgement(ScriptComparison):
         try:
             reference = self.alone("given the samples of all ranks", [self.feed])[0]
         except LockstepError as error:
-            self.outcome.not_judged = (
-                f"one process, with which ranks are compared, does not run the script: {str(error).splitlines()[0]}"
-            )
+            text = "one process, with which ranks are compared, does not run the script: "
+            self.outcome.not_judged = text + str(error).splitlines()[0]
             return None
         loader = self.records[0].training_loader
         mine, theirs, units = self.records[0].passes[:1], reference.passes[:1], len(self.world.units)
@@ -177,10 +175,8 @@ class _Judgement(ScriptComparison):
         if written is None or written == size:
             said = f"{size * passes} samples a step on any number of ranks"
         else:
-            said = (
-                f"as written, one process takes {written * passes} samples a step, and {self.ranks} ranks take "
-                f"{size * passes}: one process was given the {size * passes} together"
-            )
+            said = f"as written, one process takes {written * passes} samples a step, and {self.ranks} ranks take "
+            said += f"{size * passes}: one process was given the {size * passes} together"
         self.outcome.notices.append(said)
 
     def _begins_alike(self, reference: ScriptRecord) -> bool:
@@ -199,11 +195,10 @@ class _Judgement(ScriptComparison):
                 self.outcome.not_judged = "the samples come from no DataLoader, and the model has no inputs to compare"
                 return
             if right.elements not in (total, units[0].elements if len(set(mine)) == 1 else total):
-                self.outcome.not_judged = (
-                    f"in step {number + 1}, one process trains on {theirs} samples and {self.ranks} ranks on "
-                    f"{sum(mine)}, which are not the same; they don't come from a DataLoader, through which one "
-                    "process could get them; an argument such as {16/n} holds a global batch of 16 on n ranks"
-                )
+                text = f"in step {number + 1}, one process trains on {theirs} samples and {self.ranks} ranks on {sum(mine)}"
+                text += ", which are not the same; they don't come from a DataLoader, through which one process could "
+                text += "get them; an argument such as {16/n} holds a global batch of 16 on n ranks"
+                self.outcome.not_judged = text
                 return
 
     def _compare(self, reference: ScriptRecord) -> None:
@@ -225,10 +220,8 @@ class _Judgement(ScriptComparison):
             nudged = self.alone("with other last bits in its weights", [self.feed], nudged=True)[0]
             moved = [self.distances(number, World([nudged]), reference) for number in range(len(nudged.steps))]
             if max(moved[first.step]) > CEILING / NUDGES and first.relative <= NUDGES * max(moved[first.step]):
-                self.outcome.not_judged = (
-                    f"{first.aspect} of step {first.step + 1} differ by {first.relative:.0e}, and changed last bits "
-                    f"move those of one process by {max(moved[first.step]):.0e}"
-                )
+                text = f"{first.aspect} of step {first.step + 1} differ by {first.relative:.0e}, and changed last bits "
+                self.outcome.not_judged = f"{text}move those of one process by {max(moved[first.step]):.0e}"
                 return
             limits = [(max(ROUNDING, NUDGES * g), max(ROUNDING * 50, NUDGES * w)) for g, w in moved]
             first, rounding = self.first_difference(reference, limits)

@@ -68,11 +68,9 @@ def _same_samples(world: World) -> ScriptCause | None:
     mine, others = set(flat[0]), set().union(*flat[1:])
     in_an_epoch = not read or len(flat[0]) <= read
     if in_an_epoch and len(mine & others) > len(flat) and all(len(set(rank)) == len(rank) for rank in flat):
-        text = (
-            f"ranks read each other's samples: {len(mine & others)} of the {len(mine)} samples of rank 0 are another "
-            f"rank's in these {steps} steps, though no rank has read one twice: each takes its part of an order of its "
-            "own, and others are read by nobody"
-        )
+        text = f"ranks read each other's samples: {len(mine & others)} of the {len(mine)} samples of rank 0 are "
+        text += f"another rank's in these {steps} steps, though no rank has read one twice: each takes its part of an "
+        text += "order of its own, and others are read by nobody"
         return cause("samples", text, _BY_SAMPLES, framework)
     at_once = [set(here) & set().union(*there) for here, *there in zip(*batches, strict=False)]
     if twice := sum(map(len, at_once)):
@@ -95,16 +93,13 @@ def _same_draws(world: World) -> ScriptCause | None:
     if not drawn:
         return None
     if alike:
-        text = (
-            f"dropout, or what else draws from {listed(sorted(alike))}'s generator in a forward pass, is drawn alike "
-            "on all ranks: samples at the same place of a batch get the same mask, and each its own in one process"
-        )
+        text = f"dropout, or what else draws from {listed(sorted(alike))}'s generator in a forward pass, is drawn "
+        text += "alike on all ranks: samples at the same place of a batch get the same mask, and each its own in one "
+        text += "process"
         by = "the generators' states before a forward pass, and after it has moved them, are the same on several ranks"
         return cause("random numbers", text, by, framework)
-    text = (
-        f"dropout, or what else draws from {listed(drawn)}'s generator in a forward pass, is drawn by each rank on its "
-        "own: one process draws other numbers, so the step is equal only up to them"
-    )
+    text = f"dropout, or what else draws from {listed(drawn)}'s generator in a forward pass, is drawn by each rank on "
+    text += "its own: one process draws other numbers, so the step is equal only up to them"
     return ScriptCause("random numbers", text, "the generators' states", is_error=False, column="random numbers")
 
 
@@ -141,9 +136,8 @@ def replicas_cause(world: World, number: int) -> ScriptCause | None:
         if wrong and not at:
             return None
         if wrong:
-            text = (
-                f"{listed(wrong, 5)} were equal on all ranks after step {at}, and differ before step {at + 1} updates"
-            )
+            text = f"{listed(wrong, 5)} were equal on all ranks after step {at}, and differ before step {at + 1} "
+            text += "updates"
             fix = "let nothing but the optimizer write weights, or let it write the same on all ranks"
             return ScriptCause("replicas", text, "fingerprints of each rank's parameters", fix, column="weights")
         values = world.tensors([step.values for step in steps])
