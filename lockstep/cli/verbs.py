@@ -241,10 +241,9 @@ def top(argv: list[str]) -> int:
     parser = Parser(
         "top",
         "What every rank of a running run does: host, phases of its step, memory, GPU.",
-        ["lockstep top runs/run", "lockstep top http://127.0.0.1:8000   # a live report, through ssh -L"],
+        ["lockstep top runs/run", "ssh -t MACHINE lockstep top runs/run   # a run on another machine"],
     )
-    text = "a run directory, or the address of its report on another machine, through ssh -L"
-    parser.add_argument("runs", metavar="RUN|http://…", nargs="+", help=text)
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directories")
     parser.add_argument("--once", action="store_true", help="print the table once, for scripts")
     given = parser.parse(argv)
 

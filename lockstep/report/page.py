@@ -19,7 +19,7 @@ from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.records import RunDirectory
-from lockstep.report import top, units
+from lockstep.report import units
 from lockstep.report.advice import advise
 from lockstep.report.charts import COLOURS, Figure, chart, charts, coloured, line, shortened
 from lockstep.report.read import Row, RunData, flat_config, read_run, typical_step, wall_seconds
@@ -316,8 +316,6 @@ def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
                 self._answer(200, "text/html; charset=utf-8", render(live.data(), live=True).encode())
             elif self.path == "/data.json":
                 self._answer(200, "application/json", json.dumps(live.data(), allow_nan=False).encode())
-            elif self.path == "/top.json":
-                self._answer(200, "application/json", json.dumps([top.state_of(path) for path in paths]).encode())
             else:
                 self._answer(404, "text/plain", b"there is no such page")
 

@@ -25,9 +25,7 @@ _LARGEST = 1 << 26  # bytes of a value that is still looked at
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One place that can hold something from one micro-batch to the next."""
-
+class _Slot:
     name: str  # for people
     read: Callable[[], Any]  # returns what is there
     write: Callable[[Any], None]  # puts something there
@@ -37,7 +35,7 @@ class ModelMemory:
     """The slots of a model's modules on this rank, as they are when this is made."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
-        found: dict[str, Slot] = {}
+        found: dict[str, _Slot] = {}
         for part in parts:
             for slot in _slots(part):
                 found.setdefault(slot.name, slot)
@@ -65,7 +63,7 @@ class ModelMemory:
         return [slot.name for slot, before in pairs if _print(slot.read()) != before]
 
 
-def _slots(part: nn.Module) -> Iterator[Slot]:
+def _slots(part: nn.Module) -> Iterator[_Slot]:
     code: dict[int, FunctionType] = {}
     for path, module in part.named_modules():
         plain = vars(nn.Module())
@@ -110,16 +108,16 @@ def _functions_of(module: nn.Module) -> Iterator[FunctionType]:
             found += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
 
 
-def _attribute(label: str, holder: dict[str, Any], name: str) -> Slot:
-    return Slot(label, lambda: holder.get(name), lambda value: holder.__setitem__(name, value))
+def _attribute(label: str, holder: dict[str, Any], name: str) -> _Slot:
+    return _Slot(label, lambda: holder.get(name), lambda value: holder.__setitem__(name, value))
 
 
-def _class_attribute(cls: type, name: str) -> Slot:
-    return Slot(f"{cls.__name__}.{name}", lambda: vars(cls).get(name), lambda value: setattr(cls, name, value))
+def _class_attribute(cls: type, name: str) -> _Slot:
+    return _Slot(f"{cls.__name__}.{name}", lambda: vars(cls).get(name), lambda value: setattr(cls, name, value))
 
 
-def _member(label: str, holder: Any, name: str) -> Slot:
-    return Slot(label, lambda: getattr(holder, name), lambda value: setattr(holder, name, value))
+def _member(label: str, holder: Any, name: str) -> _Slot:
+    return _Slot(label, lambda: getattr(holder, name), lambda value: setattr(holder, name, value))
 
 
 def _is_filled(cell: CellType) -> bool:
@@ -160,7 +158,7 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _restore(slot: Slot, now: Any, value: Any) -> None:
+def _restore(slot: _Slot, now: Any, value: Any) -> None:
     """Put a value back; into the object that is there, where others hold it too."""
     if isinstance(now, torch.Generator) and isinstance(value, torch.Generator):
         now.set_state(value.get_state())

@@ -60,9 +60,7 @@ class Check:
 
 
 @dataclass
-class CutStep:
-    """The gradient of a step, and of each of its micro-batches."""
-
+class _CutStep:
     gradient: Tensor  # of the step's mean loss, all parameters in a row
     counts: list[float]  # valid targets of each micro-batch
     means: list[Tensor]  # gradient of each micro-batch's mean loss
@@ -110,7 +108,7 @@ def judge(taken: Sequence[str], folder: Path, missing: dict[str, str]) -> list[C
 # ---- the same samples, cut otherwise ----
 
 
-def _cut_step(spec: Spec, folder: Path, what: str) -> CutStep:
+def _cut_step(spec: Spec, folder: Path, what: str) -> _CutStep:
     training = spec.config.training
     size, whole = training.batch_size, training.global_batch_size or training.batch_size
     sizes = {HALF: size // 2, TWICE: 2 * size, PLAIN: whole}
@@ -123,7 +121,7 @@ def _cut_step(spec: Spec, folder: Path, what: str) -> CutStep:
         parts = _Parts(trainer, plain=what == PLAIN)
         next(iter(trainer.steps(data)))
         gradient = parts.row(observer.gradients)
-        return CutStep(gradient if parts.plain is None else parts.plain, parts.counts, parts.means, parts.batch)
+        return _CutStep(gradient if parts.plain is None else parts.plain, parts.counts, parts.means, parts.batch)
 
 
 class _Parts:
@@ -182,7 +180,7 @@ class _Parts:
         return row
 
 
-def _judge_cut(what: str, base: CutStep, other: CutStep, nudged: CutStep | None) -> Check:
+def _judge_cut(what: str, base: _CutStep, other: _CutStep, nudged: _CutStep | None) -> Check:
     off = distance(other.gradient, base.gradient)
     if off <= AGREES:
         return Check(TITLES[what], passed=True, relative=off)
@@ -213,7 +211,7 @@ def _judge_cut(what: str, base: CutStep, other: CutStep, nudged: CutStep | None)
     return Check(TITLES[what], passed=False, kind="loss normalisation", text=text, relative=off)
 
 
-def _fix(wholes: CutStep, weights: Sequence[float], per: int) -> str:
+def _fix(wholes: _CutStep, weights: Sequence[float], per: int) -> str:
     """Return the line to write: which sum over the batch is in the proportion of the weights."""
     leaves, spec = tree_flatten(wholes.batch)
     size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)
@@ -227,7 +225,7 @@ def _fix(wholes: CutStep, weights: Sequence[float], per: int) -> str:
     return fix_for_count((one, two), weights[0], counted=True)
 
 
-def _fits(wholes: CutStep, parts: CutStep) -> list[tuple[int, list[float], float]]:
+def _fits(wholes: _CutStep, parts: _CutStep) -> list[tuple[int, list[float], float]]:
     """Return (number, weights, residual): each whole's gradient as a weighted sum of those of its parts."""
     per = len(parts.means) // len(wholes.means)
     found = []
@@ -241,7 +239,7 @@ def _fits(wholes: CutStep, parts: CutStep) -> list[tuple[int, list[float], float
     return found
 
 
-def _unlike(fit: tuple[int, list[float], float], parts: CutStep, per: int) -> float:
+def _unlike(fit: tuple[int, list[float], float], parts: _CutStep, per: int) -> float:
     """Return how far a whole's weights are from those that the counts give."""
     number, weights, _ = fit
     counts = parts.counts[number * per : (number + 1) * per]

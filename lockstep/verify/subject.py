@@ -38,23 +38,14 @@ MAIN = "main"  # the case that compares all steps; the others are experiments
 
 @dataclass
 class Subject:
-    """A training run before placement.
+    """A training run before placement."""
 
-    Attributes:
-        model: not wrapped, not yet trained.
-        data: the argument of `Trainer.steps`.
-        loss_fn: None: the one that the config names, else the model's own.
-        optimizer: `parameters -> optimizer`; None: the config's.
-        prepare: called with each trainer on every rank before its first step.
-        close: called when the subject is no longer needed.
-    """
-
-    model: "nn.Module"
-    data: Any
-    loss_fn: Callable[..., Any] | None = None
-    optimizer: Callable[..., Any] | None = None
-    prepare: Callable[["Trainer"], None] = lambda _trainer: None
-    close: Callable[[], None] = lambda: None
+    model: "nn.Module"  # not wrapped, not yet trained
+    data: Any  # the argument of `Trainer.steps`
+    loss_fn: Callable[..., Any] | None = None  # None: the one that the config names, else the model's own
+    optimizer: Callable[..., Any] | None = None  # `parameters -> optimizer`; None: the config's
+    prepare: Callable[["Trainer"], None] = lambda _trainer: None  # called with each trainer before its first step
+    close: Callable[[], None] = lambda: None  # called when the subject is no longer needed
 
 
 Make = Callable[[], "Subject | tuple[nn.Module, Any]"]

@@ -195,9 +195,9 @@ class _Judgement(ScriptComparison):
                 self.outcome.not_judged = "the samples come from no DataLoader, and the model has no inputs to compare"
                 return
             if right.elements not in (total, units[0].elements if len(set(mine)) == 1 else total):
-                text = f"in step {number + 1}, one process trains on {theirs} samples and {self.ranks} ranks on {sum(mine)}"
-                text += ", which are not the same; they don't come from a DataLoader, through which one process could "
-                text += "get them; an argument such as {16/n} holds a global batch of 16 on n ranks"
+                text = f"in step {number + 1}, one process trains on {theirs} samples and {self.ranks} ranks on "
+                text += f"{sum(mine)}, which are not the same; they don't come from a DataLoader, through which one "
+                text += "process could get them; an argument such as {16/n} holds a global batch of 16 on n ranks"
                 self.outcome.not_judged = text
                 return
 

@@ -28,7 +28,7 @@ def loop_causes(records: Sequence[ScriptRecord]) -> list[ScriptCause]:
     return list(found.values())
 
 
-def batches_read(record: ScriptRecord, loader: int | None) -> list[list[str]]:
+def _batches_read(record: ScriptRecord, loader: int | None) -> list[list[str]]:
     """Return the samples of each batch of the steps; without a loader the rows of the model's inputs."""
     if loader is not None:
         return record.batches.get(loader, [])[: sum(record.passes)]
@@ -41,7 +41,7 @@ def is_cut_by_script(world: World) -> bool:
     loader = leaders[0].training_loader
     if loader is None or len(leaders) == 1:
         return False
-    read = [batches_read(record, loader) for record in leaders]
+    read = [_batches_read(record, loader) for record in leaders]
     inputs = [[step.elements for step in record.steps] for record in leaders]
     return all(one == read[0] for one in read) and any(one != inputs[0] for one in inputs) and any(inputs[0])
 
@@ -51,7 +51,7 @@ def _same_samples(world: World) -> ScriptCause | None:
     if len(leaders) == 1 or is_cut_by_script(world):
         return None
     framework, steps = leaders[0].framework, len(leaders[0].steps)
-    batches = [batches_read(record, leaders[0].training_loader) for record in leaders]
+    batches = [_batches_read(record, leaders[0].training_loader) for record in leaders]
     flat = [[sample for batch in rank for sample in batch] for rank in batches]
     if len(set(flat[0])) < 2:
         return None
