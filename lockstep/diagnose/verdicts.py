@@ -54,6 +54,7 @@ def own_facts(config_text: str | None = None, names: Iterable[str] = ()) -> dict
 
 def machine_facts(run_directory: Path) -> dict[str, Any]:
     """Return the machine's limits, memory, disk, CPUs and cards."""
+    ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*/state"))
     return {
         "limits": {name: resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0] for name in ("NOFILE", "MEMLOCK")},
         "shared_memory": _space(Path("/dev/shm")),
@@ -61,7 +62,7 @@ def machine_facts(run_directory: Path) -> dict[str, Any]:
         "cores": len(cores.allowed()),
         "numa_nodes": len(cores.numa_nodes()) or 1,
         "numa_node": cores.bound_node(),
-        "infiniband": infiniband(),
+        "infiniband": {f"{port.parts[-4]}:{port.parts[-2]}": port.read_text().strip() for port in ports},
         "topology": _output("nvidia-smi", "topo", "-m") if visible_gpus() else "",
     }
 
@@ -126,12 +127,6 @@ def _links() -> dict[str, dict[str, Any]]:
                  if cell.isdigit()}
         for row in cells if len(row) == len(columns)
     }  # fmt: skip
-
-
-def infiniband() -> dict[str, str]:
-    """Return the ports of InfiniBand or RoCE cards and their state."""
-    ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*/state"))
-    return {f"{port.parts[-4]}:{port.parts[-2]}": port.read_text().strip() for port in ports}
 
 
 def _differing(values: Mapping[int, Any]) -> dict[str, list[int]]:

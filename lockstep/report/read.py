@@ -34,8 +34,7 @@ class RunData:
     status: str  # `done`, `preempted`, `running`, or `crashed` (there is no last event)
     profile: Row | None = None  # the newest profile's summary
     not_numbers: list[int] = field(default_factory=list)  # steps whose loss was nan or infinite
-    # name of a logged text, image or histogram → its rows, by step
-    media: dict[str, list[Row]] = field(default_factory=dict)
+    media: dict[str, list[Row]] = field(default_factory=dict)  # by name of what was logged
 
     @property
     def start(self) -> Row:

@@ -50,8 +50,7 @@ class Outcome:
     topology: str  # as it was written; `single` is the reference taken once more
     steps: list[StepResult] = field(default_factory=list)  # one result per step
     cause: Cause | None = None  # of the first difference
-    # the parts of that step which deviate by themselves, in its order, if they were compared
-    deviations: list[Deviation] = field(default_factory=list)
+    deviations: list[Deviation] = field(default_factory=list)  # parts of that step, in its order
     failed: str | None = None  # the error, if the topology could not be run
 
     @property
@@ -141,11 +140,8 @@ def verify(
 def default_against(config: Config) -> list[str]:
     """Return ddp:2, fsdp:2 and the config's own strategy, on the fewest ranks that test it."""
     strategy = config.distributed.strategy
-    return [
-        "ddp:2",
-        "fsdp:2",
-        *([] if strategy == AUTO else strategy_named(strategy).topologies_to_verify(config.step)),
-    ]
+    own = [] if strategy == AUTO else strategy_named(strategy).topologies_to_verify(config.step)
+    return ["ddp:2", "fsdp:2", *own]
 
 
 def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int) -> tuple[Spec, list[str]]:
@@ -197,10 +193,7 @@ def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int)
 
 
 def record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]], start: Start) -> list[dict[str, str]]:
-    """Let one process take the steps of cases alone, each in a fork of its own.
-
-    Returns:
-        for each of `wanted`: case that could not be taken → reason.
+    """Let one process take the steps of cases alone; return, for each of `wanted`, case that fails → reason.
 
     Raises:
         LockstepError: the case that compares all steps could not be taken.
@@ -219,7 +212,6 @@ def record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]], start: Start) ->
 
 
 def _limit(folder: Path) -> float:
-    """Return how many seconds a case may take."""
     path = folder / MAIN / "seconds"
     return _SECONDS + _TIMES * float(path.read_text()) if path.exists() else _LONGEST
 
@@ -298,7 +290,6 @@ def _find_causes(different: Sequence[tuple[VerifyJob, Outcome, StepResult]], sta
 
 
 def _experiment(wanted: Sequence[tuple[VerifyJob, Evidence]], start: Start) -> None:
-    """Make experiments on the reference and on the ranks, and add what they show to the evidence."""
     if not wanted:
         return
     left_out = record([(job.spec, job.cases, job.folder) for job, _ in wanted], start)
@@ -318,7 +309,6 @@ def _experiment(wanted: Sequence[tuple[VerifyJob, Evidence]], start: Start) -> N
 
 
 def _check_reference(spec: Spec, folder: Path, start: Start) -> list[Check]:
-    """Check the reference itself, whose steps are in `folder`."""
     start(_check, (spec, folder), 1)
     taken: list[str] = pickle.loads((folder / _CHECKED).read_bytes())
     ends = {what: why_not_ended(folder / "ends" / f"check-{what}", 1, _limit(folder)) for what in taken}

@@ -34,15 +34,10 @@ _ALIKE = 1e-2  # relative; a gradient that is farther from the sum over micro-ba
 
 @torch.no_grad()
 def compare_tensor(mine: Tensor | None, reference: Tensor | None, allowed: Tensor | float) -> TensorDifference:
-    """Compare a tensor, whole or a rank's shard, with the reference's whole tensor.
-
-    Args:
-        allowed: bound of each element's difference; a tensor of the reference's shape, or 0 for equal bits.
-    """
+    """Compare a tensor, or a shard of it, with the whole reference; `allowed`: bound of each element, 0: equal bits."""
     if mine is None or reference is None:
-        return TensorDifference(
-            missing=(mine is None) != (reference is None), excess=math.inf if mine is not reference else 0.0
-        )
+        one_sided = mine is not reference
+        return TensorDifference(missing=one_sided, excess=math.inf if one_sided else 0.0)
     piece, target = local(mine).detach().cpu(), shard_like(reference, mine)
     if piece.shape != target.shape:
         return TensorDifference(math.inf, math.inf)

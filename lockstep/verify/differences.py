@@ -61,8 +61,7 @@ class StepResult:
     """One step of one topology."""
 
     step: int
-    # larger than rounding; by aspect, parameters in the order of the backward pass
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)  # above rounding, by aspect, in backward order
     unsynchronized: list[str] = field(default_factory=list)  # parameters whose gradients differ between replicas
     seeds: dict[int, int] = field(default_factory=dict)  # rank → seed of its random numbers
     rounding: float = 0.0  # largest relative difference of a gradient within its bound
@@ -70,9 +69,7 @@ class StepResult:
     fingerprints: dict[str, int] = field(default_factory=dict)
     flows: list[RankFlow] = field(default_factory=list)  # what each rank found part by part, if that was compared
     outputs: list[list[tuple[str, int]]] = field(default_factory=list)  # of each rank, as in `StepFacts`
-    # module, numbers: where positions of a cut sequence meet outside of attention, or are numbered wrongly
-    # (`lockstep.verify.modes`)
-    module: str = ""
+    module: str = ""  # module, numbers: as in `WholeSequences`
     numbers: bool = False
     # updates, right_update: of each rank, and of the reference, as in `StepFacts`
     updates: list[UpdateFacts] = field(default_factory=list)

@@ -104,17 +104,14 @@ class VerifyJob:
         """Number of ranks of the topology."""
         return parse_topology(self.topology)[1]
 
-    def results_of(self, case: Case) -> Path:
-        """Return the file to which rank 0 pickles a case's results, step by step, or why there are none."""
-        return self.folder / f"{self._name}-{case.name}.pickle"
-
     def end_of(self, case: Case) -> Path:
         """Return the folder that tells how a case ended."""
-        return self.folder / "ends" / f"{self._name}-{case.name}"
+        topology = "".join(c if c.isalnum() else "_" for c in self.topology)
+        return self.folder / "ends" / f"{topology}-{case.name}"
 
-    @property
-    def _name(self) -> str:
-        return "".join(c if c.isalnum() else "_" for c in self.topology)
+    def results_of(self, case: Case) -> Path:
+        """Return the file to which rank 0 pickles a case's results, step by step, or why there are none."""
+        return self.end_of(case) / "results.pickle"
 
 
 def run_isolated(run: Callable[[], None], folder: Path, number: int, seconds: float, *, alone: bool) -> bool:

@@ -49,8 +49,7 @@ class UpdateFacts:
     tied: dict[str, str] = field(default_factory=dict)  # further name of a parameter → the name by which it is listed
     frozen: list[str] = field(default_factory=list)  # that want no gradient
     stale: list[str] = field(default_factory=list)  # that had a gradient other than zero before the first forward pass
-    # whose state in the optimizer changed between the start of the step and the update
-    state_changed: list[str] = field(default_factory=list)
+    state_changed: list[str] = field(default_factory=list)  # whose state changes between the start and the update
     by_hooks: list[str] = field(default_factory=list)  # whose gradients hooks of the optimizer changed
     unmoved: list[str] = field(default_factory=list)  # whose values are those of before the step
     # before, after: whose values changed before the optimizer's update, or after it

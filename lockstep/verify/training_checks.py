@@ -54,7 +54,7 @@ class TrainingChecks:
         # Wrappers and schedules: models and optimizers know of none.
         self.made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._optimizers: list[Any] = []  # weak references
-        self._called: set[int] = set()  # modules that were called in the first steps
+        self.called: set[int] = set()  # ids of modules that were called in the first steps
         self._calls: Counter[tuple[int, bool]] = Counter()  # (model, in training mode) → calls
         self._batches = 0  # read from loaders since the last step
         self._gradient: tuple[Tensor, float] | None = None  # one, and its norm after the last backward pass
@@ -90,10 +90,6 @@ class TrainingChecks:
         if not any(model is known for known in self.models):
             self._begin_with(model)
         self._calls[id(model), model.training] += 1
-
-    def module_called(self, module: nn.Module) -> None:
-        """Note a module that takes part in the first steps."""
-        self._called.add(id(module))
 
     def batch_read(self) -> None:
         """Note a batch that a loader gives."""
@@ -272,7 +268,7 @@ class TrainingChecks:
         if still:
             self.find("parameters that do not move", f"{listed(still, 5)} have gradients, and no update changes them")
         modules = [pair for model in self.models for pair in model.named_modules()]
-        called = {plain_name(owner) for owner, module in modules if id(module) in self._called}
+        called = {plain_name(owner) for owner, module in modules if id(module) in self.called}
         cut = [name for name in never if name.rpartition(".")[0] in called]
         if cut and "stale optimizer" not in self.findings:
             self.find(

@@ -117,7 +117,7 @@ class observe:  # noqa: N801 — called as a function
             self._undo[0]()  # modules are known by now, and a hook costs a microsecond a call
             return
         if module.training:
-            self._checks.module_called(module)  # also where a part of it runs without gradients
+            self._checks.called.add(id(module))  # also where a part of it runs without gradients
         inside = {id(inner) for model in self._checks.models for inner in model.modules() if inner is not model}
         if not torch.is_grad_enabled() or id(module) in inside:
             return
@@ -184,7 +184,6 @@ class _Ranks:
             self._queue.put((step, said))
 
     def flush(self, seconds: float = 10.0) -> None:
-        """Wait until all that was said is compared."""
         deadline = time.monotonic() + seconds
         while self._connected and self._queue.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -20,6 +20,7 @@ from lockstep.data.batches import MicroBatch
 from lockstep.errors import LockstepError, RunError
 from lockstep.layout import AXES
 from lockstep.models.protocol import offered
+from lockstep.monitor.figures import gather_objects
 from lockstep.parallel.parallel_model import local
 from lockstep.step import Progress
 from lockstep.strategy import SINGLE, parse_topology, strategy_named
@@ -29,7 +30,7 @@ from lockstep.verify import comparisons, experiments
 from lockstep.verify.differences import RankReport, StepResult, TensorDifference, combine_reports
 from lockstep.verify.flow import FlowRecorder
 from lockstep.verify.modes import WholeSequences
-from lockstep.verify.recorded_flow import load, save, save_bounds
+from lockstep.verify.recorded_flow import load
 from lockstep.verify.subject import MAIN, Case, Spec, VerifyJob
 from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, StepObserver, Stored, Trace
 
@@ -89,10 +90,11 @@ def _record(trainer: Trainer, data: Any, names: dict[int, str], case: Case, fold
     observer.close()
     if recorder is not None:
         recorder.finish()
+        path = folder / experiments.FORCED / _FLOW
         if stored is None:
-            save(recorder.stored, folder / experiments.FORCED / _FLOW)
+            torch.save(vars(recorder.stored), path)
         else:  # what changed last bits do is how far a part may deviate
-            save_bounds(recorder.stored, folder / experiments.FORCED / _FLOW)
+            path.with_suffix(".bounds").write_bytes(pickle.dumps(recorder.stored.bounds))
     if step + 1 < case.start + case.steps:
         raise RunError(
             f"the reference ended after {step + 1} of {case.steps} steps",
@@ -164,8 +166,11 @@ def _compare(
             collectives.rank(), _replica(trainer), facts, {**found, "start": at_start}, observer.fingerprints,
             trainer.placed.random_state.seed, not_comparable, None if recorder is None else recorder.finish(),
         )  # fmt: skip
-        limit = comparisons.limit_of_norm(reference, factor, floor)
-        result = combine_reports(step, _from_all(report), reference, limit, exact=exact)
+        reports = gather_objects(report)
+        if why := next((theirs.not_comparable for theirs in reports if theirs.not_comparable), ""):
+            raise RunError(why)
+        norm_limit = comparisons.limit_of_norm(reference, factor, floor)
+        result = combine_reports(step, reports, reference, norm_limit, exact=exact)
         if whole is not None:
             result.module, result.numbers = whole.module, whole.numbers
         yield result
@@ -186,17 +191,6 @@ def _replica(trainer: Trainer) -> tuple[int, ...]:
     layout = trainer.layout
     rank, piece = divmod(collectives.rank(), layout.same_batch_size)
     return rank // layout.data_parallel_size, rank % layout.shard, piece % layout.tensor
-
-
-def _from_all(report: RankReport) -> list[RankReport]:
-    everyone: list[Any] = [report]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, report)
-    not_comparable = next((theirs.not_comparable for theirs in everyone if theirs.not_comparable), "")
-    if not_comparable:
-        raise RunError(not_comparable)
-    return everyone
 
 
 @contextmanager
@@ -245,7 +239,6 @@ def trainer_of(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[
 
 
 def _use_samples(trainer: Trainer, path: Path) -> None:
-    """Give a rank the reference's samples of its micro-batches."""
     right = torch.load(path, weights_only=False, map_location=trainer.device)
 
     def given(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
@@ -258,7 +251,6 @@ def _use_samples(trainer: Trainer, path: Path) -> None:
 
 @torch.no_grad()
 def _start_from(trainer: Trainer, stored: Stored) -> None:
-    """Give a rank its part of the reference's values."""
     for kind, tensors in ((VALUE, trainer.placed.parameters), (BUFFER, trainer.placed.buffers)):
         for name, tensor in tensors.items():
             value = stored.get(kind, name)

@@ -8,8 +8,8 @@ from lockstep.errors import LockstepError, RunError
 from lockstep.verify.script.comparison import CEILING, NUDGES, ROUNDING, ScriptComparison, check_accumulation, explain
 from lockstep.verify.script.outcome import ScriptCause, ScriptOutcome, cause
 from lockstep.verify.script.ranks import hang_cause, is_cut_by_script, loop_causes, seen_on_ranks, settings_cause
-from lockstep.verify.script.record import LOCKSTEP, ScriptRecord, World
-from lockstep.verify.script.runs import HangError, Runs, is_stored, one_after_another, united
+from lockstep.verify.script.record import LOCKSTEP, ScriptRecord, World, batch_file
+from lockstep.verify.script.runs import HangError, Runs, one_after_another, united
 
 _ROUNDING_16 = 2e-2  # the same for parameters of 16 bits
 
@@ -45,8 +45,6 @@ def _add_crash(runs: Runs, outcome: ScriptOutcome, text: str) -> None:
 
 
 class _Judgement(ScriptComparison):
-    """Everything that is run for one number of ranks."""
-
     def judge(self) -> None:
         outcome = self.outcome
         self.take("as it is")
@@ -127,7 +125,8 @@ class _Judgement(ScriptComparison):
         """Return one process's record, given the ranks' samples, first values and settings."""
         shared = is_cut_by_script(self.world)
         self.feed = united(self.world, shared=shared)
-        if not is_stored(self.feed, self.folder):
+        wanted = [(loader, *at) for (loader, _), pairs in self.feed.items() for at in pairs]
+        if not all(batch_file(self.folder, rank, loader, index).exists() for loader, rank, index in wanted):
             self.feed = {}
             self.outcome.notices.append("samples could not be stored: one process reads its own")
         readers = self.world.leaders[: 1 if shared else None]

@@ -93,8 +93,6 @@ def observe_command(folder: str) -> None:
 
 
 class _ScriptObserver:
-    """Records the steps of this process."""
-
     def __init__(self, task: ScriptTask, rank: int, world: int) -> None:
         self.task, self.rank, self.world = task, rank, world
         self.record = ScriptRecord()
@@ -191,7 +189,7 @@ class _ScriptObserver:
         if torch.is_autocast_enabled(device):
             self._step.dtypes.add(f"autocast to {torch.get_autocast_dtype(device)}")
         if self._states is not None and not self._in_backward:
-            self._checks.module_called(module)  # also where a part of a model runs without gradients
+            self._checks.called.add(id(module))  # also where a part of a model runs without gradients
         if self._depth > 1 or not torch.is_grad_enabled() or self._in_backward or not self.active:
             return
         if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -209,7 +207,6 @@ class _ScriptObserver:
             self._states = self._begin_pass()
 
     def _begin_pass(self) -> dict[str, Any]:
-        """Enter the task's modes, and return the generators' states."""
         states = values.generator_states()
         if self.task.mean_draws:
             random.seed(0)

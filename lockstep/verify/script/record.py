@@ -35,12 +35,10 @@ class ScriptTask:
     feed: Mapping[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
     samples: Path | None = None  # the folder of the records that `feed` names
     sizes: Mapping[int, int] = field(default_factory=dict)  # loader → batch size with which it is made
-    # parameters with which the script starts; several: what each rank has, which one process joins
-    first: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    first: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)  # at the start; several: of each rank
     # of each step, what the optimizer gets in place of those that were computed, as `first`
     gradients: Sequence[Mapping[str, Sequence[Tensor]]] = ()
-    # of each step, of each parameter group, with which the optimizer steps
-    settings: tuple[list[dict[str, Any]], ...] = ()
+    settings: tuple[list[dict[str, Any]], ...] = ()  # of each step, of each parameter group
     mean_draws: bool = False  # random numbers in forward and backward passes are the mean of their distribution
     fixed_statistics: bool = False  # batch normalisation uses its running statistics
     full_precision: bool = False  # nothing is converted to 16 bits
@@ -96,21 +94,17 @@ class RandomDraw:
 class RecordedStep:
     """One call of `optimizer.step()`."""
 
-    # of each call of a module in a forward pass, by name, in order: its output as two numbers
-    flow: list[tuple[str, float, float]] = field(default_factory=list)
-    # gradients of this rank's samples alone, before ranks are reduced; empty where they can't be seen
-    own: Pieces = field(default_factory=dict)
+    flow: list[tuple[str, float, float]] = field(default_factory=list)  # name and output, as two numbers, of each call
+    own: Pieces = field(default_factory=dict)  # gradients of its samples alone, before ranks are reduced; or empty
     losses: list[float] = field(default_factory=list)  # what each backward pass started from
-    # of each forward pass of a whole model, fingerprints of its rows
-    inputs: list[list[str]] = field(default_factory=list)
+    inputs: list[list[str]] = field(default_factory=list)  # of each pass of a whole model, prints of its rows
     elements: int = 0  # what tells the elements of these inputs from others, in whatever order: it adds up over ranks
     draws: list[RandomDraw] = field(default_factory=list)  # of each micro-batch
     dtypes: set[str] = field(default_factory=set)  # of the parameters, and those of autocast
     before: dict[str, str] = field(default_factory=dict)  # fingerprints of the parameters before the update
     unclipped: Pieces = field(default_factory=dict)  # gradients when clipping began; empty without clipping
     gradients: Pieces = field(default_factory=dict)  # as the optimizer used them
-    # of each parameter group: learning rate, weight decay …
-    settings: list[dict[str, Any]] = field(default_factory=list)
+    settings: list[dict[str, Any]] = field(default_factory=list)  # of each parameter group: learning rate and others
     schedules: list[int] = field(default_factory=list)  # how often each learning rate schedule was stepped
     values: Pieces = field(default_factory=dict)  # parameters after the step
 
@@ -120,24 +114,16 @@ class ScriptRecord:
     """Steps of one process of a script."""
 
     steps: list[RecordedStep] = field(default_factory=list)  # in order
-    # parameters before the first step, or before they were given other first values
-    first: Pieces = field(default_factory=dict)
-    # of each loader, by the order of their making: fingerprints of each batch's samples
-    batches: dict[int, list[list[str]]] = field(default_factory=dict)
+    first: Pieces = field(default_factory=dict)  # parameters before the first step, or before they are given
+    batches: dict[int, list[list[str]]] = field(default_factory=dict)  # loader → prints of each batch's samples
     asked: dict[int, int] = field(default_factory=dict)  # batch size of each loader as the script wrote it
-    # of each loader: number of samples that it reads an epoch, and of those that its data hold
-    lengths: dict[int, tuple[int, int]] = field(default_factory=dict)
-    # whose loop it is: PyTorch, Accelerate, Fabric, Lightning, transformers, DeepSpeed, Lockstep
-    framework: str = TORCH
+    lengths: dict[int, tuple[int, int]] = field(default_factory=dict)  # loader → samples in an epoch, in its data
+    framework: str = TORCH  # whose loop it is
     normalises: bool = False  # whether a module normalises by the statistics of its batch
-    # ranks that compute the same samples with this one: over them the script cuts its model
-    together: set[int] = field(default_factory=set)
-    # name → dim along which one process has joined the parameters of all ranks
-    joined: dict[str, int] = field(default_factory=dict)
-    # name, size and place of each collective that the script calls itself
-    collectives: list[tuple[str, int, str]] = field(default_factory=list)
-    # mistakes of the loop that each rank sees by itself: kind, text, fix
-    findings: list[dict[str, str]] = field(default_factory=list)
+    together: set[int] = field(default_factory=set)  # ranks that compute the same samples with it
+    joined: dict[str, int] = field(default_factory=dict)  # name → dim along which ranks' parameters are joined
+    collectives: list[tuple[str, int, str]] = field(default_factory=list)  # name, size, place of the script's own
+    findings: list[dict[str, str]] = field(default_factory=list)  # mistakes of the loop: kind, text, fix
 
     def note_framework(self) -> None:
         """Note whose code calls this, at the optimizer's step."""

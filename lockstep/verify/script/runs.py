@@ -16,7 +16,7 @@ from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.launch.spawn import spawn_again
 from lockstep.launch.worker import die_with_this_process
 from lockstep.verify.script.observe import TASK, observe
-from lockstep.verify.script.record import ScriptRecord, ScriptTask, World, batch_file, for_ranks
+from lockstep.verify.script.record import ScriptRecord, ScriptTask, World, for_ranks
 from lockstep.verify.subject import run_isolated, why_not_ended
 from lockstep.verify.watch import injected
 
@@ -190,8 +190,3 @@ def one_after_another(world: World) -> Feed:
                 feed[loader, number] = [(unit[0], index)]
                 number += 1
     return feed
-
-
-def is_stored(feed: Feed, folder: Path) -> bool:
-    """Return whether the samples that a feed names could be stored."""
-    return all(batch_file(folder, r, loader, i).exists() for (loader, _), at in feed.items() for r, i in at)
