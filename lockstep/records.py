@@ -91,11 +91,9 @@ class RunDirectory:
             probe.touch()
             probe.unlink()
         except OSError as error:
-            raise UsageError(
-                f"the run directory {self.path} can't be written",
-                why=f"{type(error).__name__}: {error.strerror}",
-                fix="choose another with --output-dir DIR",
-            ) from None
+            text = f"the run directory {self.path} can't be written"
+            why = f"{type(error).__name__}: {error.strerror}"
+            raise UsageError(text, why=why, fix="choose another with --output-dir DIR") from None
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add the record of a step or an evaluation."""

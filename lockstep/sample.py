@@ -37,17 +37,12 @@ def sample(
     folder = directory.checkpoints if storage is None else checkpoint.build_storage(storage)
     found = checkpoint.newest(folder)
     if found is None:
-        raise UsageError(
-            f"there is no checkpoint in {folder}",
-            fix="train it first; a run saves every checkpoint.save_steps and at its end",
-        )
+        fix = "train it first; a run saves every checkpoint.save_steps and at its end"
+        raise UsageError(f"there is no checkpoint in {folder}", fix=fix)
     data = build_data(config.data, seed=config.training.seed)
     if data.encode is None or data.decode is None:
-        raise UsageError(
-            f"the data {config.data.name} are not text",
-            where=str(directory.config),
-            fix="only language models write: data whose samples are tokens of a text",
-        )
+        fix = "only language models write: data whose samples are tokens of a text"
+        raise UsageError(f"the data {config.data.name} are not text", where=str(directory.config), fix=fix)
     model = load_model(config, data, found)
     block_size = int(data.facts.get("block_size", 512))
     ids = torch.tensor([data.encode(prompt)], dtype=torch.int64)

@@ -30,18 +30,14 @@ def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) ->
         runs = [read_run(path) for path in {path.resolve(): path for path in paths}.values()]  # each once
         target = output or paths[0] / "report.html"
         write(runs, target)
-        print("\n".join(line for one in runs for line in summary(one)))
+        for one in runs:
+            step, loss, seconds = one.rows[-1]["step"] if one.rows else 0, one.last("loss"), typical_step(one)
+            about = [f"{one.name}: {one.status}, {step} steps"]
+            about += [f"loss {loss:.4f}"] if loss is not None else []
+            about += [f"{units.seconds(seconds)} per step"] if seconds else []
+            print("\n".join([", ".join(about), *(f"  {advice.found} {advice.do}" for advice in advise(one))]))
     print(f"lockstep: {target}")
     return 0
-
-
-def summary(run: RunData) -> list[str]:
-    """Return one line about the run, and one for each piece of advice."""
-    step, loss = (run.rows[-1]["step"] if run.rows else 0), run.last("loss")
-    about = [f"{run.name}: {run.status}, {step} steps"]
-    about += [f"loss {loss:.4f}"] if loss is not None else []
-    about += [f"{units.seconds(typical_step(run))} per step"] if typical_step(run) else []
-    return [", ".join(about), *(f"  {advice.found} {advice.do}" for advice in advise(run))]
 
 
 def runs_in(folder: Path, depth: int = _DEEPEST) -> list[Path]:
@@ -61,10 +57,8 @@ def write_index(folder: Path, output: Path | None) -> Path:
     """Write the page, and the report of each run that has none or an older one; return its path."""
     paths = runs_in(folder)
     if not paths:
-        raise UsageError(
-            f"{folder} is not a run directory, and there is none in it",
-            fix="give the folder that `lockstep train --output-dir` wrote, as runs/NAME, or a folder of such folders",
-        )
+        fix = "give the folder that `lockstep train --output-dir` wrote, as runs/NAME, or a folder of such folders"
+        raise UsageError(f"{folder} is not a run directory, and there is none in it", fix=fix)
     target = output or folder / INDEX
     runs = [read_run(path) for path in paths]
     for run in runs:

@@ -70,11 +70,9 @@ def read_run(path: Path, now: float | None = None) -> RunData:
     """Read a run directory. Raises UsageError: it is not a run directory."""
     run = RunDirectory(path)
     if not is_run(path):
-        raise UsageError(
-            f"{path} is not a run directory",
-            why="it has no metrics.jsonl, no events.jsonl and no config.yaml" if path.is_dir() else "it does not exist",
-            fix="give the folder that `lockstep train --output-dir` wrote, for example runs/NAME",
-        )
+        why = "it has no metrics.jsonl, no events.jsonl and no config.yaml" if path.is_dir() else "it does not exist"
+        fix = "give the folder that `lockstep train --output-dir` wrote, for example runs/NAME"
+        raise UsageError(f"{path} is not a run directory", why=why, fix=fix)
     everything = [row for row in run.read_metrics() if isinstance(row.get("step"), int)]
     rows = _by_step([_numbers(row) for row in everything if "loss" in row])
     evaluations = _by_step([_numbers(row) for row in everything if not {"loss", "media"} & set(row)])

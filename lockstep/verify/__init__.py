@@ -151,9 +151,8 @@ def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int)
         raise UsageError("verify against nothing", fix="name topologies, as in --against ddp:2,fsdp:2")
     world = rank_facts().world_size
     if world > 1:
-        raise UsageError(
-            f"verify starts its own ranks, and is one of {world} itself", fix="start it without a launcher"
-        )
+        text = f"verify starts its own ranks, and is one of {world} itself"
+        raise UsageError(text, fix="start it without a launcher")
     notices = []
     topologies = [parse_topology(topology) for topology in against]
     training = config.training

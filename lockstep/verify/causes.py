@@ -89,10 +89,7 @@ def _record_only(e: Evidence) -> Cause | None:
 
 
 def _rounds(e: Evidence) -> Cause | None:
-    """Return rounding if each part computes the same from the same inputs, and the reference rounds as much.
-
-    What the reference rounds is measured against float64, or by changed last bits.
-    """
+    """Return rounding if parts agree and the reference rounds as much, against float64 or by changed last bits."""
     if e.all_deviations or (e.found.has("samples", "start", "loss") and not e.found.has("gradient")):
         return None
     texts = {

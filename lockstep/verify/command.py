@@ -20,7 +20,7 @@ from lockstep.verify.page import DrawnOutcome, PartDifference, write_page
 from lockstep.verify.script.comparison import ROUNDING
 from lockstep.verify.script.judge import judge_script
 from lockstep.verify.script.outcome import COLUMNS, ScriptOutcome
-from lockstep.verify.script.runs import CommandRuns, ScriptRuns
+from lockstep.verify.script.runs import CommandRuns, Runs, ScriptRuns
 
 _DEFAULT_STEPS_OF_SCRIPT = 3
 _ASPECTS = ("samples", "loss", "norm", "gradient", "value", "buffer")
@@ -181,10 +181,8 @@ def run_script(
     """
     words = [word.strip() for word in (ranks or "2").split(",") if word.strip()]
     if not words or not all(word.isdecimal() and int(word) for word in words):
-        raise UsageError(
-            f"{ranks!r} is not a list of numbers of ranks",
-            fix="write --nproc-per-node 1,2,4; topologies such as ddp:2 are for configs, a script chooses its own",
-        )
+        fix = "write --nproc-per-node 1,2,4; topologies such as ddp:2 are for configs, a script chooses its own"
+        raise UsageError(f"{ranks!r} is not a list of numbers of ranks", fix=fix)
     numbers = sorted({int(word) for word in words} - {1})
     if not numbers:
         raise UsageError("one process is what others are compared with", fix="write --nproc-per-node 1,2")
@@ -218,11 +216,10 @@ def verify_script(script: str, arguments: Sequence[str], ranks: Sequence[int], *
     outcomes = []
     for number in ranks:
         with temporary("verify-script") as folder:
-            runs = (
-                CommandRuns(script, steps, folder, _report)
-                if is_command
-                else ScriptRuns(script, arguments, steps, folder, _report)
-            )
+            if is_command:
+                runs: Runs = CommandRuns(script, steps, folder, _report)
+            else:
+                runs = ScriptRuns(script, arguments, steps, folder, _report)
             outcomes.append(judge_script(runs, number))
     return outcomes
 

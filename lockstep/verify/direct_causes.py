@@ -84,10 +84,7 @@ def update_experiments(e: Evidence) -> list[str]:
 
 
 def _differ(e: Evidence, what: Callable[[UpdateFacts], list[str]]) -> list[str]:
-    """Return the names that are in a list of a rank and not in the reference's, or the other way round.
-
-    Of those that the rank does not hold, nothing is known.
-    """
+    """Return the names that are in a list of a rank, which holds them, or of the reference, and not in the other."""
     right = e.found.right_update
     names: dict[str, None] = {}
     for update in e.found.updates:

@@ -256,16 +256,13 @@ def is_indexed(data: Any) -> bool:
 
 
 def first_experiments(spec: Spec, topology: str, at: int) -> list[Case]:
-    """Return the experiments that tell what differs in a step: the step twice, and part by part.
-
-    Not part by part where sequences or layers are cut: a rank's inputs and gradients are pieces of the reference's.
-    """
-    # Part by part, without what only rounds, or acts on the gradient as a whole.
-    plain = {key: value for settings in switched_off(spec.config).values() for key, value in settings.items()}
+    """Return the experiments that tell what differs in a step: the step twice, and part by part."""
     again = [Case(name, start=at, switches=frozenset({AGAIN})) for name in (AGAIN, AGAIN_TOO)]
     values, _ = parse_topology(topology)
     if any((values.get(f"{axis}_size") or 1) > 1 for axis in ("context", "tensor")):
-        return again
+        return again  # a rank's inputs and gradients are pieces of the reference's
+    # Part by part, without what only rounds, or acts on the gradient as a whole.
+    plain = {key: value for settings in switched_off(spec.config).values() for key, value in settings.items()}
     forced = Case(FORCED, plain, start=at, switches=frozenset({FORCED}))
     return [*again, forced, Case(NUDGED, plain, start=at, switches=frozenset({NUDGED, FORCED}))]
 

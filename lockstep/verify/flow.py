@@ -51,8 +51,7 @@ _LARGEST = 4 << 30  # bytes that the reference stores of one step
 class FlowRecorder:
     """Records the parts of a trainer's steps, or compares them with those of a reference.
 
-    `names`: id of a module → its name in the model as its author made it; `nudge`: change the last bits of what modules
-    are given.
+    `names`: id of a module → its name in the author's model; `nudge`: change the last bits of what modules are given.
     """
 
     def __init__(

@@ -47,10 +47,7 @@ def alone() -> Iterator[None]:
 
 
 class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws all random numbers from one seed: each depends on its operation and that operation's arguments alone.
-
-    A draw of another rate, shape or distribution stays another one; only where numbers come from is undone.
-    """
+    """Draws all random numbers from one seed: each depends on its operation and that operation's arguments alone."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -128,10 +125,9 @@ class FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class WholeSequences:
     """Lets a model that runs on parts of sequences run on whole ones; finds where positions meet outside of attention.
 
-    Under context parallel (`lockstep.parallel.context`) a rank has a part of each sequence, and only modules that know
-    of this let its positions meet others'. Any other, such as attention that the model computes by itself, a
-    convolution or a mean over the sequence, sees the positions here only: no error, another gradient. Where the forward
-    pass runs on whole sequences, of which each rank keeps its part, such a module computes what it does in one process.
+    Under context parallel (`lockstep.parallel.context`) a module that does not know of it, such as attention of the
+    model's own, a convolution or a mean over the sequence, sees a part of each sequence only: no error, another
+    gradient. On whole sequences, of which each rank keeps its part, it computes what it does in one process.
 
     Attributes:
         module: name of the first module whose outputs are others than on whole sequences; "": none was found.

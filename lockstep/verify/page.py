@@ -1,7 +1,6 @@
 """Writes a verdict as one HTML page: the table, the causes, and the first difference drawn through the model's modules.
 
-Modules are boxes within the modules that hold them; those in which all is equal are closed. The page holds its style,
-has no scripts and asks for nothing; names are shown as text, never as markup.
+The page holds its style, has no scripts and asks for nothing; names are shown as text, never as markup.
 """
 
 import math

@@ -177,8 +177,6 @@ def why_not_ended(folder: Path, ranks: int, seconds: float) -> LockstepError | N
     if not hung:
         return None
     places = [f"rank {rank} at {newest_stack(folder, rank).place or 'an unknown place'}" for rank in hung]
-    return RunError(
-        f"no answer within {seconds:.0f} s: {'; '.join(places)}",
-        why="a collective waits for a rank that does not call it, or a loop does not end",
-        fix="let all ranks call the same collectives in the same order",
-    )
+    why = "a collective waits for a rank that does not call it, or a loop does not end"
+    fix = "let all ranks call the same collectives in the same order"
+    return RunError(f"no answer within {seconds:.0f} s: {'; '.join(places)}", why=why, fix=fix)

@@ -17,7 +17,6 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from queue import Queue
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -74,9 +73,7 @@ class observe:  # noqa: N801 — called as a function
     def __enter__(self) -> "observe":
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> "observe":

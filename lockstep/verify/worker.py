@@ -96,11 +96,9 @@ def _record(trainer: Trainer, data: Any, names: dict[int, str], case: Case, fold
         else:  # what changed last bits do is how far a part may deviate
             path.with_suffix(".bounds").write_bytes(pickle.dumps(recorder.stored.bounds))
     if step + 1 < case.start + case.steps:
-        raise RunError(
-            f"the reference ended after {step + 1} of {case.steps} steps",
-            why="training.max_steps or training.num_train_epochs allows no more",
-            fix=f"verify fewer steps: --steps {max(1, step + 1)}",
-        )
+        text = f"the reference ended after {step + 1} of {case.steps} steps"
+        why = "training.max_steps or training.num_train_epochs allows no more"
+        raise RunError(text, why=why, fix=f"verify fewer steps: --steps {max(1, step + 1)}")
 
 
 def _named(kind: str, tensors: Any) -> dict[str, Any]:

@@ -25,11 +25,11 @@ def judge_script(runs: Runs, ranks: int) -> ScriptOutcome:
         outcome.failed = outcome.causes[-1].text
     except LockstepError as error:
         outcome.failed = "\n".join([str(error), *getattr(error, "__notes__", [])])
-        _add_crash(runs, outcome, str(error).splitlines()[0])
+        _explain_crash(runs, outcome, str(error).splitlines()[0])
     return outcome
 
 
-def _add_crash(runs: Runs, outcome: ScriptOutcome, text: str) -> None:
+def _explain_crash(runs: Runs, outcome: ScriptOutcome, text: str) -> None:
     try:
         runs.alone("as it is, since the ranks failed", [{}])
     except LockstepError:
@@ -50,11 +50,10 @@ class _Judgement(ScriptComparison):
         self.take("as it is")
         steps = min(len(record.steps) for record in self.records)
         if not steps:
-            raise RunError(
-                "no call of optimizer.step() was seen on " + ("any rank" if self.ranks > 1 else "the rank"),
-                why="the script ended before its first step, trains in processes of its own, or without torch.optim",
-                fix="verify a script that torchrun can start, and give it the arguments with which it trains",
-            )
+            text = "no call of optimizer.step() was seen on " + ("any rank" if self.ranks > 1 else "the rank")
+            why = "the script ended before its first step, trains in processes of its own, or without torch.optim"
+            fix = "verify a script that torchrun can start, and give it the arguments with which it trains"
+            raise RunError(text, why=why, fix=fix)
         outcome.steps, outcome.framework = steps, self.records[0].framework
         if outcome.framework == LOCKSTEP:
             text = (
@@ -134,12 +133,9 @@ class _Judgement(ScriptComparison):
             loader: sum(len(r.batches[loader][0]) for r in readers if r.batches.get(loader))
             for loader in self.records[0].batches
         } if self.feed else {}  # fmt: skip
-        settings = [step.settings for step in self.records[0].steps]
-        self.given |= {
-            "first": self.on_ranks([record.first for record in self.records]),
-            "settings": tuple(settings),
-            "steps": self.outcome.steps,
-        }
+        settings = tuple(step.settings for step in self.records[0].steps)
+        first = self.on_ranks([record.first for record in self.records])
+        self.given |= {"first": first, "settings": settings, "steps": self.outcome.steps}
         self.given |= {"samples": self.folder, "sizes": {k: v for k, v in sizes.items() if v}}
         try:
             reference = self.alone("given the samples of all ranks", [self.feed])[0]
@@ -153,10 +149,10 @@ class _Judgement(ScriptComparison):
             self.given["sizes"] = {}
             self.feed = one_after_another(self.world)
             reference = self.alone("given the samples of each rank in turn", [self.feed])[0]
-            self.outcome.notices.append(
+            text = (
                 f"as written, {self.ranks} ranks accumulate over {mine[0]} micro-batches a step and one process over "
-                f"{theirs[0]}: the same global batch"
             )
+            self.outcome.notices.append(f"{text}{theirs[0]}: the same global batch")
         elif self.feed and loader is not None:
             self._say_batch(reference, loader, readers)
         if not reference.steps:
@@ -210,10 +206,9 @@ class _Judgement(ScriptComparison):
                 for number in range(self.outcome.steps)
             ]
             reference = self.alone("given the ranks' gradients for its updates", [self.feed])[0]
-            self.outcome.notices.append(
-                f"left to itself, one process has {first.aspect} in step {first.step + 1} that differ by "
-                f"{first.relative:.0e}: its optimizer was given the ranks' gradients, and its own were compared"
-            )
+            text = f"left to itself, one process has {first.aspect} in step {first.step + 1} that differ by "
+            text += f"{first.relative:.0e}: its optimizer was given the ranks' gradients, and its own were compared"
+            self.outcome.notices.append(text)
             first, rounding = self.first_difference(reference, limits)
         if first is not None and first.relative <= CEILING:
             nudged = self.alone("with other last bits in its weights", [self.feed], nudged=True)[0]

@@ -35,7 +35,7 @@ class ScriptTask:
     feed: Mapping[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
     samples: Path | None = None  # the folder of the records that `feed` names
     sizes: Mapping[int, int] = field(default_factory=dict)  # loader → batch size with which it is made
-    first: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)  # at the start; several: of each rank
+    first: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)  # values to start from; several: of each rank
     # of each step, what the optimizer gets in place of those that were computed, as `first`
     gradients: Sequence[Mapping[str, Sequence[Tensor]]] = ()
     settings: tuple[list[dict[str, Any]], ...] = ()  # of each step, of each parameter group
