@@ -30,12 +30,7 @@ _PROGRAM_SECONDS = 20.0  # limit for nvidia-smi, which hangs if a driver or a GP
 
 
 def own_facts(config_text: str | None = None, names: Iterable[str] = ()) -> dict[str, Any]:
-    """Return this rank's facts that cost almost nothing.
-
-    Args:
-        config_text: the resolved config, to be compared between ranks; or None.
-        names: `package.module:Name` of what the config names; their code is compared too.
-    """
+    """Return this rank's facts that cost almost nothing; `names`: what the config names, whose code is compared."""
     facts = rank_facts()
     return {
         "rank": facts.rank,

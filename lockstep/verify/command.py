@@ -20,7 +20,8 @@ from lockstep.verify.page import DrawnOutcome, PartDifference, write_page
 from lockstep.verify.script.comparison import ROUNDING
 from lockstep.verify.script.judge import judge_script
 from lockstep.verify.script.outcome import COLUMNS, ScriptOutcome
-from lockstep.verify.script.runs import CommandRuns, Runs, ScriptRuns
+from lockstep.verify.script.record import ScriptTask
+from lockstep.verify.script.runs import Runs, script_starter, start_command
 
 _DEFAULT_STEPS_OF_SCRIPT = 3
 _ASPECTS = ("samples", "loss", "norm", "gradient", "value", "buffer")
@@ -216,11 +217,9 @@ def verify_script(script: str, arguments: Sequence[str], ranks: Sequence[int], *
     outcomes = []
     for number in ranks:
         with temporary("verify-script") as folder:
-            if is_command:
-                runs: Runs = CommandRuns(script, steps, folder, _report)
-            else:
-                runs = ScriptRuns(script, arguments, steps, folder, _report)
-            outcomes.append(judge_script(runs, number))
+            task = ScriptTask(script, () if is_command else tuple(arguments), steps, folder)
+            start = start_command if is_command else script_starter(script)
+            outcomes.append(judge_script(Runs(task, start, _report), number))
     return outcomes
 
 

@@ -274,12 +274,10 @@ def reduced_relation(
     gradient: Tensor, whole: Tensor, terms: dict[int, Tensor], mine: Sequence[int], ranks: int, unit: float,
     scale: float,
 ) -> str:  # fmt: skip
-    """Return a clause on how a gradient relates to the reference's.
+    """Return a clause on how a gradient relates to the reference's, the `whole`.
 
     Args:
-        whole: the reference's.
-        terms: what each micro-batch adds; empty if that is not known.
-        mine: the micro-batches of this rank.
+        terms: what each micro-batch adds; empty if that is not known. Those of this rank are `mine`.
         unit: factor between this rank's terms and the reference's, which a mean over ranks would have undone.
         scale: factor by which the sum was multiplied after its reduction.
     """

@@ -23,26 +23,11 @@ from lockstep.parallel.parallel_model import local
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer
+from lockstep.verify import recorded_flow
 from lockstep.verify.comparisons import distance, in_words, multiple, reduced_relation, relation, shard_like
 from lockstep.verify.experiments import settings_of_module, with_other_last_bits
 from lockstep.verify.memory import ModelMemory
-from lockstep.verify.recorded_flow import (
-    BACKWARD,
-    CEILING,
-    COUNTS,
-    FORWARD,
-    LEAST,
-    LOSS,
-    REDUCTION,
-    SLACK,
-    STAGES,
-    Deviation,
-    Key,
-    ObservedOperations,
-    RankFlow,
-    RecordedFlow,
-    first_line,
-)
+from lockstep.verify.recorded_flow import BACKWARD, FORWARD, LEAST, LOSS, REDUCTION, SLACK, Key, RankFlow, RecordedFlow
 from lockstep.verify.trace import GRADIENT, Stored
 
 _LARGEST = 4 << 30  # bytes that the reference stores of one step
@@ -64,10 +49,10 @@ class FlowRecorder:
         self._inside: list[tuple[str, int]] = []  # modules that run, outermost first, with the number of their call
         self._forward, self._bytes = False, 0
         self._unreal: set[int] = set()
-        self._found: list[Deviation] = []
+        self._found: list[recorded_flow.Deviation] = []
         self._seen: set[Key] = set()  # that deviate
         self._memory = ModelMemory(trainer.placed.parts)
-        self._watched = ObservedOperations(lambda: (self.micro_batch, self.where), self.flow, self.stored.operations)
+        self._watched = recorded_flow.ObservedOperations(self._now, self.flow, self.stored.operations)
         self._opened = ExitStack()
         placed = trainer.placed
         self._run, self._at = placed.forward_backward, placed.random_state.at
@@ -121,49 +106,45 @@ class FlowRecorder:
         if self._forward:
             self.flow.moved += [name for name in self._memory.moved() if name not in self.flow.moved]
 
-    @property
-    def micro_batch(self) -> int:
-        """The micro-batch whose forward pass runs."""
-        return self._trainer.placed.random_state.micro_batch
-
-    @property
-    def where(self) -> str | None:
-        """The module whose own code runs in a forward pass; None outside of one."""
-        if not self._forward or self.micro_batch in self._unreal:
-            return None
-        return self._inside[-1][0] if self._inside else ""
+    def _now(self) -> tuple[int, str | None]:
+        """Return the micro-batch, and the module whose own code runs in a forward pass; None outside of one."""
+        micro_batch = self._trainer.placed.random_state.micro_batch
+        if not self._forward or micro_batch in self._unreal:
+            return micro_batch, None
+        return micro_batch, self._inside[-1][0] if self._inside else ""
 
     # ---- modules ----
 
     def _hook(self, module: nn.Module, name: str) -> None:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if self.where is None:
+            micro_batch, where = self._now()
+            if where is None:
                 return None
-            number = self._calls.get((self.micro_batch, name), 0)
-            self._calls[self.micro_batch, name] = number + 1
+            number = self._calls.get((micro_batch, name), 0)
+            self._calls[micro_batch, name] = number + 1
             self._inside.append((name, number))
             kinds = sorted({str(p.dtype) for p in module.parameters(recurse=False)})
             device = self._trainer.device.type
             autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off"
             mode = "training" if module.training else "evaluation"
             state = f"{mode} mode, autocast {autocast}, parameters {', '.join(kinds) or 'none'}"
-            self.stored.state[self.micro_batch, name, number] = state.replace("torch.", "")
-            return self._see_tree((args, kwargs), name, number, "input")
+            self.stored.state[micro_batch, name, number] = state.replace("torch.", "")
+            return self._see_tree((args, kwargs), (micro_batch, name, number), "input")
 
         def after(_module: nn.Module, _args: Any, output: Any) -> Any:
-            if self.where is None or not self._inside or self._inside[-1][0] != name:
+            micro_batch, where = self._now()
+            if not self._inside or where != name:
                 return None
-            _, number = self._inside.pop()
-            return self._see_tree(output, name, number, "output")
+            return self._see_tree(output, (micro_batch, *self._inside.pop()), "output")
 
         self._opened.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._opened.callback(module.register_forward_hook(after).remove)
 
-    def _see_tree(self, tree: Any, name: str, number: int, what: str) -> Any:
+    def _see_tree(self, tree: Any, call: tuple[int, str, int], what: str) -> Any:
         leaves, spec = tree_flatten(tree)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         for place in places:
-            leaves[place] = self._see((self.micro_batch, name, number, f"{what} {place}"), leaves[place])
+            leaves[place] = self._see((*call, f"{what} {place}"), leaves[place])
         return tree_unflatten(leaves, spec) if places else tree
 
     def _see(self, key: Key, tensor: Tensor) -> Tensor:
@@ -212,7 +193,7 @@ class FlowRecorder:
         return right
 
     def _see_parameter_gradient(self, name: str, gradient: Tensor) -> Tensor | None:
-        micro_batch = self.micro_batch
+        micro_batch = self._trainer.placed.random_state.micro_batch
         if micro_batch in self._unreal:
             return None
         key = (micro_batch, name, 0, "gradient")
@@ -231,7 +212,7 @@ class FlowRecorder:
             key = (number, "", 0, "loss")
             self.stored.bounds[key] = off
             if targets != right_targets:
-                how = f"{COUNTS} {targets:g} targets instead of {right_targets:g}"
+                how = f"{recorded_flow.COUNTS} {targets:g} targets instead of {right_targets:g}"
                 # With another count alone, either the sum or the mean is the reference's.
                 as_mean = abs(value * right_targets - right * targets) <= LEAST * abs(right * targets)
                 if off > self._bound(key) and not as_mean:
@@ -311,7 +292,8 @@ class FlowRecorder:
         self.stored.bounds[key] = off
         if off <= self._bound(key):
             return
-        if self._reference.bounds.get(key, 0.0) > CEILING and bool(mine.any()) and multiple(mine, right) is None:
+        too_far = self._reference.bounds.get(key, 0.0) > recorded_flow.CEILING
+        if too_far and bool(mine.any()) and multiple(mine, right) is None:
             self.flow.unjudged.append(f"{key[1] or 'the model'}, {key[3]}")
             return
         others = {
@@ -339,16 +321,16 @@ class FlowRecorder:
         of_module = stage in (FORWARD, BACKWARD)
         cls = next((type(m).__name__ for m in modules if of_module and self._names.get(id(m)) == name), "")
         rank = self._trainer.cluster.facts.rank
-        self._found.append(Deviation(stage, rank, micro_batch, name, what, relative, how, note, cls))
+        self._found.append(recorded_flow.Deviation(stage, rank, micro_batch, name, what, relative, how, note, cls))
 
     def finish(self) -> RankFlow:
         """Return what was found; the recorder is of no use afterwards."""
         self._opened.close()
-        self.flow.deviations = sorted(self._found, key=lambda deviation: STAGES.index(deviation.stage))
+        self.flow.deviations = sorted(self._found, key=lambda deviation: recorded_flow.STAGES.index(deviation.stage))
         if self._reference is not None and self.flow.deviations:
             first = self.flow.deviations[0]
             if first.stage in (FORWARD, LOSS) and self._trainer.layout.shard == 1:
-                line = first_line(self.stored.operations, self._reference.operations, first)
+                line = recorded_flow.first_line(self.stored.operations, self._reference.operations, first)
                 self.flow.deviations[0] = replace(first, note="; ".join(filter(None, (first.note, line))))
         return self.flow
 

@@ -128,18 +128,15 @@ class WholeSequences:
     Under context parallel (`lockstep.parallel.context`) a module that does not know of it, such as attention of the
     model's own, a convolution or a mean over the sequence, sees a part of each sequence only: no error, another
     gradient. On whole sequences, of which each rank keeps its part, it computes what it does in one process.
-
-    Attributes:
-        module: name of the first module whose outputs are others than on whole sequences; "": none was found.
-        numbers: whether it is an `Attend` that numbers the positions of a part otherwise than those of the whole.
     """
 
     def __init__(self, trainer: "Trainer", names: Mapping[int, str]) -> None:
         context = trainer.placed.context
         assert context is not None
         (model,) = trainer.placed.parts
-        self.module, self._names, self._context, self._model = "", names, context, model
-        self.numbers = False
+        self.module = ""  # name of the first whose outputs are others than on whole sequences, if one is found
+        self.numbers = False  # whether it is an `Attend` that numbers the positions of a part otherwise
+        self._names, self._context, self._model = names, context, model
         self._plain, self._compared, self._random = model.forward, False, trainer.placed.random_state
         model.forward = self._forward
 

@@ -136,14 +136,11 @@ class StepObserver:
     Args:
         bounds: add up the absolute values of micro-batches' gradients; the process holds all parameters.
         outputs: record the output of each module.
-
-    Attributes:
-        gradients: of the last step, as the optimizer gets them.
     """
 
     def __init__(self, trainer: Trainer, *, bounds: bool = False, outputs: bool = False) -> None:
         self._trainer, self._placed = trainer, trainer.placed
-        self.gradients: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}  # of the last step, as the optimizer gets them
         self._samples: dict[int, str] = {}
         self._sizes: dict[str, Tensor] = {}
         self._outputs: list[tuple[str, int]] = []

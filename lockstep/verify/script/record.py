@@ -171,13 +171,7 @@ def _whole(pieces: Sequence[TensorPiece], dim: int | None) -> Tensor:
 
 
 class World:
-    """Ranks of a run, and what they hold of one model.
-
-    Attributes:
-        units: ranks that compute the same samples together, in order; each rank alone, where a model is not cut.
-        leaders: record of the first rank of each unit.
-        joined: name → dim along which the script itself cuts a parameter over all ranks.
-    """
+    """Ranks of a run, and what they hold of one model; `joined`: name → dim along which the script itself cuts it."""
 
     def __init__(self, records: Sequence[ScriptRecord], joined: Mapping[str, int] | None = None) -> None:
         self.records, self.joined = records, dict(joined or {})
@@ -188,6 +182,7 @@ class World:
         # A pipeline's ranks and those of tensor parallel may overlap.
         for _ in records:
             together = [set().union(*(together[other] for other in mine)) for mine in together]
+        # Ranks that compute the same samples together, in order; each rank alone, where a model is not cut.
         self.units = [sorted(mine) for rank, mine in enumerate(together) if rank == min(mine)]
         self.leaders = [records[unit[0]] for unit in self.units]
 
