@@ -236,10 +236,8 @@ def compare(jobs: Sequence[VerifyJob], start: Start, report: Callable[[str], Non
             report(f"{job.topology}: differs in step {found.step + 1}; looking for the cause")
         _find_causes(wanted, start)
         # Rounding in one step explains the other steps only if their differences are not larger.
-        pending = [
-            (job, outcome, None if outcome.cause is None or outcome.cause.is_error else _next(outcome, found))
-            for job, outcome, found in wanted
-        ]
+        explained = [one for one in wanted if one[1].cause is not None and not one[1].cause.is_error]
+        pending = [(job, outcome, _next(outcome, found)) for job, outcome, found in explained]
     return outcomes
 
 

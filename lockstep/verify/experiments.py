@@ -304,7 +304,6 @@ def switched_off(config: Config) -> dict[str, dict[str, Any]]:
         off[COMPILE] = {"training.compile": False}
     low = precision.param_dtype != "fp32" or distributed.fsdp.reduce_dtype != "fp32"
     if low or precision.mode != "fp32":
-        off[FLOAT32] = {
-            "precision.mode": "fp32", "precision.param_dtype": "fp32", "distributed.fsdp.reduce_dtype": "fp32",
-        }  # fmt: skip
+        keys = ("precision.mode", "precision.param_dtype", "distributed.fsdp.reduce_dtype")
+        off[FLOAT32] = dict.fromkeys(keys, "fp32")
     return off

@@ -271,10 +271,9 @@ class TrainingChecks:
         called = {plain_name(owner) for owner, module in modules if id(module) in self.called}
         cut = [name for name in never if name.rpartition(".")[0] in called]
         if cut and "stale optimizer" not in self.findings:
-            self.find(
-                "parameters without gradients", f"{listed(cut, 5)} take part in the forward pass, and got no gradient "
-                f"in {self.first} steps", "let no detach(), no_grad() or .data cut them off from the loss",
-            )  # fmt: skip
+            text = f"{listed(cut, 5)} take part in the forward pass, and got no gradient in {self.first} steps"
+            fix = "let no detach(), no_grad() or .data cut them off from the loss"
+            self.find("parameters without gradients", text, fix)
         for model in self.models:
             calls, in_training = self._calls[id(model), False], self._calls[id(model), True]
             random = any(isinstance(module, _DRAWS_OR_NORMALISES) for module in model.modules())

@@ -154,12 +154,13 @@ class observe:  # noqa: N801 — called as a function
         for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             if isinstance(p, DTensor) or p.numel() == 0:
                 continue
-            name = (
-                f"{'wrapped' if id(p) in wrapped else 'plain'}|{self._checks.names.get(id(p), f'parameter {number}')}"
+            kind, name = (
+                "wrapped" if id(p) in wrapped else "plain",
+                self._checks.names.get(id(p), f"parameter {number}"),
             )
-            prints[f"weight|{name}"] = fingerprint(p.detach())
+            prints[f"weight|{kind}|{name}"] = fingerprint(p.detach())
             if p.grad is not None and not p.grad.is_sparse:
-                prints[f"gradient|{name}"] = fingerprint(p.grad.detach())
+                prints[f"gradient|{kind}|{name}"] = fingerprint(p.grad.detach())
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         values = torch.stack(list(prints.values())).tolist() if prints else []
         ranks.send(self._checks.steps, {"prints": dict(zip(prints, values, strict=True)), "rates": rates})

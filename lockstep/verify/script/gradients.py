@@ -180,8 +180,7 @@ def weighing_cause(evidence: GradientEvidence) -> ScriptCause | None:
         text = f"the gradient of all parameters is {1 / total:.3g} × that of one process on the same samples"
         if abs(total - ranks) < 0.02 * ranks:
             text = f"the gradient is {1 / total:.3g} × that of one process: each rank's loss is a sum over its "
-            text += "samples, "
-            text += f"and averaging over ranks divides it by {ranks}"
+            text += f"samples, and averaging over ranks divides it by {ranks}"
         return cause("sum of gradients", text, by, evidence.framework)
     wrong = [rank for rank, weight in enumerate(weights) if abs(weight * ranks - 1) > 0.02]
     if len(wrong) < ranks:

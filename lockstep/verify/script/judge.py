@@ -56,10 +56,8 @@ class _Judgement(ScriptComparison):
             raise RunError(text, why=why, fix=fix)
         outcome.steps, outcome.framework = steps, self.records[0].framework
         if outcome.framework == LOCKSTEP:
-            text = (
-                "the script trains with Lockstep's own step, which `lockstep verify CONFIG` compares part by part; in "
-            )
-            outcome.not_judged = f"{text}Python, lockstep.verify.verify takes a function that makes model and data"
+            text = "the script trains with Lockstep's own step, which `lockstep verify CONFIG` compares part by part; "
+            outcome.not_judged = f"{text}in Python, lockstep.verify.verify takes a function that makes model and data"
             return
         outcome.causes += loop_causes(self.records)
         outcome.causes += self._seen_on_ranks()
@@ -99,12 +97,9 @@ class _Judgement(ScriptComparison):
         what = []
         if any(draw.moved for record in self.records for step in record.steps for draw in step.draws):
             again["mean_draws"] = self.given["mean_draws"] = True
-            before = self.records
+            losses = self._losses()
             self.take("without random numbers", **again)
-            losses = [
-                [[step.losses for step in record.steps] for record in records] for records in (before, self.records)
-            ]
-            if losses[0] == losses[1]:  # as where the probability of dropout is 0
+            if losses == self._losses():  # as where the probability of dropout is 0
                 self.outcome.causes = [found for found in self.outcome.causes if found.kind != "random numbers"]
         dtypes = {dtype for record in self.records for step in record.steps for dtype in step.dtypes}
         if any("autocast" in dtype for dtype in dtypes):
@@ -119,6 +114,9 @@ class _Judgement(ScriptComparison):
             what.append("with rank 0's first values")
         if what:
             self.take(" and ".join(what), **again)
+
+    def _losses(self) -> list[list[list[float]]]:
+        return [[step.losses for step in record.steps] for record in self.records]
 
     def _reference(self) -> ScriptRecord | None:
         """Return one process's record, given the ranks' samples, first values and settings."""
@@ -149,10 +147,8 @@ class _Judgement(ScriptComparison):
             self.given["sizes"] = {}
             self.feed = one_after_another(self.world)
             reference = self.alone("given the samples of each rank in turn", [self.feed])[0]
-            text = (
-                f"as written, {self.ranks} ranks accumulate over {mine[0]} micro-batches a step and one process over "
-            )
-            self.outcome.notices.append(f"{text}{theirs[0]}: the same global batch")
+            text = f"as written, {self.ranks} ranks accumulate over {mine[0]} micro-batches a step and one process "
+            self.outcome.notices.append(f"{text}over {theirs[0]}: the same global batch")
         elif self.feed and loader is not None:
             self._say_batch(reference, loader, readers)
         if not reference.steps:
@@ -201,10 +197,8 @@ class _Judgement(ScriptComparison):
         first, rounding = self.first_difference(reference, limits)
         if first is not None and (first.step or first.aspect == "weights"):
             # Adam, for one, makes whole updates of gradients that are nothing but rounding.
-            self.given["gradients"] = [
-                self.on_ranks([record.steps[number].gradients for record in self.records])
-                for number in range(self.outcome.steps)
-            ]
+            steps = zip(*(record.steps[: self.outcome.steps] for record in self.records), strict=True)
+            self.given["gradients"] = [self.on_ranks([step.gradients for step in ranks]) for ranks in steps]
             reference = self.alone("given the ranks' gradients for its updates", [self.feed])[0]
             text = f"left to itself, one process has {first.aspect} in step {first.step + 1} that differ by "
             text += f"{first.relative:.0e}: its optimizer was given the ranks' gradients, and its own were compared"
