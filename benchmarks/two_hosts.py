@@ -23,8 +23,8 @@ ROOT = Path(__file__).parent.parent
 _WARM = 5  # steps that are not counted
 _WIDTH = 256
 _CONFIG = """
-model: {{name: "lockstep.report.sleeping:Sleeper", args: {{milliseconds: {milliseconds}, n_embd: {width}}}}}
-data: {{name: "lockstep.report.sleeping:SleepSamples", args: {{n_embd: {width}}}}}
+model: {{name: "benchmarks.sleeping:Sleeper", args: {{milliseconds: {milliseconds}, n_embd: {width}}}}}
+data: {{name: "benchmarks.sleeping:SleepSamples", args: {{n_embd: {width}}}}}
 training: {{max_steps: {steps}, batch_size: 2, global_batch_size: {batch}, eval_steps: null}}
 distributed: {{strategy: ddp, device: cpu}}
 checkpoint: {{save_strategy: none}}

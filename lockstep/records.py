@@ -19,6 +19,8 @@ from typing import Any
 
 from lockstep.errors import UsageError
 
+_LONGEST_LINE = 4096  # bytes of a line that is expected
+
 
 @dataclass
 class StepRecord:
@@ -61,12 +63,9 @@ class StepRecord:
         return {name: plain(value) for name, value in vars(self).items() if value is not None}
 
 
-_PLAIN = (int, str, bool)
-
-
 def plain(value: Any) -> Any:
     """Convert `value` to JSON data: tensors and arrays of one element to numbers, nan and inf to strings."""
-    if type(value) in _PLAIN:
+    if type(value) in (int, str, bool):
         return value
     if hasattr(value, "item"):
         value = value.item()  # host waits for the device
@@ -75,64 +74,26 @@ def plain(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
 class RunDirectory:
-    """The folder of one run."""
+    """The folder of one run, and the paths in it."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """The run's config."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """Records of steps and evaluations."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """Events of the run."""
-        return self.path / "events.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """The folder of the ranks' logs."""
-        return self.path / "logs"
-
-    @property
-    def media(self) -> Path:
-        """The folder of images that were logged."""
-        return self.path / "media"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of TensorBoard's files."""
-        return self.path / "tensorboard"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.metrics, self.events = path / "config.yaml", path / "metrics.jsonl", path / "events.jsonl"
+        self.checkpoints, self.logs = path / "checkpoints", path / "logs"
+        self.media, self.tensorboard = path / "media", path / "tensorboard"
 
     def create(self) -> None:
-        """Create the folder and `logs/`.
-
-        Raises:
-            UsageError: the folder cannot be created or written to.
-        """
+        """Create the folder and `logs/`. Raises UsageError: it cannot be created or written to."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".write-test-{os.getpid()}"
             probe.touch()
             probe.unlink()
         except OSError as error:
-            raise UsageError(
-                f"the run directory {self.path} can't be written",
-                why=f"{type(error).__name__}: {error.strerror}",
-                fix="choose another with --output-dir DIR",
-            ) from None
+            text = f"the run directory {self.path} can't be written"
+            why = f"{type(error).__name__}: {error.strerror}"
+            raise UsageError(text, why=why, fix="choose another with --output-dir DIR") from None
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add the record of a step or an evaluation."""
@@ -176,24 +137,13 @@ class RunDirectory:
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Append one JSON object as a line, in one write; the broken line of a killed process stays a line of its own.
-
-    Raises:
-        OSError: nothing was appended: the disk is full, the folder is gone …
-    """
+    """Append one JSON object as a line; the broken line of a killed process stays a line of its own."""
     data = (json.dumps({key: plain(value) for key, value in row.items()}, default=str) + "\n").encode()
     append_whole(path, data, end=b"\n")
 
 
 def append_whole(path: Path, data: bytes, *, end: bytes = b"") -> None:
-    """Append all of `data`, or nothing: if the disk becomes full meanwhile, the file stays as it was.
-
-    Args:
-        end: the file's required ending before the data; added if it is missing.
-
-    Raises:
-        OSError: nothing was appended.
-    """
+    """Append all of `data`, after the ending `end` that the file must have; if that raises OSError, nothing is."""
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size = os.fstat(handle).st_size
@@ -219,9 +169,6 @@ def last_lines(path: Path, count: int) -> list[dict[str, Any]]:
     return [row for line in lines if (row := _whole(line)) is not None]
 
 
-_LONGEST_LINE = 4096  # bytes of a line that is expected
-
-
 def _whole(line: bytes | str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
@@ -236,6 +183,5 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            row = _whole(line)
-            if row is not None:
+            if (row := _whole(line)) is not None:
                 yield row

@@ -19,15 +19,12 @@ def sample(
     run: Path, *, prompt: str = "The ", num_tokens: int = 200, temperature: float = 0.8, top_k: int | None = None,
     seed: int = 0,
 ) -> str:  # fmt: skip
-    """Return the prompt, continued by the model of a run.
+    """Return the prompt, continued by the model of a run directory.
 
     Args:
-        run: a run directory.
-        prompt: text to continue.
         num_tokens: number of tokens to add.
         temperature: 0 takes the likeliest token.
         top_k: number of likeliest tokens to draw from; None: all.
-        seed: of the draws.
 
     Raises:
         UsageError: there is no run or no checkpoint, or the data are not text.
@@ -40,17 +37,12 @@ def sample(
     folder = directory.checkpoints if storage is None else checkpoint.build_storage(storage)
     found = checkpoint.newest(folder)
     if found is None:
-        raise UsageError(
-            f"there is no checkpoint in {folder}",
-            fix="train it first; a run saves every checkpoint.save_steps and at its end",
-        )
+        fix = "train it first; a run saves every checkpoint.save_steps and at its end"
+        raise UsageError(f"there is no checkpoint in {folder}", fix=fix)
     data = build_data(config.data, seed=config.training.seed)
     if data.encode is None or data.decode is None:
-        raise UsageError(
-            f"the data {config.data.name} are not text",
-            where=str(directory.config),
-            fix="only language models write: data whose samples are tokens of a text",
-        )
+        fix = "only language models write: data whose samples are tokens of a text"
+        raise UsageError(f"the data {config.data.name} are not text", where=str(directory.config), fix=fix)
     model = load_model(config, data, found)
     block_size = int(data.facts.get("block_size", 512))
     ids = torch.tensor([data.encode(prompt)], dtype=torch.int64)
@@ -59,12 +51,7 @@ def sample(
 
 
 def load_model(config: Config, data: Data, path: checkpoint.Checkpoint) -> Any:
-    """Return the model of a checkpoint, whole, on the CPU, in evaluation mode.
-
-    Args:
-        config: of the run.
-        data: the config's; completes unset arguments of the model.
-    """
+    """Return the model of a checkpoint, whole, on the CPU, in evaluation mode."""
     model: Any = build(config, data)
     if any(p.is_meta for p in model.parameters()):
         to_empty(model, torch.device("cpu"))

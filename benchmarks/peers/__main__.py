@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from benchmarks.page import machine, page, tell
-from lockstep.verify.script.command import verify_script
+from lockstep.verify.command import verify_script
 
 # script → (arguments, the example in whose idiom it is)
 SCRIPTS: dict[str, tuple[tuple[str, ...], str]] = {

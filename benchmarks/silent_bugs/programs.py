@@ -18,7 +18,7 @@ from benchmarks.page import machine, page, table, tell
 from benchmarks.silent_bugs.cases import CASES
 from benchmarks.silent_bugs.sound import ON_RANKS, PROGRAMS
 from lockstep.scratch import temporary
-from lockstep.verify.script.command import verify_script
+from lockstep.verify.command import verify_script
 from lockstep.verify.script.outcome import UNKNOWN
 
 FOLDER = Path(__file__).parent

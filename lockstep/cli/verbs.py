@@ -241,10 +241,9 @@ def top(argv: list[str]) -> int:
     parser = Parser(
         "top",
         "What every rank of a running run does: host, phases of its step, memory, GPU.",
-        ["lockstep top runs/run", "lockstep top http://127.0.0.1:8000   # a live report, through ssh -L"],
+        ["lockstep top runs/run", "ssh -t MACHINE lockstep top runs/run   # a run on another machine"],
     )
-    text = "a run directory, or the address of its report on another machine, through ssh -L"
-    parser.add_argument("runs", metavar="RUN|http://…", nargs="+", help=text)
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directories")
     parser.add_argument("--once", action="store_true", help="print the table once, for scripts")
     given = parser.parse(argv)
 
@@ -263,8 +262,6 @@ def bench(argv: list[str]) -> int:
     parser.add_argument("study", metavar="scaling")
     add_config(parser)
     parser.add_argument("--ranks", metavar="N,N,…", default="1,2,4", help="numbers of ranks (default: 1,2,4)")
-    text = "also measure ranks that sleep instead of computing (default: none)"
-    parser.add_argument("--sleeping", metavar="N,N,…", default="", help=text)
     parser.add_argument("--steps", metavar="N", type=int, default=30, help="steps of each run (default: 30)")
     parser.add_argument("-o", "--output", metavar="NAME", type=Path, default=Path("scaling"), help="NAME.md, NAME.html")
     given = parser.parse(argv)
@@ -273,9 +270,7 @@ def bench(argv: list[str]) -> int:
 
     from lockstep.report.scaling import bench as measure
 
-    return measure(
-        given.study, path, overrides, ranks=given.ranks, sleeping=given.sleeping, steps=given.steps, output=given.output
-    )
+    return measure(given.study, path, overrides, ranks=given.ranks, steps=given.steps, output=given.output)
 
 
 def data(argv: list[str]) -> int:
@@ -378,11 +373,11 @@ def verify(argv: list[str]) -> int:
     end = argv.index("--") if "--" in argv else len(argv)
     given = parser.parse(argv[:end])
     if given.words and (given.words[0].endswith(".py") or len(given.words[0].split()) > 1):
-        from lockstep.verify import script
+        from lockstep.verify.command import run_script
 
         arguments = [*given.words[1:], *argv[end + 1 :]]
         ranks = given.nproc_per_node or given.against
-        return script.run(
+        return run_script(
             given.words[0], arguments, ranks=ranks, steps=given.steps, in_json=given.json, page=given.html
         )
     if given.nproc_per_node is not None or argv[end:]:

@@ -1,7 +1,5 @@
 """Runs the checks of `lockstep doctor` on each rank; rank 0 collects the findings.
 
-    own facts → all ranks' facts, over the store → verdicts → ports → process group → clocks, all-reduce
-
 Ports are checked before the process group, which needs them, through the store alone: if they are closed, that is
 reported without a timeout. Loads torch inside functions.
 """
@@ -29,6 +27,7 @@ _DISK_BYTES = 32 * 2**20
 _SIZES = (4096, 65_536, 2**20, 2**24, 2**26)  # bytes of an all-reduce
 _BUDGET_SECONDS = 20.0
 _SKEW_SECONDS = 1.0
+_SECONDS = 60.0  # how long ranks wait for one another
 
 
 class RankExchange:
@@ -44,18 +43,7 @@ class RankExchange:
         return [json.loads(self._store.get(f"doctor/{self._round}/{rank}")) for rank in range(self.world_size)]
 
 
-def own_name() -> list[Finding]:
-    """Check this host's own name: gloo gives its address to peers, unless an interface is set."""
-    name = socket.gethostname()
-    try:
-        address = str(socket.getaddrinfo(name, None)[0][4][0])
-    except OSError:
-        return [Finding(WARN, "own name", f"{name} does not resolve here",
-                     "put it into /etc/hosts; until then Lockstep passes the interface to gloo")]  # fmt: skip
-    return [Finding(GOOD, "own name", f"{name} is {address}")]
-
-
-def route_to(host: str) -> list[Finding]:
+def _route_to(host: str) -> list[Finding]:
     """Check that `host`, where the machines meet, has an address, and find the route to it."""
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
@@ -67,14 +55,13 @@ def route_to(host: str) -> list[Finding]:
         return [Finding(BAD, "rendezvous", f"there is no route to {host} ({', '.join(addresses)})",
                      "`ip route get ADDRESS`; is the interface up?")]  # fmt: skip
     name = interface_of(own)
-    rate = link_rate(name)
+    rate = _link_rate(name)
     speed = f", {rate * 8 / 1e6:,.0f} Mbit/s" if rate else ""
-    return [
-        Finding(GOOD, "rendezvous", f"{host} is {', '.join(addresses)}; the route is {own} on {name or '?'}{speed}")
-    ]
+    found = f"{host} is {', '.join(addresses)}; the route is {own} on {name or '?'}{speed}"
+    return [Finding(GOOD, "rendezvous", found)]
 
 
-def link_rate(interface: str | None) -> float | None:
+def _link_rate(interface: str | None) -> float | None:
     """Return the bytes per second of an interface; None if it has no speed (a virtual one, the loopback)."""
     if interface is None or not Path(f"/sys/class/net/{interface}/device").exists():
         return None
@@ -91,7 +78,10 @@ def ports(exchange: RankExchange, address: str | None, facts: Sequence[dict[str,
     if len(first) == 1:
         return [Finding(GOOD, "ports", "one machine: ranks meet over the loopback")]
     me = exchange.rank in first
-    listener = _listen(address) if me else None
+    listener = None
+    if me and address is not None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)
     places = exchange.all(None if listener is None else [address, listener.getsockname()[1]])
     failed = [rank for rank in first if me and rank != exchange.rank and not _reaches(places[rank])]
     answers = exchange.all(failed)
@@ -103,28 +93,16 @@ def ports(exchange: RankExchange, address: str | None, facts: Sequence[dict[str,
              "open all ports between the machines: NCCL and gloo use any, the rendezvous port alone is not enough")
         for rank in first for other in answers[rank]
     ]  # fmt: skip
-    pairs = len(first) * (len(first) - 1)
-    return lines or [
-        Finding(GOOD, "ports", f"{len(first)} machines reach one another on ephemeral ports ({pairs} ways)")
-    ]
+    ways = len(first) * (len(first) - 1)
+    found = f"{len(first)} machines reach one another on ephemeral ports ({ways} ways)"
+    return lines or [Finding(GOOD, "ports", found)]
 
 
 def _first_ranks(facts: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the first rank of each machine."""
     seen: dict[str, int] = {}
     for one in facts:
         seen.setdefault(one["machine"], one["rank"])
     return sorted(seen.values())
-
-
-def _listen(address: str | None) -> socket.socket | None:
-    if address is None:
-        return None
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((address, 0))
-    listener.listen()
-    return listener
 
 
 def _reaches(place: list[Any] | None) -> bool:
@@ -234,9 +212,7 @@ def axes(config: Any, facts: Sequence[dict[str, Any]]) -> list[Finding]:
 def all_reduce(device: Any, link: float | None) -> list[Finding]:
     """Check that a sum over ranks is right, and measure its speed by message size; all ranks call it.
 
-    Args:
-        device: of this rank's tensors.
-        link: bytes per second of the link between machines; None: unknown, or one machine.
+    `link` is the bytes per second of the link between machines; None: unknown, or one machine.
     """
     import torch
     import torch.distributed as dist
@@ -282,21 +258,24 @@ def _timed(value: Any, device: Any) -> float:
     return time.monotonic() - began
 
 
-_SECONDS = 60.0  # how long ranks wait for one another
-
-
 def examine(run_directory: Path, show: Callable[[Finding], None], config: Any) -> bool:
     """Run all checks on every rank, where the run will write; return on each whether none failed.
 
     `show` receives each finding at once, on rank 0 only; a `config`, if any, is compared between ranks.
     """
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+
     from lockstep import cluster
     from lockstep.config import DistributedConfig
+    from lockstep.rendezvous import rendezvous
 
     devices = {} if config is None else config.distributed.model_dump(include={"device", "backend"})
     settings = DistributedConfig(timeout_seconds=_SECONDS, **devices)
     facts = rank_facts()
-    exchange = RankExchange(_store(settings), facts.rank, facts.world_size)
+    store: Any = HashStore()
+    if facts.launcher != "none":
+        store = rendezvous(settings, facts, datetime.timedelta(seconds=_SECONDS))
+    exchange = RankExchange(store, facts.rank, facts.world_size)
     lines: list[Finding] = []
 
     def report(found: Iterable[Finding]) -> None:
@@ -315,13 +294,17 @@ def examine(run_directory: Path, show: Callable[[Finding], None], config: Any) -
     report(route)
     report(ports(exchange, address, everybody))
     if not any(line.status == BAD and line.name in ("ports", "rendezvous") for line in lines):
-        here, error = _join(cluster, settings)
+        here, error = None, None
+        try:
+            here = cluster.setup(settings)
+        except (LockstepError, RuntimeError) as problem:
+            error = str(problem).splitlines()[0]
         problems = [problem for problem in exchange.all(error) if problem]
         report(Finding(BAD, "process group", problem) for problem in problems[:1])
         if not problems and here is not None and facts.world_size > 1:
             report(clocks(everybody))
             several = len(_first_ranks(everybody)) > 1
-            link = link_rate(interface_of(address)) if several and address is not None else None
+            link = _link_rate(interface_of(address)) if several and address is not None else None
             report(all_reduce(here.device, link))
         cluster.cleanup()
     verdict: bool = exchange.all(not any(line.status == BAD for line in lines))[0]
@@ -329,10 +312,7 @@ def examine(run_directory: Path, show: Callable[[Finding], None], config: Any) -
 
 
 def check_in_run(config_text: str, names: Iterable[str]) -> list[Finding]:
-    """Run the checks that cost nothing, at the start of a run; every rank calls it after joining the process group.
-
-    Returns:
-        the findings that rank 0 should log, all warnings.
+    """Run the checks that cost nothing, on every rank at the start of a run; return what rank 0 should log.
 
     Raises:
         UsageError: on every rank, if config or code differ between ranks: they would take different steps.
@@ -355,11 +335,8 @@ def names_in(config: Any) -> list[str]:
     found: list[str] = []
 
     def walk(value: Any) -> None:
-        if isinstance(value, dict):
-            for part in value.values():
-                walk(part)
-        elif isinstance(value, list):
-            for part in value:
+        if isinstance(value, dict | list):
+            for part in value.values() if isinstance(value, dict) else value:
                 walk(part)
         elif isinstance(value, str) and ":" in value and value.partition(":")[0].replace(".", "").isidentifier():
             found.append(value)
@@ -368,21 +345,16 @@ def names_in(config: Any) -> list[str]:
     return [name for name in found if not name.startswith("hf:")]
 
 
-def _store(settings: Any) -> Any:
-    from torch.distributed import HashStore  # type: ignore[attr-defined]
-
-    from lockstep.rendezvous import rendezvous
-
-    facts = rank_facts()
-    if facts.launcher == "none":
-        return HashStore()
-    return rendezvous(settings, facts, datetime.timedelta(seconds=_SECONDS))
-
-
 def _route(exchange: RankExchange, everybody: list[Any]) -> tuple[list[Finding], str | None]:
     """Return the findings about each machine's name and route to rank 0, and the address of this machine's side."""
     target = exchange.all(os.environ.get("MASTER_ADDR"))[0]  # of rank 0; None: nobody launched this process
-    own = own_name() + ([] if target is None else route_to(target))
+    name = socket.gethostname()  # gloo gives its address to peers, unless an interface is set
+    try:
+        own = [Finding(GOOD, "own name", f"{name} is {socket.getaddrinfo(name, None)[0][4][0]}")]
+    except OSError:
+        do = "put it into /etc/hosts; until then Lockstep passes the interface to gloo"
+        own = [Finding(WARN, "own name", f"{name} does not resolve here", do)]
+    own += [] if target is None else _route_to(target)
     findings: list[Finding] = []
     for rank, rows in enumerate(exchange.all([[line.status, line.name, line.found, line.do] for line in own])):
         others = everybody[rank]["local_rank"] == 0 and everybody[rank]["machine"] != everybody[0]["machine"]
@@ -390,10 +362,3 @@ def _route(exchange: RankExchange, everybody: list[Any]) -> tuple[list[Finding],
             prefix = f"{everybody[rank]['host']} (rank {rank}): " if others else ""
             findings += [Finding(status, name, prefix + found, do) for status, name, found, do in rows]
     return findings, None if target is None else address_towards(target)
-
-
-def _join(cluster: Any, settings: Any) -> tuple[Any, str | None]:
-    try:
-        return cluster.setup(settings), None
-    except (LockstepError, RuntimeError) as error:
-        return None, str(error).splitlines()[0]

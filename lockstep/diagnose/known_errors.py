@@ -6,7 +6,7 @@ the end of its log.
 
 import re
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 
 _PAGE = Path(__file__).with_suffix(".md")
@@ -26,11 +26,6 @@ class KnownError:
     fix: str  # what to do, likewise
     shown: str  # whether a test provokes it, or what that needs beyond a CPU; and whether it is often a consequence
 
-    @cached_property
-    def regex(self) -> re.Pattern[str]:
-        """The compiled pattern."""
-        return re.compile(self.pattern, re.IGNORECASE)
-
     @property
     def consequence(self) -> bool:
         """Return whether another rank's failure usually explains it; that one is then reported first."""
@@ -47,7 +42,7 @@ def table() -> tuple[KnownError, ...]:
 
 def recognise(text: str, log: Path | None = None) -> KnownError | None:
     """Return the known error in `text`, if any; the log is searched too if it is recognised, but vague."""
-    found = [error for error in table() if error.regex.search(text)]
+    found = [error for error in table() if re.search(error.pattern, text, re.IGNORECASE)]
     known = min(found, key=lambda error: error.name in _VAGUE, default=None)
     if known is not None and known.name == "a data worker was killed" and log is not None:
         return recognise(f"{text}\n{tail(log)}")

@@ -1,7 +1,6 @@
 """Collects facts about each rank and its machine as plain JSON, and judges those of all ranks: ✓, ⚠ or ✗.
 
-It reads files and the environment; it changes and measures nothing (that is `doctor`). ✓ is good, ⚠ runs with a
-disadvantage, ✗ will not run.
+It reads files and the environment; it changes and measures nothing (that is `doctor`).
 """
 
 import hashlib
@@ -14,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,12 +30,7 @@ _PROGRAM_SECONDS = 20.0  # limit for nvidia-smi, which hangs if a driver or a GP
 
 
 def own_facts(config_text: str | None = None, names: Iterable[str] = ()) -> dict[str, Any]:
-    """Return this rank's facts that cost almost nothing.
-
-    Args:
-        config_text: the resolved config, to be compared between ranks; or None.
-        names: `package.module:Name` of what the config names; their code is compared too.
-    """
+    """Return this rank's facts that cost almost nothing; `names`: what the config names, whose code is compared."""
     facts = rank_facts()
     return {
         "rank": facts.rank,
@@ -45,7 +40,7 @@ def own_facts(config_text: str | None = None, names: Iterable[str] = ()) -> dict
         "host": socket.gethostname(),
         "machine": machine_id(),
         "versions": versions(),
-        "config": None if config_text is None else _digest(config_text.encode()),
+        "config": None if config_text is None else hashlib.sha256(config_text.encode()).hexdigest()[:12],
         "code": code_digest(names),
         "variables": {name: value for name, value in sorted(os.environ.items()) if VARIABLES.match(name)},
         "gpus": visible_gpus(),
@@ -54,6 +49,7 @@ def own_facts(config_text: str | None = None, names: Iterable[str] = ()) -> dict
 
 def machine_facts(run_directory: Path) -> dict[str, Any]:
     """Return the machine's limits, memory, disk, CPUs and cards."""
+    ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*/state"))
     return {
         "limits": {name: resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0] for name in ("NOFILE", "MEMLOCK")},
         "shared_memory": _space(Path("/dev/shm")),
@@ -61,7 +57,7 @@ def machine_facts(run_directory: Path) -> dict[str, Any]:
         "cores": len(cores.allowed()),
         "numa_nodes": len(cores.numa_nodes()) or 1,
         "numa_node": cores.bound_node(),
-        "infiniband": infiniband(),
+        "infiniband": {f"{port.parts[-4]}:{port.parts[-2]}": port.read_text().strip() for port in ports},
         "topology": _output("nvidia-smi", "topo", "-m") if visible_gpus() else "",
     }
 
@@ -70,7 +66,9 @@ def versions() -> dict[str, str]:
     """Return the versions that must be equal on all ranks. Loads torch."""
     import torch
 
-    found = {"python": platform.python_version(), "torch": torch.__version__, "lockstep": _version("lockstep-train")}
+    found = {"python": platform.python_version(), "torch": torch.__version__, "lockstep": "unknown"}
+    with suppress(PackageNotFoundError):
+        found["lockstep"] = version("lockstep-train")
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
         if torch.cuda.is_available():
@@ -126,13 +124,7 @@ def _links() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def infiniband() -> dict[str, str]:
-    """Return the ports of InfiniBand or RoCE cards and their state."""
-    ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*/state"))
-    return {f"{port.parts[-4]}:{port.parts[-2]}": port.read_text().strip() for port in ports}
-
-
-def differing(values: Mapping[int, Any]) -> dict[str, list[int]]:
+def _differing(values: Mapping[int, Any]) -> dict[str, list[int]]:
     """Return the ranks that have each value, by the value's text."""
     groups: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
@@ -148,17 +140,6 @@ def _space(path: Path) -> dict[str, int] | None:
     except OSError:
         return None
     return {"total": usage.total, "free": usage.free}
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:12]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _output(*command: str) -> str:
@@ -205,20 +186,19 @@ def equality(facts: Facts) -> Iterator[Finding]:
     names = sorted({name for one in facts for name in one["versions"]})
     same: list[str] = []
     for name in names:
-        groups = differing({one["rank"]: one["versions"].get(name, "none") for one in facts})
+        groups = _differing({one["rank"]: one["versions"].get(name, "none") for one in facts})
         if len(groups) == 1:
             same.append(f"{name} {next(iter(groups))}")
         else:
-            yield Finding(
-                BAD, "versions", f"{name} differs: {_who(groups, facts)}", f"install one {name} on all machines"
-            )
+            found = f"{name} differs: {_who(groups, facts)}"
+            yield Finding(BAD, "versions", found, f"install one {name} on all machines")
     if same:
         yield Finding(GOOD, "versions", ", ".join(same) + _on_all(facts))
     for name, what, fix in (
         ("code", "the code", "bring all machines to one version of Lockstep and of your own modules"),
         ("config", "the config", "start every machine with the same file and the same KEY=VALUE"),
     ):
-        groups = differing({one["rank"]: one[name] for one in facts})
+        groups = _differing({one["rank"]: one[name] for one in facts})
         if len(groups) > 1:
             yield Finding(BAD, name, f"{what} differs: {_who(groups, facts)}", fix)
         elif "None" not in groups:
@@ -231,9 +211,10 @@ def variables(facts: Facts) -> Iterator[Finding]:
     for warning in warnings:
         yield Finding(WARN, "variables", warning, f"unset {warning.split()[0]}, or keep it knowingly")
     names = {name for one in facts for name in one["variables"]} - _MAY_DIFFER
-    unequal = [name for name in sorted(names) if len(differing(_values(facts, name))) > 1]
-    for name in unequal:
-        found = f"{name} differs: {_who(differing(_values(facts, name)), facts)}"
+    values = {n: _differing({one["rank"]: one["variables"].get(n, "unset") for one in facts}) for n in sorted(names)}
+    unequal = {name: groups for name, groups in values.items() if len(groups) > 1}
+    for name, groups in unequal.items():
+        found = f"{name} differs: {_who(groups, facts)}"
         yield Finding(WARN, "variables", found, "set it on all machines: distributed.env does")
     if not warnings and not unequal:
         shown = ", ".join(f"{name}={facts[0]['variables'][name]}" for name in sorted(facts[0]["variables"]))
@@ -255,7 +236,7 @@ def variable_warnings(variables: Mapping[str, str]) -> list[str]:
 
 def gpus(facts: Facts) -> Iterator[Finding]:
     """Check the GPUs' models, memory and links."""
-    counts = differing({one["rank"]: len(one["gpus"]) for one in facts})
+    counts = _differing({one["rank"]: len(one["gpus"]) for one in facts})
     if list(counts) == ["0"]:
         yield Finding(GOOD, "GPUs", "no rank sees one: runs use the CPU and gloo; nothing about GPUs was checked")
         return
@@ -264,11 +245,9 @@ def gpus(facts: Facts) -> Iterator[Finding]:
         yield Finding(BAD, "GPUs", found, "compare `nvidia-smi` and CUDA_VISIBLE_DEVICES on the machines")
     for one in facts:
         if one["local_rank"] >= len(one["gpus"]) > 0:
-            yield Finding(
-                BAD, "GPUs", f"rank {one['rank']} has no GPU of its own: {len(one['gpus'])} for "
-                f"{one['local_world_size']} ranks on {one['host']}", f"--nproc-per-node {len(one['gpus'])}",
-            )  # fmt: skip
-    models = differing({one["rank"]: sorted({gpu["model"] for gpu in one["gpus"]}) for one in facts})
+            found = f"rank {one['rank']} has no GPU of its own: {len(one['gpus'])} for {one['local_world_size']} ranks "
+            yield Finding(BAD, "GPUs", found + f"on {one['host']}", f"--nproc-per-node {len(one['gpus'])}")
+    models = _differing({one["rank"]: sorted({gpu["model"] for gpu in one["gpus"]}) for one in facts})
     found = "; ".join(f"{text.strip('[]')} (rank {_ranks(who)})" for text, who in models.items())
     yield Finding.warn_unless(len(models) == 1, "GPUs", found, "the slowest model sets the pace; choose equal machines")
     for one in (one for one in facts if one["local_rank"] < len(one["gpus"])):
@@ -281,15 +260,14 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 
 def _pcie(facts: Facts) -> Iterator[Finding]:
     """Check the PCIe generation and width of each rank's own GPU; the maximum one, because idle GPUs lower it."""
-    own = {
-        one["rank"]: one["gpus"][one["local_rank"]] for one in facts if one["local_rank"] < len(one["gpus"])
-    }  # fmt: skip
+    placed = [one for one in facts if one["local_rank"] < len(one["gpus"])]
+    own = {one["rank"]: one["gpus"][one["local_rank"]] for one in placed}
     known = {rank: gpu for rank, gpu in own.items() if "pcie_width" in gpu}
     for rank, gpu in known.items():
         if gpu["pcie_width"] < gpu.get("pcie_width_max", 0):
             found = f"rank {rank}: PCIe width {gpu['pcie_width']} of {gpu['pcie_width_max']}"
             yield Finding(WARN, "PCIe", found, "reseat the card, or move it to a slot of full width")
-    groups = differing({r: f"generation {g.get('pcie_gen_max', '?')} × {g['pcie_width']}" for r, g in known.items()})
+    groups = _differing({r: f"generation {g.get('pcie_gen_max', '?')} × {g['pcie_width']}" for r, g in known.items()})
     if groups:
         same = len(groups) == 1
         text = next(iter(groups)) + _on_all(facts) if same else _who(groups, facts)
@@ -309,9 +287,8 @@ def topology(facts: Facts) -> Iterator[Finding]:
         alone = [index for index, gpu in enumerate(one["gpus"]) if not gpu.get("peers", True)]
         if alone:
             found = f"GPU {_ranks(alone)} can't reach its peers' memory{_at(one, facts)}"
-            yield Finding(
-                WARN, "P2P", found, "a virtual machine or ACS in the BIOS forbids it; NCCL goes through the host"
-            )
+            do = "a virtual machine or ACS in the BIOS forbids it; NCCL goes through the host"
+            yield Finding(WARN, "P2P", found, do)
 
 
 def limits(facts: Facts) -> Iterator[Finding]:
@@ -354,17 +331,15 @@ def disk(facts: Facts) -> Iterator[Finding]:
     machines = [one for one in facts if one["local_rank"] == 0]
     for one in machines:
         if "disk_error" in one:
-            yield Finding(
-                BAD, "disk", f"the run directory can't be written: {one['disk_error']}{_at(one, facts)}",
-                "--output-dir somewhere that is yours and is there; see the mount and its rights",
-            )  # fmt: skip
+            found = f"the run directory can't be written: {one['disk_error']}{_at(one, facts)}"
+            do = "--output-dir somewhere that is yours and is there; see the mount and its rights"
+            yield Finding(BAD, "disk", found, do)
         free = (one["disk"] or {"free": 0})["free"]
         status = BAD if free < _GIB else WARN if free < 10 * _GIB else GOOD
         speed = one.get("disk_speed")
         text = f"{units.size(free)} free" + (f", written and synced at {units.size(speed)}/s" if speed else "")
-        yield Finding(
-            status, "disk", text + _at(one, facts), "" if status == GOOD else "free space, or --output-dir elsewhere"
-        )
+        do = "" if status == GOOD else "free space, or --output-dir elsewhere"
+        yield Finding(status, "disk", text + _at(one, facts), do)
     if len(machines) > 1:
         shared = all(one.get("sees_run_directory") for one in machines)
         found = "all machines see one run directory" if shared else "machines do not share the run directory"
@@ -374,10 +349,6 @@ def disk(facts: Facts) -> Iterator[Finding]:
 
 CHEAP: tuple[Callable[[Facts], Iterator[Finding]], ...] = (equality, variables, gpus)
 ALL = (*CHEAP, topology, limits, disk)
-
-
-def _values(facts: Facts, name: str) -> dict[int, str]:
-    return {one["rank"]: one["variables"].get(name, "unset") for one in facts}
 
 
 def _who(groups: dict[str, list[int]], facts: Facts) -> str:

@@ -5,16 +5,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from lockstep.report import units
-from lockstep.report.read import (
-    PHASE_NAMES,
-    RunData,
-    after_warmup,
-    flat_config,
-    phase_totals,
-    step_shares,
-    typical_step,
-)
+from lockstep.report import read, units
+from lockstep.report.read import PHASE_NAMES, RunData, after_warmup, flat_config, phase_totals, step_shares
 
 _FIRST = {"bad": 0, "warn": 1, "info": 2}
 
@@ -41,35 +33,28 @@ def _crashed(run: RunData) -> Iterator[Advice]:
     saves = [event["step"] for event in run.of_kind("save") if isinstance(event.get("step"), int)]
     step = run.rows[-1]["step"] if run.rows else 0
     lost = f"the newest checkpoint is of step {saves[-1]}" if saves else "there is no checkpoint"
-    yield Advice(
-        "bad",
-        f"The run ended after step {step} without a last event.",
-        f"Look at the end of {run.path / 'logs' / 'rank-0.log'}; resume with `lockstep train "
-        f"{run.path / 'config.yaml'} --output-dir {run.path} --resume auto`.",
-        f"events.jsonl does not end with `stop`; the last logged step is {step}, {lost}.",
-    )
+    found = f"The run ended after step {step} without a last event."
+    do = f"Look at the end of {run.path / 'logs' / 'rank-0.log'}; resume with `lockstep train "
+    do += f"{run.path / 'config.yaml'} --output-dir {run.path} --resume auto`."
+    yield Advice("bad", found, do, f"events.jsonl does not end with `stop`; the last logged step is {step}, {lost}.")
 
 
 def _non_finite_loss(run: RunData) -> Iterator[Advice]:
     if run.not_numbers:
-        yield Advice(
-            "bad",
-            f"The loss was not a number at step {run.not_numbers[0]}.",
-            "Lower training.learning_rate, lengthen training.warmup_steps, or look at the samples of that step.",
-            f"{len(run.not_numbers)} logged step(s) have a loss of nan or infinity, the first is {run.not_numbers[0]}.",
-        )
+        found = f"The loss was not a number at step {run.not_numbers[0]}."
+        do = "Lower training.learning_rate, lengthen training.warmup_steps, or look at the samples of that step."
+        evidence = f"{len(run.not_numbers)} logged step(s) have a loss of nan or infinity, the first is "
+        evidence += f"{run.not_numbers[0]}."
+        yield Advice("bad", found, do, evidence)
 
 
 def _restarts(run: RunData) -> Iterator[Advice]:
     restarts = run.of_kind("restart", "fault")
     if restarts:
         reasons = "; ".join(dict.fromkeys(str(event.get("reason", "")).splitlines()[0] for event in restarts[-3:]))
-        yield Advice(
-            "warn",
-            f"The ranks were restarted {'once' if len(restarts) == 1 else f'{len(restarts)} times'}.",
-            "Read the reasons; consider removing a machine that recurs in them.",
-            f"events.jsonl: {reasons}",
-        )
+        found = f"The ranks were restarted {'once' if len(restarts) == 1 else f'{len(restarts)} times'}."
+        do = "Read the reasons; consider removing a machine that recurs in them."
+        yield Advice("warn", found, do, f"events.jsonl: {reasons}")
 
 
 def _data(run: RunData) -> Iterator[Advice]:
@@ -78,12 +63,9 @@ def _data(run: RunData) -> Iterator[Advice]:
         return
     workers = flat_config(run.config_text).get("data.num_workers", 0)
     advice = "Raise data.num_workers" if not workers else f"Raise data.num_workers above {workers} or prefetch_factor"
-    yield Advice(
-        "warn",
-        f"{share:.0%} of each step waits for data.",
-        f"{advice}, or put the data on a faster disk (`lockstep data prepare` makes tokens beforehand).",
-        _of_a_step(run, share) + f"; data.num_workers is {workers}.",
-    )
+    found = f"{share:.0%} of each step waits for data."
+    do = f"{advice}, or put the data on a faster disk (`lockstep data prepare` makes tokens beforehand)."
+    yield Advice("warn", found, do, _of_a_step(run, share) + f"; data.num_workers is {workers}.")
 
 
 def _communication(run: RunData) -> Iterator[Advice]:
@@ -108,12 +90,9 @@ def _communication(run: RunData) -> Iterator[Advice]:
         ways += ["give the pipeline more micro-batches a step (training.gradient_accumulation_steps)"]
     if {"tensor", "context"} & set(sizes) and len(hosts) > 1:
         ways += ["keep the ranks of distributed.tensor_size and context_size within a host"]
-    yield Advice(
-        "warn",
-        f"{share:.0%} of each step waits for other ranks.",
-        f"To wait less: {'; '.join(ways)}.",
-        _of_a_step(run, share) + f"; the ranks are {run.start.get('layout', 'unknown')}.",
-    )
+    found = f"{share:.0%} of each step waits for other ranks."
+    do = f"To wait less: {'; '.join(ways)}."
+    yield Advice("warn", found, do, _of_a_step(run, share) + f"; the ranks are {run.start.get('layout', 'unknown')}.")
 
 
 def _ranks_by_host(run: RunData) -> dict[str, list[dict[str, Any]]]:
@@ -137,24 +116,18 @@ def _oversubscribed_hosts(run: RunData) -> dict[str, tuple[int, int]]:
 def _oversubscribed(run: RunData) -> Iterator[Advice]:
     for host, (threads, cores) in list(_oversubscribed_hosts(run).items())[:1]:
         ranks = len(_ranks_by_host(run)[host])
-        yield Advice(
-            "warn",
-            f"{host} has {cores} core{'s' * (cores != 1)} for {threads} threads of {ranks} "
-            f"rank{'s' * (ranks != 1)}: they take turns, and wait for each other.",
-            f"Set OMP_NUM_THREADS={cores // ranks}." if cores >= ranks else f"Start at most {cores} ranks there.",
-            "The start event has each rank's threads, and the cores that it may use.",
-        )
+        found = f"{host} has {cores} core{'s' * (cores != 1)} for {threads} threads of {ranks} "
+        found += f"rank{'s' * (ranks != 1)}: they take turns, and wait for each other."
+        do = f"Set OMP_NUM_THREADS={cores // ranks}." if cores >= ranks else f"Start at most {cores} ranks there."
+        yield Advice("warn", found, do, "The start event has each rank's threads, and the cores that it may use.")
 
 
 def _straggler(run: RunData) -> Iterator[Advice]:
     for event in {event.get("rank"): event for event in run.of_kind("straggler")}.values():
         host, phase = event.get("host") or "its machine", str(event.get("phase"))
-        yield Advice(
-            "warn",
-            f"Rank {event.get('rank')} on {host} keeps the others waiting, with {PHASE_NAMES.get(phase, phase)}.",
-            f"Look at {host}: other processes, heat, a slow disk; `lockstep doctor` compares it with the others.",
-            f"step {event.get('step')}: {event.get('text')}.",
-        )
+        found = f"Rank {event.get('rank')} on {host} keeps the others waiting, with {PHASE_NAMES.get(phase, phase)}."
+        do = f"Look at {host}: other processes, heat, a slow disk; `lockstep doctor` compares it with the others."
+        yield Advice("warn", found, do, f"step {event.get('step')}: {event.get('text')}.")
 
 
 def _pauses(run: RunData) -> Iterator[Advice]:
@@ -166,52 +139,45 @@ def _pauses(run: RunData) -> Iterator[Advice]:
     if saving > 0.05:
         config = flat_config(run.config_text)
         how = "Set checkpoint.async: true" if config.get("checkpoint.async") is False else "Raise checkpoint.save_steps"
-        yield Advice(
-            "warn",
-            f"Checkpoints take {saving:.0%} of the time.",
-            f"{how}.",
-            f"{units.seconds(totals['checkpoint'])} of {units.seconds(wall)}, {len(run.of_kind('save'))} checkpoints.",
-        )
+        found = f"Checkpoints take {saving:.0%} of the time."
+        do = f"{how}."
+        evidence = f"{units.seconds(totals['checkpoint'])} of {units.seconds(wall)}, {len(run.of_kind('save'))} "
+        evidence += "checkpoints."
+        yield Advice("warn", found, do, evidence)
     if evaluating > 0.2:
-        yield Advice(
-            "info",
-            f"Evaluations take {evaluating:.0%} of the time.",
-            "Raise training.eval_steps or training.eval_batch_size.",
-            f"{units.seconds(totals['evaluation'])} of {units.seconds(wall)} in {len(run.evaluations)} evaluations.",
-        )
+        found = f"Evaluations take {evaluating:.0%} of the time."
+        do = "Raise training.eval_steps or training.eval_batch_size."
+        evidence = f"{units.seconds(totals['evaluation'])} of {units.seconds(wall)} in {len(run.evaluations)} "
+        evidence += "evaluations."
+        yield Advice("info", found, do, evidence)
 
 
 def _memory(run: RunData) -> Iterator[Advice]:
     for event in run.of_kind("memory_high", "memory_imbalance")[:2]:
-        yield Advice(
-            "warn",
-            "Memory is nearly full." if event["kind"] == "memory_high" else "Ranks hold unequal memory.",
-            "Turn on training.gradient_checkpointing, or lower training.batch_size."
-            if event["kind"] == "memory_high"
-            else "Move the cuts (distributed.pipeline.split_spec), or shard along a dimension that divides evenly.",
-            f"step {event.get('step')}: {event.get('text')}.",
-        )
+        found, do = {
+            "memory_high": ("Memory is nearly full.",
+                            "Turn on training.gradient_checkpointing, or lower training.batch_size."),
+            "memory_imbalance": ("Ranks hold unequal memory.", "Move the cuts (distributed.pipeline.split_spec), or "
+                                 "shard along a dimension that divides evenly."),
+        }[event["kind"]]  # fmt: skip
+        yield Advice("warn", found, do, f"step {event.get('step')}: {event.get('text')}.")
     memory = run.gathered[-1].get("memory", {}) if run.gathered else {}
     if "reserved" in memory and "total" in memory and memory["peak"][2] < 0.5 * memory["total"][2]:
         peak, total = memory["peak"][2], memory["total"][2]
-        yield Advice(
-            "info",
-            f"Much of the GPUs' memory is free: the fullest has held {peak / total:.0%} of it.",
-            "Raise training.batch_size (and keep training.global_batch_size), or turn gradient_checkpointing off.",
-            f"rank {memory['peak'][3]}: a peak of {units.size(peak)} out of {units.size(total)}.",
-        )
+        found = f"Much of the GPUs' memory is free: the fullest has held {peak / total:.0%} of it."
+        do = "Raise training.batch_size (and keep training.global_batch_size), or turn gradient_checkpointing off."
+        evidence = f"rank {memory['peak'][3]}: a peak of {units.size(peak)} out of {units.size(total)}."
+        yield Advice("info", found, do, evidence)
 
 
 def _precision(run: RunData) -> Iterator[Advice]:
     skipped = run.last("skipped_steps") or 0
     steps = run.rows[-1]["step"] if run.rows else 0
     if skipped > max(3, 0.02 * steps):
-        yield Advice(
-            "warn",
-            f"{skipped} of {steps} steps were skipped: gradients overflowed under fp16.",
-            "Use precision.mode: bf16 where the device has it; else lower precision.loss_scale.initial_scale.",
-            f"skipped_steps is {skipped}, and the loss scale is {run.last('loss_scale')} at the end.",
-        )
+        found = f"{skipped} of {steps} steps were skipped: gradients overflowed under fp16."
+        do = "Use precision.mode: bf16 where the device has it; else lower precision.loss_scale.initial_scale."
+        evidence = f"skipped_steps is {skipped}, and the loss scale is {run.last('loss_scale')} at the end."
+        yield Advice("warn", found, do, evidence)
 
 
 def _clipping(run: RunData) -> Iterator[Advice]:
@@ -220,12 +186,10 @@ def _clipping(run: RunData) -> Iterator[Advice]:
         limit = flat_config(run.config_text).get("training.gradient_clip.value")
         norms = [row["grad_norm"] for row in after_warmup(run.rows) if row.get("grad_norm") is not None]
         typical = f"the median norm is {median(norms):.3g}, " if norms else ""
-        yield Advice(
-            "info",
-            "Nearly every step's gradient is clipped: the learning rate acts as a step of fixed length.",
-            "Raise training.gradient_clip.value above the usual norm, or lower the learning rate.",
-            f"{sum(value > 0 for value in values)} of {len(values)} logged steps; {typical}the limit {limit}.",
-        )
+        found = "Nearly every step's gradient is clipped: the learning rate acts as a step of fixed length."
+        do = "Raise training.gradient_clip.value above the usual norm, or lower the learning rate."
+        evidence = f"{sum(value > 0 for value in values)} of {len(values)} logged steps; {typical}the limit {limit}."
+        yield Advice("info", found, do, evidence)
 
 
 def _overfitting(run: RunData) -> Iterator[Advice]:
@@ -235,12 +199,9 @@ def _overfitting(run: RunData) -> Iterator[Advice]:
     best_step, best = min(losses, key=lambda pair: pair[1])
     last_step, last = losses[-1]
     if last > 1.02 * best and last_step > best_step:
-        yield Advice(
-            "warn",
-            f"The evaluation loss has risen since step {best_step}.",
-            "Stop there (checkpoint.keep_best: eval_loss keeps it), add data or dropout, or train for fewer steps.",
-            f"{best:.4f} at step {best_step}, {last:.4f} at step {last_step}.",
-        )
+        found = f"The evaluation loss has risen since step {best_step}."
+        do = "Stop there (checkpoint.keep_best: eval_loss keeps it), add data or dropout, or train for fewer steps."
+        yield Advice("warn", found, do, f"{best:.4f} at step {best_step}, {last:.4f} at step {last_step}.")
 
 
 def _slowing(run: RunData) -> Iterator[Advice]:
@@ -251,39 +212,32 @@ def _slowing(run: RunData) -> Iterator[Advice]:
         return
     early, late = median(values[len(values) // 4 : len(values) // 2]), median(values[-len(values) // 4 :])
     if late < 0.8 * early:
-        yield Advice(
-            "warn",
-            f"The run has become slower: {1 - late / early:.0%} fewer per second than before.",
-            "Look at other programs on the machines, at the disk, and at “Time per phase” for the phase that grew.",
-            f"{units.count(early)} {unit}/s in the second quarter of the run, {units.count(late)} in the last.",
-        )
+        found = f"The run has become slower: {1 - late / early:.0%} fewer per second than before."
+        do = "Look at other programs on the machines, at the disk, and at “Time per phase” for the phase that grew."
+        evidence = f"{units.count(early)} {unit}/s in the second quarter of the run, {units.count(late)} in the last."
+        yield Advice("warn", found, do, evidence)
 
 
 def _utilisation(run: RunData) -> Iterator[Advice]:
     shares, mfu = step_shares(run), run.last("mfu")
     on_gpu = "CPU" not in str((run.start.get("ranks") or [{}])[0].get("device", "CPU"))
     if on_gpu and mfu is not None and mfu < 0.2 and shares.get("forward_backward", 0.0) > 0.7:
-        yield Advice(
-            "info",
-            f"The devices compute at {mfu:.0%} of their peak.",
-            "Try training.compile: true, precision.mode: bf16, or a larger training.batch_size.",
-            f"mfu {mfu:.3g}; {shares['forward_backward']:.0%} of a step is forward and backward; peak: "
-            f"{run.start.get('peak_source')}.",
-        )
+        found = f"The devices compute at {mfu:.0%} of their peak."
+        do = "Try training.compile: true, precision.mode: bf16, or a larger training.batch_size."
+        evidence = f"mfu {mfu:.3g}; {shares['forward_backward']:.0%} of a step is forward and backward; peak: "
+        evidence += f"{run.start.get('peak_source')}."
+        yield Advice("info", found, do, evidence)
 
 
 def _sinks(run: RunData) -> Iterator[Advice]:
     for event in run.of_kind("sink_failed"):
-        yield Advice(
-            "info",
-            f"{str(event.get('sink', 'a sink')).capitalize()} failed; training went on without it.",
-            "Repair it, or remove it from monitor.sinks.",
-            f"{event.get('reason')}",
-        )
+        found = f"{str(event.get('sink', 'a sink')).capitalize()} failed; training went on without it."
+        do = "Repair it, or remove it from monitor.sinks."
+        yield Advice("info", found, do, f"{event.get('reason')}")
 
 
 def _of_a_step(run: RunData, share: float) -> str:
-    step = typical_step(run)
+    step = read.typical_step(run)
     return (
         f"{units.seconds(share * step)} of a step of {units.seconds(step)}, the median over ranks and "
         f"{len(after_warmup(run.gathered))} measurements"

@@ -9,8 +9,7 @@ from lockstep.errors import UsageError
 from lockstep.records import RunDirectory
 from lockstep.report import units
 from lockstep.report.advice import advise
-from lockstep.report.charts import loss_against
-from lockstep.report.figures import LINES_AT_MOST, shortened
+from lockstep.report.charts import LINES_AT_MOST, loss_against, shortened
 from lockstep.report.page import Page, compared, differences, render, serve, write, write_text
 from lockstep.report.read import RunData, is_run, read_run, typical_step, wall_seconds
 
@@ -23,7 +22,7 @@ def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) ->
     if live:
         if output is not None:
             raise UsageError("--live serves the page; it writes no file", fix="leave out -o, or --live")
-        serve(paths, port, started=lambda text: print(text, flush=True))
+        serve(paths, port)
         return 0
     if len(paths) == 1 and paths[0].is_dir() and not is_run(paths[0]):
         target = write_index(paths[0], output)
@@ -31,18 +30,14 @@ def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) ->
         runs = [read_run(path) for path in {path.resolve(): path for path in paths}.values()]  # each once
         target = output or paths[0] / "report.html"
         write(runs, target)
-        print("\n".join(line for one in runs for line in summary(one)))
+        for one in runs:
+            step, loss, seconds = one.rows[-1]["step"] if one.rows else 0, one.last("loss"), typical_step(one)
+            about = [f"{one.name}: {one.status}, {step} steps"]
+            about += [f"loss {loss:.4f}"] if loss is not None else []
+            about += [f"{units.seconds(seconds)} per step"] if seconds else []
+            print("\n".join([", ".join(about), *(f"  {advice.found} {advice.do}" for advice in advise(one))]))
     print(f"lockstep: {target}")
     return 0
-
-
-def summary(run: RunData) -> list[str]:
-    """Return one line about the run, and one for each piece of advice."""
-    step, loss = (run.rows[-1]["step"] if run.rows else 0), run.last("loss")
-    about = [f"{run.name}: {run.status}, {step} steps"]
-    about += [f"loss {loss:.4f}"] if loss is not None else []
-    about += [f"{units.seconds(typical_step(run))} per step"] if typical_step(run) else []
-    return [", ".join(about), *(f"  {advice.found} {advice.do}" for advice in advise(run))]
 
 
 def runs_in(folder: Path, depth: int = _DEEPEST) -> list[Path]:
@@ -62,16 +57,16 @@ def write_index(folder: Path, output: Path | None) -> Path:
     """Write the page, and the report of each run that has none or an older one; return its path."""
     paths = runs_in(folder)
     if not paths:
-        raise UsageError(
-            f"{folder} is not a run directory, and there is none in it",
-            fix="give the folder that `lockstep train --output-dir` wrote, as runs/NAME, or a folder of such folders",
-        )
+        fix = "give the folder that `lockstep train --output-dir` wrote, as runs/NAME, or a folder of such folders"
+        raise UsageError(f"{folder} is not a run directory, and there is none in it", fix=fix)
     target = output or folder / INDEX
     runs = [read_run(path) for path in paths]
     for run in runs:
         run.name = run.path.relative_to(folder).as_posix()
-        if _is_stale(run.path):
-            write([read_run(run.path)], run.path / "report.html")
+        report, files = run.path / "report.html", RunDirectory(run.path)
+        changed = [file.stat().st_mtime for file in (files.metrics, files.events) if file.exists()]
+        if not report.exists() or any(moment > report.stat().st_mtime for moment in changed):
+            write([read_run(run.path)], report)
     write_text(render(index_data(folder, runs, target.parent)), target)
     return target
 
@@ -91,17 +86,6 @@ def index_data(folder: Path, runs: list[RunData], beside: Path) -> Page:
     return {
         "title": f"{len(runs)} run{'s' if len(runs) > 1 else ''} in {folder.resolve().name}",
         "made": units.moment(max((event["time"] for run in runs for event in run.events), default=0.0)),
-        "runs": [],
-        "advice": None,
-        "charts": figures,
-        "tables": [table, *([where] if where else [])],
-        "configs": [],
+        "runs": [], "advice": None, "charts": figures, "tables": [table, *([where] if where else [])], "configs": [],
         "plain": True,
-    }
-
-
-def _is_stale(path: Path) -> bool:
-    report, run = path / "report.html", RunDirectory(path)
-    if not report.exists():
-        return True
-    return any(file.exists() and file.stat().st_mtime > report.stat().st_mtime for file in (run.metrics, run.events))
+    }  # fmt: skip

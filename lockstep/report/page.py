@@ -9,7 +9,8 @@ import base64
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -18,16 +19,13 @@ from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.records import RunDirectory
-from lockstep.report import top, units
+from lockstep.report import units
 from lockstep.report.advice import advise
-from lockstep.report.charts import charts
-from lockstep.report.figures import COLOURS, Figure, chart, coloured, line, shortened
+from lockstep.report.charts import COLOURS, Figure, chart, charts, coloured, line, shortened
 from lockstep.report.read import Row, RunData, flat_config, read_run, typical_step, wall_seconds
 
-_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
-    "base-uri 'none'; form-action 'none'; connect-src {connect}"
-)
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
+_POLICY += "base-uri 'none'; form-action 'none'; connect-src {connect}"
 Page = dict[str, Any]
 _MOST_BYTES = 950_000  # of a page's data; the scripts and the style have 40,000
 NEWEST = 4  # of each name
@@ -56,26 +54,24 @@ def render(data: Page, *, live: bool = False) -> str:
 
 def page_data(runs: list[RunData], now: float | None = None) -> Page:
     """Return the page's content as plain data."""
-    figures = charts(runs) + (histograms(runs[0]) if len(runs) == 1 else [])
+    figures = charts(runs) + (_histograms(runs[0]) if len(runs) == 1 else [])
     most = shortened(figures)
+    share = _CONFIG_CHARACTERS // len(runs)
+    thinner = f"Lines are drawn with {most:,} points, wide ones with twice as many; metrics.jsonl has all."
     page = {
         "title": " · ".join(run.name for run in runs),
         "made": units.moment(time.time() if now is None else now),
         "runs": [_about(run, colour) for run, colour in coloured(runs)],
         "advice": [vars(advice) | {"run": run.name if len(runs) > 1 else ""} for run in runs for advice in advise(run)],
         "charts": figures,
-        "left_out": f"Lines are drawn with {most:,} points, wide ones with twice as many; metrics.jsonl has all."
-        if most else "",
+        "left_out": thinner if most else "",
         "tables": [
             *([compared(runs)] if len(runs) > 1 else []),
             *(table for make in (differences, _operators, _events) if (table := make(runs))),
         ],
-        "configs": [
-            {"name": run.name, "text": _begun(run.config_text, _CONFIG_CHARACTERS // len(runs))}
-            for run in runs if run.config_text
-        ],
-    }  # fmt: skip
-    return page | {"samples": samples(runs, _MOST_BYTES - len(json.dumps(page)))}
+        "configs": [{"name": run.name, "text": _begun(run.config_text, share)} for run in runs if run.config_text],
+    }
+    return page | {"samples": _samples(runs, _MOST_BYTES - len(json.dumps(page)))}
 
 
 def _begun(text: str, most: int) -> str:
@@ -83,7 +79,7 @@ def _begun(text: str, most: int) -> str:
 
 
 def _about(run: RunData, colour: str) -> Page:
-    start, rows = run.start, run.rows
+    start = run.start
     versions = ", ".join(f"{name} {number}" for name, number in (start.get("versions") or {}).items())
     facts = [
         ("strategy", start.get("layout", "")),
@@ -94,14 +90,9 @@ def _about(run: RunData, colour: str) -> Page:
         ("directory", str(run.path)),
     ]
     lines = [line for line in start.get("lines") or [] if isinstance(line, str)]
-    return {
-        "name": run.name,
-        "status": run.status,
-        "colour": colour,
-        "facts": [(name, str(text)) for name, text in facts if text],
-        "lines": lines,
-        "tiles": _tiles(run) if rows else [],
-    }
+    shown = [(name, str(text)) for name, text in facts if text]
+    about = {"name": run.name, "status": run.status, "colour": colour, "facts": shown, "lines": lines}
+    return about | {"tiles": _tiles(run) if run.rows else []}
 
 
 def _where(start: Page) -> str:
@@ -116,15 +107,13 @@ def _where(start: Page) -> str:
 
 def _tiles(run: RunData) -> list[tuple[str, str, str]]:
     """Return (name, value, note) of each tile."""
-    last, total = run.rows[-1], run.start.get("total_steps")
-    best = _best_evaluation(run)
-    step, (rate, unit), mfu = typical_step(run), _rate(run), run.last("mfu")
+    last, total, best = run.rows[-1], run.start.get("total_steps"), _best_evaluation(run)
+    (rate, unit), mfu, loss = _rate(run), run.last("mfu"), run.last("loss")
     peak = max((row["memory_bytes"] for row in run.rows if row.get("memory_bytes")), default=0)
-    loss = run.last("loss")
     tiles = [
         ("steps", f"{last['step']:,}", f"of {total:,}" if total else ""),
         ("loss", f"{loss:.4f}" if loss is not None else "–", f"best evaluation {best:.4f}" if best is not None else ""),
-        ("step time", units.seconds(step), "median"),
+        ("step time", units.seconds(typical_step(run)), "median"),
         (f"{unit} / s", units.count(rate), "") if rate else ("", "", ""),
         ("MFU", f"{mfu:.1%}", str(run.start.get("peak_source", "")).partition(":")[0]) if mfu else ("", "", ""),
         ("peak memory", units.size(peak), "rank 0"),
@@ -145,46 +134,35 @@ def _rate(run: RunData) -> tuple[float | None, str]:
 
 def compared(runs: list[RunData]) -> Page:
     """Return the table of the runs' figures."""
-    rows = [[run.name, run.status, str(run.start.get("layout", "")), *_numbers(run)] for run in runs]
     head = ["run", "status", "strategy", "steps", "last loss", "best evaluation", "step", "rate", "MFU", "memory"]
+    rows = []
+    for run in runs:
+        best, (rate, unit) = _best_evaluation(run), _rate(run)
+        loss, mfu, peak = (run.last(name) for name in ("loss", "mfu", "memory_bytes"))
+        rows.append([
+            run.name, run.status, str(run.start.get("layout", "")), f"{run.rows[-1]['step']:,}" if run.rows else "0",
+            "–" if loss is None else f"{loss:.4f}", "–" if best is None else f"{best:.4f}",
+            units.seconds(typical_step(run)), "–" if not rate else f"{units.count(rate)} {unit} / s",
+            "–" if not mfu else f"{mfu:.1%}", "–" if not peak else units.size(peak),
+        ])  # fmt: skip
     return {"title": "The runs side by side", "head": head, "rows": rows}
-
-
-def _numbers(run: RunData) -> list[str]:
-    best = _best_evaluation(run)
-    loss, mfu, peak = (run.last(name) for name in ("loss", "mfu", "memory_bytes"))
-    rate, unit = _rate(run)
-    return [
-        f"{run.rows[-1]['step']:,}" if run.rows else "0",
-        "–" if loss is None else f"{loss:.4f}",
-        "–" if best is None else f"{best:.4f}",
-        units.seconds(typical_step(run)),
-        "–" if not rate else f"{units.count(rate)} {unit} / s",
-        "–" if not mfu else f"{mfu:.1%}",
-        "–" if not peak else units.size(peak),
-    ]
 
 
 def differences(runs: list[RunData]) -> Page | None:
     """Return the table of the keys in which configs differ; None if there is nothing to tell."""
     configs = [flat_config(run.config_text) for run in runs] if len(runs) > 1 else []
-    keys = list(dict.fromkeys(key for config in configs for key in config))
-    rows = [
-        [key, *(str(config.get(key, "–")) for config in configs)]
-        for key in keys
-        if len({str(config.get(key)) for config in configs}) > 1
-    ]
-    if not rows:
-        return None
-    return {"title": "Where the configs differ", "head": ["key", *(run.name for run in runs)], "rows": rows}
+    keys = dict.fromkeys(key for config in configs for key in config)
+    apart = [key for key in keys if len({str(config.get(key)) for config in configs}) > 1]
+    rows = [[key, *(str(config.get(key, "–")) for config in configs)] for key in apart]
+    head = ["key", *(run.name for run in runs)]
+    return {"title": "Where the configs differ", "head": head, "rows": rows} if rows else None
 
 
 def _operators(runs: list[RunData]) -> Page | None:
     found = (runs[0].profile or {}).get("operators") if len(runs) == 1 else None
-    if not found:
-        return None
-    rows = [[op["name"], units.seconds(op["seconds"]), f"{op['share']:.1%}", units.count(op["calls"])] for op in found]
-    return {"title": "Top operators", "head": ["operator", "time", "share", "calls"], "rows": rows}
+    ops = found or []
+    rows = [[op["name"], units.seconds(op["seconds"]), f"{op['share']:.1%}", units.count(op["calls"])] for op in ops]
+    return {"title": "Top operators", "head": ["operator", "time", "share", "calls"], "rows": rows} if rows else None
 
 
 def _events(runs: list[RunData]) -> Page | None:
@@ -210,19 +188,14 @@ def _text(event: Page) -> str:
 # ---- what a user logged besides numbers ----
 
 
-def samples(runs: list[RunData], left: int) -> list[Row]:
-    """Return the texts and images of the page, at most `left` bytes of JSON.
-
-    Returns:
-        {name, note, items} of each name; an item is {step, text} or {step, image, size}.
-    """
+def _samples(runs: list[RunData], left: int) -> list[Row]:
+    """Return the texts and images of the page, at most `left` bytes of JSON: {name, note, items} of each name."""
     groups: list[tuple[RunData, str, list[Row], list[Row]]] = []
     names_left_out = 0
     for run in runs:
-        named: list[Any] = [
-            (run, name, rows, []) for name, rows in run.media.items() if rows[-1]["kind"] != "histogram"
-        ]
-        groups += (kept := named[-max(1, NAMES // len(runs)) :])
+        named = [(name, rows) for name, rows in run.media.items() if rows[-1]["kind"] != "histogram"]
+        kept = named[-max(1, NAMES // len(runs)) :]
+        groups += [(run, name, rows, []) for name, rows in kept]
         names_left_out += len(named) - len(kept)
     for place in range(NEWEST):  # the newest of every name, then the ones before them
         for run, _, rows, items in groups:
@@ -230,18 +203,14 @@ def samples(runs: list[RunData], left: int) -> list[Row]:
             if item and (size := len(json.dumps(item))) <= left:
                 items.append(item)
                 left -= size
-    shown: list[Row] = [
-        {"name": f"{run.name}: {name}" if len(runs) > 1 else name, "note": _left_out(run, rows, items), "items": items}
-        for run, name, rows, items in groups
-    ]
+    shown: list[Row] = []
+    for run, name, rows, items in groups:
+        where = "metrics.jsonl" if rows[-1]["kind"] == "text" else RunDirectory(run.path).media.name + "/"
+        note = f"{len(rows) - len(items)} more in {run.name}/{where}" if len(rows) > len(items) else ""
+        shown.append({"name": f"{run.name}: {name}" if len(runs) > 1 else name, "note": note, "items": items})
     if names_left_out:
         shown[0]["note"] += f" {names_left_out} more names are in metrics.jsonl."
     return shown
-
-
-def _left_out(run: RunData, rows: list[Row], items: list[Row]) -> str:
-    where = "metrics.jsonl" if rows[-1]["kind"] == "text" else RunDirectory(run.path).media.name + "/"
-    return f"{len(rows) - len(items)} more in {run.name}/{where}" if len(rows) > len(items) else ""
 
 
 def _item(run: Path, row: Row, most: int) -> Row:
@@ -268,7 +237,7 @@ def _image(run: Path, row: Row, most: int) -> bytes:
     return data if data.startswith(b"\x89PNG\r\n\x1a\n") else b""
 
 
-def histograms(run: RunData) -> list[Figure]:
+def _histograms(run: RunData) -> list[Figure]:
     """Draw the first and the newest histograms of each name."""
     drawn = []
     named = [(name, rows) for name, rows in run.media.items() if rows[-1]["kind"] == "histogram"]
@@ -311,38 +280,31 @@ def _read(name: str) -> str:
     return (resources.files("lockstep.report") / name).read_text(encoding="utf-8")
 
 
-class Live:
+class _Live:
     """Reads the run directories again when their files have changed."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = list(paths)
+        self._paths = paths
         self._seen: list[tuple[int, int]] = []
-        self._data: dict[str, Any] = {}
+        self._data: Page = {}
 
-    def data(self) -> dict[str, Any]:
-        """Return the page's current data."""
+    def data(self) -> Page:
         seen = [_state(path / name) for path in self._paths for name in ("metrics.jsonl", "events.jsonl")]
-        if seen != self._seen or not self._data or any(run["status"] == "running" for run in self._data["runs"]):
-            self._data = page_data([read_run(path) for path in self._paths])
-            self._seen = seen
+        if seen != self._seen or any(run["status"] == "running" for run in self._data["runs"]):
+            self._data, self._seen = page_data([read_run(path) for path in self._paths]), seen
         return self._data
 
 
-def serve(paths: Sequence[Path], port: int = 0, started: Callable[[str], object] = print) -> None:
-    """Serve run directories until interrupted; `started` is called with a line that has the address."""
-    server = make_server(paths, port)
-    started(f"lockstep: http://127.0.0.1:{server.server_address[1]}/ (Ctrl+C stops it)")
-    try:
+def serve(paths: Sequence[Path], port: int = 0) -> None:
+    """Serve run directories until interrupted."""
+    with make_server(paths, port) as server, suppress(KeyboardInterrupt):
+        print(f"lockstep: http://127.0.0.1:{server.server_address[1]}/ (Ctrl+C stops it)", flush=True)
         server.serve_forever()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()
 
 
 def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
     """Make a server on loopback that does not serve yet."""
-    live = Live(paths)
+    live = _Live(paths)
     live.data()
 
     class Handler(BaseHTTPRequestHandler):
@@ -354,9 +316,6 @@ def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
                 self._answer(200, "text/html; charset=utf-8", render(live.data(), live=True).encode())
             elif self.path == "/data.json":
                 self._answer(200, "application/json", json.dumps(live.data(), allow_nan=False).encode())
-            elif self.path == "/top.json":
-                body = json.dumps([top.state_of(path) for path in paths])
-                self._answer(200, "application/json", body.encode())
             else:
                 self._answer(404, "text/plain", b"there is no such page")
 

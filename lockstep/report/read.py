@@ -34,8 +34,7 @@ class RunData:
     status: str  # `done`, `preempted`, `running`, or `crashed` (there is no last event)
     profile: Row | None = None  # the newest profile's summary
     not_numbers: list[int] = field(default_factory=list)  # steps whose loss was nan or infinite
-    # name of a logged text, image or histogram → its rows, by step
-    media: dict[str, list[Row]] = field(default_factory=dict)
+    media: dict[str, list[Row]] = field(default_factory=dict)  # by name of what was logged
 
     @property
     def start(self) -> Row:
@@ -71,28 +70,24 @@ def read_run(path: Path, now: float | None = None) -> RunData:
     """Read a run directory. Raises UsageError: it is not a run directory."""
     run = RunDirectory(path)
     if not is_run(path):
-        raise UsageError(
-            f"{path} is not a run directory",
-            why="it has no metrics.jsonl, no events.jsonl and no config.yaml" if path.is_dir() else "it does not exist",
-            fix="give the folder that `lockstep train --output-dir` wrote, for example runs/NAME",
-        )
+        why = "it has no metrics.jsonl, no events.jsonl and no config.yaml" if path.is_dir() else "it does not exist"
+        fix = "give the folder that `lockstep train --output-dir` wrote, for example runs/NAME"
+        raise UsageError(f"{path} is not a run directory", why=why, fix=fix)
     everything = [row for row in run.read_metrics() if isinstance(row.get("step"), int)]
-    bad = [row["step"] for row in everything if isinstance(row.get("loss"), str)]
     rows = _by_step([_numbers(row) for row in everything if "loss" in row])
     evaluations = _by_step([_numbers(row) for row in everything if not {"loss", "media"} & set(row)])
     events = [event for event in run.read_events() if isinstance(event.get("time"), (int, float))]
+    try:
+        profile = json.loads((path / "profile" / "summary.json").read_text())
+    except (OSError, ValueError):
+        profile = None
     return RunData(
-        path=path,
-        name=path.resolve().name,
-        rows=rows,
-        evaluations=evaluations,
-        events=events,
+        path, path.resolve().name, rows, evaluations, events,
         config_text=run.config.read_text(errors="replace") if run.config.exists() else "",
         status=status_of(rows, events, time.time() if now is None else now, is_run=run.config.exists()),
-        profile=_profile(path / "profile" / "summary.json"),
-        not_numbers=bad,
-        media=_media(everything),
-    )
+        profile=profile if isinstance(profile, dict) else None,
+        not_numbers=[row["step"] for row in everything if isinstance(row.get("loss"), str)], media=_media(everything),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
@@ -114,12 +109,9 @@ def _flattened(value: Any, prefix: str) -> list[tuple[str, Any]]:
 
 
 def _numbers(row: Row) -> Row:
-    """Replace texts where a number belongs (`"nan"`, `"inf"`) by None."""
-    return {key: None if isinstance(value, str) else _finite(value) for key, value in row.items()}
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Replace numbers that are not finite, and texts where a number belongs (`"nan"`, `"inf"`), by None."""
+    bad = [k for k, v in row.items() if isinstance(v, str) or (isinstance(v, float) and not math.isfinite(v))]
+    return row | dict.fromkeys(bad)
 
 
 def _by_step(rows: list[Row]) -> list[Row]:
@@ -143,8 +135,7 @@ def _media(rows: list[Row]) -> dict[str, list[Row]]:
 def status_of(rows: list[Row], events: list[Row], now: float, *, is_run: bool) -> str:
     """Return `done`, `preempted`, `running` or `crashed`; of the rows the last ones are enough.
 
-    Args:
-        is_run: it is one of `train`; else a loop of one's own that logs, whose end nobody writes down.
+    `is_run`: it is one of `train`; else a loop of one's own that logs, whose end nobody writes down.
     """
     newest = events[-1] if events else {}
     if newest.get("kind") == "stop":
@@ -155,14 +146,6 @@ def status_of(rows: list[Row], events: list[Row], now: float, *, is_run: bool) -
     if now - last_sign < max(_QUIET_SECONDS, _QUIET_STEPS * usual * gap):
         return "running"
     return "crashed" if is_run or events else "done"
-
-
-def _profile(path: Path) -> Row | None:
-    try:
-        loaded = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return loaded if isinstance(loaded, dict) else None
 
 
 STEP_PHASES = ("data", "forward_backward", "communication", "optimizer", "other")

@@ -4,8 +4,7 @@ weak     each rank keeps its work, the global batch grows with the ranks; ideal:
 strong   the global batch stays; ideal: a step in 1/N of the time
 
 Each point is a run of `lockstep train` with the same config otherwise; its throughput is the median over its steps
-after the first quarter. With `--sleeping` ranks the model sleeps instead of computing: such ranks need no cores, and
-show what the exchange of gradients alone costs.
+after the first quarter.
 """
 
 import os
@@ -15,37 +14,30 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 
 from lockstep.config.flags import as_overrides
 from lockstep.errors import RunError, UsageError
 from lockstep.report import units
-from lockstep.report.figures import COLOURS, chart, line
+from lockstep.report.charts import COLOURS, chart, line
 from lockstep.report.page import Page, render
 from lockstep.report.read import after_warmup, read_run
 from lockstep.scratch import temporary
-from lockstep.strategy import REPLICAS, SINGLE
+from lockstep.strategy import SINGLE
 
 # Usual speed-ups of GPUs over PCIe, from and to.
 EXPECTED = {2: (1.8, 1.9), 4: (3.5, 3.8), 8: (6.5, 7.5), 16: (12.0, 14.0)}
-SLEEPING = {
-    "model": "{name: 'lockstep.report.sleeping:Sleeper', args: {milliseconds: 50, n_embd: 64}}",
-    "data": "{name: 'lockstep.report.sleeping:SleepSamples', args: {n_embd: 64}}",
-    "distributed.device": "cpu",
-    "distributed.strategy": REPLICAS,
-    "precision.mode": "fp32",
-    "training.batch_size": "4",
-}
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Point:
     """The result of one run."""
 
-    kind: str  # `weak`, `strong`, or `sleeping` (weak, with a model that sleeps)
-    ranks: int  # number of ranks
+    kind: str  # `weak` or `strong`
+    ranks: int
     rate: float  # samples per second
     step_seconds: float  # median time of a step
     speedup: float  # `rate` over that of the fewest ranks, times their number
@@ -57,7 +49,7 @@ class Point:
 
 
 def study(
-    config: Path, overrides: Sequence[str], ranks: Sequence[int], *, sleeping: Sequence[int], steps: int, log: Log
+    config: Path, overrides: Sequence[str], ranks: Sequence[int], *, steps: int, log: Callable[[str], None]
 ) -> list[Point]:
     """Run all points, the fewest ranks first. Raises RunError: a run failed."""
     from lockstep.config import load_config
@@ -67,22 +59,15 @@ def study(
     whole = training.global_batch_size or per_rank * max((*ranks, 1))
     points: list[Point] = []
     with temporary("scaling") as folder:
-        for kind, counts, batch, more in (
-            ("weak", ranks, lambda n: per_rank * n, {}),
-            ("strong", ranks, lambda _n: whole, {}),
-            ("sleeping", sleeping, lambda n: 4 * n, SLEEPING),
-        ):
-            for count in sorted(counts):
-                settings = {
-                    **more, "training.global_batch_size": str(batch(count)),
-                    "training.gradient_accumulation_steps": "null",
-                }  # fmt: skip
-                rate, seconds = _measure(config, [*overrides, *as_overrides(settings)], count, steps, folder)
-                first = next((p for p in points if p.kind == kind), None)
-                speedup = rate / first.rate * first.speedup if first else float(count)
-                points.append(Point(kind, count, rate, seconds, speedup))
-                ideal = f"{speedup / count:.0%} of ideal"
-                log(f"{kind:<8} {count:>3} ranks  {rate:9.1f} samples/s  {speedup:5.2f} ×  {ideal}")
+        for kind, count in product(("weak", "strong"), sorted(ranks)):
+            batch = per_rank * count if kind == "weak" else whole
+            settings = {"training.global_batch_size": batch, "training.gradient_accumulation_steps": "null"}
+            rate, seconds = _measure(config, [*overrides, *as_overrides(settings)], count, steps, folder)
+            first = next((p for p in points if p.kind == kind), None)
+            speedup = rate / first.rate * first.speedup if first else float(count)
+            points.append(Point(kind, count, rate, seconds, speedup))
+            ideal = f"{speedup / count:.0%} of ideal"
+            log(f"{kind:<8} {count:>3} ranks  {rate:9.1f} samples/s  {speedup:5.2f} ×  {ideal}")
     return points
 
 
@@ -146,31 +131,22 @@ def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
     }  # fmt: skip
 
 
-def bench(
-    what: str, config: Path, overrides: Sequence[str], *, ranks: str, sleeping: str, steps: int, output: Path
-) -> int:
+def bench(what: str, config: Path, overrides: Sequence[str], *, ranks: str, steps: int, output: Path) -> int:
     """Run `lockstep bench scaling`: print a table, and write `output`.md and `output`.html."""
     if what != "scaling":
         raise UsageError(f"there is no study {what!r}", where="lockstep bench", fix="lockstep bench scaling CONFIG")
     output.parent.mkdir(parents=True, exist_ok=True)  # fail before measuring for minutes
-    called = shlex.join(["lockstep", "bench", what, str(config), *overrides, "--ranks", ranks, "--sleeping", sleeping])
-    points = study(
-        config, overrides, _counts("--ranks", ranks), sleeping=_counts("--sleeping", sleeping), steps=steps,
-        log=lambda text: print(text, flush=True),
-    )  # fmt: skip
+    called = shlex.join(["lockstep", "bench", what, str(config), *overrides, "--ranks", ranks])
+    try:
+        counts = sorted({int(word) for word in ranks.split(",") if word.strip()})
+    except ValueError:
+        counts = []
+    if not counts or counts[0] < 1:
+        raise UsageError(f"--ranks {ranks} is not a list of numbers from 1 on", where="--ranks", fix="--ranks 1,2,4")
+    points = study(config, overrides, counts, steps=steps, log=partial(print, flush=True))
     about = f"{len(os.sched_getaffinity(0))} cores, {steps} steps per run, {units.moment(time.time())}"
     output.with_suffix(".md").write_text(as_markdown(points, f"{called} --steps {steps}", about))
     page = page_of(points, f"Scaling of {config.name}", units.moment(time.time()), f"{called}; {about}")
     output.with_suffix(".html").write_text(render(page))
     print(f"lockstep: {output.with_suffix('.md')}, {output.with_suffix('.html')}")
     return 0
-
-
-def _counts(option: str, text: str) -> list[int]:
-    try:
-        counts = sorted({int(word) for word in text.split(",") if word.strip()})
-    except ValueError:
-        counts = [0]
-    if counts and counts[0] < 1:
-        raise UsageError(f"{option} {text} is not a list of numbers from 1 on", where=option, fix=f"{option} 1,2,4")
-    return counts

@@ -28,14 +28,14 @@ from lockstep.strategy import AUTO, SINGLE, parse_topology, strategy_named
 from lockstep.verify.causes import cause_of, is_clear, wanted_experiments
 from lockstep.verify.differences import ASPECTS, Cause, Difference, Evidence, StepResult
 from lockstep.verify.experiments import NUDGED, first_experiments, further_experiments
-from lockstep.verify.isolated import run_isolated, why_not_ended
 from lockstep.verify.recorded_flow import Deviation
 from lockstep.verify.reference import Check, judge
-from lockstep.verify.subject import MAIN, Case, Make, Spec, Subject, VerifyJob
+from lockstep.verify.subject import MAIN, Case, Make, Spec, Subject, VerifyJob, run_isolated, why_not_ended
 
 __all__ = ["Cause", "Difference", "Outcome", "Subject", "Verdict", "verify"]
 
 DEFAULT_STEPS = 5
+_MODEL_AXES = ("pipeline", "context", "tensor")  # ranks along them share a micro-batch
 _CHECKED = "checks"  # file with the names of the checks that are possible
 _SECONDS = 30.0  # limit for a case; it is longer where the reference takes long
 _LONGEST = 3600.0  # seconds for the reference itself
@@ -45,21 +45,13 @@ _LARGER = 4.0  # a step whose difference is this many times larger than an expla
 
 @dataclass
 class Outcome:
-    """Steps of one topology, compared with the reference's.
+    """Steps of one topology, compared with the reference's."""
 
-    Attributes:
-        topology: as it was written; `single` is the reference taken once more.
-        steps: one result per step.
-        cause: of the first difference.
-        deviations: the parts of that step which deviate by themselves, in its order, if they were compared.
-        failed: the error, if the topology could not be run.
-    """
-
-    topology: str
-    steps: list[StepResult] = field(default_factory=list)
-    cause: Cause | None = None
-    deviations: list[Deviation] = field(default_factory=list)
-    failed: str | None = None
+    topology: str  # as it was written; `single` is the reference taken once more
+    steps: list[StepResult] = field(default_factory=list)  # one result per step
+    cause: Cause | None = None  # of the first difference
+    deviations: list[Deviation] = field(default_factory=list)  # parts of that step, in its order
+    failed: str | None = None  # the error, if the topology could not be run
 
     @property
     def first(self) -> tuple[int, Difference] | None:
@@ -71,34 +63,35 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Return whether the topology took the same steps, up to rounding."""
+        """Whether the topology took the same steps, up to rounding."""
         rounding = self.cause is not None and not self.cause.is_error and self.cause.is_judged
         return self.failed is None and (self.first is None or rounding)
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether no step differs in any bit."""
+        return all(result.same_bits for result in self.steps)
+
+    @property
+    def largest_rounding(self) -> float:
+        """The largest relative difference of a gradient within its bound."""
+        return max((result.rounding for result in self.steps), default=0.0)
 
 
 @dataclass
 class Verdict:
-    """Result of `verify`.
+    """Result of `verify`."""
 
-    Attributes:
-        outcomes: the reference taken twice, then each topology.
-        steps: number of steps that were compared.
-        micro_batches: number per step.
-        exact: whether every bit had to be equal.
-        notices: settings that were changed for the comparison, as lines to print.
-        checks: of the reference itself.
-    """
-
-    outcomes: list[Outcome]
-    steps: int
-    micro_batches: int
-    exact: bool
-    notices: list[str] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
+    outcomes: list[Outcome]  # the reference taken twice, then each topology
+    steps: int  # number of steps that were compared
+    micro_batches: int  # number per step
+    exact: bool  # whether every bit had to be equal
+    notices: list[str] = field(default_factory=list)  # changed settings, as lines to print
+    checks: list[Check] = field(default_factory=list)  # of the reference itself
 
     @property
     def passed(self) -> bool:
-        """Return whether all topologies took the same steps, and the reference's checks found no fault."""
+        """Whether all topologies took the same steps, and the reference's checks found no fault."""
         return all(outcome.passed for outcome in self.outcomes) and all(check.passed for check in self.checks)
 
 
@@ -122,9 +115,6 @@ def verify(
         start: starts ranks; unset: `lockstep.spawn`.
         report: called with lines about the progress.
 
-    Returns:
-        the verdict; `passed` is whether all topologies took the same steps.
-
     Raises:
         UsageError: a topology or the config is wrong, or the reference cannot be trained.
     """
@@ -141,7 +131,7 @@ def verify(
             report(f"{topology}: {spec.steps} steps")
             outcomes += compare([VerifyJob(spec, topology, folder, (main,))], start, report)
         report("reference: checks of its own")
-        checks = check_reference(spec, folder, start) if outcomes[0].passed else []
+        checks = _check_reference(spec, folder, start) if outcomes[0].passed else []
     size = spec.config.training
     assert size.global_batch_size is not None
     return Verdict(outcomes, spec.steps, size.global_batch_size // size.batch_size, spec.exact, notices, checks)
@@ -150,32 +140,29 @@ def verify(
 def default_against(config: Config) -> list[str]:
     """Return ddp:2, fsdp:2 and the config's own strategy, on the fewest ranks that test it."""
     strategy = config.distributed.strategy
-    return [
-        "ddp:2",
-        "fsdp:2",
-        *([] if strategy == AUTO else strategy_named(strategy).topologies_to_verify(config.step)),
-    ]
+    own = [] if strategy == AUTO else strategy_named(strategy).topologies_to_verify(config.step)
+    return ["ddp:2", "fsdp:2", *own]
 
 
 def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int) -> tuple[Spec, list[str]]:
-    """Return the spec, whose global batch is the same for all topologies, and notices of changed settings."""
     if steps < 1:
         raise UsageError(f"--steps {steps} compares nothing", fix="write a number from 1 on")
     if not against:
         raise UsageError("verify against nothing", fix="name topologies, as in --against ddp:2,fsdp:2")
     world = rank_facts().world_size
     if world > 1:
-        raise UsageError(
-            f"verify starts its own ranks, and is one of {world} itself", fix="start it without a launcher"
-        )
+        text = f"verify starts its own ranks, and is one of {world} itself"
+        raise UsageError(text, fix="start it without a launcher")
     notices = []
-    ranks = [_data_parallel_size(topology) for topology in against]
+    topologies = [parse_topology(topology) for topology in against]
     training = config.training
     if training.max_steps is not None and training.max_steps < steps:
         steps = training.max_steps
         notices.append(f"{steps} steps: training.max_steps allows no more")
     if training.global_batch_size is None:
-        size = training.batch_size * training.accumulation * max(ranks, default=1)
+        apart = [[int(values.get(f"{axis}_size") or 1) for axis in _MODEL_AXES] for values, _ in topologies]
+        replicas = [ranks // math.prod(sizes) for sizes, (_, ranks) in zip(apart, topologies, strict=True)]
+        size = training.batch_size * training.accumulation * max(replicas)
         config = config_from({"training.global_batch_size": size, "training.gradient_accumulation_steps": None}, config)
         notices.append(f"global batch: {size} samples for every topology (training.global_batch_size sets it)")
     elif training.gradient_accumulation_steps is not None:  # it holds for one number of ranks
@@ -197,48 +184,33 @@ def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int)
     if config.precision.fp8 != "none":
         notices.append("without fp8: where a last bit differs it rounds to another number, as far off as an error is")
         config = config_from({"precision.fp8": "none"}, config)
-    return Spec(config, make, steps, _threads(max(parse_topology(topology)[1] for topology in against))), notices
-
-
-def _threads(ranks: int) -> int:
-    """Return the CPU threads per rank of the largest topology; all processes use as many."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) > 0 else threads_per_rank(ranks)
-
-
-def _data_parallel_size(topology: str) -> int:
-    values, ranks = parse_topology(topology)
-    apart = [int(values.get(f"{axis}_size") or 1) for axis in ("pipeline", "context", "tensor")]
-    return ranks // math.prod(apart)
+    if asked.isdigit() and int(asked) > 0:
+        return Spec(config, make, steps, int(asked)), notices
+    # All processes use as many as a rank of the largest topology.
+    return Spec(config, make, steps, threads_per_rank(max(ranks for _, ranks in topologies))), notices
 
 
 def record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]], start: Start) -> list[dict[str, str]]:
-    """Let one process take the steps of cases alone, each in a fork of its own.
-
-    Returns:
-        for each of `wanted`: case that could not be taken → reason.
+    """Let one process take the steps of cases alone; return, for each of `wanted`, case that fails → reason.
 
     Raises:
         LockstepError: the case that compares all steps could not be taken.
     """
     limits = [_limit(folder) for *_, folder in wanted]
     start(_record, (wanted, limits), 1)
-    left_out: list[dict[str, str]] = []
-    for (_, cases, folder), limit in zip(wanted, limits, strict=True):
-        found = {case.name: _why_not_recorded(folder, case, limit) for case in cases}
-        left_out.append({name: why for name, why in found.items() if why})
+    left_out: list[dict[str, str]] = [{} for _ in wanted]
+    for (_, cases, folder), limit, missing in zip(wanted, limits, left_out, strict=True):
+        for case in cases:
+            error = why_not_ended(_end_of_record(folder, case), 1, limit)
+            if error is not None and case.name == MAIN:
+                raise error
+            if error is not None:
+                missing[case.name] = str(error).splitlines()[0]
     return left_out
 
 
-def _why_not_recorded(folder: Path, case: Case, limit: float) -> str:
-    error = why_not_ended(_end_of_record(folder, case), 1, limit)
-    if error is not None and case.name == MAIN:
-        raise error
-    return "" if error is None else str(error).splitlines()[0]
-
-
 def _limit(folder: Path) -> float:
-    """Return how many seconds a case may take."""
     path = folder / MAIN / "seconds"
     return _SECONDS + _TIMES * float(path.read_text()) if path.exists() else _LONGEST
 
@@ -250,7 +222,7 @@ def _end_of_record(folder: Path, case: Case) -> Path:
 def compare(jobs: Sequence[VerifyJob], start: Start, report: Callable[[str], None]) -> list[Outcome]:
     """Run topologies with the same number of ranks in one launch, and compare them with references on disk."""
     outcomes = [Outcome(job.topology) for job in jobs]
-    _run(jobs, start)
+    start(_compare, (jobs,), jobs[0].ranks)
     pending = []
     for job, outcome in zip(jobs, outcomes, strict=True):
         results = _results(job, MAIN)
@@ -264,20 +236,12 @@ def compare(jobs: Sequence[VerifyJob], start: Start, report: Callable[[str], Non
             report(f"{job.topology}: differs in step {found.step + 1}; looking for the cause")
         _find_causes(wanted, start)
         # Rounding in one step explains the other steps only if their differences are not larger.
-        pending = [
-            (job, outcome, None if outcome.cause is None or outcome.cause.is_error else _next(outcome, found))
-            for job, outcome, found in wanted
-        ]
+        explained = [one for one in wanted if one[1].cause is not None and not one[1].cause.is_error]
+        pending = [(job, outcome, _next(outcome, found)) for job, outcome, found in explained]
     return outcomes
 
 
-def _run(jobs: Sequence[VerifyJob], start: Start) -> None:
-    """Take the cases of topologies with the same number of ranks in one launch."""
-    start(_compare, (jobs, [_limit(job.folder) for job in jobs]), jobs[0].ranks)
-
-
 def _results(job: VerifyJob, name: str) -> list[StepResult] | str:
-    """Return a case's results, or why there are none."""
     case = next(case for case in job.cases if case.name == name)
     error = why_not_ended(job.end_of(case), job.ranks, _limit(job.folder))
     if error is not None:
@@ -303,7 +267,6 @@ def _next(outcome: Outcome, judged: StepResult | None = None) -> StepResult | No
 
 
 def _find_causes(different: Sequence[tuple[VerifyJob, Outcome, StepResult]], start: Start) -> None:
-    """Make the experiments that tell what differs, then those that undo what may be the cause."""
     evidence = []
     for job, _, found in different:
         cases = tuple(first_experiments(job.spec, job.topology, found.step))
@@ -324,7 +287,6 @@ def _find_causes(different: Sequence[tuple[VerifyJob, Outcome, StepResult]], sta
 
 
 def _experiment(wanted: Sequence[tuple[VerifyJob, Evidence]], start: Start) -> None:
-    """Make experiments on the reference and on the ranks, and add what they show to the evidence."""
     if not wanted:
         return
     left_out = record([(job.spec, job.cases, job.folder) for job, _ in wanted], start)
@@ -333,7 +295,7 @@ def _experiment(wanted: Sequence[tuple[VerifyJob, Evidence]], start: Start) -> N
         evidence.left_out |= missing
         taken = tuple(case for case in job.cases if case.name not in missing and case.name != NUDGED)
         jobs.append(replace(job, cases=taken))
-    _run(jobs, start)
+    start(_compare, (jobs,), jobs[0].ranks)
     for job, (_, evidence) in zip(jobs, wanted, strict=True):
         for case in job.cases:
             results = _results(job, case.name)
@@ -343,22 +305,24 @@ def _experiment(wanted: Sequence[tuple[VerifyJob, Evidence]], start: Start) -> N
                 evidence.tried[case.name] = results[0]
 
 
-def check_reference(spec: Spec, folder: Path, start: Start) -> list[Check]:
-    """Check the reference itself, whose steps are in `folder`."""
-    start(_check, (spec, folder, _limit(folder)), 1)
+def _check_reference(spec: Spec, folder: Path, start: Start) -> list[Check]:
+    start(_check, (spec, folder), 1)
     taken: list[str] = pickle.loads((folder / _CHECKED).read_bytes())
     ends = {what: why_not_ended(folder / "ends" / f"check-{what}", 1, _limit(folder)) for what in taken}
     missing = {what: str(error).splitlines()[0] for what, error in ends.items() if error is not None}
     return judge(taken, folder, missing)
 
 
-def _check(spec: Spec, folder: Path, limit: float) -> None:
-    """Take the steps of each check of the reference, each in a fork."""
+# ---- what runs in the started processes: each case in a fork ----
+
+
+def _check(spec: Spec, folder: Path) -> None:
     from lockstep.verify import reference
 
     def choose() -> None:
         (folder / _CHECKED).write_bytes(pickle.dumps(reference.checks_of(spec)))
 
+    limit = _limit(folder)
     run_isolated(choose, folder / "ends" / _CHECKED, 0, limit, alone=True)
     for what in pickle.loads((folder / _CHECKED).read_bytes()):
         call = partial(reference.take, spec, what, folder)
@@ -366,7 +330,6 @@ def _check(spec: Spec, folder: Path, limit: float) -> None:
 
 
 def _record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]], limits: Sequence[float]) -> None:
-    """Take cases of references in this process, each in a fork."""
     from lockstep.verify import worker
 
     for (spec, cases, folder), limit in zip(wanted, limits, strict=True):
@@ -374,16 +337,15 @@ def _record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]], limits: Sequenc
             run_isolated(partial(worker.record, spec, case, folder), _end_of_record(folder, case), 0, limit, alone=True)
 
 
-def _compare(jobs: Sequence[VerifyJob], limits: Sequence[float]) -> None:
-    """Take cases of topologies on this rank, each in a fork."""
+def _compare(jobs: Sequence[VerifyJob]) -> None:
     from lockstep.verify import worker
 
     number = 0
-    for job, limit in zip(jobs, limits, strict=True):
+    for job in jobs:
         for case in job.cases:
             number += 1
             call = partial(worker.compare, job, case)
-            if not run_isolated(call, job.end_of(case), number, limit, alone=job.ranks == 1):
+            if not run_isolated(call, job.end_of(case), number, _limit(job.folder), alone=job.ranks == 1):
                 break  # other cases hang as well
 
 

@@ -1,7 +1,5 @@
 """Names the cause of a difference, from what flowed through the step and from experiments that undo one thing each.
 
-The first step in which a topology differs is taken again by it and the reference, from the reference's state before
-it. First part by part (`lockstep.verify.flow`), which says where it differs; then with one thing changed on both sides.
 A cause is named if its undoing makes the difference vanish, else the text says what is known.
 """
 
@@ -11,7 +9,7 @@ from lockstep.errors import listed
 from lockstep.strategy import parse_topology
 from lockstep.verify import direct_causes, experiments
 from lockstep.verify.comparisons import TOO_FAR
-from lockstep.verify.differences import UNKNOWN, Cause, Difference, Evidence, first_seen, located, name_ranks, ranks_of
+from lockstep.verify.differences import UNKNOWN, Cause, Evidence, first_seen, located, name_ranks, ranks_of
 from lockstep.verify.recorded_flow import BACKWARD, COUNTS, FORWARD, ITSELF, LOSS, REDUCTION
 
 LOW_ROUNDING = 8 * 2.0**-8  # largest relative rounding of a gradient by bfloat16 when the same terms are summed
@@ -41,18 +39,9 @@ def wanted_experiments(e: Evidence, topology: str) -> list[str]:
     if experiments.RECOMPUTATION in (off := experiments.switched_off(e.config)) and not e.found.has("loss"):
         undoes += [experiments.RECOMPUTATION, experiments.SAME_DRAWS]  # part by part, nothing is recomputed
     if e.flows and not found:
-        settings = [experiments.SETTINGS] if any(flow.settings for flow in e.flows) else []
-        return [
-            *undoes,
-            *settings,
-            experiments.PERTURB,
-            experiments.DOUBLE,
-            experiments.SEEDS,
-            experiments.SAME_DRAWS,
-            experiments.MEMORY,
-            experiments.ONE_EACH,
-            *off,
-        ]
+        undoes += [experiments.SETTINGS] if any(flow.settings for flow in e.flows) else []
+        undoes += [experiments.PERTURB, experiments.DOUBLE, experiments.SEEDS, experiments.SAME_DRAWS]
+        return [*undoes, experiments.MEMORY, experiments.ONE_EACH, *off]
     wanted = [*undoes, experiments.ONE_EACH] if e.not_reduced else undoes
     if e.flows and all(d.stage == REDUCTION for d in found):
         return wanted
@@ -68,13 +57,10 @@ def wanted_experiments(e: Evidence, topology: str) -> list[str]:
     wanted += [experiments.ALONE] if ranks > 1 else []
     wanted += [experiments.HOOKS] if not e.flows or (BACKWARD in stages and not stages & {FORWARD, LOSS}) else []
     wanted += [experiments.MODES] if "mode instead" in notes else []
-    wanted += (
-        [experiments.CHAIN]
-        if values.get("pipeline_size")
-        else [experiments.WHOLE]
-        if values.get("context_size")
-        else []
-    )
+    if values.get("pipeline_size"):
+        wanted.append(experiments.CHAIN)
+    elif values.get("context_size"):
+        wanted.append(experiments.WHOLE)
     return wanted if e.flows else [*wanted, experiments.PERTURB, experiments.DOUBLE, *off]
 
 
@@ -87,19 +73,13 @@ def cause_of(evidence: Evidence) -> Cause:
         cause = rule(evidence)
         if cause is not None:
             return cause
-    return Cause(UNKNOWN, _facts(evidence), list(evidence.tried))
-
-
-def _facts(e: Evidence) -> str:
-    """Return what is known where no cause is."""
-    text = f"{first_seen(e)}{located(e)}; no experiment makes the difference go away"
-    for name, why in e.left_out.items():
+    text = f"{first_seen(evidence)}{located(evidence)}; no experiment makes the difference go away"
+    for name, why in evidence.left_out.items():
         text += f"; {name}: not possible ({why})"
-    return text
+    return Cause(UNKNOWN, text, list(evidence.tried))
 
 
 def _record_only(e: Evidence) -> Cause | None:
-    """Return a cause if gradients and values agree, but a number of the record does not."""
     if e.found.has("gradient", "value"):
         return None
     for aspect, kind in (("loss", "loss"), ("norm", "clip norm")):
@@ -109,10 +89,7 @@ def _record_only(e: Evidence) -> Cause | None:
 
 
 def _rounds(e: Evidence) -> Cause | None:
-    """Return rounding if each part computes the same from the same inputs, and the reference rounds as much.
-
-    What the reference rounds is measured against float64, or by changed last bits.
-    """
+    """Return rounding if parts agree and the reference rounds as much, against float64 or by changed last bits."""
     if e.all_deviations or (e.found.has("samples", "start", "loss") and not e.found.has("gradient")):
         return None
     texts = {
@@ -145,7 +122,6 @@ def _chaos(e: Evidence) -> Cause | None:
 
 
 def _not_synchronized(e: Evidence) -> Cause | None:
-    """Return a cause if a rank's own sums are seen where reduced gradients should be."""
     # Where the norm differs, clipping makes all gradients differ; part by part, nothing is clipped.
     seen, own = e.tried.get(experiments.FORCED, e.found), e.not_reduced
     unsynchronized = seen.unsynchronized
@@ -176,11 +152,9 @@ def _recomputation(e: Evidence) -> Cause | None:
     if not e.agrees(experiments.RECOMPUTATION):
         return None
     if e.agrees(experiments.SAME_DRAWS):
-        return Cause(
-            "random numbers in recomputation",
-            "activation checkpointing draws other numbers when it recomputes than in the forward pass",
-            [experiments.RECOMPUTATION, experiments.SAME_DRAWS],
-        )
+        text = "activation checkpointing draws other numbers when it recomputes than in the forward pass"
+        by = [experiments.RECOMPUTATION, experiments.SAME_DRAWS]
+        return Cause("random numbers in recomputation", text, by)
     return Cause("recomputation", "activation checkpointing recomputes something else", [experiments.RECOMPUTATION])
 
 
@@ -197,22 +171,18 @@ def _memory(e: Evidence) -> Cause | None:
     if not e.agrees(experiments.MEMORY, left_out=[name.removeprefix("the buffer ") for name in moved]):
         return None
     which = "which" if len(moved) == 1 else "at least one of which"
-    text = (
-        f"a forward pass changes {listed(moved)}, {which} a later micro-batch reads: each rank sees its own ones only"
-    )
+    text = f"a forward pass changes {listed(moved)}, {which} a later micro-batch reads: each rank sees its own ones "
+    text += "only"
     return Cause("memory", text + located(e), [experiments.MEMORY])
 
 
 def _random(e: Evidence) -> Cause | None:
-    seeds = e.found.seeds
-    odd = sorted(rank for rank, seed in seeds.items() if seed != e.config.training.seed)
+    odd = sorted(rank for rank, seed in e.found.seeds.items() if seed != e.config.training.seed)
     if e.agrees(experiments.SEEDS):
-        who = (
-            f"{name_ranks(odd)} {'has' if len(odd) == 1 else 'have'} another seed" if odd else "keys of random numbers"
-        )
-        return Cause(
-            "random numbers", f"{who}: dropout or noise is not the reference's{located(e)}", [experiments.SEEDS]
-        )
+        has = "has" if len(odd) == 1 else "have"
+        text = f"{name_ranks(odd)} {has} another seed" if odd else "keys of random numbers"
+        text += f": dropout or noise is not the reference's{located(e)}"
+        return Cause("random numbers", text, [experiments.SEEDS])
     if e.agrees(experiments.SAME_DRAWS):
         text = "ranks draw numbers that do not depend on (seed, step, micro-batch, block) alone"
         return Cause("random numbers", text + located(e), [experiments.SAME_DRAWS])
@@ -233,9 +203,8 @@ def _positions(e: Evidence) -> Cause | None:
         return None
     where = e.tried[experiments.WHOLE].module
     if not where:
-        text = (
-            "the step agrees where each rank computes whole sequences: what differs is between the parts of a sequence"
-        )
+        text = "the step agrees where each rank computes whole sequences: what differs is between the parts of a "
+        text += "sequence"
         return Cause("context", text, [experiments.WHOLE])
     if e.tried[experiments.WHOLE].numbers:
         text = f"{where} gives the positions of a rank's part of a sequence other numbers than those of the whole have"
@@ -261,9 +230,8 @@ def _low_precision(e: Evidence) -> Cause | None:
         if e.found.distance("gradient") <= LOW_ROUNDING:
             text = "low precision rounds differently here; in float32 the steps agree"
             return Cause("rounding", text, [experiments.FLOAT32], False)
-        return Cause(
-            "low precision", "more than rounding goes wrong in low precision, and not in float32", [experiments.FLOAT32]
-        )
+        text = "more than rounding goes wrong in low precision, and not in float32"
+        return Cause("low precision", text, [experiments.FLOAT32])
     if e.agrees(experiments.COMPILE):
         return Cause("compilation", "compiled code computes something else than on one rank", [experiments.COMPILE])
     return None
@@ -293,24 +261,15 @@ def _place(e: Evidence) -> Cause | None:
     return Cause(kinds[first.stage], located(e).removeprefix(f"; {first.stage}: "), [experiments.FORCED])
 
 
-def _alone(e: Evidence) -> list[Difference]:
-    """Return the gradients that differ, if they are few: then neither the loss nor what flows back through layers does.
-
-    The first are those of which it is known how they relate to the reference's.
-    """
+def _by_themselves(e: Evidence) -> Cause | None:
+    """Name gradients that differ, if they are few: then neither the loss nor what flows back through layers does."""
     seen = e.tried.get(experiments.CLIP, e.found)
     wrong = [d for d in seen.differences if d.aspect == "gradient"]
-    few = 2 * len(wrong) <= len(seen.fingerprints)
+    few = 0 < 2 * len(wrong) <= len(seen.fingerprints)
     if e.flows or not few or seen.has("start", "samples", "loss"):
-        return []
-    return sorted(wrong, key=lambda d: not d.relation or d.relation.startswith("differs"))
-
-
-def _by_themselves(e: Evidence) -> Cause | None:
-    wrong = _alone(e)
-    if not wrong:
         return None
-    first, *others = wrong
+    # The first are those of which it is known how they relate to the reference's.
+    first, *others = sorted(wrong, key=lambda d: not d.relation or d.relation.startswith("differs"))
     text = f"the gradient of {first.name} {first.relation or f'is another one on {name_ranks(first.ranks)}'}"
     also = f"; also {listed([d.name for d in others])}" if others else ""
     return Cause("gradient", f"{text}, and those of most other parameters agree{also}", ["gradients of each rank"])

@@ -12,8 +12,7 @@ from lockstep.config import Config
 from lockstep.errors import listed
 from lockstep.verify.experiments import FORCED
 from lockstep.verify.recorded_flow import BACKWARD, FORWARD, LOSS, NOT_REDUCED, REDUCTION, STAGES, Deviation, RankFlow
-from lockstep.verify.trace import StepFacts, Trace
-from lockstep.verify.updates import UpdateFacts, differing_options
+from lockstep.verify.trace import StepFacts, Trace, UpdateFacts
 
 # Compared aspects, in the order in which a step computes them: an earlier difference causes the later ones.
 ASPECTS = ("start", "samples", "loss", "norm", "gradient", "optimizer", "value", "buffer")
@@ -62,8 +61,7 @@ class StepResult:
     """One step of one topology."""
 
     step: int
-    # larger than rounding; by aspect, parameters in the order of the backward pass
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)  # above rounding, by aspect, in backward order
     unsynchronized: list[str] = field(default_factory=list)  # parameters whose gradients differ between replicas
     seeds: dict[int, int] = field(default_factory=dict)  # rank → seed of its random numbers
     rounding: float = 0.0  # largest relative difference of a gradient within its bound
@@ -71,9 +69,7 @@ class StepResult:
     fingerprints: dict[str, int] = field(default_factory=dict)
     flows: list[RankFlow] = field(default_factory=list)  # what each rank found part by part, if that was compared
     outputs: list[list[tuple[str, int]]] = field(default_factory=list)  # of each rank, as in `StepFacts`
-    # module, numbers: where positions of a cut sequence meet outside of attention, or are numbered wrongly
-    # (`lockstep.verify.positions`)
-    module: str = ""
+    module: str = ""  # module, numbers: as in `WholeSequences`
     numbers: bool = False
     # updates, right_update: of each rank, and of the reference, as in `StepFacts`
     updates: list[UpdateFacts] = field(default_factory=list)
@@ -96,12 +92,7 @@ class StepResult:
 def combine_reports(
     step: int, reports: Sequence[RankReport], reference: StepFacts, norm_limit: float, *, exact: bool
 ) -> StepResult:
-    """Combine all ranks' reports of one step.
-
-    Args:
-        norm_limit: by how much the norm may differ, relatively.
-        exact: whether every bit counts; else differences within the bounds are rounding.
-    """
+    """Combine all ranks' reports of one step, whose norm may differ by `norm_limit`, relatively, unless `exact`."""
     result = StepResult(step, seeds={report.rank: report.seed for report in reports})
     result.flows = [report.flow for report in reports if report.flow is not None]
     result.outputs = [report.facts.outputs for report in reports]
@@ -113,7 +104,9 @@ def combine_reports(
     if skipped:
         result.differences.append(Difference("norm", "the update was skipped", math.inf, ranks=skipped))
     for kind in ("start", "gradient", "value", "buffer"):
-        for name in _backward_order(reports, kind, list(reference.norms)):
+        names = {name for report in reports for name in report.pieces.get(kind, {})}
+        known = [name for name in reversed(reference.norms) if name in names]  # in the order of the backward pass
+        for name in (*known, *sorted(names - set(known))):
             pieces = {r.rank: r.pieces[kind][name] for r in reports if name in r.pieces.get(kind, {})}
             relative = math.sqrt(max(p.square for p in pieces.values())) / max(reference.norms.get(name, 1.0), 1e-300)
             worst = max(p.excess for p in pieces.values())
@@ -128,10 +121,12 @@ def combine_reports(
     for text, ranks in differing_options(result.updates, reference.update):
         result.differences.append(Difference("optimizer", text, math.inf, ranks=ranks))
     result.same_bits &= not result.differences
-    result.unsynchronized = _differing_between_replicas(reports)
+    held: dict[tuple[tuple[int, ...], str], set[int]] = {}
     for report in reports:
         for name, value in report.fingerprints.items():
+            held.setdefault((report.replica, name), set()).add(value)
             result.fingerprints[name] = result.fingerprints.get(name, 0) + value
+    result.unsynchronized = sorted({name for (_, name), values in held.items() if len(values) > 1})
     return result
 
 
@@ -185,19 +180,24 @@ def _scalar(aspect: str, reports: Sequence[RankReport], expected: float, limit: 
     return [Difference(aspect, text, off[ranks[0]], off[ranks[0]] / limit if limit else math.inf, ranks)]
 
 
-def _backward_order(reports: Sequence[RankReport], kind: str, order: Sequence[str]) -> list[str]:
-    names = {name for report in reports for name in report.pieces.get(kind, {})}
-    known = [name for name in reversed(order) if name in names]
-    return known + sorted(names - set(known))
-
-
-def _differing_between_replicas(reports: Sequence[RankReport]) -> list[str]:
-    """Return the parameters whose gradients differ between replicas."""
-    held: dict[tuple[tuple[int, ...], str], set[int]] = {}
-    for report in reports:
-        for name, value in report.fingerprints.items():
-            held.setdefault((report.replica, name), set()).add(value)
-    return sorted({name for (_, name), values in held.items() if len(values) > 1})
+def differing_options(updates: Sequence[UpdateFacts], right: UpdateFacts) -> list[tuple[str, list[int]]]:
+    """Return (text, ranks) of each option of the optimizer that is another one than the reference's."""
+    found: dict[tuple[str, str, str], tuple[dict[str, None], list[int]]] = {}
+    for rank, update in enumerate(updates):
+        for name, mine in update.options.items() if update.called and right.called else ():
+            theirs = right.options.get(name, {})
+            for key in dict.fromkeys((*theirs, *mine)) if theirs and mine else ():
+                if mine.get(key) != theirs.get(key):
+                    names, ranks = found.setdefault((key, str(mine.get(key)), str(theirs.get(key))), ({}, []))
+                    names[name] = None
+                    ranks += [] if rank in ranks else [rank]
+    texts = []
+    for (key, mine_text, right_text), (names, ranks) in found.items():
+        whole = len(names) == len(right.options)
+        option = "the learning rate (lr)" if key == "lr" else key
+        what = "" if whole else f" for {listed(list(names))}"
+        texts.append((f"{option} {mine_text} instead of {right_text}{what}", ranks))
+    return texts
 
 
 UNKNOWN = "cause not known"
@@ -206,21 +206,13 @@ GONE = 1e-2  # an experiment that leaves less than this fraction of a difference
 
 @dataclass
 class Cause:
-    """Cause of a difference.
+    """Cause of a difference."""
 
-    Attributes:
-        kind: one word or two: data order, random numbers, loss normalisation …
-        text: one sentence.
-        found_by: the experiments that show it.
-        is_error: False for rounding.
-        is_judged: False if neither an error nor rounding could be shown.
-    """
-
-    kind: str
-    text: str
-    found_by: list[str] = field(default_factory=list)
-    is_error: bool = True
-    is_judged: bool = True
+    kind: str  # one word or two: data order, random numbers, loss normalisation …
+    text: str  # one sentence
+    found_by: list[str] = field(default_factory=list)  # the experiments that show it
+    is_error: bool = True  # False for rounding
+    is_judged: bool = True  # False if neither an error nor rounding could be shown
 
 
 @dataclass
@@ -234,10 +226,7 @@ class Evidence:
     config: Config  # of the run
 
     def agrees(self, name: str, left_out: Collection[str] = ()) -> bool:
-        """Return whether the experiment was made and removed the difference: of all that differs, nothing is left.
-
-        Args:
-            left_out: buffers that the experiment itself writes.
+        """Return whether the experiment was made, and of all that differs, but for buffers `left_out`, nothing is left.
 
         Rounding counts: a difference that is not larger than the experiment's rounding is not explained by it. The norm
         does if it differs alone: else it follows from the gradients, and an experiment may be without clipping.
@@ -257,10 +246,9 @@ class Evidence:
 
     def facts(self, name: str) -> StepFacts | None:
         """Return the reference's facts of an experiment; None if it was not made."""
-        trace = Trace(self.folder / name)
         step = self.tried[name].step if name in self.tried else self.found.step
         try:
-            return trace.facts(step)
+            return Trace(self.folder / name).facts(step)
         except FileNotFoundError:
             return None
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from lockstep.errors import listed
 from lockstep.verify import experiments
 from lockstep.verify.differences import UNKNOWN, Cause, Evidence, first_seen, located, name_ranks
-from lockstep.verify.updates import UpdateFacts, not_alike, ranks_where
+from lockstep.verify.trace import UpdateFacts
 
 
 def data(e: Evidence) -> Cause | None:
@@ -38,33 +38,27 @@ def _undone(e: Evidence, name: str, kind: str, text: str) -> Cause | None:
 
 def nondeterminism(e: Evidence) -> Cause | None:
     """Return a cause if a step that is taken twice differs from itself."""
+    kind = "non-deterministic operation"
     once, twice = e.facts(experiments.AGAIN), e.facts(experiments.AGAIN_TOO)
     if once is not None and twice is not None and once.outputs != twice.outputs:
         pairs = zip(once.outputs, twice.outputs, strict=False)
         module = next((a[0] for a, b in pairs if a != b), "the model")
         text = f"{module or 'the model'} returns something else each time: an operation that is not deterministic, or "
-        return Cause(
-            "non-deterministic operation", text + "random numbers from outside torch's generator",
-            ["the same step twice in one process"],
-        )  # fmt: skip
+        text += "random numbers from outside torch's generator"
+        return Cause(kind, text, ["the same step twice in one process"])
     first, second = e.tried.get(experiments.AGAIN), e.tried.get(experiments.AGAIN_TOO)
     if first is None or second is None:
         return None
+    by = ["the same step twice on the same ranks"]
     for rank, (one, other) in enumerate(zip(first.outputs, second.outputs, strict=False)):
         differs = [a[0] or "the model" for a, b in zip(one, other, strict=False) if a != b]
         if differs:
-            return Cause(
-                "non-deterministic operation",
-                f"on rank {rank} {differs[0]} returns something else each time, not so in one process",
-                ["the same step twice on the same ranks"],
-            )
+            text = f"on rank {rank} {differs[0]} returns something else each time, not so in one process"
+            return Cause(kind, text, by)
     if first.fingerprints != second.fingerprints:
         name = next(n for n in first.fingerprints if first.fingerprints[n] != second.fingerprints.get(n))
-        return Cause(
-            "non-deterministic operation",
-            f"the gradient of {name} is another one each time that these ranks take the step, not so in one process",
-            ["the same step twice on the same ranks"],
-        )
+        text = f"the gradient of {name} is another one each time that these ranks take the step, not so in one process"
+        return Cause(kind, text, by)
     return None
 
 
@@ -80,9 +74,8 @@ def update_experiments(e: Evidence) -> list[str]:
     """Return the experiments that may undo what is seen to differ around the update."""
     updates = [*e.found.updates, e.found.right_update]
     wanted = [experiments.OPTIONS] if e.found.has("optimizer") and e.found.has("gradient", "value") else []
-    wanted += (
-        [experiments.OPTIMIZER_HOOKS] if e.found.has("gradient") and any(update.by_hooks for update in updates) else []
-    )
+    if e.found.has("gradient") and any(update.by_hooks for update in updates):
+        wanted.append(experiments.OPTIMIZER_HOOKS)
     if e.found.has("value"):
         wanted += [experiments.STATE] if _differ(e, lambda update: update.state_changed) else []
         wanted += [experiments.BEFORE] if _differ(e, lambda update: update.before) else []
@@ -91,7 +84,17 @@ def update_experiments(e: Evidence) -> list[str]:
 
 
 def _differ(e: Evidence, what: Callable[[UpdateFacts], list[str]]) -> list[str]:
-    return not_alike(e.found.updates, e.found.right_update, what)
+    """Return the names that are in a list of a rank, which holds them, or of the reference, and not in the other."""
+    right = e.found.right_update
+    names: dict[str, None] = {}
+    for update in e.found.updates:
+        held = update.options if update.options else right.options
+        names |= dict.fromkeys(name for name in set(what(update)) ^ set(what(right)) if name in held)
+    return sorted(names)
+
+
+def _ranks_where(e: Evidence, holds: Callable[[UpdateFacts], object]) -> list[int]:
+    return [rank for rank, update in enumerate(e.found.updates) if holds(update)]
 
 
 # ---- what is seen directly ----
@@ -103,7 +106,7 @@ def left_over(e: Evidence) -> Cause | None:
         return None
     stale = _differ(e, lambda update: update.stale)
     if stale:
-        ranks = ranks_where(e.found.updates, lambda update: update.stale)
+        ranks = _ranks_where(e, lambda update: update.stale)
         text = f"{name_ranks(ranks)} adds to the gradients of the step before: nothing sets {listed(stale)} to zero"
         return Cause("gradients not zeroed", text, ["gradients at the start of the step", experiments.AGAIN])
     text = "the step agrees where a new process takes it from the same state: an earlier step of the same process "
@@ -130,14 +133,14 @@ def frozen(e: Evidence) -> Cause | None:
     others = e.deviations or any(d.aspect == "gradient" and not d.missing for d in seen.differences)
     if not missing or not missing <= set(names) or others:
         return None
-    ranks = ranks_where(e.found.updates, lambda update: set(update.frozen) & set(names))
+    ranks = _ranks_where(e, lambda update: set(update.frozen) & set(names))
     who = f"on {name_ranks(ranks)}, and are trained in the reference" if ranks else "in the reference, not on ranks"
     return Cause("frozen parameter", f"{listed(names)} require no gradient {who}", ["requires_grad", "gradients"])
 
 
 def without_update(e: Evidence) -> Cause | None:
     """Return a cause if a rank leaves out the update that the reference makes."""
-    ranks = ranks_where(e.found.updates, lambda update: not update.called)
+    ranks = _ranks_where(e, lambda update: not update.called)
     if not ranks or not e.found.right_update.called or not e.found.has("value") or e.found.has("gradient"):
         return None
     names = {d.name for d in e.found.differences if d.aspect == "value"}
@@ -176,11 +179,8 @@ def options(e: Evidence) -> Cause | None:
     if not seen or (e.found.has("gradient", "value") and not e.agrees(experiments.OPTIONS)):
         return None
     text = "; ".join(f"the optimizer of {name_ranks(d.ranks)} has {d.name}" for d in seen)
-    return Cause(
-        "optimizer",
-        text,
-        [experiments.OPTIONS if e.agrees(experiments.OPTIONS) else "options of the optimizer on both sides"],
-    )
+    by = experiments.OPTIONS if e.agrees(experiments.OPTIONS) else "options of the optimizer on both sides"
+    return Cause("optimizer", text, [by])
 
 
 def state(e: Evidence) -> Cause | None:
@@ -188,7 +188,7 @@ def state(e: Evidence) -> Cause | None:
     names = _differ(e, lambda update: update.state_changed)
     if not names or not e.agrees(experiments.STATE):
         return None
-    ranks = ranks_where(e.found.updates, lambda update: set(update.state_changed) & set(names))
+    ranks = _ranks_where(e, lambda update: set(update.state_changed) & set(names))
     text = f"the optimizer's state is lost or changed between a step's start and its update on {name_ranks(ranks)}"
     return Cause("optimizer", f"{text}: of {listed(names)}", [experiments.STATE])
 
@@ -197,7 +197,7 @@ def optimizer_hook(e: Evidence) -> Cause | None:
     """Return a cause if hooks of the optimizer change gradients; without them, all agrees."""
     if not e.agrees(experiments.OPTIMIZER_HOOKS):
         return None
-    ranks = ranks_where(e.found.updates, lambda update: update.by_hooks)
+    ranks = _ranks_where(e, lambda update: update.by_hooks)
     also = "" if e.found.right_update.by_hooks else ", and not in the reference"
     text = f"a hook of the optimizer changes gradients before its update on {name_ranks(ranks)}{also}"
     return Cause("optimizer hook", text + located(e), [experiments.OPTIMIZER_HOOKS])
@@ -205,25 +205,20 @@ def optimizer_hook(e: Evidence) -> Cause | None:
 
 def before(e: Evidence) -> Cause | None:
     """Return a cause if something changes values before the optimizer does; with those of the start, all agrees."""
-    return _beside(
-        e, experiments.BEFORE, "before the update", "before the optimizer's update", lambda update: update.before
-    )
+    return _beside(e, experiments.BEFORE, "before", lambda update: update.before)
 
 
 def after(e: Evidence) -> Cause | None:
     """Return a cause if something else than the optimizer changes values; without it, they agree."""
-    return _beside(
-        e, experiments.AFTER, "after the update", "after the optimizer's update", lambda update: update.after
-    )
+    return _beside(e, experiments.AFTER, "after", lambda update: update.after)
 
 
-def _beside(
-    e: Evidence, name: str, kind: str, when: str, what: Callable[[UpdateFacts], list[str]]
-) -> Cause | None:  # fmt: skip
+def _beside(e: Evidence, name: str, side: str, what: Callable[[UpdateFacts], list[str]]) -> Cause | None:
     if not e.agrees(name):
         return None
+    when = f"{side} the optimizer's update"
     names = _differ(e, what) or [d.name for d in e.found.differences if d.aspect == "value"]
-    changes = ranks_where(e.found.updates, lambda update: set(what(update)) & set(names))
+    changes = _ranks_where(e, lambda update: set(what(update)) & set(names))
     others = [rank for rank in range(len(e.found.updates)) if rank not in changes]
     in_reference = bool(set(what(e.found.right_update)) & set(names))
     if in_reference and others:
@@ -232,4 +227,4 @@ def _beside(
         text = f"the values of {listed(names)} change {when} on {name_ranks(changes)}, not in the reference"
     else:
         text = f"what changes the values of {listed(names)} {when} changes them otherwise on ranks"
-    return Cause(kind, text, [name])
+    return Cause(f"{side} the update", text, [name])

@@ -5,8 +5,8 @@ An experiment is a `Case` (see `lockstep.verify.subject`) that changes settings,
 
 import ast
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -74,12 +74,10 @@ def apply(trainer: "Trainer", switches: frozenset[str], model: torch.nn.Module) 
             np.random.seed(0)
 
         placed.random_state.enter = enter  # type: ignore[assignment, method-assign]
-    if DRAWS in switches:
-        _around_step(trainer, MeanDraws)
-    if SAME_DRAWS in switches:
-        _around_step(trainer, partial(SameDraws, default_generator(trainer.device)))
-    if PRECISE in switches:
-        _around_step(trainer, FullPrecision)
+    same_draws = partial(SameDraws, default_generator(trainer.device))
+    for name, mode in ((DRAWS, MeanDraws), (SAME_DRAWS, same_draws), (PRECISE, FullPrecision)):
+        if name in switches:
+            _around_step(trainer, mode)
     if HOOKS in switches:
         for parameter in placed.parameters.values():
             remove_hooks(parameter)
@@ -90,8 +88,13 @@ def apply(trainer: "Trainer", switches: frozenset[str], model: torch.nn.Module) 
         for part in placed.parts:
             part.train()
     if MEMORY in switches:
-        memory = ModelMemory(placed.parts)
-        _before_each(trainer, memory.restore_first)
+        memory, at = ModelMemory(placed.parts), placed.random_state.at
+
+        def restored(micro_batch: int) -> None:
+            memory.restore_first()
+            at(micro_batch)
+
+        placed.random_state.at = restored  # type: ignore[method-assign]
     if OPTIMIZER_HOOKS in switches:
         remove_step_pre_hooks(trainer.optimizer)
     if AFTER in switches:
@@ -99,9 +102,11 @@ def apply(trainer: "Trainer", switches: frozenset[str], model: torch.nn.Module) 
     if STATE in switches:
         _keep_state(trainer)
     if BEFORE in switches:
-        _keep_values(trainer)
+        values = dict[str, Tensor]()
+        before_step(trainer, lambda _micro_batches: values.update(_values(trainer)))
+        trainer.optimizer.register_step_pre_hook(lambda *_: _set_values(trainer, values))
     if ALONE in switches and placed.layout.world_size > 1:
-        _around_each_forward(trainer, alone)
+        _forward_alone(trainer)
     if CHAIN in switches and placed.layout.pipeline == 1 and (segments := pipeline_segments_of(model)) is not None:
         model.forward = _chain(segments)
 
@@ -133,13 +138,6 @@ def _keep_state(trainer: "Trainer") -> None:
     optimizer.register_step_pre_hook(restore)
 
 
-def _keep_values(trainer: "Trainer") -> None:
-    """Give the parameters, before the update, the values that they had at the start of the step."""
-    kept = dict[str, Tensor]()
-    before_step(trainer, lambda _micro_batches: kept.update(_values(trainer)))
-    trainer.optimizer.register_step_pre_hook(lambda *_: _set_values(trainer, kept))
-
-
 def _keep_update(trainer: "Trainer") -> None:
     """Give the parameters, at the end of a step, the values that the optimizer's update left."""
     clear, kept = trainer.placed.clear_gradients, dict[str, Tensor]()
@@ -164,11 +162,7 @@ def _set_values(trainer: "Trainer", values: Mapping[str, Tensor]) -> None:
 
 
 def use_options(trainer: "Trainer", right: Mapping[str, Mapping[str, str]]) -> None:
-    """Set the options of the optimizer to the reference's before each update.
-
-    Args:
-        right: parameter → option → its value as text.
-    """
+    """Set options of the optimizer before each update; `right`: parameter → option → the reference's value as text."""
     names = {id(parameter): name for name, parameter in trainer.placed.parameters.items()}
 
     def use(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -224,26 +218,14 @@ def before_step(trainer: "Trainer", call: Callable[[Sequence[MicroBatch]], Seque
     trainer.placed.forward_backward = observed
 
 
-def _before_each(trainer: "Trainer", call: Callable[[], None]) -> None:
-    """Call a function before the forward pass of each micro-batch."""
-    random_state = trainer.placed.random_state
-    at = random_state.at
-
-    def observed(micro_batch: int) -> None:
-        call()
-        at(micro_batch)
-
-    random_state.at = observed  # type: ignore[method-assign]
-
-
-def _around_each_forward(trainer: "Trainer", around: Callable[[], Any]) -> None:
-    """Enter a context for the forward pass and the loss of each micro-batch."""
+def _forward_alone(trainer: "Trainer") -> None:
+    """Hide other ranks from the forward pass and the loss of each micro-batch."""
     random_state, run = trainer.placed.random_state, trainer.placed.forward_backward
     at, opened = random_state.at, ExitStack()
 
     def observed_at(micro_batch: int) -> None:
         opened.close()
-        opened.enter_context(around())
+        opened.enter_context(alone())
         at(micro_batch)
 
     def observed_run(micro_batches: Any, accumulator: Any, factor: float) -> None:
@@ -261,15 +243,6 @@ def _around_each_forward(trainer: "Trainer", around: Callable[[], Any]) -> None:
     trainer.placed.forward_backward = observed_run
 
 
-@torch.no_grad()
-def perturb(trainer: "Trainer") -> None:
-    """Move each parameter up or down by its last bit, at random."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in trainer.placed.parameters.values():
-        if parameter.is_floating_point():
-            parameter.copy_(with_other_last_bits(parameter, generator))
-
-
 def with_other_last_bits(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Return a tensor whose elements are moved up or down by their last bit, at random."""
     signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor) * 2 - 1
@@ -282,33 +255,16 @@ def is_indexed(data: Any) -> bool:
     return indexed and not isinstance(data, list | tuple | IterableDataset)
 
 
-@contextmanager
-def float64_by_default() -> Iterator[None]:
-    """Make float64 the default dtype in the block."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def first_experiments(spec: Spec, topology: str, at: int) -> list[Case]:
-    """Return the experiments that tell what differs in a step: the step twice, and part by part.
-
-    Not part by part where sequences or layers are cut: a rank's inputs and gradients are pieces of the reference's.
-    """
-    # Part by part, without what only rounds, or acts on the gradient as a whole.
-    plain = {key: value for settings in switched_off(spec.config).values() for key, value in settings.items()}
+    """Return the experiments that tell what differs in a step: the step twice, and part by part."""
     again = [Case(name, start=at, switches=frozenset({AGAIN})) for name in (AGAIN, AGAIN_TOO)]
     values, _ = parse_topology(topology)
     if any((values.get(f"{axis}_size") or 1) > 1 for axis in ("context", "tensor")):
-        return again
-    return [
-        *again,
-        Case(FORCED, plain, start=at, switches=frozenset({FORCED})),
-        Case(NUDGED, plain, start=at, switches=frozenset({NUDGED, FORCED})),
-    ]
+        return again  # a rank's inputs and gradients are pieces of the reference's
+    # Part by part, without what only rounds, or acts on the gradient as a whole.
+    plain = {key: value for settings in switched_off(spec.config).values() for key, value in settings.items()}
+    forced = Case(FORCED, plain, start=at, switches=frozenset({FORCED}))
+    return [*again, forced, Case(NUDGED, plain, start=at, switches=frozenset({NUDGED, FORCED}))]
 
 
 def further_experiments(spec: Spec, topology: str, at: int, wanted: Sequence[str], data: Any) -> list[Case]:
@@ -348,7 +304,6 @@ def switched_off(config: Config) -> dict[str, dict[str, Any]]:
         off[COMPILE] = {"training.compile": False}
     low = precision.param_dtype != "fp32" or distributed.fsdp.reduce_dtype != "fp32"
     if low or precision.mode != "fp32":
-        off[FLOAT32] = {
-            "precision.mode": "fp32", "precision.param_dtype": "fp32", "distributed.fsdp.reduce_dtype": "fp32",
-        }  # fmt: skip
+        keys = ("precision.mode", "precision.param_dtype", "distributed.fsdp.reduce_dtype")
+        off[FLOAT32] = dict.fromkeys(keys, "fp32")
     return off

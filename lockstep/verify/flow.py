@@ -3,14 +3,14 @@
 The reference stores what enters and leaves each module, forward and backward. A rank takes the same step, but each
 module is given the reference's inputs, and its backward pass the reference's gradients, so that a difference does not
 travel: what deviates is wrong by itself. This needs no bound on how a deep or chaotic network magnifies a last bit; the
-bounds are those of one module, measured by the reference itself, with inputs whose last bits are changed.
-
-The idea of comparing traces with bounds from a perturbed reference: TTrace (arXiv:2506.09280).
+bounds are those of one module, measured by the reference itself, with inputs whose last bits are changed. The idea of
+comparing traces with bounds from a perturbed reference: TTrace (arXiv:2506.09280).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,26 +23,12 @@ from lockstep.parallel.parallel_model import local
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer
+from lockstep.verify import recorded_flow
+from lockstep.verify.comparisons import distance, in_words, multiple, reduced_relation, relation, shard_like
 from lockstep.verify.experiments import settings_of_module, with_other_last_bits
 from lockstep.verify.memory import ModelMemory
-from lockstep.verify.recorded_flow import (
-    BACKWARD,
-    CEILING,
-    COUNTS,
-    FORWARD,
-    LEAST,
-    LOSS,
-    REDUCTION,
-    SLACK,
-    STAGES,
-    Deviation,
-    Key,
-    ObservedOperations,
-    RankFlow,
-    RecordedFlow,
-    first_line,
-)
-from lockstep.verify.relations import distance, in_words, multiple, reduced_relation, relation
+from lockstep.verify.recorded_flow import BACKWARD, FORWARD, LEAST, LOSS, REDUCTION, SLACK, Key, RankFlow, RecordedFlow
+from lockstep.verify.trace import GRADIENT, Stored
 
 _LARGEST = 4 << 30  # bytes that the reference stores of one step
 
@@ -50,9 +36,7 @@ _LARGEST = 4 << 30  # bytes that the reference stores of one step
 class FlowRecorder:
     """Records the parts of a trainer's steps, or compares them with those of a reference.
 
-    Args:
-        names: id of a module → its name in the model as its author made it.
-        nudge: change the last bits of what modules are given.
+    `names`: id of a module → its name in the author's model; `nudge`: change the last bits of what modules are given.
     """
 
     def __init__(
@@ -65,10 +49,10 @@ class FlowRecorder:
         self._inside: list[tuple[str, int]] = []  # modules that run, outermost first, with the number of their call
         self._forward, self._bytes = False, 0
         self._unreal: set[int] = set()
-        self._found: list[tuple[int, int, Deviation]] = []
+        self._found: list[recorded_flow.Deviation] = []
         self._seen: set[Key] = set()  # that deviate
         self._memory = ModelMemory(trainer.placed.parts)
-        self._watched = ObservedOperations(lambda: (self.micro_batch, self.where), self.flow, self.stored.operations)
+        self._watched = recorded_flow.ObservedOperations(self._now, self.flow, self.stored.operations)
         self._opened = ExitStack()
         placed = trainer.placed
         self._run, self._at = placed.forward_backward, placed.random_state.at
@@ -77,12 +61,17 @@ class FlowRecorder:
         for part in placed.parts:
             for module in part.modules():
                 if id(module) in names:
-                    self._hook(module, names[id(module)])
-                    self._see_settings(module, names[id(module)])
+                    name = names[id(module)]
+                    self._hook(module, name)
+                    mine = self.stored.settings[name] = settings_of_module(module)
+                    right = mine if reference is None else reference.settings.get(name, {})
+                    both = [(key, value, right[key]) for key, value in mine.items() if right.get(key, value) != value]
+                    self.flow.settings += [f"{name}.{key} {a!r} instead of {b!r}" for key, a, b in both]
         if placed.layout.shard == placed.layout.pipeline == 1:
             for name, parameter in placed.parameters.items():
                 if parameter.requires_grad and not isinstance(parameter, DTensor):
-                    self._opened.callback(parameter.register_hook(self._gradient_of(name)).remove)  # type: ignore[no-untyped-call]
+                    hook = parameter.register_hook(partial(self._see_parameter_gradient, name))  # type: ignore[no-untyped-call]
+                    self._opened.callback(hook.remove)
 
     # ---- the step ----
 
@@ -94,7 +83,8 @@ class FlowRecorder:
         def observed_add(micro_batch: MicroBatch, loss: Loss) -> None:
             self._remember()
             self._forward = False
-            self._see_loss(micro_batch, loss)
+            if micro_batch.real:
+                self._see_loss(micro_batch.index, loss)
             add(micro_batch, loss)
 
         accumulator.add = observed_add  # type: ignore[method-assign]
@@ -116,58 +106,45 @@ class FlowRecorder:
         if self._forward:
             self.flow.moved += [name for name in self._memory.moved() if name not in self.flow.moved]
 
-    @property
-    def micro_batch(self) -> int:
-        """The micro-batch whose forward pass runs."""
-        return self._trainer.placed.random_state.micro_batch
-
-    @property
-    def where(self) -> str | None:
-        """The module whose own code runs in a forward pass; None outside of one."""
-        if not self._forward or self.micro_batch in self._unreal:
-            return None
-        return self._inside[-1][0] if self._inside else ""
+    def _now(self) -> tuple[int, str | None]:
+        """Return the micro-batch, and the module whose own code runs in a forward pass; None outside of one."""
+        micro_batch = self._trainer.placed.random_state.micro_batch
+        if not self._forward or micro_batch in self._unreal:
+            return micro_batch, None
+        return micro_batch, self._inside[-1][0] if self._inside else ""
 
     # ---- modules ----
 
     def _hook(self, module: nn.Module, name: str) -> None:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if self.where is None:
+            micro_batch, where = self._now()
+            if where is None:
                 return None
-            number = self._calls.get((self.micro_batch, name), 0)
-            self._calls[self.micro_batch, name] = number + 1
+            number = self._calls.get((micro_batch, name), 0)
+            self._calls[micro_batch, name] = number + 1
             self._inside.append((name, number))
-            self._see_state(module, name, number)
-            return self._see_tree((args, kwargs), name, number, "input")
+            kinds = sorted({str(p.dtype) for p in module.parameters(recurse=False)})
+            device = self._trainer.device.type
+            autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off"
+            mode = "training" if module.training else "evaluation"
+            state = f"{mode} mode, autocast {autocast}, parameters {', '.join(kinds) or 'none'}"
+            self.stored.state[micro_batch, name, number] = state.replace("torch.", "")
+            return self._see_tree((args, kwargs), (micro_batch, name, number), "input")
 
         def after(_module: nn.Module, _args: Any, output: Any) -> Any:
-            if self.where is None or not self._inside or self._inside[-1][0] != name:
+            micro_batch, where = self._now()
+            if not self._inside or where != name:
                 return None
-            _, number = self._inside.pop()
-            return self._see_tree(output, name, number, "output")
+            return self._see_tree(output, (micro_batch, *self._inside.pop()), "output")
 
         self._opened.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._opened.callback(module.register_forward_hook(after).remove)
 
-    def _see_state(self, module: nn.Module, name: str, number: int) -> None:
-        kinds = sorted({str(p.dtype) for p in module.parameters(recurse=False)})
-        device = self._trainer.device.type
-        autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off"
-        mode = "training" if module.training else "evaluation"
-        state = f"{mode} mode, autocast {autocast}, parameters {', '.join(kinds) or 'none'}".replace("torch.", "")
-        self.stored.state[self.micro_batch, name, number] = state
-
-    def _see_settings(self, module: nn.Module, name: str) -> None:
-        mine = self.stored.settings[name] = settings_of_module(module)
-        right = mine if self._reference is None else self._reference.settings.get(name, {})
-        both = [(key, value, right[key]) for key, value in mine.items() if right.get(key, value) != value]
-        self.flow.settings += [f"{name}.{key} {a!r} instead of {b!r}" for key, a, b in both]
-
-    def _see_tree(self, tree: Any, name: str, number: int, what: str) -> Any:
+    def _see_tree(self, tree: Any, call: tuple[int, str, int], what: str) -> Any:
         leaves, spec = tree_flatten(tree)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         for place in places:
-            leaves[place] = self._see((self.micro_batch, name, number, f"{what} {place}"), leaves[place])
+            leaves[place] = self._see((*call, f"{what} {place}"), leaves[place])
         return tree_unflatten(leaves, spec) if places else tree
 
     def _see(self, key: Key, tensor: Tensor) -> Tensor:
@@ -175,16 +152,13 @@ class FlowRecorder:
         differentiable = tensor.requires_grad and torch.is_grad_enabled()
         if self._reference is None:
             self._store(key, tensor)
-            if not differentiable:
-                return tensor
-            return self._watched_gradient(tensor, tensor, key)
+            return _Seen.put(tensor, tensor, self, key) if differentiable else tensor
         right = self._reference.tensors.get(key)
-        order = STAGES.index(FORWARD)
         if right is None:
             if tensor.numel():
-                self._deviates(order, key, float("inf"), "is there on this rank alone")
+                self._deviates(FORWARD, key, float("inf"), "is there on this rank alone")
             return tensor
-        self._compare(order, key, tensor, right)
+        self._compare(FORWARD, key, tensor, right)
         if right.shape != tensor.shape:
             return tensor
         value = right.to(device=tensor.device, dtype=tensor.dtype)
@@ -193,13 +167,9 @@ class FlowRecorder:
         gradient = (*key[:3], f"gradient of {key[3]}")
         if not differentiable:
             if gradient in self._reference.tensors:
-                self._deviates(STAGES.index(BACKWARD), gradient, 1.0, "is not computed")
+                self._deviates(BACKWARD, gradient, 1.0, "is not computed")
             return value.clone()
-        return self._watched_gradient(tensor, value, key)
-
-    def _watched_gradient(self, tensor: Tensor, value: Tensor, key: Key) -> Tensor:
-        seen: Tensor = _Seen.apply(tensor, value.detach(), self, key)  # type: ignore[no-untyped-call]
-        return seen
+        return _Seen.put(tensor, value, self, key)
 
     def see_gradient(self, key: Key, gradient: Tensor) -> Tensor:
         """Record a gradient that enters or leaves a module; return what takes its place."""
@@ -219,27 +189,21 @@ class FlowRecorder:
         if right is None:
             return None
         right = (right * self._unit(key[0])).to(gradient)
-        self._compare(STAGES.index(BACKWARD), key, gradient, right)
+        self._compare(BACKWARD, key, gradient, right)
         return right
 
-    def _gradient_of(self, name: str) -> Callable[[Tensor], Tensor | None]:
-        def hook(gradient: Tensor) -> Tensor | None:
-            micro_batch = self.micro_batch
-            if micro_batch in self._unreal:
-                return None
-            key = (micro_batch, name, 0, "gradient")
-            if self._reference is not None and key not in self._reference.tensors:
-                self._deviates(STAGES.index(BACKWARD), key, float("inf"), "is there on this rank alone")
-            return self._compare_gradient(key, gradient)
-
-        return hook
+    def _see_parameter_gradient(self, name: str, gradient: Tensor) -> Tensor | None:
+        micro_batch = self._trainer.placed.random_state.micro_batch
+        if micro_batch in self._unreal:
+            return None
+        key = (micro_batch, name, 0, "gradient")
+        if self._reference is not None and key not in self._reference.tensors:
+            self._deviates(BACKWARD, key, float("inf"), "is there on this rank alone")
+        return self._compare_gradient(key, gradient)
 
     # ---- the loss ----
 
-    def _see_loss(self, micro_batch: MicroBatch, loss: Loss) -> None:
-        if not micro_batch.real:
-            return
-        number = micro_batch.index
+    def _see_loss(self, number: int, loss: Loss) -> None:
         value, targets = float(loss.summed()), float(loss.targets)
         self.stored.losses[number] = value, targets
         if self._reference is not None and number in self._reference.losses:
@@ -248,15 +212,15 @@ class FlowRecorder:
             key = (number, "", 0, "loss")
             self.stored.bounds[key] = off
             if targets != right_targets:
-                how = f"{COUNTS} {targets:g} targets instead of {right_targets:g}"
+                how = f"{recorded_flow.COUNTS} {targets:g} targets instead of {right_targets:g}"
                 # With another count alone, either the sum or the mean is the reference's.
                 as_mean = abs(value * right_targets - right * targets) <= LEAST * abs(right * targets)
                 if off > self._bound(key) and not as_mean:
                     how = f"is {in_words(value / right) if right else value} the reference, and {how}"
-                self._deviates(STAGES.index(LOSS), key, max(off, LEAST), how)
+                self._deviates(LOSS, key, max(off, LEAST), how)
             elif off > self._bound(key):
                 times = value / right if right else 0.0
-                self._deviates(STAGES.index(LOSS), key, off, f"is {in_words(times)} the reference")
+                self._deviates(LOSS, key, off, f"is {in_words(times)} the reference")
 
         def began(gradient: Tensor) -> Tensor | None:
             self.stored.units[number] = float(gradient)
@@ -267,7 +231,7 @@ class FlowRecorder:
             times = float(gradient) / right_unit / unit
             if abs(times - 1) > LEAST and (number, "", 0, "loss") not in self._seen:
                 how = f"is {in_words(times)} the reference"
-                self._deviates(STAGES.index(LOSS), (number, "", 0, "weight in the backward pass"), abs(times - 1), how)
+                self._deviates(LOSS, (number, "", 0, "weight in the backward pass"), abs(times - 1), how)
             return torch.full_like(gradient, right_unit * unit)
 
         if loss.value.requires_grad:
@@ -287,20 +251,18 @@ class FlowRecorder:
 
     # ---- the reduction ----
 
-    def see_reduced(
-        self, gradients: dict[str, Tensor], right: Callable[[str, Tensor], Tensor | None], scale: float
-    ) -> None:
+    def see_reduced(self, gradients: dict[str, Tensor], stored: Stored, scale: float) -> None:
         """Compare the gradients before the update with the reference's, which were made of the same terms.
 
-        Args:
-            right: (name, gradient) → the reference's part that a rank holds.
-            scale: factor by which the sum over the micro-batches was multiplied after its reduction.
+        `scale` is the factor by which the sum over the micro-batches was multiplied after its reduction.
         """
         assert self._reference is not None
         mine = sorted({key[0] for key in self._reference.tensors if key[3] == "gradient"} & set(self.stored.units))
         every = sorted({key[0] for key in self._reference.tensors if key[3] == "gradient"})
         for name, gradient in gradients.items():
-            whole, gradient = right(name, gradient), local(gradient).cpu()
+            whole = stored.get(GRADIENT, name)
+            if whole is not None:
+                whole, gradient = shard_like(whole, gradient), local(gradient).cpu()
             if whole is None or gradient.shape != whole.shape:
                 continue
             key = (-1, name, 0, "reduced gradient")
@@ -312,7 +274,7 @@ class FlowRecorder:
                 unit = self._unit(mine[0]) if mine else 1.0
                 terms = self._reference.terms(name, every, whole)
                 how = reduced_relation(gradient, whole, terms, mine, self._trainer.layout.world_size, unit, scale)
-                self._deviates(STAGES.index(REDUCTION), key, off, how)
+                self._deviates(REDUCTION, key, off, how)
 
     # ---- small things ----
 
@@ -322,7 +284,7 @@ class FlowRecorder:
             raise RuntimeError(f"what flows through this model in a step takes more than {_LARGEST >> 30} GiB")
         self.stored.tensors[key] = tensor.detach().cpu().clone()
 
-    def _compare(self, order: int, key: Key, mine: Tensor, right: Tensor) -> None:
+    def _compare(self, stage: str, key: Key, mine: Tensor, right: Tensor) -> None:
         assert self._reference is not None
         mine, right = mine.cpu(), right.cpu()
         off = distance(mine, right)
@@ -330,7 +292,8 @@ class FlowRecorder:
         self.stored.bounds[key] = off
         if off <= self._bound(key):
             return
-        if self._reference.bounds.get(key, 0.0) > CEILING and bool(mine.any()) and multiple(mine, right) is None:
+        too_far = self._reference.bounds.get(key, 0.0) > recorded_flow.CEILING
+        if too_far and bool(mine.any()) and multiple(mine, right) is None:
             self.flow.unjudged.append(f"{key[1] or 'the model'}, {key[3]}")
             return
         others = {
@@ -338,14 +301,14 @@ class FlowRecorder:
             for (m, *rest), tensor in self._reference.tensors.items()
             if tuple(rest) == key[1:] and m != key[0] and tensor.shape == mine.shape
         }
-        self._deviates(order, key, off, relation(mine, right, others if len(others) < 64 else None))
+        self._deviates(stage, key, off, relation(mine, right, others if len(others) < 64 else None))
 
     def _bound(self, key: Key) -> float:
         assert self._reference is not None
         least = LEAST if self._reference.tensors.get(key, torch.empty(0)).is_floating_point() else 0.0
         return max(least, SLACK * self._reference.bounds.get(key, 0.0))
 
-    def _deviates(self, order: int, key: Key, relative: float, how: str) -> None:
+    def _deviates(self, stage: str, key: Key, relative: float, how: str) -> None:
         assert self._reference is not None
         micro_batch, name, number, what = key
         note, state = "", self.stored.state.get((micro_batch, name, number))
@@ -355,27 +318,30 @@ class FlowRecorder:
             note = "; ".join(f"{a} instead of {b}" for a, b in pairs if a != b)
         self._seen.add(key)
         modules = (m for part in self._trainer.placed.parts for m in part.modules())
-        of_module = STAGES[order] in (FORWARD, BACKWARD)
+        of_module = stage in (FORWARD, BACKWARD)
         cls = next((type(m).__name__ for m in modules if of_module and self._names.get(id(m)) == name), "")
         rank = self._trainer.cluster.facts.rank
-        found = Deviation(STAGES[order], rank, micro_batch, name, what, relative, how, note, cls)
-        self._found.append((order, len(self._found), found))
+        self._found.append(recorded_flow.Deviation(stage, rank, micro_batch, name, what, relative, how, note, cls))
 
     def finish(self) -> RankFlow:
         """Return what was found; the recorder is of no use afterwards."""
         self._opened.close()
-        self._found.sort(key=lambda found: found[:2])
-        self.flow.deviations = [found for *_, found in self._found]
+        self.flow.deviations = sorted(self._found, key=lambda deviation: recorded_flow.STAGES.index(deviation.stage))
         if self._reference is not None and self.flow.deviations:
             first = self.flow.deviations[0]
             if first.stage in (FORWARD, LOSS) and self._trainer.layout.shard == 1:
-                line = first_line(self.stored.operations, self._reference.operations, first)
+                line = recorded_flow.first_line(self.stored.operations, self._reference.operations, first)
                 self.flow.deviations[0] = replace(first, note="; ".join(filter(None, (first.note, line))))
         return self.flow
 
 
 class _Seen(torch.autograd.Function):
     """Puts a value in place of a tensor, and what the recorder returns in place of its gradient."""
+
+    @classmethod
+    def put(cls, tensor: Tensor, value: Tensor, recorder: FlowRecorder, key: Key) -> Tensor:
+        seen: Tensor = cls.apply(tensor, value.detach(), recorder, key)  # type: ignore[no-untyped-call]
+        return seen
 
     @staticmethod
     def forward(ctx: Any, _tensor: Tensor, value: Tensor, recorder: FlowRecorder, key: Key) -> Tensor:

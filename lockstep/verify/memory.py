@@ -1,8 +1,7 @@
 """Finds what a model remembers from one micro-batch to the next, besides its parameters.
 
 That is attributes of its modules, buffers, and globals, class attributes and closures of the user's code that the
-modules run: counters, caches, queues, own random generators. A rank runs its own micro-batches only, so it remembers
-something else than one process does.
+modules run. A rank runs its own micro-batches only, so it remembers something else than one process does.
 """
 
 import copy
@@ -26,9 +25,7 @@ _LARGEST = 1 << 26  # bytes of a value that is still looked at
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One place that can hold something from one micro-batch to the next."""
-
+class _Slot:
     name: str  # for people
     read: Callable[[], Any]  # returns what is there
     write: Callable[[Any], None]  # puts something there
@@ -38,7 +35,7 @@ class ModelMemory:
     """The slots of a model's modules on this rank, as they are when this is made."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
-        found: dict[str, Slot] = {}
+        found: dict[str, _Slot] = {}
         for part in parts:
             for slot in _slots(part):
                 found.setdefault(slot.name, slot)
@@ -66,7 +63,7 @@ class ModelMemory:
         return [slot.name for slot, before in pairs if _print(slot.read()) != before]
 
 
-def _slots(part: nn.Module) -> Iterator[Slot]:
+def _slots(part: nn.Module) -> Iterator[_Slot]:
     code: dict[int, FunctionType] = {}
     for path, module in part.named_modules():
         plain = vars(nn.Module())
@@ -74,15 +71,23 @@ def _slots(part: nn.Module) -> Iterator[Slot]:
             if name not in plain and name != "training":
                 yield _attribute(f"{path}.{name}" if path else name, vars(module), name)
         for name, _ in module.named_buffers(recurse=False):
-            yield _buffer(f"the buffer {path}.{name}" if path else f"the buffer {name}", module, name)
+            yield _member(f"the buffer {path}.{name}" if path else f"the buffer {name}", module, name)
         for function in _functions_of(module):
             code.setdefault(id(function), function)
-        for cls in type(module).__mro__:
-            if _is_user_code(cls.__module__):
-                for name, value in list(vars(cls).items()):
-                    if not callable(value) and not name.startswith("__"):
-                        yield _class_attribute(cls, name)
-    yield from _globals_of(list(code.values()))
+        for cls in (cls for cls in type(module).__mro__ if _is_user_code(cls.__module__)):
+            for name, value in list(vars(cls).items()):
+                if not callable(value) and not name.startswith("__"):
+                    yield _class_attribute(cls, name)
+    for function in code.values():
+        where = function.__module__
+        for name in function.__code__.co_names:
+            if name in function.__globals__ and not isinstance(function.__globals__[name], ModuleType | type):
+                yield _attribute(f"{where}.{name}", function.__globals__, name)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if _is_filled(cell):
+                yield _member(f"{name} of {function.__qualname__}", cell, "cell_contents")
+        for name in vars(function):
+            yield _attribute(f"{function.__qualname__}.{name}", vars(function), name)
 
 
 def _functions_of(module: nn.Module) -> Iterator[FunctionType]:
@@ -103,33 +108,16 @@ def _functions_of(module: nn.Module) -> Iterator[FunctionType]:
             found += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
 
 
-def _globals_of(functions: list[FunctionType]) -> Iterator[Slot]:
-    for function in functions:
-        where = function.__module__
-        for name in function.__code__.co_names:
-            if name in function.__globals__ and not isinstance(function.__globals__[name], ModuleType | type):
-                yield _attribute(f"{where}.{name}", function.__globals__, name)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if _is_filled(cell):
-                yield _cell(f"{name} of {function.__qualname__}", cell)
-        for name in vars(function):
-            yield _attribute(f"{function.__qualname__}.{name}", vars(function), name)
+def _attribute(label: str, holder: dict[str, Any], name: str) -> _Slot:
+    return _Slot(label, lambda: holder.get(name), lambda value: holder.__setitem__(name, value))
 
 
-def _attribute(label: str, holder: dict[str, Any], name: str) -> Slot:
-    return Slot(label, lambda: holder.get(name), lambda value: holder.__setitem__(name, value))
+def _class_attribute(cls: type, name: str) -> _Slot:
+    return _Slot(f"{cls.__name__}.{name}", lambda: vars(cls).get(name), lambda value: setattr(cls, name, value))
 
 
-def _buffer(label: str, module: nn.Module, name: str) -> Slot:
-    return Slot(label, lambda: getattr(module, name), lambda value: setattr(module, name, value))
-
-
-def _class_attribute(cls: type, name: str) -> Slot:
-    return Slot(f"{cls.__name__}.{name}", lambda: vars(cls).get(name), lambda value: setattr(cls, name, value))
-
-
-def _cell(label: str, cell: CellType) -> Slot:
-    return Slot(label, lambda: cell.cell_contents, lambda value: setattr(cell, "cell_contents", value))
+def _member(label: str, holder: Any, name: str) -> _Slot:
+    return _Slot(label, lambda: getattr(holder, name), lambda value: setattr(holder, name, value))
 
 
 def _is_filled(cell: CellType) -> bool:
@@ -170,7 +158,7 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _restore(slot: Slot, now: Any, value: Any) -> None:
+def _restore(slot: _Slot, now: Any, value: Any) -> None:
     """Put a value back; into the object that is there, where others hold it too."""
     if isinstance(now, torch.Generator) and isinstance(value, torch.Generator):
         now.set_state(value.get_state())

@@ -1,16 +1,27 @@
-"""Dispatch modes and a context in which a step is taken without one thing: its own random numbers, 16 bits, ranks."""
+"""Takes a step without one thing: other ranks, its own random numbers, 16 bits, or the cut of sequences."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from lockstep.models.attention import Attend
+from lockstep.monitor.figures import gather_objects
+from lockstep.parallel.context_chunks import Context
+from lockstep.parallel.tensor_blocks import SEQUENCE
 from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
+from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
+
+if TYPE_CHECKING:
+    from lockstep.trainer import Trainer
+
+_FAR = 2e-2  # relative difference of an output that is more than rounding, also in bfloat16
 
 
 @contextmanager
@@ -29,21 +40,14 @@ def alone() -> Iterator[None]:
         "all_gather": gathered, "all_gather_into_tensor": gathered, "all_reduce": nothing, "broadcast": nothing,
         "barrier": nothing,
     }  # fmt: skip
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    with ExitStack() as stack:
-        for name, function in replaced.items():
-            stack.enter_context(patch.object(dist, name, function))
-        for name, value in variables.items():
-            if name in os.environ:
-                stack.enter_context(patch.dict(os.environ, {name: value}))
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    variables = {name: value for name, value in place.items() if name in os.environ}
+    with patch.multiple(dist, **replaced), patch.dict(os.environ, variables):
         yield
 
 
 class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws all random numbers from one seed: each depends on its operation and that operation's arguments alone.
-
-    A draw of another rate, shape or distribution stays another one; only where numbers come from is undone.
-    """
+    """Draws all random numbers from one seed: each depends on its operation and that operation's arguments alone."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -93,17 +97,12 @@ def _argument(place: int, key: str, default: float) -> Callable[[Any, Any], Any]
     return lambda args, kwargs: args[place] if len(args) > place else kwargs.get(key, default)
 
 
-def _middle(args: Any, _kwargs: Any) -> int:
-    low, high = (args[0], args[1]) if isinstance(args[1], int) else (0, args[0])
-    return int(low + high) // 2
-
-
 _MEANS: dict[str, Callable[[Any, Any], Any]] = {
     "rand": lambda *_: 0.5,
     "rand_like": lambda *_: 0.5,
     "randn": lambda *_: 0.0,
     "randn_like": lambda *_: 0.0,
-    "randint": _middle,
+    "randint": lambda args, _: ((args[0] + args[1]) if isinstance(args[1], int) else args[0]) // 2,
     "normal": lambda args, _: args[0],
     "normal_": _argument(1, "mean", 0.0),
     "uniform_": lambda args, kw: (_argument(1, "from", 0.0)(args, kw) + _argument(2, "to", 1.0)(args, kw)) / 2,
@@ -121,3 +120,89 @@ class FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kwargs.get("dtype") in (torch.bfloat16, torch.float16):
             kwargs["dtype"] = torch.float32
         return func(*args, **kwargs)
+
+
+class WholeSequences:
+    """Lets a model that runs on parts of sequences run on whole ones; finds where positions meet outside of attention.
+
+    Under context parallel (`lockstep.parallel.context`) a module that does not know of it, such as attention of the
+    model's own, a convolution or a mean over the sequence, sees a part of each sequence only: no error, another
+    gradient. On whole sequences, of which each rank keeps its part, it computes what it does in one process.
+    """
+
+    def __init__(self, trainer: "Trainer", names: Mapping[int, str]) -> None:
+        context = trainer.placed.context
+        assert context is not None
+        (model,) = trainer.placed.parts
+        self.module = ""  # name of the first whose outputs are others than on whole sequences, if one is found
+        self.numbers = False  # whether it is an `Attend` that numbers the positions of a part otherwise
+        self._names, self._context, self._model = names, context, model
+        self._plain, self._compared, self._random = model.forward, False, trainer.placed.random_state
+        model.forward = self._forward
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        lengths = [leaf.shape[SEQUENCE] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > SEQUENCE]
+        length, context = min(lengths), self._context
+        gathered = [context.gathered(leaf) if _has(leaf, length) else leaf for leaf in leaves]
+        whole_args, whole_kwargs = tree_unflatten(gathered, structure)
+        if not self._compared:
+            self._compared = True
+            self._compare_positions(length, next(leaf.device for leaf in leaves if isinstance(leaf, Tensor)))
+            if not self.module:
+                self._compare((args, kwargs), (whole_args, whole_kwargs))
+        context.whole = True  # and stays so, for what the backward pass computes again
+        outputs, structure = tree_flatten(self._plain(*whole_args, **whole_kwargs))
+        return tree_unflatten([_part(each, length * context.ranks, context) for each in outputs], structure)
+
+    def _compare_positions(self, length: int, device: torch.device) -> None:
+        for attend in (module for module in self._model.modules() if isinstance(module, Attend)):
+            self._context.whole = True
+            right = self._context.part(attend.positions(length * self._context.ranks, device), 0)
+            self._context.whole = False
+            wrong = not torch.equal(attend.positions(length, device), right)
+            if any(gather_objects(wrong)):  # the first rank's part may begin at 0 in any case
+                self.module, self.numbers = self._names.get(id(attend), ""), True
+                return
+
+    @torch.no_grad()
+    def _compare(self, part: tuple[Any, Any], whole: tuple[Any, Any]) -> None:
+        found, calls = [], dict(self._random.calls)
+        for self._context.whole, (args, kwargs) in ((False, part), (True, whole)):
+            seen: list[tuple[str, Tensor]] = []
+            handles = [
+                module.register_forward_hook(partial(_note, self._names.get(id(module), ""), seen))
+                for module in self._model.modules()
+                if module is not self._model
+            ]
+            with torch.random.fork_rng():
+                self._plain(*args, **kwargs)
+            self._random.calls = dict(calls)  # each pass draws the same numbers
+            for handle in handles:
+                handle.remove()
+            found.append(seen)
+        for (name, mine), (_, theirs) in zip(*found, strict=False):
+            for dim in range(1, mine.dim()):
+                if theirs.shape[dim] == mine.shape[dim] * self._context.ranks:
+                    right = self._context.part(theirs, dim).double()
+                    if (mine.double() - right).norm() > _FAR * right.norm():
+                        self.module = name
+                        return
+
+
+def _has(value: Any, length: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > SEQUENCE and value.shape[SEQUENCE] == length
+
+
+def _part(value: Any, length: int, context: Context) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if _has(value, length):
+        return context.part(value)
+    return value if context.rank == 0 else value.detach() + 0 * value  # all ranks compute it: its gradient counts once
+
+
+def _note(name: str, seen: list[tuple[str, Tensor]], _module: nn.Module, _args: Any, outputs: Any) -> None:
+    first = outputs[0] if isinstance(outputs, tuple) else outputs
+    if isinstance(first, Tensor) and first.dim() > SEQUENCE:
+        seen.append((name, first))

@@ -1,7 +1,6 @@
 """Writes a verdict as one HTML page: the table, the causes, and the first difference drawn through the model's modules.
 
-Modules are boxes within the modules that hold them; those in which all is equal are closed. The page holds its style,
-has no scripts and asks for nothing; names are shown as text, never as markup.
+The page holds its style, has no scripts and asks for nothing; names are shown as text, never as markup.
 """
 
 import math
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
 
 from lockstep.errors import UsageError
@@ -110,23 +110,16 @@ def _section(outcome: DrawnOutcome) -> str:
 def _box(name: str, module: _Module) -> str:
     """Return the box of a module that differs; those within it in which nothing does share one line."""
     inside: list[str] = []
-    equal: list[str] = []
-    for part, within in module.inside.items():
-        if within.differs:
-            inside += [*_equal(equal), _box(part, within)]
-            equal = []
-        else:
-            equal.append(part)
-    inside += _equal(equal)
+    for differs, parts in groupby(module.inside.items(), key=lambda part: part[1].differs):
+        alike = list(parts)
+        inside += [_box(*part) for part in alike] if differs else [_equal([part for part, _ in alike])]
     found = "".join(map(_difference, *zip(*module.found, strict=True))) if module.found else ""
     return f'<div class="part{" wrong" * bool(module.found)}"><b>{escape(name)}</b>{found}{"".join(inside)}</div>'
 
 
-def _equal(names: Sequence[str]) -> list[str]:
-    if not names:
-        return []
+def _equal(names: Sequence[str]) -> str:
     listed = names if len(names) <= 6 else [*names[:3], f"… {len(names) - 4} more …", names[-1]]
-    return [f'<div class="part equal">{escape(", ".join(listed))}: equal</div>']
+    return f'<div class="part equal">{escape(", ".join(listed))}: equal</div>'
 
 
 def _difference(difference: PartDifference, is_first: bool) -> str:

@@ -5,7 +5,7 @@ Also the operations of a forward pass, which tell the line of the user's code at
 
 import inspect
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,7 @@ class Deviation:
     what: str  # input, output or gradient
     relative: float  # size of the difference
     relation: str  # a clause: "is 2 × the reference"
-    # what else is different there: autocast, evaluation mode, the line of the first operation that differs
-    note: str = ""
+    note: str = ""  # what else differs: autocast, evaluation mode, the line of the first operation that does
     kind: str = ""
 
 
@@ -53,14 +52,11 @@ class RankFlow:
     """The findings of one rank, part by part."""
 
     deviations: list[Deviation] = field(default_factory=list)  # in the order of the step
-    # parts that differ, and where last bits do too much to judge them
-    unjudged: list[str] = field(default_factory=list)
+    unjudged: list[str] = field(default_factory=list)  # parts that differ, where last bits do too much
     draws: list[str] = field(default_factory=list)  # modules that draw random numbers
     collectives: list[str] = field(default_factory=list)  # that the forward pass calls
-    # attributes, globals and own generators that the forward pass changes
-    moved: list[str] = field(default_factory=list)
-    # of modules that are others than the reference's: "blocks.0.dropout.p 0.4 instead of 0.1"
-    settings: list[str] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)  # attributes, globals, generators that it changes
+    settings: list[str] = field(default_factory=list)  # others than the reference's: "drop.p 0.4 instead of 0.1"
     parts: int = 0  # number of parts that were compared
 
 
@@ -69,10 +65,8 @@ class RecordedFlow:
     """A recording of the reference."""
 
     tensors: dict[Key, Tensor] = field(default_factory=dict)  # of each part
-    # (micro-batch, module, call) → what the module was like: training flag, autocast, dtypes
-    state: dict[tuple[int, str, int], str] = field(default_factory=dict)
-    # module → its attributes that are numbers, texts or switches
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    state: dict[tuple[int, str, int], str] = field(default_factory=dict)  # by micro-batch, module, call: mode, dtypes
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # module → plain attributes
     operations: Operations = field(default_factory=dict)  # of each module's own code
     losses: dict[int, tuple[float, float]] = field(default_factory=dict)  # micro-batch → (loss, number of targets)
     units: dict[int, float] = field(default_factory=dict)  # micro-batch → gradient with which its backward pass began
@@ -86,16 +80,6 @@ class RecordedFlow:
         return known if fits and len(known) == len(micro_batches) else {}
 
 
-def save(stored: RecordedFlow, path: Path) -> None:
-    """Write what the reference recorded."""
-    torch.save(vars(stored), path)
-
-
-def save_bounds(stored: RecordedFlow, path: Path) -> None:
-    """Write, beside what the reference recorded, how far its parts deviate with other last bits."""
-    path.with_suffix(".bounds").write_bytes(pickle.dumps(stored.bounds))
-
-
 def load(path: Path) -> RecordedFlow:
     """Read what the reference recorded."""
     found = RecordedFlow(**torch.load(path, weights_only=False, mmap=True))
@@ -106,10 +90,7 @@ def load(path: Path) -> RecordedFlow:
 
 
 class ObservedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operation of a forward pass: draws, collectives, and the results with the line of the user's code.
-
-    `where` returns the micro-batch and the module whose own code runs, which is None outside of a forward pass.
-    """
+    """Sees each operation of a forward pass; `where`: the micro-batch and the module that runs, None outside of one."""
 
     def __init__(self, where: Callable[[], tuple[int, str | None]], flow: RankFlow, operations: Operations) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -152,13 +133,12 @@ def first_line(mine: Operations, right: Operations, first: Deviation) -> str:
     """Return the first operation that differs in the code where a forward pass or a loss deviates."""
     own = first.what.startswith("output") or first.stage == LOSS
     names = [first.module] if own else []
-    names += [name for name in ("", *_parents(first.module)) if name not in names]
-    for name in names:
-        at = first.micro_batch, name
-        found = _first_operation(mine.get(at, []), right.get(at, []))
-        if found:
-            return found
-    return ""
+    parts = first.module.split(".")
+    parents = [".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1)]
+    names += [name for name in ("", *parents) if name not in names]
+    at = [(first.micro_batch, name) for name in names]
+    found = (_first_operation(mine.get(key, []), right.get(key, [])) for key in at)
+    return next(filter(None, found), "")
 
 
 def _first_operation(mine: Sequence[Operation], right: Sequence[Operation]) -> str:
@@ -172,9 +152,3 @@ def _first_operation(mine: Sequence[Operation], right: Sequence[Operation]) -> s
         op, _, _, line = longer[min(len(mine), len(right))]
         return f"first at {line}: {op} {text}"
     return ""
-
-
-def _parents(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name

@@ -5,15 +5,13 @@
     an evaluation between two steps; a checkpoint loaded between them   the same second step
 
 Random numbers are replaced by their means where the cut changes, since masks have the shape of a micro-batch. A loss
-that couples the samples of a micro-batch (batch normalisation, negatives in the batch) has another gradient for each
-cut by its nature: that is no fault, and it is said. What tells the two apart is whether the gradient of a whole is a
-weighted sum of those of its parts.
+that couples the samples of a micro-batch has another gradient for each cut by its nature, which is no fault: then the
+gradient of a whole is no weighted sum of those of its parts.
 """
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,10 +26,10 @@ from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer
 from lockstep.trainer.loss_check import fix_for_count
 from lockstep.verify import worker
+from lockstep.verify.comparisons import distance
 from lockstep.verify.experiments import DRAWS, PERTURB, is_indexed, switched_off
 from lockstep.verify.modes import MeanDraws
 from lockstep.verify.recorded_flow import CEILING, SLACK
-from lockstep.verify.relations import distance
 from lockstep.verify.subject import MAIN, Case, Spec
 from lockstep.verify.trace import GRADIENT, StepObserver, Trace
 
@@ -62,9 +60,7 @@ class Check:
 
 
 @dataclass
-class CutStep:
-    """The gradient of a step, and of each of its micro-batches."""
-
+class _CutStep:
     gradient: Tensor  # of the step's mean loss, all parameters in a row
     counts: list[float]  # valid targets of each micro-batch
     means: list[Tensor]  # gradient of each micro-batch's mean loss
@@ -89,24 +85,19 @@ def checks_of(spec: Spec) -> list[str]:
 
 def take(spec: Spec, what: str, folder: Path) -> None:
     """Take the steps of a check in this process, and write what they computed."""
-    run: Callable[[Spec, Path], Any]
-    run = partial(_second_step, what=what) if what in (EVALUATED, LOADED) else partial(_cut_step, what=what)
-    (folder / f"check-{what}.pickle").write_bytes(pickle.dumps(run(spec, folder)))
+    found = (_second_step if what in (EVALUATED, LOADED) else _cut_step)(spec, folder, what)
+    (folder / f"check-{what}.pickle").write_bytes(pickle.dumps(found))
 
 
 def judge(taken: Sequence[str], folder: Path, missing: dict[str, str]) -> list[Check]:
     """Return the verdicts on the checks taken; `missing` has those that failed, with the reason."""
-    found = {
-        what: pickle.loads((folder / f"check-{what}.pickle").read_bytes()) for what in taken if what not in missing
-    }
+    made = [what for what in taken if what not in missing]
+    found = {what: pickle.loads((folder / f"check-{what}.pickle").read_bytes()) for what in made}
     checks = []
-    for what in taken:
-        if what not in TITLES:
-            continue
+    for what in (what for what in taken if what in TITLES):
         if what in missing or (what in (HALF, TWICE, PLAIN) and BASE not in found):
-            checks.append(
-                Check(TITLES[what], passed=True, text=f"not possible: {missing.get(what, missing.get(BASE))}")
-            )
+            text = f"not possible: {missing.get(what, missing.get(BASE))}"
+            checks.append(Check(TITLES[what], passed=True, text=text))
         elif what in (EVALUATED, LOADED):
             checks.append(_judge_second(what, found[what]))
         else:
@@ -117,7 +108,7 @@ def judge(taken: Sequence[str], folder: Path, missing: dict[str, str]) -> list[C
 # ---- the same samples, cut otherwise ----
 
 
-def _cut_step(spec: Spec, folder: Path, what: str) -> CutStep:
+def _cut_step(spec: Spec, folder: Path, what: str) -> _CutStep:
     training = spec.config.training
     size, whole = training.batch_size, training.global_batch_size or training.batch_size
     sizes = {HALF: size // 2, TWICE: 2 * size, PLAIN: whole}
@@ -130,7 +121,7 @@ def _cut_step(spec: Spec, folder: Path, what: str) -> CutStep:
         parts = _Parts(trainer, plain=what == PLAIN)
         next(iter(trainer.steps(data)))
         gradient = parts.row(observer.gradients)
-        return CutStep(gradient if parts.plain is None else parts.plain, parts.counts, parts.means, parts.batch)
+        return _CutStep(gradient if parts.plain is None else parts.plain, parts.counts, parts.means, parts.batch)
 
 
 class _Parts:
@@ -146,7 +137,6 @@ class _Parts:
         trainer.placed.forward_backward = self._observed
 
     def row(self, gradients: dict[str, Tensor]) -> Tensor:
-        """Return all gradients in a row."""
         each = [gradients.get(name, torch.zeros_like(p)) for name, p in self._parameters.items()]
         return torch.cat([g.detach().double().flatten().cpu() for g in each])
 
@@ -171,7 +161,11 @@ class _Parts:
     def _plain_gradient(self, batches: list[Any]) -> Tensor:
         """Return the gradient of the loss as its author wrote it, in a plain pass over a whole step."""
         objective, model = self._trainer.placed.objective, self._trainer.placed.parts[0]
-        batch = _joined(batches)
+        batch = batches[0]
+        if len(batches) > 1:
+            flat = [tree_flatten(each) for each in batches]
+            leaves = [torch.cat(list(each)) for each in zip(*(leaves for leaves, _ in flat), strict=True)]
+            batch = tree_unflatten(leaves, flat[0][1])
         args, kwargs = objective.inputs(batch)
         draws = MeanDraws()  # type: ignore[no-untyped-call]
         with draws, self._trainer.placed.random_state.running("train", 0):
@@ -186,50 +180,38 @@ class _Parts:
         return row
 
 
-def _joined(batches: list[Any]) -> Any:
-    if len(batches) == 1:
-        return batches[0]
-    flat = [tree_flatten(batch) for batch in batches]
-    leaves = [torch.cat(list(each)) for each in zip(*(leaves for leaves, _ in flat), strict=True)]
-    return tree_unflatten(leaves, flat[0][1])
-
-
-def _judge_cut(what: str, base: CutStep, other: CutStep, nudged: CutStep | None) -> Check:
+def _judge_cut(what: str, base: _CutStep, other: _CutStep, nudged: _CutStep | None) -> Check:
     off = distance(other.gradient, base.gradient)
     if off <= AGREES:
         return Check(TITLES[what], passed=True, relative=off)
     nudge = distance(nudged.gradient, base.gradient) if nudged is not None else 0.0
-    if off <= SLACK * nudge or nudge > CEILING:
-        text = (
-            f"cannot judge: changed last bits of parameters move the gradient by {nudge:.0%}" if nudge > CEILING else ""
-        )
+    if nudge > CEILING:
+        text = f"cannot judge: changed last bits of parameters move the gradient by {nudge:.0%}"
         return Check(TITLES[what], passed=True, text=text, relative=off)
+    if off <= SLACK * nudge:
+        return Check(TITLES[what], passed=True, relative=off)
     wholes, parts = (base, other) if what == HALF else (other, base)
     fits = _fits(wholes, parts)
     # A weak term that couples samples, as the balance of experts is, explains a small difference.
     if any(residual > min(_ADDS_UP, off / 4) for *_, residual in fits) or not fits:
         text = "the samples of a micro-batch are coupled (batch normalisation, negatives in the batch): batch_size is "
         return Check(TITLES[what], passed=True, text=text + "part of what is learned", relative=off)
-    number, weights, _ = max(fits, key=lambda fit: _unlike(fit, parts, len(parts.means) // len(wholes.means)))
     per = len(parts.means) // len(wholes.means)
+    number, weights, _ = max(fits, key=lambda fit: _unlike(fit, parts, per))
     if _unlike((number, weights, 0.0), parts, per) <= _ADDS_UP:
         what_differs = "a plain pass over the samples of a step, with the model called as its author wrote it,"
         kind, who = ("plain pass", what_differs) if what == PLAIN else ("accumulation", f"a step of {TITLES[what]}")
-        text = (
-            f"{who} has another gradient, although those of its parts add up by their counts: it differs by {off:.1e}"
-        )
-        return Check(TITLES[what], passed=False, kind=kind, text=text, relative=off)
+        text = f"{who} has another gradient, although those of its parts add up by their counts: it differs by "
+        return Check(TITLES[what], passed=False, kind=kind, text=f"{text}{off:.1e}", relative=off)
     counts = parts.counts[number * per : (number + 1) * per]
     declared = ", ".join(f"{n / sum(counts):.3f}" for n in counts)
-    text = (
-        f"the loss is a mean over something that its count does not say: of {per} parts of micro-batch {number}, its "
-        f"gradient weighs each by {', '.join(f'{w:.3f}' for w in weights)}, and the step by {declared}; weighed so, "
-        f"the cuts agree\ndo: {_fix(wholes, weights, per)}"
-    )
+    text = f"the loss is a mean over something that its count does not say: of {per} parts of micro-batch {number}, "
+    text += f"its gradient weighs each by {', '.join(f'{w:.3f}' for w in weights)}, and the step by {declared}; "
+    text += f"weighed so, the cuts agree\ndo: {_fix(wholes, weights, per)}"
     return Check(TITLES[what], passed=False, kind="loss normalisation", text=text, relative=off)
 
 
-def _fix(wholes: CutStep, weights: Sequence[float], per: int) -> str:
+def _fix(wholes: _CutStep, weights: Sequence[float], per: int) -> str:
     """Return the line to write: which sum over the batch is in the proportion of the weights."""
     leaves, spec = tree_flatten(wholes.batch)
     size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)
@@ -243,7 +225,7 @@ def _fix(wholes: CutStep, weights: Sequence[float], per: int) -> str:
     return fix_for_count((one, two), weights[0], counted=True)
 
 
-def _fits(wholes: CutStep, parts: CutStep) -> list[tuple[int, list[float], float]]:
+def _fits(wholes: _CutStep, parts: _CutStep) -> list[tuple[int, list[float], float]]:
     """Return (number, weights, residual): each whole's gradient as a weighted sum of those of its parts."""
     per = len(parts.means) // len(wholes.means)
     found = []
@@ -257,7 +239,7 @@ def _fits(wholes: CutStep, parts: CutStep) -> list[tuple[int, list[float], float
     return found
 
 
-def _unlike(fit: tuple[int, list[float], float], parts: CutStep, per: int) -> float:
+def _unlike(fit: tuple[int, list[float], float], parts: _CutStep, per: int) -> float:
     """Return how far a whole's weights are from those that the counts give."""
     number, weights, _ = fit
     counts = parts.counts[number * per : (number + 1) * per]
@@ -289,10 +271,11 @@ def _judge_second(what: str, found: tuple[float, str]) -> Check:
     off, name = found
     if off <= AGREES:
         return Check(TITLES[what], passed=True, relative=off)
-    kind = "evaluation" if what == EVALUATED else "checkpoint"
-    why = {
-        EVALUATED: "an evaluation changes what the model computes afterwards: it writes something that training reads",
-        LOADED: "the model depends on something that a checkpoint does not hold, as a counter, a cache or a generator",
-    }
-    text = f"{why[what]}; the next step's gradient of {name} is another one"
+    kind, why = {
+        EVALUATED: ("evaluation", "an evaluation changes what the model computes afterwards: it writes something that "
+                    "training reads"),
+        LOADED: ("checkpoint", "the model depends on something that a checkpoint does not hold, as a counter, a cache "
+                 "or a generator"),
+    }[what]  # fmt: skip
+    text = f"{why}; the next step's gradient of {name} is another one"
     return Check(TITLES[what], passed=False, kind=kind, text=text, relative=off)

@@ -1,11 +1,25 @@
-"""Defines what is verified: a config, or a user's model and data, built anew in every process."""
+"""Defines what is verified, and runs each case of it in a process of its own, with a time limit.
 
+A rank's process only imports; each case runs in a fork of it, which joins the ranks of its case. So nothing that a case
+leaves behind (a default dtype, a table in float64, a counter in a user's module) is there for the next one, and one
+that crashes or hangs ends alone. Each writes how it ended into its folder, where `why_not_ended` reads it.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import Config, config_from
+from lockstep.environment import rank_facts
+from lockstep.errors import LockstepError, RunError
+from lockstep.launch.failures import first_cause, from_exception, from_exit_code, newest_stack, read_all, stacks_file
+from lockstep.launch.worker import die_with_this_process
 from lockstep.strategy import parse_topology
 
 if TYPE_CHECKING:
@@ -13,28 +27,25 @@ if TYPE_CHECKING:
 
     from lockstep.trainer import Trainer
 
+_PLACE = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)  # fmt: skip
+_POLL = 0.01  # seconds between two looks at a case that runs
+_GRACE = 2.0  # seconds for a case to write its stack before it is killed
 MAIN = "main"  # the case that compares all steps; the others are experiments
 
 
 @dataclass
 class Subject:
-    """A training run before placement.
+    """A training run before placement."""
 
-    Attributes:
-        model: not wrapped, not yet trained.
-        data: the argument of `Trainer.steps`.
-        loss_fn: None: the one that the config names, else the model's own.
-        optimizer: `parameters -> optimizer`; None: the config's.
-        prepare: called with each trainer on every rank before its first step.
-        close: called when the subject is no longer needed.
-    """
-
-    model: "nn.Module"
-    data: Any
-    loss_fn: Callable[..., Any] | None = None
-    optimizer: Callable[..., Any] | None = None
-    prepare: Callable[["Trainer"], None] = lambda _trainer: None
-    close: Callable[[], None] = lambda: None
+    model: "nn.Module"  # not wrapped, not yet trained
+    data: Any  # the argument of `Trainer.steps`
+    loss_fn: Callable[..., Any] | None = None  # None: the one that the config names, else the model's own
+    optimizer: Callable[..., Any] | None = None  # `parameters -> optimizer`; None: the config's
+    prepare: Callable[["Trainer"], None] = lambda _trainer: None  # called with each trainer before its first step
+    close: Callable[[], None] = lambda: None  # called when the subject is no longer needed
 
 
 Make = Callable[[], "Subject | tuple[nn.Module, Any]"]
@@ -43,16 +54,16 @@ Make = Callable[[], "Subject | tuple[nn.Module, Any]"]
 
 @dataclass(frozen=True)
 class Spec:
-    """The knowledge that every process needs."""
+    """What every process needs to know."""
 
-    config: Config  # of the run
+    config: Config
     make: Make | None  # None: model and data are the config's
     steps: int  # number of steps to compare
     threads: int = 1  # of each process on the CPU
 
     @property
     def exact(self) -> bool:
-        """Return whether every bit must be equal."""
+        """Whether every bit must be equal."""
         return self.config.distributed.reproducible
 
     def build(self, settings: dict[str, Any]) -> tuple[Config, Subject]:
@@ -93,14 +104,79 @@ class VerifyJob:
         """Number of ranks of the topology."""
         return parse_topology(self.topology)[1]
 
-    def results_of(self, case: Case) -> Path:
-        """Return the file to which rank 0 pickles a case's results, step by step, or why there are none."""
-        return self.folder / f"{self._name}-{case.name}.pickle"
-
     def end_of(self, case: Case) -> Path:
         """Return the folder that tells how a case ended."""
-        return self.folder / "ends" / f"{self._name}-{case.name}"
+        topology = "".join(c if c.isalnum() else "_" for c in self.topology)
+        return self.folder / "ends" / f"{topology}-{case.name}"
 
-    @property
-    def _name(self) -> str:
-        return "".join(c if c.isalnum() else "_" for c in self.topology)
+    def results_of(self, case: Case) -> Path:
+        """Return the file to which rank 0 pickles a case's results, step by step, or why there are none."""
+        return self.end_of(case) / "results.pickle"
+
+
+def run_isolated(run: Callable[[], None], folder: Path, number: int, seconds: float, *, alone: bool) -> bool:
+    """Run a case in a fork of this process, which has imported much and started no thread of torch.
+
+    Args:
+        run: what the case does.
+        folder: receives the failure, or the stack of a case that hangs.
+        number: of the case among those of this launch; its ranks find each other by it.
+        seconds: limit; return whether the case ended within it.
+        alone: it is one process, and no rank.
+    """
+    facts = rank_facts()
+    folder.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = os.fork()
+    if process == 0:
+        _run(run, folder, number, seconds, alone)
+    deadline = time.monotonic() + seconds + _GRACE
+    while True:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            break
+        if time.monotonic() > deadline:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            (folder / f"hung-{facts.rank}").touch()
+            return False
+        time.sleep(_POLL)
+    code = os.waitstatus_to_exitcode(status)
+    if code and not (folder / f"rank-{facts.rank}.json").exists():
+        from_exit_code(facts.rank, facts.world_size, code, time.time(), None).write(folder)
+    return True
+
+
+def _run(run: Callable[[], None], folder: Path, number: int, seconds: float, alone: bool) -> None:
+    facts, code = rank_facts(), 0
+    die_with_this_process()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for name in _PLACE if alone else ():
+        os.environ.pop(name, None)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # a prefix of the keys by which the ranks meet
+    stacks = stacks_file(folder, facts.rank).open("w")
+    faulthandler.dump_traceback_later(seconds, file=stacks)
+    try:
+        run()
+    except BaseException as error:
+        failure = from_exception(error, facts, None)
+        failure.write(folder)
+        code = failure.exit_code or 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # skip the shutdown, which may wait for peers that are gone
+
+
+def why_not_ended(folder: Path, ranks: int, seconds: float) -> LockstepError | None:
+    """Return why a case did not end well: the first error of a rank, or where each rank hangs; None if it did."""
+    hung = [rank for rank in range(ranks) if (folder / f"hung-{rank}").exists()]
+    cause = first_cause(read_all(folder))
+    if cause is not None and (not hung or not cause.consequence):
+        return cause.error()
+    if not hung:
+        return None
+    places = [f"rank {rank} at {newest_stack(folder, rank).place or 'an unknown place'}" for rank in hung]
+    why = "a collective waits for a rank that does not call it, or a loop does not end"
+    fix = "let all ranks call the same collectives in the same order"
+    return RunError(f"no answer within {seconds:.0f} s: {'; '.join(places)}", why=why, fix=fix)

@@ -1,4 +1,4 @@
-"""Records what a trainer's steps compute, and stores the reference's steps on disk.
+"""Records what a trainer's steps compute, their updates included, and stores the reference's steps on disk.
 
     FOLDER/CASE/start.safetensors              first values of parameters and buffers
     FOLDER/CASE/step-00000003.json             samples, loss, norm of its fourth step
@@ -16,6 +16,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,31 @@ from lockstep.parallel.divergence import fingerprint
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.parallel_model import local
 from lockstep.records import StepRecord, plain
+from lockstep.torch_compat.optimizer_step import run_first
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.trainer import Trainer
-from lockstep.verify.updates import UpdateFacts, UpdateObserver
 
 GRADIENT, BOUND, VALUE, BUFFER = "gradient", "bound", "value", "buffer"
+# Of a group: what chooses a kernel, and what schedules start from; the learning rate itself is compared.
+_NOT_COMPARED = {"params", "fused", "foreach", "capturable", "differentiable", "initial_lr"}
+
+
+@dataclass
+class UpdateFacts:
+    """What one rank saw of an update; names are those of parameters."""
+
+    # parameter → option of its group at the update → its value as text; {} if the optimizer lacks it
+    options: dict[str, dict[str, str]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)  # further name of a parameter → the name by which it is listed
+    frozen: list[str] = field(default_factory=list)  # that want no gradient
+    stale: list[str] = field(default_factory=list)  # that had a gradient other than zero before the first forward pass
+    state_changed: list[str] = field(default_factory=list)  # whose state changes between the start and the update
+    by_hooks: list[str] = field(default_factory=list)  # whose gradients hooks of the optimizer changed
+    unmoved: list[str] = field(default_factory=list)  # whose values are those of before the step
+    # before, after: whose values changed before the optimizer's update, or after it
+    before: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    called: bool = False  # whether the optimizer was called
 
 
 @dataclass
@@ -52,33 +73,27 @@ class StepFacts:
     elements: int = 0
     # (module, fingerprint of its output) in the order in which forward passes ended, if they are recorded
     outputs: list[tuple[str, int]] = field(default_factory=list)
-    update: UpdateFacts = field(default_factory=UpdateFacts)  # what was seen of the update
+    update: UpdateFacts = field(default_factory=UpdateFacts)
 
 
 class Trace:
     """Folder of one case."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @property
-    def states(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.folder / "states"
+        self.folder, self.states = folder, folder / "states"
 
     def state(self, step: int) -> Path:
         """Return the path of the checkpoint before step `step`."""
         return self.states / f"step-{step:08d}"
 
-    def write_start(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the first values."""
+    def write(self, step: int | None, facts: StepFacts | None, tensors: Mapping[str, Tensor]) -> None:
+        """Write a step; None: the first values."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        _save(tensors, self.folder / "start.safetensors")
-
-    def write(self, step: int, facts: StepFacts, tensors: Mapping[str, Tensor]) -> None:
-        """Write a step."""
-        _save(tensors, self._path(step, "safetensors"))
-        self._path(step, "json").write_text(json.dumps(asdict(facts)))
+        # The format rejects tied or viewed storage.
+        whole = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+        save_file(whole, self._path(step, "safetensors"))
+        if facts is not None:
+            self._path(step, "json").write_text(json.dumps(asdict(facts)))
 
     def facts(self, step: int) -> StepFacts:
         """Read a step without its tensors."""
@@ -91,12 +106,11 @@ class Trace:
     @contextmanager
     def tensors(self, step: int | None) -> Iterator["Stored"]:
         """Open the tensors of a step, or of the start; each is read when it is used."""
-        path = self.folder / "start.safetensors" if step is None else self._path(step, "safetensors")
-        with safe_open(path, framework="pt") as file:
+        with safe_open(self._path(step, "safetensors"), framework="pt") as file:
             yield Stored(file)
 
-    def _path(self, step: int, suffix: str) -> Path:
-        return self.folder / f"step-{step:08d}.{suffix}"
+    def _path(self, step: int | None, suffix: str) -> Path:
+        return self.folder / f"{'start' if step is None else f'step-{step:08d}'}.{suffix}"
 
 
 class Stored:
@@ -111,18 +125,13 @@ class Stored:
         return self._file.get_tensor(key) if key in self._keys else None
 
 
-def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    # The format rejects tied or viewed storage.
-    save_file({key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}, path)
-
-
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return half the distance between 1 and the next larger number."""
     return float(torch.finfo(dtype).eps) / 2
 
 
 class StepObserver:
-    """Records each step of a trainer without changing it.
+    """Records each step of a trainer, and its update, without changing it.
 
     Args:
         bounds: add up the absolute values of micro-batches' gradients; the process holds all parameters.
@@ -130,43 +139,54 @@ class StepObserver:
     """
 
     def __init__(self, trainer: Trainer, *, bounds: bool = False, outputs: bool = False) -> None:
-        self._trainer = trainer
+        self._trainer, self._placed = trainer, trainer.placed
+        self.gradients: dict[str, Tensor] = {}  # of the last step, as the optimizer gets them
         self._samples: dict[int, str] = {}
         self._sizes: dict[str, Tensor] = {}
         self._outputs: list[tuple[str, int]] = []
         self._micro_batches_per_step, self._factor = 1, 1.0
+        self._update = UpdateFacts()
+        self._values: dict[str, int] = {}
+        self._updated: dict[str, int] = {}
+        self._given: dict[str, int] = {}
+        self._state: dict[str, Any] = {}
+        optimizer, placed = trainer.optimizer, trainer.placed
+        self._run, self._finish = placed.forward_backward, placed.finish_update
+        placed.forward_backward, placed.finish_update = self._observed, self._finished
         self._opened = ExitStack()
-        self._run = trainer.placed.forward_backward
-        trainer.placed.forward_backward = self._observed
-        self._opened.callback(setattr, trainer.placed, "forward_backward", self._run)
-        self._update = UpdateObserver(trainer)
-        self._opened.callback(self._update.close)
-        if outputs:
-            self._opened.enter_context(outputs_of(trainer.placed.parts, self._outputs))
-        for name, parameter in trainer.placed.parameters.items() if bounds else ():
+        self._opened.callback(setattr, placed, "forward_backward", self._run)
+        self._opened.callback(setattr, placed, "finish_update", self._finish)
+        handles: list[Any] = [
+            run_first(optimizer, optimizer.register_step_pre_hook(lambda *_: self._before_hooks())),
+            optimizer.register_step_pre_hook(lambda *_: self._before_update()),
+            run_first(optimizer, optimizer.register_step_post_hook(lambda *_: self._after_update())),
+        ]
+        for part in placed.parts if outputs else ():
+            handles += [m.register_forward_hook(partial(self._output, name)) for name, m in part.named_modules()]
+        for name, parameter in placed.parameters.items() if bounds else ():
             if parameter.requires_grad:
-                self._opened.callback(parameter.register_hook(self._sizes_of(name)).remove)  # type: ignore[no-untyped-call]
+                handles.append(parameter.register_hook(partial(self._add_size, name)))  # type: ignore[no-untyped-call]
+        for handle in handles:
+            self._opened.callback(handle.remove)
 
     def close(self) -> None:
         """Stop recording."""
         self._opened.close()
 
     @property
-    def gradients(self) -> dict[str, Tensor]:
-        """Those of the last step, as the optimizer got them."""
-        return self._update.gradients
-
-    @property
     def fingerprints(self) -> dict[str, int]:
         """Fingerprints of the gradients on this rank."""
-        return {name: int(fingerprint(local(gradient))) for name, gradient in self.gradients.items()}
+        return _prints(self.gradients)
 
     def facts(self, done: StepRecord) -> StepFacts:
         """Return the facts of the step just made."""
         rate = max((float(group["lr"]) for group in self._trainer.optimizer.param_groups), default=0.0)
+        values, update = _prints(self._placed.parameters), self._update
+        update.after = _changed(self._updated, values) if update.called else []
+        update.unmoved = [name for name, value in values.items() if value == self._values.get(name)]
         return StepFacts(
             dict(self._samples), float(plain(done.loss)), float(plain(done.grad_norm)), rate, self._scale(done),
-            bool(done.skipped), outputs=list(self._outputs), update=self._update.end(),
+            bool(done.skipped), outputs=list(self._outputs), update=update,
         )  # fmt: skip
 
     def bounds(self, done: StepRecord) -> dict[str, Tensor]:
@@ -199,17 +219,82 @@ class StepObserver:
             if micro_batch.real and micro_batch.batch is not None
         }
         self._micro_batches_per_step, self._factor = accumulator.micro_batches_per_step, factor
-        self._update.begin()
+        parameters = self._placed.parameters
+        self.gradients, self._given = {}, {}
+        self._update = UpdateFacts(
+            tied={alias: name for name, aliases in self._placed.aliases.items() for alias in aliases},
+            frozen=[name for name, p in parameters.items() if not p.requires_grad],
+            stale=[name for name, p in parameters.items() if p.grad is not None and bool(local(p.grad).any())],
+        )
+        self._values, self._state = _prints(parameters), self._states()
         self._outputs.clear()
         self._sizes.clear()
         self._run(micro_batches, accumulator, factor)
 
-    def _sizes_of(self, name: str) -> Any:
-        def hook(gradient: Tensor) -> None:
-            size = gradient.detach().abs().float()
-            self._sizes[name] = self._sizes[name] + size if name in self._sizes else size
+    def _add_size(self, name: str, gradient: Tensor) -> None:
+        size = gradient.detach().abs().float()
+        self._sizes[name] = self._sizes[name] + size if name in self._sizes else size
 
-        return hook
+    def _output(self, name: str, _module: nn.Module, _args: object, output: object) -> None:
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self._outputs.extend((name, int(fingerprint(tensor.detach()))) for tensor in tensors)
+
+    # ---- the update ----
+
+    def _before_hooks(self) -> None:
+        self._given = _prints(self._found())
+
+    def _before_update(self) -> None:
+        found, facts, parameters = self._found(), self._update, self._placed.parameters
+        facts.called = True
+        facts.before = _changed(self._values, _prints(parameters))
+        facts.by_hooks = _changed(self._given, _prints(found))
+        states = self._states()
+        facts.state_changed = [name for name in parameters if states.get(name) != self._state.get(name)]
+        groups = {id(p): group for group in self._trainer.optimizer.param_groups for p in group["params"]}
+        facts.options = {
+            name: {key: _text(value) for key, value in groups.get(id(p), {}).items() if key not in _NOT_COMPARED}
+            for name, p in parameters.items()
+        }
+        self._keep(found)
+
+    def _after_update(self) -> None:
+        self._updated = _prints(self._placed.parameters)
+
+    def _finished(self, skipped: bool) -> None:
+        if not self._update.called and not skipped:  # somebody has replaced `step`
+            self._keep(self._found())
+        self._finish(skipped)
+
+    def _found(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self._placed.parameters.items() if p.grad is not None}
+
+    def _keep(self, gradients: Mapping[str, Tensor]) -> None:
+        self.gradients = {name: gradient.detach().clone() for name, gradient in gradients.items()}
+
+    def _states(self) -> dict[str, Any]:
+        states = self._trainer.optimizer.state
+        return {
+            name: {key: int(fingerprint(local(v))) if isinstance(v, Tensor) else repr(v) for key, v in held.items()}
+            for name, p in self._placed.parameters.items()
+            if (held := states.get(p)) is not None
+        }
+
+
+def _changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+    return [name for name, value in now.items() if value != before.get(name)]
+
+
+def _prints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: int(fingerprint(local(tensor.detach()))) for name, tensor in tensors.items()}
+
+
+def _text(value: Any) -> str:
+    """Return a value in one form: a checkpoint gives numbers for tensors, and lists for tuples."""
+    if isinstance(value, list | tuple):
+        return repr(tuple(value))
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return repr(float(value)) if number or (isinstance(value, Tensor) and value.numel() == 1) else repr(value)
 
 
 def bytes_of(tree: Any) -> bytes:
@@ -228,22 +313,3 @@ def bytes_of(tree: Any) -> bytes:
     with suppress(Exception):
         return pickle.dumps(tree)
     return repr(type(tree)).encode()
-
-
-@contextmanager
-def outputs_of(parts: list[nn.Module], into: list[tuple[str, int]]) -> Iterator[None]:
-    """Record a fingerprint of each module's output in forward passes inside the block, innermost modules first."""
-
-    def hook_of(name: str) -> Any:
-        def after(_module: nn.Module, _args: object, output: object) -> None:
-            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            into.extend((name, int(fingerprint(tensor.detach()))) for tensor in tensors)
-
-        return after
-
-    handles = [m.register_forward_hook(hook_of(name)) for part in parts for name, m in part.named_modules()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

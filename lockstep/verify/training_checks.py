@@ -1,9 +1,6 @@
 """Finds mistakes of a training loop while it runs, on each rank alone and without a second run.
 
-It is told of forward passes, backward passes, clipping and optimizer steps, and keeps what contradicts a right loop:
-a parameter that no optimizer has, or that gets no gradient, or does not move; gradients that are not set to zero; a
-model called beside its wrapper; a schedule that belongs to another optimizer; and so on. Parameters are looked at in
-the first steps and every so often; what is done at each step costs some microseconds.
+Parameters are looked at in the first steps and every so often; what is done at each step costs some microseconds.
 """
 
 import weakref
@@ -57,7 +54,7 @@ class TrainingChecks:
         # Wrappers and schedules: models and optimizers know of none.
         self.made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._optimizers: list[Any] = []  # weak references
-        self._called: set[int] = set()  # modules that were called in the first steps
+        self.called: set[int] = set()  # ids of modules that were called in the first steps
         self._calls: Counter[tuple[int, bool]] = Counter()  # (model, in training mode) → calls
         self._batches = 0  # read from loaders since the last step
         self._gradient: tuple[Tensor, float] | None = None  # one, and its norm after the last backward pass
@@ -94,10 +91,6 @@ class TrainingChecks:
             self._begin_with(model)
         self._calls[id(model), model.training] += 1
 
-    def module_called(self, module: nn.Module) -> None:
-        """Note a module that takes part in the first steps."""
-        self._called.add(id(module))
-
     def batch_read(self) -> None:
         """Note a batch that a loader gives."""
         self._batches += 1
@@ -116,12 +109,9 @@ class TrainingChecks:
         for wrapper in self._alive(DistributedDataParallel):
             inside = {id(module) for module in wrapper.modules()} - {id(wrapper)}
             if id(model) in inside:
-                self.find(
-                    "gradient synchronisation",
-                    f"{type(model).__name__} is called beside the DistributedDataParallel that wraps it: its gradients "
-                    "are not reduced",
-                    "call the wrapper, and not what it wraps",
-                )
+                text = f"{type(model).__name__} is called beside the DistributedDataParallel that wraps it: "
+                text += "its gradients are not reduced"
+                self.find("gradient synchronisation", text, "call the wrapper, and not what it wraps")
 
     def _alive(self, kind: type) -> list[Any]:
         return [item for item in self.made if isinstance(item, kind)]
@@ -138,10 +128,9 @@ class TrainingChecks:
         if self._clipped is not None and not _has_gradient(self._clipped):
             self._clipped, self._passes = None, 0  # set to zero since: the loop has updated without an optimizer
         if self._clipped is not None:
-            self.find(
-                "clipping", "a backward pass adds to the gradients after they are clipped, so that the step is longer "
-                "than the norm allows", "clip once, when all gradients are there",
-            )  # fmt: skip
+            text = "a backward pass adds to the gradients after they are clipped, so that the step is longer "
+            text += "than the norm allows"
+            self.find("clipping", text, "clip once, when all gradients are there")
         self._passes += 1
         self._all_passes += 1
         self._whole_losses &= isinstance(loss, Tensor) and is_mean(loss)
@@ -154,24 +143,15 @@ class TrainingChecks:
             found = next((p for p in optimizer.param_groups[0]["params"] if p.grad is not None), None)
             self._gradient = None if found is None else (found, float(local(found.grad).detach().norm()))
 
-    def _is_divided(self) -> bool:
-        """Return whether something has changed gradients since the last backward pass."""
-        if self._gradient is None or self._gradient[0].grad is None:
-            return True
-        parameter, norm = self._gradient
-        assert parameter.grad is not None
-        return abs(float(local(parameter.grad).norm()) - norm) > 1e-6 * norm
-
     def clipped(self, parameters: Iterable[Tensor]) -> None:
         """Look at gradients that are clipped."""
         if self.looks and self._clipped is None:
             self._check_accumulation()
         self._clipped = next((p for p in reversed(list(parameters)) if p.grad is not None), None)
         if self.looks and self._clipped is None:
-            self.find(
-                "clipping", "gradients are clipped where there are none: before the backward pass, or of a model that "
-                "is not trained", "clip between loss.backward() and optimizer.step()",
-            )  # fmt: skip
+            text = "gradients are clipped where there are none: before the backward pass, or of a model that "
+            text += "is not trained"
+            self.find("clipping", text, "clip between loss.backward() and optimizer.step()")
 
     # ---- the optimizer ----
 
@@ -182,28 +162,19 @@ class TrainingChecks:
         own = [p for group in optimizer.param_groups for p in group["params"]]
         passes, cleared = self._updates.get(id(optimizer), (-1, True))
         if passes == self._all_passes and any(p.grad is not None for p in own):
-            self.find(
-                "update without a gradient",
-                f"step {self.steps + 1} uses the gradients of the step before: no backward pass came between them",
-                "call optimizer.step() once for each step's backward passes",
-            )
+            text = f"step {self.steps + 1} uses the gradients of the step before: no backward pass came between them"
+            self.find("update without a gradient", text, "call optimizer.step() once for each step's backward passes")
         elif not cleared and self.looks:
             kept = [self.names.get(id(p), "a parameter") for p in own if p.grad is not None]
-            self.find(
-                "gradients not zeroed",
-                f"step {self.steps + 1} adds to the gradients of the step before in {listed(kept, 5)}",
-                "optimizer.zero_grad() after each optimizer.step()",
-            )
-        if self.looks:
-            self._look_at(own)
-
-    def _look_at(self, own: list[Tensor]) -> None:
+            text = f"step {self.steps + 1} adds to the gradients of the step before in {listed(kept, 5)}"
+            self.find("gradients not zeroed", text, "optimizer.zero_grad() after each optimizer.step()")
+        if not self.looks:
+            return
         trained = [p for p in own if p.requires_grad]
         if trained and not any(p.grad is not None for p in trained):
-            self.find(
-                "stale optimizer", "the optimizer's parameters get no gradient: it was made for another model, or "
-                "before the model was converted or wrapped", "make the optimizer from the model that is called",
-            )  # fmt: skip
+            text = "the optimizer's parameters get no gradient: it was made for another model, or "
+            text += "before the model was converted or wrapped"
+            self.find("stale optimizer", text, "make the optimizer from the model that is called")
         self._before = {id(p): (local(p).detach().clone(), _has_gradient(p)) for p in own}
         norms = [local(p.grad).detach().norm() for p in own if p.grad is not None and not p.grad.is_sparse]
         if norms and not bool(torch.isfinite(torch.stack([norm.float().cpu() for norm in norms])).all()):
@@ -213,12 +184,13 @@ class TrainingChecks:
 
     def _check_accumulation(self) -> None:
         # Losses of several networks, or terms that are differentiated one by one, belong to the same batch.
-        if 1 < self._passes <= self._batches and self._whole_losses and not self._is_divided() and self.steps:
-            self.find(
-                "gradient accumulation", f"a step adds up the gradients of {self._passes} micro-batches, and nothing "
-                f"divides their mean losses: it is {self._passes} × as long as that of one batch",
-                f"(loss / {self._passes}).backward()",
-            )  # fmt: skip
+        if not (1 < self._passes <= self._batches and self._whole_losses and self.steps and self._gradient):
+            return
+        parameter, norm = self._gradient
+        if parameter.grad is not None and abs(float(local(parameter.grad).norm()) - norm) <= 1e-6 * norm:
+            text = f"a step adds up the gradients of {self._passes} micro-batches, and nothing "
+            text += f"divides their mean losses: it is {self._passes} × as long as that of one batch"
+            self.find("gradient accumulation", text, f"(loss / {self._passes}).backward()")
 
     def end_update(self, optimizer: Optimizer) -> None:
         """Look at what an optimizer has done."""
@@ -226,7 +198,15 @@ class TrainingChecks:
         if self.looks:
             self._check_moved(optimizer, own)
             self._check_schedules(optimizer)
-            self._check_frozen()
+        for model in self.models if self.looks else ():
+            moved = [
+                plain_name(name)
+                for name, parameter in model.named_parameters(remove_duplicate=False)
+                if name in self._frozen and not parameter.requires_grad
+                and parameter.shape == self._frozen[name].shape and not torch.equal(parameter, self._frozen[name])
+            ]  # fmt: skip
+            if moved:
+                self.find("frozen parameters", f"{listed(moved, 5)} do not require gradients, and have changed")
         self._updates[id(optimizer)] = (self._all_passes, False)
         found = next((p for p in own if p.grad is not None), None)
         if found is not None:
@@ -255,43 +235,20 @@ class TrainingChecks:
             rates = [float(rate) for rate in schedule.get_last_lr()]
             mine = [float(group["lr"]) for group in optimizer.param_groups]
             if _steps(schedule, optimizer) and len(rates) == len(mine) and len(schedules) == 1 and rates != mine:
-                self.find(
-                    "learning rate schedule", f"the optimizer steps with learning rate {mine[0]:.6g}, and its schedule "
-                    f"says {rates[0]:.6g}", "let nothing but the schedule set the learning rate",
-                )  # fmt: skip
-        others = [schedule for schedule in schedules if not _steps(schedule, optimizer)]
-        living = [known() for known in self._optimizers]
-        if (
-            others
-            and len(others) == len(schedules)
-            and not any(_steps(s, one) for s in others for one in living if one is not None)
-        ):
-            self.find(
-                "learning rate schedule", "the schedule changes the learning rate of an optimizer that never steps",
-                "make the schedule for the optimizer that steps",
-            )  # fmt: skip
+                text = f"the optimizer steps with learning rate {mine[0]:.6g}, and its schedule "
+                text += f"says {rates[0]:.6g}"
+                self.find("learning rate schedule", text, "let nothing but the schedule set the learning rate")
+        living = [one for known in self._optimizers if (one := known()) is not None]
+        if schedules and not any(_steps(schedule, one) for schedule in schedules for one in (optimizer, *living)):
+            text = "the schedule changes the learning rate of an optimizer that never steps"
+            self.find("learning rate schedule", text, "make the schedule for the optimizer that steps")
         stepped = max((schedule.last_epoch for schedule in schedules), default=0)
         updates = self.steps + 1
         if updates > 1 and self._all_passes >= 1.5 * updates and stepped >= self._all_passes - 1 > updates:
-            self.find(
-                "learning rate schedule",
-                f"the schedule was stepped {stepped} times in {updates} optimizer steps: once for each micro-batch",
-                "step it once for each optimizer.step()",
-            )
-
-    def _check_frozen(self) -> None:
-        for model in self.models:
-            moved = [
-                plain_name(name)
-                for name, parameter in model.named_parameters(remove_duplicate=False)
-                if name in self._frozen and not parameter.requires_grad
-                and parameter.shape == self._frozen[name].shape and not torch.equal(parameter, self._frozen[name])
-            ]  # fmt: skip
-            if moved:
-                self.find("frozen parameters", f"{listed(moved, 5)} do not require gradients, and have changed")
+            text = f"the schedule was stepped {stepped} times in {updates} optimizer steps: once for each micro-batch"
+            self.find("learning rate schedule", text, "step it once for each optimizer.step()")
 
     def _check_models(self) -> None:
-        """Look at the models after the first steps."""
         optimizers = [one for known in self._optimizers if (one := known()) is not None]
         held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
         for model in self.models:
@@ -299,43 +256,31 @@ class TrainingChecks:
             missing = [name for name, p in trained.items() if id(p) not in held and p.is_leaf]
             flattened = any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules())
             if missing and len(missing) < len(trained) and not flattened:
-                self.find(
-                    "parameters without an optimizer",
-                    f"{listed(missing, 5)} require gradients, and no optimizer has them",
-                    "give the optimizer all of model.parameters(), after the last of them is made",
-                )
-            self._check_ties(model)
+                text = f"{listed(missing, 5)} require gradients, and no optimizer has them"
+                fix = "give the optimizer all of model.parameters(), after the last of them is made"
+                self.find("parameters without an optimizer", text, fix)
+            now = dict(model.named_parameters(remove_duplicate=False))
+            for names in self._tied:
+                if all(name in now for name in names) and len({id(now[name]) for name in names}) > 1:
+                    said = " and ".join(map(plain_name, names))
+                    self.find("tied weights", f"{said} were one tensor, and are trained apart now")
         still, never = ([name for name, n in counted.items() if n >= self.first] for counted in self._without)
         if still:
             self.find("parameters that do not move", f"{listed(still, 5)} have gradients, and no update changes them")
-        cut = [name for name in never if self._owner_was_called(name)]
+        modules = [pair for model in self.models for pair in model.named_modules()]
+        called = {plain_name(owner) for owner, module in modules if id(module) in self.called}
+        cut = [name for name in never if name.rpartition(".")[0] in called]
         if cut and "stale optimizer" not in self.findings:
-            self.find(
-                "parameters without gradients", f"{listed(cut, 5)} take part in the forward pass, and got no gradient "
-                f"in {self.first} steps", "let no detach(), no_grad() or .data cut them off from the loss",
-            )  # fmt: skip
+            text = f"{listed(cut, 5)} take part in the forward pass, and got no gradient in {self.first} steps"
+            fix = "let no detach(), no_grad() or .data cut them off from the loss"
+            self.find("parameters without gradients", text, fix)
         for model in self.models:
             calls, in_training = self._calls[id(model), False], self._calls[id(model), True]
             random = any(isinstance(module, _DRAWS_OR_NORMALISES) for module in model.modules())
             if calls > 1 and not in_training and random and any(id(p) in held for p in model.parameters()):
-                self.find(
-                    "evaluation mode", "the model is trained in evaluation mode: without dropout, and with the running "
-                    "statistics of its normalisations", "model.train() before the training loop and after evaluation",
-                )  # fmt: skip
-
-    def _owner_was_called(self, name: str) -> bool:
-        for model in self.models:
-            for owner, module in model.named_modules():
-                if plain_name(owner) == name.rpartition(".")[0] and id(module) in self._called:
-                    return True
-        return False
-
-    def _check_ties(self, model: nn.Module) -> None:
-        now = dict(model.named_parameters(remove_duplicate=False))
-        for names in self._tied:
-            if all(name in now for name in names) and len({id(now[name]) for name in names}) > 1:
-                said = " and ".join(map(plain_name, names))
-                self.find("tied weights", f"{said} were one tensor, and are trained apart now")
+                text = "the model is trained in evaluation mode: without dropout, and with the running "
+                text += "statistics of its normalisations"
+                self.find("evaluation mode", text, "model.train() before the training loop and after evaluation")
 
     # ---- data and checkpoints ----
 
@@ -345,19 +290,16 @@ class TrainingChecks:
         times = times + 1 if epoch == sampler.epoch else 1
         self._epochs[id(sampler)] = (sampler.epoch, times)
         if times > 1 and sampler.shuffle and self.steps:
-            self.find(
-                "order of samples", "each epoch reads the samples in the same order: DistributedSampler.set_epoch is "
-                "not called", "sampler.set_epoch(epoch) before each epoch",
-            )  # fmt: skip
+            text = "each epoch reads the samples in the same order: DistributedSampler.set_epoch is "
+            text += "not called"
+            self.find("order of samples", text, "sampler.set_epoch(epoch) before each epoch")
 
     def loaded(self, model: nn.Module, missing: list[str], unexpected: list[str]) -> None:
         """Look at the result of `load_state_dict(strict=False)`."""
         if missing and unexpected and 2 * len(missing) > len(list(model.state_dict())):
-            self.find(
-                "checkpoint not loaded", f"load_state_dict(strict=False) left out {len(missing)} tensors, such as "
-                f"{missing[0]}, and did not know {len(unexpected)}, such as {unexpected[0]}",
-                "give the names of the checkpoint the prefix of the model's",
-            )  # fmt: skip
+            text = f"load_state_dict(strict=False) left out {len(missing)} tensors, such as "
+            text += f"{missing[0]}, and did not know {len(unexpected)}, such as {unexpected[0]}"
+            self.find("checkpoint not loaded", text, "give the names of the checkpoint the prefix of the model's")
 
 
 def _steps(schedule: LRScheduler, optimizer: Optimizer) -> bool:

@@ -1,17 +1,11 @@
 """Watches a training loop while it runs, of whatever trainer, and says what contradicts a right one.
 
-`lockstep launch --watch-training SCRIPT`, or in Python:
-
-    with lockstep.observe() as seen:      # or lockstep.observe().start(), before the training loop
-        train()
-    print(seen.findings)
-
 Each rank is watched by itself (`TrainingChecks`). In the first steps, and every so often, ranks also tell each other
-what must be equal: fingerprints of parameters and gradients, learning rates, the number of steps. They do so over a
-store of their own, from a thread, so that the training waits for nothing and no collective of the script can be
-disturbed. Within `lockstep verify SCRIPT`, the block is the part of the script that is compared.
+what must be equal: fingerprints of parameters and gradients, and learning rates. They do so over a store of their own,
+from a thread, so that the training waits for nothing and no collective of the script can be disturbed.
 """
 
+import atexit
 import logging
 import os
 import pickle
@@ -23,7 +17,6 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from queue import Queue
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -47,23 +40,16 @@ _FOLDER = Path(__file__).parent / "injected"  # its `sitecustomize.py` is put on
 _log = logging.getLogger("lockstep.watch")
 
 
-_part: list[tuple[Callable[[], None], Callable[[], None]]] = []  # what begins and ends the part that is verified
-
-
-def verify_part(begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Let `observe()` begin and end the part of this process that `lockstep verify` compares."""
-    _part.append((begin, end))
+# What begins and ends the part of this process that `lockstep verify SCRIPT` compares: `observe()` calls it instead.
+verified_part: list[tuple[Callable[[], None], Callable[[], None]]] = []
 
 
 class observe:  # noqa: N801 — called as a function
-    """Watches the training loop in its block, or from `start` on.
+    """Watches the training loop in its block, or from `start` on; `lockstep verify SCRIPT` compares this part alone.
 
     Args:
         every: number of steps after which parameters are looked at, and ranks compared; the first three always are.
-        report: is given each finding once; unset: it is logged as a warning.
-
-    Attributes:
-        findings: what was found, by kind.
+        report: is given each finding once; unset: it is printed.
     """
 
     def __init__(self, every: int = 100, report: Callable[[LoopFinding], None] | None = None) -> None:
@@ -87,15 +73,13 @@ class observe:  # noqa: N801 — called as a function
     def __enter__(self) -> "observe":
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> "observe":
         """Begin to watch."""
-        if _part:
-            begin, end = _part[-1]
+        if verified_part:
+            begin, end = verified_part[-1]
             begin()
             self._undo = [end]
             return self
@@ -130,7 +114,7 @@ class observe:  # noqa: N801 — called as a function
             self._undo[0]()  # modules are known by now, and a hook costs a microsecond a call
             return
         if module.training:
-            self._checks.module_called(module)  # also where a part of it runs without gradients
+            self._checks.called.add(id(module))  # also where a part of it runs without gradients
         inside = {id(inner) for model in self._checks.models for inner in model.modules() if inner is not model}
         if not torch.is_grad_enabled() or id(module) in inside:
             return
@@ -138,9 +122,8 @@ class observe:  # noqa: N801 — called as a function
             self._checks.model_called(module)
 
     def _around_backward(self, call: Any, first: Any) -> Any:
-        loss = first if isinstance(first, Tensor) else None
         if self._depth == 0:
-            self._checks.backward(loss)
+            self._checks.backward(first if isinstance(first, Tensor) else None)
         self._depth += 1
         try:
             return call()
@@ -158,33 +141,29 @@ class observe:  # noqa: N801 — called as a function
             self._checks.begin_update(optimizer)
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        looks, step = self._checks.looks, self._checks.steps
-        if looks:
-            self._compare_ranks(optimizer, step)
+        if self._checks.looks and torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._ranks = self._ranks or _Ranks(self._checks)
+            if self._ranks.world > 1:
+                self._compare_ranks(optimizer, self._ranks)
         self._checks.end_update(optimizer)
 
-    def _compare_ranks(self, optimizer: Optimizer, step: int) -> None:
-        if self._ranks is None and torch.distributed.is_available() and torch.distributed.is_initialized():
-            self._ranks = _Ranks(self._checks)
-        if self._ranks is None or self._ranks.world == 1:
-            return
+    def _compare_ranks(self, optimizer: Optimizer, ranks: "_Ranks") -> None:
         wrappers = [made for made in self._checks.made if isinstance(made, DistributedDataParallel)]
         wrapped = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
-        named = [
-            (self._checks.names.get(id(p), f"parameter {i}"), p)
-            for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
-        ]
         prints: dict[str, Tensor] = {}
-        for name, p in named:
+        for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             if isinstance(p, DTensor) or p.numel() == 0:
                 continue
-            kind = "wrapped" if id(p) in wrapped else "plain"
+            kind, name = (
+                "wrapped" if id(p) in wrapped else "plain",
+                self._checks.names.get(id(p), f"parameter {number}"),
+            )
             prints[f"weight|{kind}|{name}"] = fingerprint(p.detach())
             if p.grad is not None and not p.grad.is_sparse:
                 prints[f"gradient|{kind}|{name}"] = fingerprint(p.grad.detach())
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         values = torch.stack(list(prints.values())).tolist() if prints else []
-        self._ranks.send(step, {"prints": dict(zip(prints, values, strict=True)), "rates": rates})
+        ranks.send(self._checks.steps, {"prints": dict(zip(prints, values, strict=True)), "rates": rates})
 
 
 class _Ranks:
@@ -203,7 +182,6 @@ class _Ranks:
             self._queue.put((step, said))
 
     def flush(self, seconds: float = 10.0) -> None:
-        """Wait until all that was said is compared."""
         deadline = time.monotonic() + seconds
         while self._connected and self._queue.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -247,29 +225,22 @@ class _Ranks:
             elif kind == "wrapped" or key in self._equal:
                 apart.setdefault(what, []).append(name)
         if "gradient" in apart:
-            self._checks.find(
-                "gradient synchronisation",
-                f"the gradients of {listed(apart['gradient'], 5)} differ on ranks in step {step}",
-                "call the wrapped model, leave no_sync() for the last backward pass, and change no gradient by rank",
-            )
+            text = f"the gradients of {listed(apart['gradient'], 5)} differ on ranks in step {step}"
+            fix = "call the wrapped model, leave no_sync() for the last backward pass, and change no gradient by rank"
+            self._checks.find("gradient synchronisation", text, fix)
         elif "weight" in apart:
-            self._checks.find(
-                "replicas",
-                f"{listed(apart['weight'], 5)} differ on ranks after step {step}, with equal gradients",
-                "let nothing but the optimizer write weights, or let it write the same on all ranks",
-            )
+            text = f"{listed(apart['weight'], 5)} differ on ranks after step {step}, with equal gradients"
+            fix = "let nothing but the optimizer write weights, or let it write the same on all ranks"
+            self._checks.find("replicas", text, fix)
 
 
 def _warn(finding: LoopFinding) -> None:
     do = f"; do: {finding.fix}" if finding.fix else ""
-    facts = rank_facts()
-    print(f"watch-training: ✗ rank {facts.rank}: {finding.kind}: {finding.text}{do}", flush=True)
+    print(f"watch-training: ✗ rank {rank_facts().rank}: {finding.kind}: {finding.text}{do}", flush=True)
 
 
 def install() -> None:
     """Watch this process, as `lockstep launch --watch-training` says, until it ends."""
-    import atexit
-
     seen = observe(int(os.environ["LOCKSTEP_WATCHED_TRAINING"])).start()
 
     def end() -> None:

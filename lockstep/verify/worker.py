@@ -20,6 +20,7 @@ from lockstep.data.batches import MicroBatch
 from lockstep.errors import LockstepError, RunError
 from lockstep.layout import AXES
 from lockstep.models.protocol import offered
+from lockstep.monitor.figures import gather_objects
 from lockstep.parallel.parallel_model import local
 from lockstep.step import Progress
 from lockstep.strategy import SINGLE, parse_topology, strategy_named
@@ -28,24 +29,22 @@ from lockstep.trainer import Trainer
 from lockstep.verify import comparisons, experiments
 from lockstep.verify.differences import RankReport, StepResult, TensorDifference, combine_reports
 from lockstep.verify.flow import FlowRecorder
-from lockstep.verify.positions import WholeSequences
-from lockstep.verify.recorded_flow import RankFlow, load, save, save_bounds
+from lockstep.verify.modes import WholeSequences
+from lockstep.verify.recorded_flow import load
 from lockstep.verify.subject import MAIN, Case, Spec, VerifyJob
 from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, StepObserver, Stored, Trace
 
 _SIZES = tuple(f"distributed.{axis}_size" for axis in AXES)
 _FLOW = "flow.pt"  # file with what flowed through the reference
 _SAMPLES = "samples.pt"  # file with its micro-batches
-# The check for divergence would stop the steps to compare.
-_NO_DIVERGENCE_CHECK: dict[str, Any] = {"distributed.divergence_check_steps": None}
 
 
 def settings_of(topology: str) -> dict[str, Any]:
     """Return the settings that a topology (`ddp:2`, `single`) changes in a config."""
     values, _ = parse_topology(topology)
-    settings = {
+    settings: dict[str, Any] = {
         **dict.fromkeys(_SIZES),
-        **_NO_DIVERGENCE_CHECK,
+        "distributed.divergence_check_steps": None,  # it would stop the steps to compare
         **{f"distributed.{key}": value for key, value in values.items()},
     }
     if not strategy_named(values["strategy"]).reduces_by_ddp:
@@ -56,21 +55,24 @@ def settings_of(topology: str) -> dict[str, Any]:
 def record(spec: Spec, case: Case, folder: Path) -> None:
     """Take the steps of a case in this process alone, and store them."""
     began = time.monotonic()
-    with _threads(spec.threads), trainer_of(spec, SINGLE, case, folder) as (trainer, data, names):
+    with trainer_of(spec, SINGLE, case, folder) as (trainer, data, names):
         _record(trainer, data, names, case, folder, exact=spec.exact)
     (folder / case.name / "seconds").write_text(str(time.monotonic() - began))
 
 
-def _record(
-    trainer: Trainer, data: Any, names: dict[int, str], case: Case, folder: Path, *, exact: bool
-) -> None:  # fmt: skip
+def _record(trainer: Trainer, data: Any, names: dict[int, str], case: Case, folder: Path, *, exact: bool) -> None:
     trace, placed = Trace(folder / case.name), trainer.placed
-    trace.write_start(_named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers))
+    trace.write(None, None, _named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers))
     nudges = experiments.NUDGED in case.switches
     stored = load(folder / experiments.FORCED / _FLOW) if nudges else None
     recorder = FlowRecorder(trainer, names, stored, nudge=nudges) if experiments.FORCED in case.switches else None
     if experiments.SAMPLES in case.switches:
-        _write_samples(trainer, folder / case.name / _SAMPLES)
+
+        def write(micro_batches: Sequence[MicroBatch]) -> None:
+            samples = {micro_batch.index: micro_batch.batch for micro_batch in micro_batches}
+            torch.save(samples, trace.folder / _SAMPLES)
+
+        experiments.before_step(trainer, write)
     observer = StepObserver(trainer, bounds=not exact, outputs=experiments.AGAIN in case.switches)
     if case.name == MAIN:
         trainer.save_checkpoint(trace.states)
@@ -88,16 +90,15 @@ def _record(
     observer.close()
     if recorder is not None:
         recorder.finish()
+        path = folder / experiments.FORCED / _FLOW
         if stored is None:
-            save(recorder.stored, folder / experiments.FORCED / _FLOW)
+            torch.save(vars(recorder.stored), path)
         else:  # what changed last bits do is how far a part may deviate
-            save_bounds(recorder.stored, folder / experiments.FORCED / _FLOW)
+            path.with_suffix(".bounds").write_bytes(pickle.dumps(recorder.stored.bounds))
     if step + 1 < case.start + case.steps:
-        raise RunError(
-            f"the reference ended after {step + 1} of {case.steps} steps",
-            why="training.max_steps or training.num_train_epochs allows no more",
-            fix=f"verify fewer steps: --steps {max(1, step + 1)}",
-        )
+        text = f"the reference ended after {step + 1} of {case.steps} steps"
+        why = "training.max_steps or training.num_train_epochs allows no more"
+        raise RunError(text, why=why, fix=f"verify fewer steps: --steps {max(1, step + 1)}")
 
 
 def _named(kind: str, tensors: Any) -> dict[str, Any]:
@@ -106,26 +107,24 @@ def _named(kind: str, tensors: Any) -> dict[str, Any]:
 
 def compare(job: VerifyJob, case: Case) -> None:
     """Take the steps of a case on this rank, and compare; rank 0 writes the results."""
-    with _threads(job.spec.threads):
-        try:
-            with trainer_of(job.spec, job.topology, case, job.folder) as (trainer, data, names):
-                found: list[StepResult] | str = list(_compare(trainer, data, names, case, job.folder, job.spec.exact))
-        except LockstepError as error:
-            if case.name == MAIN:
-                raise
-            found = str(error).splitlines()[0]  # the same on all ranks
-        if collectives.is_main_process():
-            job.results_of(case).write_bytes(pickle.dumps(found))
-        if dist.is_initialized():
-            dist.barrier()
+    try:
+        with trainer_of(job.spec, job.topology, case, job.folder) as (trainer, data, names):
+            found: list[StepResult] | str = list(_compare(trainer, data, names, case, job.folder, job.spec.exact))
+    except LockstepError as error:
+        if case.name == MAIN:
+            raise
+        found = str(error).splitlines()[0]  # the same on all ranks
+    if collectives.is_main_process():
+        job.results_of(case).write_bytes(pickle.dumps(found))
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _compare(
     trainer: Trainer, data: Any, names: dict[int, str], case: Case, folder: Path, exact: bool
 ) -> Iterator[StepResult]:
     trace, states = Trace(folder / case.name), Trace(folder / MAIN)
-    double, names_here = experiments.DOUBLE in case.switches, list(trainer.placed.parameters)
-    rounding = comparisons.message_rounding(trainer)
+    factor, floor = comparisons.message_rounding(trainer)
     parts = experiments.FORCED in case.switches
     recorder = FlowRecorder(trainer, names, load(trace.folder / _FLOW)) if parts else None
     whole = WholeSequences(trainer, names) if experiments.WHOLE in case.switches else None
@@ -147,29 +146,29 @@ def _compare(
         facts, reference = observer.facts(done), trace.facts(step)
         not_comparable = ""
         with trace.tensors(step) as stored, states.tensors(step) as in_float32:
-            if double:
-                pieces, not_comparable = comparisons.compare_with_float64(
-                    names_here, observer.gradients, stored, in_float32
-                )
-                found = {GRADIENT: pieces}
-            elif experiments.PERTURB in case.switches:
-                pieces, not_comparable = comparisons.compare_with_perturbed(
-                    names_here, observer.gradients, stored, in_float32
-                )
+            if case.switches & {experiments.DOUBLE, experiments.PERTURB}:
+                double = experiments.DOUBLE in case.switches
+                compared_with = comparisons.compare_with_float64 if double else comparisons.compare_with_perturbed
+                names_here = trainer.placed.parameters
+                pieces, not_comparable = compared_with(names_here, observer.gradients, stored, in_float32)
                 found = {GRADIENT: pieces}
             else:
                 found = comparisons.compare_with_reference(
                     trainer, stored, observer,
                     rate=None if exact else max(facts.learning_rate, reference.learning_rate), exact=exact,
-                    factor=rounding.factor, floor=rounding.floor * facts.scale,
+                    factor=factor, floor=floor * facts.scale,
                 )  # fmt: skip
-            flow = None if recorder is None else _flow(recorder, observer, stored, facts.scale)
+            if recorder is not None:
+                recorder.see_reduced(observer.gradients, stored, facts.scale)
         report = RankReport(
             collectives.rank(), _replica(trainer), facts, {**found, "start": at_start}, observer.fingerprints,
-            trainer.placed.random_state.seed, not_comparable, flow,
+            trainer.placed.random_state.seed, not_comparable, None if recorder is None else recorder.finish(),
         )  # fmt: skip
-        limit = comparisons.limit_of_norm(reference, rounding)
-        result = combine_reports(step, _from_all(report), reference, limit, exact=exact)
+        reports = gather_objects(report)
+        if why := next((theirs.not_comparable for theirs in reports if theirs.not_comparable), ""):
+            raise RunError(why)
+        norm_limit = comparisons.limit_of_norm(reference, factor, floor)
+        result = combine_reports(step, reports, reference, norm_limit, exact=exact)
         if whole is not None:
             result.module, result.numbers = whole.module, whole.numbers
         yield result
@@ -185,44 +184,11 @@ def _compare(
     observer.close()
 
 
-def _flow(recorder: FlowRecorder, observer: StepObserver, reference: Stored, scale: float) -> RankFlow:
-    """Return what a rank found part by part, the reduction included."""
-
-    def right(name: str, gradient: torch.Tensor) -> torch.Tensor | None:
-        whole = reference.get(GRADIENT, name)
-        return None if whole is None else comparisons.shard_like(whole, gradient)
-
-    recorder.see_reduced(observer.gradients, right, scale)
-    return recorder.finish()
-
-
 def _replica(trainer: Trainer) -> tuple[int, ...]:
     """Return a number that is the same on ranks with the same tensors."""
     layout = trainer.layout
     rank, piece = divmod(collectives.rank(), layout.same_batch_size)
     return rank // layout.data_parallel_size, rank % layout.shard, piece % layout.tensor
-
-
-def _from_all(report: RankReport) -> list[RankReport]:
-    everyone: list[Any] = [report]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, report)
-    not_comparable = next((theirs.not_comparable for theirs in everyone if theirs.not_comparable), "")
-    if not_comparable:
-        raise RunError(not_comparable)
-    return everyone
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """Set the number of CPU threads: another number is another order of summation within one operation."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager
@@ -231,7 +197,11 @@ def trainer_of(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[
     double = experiments.DOUBLE in case.switches and topology == SINGLE
     with ExitStack() as stack:
         if double:
-            stack.enter_context(experiments.float64_by_default())
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
+        # Another number of CPU threads is another order of summation within one operation.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(spec.threads)
         config, subject = spec.build({**settings_of(topology), **case.settings})
         stack.callback(subject.close)
         # A copy: the user's function may return the same model each time, and later cases need it in float32.
@@ -247,24 +217,26 @@ def trainer_of(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[
             trainer.loss_check.skip()
         subject.prepare(trainer)
         experiments.apply(trainer, case.switches, model)
+        trace = Trace(folder / MAIN)
         if double:
-            _load_values(trainer, Trace(folder / MAIN), case.start)
+            with trace.tensors(case.start - 1 if case.start else None) as stored, torch.no_grad():
+                for name, parameter in trainer.placed.parameters.items():
+                    value = stored.get(VALUE, name)
+                    assert value is not None
+                    parameter.copy_(value)
+            trainer.step.progress = Progress(step=case.start, updates=case.start)
         elif case.start:
-            trainer.load_checkpoint(Trace(folder / MAIN).state(case.start))
+            trainer.load_checkpoint(trace.state(case.start))
         if case.switches & {experiments.PERTURB, experiments.NUDGED} and topology == SINGLE:
-            experiments.perturb(trainer)
+            generator = torch.Generator().manual_seed(0)
+            for parameter in trainer.placed.parameters.values():
+                if parameter.is_floating_point():
+                    with torch.no_grad():
+                        parameter.copy_(experiments.with_other_last_bits(parameter, generator))
         yield trainer, _InFloat64(subject.data) if double else subject.data, names
 
 
-def _write_samples(trainer: Trainer, path: Path) -> None:
-    def write(micro_batches: Sequence[MicroBatch]) -> None:
-        torch.save({micro_batch.index: micro_batch.batch for micro_batch in micro_batches}, path)
-
-    experiments.before_step(trainer, write)
-
-
 def _use_samples(trainer: Trainer, path: Path) -> None:
-    """Give a rank the reference's samples of its micro-batches."""
     right = torch.load(path, weights_only=False, map_location=trainer.device)
 
     def given(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
@@ -277,22 +249,11 @@ def _use_samples(trainer: Trainer, path: Path) -> None:
 
 @torch.no_grad()
 def _start_from(trainer: Trainer, stored: Stored) -> None:
-    """Give a rank its part of the reference's values."""
     for kind, tensors in ((VALUE, trainer.placed.parameters), (BUFFER, trainer.placed.buffers)):
         for name, tensor in tensors.items():
             value = stored.get(kind, name)
             if value is not None:
                 local(tensor.detach()).copy_(comparisons.shard_like(value, tensor))
-
-
-@torch.no_grad()
-def _load_values(trainer: Trainer, trace: Trace, start: int) -> None:
-    with trace.tensors(start - 1 if start else None) as stored:
-        for name, parameter in trainer.placed.parameters.items():
-            value = stored.get(VALUE, name)
-            assert value is not None
-            parameter.copy_(value)
-    trainer.step.progress = Progress(step=start, updates=start)
 
 
 class _InFloat64(Dataset[Any]):

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from lockstep.errors import UsageError
-from lockstep.verify.isolated import run_isolated, why_not_ended
+from lockstep.verify.subject import run_isolated, why_not_ended
 
 LEFT: list[int] = []
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.verify.relations import relation
+from lockstep.verify.comparisons import relation
 
 RIGHT = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 OTHER = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))

@@ -9,7 +9,8 @@ import pytest
 from benchmarks.silent_bugs import programs
 from lockstep.cli import main
 from lockstep.errors import UsageError
-from lockstep.verify.script.command import text, verify_script
+from lockstep.verify.command import script_text as text
+from lockstep.verify.command import verify_script
 from lockstep.verify.script.outcome import ScriptOutcome
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -6,7 +6,7 @@ import pytest
 
 import lockstep
 from benchmarks.silent_bugs.sound import ON_RANKS, PROGRAMS
-from lockstep.verify.script.command import verify_script
+from lockstep.verify.command import verify_script
 from lockstep.verify.training_checks import LoopFinding
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/silent_bugs/sound.py"

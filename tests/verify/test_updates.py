@@ -15,13 +15,11 @@ from lockstep.strategy import SINGLE
 from lockstep.trainer import Trainer
 from lockstep.verify import Subject
 from lockstep.verify.causes import cause_of
-from lockstep.verify.comparisons import compare_with_perturbed
-from lockstep.verify.differences import Difference, Evidence, StepResult
+from lockstep.verify.comparisons import compare_with_perturbed, reduced_relation
+from lockstep.verify.differences import Difference, Evidence, StepResult, differing_options
 from lockstep.verify.experiments import AGAIN
-from lockstep.verify.relations import reduced_relation
 from lockstep.verify.subject import Case
-from lockstep.verify.trace import StepObserver, Trace
-from lockstep.verify.updates import UpdateFacts, differing_options
+from lockstep.verify.trace import StepObserver, Trace, UpdateFacts
 from lockstep.verify.worker import trainer_of
 
 SETTINGS: dict[str, Any] = {

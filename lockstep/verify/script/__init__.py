@@ -5,7 +5,3 @@ once more without random numbers               where a forward pass draws any
 the script as one process                      given the ranks' samples in one batch, their first values and settings
 where a gradient differs: one process a rank   given that rank's samples alone; the gradients show how they were added
 """
-
-from lockstep.verify.script.command import run
-
-__all__ = ["run"]

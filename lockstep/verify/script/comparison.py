@@ -3,25 +3,14 @@
 A cause is named by what undoes the difference, or makes it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lockstep.verify.script.gradients import (
-    GradientEvidence,
-    Vector,
-    accumulation_cause,
-    computation_cause,
-    coupling_cause,
-    reduction_cause,
-    relative,
-    shared_cause,
-    sizes_of,
-    vector,
-    weighing_cause,
-)
+from lockstep.verify.script import gradients
+from lockstep.verify.script.gradients import GradientEvidence, Vector, relative, vector
 from lockstep.verify.script.outcome import UNKNOWN, ScriptCause, ScriptDifference, ScriptOutcome, cause
 from lockstep.verify.script.ranks import is_cut_by_script, replicas_cause
 from lockstep.verify.script.record import Pieces, RecordedStep, ScriptRecord, World
@@ -52,20 +41,9 @@ class ScriptComparison:
         self.folder, self.records = self.runs.world(self.ranks, what, **changes)
         self.world = World(self.records, self.joined)
 
-    def first_values(self) -> dict[str, list[Any]]:
-        """Return the first values of each parameter on each rank."""
-        return self._on_ranks(lambda record: record.first)
-
-    def all_gradients(self) -> list[dict[str, list[Any]]]:
-        """Return, of each step, the gradient of each parameter with which each rank's optimizer steps."""
-
-        def of(number: int) -> Callable[[ScriptRecord], Pieces]:
-            return lambda record: record.steps[number].gradients
-
-        return [self._on_ranks(of(number)) for number in range(self.outcome.steps)]
-
-    def _on_ranks(self, pick: Callable[[ScriptRecord], Pieces]) -> dict[str, list[Any]]:
-        ranks = self.world.tensors(pick)
+    def on_ranks(self, pieces: Sequence[Pieces]) -> dict[str, list[Any]]:
+        """Return each parameter's value, or another tensor of it, on each rank."""
+        ranks = self.world.tensors(pieces)
         return {name: [rank[name] for rank in ranks if name in rank] for name in ranks[0]}
 
     def alone(self, what: str, feeds: Sequence[Feed], **changes: Any) -> list[ScriptRecord]:
@@ -74,41 +52,34 @@ class ScriptComparison:
 
     def distances(self, number: int, world: World, reference: ScriptRecord) -> tuple[float, float]:
         """Return how far the ranks' gradients are off, and their updates."""
-        mine, right = self.gradients(number, world), self.gradients(number, World([reference]))[0]
-        gradient = max(relative(one, right) for one in mine)
-        return gradient, max(self.updates(number, world, reference))
+        right = self.gradients(number, World([reference]))[0]
+        off = max(relative(mine, right) for mine in self.gradients(number, world))
+        return off, max(self.updates(number, world, reference))
 
     def gradients(self, number: int, world: World, *, clipped: bool = False) -> list[Vector]:
         """Return the gradients of a step as each rank sees them, before they are clipped or afterwards."""
-
-        def pick(record: ScriptRecord) -> Any:
-            step = record.steps[number]
-            return step.gradients if clipped or not step.unclipped else step.unclipped
-
-        return [vector(one, self.sizes) for one in world.tensors(pick)]
+        steps = [record.steps[number] for record in world.records]
+        pieces = [step.gradients if clipped or not step.unclipped else step.unclipped for step in steps]
+        return [vector(one, self.sizes) for one in world.tensors(pieces)]
 
     def updates(self, number: int, world: World, reference: ScriptRecord) -> list[float]:
         """Return how far each rank's updated weights are off, relative to the update."""
         one_process = World([reference])
-        values = one_process.tensors(lambda record: record.steps[number].values)
-        sizes = sizes_of(values)
-        right = vector(values[0], sizes)
+        values = one_process.tensors([reference.steps[number].values])[0]
+        sizes = {name: tensor.numel() for name, tensor in values.items()}
+        right = vector(values, sizes)
         if number:
-            before = one_process.tensors(lambda record: record.steps[number - 1].values)[0]
+            before = one_process.tensors([reference.steps[number - 1].values])[0]
         else:
             before = {name: ranks[0] for name, ranks in self.given["first"].items()}
         moved = max(float(np.linalg.norm(right - vector(before, sizes))), 1e-300)
-        ranks = world.tensors(lambda record: record.steps[number].values)
+        ranks = world.tensors([record.steps[number].values for record in world.records])
         return [float(np.linalg.norm(vector(one, sizes) - right)) / moved for one in ranks]
 
     def first_difference(
         self, reference: ScriptRecord, limits: Sequence[tuple[float, float]]
     ) -> tuple[ScriptDifference | None, float]:
-        """Return the first difference, and the largest before it.
-
-        Args:
-            limits: of each step: for gradients, and for updates.
-        """
+        """Return the first difference, and the largest before it; `limits`: of each step's gradients and updates."""
         rounding = 0.0
         for number in range(min(self.outcome.steps, len(reference.steps))):
             step = reference.steps[number]
@@ -119,9 +90,10 @@ class ScriptComparison:
                     off = relative(mine, right)
                     if off > limits[number][0]:
                         aspect = "clipped gradients" if clipped and step.unclipped else "gradients"
-                        distances, norms = self._norms(mine - right), self._norms(right)
+                        slices = gradients.slices_of(self.sizes)
+                        distances = {n: float(np.linalg.norm((mine - right)[at])) for n, at in slices.items()}
                         name = max(distances, key=lambda name: distances[name])
-                        self.outcome.parts = {n: off / max(norms[n], 1e-300) for n, off in distances.items()}
+                        self.outcome.parts = {n: relative(mine[at], right[at]) for n, at in slices.items()}
                         return ScriptDifference(number, aspect, name, off, rank), rounding
                     rounding = max(rounding, off)
             for rank, off in enumerate(self.updates(number, self.world, reference)):
@@ -133,14 +105,6 @@ class ScriptComparison:
         """Compare from now on the gradients that a step of one process has."""
         pieces = {**step.unclipped, **step.gradients}
         self.sizes = {name: piece.local.numel() for name, piece in pieces.items()}
-
-    def _norms(self, values: Vector) -> dict[str, float]:
-        """Return the norm of each parameter's part of a vector."""
-        found, begin = {}, 0
-        for name, size in self.sizes.items():
-            found[name] = float(np.linalg.norm(values[begin : begin + size]))
-            begin += size
-        return found
 
     def is_split(self) -> bool:
         """Return whether one process takes the ranks' batches one after another."""
@@ -191,45 +155,43 @@ def explain(c: ScriptComparison, first: ScriptDifference, reference: ScriptRecor
 def _gradient_causes(c: ScriptComparison, first: ScriptDifference, reference: ScriptRecord) -> list[ScriptCause]:
     evidence = _evidence(c, first.step, reference)
     if not evidence.own:
-        found = _statistics_cause(c, first) or shared_cause(evidence)
+        found = _statistics_cause(c, first) or gradients.shared_cause(evidence)
         return [] if found is None else [found]
-    found = reduction_cause(evidence)
+    found = gradients.reduction_cause(evidence)
     if found is not None:
-        same = relative(evidence.mean, evidence.reference) < CEILING / NUDGES
-        weighed = None if same else weighing_cause(evidence)
+        same = relative(gradients.mean_of(evidence.own), evidence.reference) < CEILING / NUDGES
+        weighed = None if same else gradients.weighing_cause(evidence)
         return [found] if weighed is None else [found, weighed]
-    found = weighing_cause(evidence) or _statistics_cause(c, first)
+    found = gradients.weighing_cause(evidence) or _statistics_cause(c, first)
     if found is None:
         found = _computation_cause(c, first, evidence) or _micro_batch_cause(c, first, evidence)
     return [] if found is None else [found]
 
 
 def _evidence(c: ScriptComparison, number: int, reference: ScriptRecord) -> GradientEvidence:
-    """Return a step's gradients, with those of each unit's samples alone."""
     units = [unit[0] for unit in c.world.units]
     mine = c.gradients(number, c.world)
     own = []
     if all(set(record.steps[number].own) >= set(c.sizes) for record in c.records):
         # A rank that shares a model with others holds its own part of it.
-        tensors = c.world.tensors(lambda record: record.steps[number].own)
+        tensors = c.world.tensors([record.steps[number].own for record in c.records])
         own = [vector(tensors[rank], c.sizes) for rank in units] if len(units) == c.ranks else []
     elif (at := c.batches_of(number)) is not None and len(units) > 1:
-        own = [gradients for gradients, _ in c.alone_on_each(number, at)]
+        own = [gradient for gradient, _ in c.alone_on_each(number, at)]
     right = c.gradients(number, World([reference]))[0]
     ranks = [mine[rank] for rank in units] if own else mine
     return GradientEvidence(c.sizes, ranks, right, own, c.outcome.framework)
 
 
 def _computation_cause(c: ScriptComparison, first: ScriptDifference, evidence: GradientEvidence) -> ScriptCause | None:
-    """Compare what each rank computes from its samples with what one process does."""
     at = c.batches_of(first.step)
     if at is None or len(c.world.units) == 1:
         return None
     alone = c.alone_on_each(first.step, at)
-    gradients, records = [one for one, _ in alone], [record for _, record in alone]
-    found = computation_cause(evidence, gradients, c.world.leaders, records, first.step)
+    parts, records = [gradient for gradient, _ in alone], [record for _, record in alone]
+    found = gradients.computation_cause(evidence, parts, c.world.leaders, records, first.step)
     if found is None and len(at[1]) == 1:
-        found = coupling_cause(evidence, gradients)
+        found = gradients.coupling_cause(evidence, parts)
     return found
 
 
@@ -243,25 +205,22 @@ def _micro_batch_cause(c: ScriptComparison, first: ScriptDifference, evidence: G
     every = [gradient for gradient, _ in c.parts(first.step, at, given)]
     for place, (right, _) in enumerate(micro_batches):
         parts = every[place * len(units) : (place + 1) * len(units)]
-        found = weighing_cause(GradientEvidence(c.sizes, parts, right, parts, evidence.framework))
+        found = gradients.weighing_cause(GradientEvidence(c.sizes, parts, right, parts, evidence.framework))
         if found is not None:
             return found
     return None
 
 
 def _statistics_cause(c: ScriptComparison, first: ScriptDifference) -> ScriptCause | None:
-    """Undo batch normalisation on both sides."""
     if not c.records[0].normalises:
         return None
-    undone: dict[str, Any] = {key: c.given[key] for key in ("mean_draws", "full_precision") if key in c.given}
-    undone |= {"fixed_statistics": True, "first": c.given["first"]}
-    folder, records = c.runs.world(c.ranks, "with running statistics", **undone)
+    undone = {key: c.given[key] for key in ("mean_draws", "full_precision", "first") if key in c.given}
+    folder, records = c.runs.world(c.ranks, "with running statistics", fixed_statistics=True, **undone)
     if any(len(record.steps) <= first.step for record in records):
         return None
-    changes = {"fixed_statistics": True, "samples": folder}
     world = World(records, c.joined)
     feed = united(world, shared=is_cut_by_script(world))
-    reference = c.alone("with running statistics", [feed], **changes)[0]
+    reference = c.alone("with running statistics", [feed], fixed_statistics=True, samples=folder)[0]
     right = c.gradients(first.step, World([reference]))[0]
     if any(relative(mine, right) > ROUNDING * 50 for mine in c.gradients(first.step, world)):
         return None
@@ -283,6 +242,6 @@ def check_accumulation(c: ScriptComparison, reference: ScriptRecord) -> None:
     parts = [gradient for gradient, _ in micro_batches]
     step = c.gradients(0, World([reference]))[0]
     if relative(step, whole) > CEILING / NUDGES:
-        found = accumulation_cause(step, whole, parts, c.outcome.framework)
+        found = gradients.accumulation_cause(step, whole, parts, c.outcome.framework)
         if found is not None:
             c.outcome.causes.append(found)

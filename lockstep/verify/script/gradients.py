@@ -32,11 +32,6 @@ def relative(mine: Vector, right: Vector) -> float:
     return off if off == off else float("inf")
 
 
-def sizes_of(pieces: Sequence[Tensors]) -> dict[str, int]:
-    """Return the number of elements of each tensor."""
-    return {name: tensor.numel() for one in pieces for name, tensor in one.items()}
-
-
 def vector(tensors: Tensors, sizes: dict[str, int]) -> Vector:
     """Return tensors as one vector; what is missing is 0, and what FSDP1 pads is left out."""
     parts = []
@@ -44,6 +39,12 @@ def vector(tensors: Tensors, sizes: dict[str, int]) -> Vector:
         flat = tensors[name].flatten()[:size].double().numpy() if name in tensors else np.zeros(0)
         parts.append(np.pad(flat, (0, size - len(flat))))
     return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def slices_of(sizes: dict[str, int]) -> dict[str, slice]:
+    """Return the slice of each parameter in a vector, from their numbers of elements."""
+    ends = np.cumsum(list(sizes.values())).tolist()
+    return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
 
 @dataclass
@@ -59,22 +60,7 @@ class GradientEvidence:
     @cached_property
     def slices(self) -> dict[str, slice]:
         """Slice of each parameter in a vector, by name."""
-        ends = np.cumsum(list(self.sizes.values())).tolist()
-        return {name: slice(end - size, end) for (name, size), end in zip(self.sizes.items(), ends, strict=True)}
-
-    @property
-    def mean(self) -> Vector:
-        """Mean of the units' own gradients."""
-        return _mean(self.own)
-
-    def differing(self, mine: Vector, right: Vector) -> list[str]:
-        """Return the names of the parameters whose gradients differ."""
-        floor = 1e-6 * float(np.linalg.norm(right))
-        return [
-            name
-            for name, at in self.slices.items()
-            if not same(mine[at], right[at]) and np.linalg.norm(mine[at] - right[at]) > floor
-        ]
+        return slices_of(self.sizes)
 
 
 def same(mine: Vector, right: Vector) -> bool:
@@ -82,12 +68,13 @@ def same(mine: Vector, right: Vector) -> bool:
     return relative(mine, right) <= EXACT or (not mine.any() and not right.any())
 
 
-def _mean(parts: Sequence[Vector]) -> Vector:
+def mean_of(parts: Sequence[Vector]) -> Vector:
+    """Return the mean of vectors."""
     total: Vector = sum(parts, np.zeros_like(parts[0]))
     return total / len(parts)
 
 
-def weights_of(parts: Sequence[Vector], right: Vector) -> Vector | None:
+def _weights_of(parts: Sequence[Vector], right: Vector) -> Vector | None:
     """Return the weights with which vectors add up to another, or None if they don't, or not in one way alone."""
     matrix = np.stack(list(parts), axis=1)
     weights, _, rank, _ = np.linalg.lstsq(matrix, right, rcond=1e-6)
@@ -96,10 +83,14 @@ def weights_of(parts: Sequence[Vector], right: Vector) -> Vector | None:
     return np.asarray(weights, dtype=np.float64)
 
 
-def _explains(weights: Vector, parts: Sequence[Vector], right: Vector) -> bool:
-    """Return whether weights leave a tenth at most of what the mean leaves: else the difference is another."""
+def _explaining_weights(parts: Sequence[Vector], right: Vector) -> Vector | None:
+    """Return weights that leave a tenth at most of what the mean leaves, or None: then the difference is another."""
+    weights = _weights_of(parts, right)
+    if weights is None or min(weights) < 0:
+        return None
     matrix = np.stack(list(parts), axis=1)
-    return relative(matrix @ weights, right) <= 0.1 * relative(matrix.mean(axis=1), right)
+    explains = relative(matrix @ weights, right) <= 0.1 * relative(matrix.mean(axis=1), right)
+    return weights if explains else None
 
 
 def reduction_cause(evidence: GradientEvidence) -> ScriptCause | None:
@@ -119,12 +110,10 @@ def reduction_cause(evidence: GradientEvidence) -> ScriptCause | None:
     relation = max(apart, key=lambda one: (one != _OTHER, len(apart[one])))
     if relation == _OTHER:
         return None
-    names, ranks = apart[relation], len(evidence.own)
-    all_of_them = len(names) == len(evidence.sizes)
-    kind, what = _SAID[relation.partition(" ")[0]]
-    which = "" if all_of_them else f" of {listed(names, 5)}"
-    rank = relation.partition(" ")[2]
-    text = what.format(which=which, ranks=ranks, rank=rank)
+    name, _, rank = relation.partition(" ")
+    kind, what = _SAID[name]
+    which = "" if len(apart[relation]) == len(evidence.sizes) else f" of {listed(apart[relation], 5)}"
+    text = what.format(which=which, ranks=len(evidence.own), rank=rank)
     return cause(kind, text, f"{_BY_PARTS}: added up so, they are the ranks' gradient", evidence.framework)
 
 
@@ -147,7 +136,7 @@ _SAID = {
 
 def _relation(final: Sequence[Vector], own: Sequence[Vector]) -> str:
     """Return how ranks' gradients of one parameter come from their own ones; empty: they are the mean."""
-    mean, ranks = _mean(own), len(own)
+    mean, ranks = mean_of(own), len(own)
     if any(not same(one, final[0]) for one in final[1:]):
         if all(same(one, mine) for one, mine in zip(final, own, strict=True)):
             return "own"
@@ -169,7 +158,7 @@ def _relation(final: Sequence[Vector], own: Sequence[Vector]) -> str:
     times = float(first @ mean) / max(float(mean @ mean), 1e-300)
     if relative(first, times * mean) <= _FITS:
         return f"times {times:.3g}"
-    weights = weights_of(own, first)
+    weights = _weights_of(own, first)
     if weights is not None:
         return "weighed " + ", ".join(f"{weight:.3g}" for weight in np.round(weights, 6) + 0.0)
     return _OTHER
@@ -177,25 +166,21 @@ def _relation(final: Sequence[Vector], own: Sequence[Vector]) -> str:
 
 def weighing_cause(evidence: GradientEvidence) -> ScriptCause | None:
     """Return the cause if one process weighs the ranks' own gradients otherwise than by their mean."""
-    weights, ranks = weights_of(evidence.own, evidence.reference), len(evidence.own)
-    if weights is None or min(weights) < 0 or not _explains(weights, evidence.own, evidence.reference):
+    weights, ranks = _explaining_weights(evidence.own, evidence.reference), len(evidence.own)
+    if weights is None:
         return None
     said = ", ".join(f"{weight:.3f}" for weight in weights)
     by = f"{_BY_PARTS}: their mean is the ranks' gradient; weighed by {said} they are the gradient of one process"
     total = float(weights.sum())
     if abs(total - 1) < 0.02:
-        text = (
-            "each rank's loss is a mean over its own targets, and ranks have unequal numbers of them: one process "
-            f"weighs the ranks' samples by {said}, and their average by {', '.join([f'{1 / ranks:.3f}'] * ranks)}"
-        )
+        text = "each rank's loss is a mean over its own targets, and ranks have unequal numbers of them: one process "
+        text += f"weighs the ranks' samples by {said}, and their average by {', '.join([f'{1 / ranks:.3f}'] * ranks)}"
         return cause(NORMALISATION, text, by, evidence.framework)
     if max(weights) - min(weights) < 0.02 * max(weights):
-        text = (
-            f"the gradient is {1 / total:.3g} × that of one process: each rank's loss is a sum over its samples, and "
-            f"averaging over ranks divides it by {ranks}"
-            if abs(total - ranks) < 0.02 * ranks
-            else f"the gradient of all parameters is {1 / total:.3g} × that of one process on the same samples"
-        )
+        text = f"the gradient of all parameters is {1 / total:.3g} × that of one process on the same samples"
+        if abs(total - ranks) < 0.02 * ranks:
+            text = f"the gradient is {1 / total:.3g} × that of one process: each rank's loss is a sum over its "
+            text += f"samples, and averaging over ranks divides it by {ranks}"
         return cause("sum of gradients", text, by, evidence.framework)
     wrong = [rank for rank, weight in enumerate(weights) if abs(weight * ranks - 1) > 0.02]
     if len(wrong) < ranks:
@@ -217,7 +202,9 @@ def computation_cause(
     `alone` has the gradients of one process on each unit's samples, `processes` its records, `ranks` each unit's first.
     """
     for place, (mine, right) in enumerate(zip(evidence.own, alone, strict=True)):
-        names = evidence.differing(mine, right)
+        floor = 1e-6 * float(np.linalg.norm(right))
+        wrong = {name: at for name, at in evidence.slices.items() if not same(mine[at], right[at])}
+        names = [name for name, at in wrong.items() if np.linalg.norm(mine[at] - right[at]) > floor]
         if not names:
             continue
         there, here = ranks[place].steps[number], processes[place].steps[number]
@@ -248,12 +235,10 @@ def _first_module(mine: Sequence[tuple[str, float, float]], right: Sequence[tupl
 
 def coupling_cause(evidence: GradientEvidence, alone: Sequence[Vector]) -> ScriptCause | None:
     """Return the cause if one process that is given its batch in the ranks' parts averages to the ranks' gradient."""
-    if any(not same(rank, _mean(alone)) for rank in evidence.ranks):
+    if any(not same(rank, mean_of(alone)) for rank in evidence.ranks):
         return None
-    text = (
-        "the loss of the whole batch is no mean of the losses of its parts: it couples samples (negatives or a balance "
-        "over the batch, statistics of the batch), or has terms that are divided by different counts"
-    )
+    text = "the loss of the whole batch is no mean of the losses of its parts: it couples samples (negatives or a "
+    text += "balance over the batch, statistics of the batch), or has terms that are divided by different counts"
     by = "one process on each rank's samples alone: the mean of these gradients is the ranks' gradient"
     return cause("coupled samples", text, by, evidence.framework)
 
@@ -282,10 +267,8 @@ def shared_cause(evidence: GradientEvidence) -> ScriptCause | None:
         return None
     by = "the gradients of ranks and of one process"
     if "partial" in found:
-        text = (
-            f"the gradient of {listed(found['partial'], 5)} is not summed over the ranks that share the model: each "
-            "has the part that comes through its own part of the layers"
-        )
+        text = f"the gradient of {listed(found['partial'], 5)} is not summed over the ranks that share the model: each "
+        text += "has the part that comes through its own part of the layers"
         return cause("gradient synchronisation", text, by, evidence.framework)
     names = found.pop("apart", [])
     if found:
@@ -299,17 +282,12 @@ def accumulation_cause(
     step: Vector, whole: Vector, micro_batches: Sequence[Vector], framework: str
 ) -> ScriptCause | None:
     """Return the cause if a step is its micro-batches' mean gradient, and the whole batch weighs them otherwise."""
-    weights = weights_of(micro_batches, whole)
-    if weights is None or min(weights) < 0 or not _explains(weights, micro_batches, whole):
-        return None
-    if abs(float(weights.sum()) - 1) > 0.02:  # sums, divided by a number that does not depend on the micro-batch
-        return None
-    if relative(step, _mean(micro_batches)) > EXACT:
+    weights = _explaining_weights(micro_batches, whole)
+    # Else they are sums, divided by a number that does not depend on the micro-batch.
+    if weights is None or abs(float(weights.sum()) - 1) > 0.02 or relative(step, mean_of(micro_batches)) > EXACT:
         return None
     said = ", ".join(f"{weight:.3f}" for weight in weights)
-    text = (
-        "the step is a mean of its micro-batches' means, which have unequal numbers of targets: the whole batch weighs "
-        f"them by {said}; so the step depends on how its samples are cut, on one process, too"
-    )
+    text = "the step is a mean of its micro-batches' means, which have unequal numbers of targets: the whole batch "
+    text += f"weighs them by {said}; so the step depends on how its samples are cut, on one process, too"
     by = f"the step's samples in one batch: weighed by {said}, the micro-batches' gradients are its gradient"
     return cause("gradient accumulation", text, by, framework)

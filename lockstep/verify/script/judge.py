@@ -7,16 +7,9 @@ from lockstep.diagnose.known_errors import recognise
 from lockstep.errors import LockstepError, RunError
 from lockstep.verify.script.comparison import CEILING, NUDGES, ROUNDING, ScriptComparison, check_accumulation, explain
 from lockstep.verify.script.outcome import ScriptCause, ScriptOutcome, cause
-from lockstep.verify.script.ranks import (
-    hang_cause,
-    is_cut_by_script,
-    loop_causes,
-    seen_on_ranks,
-    settings_cause,
-    uneven_steps,
-)
-from lockstep.verify.script.record import LOCKSTEP, ScriptRecord, World
-from lockstep.verify.script.runs import HangError, Runs, is_stored, one_after_another, united
+from lockstep.verify.script.ranks import hang_cause, is_cut_by_script, loop_causes, seen_on_ranks, settings_cause
+from lockstep.verify.script.record import LOCKSTEP, ScriptRecord, World, batch_file
+from lockstep.verify.script.runs import HangError, Runs, one_after_another, united
 
 _ROUNDING_16 = 2e-2  # the same for parameters of 16 bits
 
@@ -32,12 +25,11 @@ def judge_script(runs: Runs, ranks: int) -> ScriptOutcome:
         outcome.failed = outcome.causes[-1].text
     except LockstepError as error:
         outcome.failed = "\n".join([str(error), *getattr(error, "__notes__", [])])
-        _add_crash(runs, outcome, str(error).splitlines()[0])
+        _explain_crash(runs, outcome, str(error).splitlines()[0])
     return outcome
 
 
-def _add_crash(runs: Runs, outcome: ScriptOutcome, text: str) -> None:
-    """Say whether one process runs what several ranks don't."""
+def _explain_crash(runs: Runs, outcome: ScriptOutcome, text: str) -> None:
     try:
         runs.alone("as it is, since the ranks failed", [{}])
     except LockstepError:
@@ -53,30 +45,27 @@ def _add_crash(runs: Runs, outcome: ScriptOutcome, text: str) -> None:
 
 
 class _Judgement(ScriptComparison):
-    """Everything that is run for one number of ranks."""
-
     def judge(self) -> None:
         outcome = self.outcome
         self.take("as it is")
         steps = min(len(record.steps) for record in self.records)
         if not steps:
-            raise RunError(
-                "no call of optimizer.step() was seen on " + ("any rank" if self.ranks > 1 else "the rank"),
-                why="the script ended before its first step, trains in processes of its own, or without torch.optim",
-                fix="verify a script that torchrun can start, and give it the arguments with which it trains",
-            )
+            text = "no call of optimizer.step() was seen on " + ("any rank" if self.ranks > 1 else "the rank")
+            why = "the script ended before its first step, trains in processes of its own, or without torch.optim"
+            fix = "verify a script that torchrun can start, and give it the arguments with which it trains"
+            raise RunError(text, why=why, fix=fix)
         outcome.steps, outcome.framework = steps, self.records[0].framework
         if outcome.framework == LOCKSTEP:
-            outcome.not_judged = (
-                "the script trains with Lockstep's own step, which `lockstep verify CONFIG` compares part by part; in "
-                "Python, lockstep.verify.verify takes a function that makes model and data"
-            )
+            text = "the script trains with Lockstep's own step, which `lockstep verify CONFIG` compares part by part; "
+            outcome.not_judged = f"{text}in Python, lockstep.verify.verify takes a function that makes model and data"
             return
         outcome.causes += loop_causes(self.records)
         outcome.causes += self._seen_on_ranks()
-        uneven = uneven_steps(self.records, outcome.framework)
-        if uneven is not None:
-            outcome.causes.append(uneven)
+        taken = [len(record.steps) for record in self.records]
+        fewest, most = taken.index(min(taken)), taken.index(max(taken))
+        if taken[fewest] < taken[most]:
+            text = f"rank {fewest} took {taken[fewest]} steps, and rank {most} has taken {taken[most]}"
+            outcome.causes.append(cause("uneven steps", text, "the optimizer's steps on each rank", outcome.framework))
         self._undo()
         reference = self._reference()
         if reference is None:
@@ -93,7 +82,8 @@ class _Judgement(ScriptComparison):
         found = seen_on_ranks(self.world)
         if any(one.is_error for one in found) and len(self.world.units) == self.ranks:
             try:
-                probe = self.alone("as it is", [{}], first=self.first_values(), steps=1)[0]
+                first = self.on_ranks([record.first for record in self.records])
+                probe = self.alone("as it is", [{}], first=first, steps=1)[0]
             except LockstepError:
                 return found
             if probe.joined:
@@ -103,14 +93,13 @@ class _Judgement(ScriptComparison):
         return found
 
     def _undo(self) -> None:
-        """Run the ranks once more without what differs by itself."""
         again: dict[str, Any] = {}
         what = []
         if any(draw.moved for record in self.records for step in record.steps for draw in step.draws):
             again["mean_draws"] = self.given["mean_draws"] = True
-            before = self.records
+            losses = self._losses()
             self.take("without random numbers", **again)
-            if all(map(_equal_losses, before, self.records)):  # as where the probability of dropout is 0
+            if losses == self._losses():  # as where the probability of dropout is 0
                 self.outcome.causes = [found for found in self.outcome.causes if found.kind != "random numbers"]
         dtypes = {dtype for record in self.records for step in record.steps for dtype in step.dtypes}
         if any("autocast" in dtype for dtype in dtypes):
@@ -121,16 +110,20 @@ class _Judgement(ScriptComparison):
             self.rounding = _ROUNDING_16
             self.outcome.notices.append(f"weights of 16 bits: differences below {_ROUNDING_16:.0%} are not judged")
         if any(found.kind == "first values" for found in self.outcome.causes):
-            again["first"] = self.first_values()
+            again["first"] = self.on_ranks([record.first for record in self.records])
             what.append("with rank 0's first values")
         if what:
             self.take(" and ".join(what), **again)
+
+    def _losses(self) -> list[list[list[float]]]:
+        return [[step.losses for step in record.steps] for record in self.records]
 
     def _reference(self) -> ScriptRecord | None:
         """Return one process's record, given the ranks' samples, first values and settings."""
         shared = is_cut_by_script(self.world)
         self.feed = united(self.world, shared=shared)
-        if not is_stored(self.feed, self.folder):
+        wanted = [(loader, *at) for (loader, _), pairs in self.feed.items() for at in pairs]
+        if not all(batch_file(self.folder, rank, loader, index).exists() for loader, rank, index in wanted):
             self.feed = {}
             self.outcome.notices.append("samples could not be stored: one process reads its own")
         readers = self.world.leaders[: 1 if shared else None]
@@ -138,15 +131,15 @@ class _Judgement(ScriptComparison):
             loader: sum(len(r.batches[loader][0]) for r in readers if r.batches.get(loader))
             for loader in self.records[0].batches
         } if self.feed else {}  # fmt: skip
-        settings = [step.settings for step in self.records[0].steps]
-        self.given |= {"first": self.first_values(), "settings": tuple(settings), "steps": self.outcome.steps}
+        settings = tuple(step.settings for step in self.records[0].steps)
+        first = self.on_ranks([record.first for record in self.records])
+        self.given |= {"first": first, "settings": settings, "steps": self.outcome.steps}
         self.given |= {"samples": self.folder, "sizes": {k: v for k, v in sizes.items() if v}}
         try:
             reference = self.alone("given the samples of all ranks", [self.feed])[0]
         except LockstepError as error:
-            self.outcome.not_judged = (
-                f"one process, with which ranks are compared, does not run the script: {str(error).splitlines()[0]}"
-            )
+            text = "one process, with which ranks are compared, does not run the script: "
+            self.outcome.not_judged = text + str(error).splitlines()[0]
             return None
         loader = self.records[0].training_loader
         mine, theirs, units = self.records[0].passes[:1], reference.passes[:1], len(self.world.units)
@@ -154,10 +147,8 @@ class _Judgement(ScriptComparison):
             self.given["sizes"] = {}
             self.feed = one_after_another(self.world)
             reference = self.alone("given the samples of each rank in turn", [self.feed])[0]
-            self.outcome.notices.append(
-                f"as written, {self.ranks} ranks accumulate over {mine[0]} micro-batches a step and one process over "
-                f"{theirs[0]}: the same global batch"
-            )
+            text = f"as written, {self.ranks} ranks accumulate over {mine[0]} micro-batches a step and one process "
+            self.outcome.notices.append(f"{text}over {theirs[0]}: the same global batch")
         elif self.feed and loader is not None:
             self._say_batch(reference, loader, readers)
         if not reference.steps:
@@ -175,10 +166,8 @@ class _Judgement(ScriptComparison):
         if written is None or written == size:
             said = f"{size * passes} samples a step on any number of ranks"
         else:
-            said = (
-                f"as written, one process takes {written * passes} samples a step, and {self.ranks} ranks take "
-                f"{size * passes}: one process was given the {size * passes} together"
-            )
+            said = f"as written, one process takes {written * passes} samples a step, and {self.ranks} ranks take "
+            said += f"{size * passes}: one process was given the {size * passes} together"
         self.outcome.notices.append(said)
 
     def _begins_alike(self, reference: ScriptRecord) -> bool:
@@ -197,41 +186,33 @@ class _Judgement(ScriptComparison):
                 self.outcome.not_judged = "the samples come from no DataLoader, and the model has no inputs to compare"
                 return
             if right.elements not in (total, units[0].elements if len(set(mine)) == 1 else total):
-                self.outcome.not_judged = (
-                    f"in step {number + 1}, one process trains on {theirs} samples and {self.ranks} ranks on "
-                    f"{sum(mine)}, which are not the same; they don't come from a DataLoader, through which one "
-                    "process could get them; an argument such as {16/n} holds a global batch of 16 on n ranks"
-                )
+                text = f"in step {number + 1}, one process trains on {theirs} samples and {self.ranks} ranks on "
+                text += f"{sum(mine)}, which are not the same; they don't come from a DataLoader, through which one "
+                text += "process could get them; an argument such as {16/n} holds a global batch of 16 on n ranks"
+                self.outcome.not_judged = text
                 return
 
     def _compare(self, reference: ScriptRecord) -> None:
-        """Find the first difference and its cause."""
         limits = [(self.rounding, self.rounding * 50)] * self.outcome.steps
         first, rounding = self.first_difference(reference, limits)
         if first is not None and (first.step or first.aspect == "weights"):
             # Adam, for one, makes whole updates of gradients that are nothing but rounding.
-            self.given["gradients"] = self.all_gradients()
+            steps = zip(*(record.steps[: self.outcome.steps] for record in self.records), strict=True)
+            self.given["gradients"] = [self.on_ranks([step.gradients for step in ranks]) for ranks in steps]
             reference = self.alone("given the ranks' gradients for its updates", [self.feed])[0]
-            self.outcome.notices.append(
-                f"left to itself, one process has {first.aspect} in step {first.step + 1} that differ by "
-                f"{first.relative:.0e}: its optimizer was given the ranks' gradients, and its own were compared"
-            )
+            text = f"left to itself, one process has {first.aspect} in step {first.step + 1} that differ by "
+            text += f"{first.relative:.0e}: its optimizer was given the ranks' gradients, and its own were compared"
+            self.outcome.notices.append(text)
             first, rounding = self.first_difference(reference, limits)
         if first is not None and first.relative <= CEILING:
             nudged = self.alone("with other last bits in its weights", [self.feed], nudged=True)[0]
             moved = [self.distances(number, World([nudged]), reference) for number in range(len(nudged.steps))]
             if max(moved[first.step]) > CEILING / NUDGES and first.relative <= NUDGES * max(moved[first.step]):
-                self.outcome.not_judged = (
-                    f"{first.aspect} of step {first.step + 1} differ by {first.relative:.0e}, and changed last bits "
-                    f"move those of one process by {max(moved[first.step]):.0e}"
-                )
+                text = f"{first.aspect} of step {first.step + 1} differ by {first.relative:.0e}, and changed last bits "
+                self.outcome.not_judged = f"{text}move those of one process by {max(moved[first.step]):.0e}"
                 return
             limits = [(max(ROUNDING, NUDGES * g), max(ROUNDING * 50, NUDGES * w)) for g, w in moved]
             first, rounding = self.first_difference(reference, limits)
         self.outcome.first, self.outcome.rounding = first, rounding
         if first is not None:
             explain(self, first, reference)
-
-
-def _equal_losses(one: ScriptRecord, other: ScriptRecord) -> bool:
-    return [step.losses for step in one.steps] == [step.losses for step in other.steps]

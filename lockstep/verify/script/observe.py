@@ -2,15 +2,21 @@
 
 It observes by hooks of modules and optimizers, and by the functions in `lockstep.torch_compat.script_patches`. It
 calls no collective of its own, so it neither hangs a script nor repairs one. Loaders read samples in the same process.
+
+A thread in each rank looks whether the rank computes. When none has used the processor for a while, no collective will
+end any more: each rank writes what it has recorded, and where its main thread is.
 """
 
 import atexit
 import gc
+import json
 import os
 import pickle
 import random
+import re
 import socket
 import sys
+import threading
 import time
 import traceback
 from contextlib import ExitStack, suppress
@@ -27,7 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep.environment import rank_facts
-from lockstep.launch.failures import read_all, short_path
+from lockstep.launch.failures import descendants, is_running, read_all, short_path
 from lockstep.launch.script import run_script
 from lockstep.parallel.parallel_model import local
 from lockstep.torch_compat import script_patches
@@ -35,24 +41,18 @@ from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.experiments import with_other_last_bits
 from lockstep.verify.modes import FullPrecision, MeanDraws
 from lockstep.verify.script import values
-from lockstep.verify.script.record import (
-    TASK,
-    Pieces,
-    RandomDraw,
-    RecordedStep,
-    ScriptRecord,
-    ScriptTask,
-    TensorPiece,
-    calling_framework,
-    for_ranks,
-    record_file,
-)
+from lockstep.verify.script.record import RandomDraw, RecordedStep, ScriptRecord, ScriptTask, TensorPiece, for_ranks
 from lockstep.verify.script.values import ObservedLoaders
-from lockstep.verify.script.watchdog import mark_hang, watch
 from lockstep.verify.training_checks import TrainingChecks, plain_name
-from lockstep.verify.watch import verify_part
+from lockstep.verify.watch import verified_part
 
-_WAIT = 60.0  # seconds to wait for the other ranks to finish their last step; longer than a watchdog's patience
+TASK = "task.pickle"
+_WAIT = 60.0  # seconds to wait for the other ranks to finish their last step; longer than _PATIENCE
+_PATIENCE = 15.0  # seconds for which no rank may compute; longer than a script sleeps on purpose
+_POLL = 0.5
+_BUSY = 0.05  # share of the processor from which on a rank computes
+_GRACE = 3.0  # seconds for the other ranks to write where they are
+_NOT_OWN = re.compile(r"<frozen |/lib/python\d|/site-packages/|/lockstep/(verify|launch|torch_compat)/|<string>")
 _MOST_COLLECTIVES = 10_000
 _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -60,8 +60,7 @@ _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def observe(task: ScriptTask, *, alone: bool) -> None:
     """Run a task's script in this process until it has taken the steps, and end the process.
 
-    Args:
-        alone: the process is a world of one, though the launcher has numbered it.
+    If `alone`, the process is a world of one, though the launcher has numbered it.
     """
     if alone:
         with socket.socket() as probe:
@@ -74,8 +73,7 @@ def observe(task: ScriptTask, *, alone: bool) -> None:
     log = os.open(task.folder / f"output-{facts.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    observer = ScriptObserver(task, facts.rank, facts.world_size)
-    observer.start()
+    observer = _ScriptObserver(task, facts.rank, facts.world_size)
     observer.watch()
     run_script(task.script, [for_ranks(argument, facts.world_size) for argument in task.arguments])
     observer.finish()
@@ -85,8 +83,7 @@ def observe_command(folder: str) -> None:
     """Observe this process of a command, whose task is in a folder."""
     task: ScriptTask = pickle.loads((Path(folder) / TASK).read_bytes())
     facts = rank_facts()
-    observer = ScriptObserver(task, facts.rank, facts.world_size)
-    observer.start()
+    observer = _ScriptObserver(task, facts.rank, facts.world_size)
 
     def end() -> None:
         if observer.record.first:  # a launcher ends without a forward pass
@@ -95,9 +92,7 @@ def observe_command(folder: str) -> None:
     atexit.register(end)
 
 
-class ScriptObserver:
-    """Records the steps of this process."""
-
+class _ScriptObserver:
     def __init__(self, task: ScriptTask, rank: int, world: int) -> None:
         self.task, self.rank, self.world = task, rank, world
         self.record = ScriptRecord()
@@ -114,13 +109,8 @@ class ScriptObserver:
         self._modules: dict[int, str] = {}
         self._watched = False
         self._checks = TrainingChecks(task.steps, 1, lambda found: self.record.findings.append(vars(found)))
-        self._loaders = ObservedLoaders(
-            self.record, rank, task.folder, task.feed, task.samples, task.sizes, self._checks.batch_read
-        )
+        self._loaders = ObservedLoaders(task, self.record, rank, self._checks.batch_read)
         self._own: list[list[dict[str, Any]]] = []  # settings of the parameter groups to put back after the step
-
-    def start(self) -> None:
-        """Begin to observe."""
         register_module_forward_pre_hook(self._before_forward)
         register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
@@ -132,7 +122,7 @@ class ScriptObserver:
         script_patches.patch_samplers(self._checks.sampler_begun)
         script_patches.patch_loading(self._checks.loaded)
         script_patches.patch_model_parallel(self.record.together.update, self._around_schedule)
-        verify_part(partial(setattr, self, "active", True), self.finish)
+        verified_part.append((partial(setattr, self, "active", True), self.finish))
         # A command's script is not known; it is observed whole until a part begins.
         with suppress(OSError):
             self.active = "lockstep.observe(" not in Path(self.task.script).read_text(errors="replace")
@@ -141,25 +131,44 @@ class ScriptObserver:
         """End this process when all ranks wait for each other."""
         if not self._watched:
             self._watched = True
-            watch(self.task.folder, self.rank, self.world, self.write)
+            threading.Thread(target=self._end_if_hanging, args=(threading.get_ident(),), daemon=True).start()
 
-    def write(self) -> None:
-        """Write the record."""
-        path = record_file(self.task.folder, self.rank)
+    def _end_if_hanging(self, main: int) -> None:
+        idle = [self.task.folder / f"idle-{rank}" for rank in range(self.world)]
+        mark, since, used = idle[self.rank], time.monotonic(), time.process_time()
+        while not (mark.exists() and all(other.exists() for other in idle)):
+            time.sleep(_POLL)
+            now = time.process_time()
+            if now - used > _BUSY * _POLL or any(map(is_running, descendants(os.getpid()))):
+                since = time.monotonic()
+                mark.unlink(missing_ok=True)
+            elif time.monotonic() - since > _PATIENCE:
+                mark.touch()
+            used = now
+        frames = traceback.extract_stack(sys._current_frames()[main])
+        own = [frame for frame in frames if not _NOT_OWN.search(frame.filename)]  # the innermost is where it waits
+        place = f"{short_path(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}" if own else ""
+        self.task.hang_file(self.rank).write_text(json.dumps(place))
+        self._write()
+        deadline = time.monotonic() + _GRACE
+        while time.monotonic() < deadline and len(list(self.task.folder.glob("hang-*.json"))) < self.world:
+            time.sleep(_POLL / 10)
+        os._exit(0)
+
+    def _write(self) -> None:
+        path = self.task.record_file(self.rank)
         torch.save(self.record, path.with_suffix(".part"))
         path.with_suffix(".part").rename(path)
 
     def finish(self) -> None:
         """Write the record, wait for the other ranks, and end this process: what else the script does is not run."""
         sys.stdout.flush()
-        self.write()
-        deadline = time.monotonic() + _WAIT
-        while time.monotonic() < deadline:
-            if any(mark_hang(self.task.folder, rank).exists() for rank in range(self.world)):
-                time.sleep(_WAIT)  # the watchdog ends this process
-            if all(record_file(self.task.folder, rank).exists() for rank in range(self.world)):
-                break
-            if read_all(self.task.folder):  # the failures of others
+        self._write()
+        task, deadline = self.task, time.monotonic() + _WAIT
+        while time.monotonic() < deadline and not read_all(task.folder):  # the failures of others
+            if any(task.hang_file(rank).exists() for rank in range(self.world)):
+                time.sleep(_WAIT)  # `_end_if_hanging` ends this process
+            if all(task.record_file(rank).exists() for rank in range(self.world)):
                 break
             time.sleep(0.01)
         os._exit(0)
@@ -180,7 +189,7 @@ class ScriptObserver:
         if torch.is_autocast_enabled(device):
             self._step.dtypes.add(f"autocast to {torch.get_autocast_dtype(device)}")
         if self._states is not None and not self._in_backward:
-            self._checks.module_called(module)  # also where a part of a model runs without gradients
+            self._checks.called.add(id(module))  # also where a part of a model runs without gradients
         if self._depth > 1 or not torch.is_grad_enabled() or self._in_backward or not self.active:
             return
         if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -198,7 +207,6 @@ class ScriptObserver:
             self._states = self._begin_pass()
 
     def _begin_pass(self) -> dict[str, Any]:
-        """Enter the task's modes, and return the generators' states."""
         states = values.generator_states()
         if self.task.mean_draws:
             random.seed(0)
@@ -224,7 +232,6 @@ class ScriptObserver:
             self._step.elements = (self._step.elements + values.elements((args, kwargs))) % 2**64
 
     def _begin_with(self, model: nn.Module) -> None:
-        """Name the parameters of a model, and record or replace their first values."""
         self.watch()
         number = f"{len(self._models)}:" if self._models else ""
         self._models.append(model)
@@ -269,7 +276,7 @@ class ScriptObserver:
                 self._end_pass()
 
     def _around_schedule(self, call: Any, _schedule: Any) -> Any:
-        """Take a pipeline's step, with the passes of all its micro-batches, as one pass."""
+        # A pipeline's step, with the passes of all its micro-batches, is taken as one pass.
         self._states, self._in_schedule = self._begin_pass(), True
         self._step.losses.append(0.0)
         self._checks.backward(None)
@@ -288,7 +295,6 @@ class ScriptObserver:
             self._step.draws.append(RandomDraw(before, now))
 
     def _end_pass(self) -> None:
-        """Leave the task's modes."""
         self._modes.close()
         if self.task.mean_draws and self._states is not None:
             random.setstate(self._states["python"])
@@ -316,7 +322,6 @@ class ScriptObserver:
         if closure is None:
             self._begin_update(optimizer)
             return None
-
         begun: list[bool] = []
 
         def observed() -> Any:  # several times, where an optimizer searches along a line
@@ -331,13 +336,12 @@ class ScriptObserver:
         return args, {**kwargs, "closure": observed}
 
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record what the optimizer is about to use."""
         self._checks.begin_update(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for position, parameter in enumerate(parameters):
             self._names.setdefault(id(parameter), f"parameter {position}")
         if not self.record.steps:
-            self.record.framework = calling_framework()
+            self.record.note_framework()
         self._step.gradients = self._gradients(parameters)
         self._step.dtypes |= {str(parameter.dtype) for parameter in parameters}
         self._step.before = {self._names[id(p)]: values.fingerprint(local(p)) for p in parameters}
@@ -371,7 +375,7 @@ class ScriptObserver:
         if len(self.record.steps) == self.task.steps:
             self.finish()
 
-    def _gradients(self, parameters: list[Tensor]) -> Pieces:
+    def _gradients(self, parameters: list[Tensor]) -> dict[str, TensorPiece]:
         found = [(parameter, parameter.grad) for parameter in parameters]
         return {
             self._names.get(id(p), f"parameter {i}"): self._piece(grad, of=p)

@@ -126,10 +126,8 @@ class ScriptOutcome:
     ranks: int
     steps: int = 0  # number of steps that were compared
     framework: str = TORCH  # whose loop it is
-    # the first difference that is left when random numbers, first values and settings are equal
-    first: ScriptDifference | None = None
-    # of a first difference of gradients: parameter → size of its own
-    parts: dict[str, float] = field(default_factory=dict)
+    first: ScriptDifference | None = None  # that is left when draws, first values and settings are equal
+    parts: dict[str, float] = field(default_factory=dict)  # parameter → size of its difference
     rounding: float = 0.0  # the largest difference of a gradient that is none
     causes: list[ScriptCause] = field(default_factory=list)  # of this and of other differences
     notices: list[str] = field(default_factory=list)  # what the comparison takes for granted

@@ -6,7 +6,7 @@ from itertools import zip_longest
 from lockstep.errors import listed
 from lockstep.verify.script.gradients import unequal_names
 from lockstep.verify.script.outcome import ScriptCause, cause, fix_for
-from lockstep.verify.script.record import RecordedStep, ScriptRecord, World
+from lockstep.verify.script.record import ScriptRecord, World
 
 _BY_SAMPLES = "fingerprints of the samples of each rank"
 
@@ -28,7 +28,7 @@ def loop_causes(records: Sequence[ScriptRecord]) -> list[ScriptCause]:
     return list(found.values())
 
 
-def batches_read(record: ScriptRecord, loader: int | None) -> list[list[str]]:
+def _batches_read(record: ScriptRecord, loader: int | None) -> list[list[str]]:
     """Return the samples of each batch of the steps; without a loader the rows of the model's inputs."""
     if loader is not None:
         return record.batches.get(loader, [])[: sum(record.passes)]
@@ -41,7 +41,7 @@ def is_cut_by_script(world: World) -> bool:
     loader = leaders[0].training_loader
     if loader is None or len(leaders) == 1:
         return False
-    read = [batches_read(record, loader) for record in leaders]
+    read = [_batches_read(record, loader) for record in leaders]
     inputs = [[step.elements for step in record.steps] for record in leaders]
     return all(one == read[0] for one in read) and any(one != inputs[0] for one in inputs) and any(inputs[0])
 
@@ -51,7 +51,7 @@ def _same_samples(world: World) -> ScriptCause | None:
     if len(leaders) == 1 or is_cut_by_script(world):
         return None
     framework, steps = leaders[0].framework, len(leaders[0].steps)
-    batches = [batches_read(record, leaders[0].training_loader) for record in leaders]
+    batches = [_batches_read(record, leaders[0].training_loader) for record in leaders]
     flat = [[sample for batch in rank for sample in batch] for rank in batches]
     if len(set(flat[0])) < 2:
         return None
@@ -68,11 +68,9 @@ def _same_samples(world: World) -> ScriptCause | None:
     mine, others = set(flat[0]), set().union(*flat[1:])
     in_an_epoch = not read or len(flat[0]) <= read
     if in_an_epoch and len(mine & others) > len(flat) and all(len(set(rank)) == len(rank) for rank in flat):
-        text = (
-            f"ranks read each other's samples: {len(mine & others)} of the {len(mine)} samples of rank 0 are another "
-            f"rank's in these {steps} steps, though no rank has read one twice: each takes its part of an order of its "
-            "own, and others are read by nobody"
-        )
+        text = f"ranks read each other's samples: {len(mine & others)} of the {len(mine)} samples of rank 0 are "
+        text += f"another rank's in these {steps} steps, though no rank has read one twice: each takes its part of an "
+        text += "order of its own, and others are read by nobody"
         return cause("samples", text, _BY_SAMPLES, framework)
     at_once = [set(here) & set().union(*there) for here, *there in zip(*batches, strict=False)]
     if twice := sum(map(len, at_once)):
@@ -89,26 +87,24 @@ def _same_draws(world: World) -> ScriptCause | None:
     for position, mine in enumerate(draws[0]):
         for other in (rank[position] for rank in draws[1:] if position < len(rank)):
             # The states at the end, too: a framework may seed the generators when the forward pass has begun.
-            alike |= {name for name in mine.moved if (mine.before[name], mine.after[name]) == other.states_of(name)}
+            same = {name for name in mine.moved if mine.before[name] == other.before.get(name)}
+            alike |= {name for name in same if mine.after[name] == other.after.get(name)}
     drawn = sorted({name for rank in draws for draw in rank for name in draw.moved})
     if not drawn:
         return None
     if alike:
-        text = (
-            f"dropout, or what else draws from {listed(sorted(alike))}'s generator in a forward pass, is drawn alike "
-            "on all ranks: samples at the same place of a batch get the same mask, and each its own in one process"
-        )
+        text = f"dropout, or what else draws from {listed(sorted(alike))}'s generator in a forward pass, is drawn "
+        text += "alike on all ranks: samples at the same place of a batch get the same mask, and each its own in one "
+        text += "process"
         by = "the generators' states before a forward pass, and after it has moved them, are the same on several ranks"
         return cause("random numbers", text, by, framework)
-    text = (
-        f"dropout, or what else draws from {listed(drawn)}'s generator in a forward pass, is drawn by each rank on its "
-        "own: one process draws other numbers, so the step is equal only up to them"
-    )
+    text = f"dropout, or what else draws from {listed(drawn)}'s generator in a forward pass, is drawn by each rank on "
+    text += "its own: one process draws other numbers, so the step is equal only up to them"
     return ScriptCause("random numbers", text, "the generators' states", is_error=False, column="random numbers")
 
 
 def _other_first_values(world: World) -> ScriptCause | None:
-    ranks = world.tensors(lambda record: record.first)
+    ranks = world.tensors([record.first for record in world.records])
     other = [rank for rank in range(1, len(ranks)) if unequal_names(ranks[rank], ranks[0])]
     if not other:
         return None
@@ -131,49 +127,27 @@ def _other_precision(world: World) -> ScriptCause | None:
 
 def replicas_cause(world: World, number: int) -> ScriptCause | None:
     """Return the cause if replicas were equal after a step and differ before the next, or an equal step parts them."""
-
-    def before(record: ScriptRecord) -> dict[str, str]:
-        return {name: value for name, value in steps_of(record).before.items() if is_whole(name)}
-
-    def is_whole(name: str) -> bool:
-        pieces = [steps_of(record).values.get(name) for record in world.records]
-        return name not in world.joined and all(
-            piece is not None and not piece.cuts and not piece.flat for piece in pieces
-        )
-
     for at in range(number + 1):
-
-        def steps_of(record: ScriptRecord, at: int = at) -> RecordedStep:
-            return record.steps[at]
-
-        states = [before(record) for record in world.records]
+        steps = [record.steps[at] for record in world.records]
+        cut = {name for step in steps for name, piece in step.values.items() if piece.cuts or piece.flat}
+        held = set.intersection(*(set(step.values) for step in steps)) - cut - set(world.joined)
+        states = [{name: value for name, value in step.before.items() if name in held} for step in steps]
         wrong = [name for name in states[0] if any(state.get(name) != states[0][name] for state in states)]
         if wrong and not at:
             return None
         if wrong:
-            text = (
-                f"{listed(wrong, 5)} were equal on all ranks after step {at}, and differ before step {at + 1} updates"
-            )
+            text = f"{listed(wrong, 5)} were equal on all ranks after step {at}, and differ before step {at + 1} "
+            text += "updates"
             fix = "let nothing but the optimizer write weights, or let it write the same on all ranks"
             return ScriptCause("replicas", text, "fingerprints of each rank's parameters", fix, column="weights")
-        values = world.tensors(lambda record: steps_of(record).values)
-        gradients = world.tensors(lambda record: steps_of(record).gradients)
+        values = world.tensors([step.values for step in steps])
+        gradients = world.tensors([step.gradients for step in steps])
         if any(unequal_names(other, values[0]) for other in values[1:]):
             if any(unequal_names(other, gradients[0]) for other in gradients[1:]):
                 return None
             text = f"weights and gradients are equal on all ranks in step {at + 1}, and the updated weights are not"
             return ScriptCause("replicas", text, "parameters and gradients of each rank", column="weights")
     return None
-
-
-def uneven_steps(records: Sequence[ScriptRecord | None], framework: str) -> ScriptCause | None:
-    """Return the cause if some ranks took fewer steps than others."""
-    taken = {rank: len(record.steps) for rank, record in enumerate(records) if record is not None}
-    if len(taken) < len(records) or len(set(taken.values())) == 1:
-        return None
-    fewest, most = min(taken, key=lambda rank: taken[rank]), max(taken, key=lambda rank: taken[rank])
-    text = f"rank {fewest} took {taken[fewest]} steps, and rank {most} has taken {taken[most]}"
-    return cause("uneven steps", text, "the optimizer's steps on each rank", framework)
 
 
 def hang_cause(records: Sequence[ScriptRecord | None], places: dict[int, str], framework: str) -> ScriptCause:
@@ -216,25 +190,17 @@ def settings_cause(records: Sequence[ScriptRecord], reference: ScriptRecord) -> 
                 by = "the settings with which the optimizer stepped"
                 if key != "lr":
                     return ScriptCause(name, text, by, column="settings")
-                return _rate_cause(text, by, mine["lr"], theirs["lr"], step, right, ranks, framework)
+                steps, right_steps = max(step.schedules, default=0), max(right.schedules, default=0)
+                times = mine["lr"] / theirs["lr"] if theirs["lr"] else 0.0
+                if right_steps and steps == right_steps * ranks:
+                    text += f": the schedule was stepped {steps} times by then, and {right_steps} times in one process"
+                    name = "learning rate schedule"
+                elif _close(times, float(ranks)):
+                    text += f": it is {ranks} ×, scaled by the number of ranks"
+                elif _close(times, ranks**0.5):
+                    text += f": it is √{ranks} ×, scaled by the root of the number of ranks"
+                return ScriptCause(name, text, by, fix_for(name, framework), column="settings")
     return None
-
-
-def _rate_cause(
-    text: str, by: str, mine: float, right: float, step: RecordedStep, right_step: RecordedStep, ranks: int,
-    framework: str,
-) -> ScriptCause:  # fmt: skip
-    steps, right_steps = max(step.schedules, default=0), max(right_step.schedules, default=0)
-    if right_steps and steps == right_steps * ranks:
-        text += f": the schedule was stepped {steps} times by then, and {right_steps} times in one process"
-        kind = "learning rate schedule"
-        return ScriptCause(kind, text, by, fix_for(kind, framework), column="settings")
-    times = mine / right if right else 0.0
-    if _close(times, float(ranks)):
-        text += f": it is {ranks} ×, scaled by the number of ranks"
-    elif _close(times, ranks**0.5):
-        text += f": it is √{ranks} ×, scaled by the root of the number of ranks"
-    return ScriptCause("learning rate", text, by, fix_for("learning rate", framework), column="settings")
 
 
 def _close(mine: object, right: object) -> bool:

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ _FRAMEWORKS = {
     "lightning.fabric": FABRIC, "lightning_fabric": FABRIC, "deepspeed": DEEPSPEED, "accelerate.optimizer": ACCELERATE,
     "lockstep.trainer": LOCKSTEP,
 }  # fmt: skip
-TASK = "task.pickle"
 
 
 @dataclass(frozen=True)
@@ -31,36 +30,37 @@ class ScriptTask:
     script: str
     arguments: tuple[str, ...]
     steps: int
-    folder: Path  # receives the records
+    folder: Path  # receives the records, and the samples
     # (loader, batch) → the recorded batches (rank, index) whose samples it gets together
     feed: Mapping[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
     samples: Path | None = None  # the folder of the records that `feed` names
     sizes: Mapping[int, int] = field(default_factory=dict)  # loader → batch size with which it is made
-    # parameters with which the script starts; several: what each rank has, which one process joins
-    first: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    first: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)  # values to start from; several: of each rank
     # of each step, what the optimizer gets in place of those that were computed, as `first`
     gradients: Sequence[Mapping[str, Sequence[Tensor]]] = ()
-    # of each step, of each parameter group, with which the optimizer steps
-    settings: tuple[list[dict[str, Any]], ...] = ()
+    settings: tuple[list[dict[str, Any]], ...] = ()  # of each step, of each parameter group
     mean_draws: bool = False  # random numbers in forward and backward passes are the mean of their distribution
     fixed_statistics: bool = False  # batch normalisation uses its running statistics
     full_precision: bool = False  # nothing is converted to 16 bits
     nudged: bool = False  # the last bits of the first parameters are changed
 
+    def record_file(self, rank: int) -> Path:
+        """Return the file of a rank's record."""
+        return self.folder / f"record-{rank}.pt"
+
+    def hang_file(self, rank: int) -> Path:
+        """Return the file that says where a rank hangs."""
+        return self.folder / f"hang-{rank}.json"
+
+    def load_record(self, rank: int) -> "ScriptRecord":
+        """Load the record of a rank."""
+        record: ScriptRecord = torch.load(self.record_file(rank), weights_only=False)
+        return record
+
 
 def for_ranks(argument: str, ranks: int) -> str:
     """Replace `{n}` by the number of ranks, and `{16/n}` by a rank's share of 16."""
     return re.sub(r"\{(?:(\d+)/)?n\}", lambda found: str(int(found[1]) // ranks if found[1] else ranks), argument)
-
-
-def calling_framework() -> str:
-    """Return whose code calls the optimizer."""
-    frame, found = sys._getframe(), set()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        module = frame.f_globals.get("__name__", "")
-        found |= {name for start, name in _FRAMEWORKS.items() if module == start or module.startswith(start + ".")}
-    return next((name for name in _FRAMEWORKS.values() if name in found), TORCH)
 
 
 @dataclass
@@ -84,10 +84,6 @@ class RandomDraw:
     before: dict[str, str]
     after: dict[str, str]
 
-    def states_of(self, generator: str) -> tuple[str | None, str | None]:
-        """Return a generator's state before and after."""
-        return self.before.get(generator), self.after.get(generator)
-
     @property
     def moved(self) -> list[str]:
         """Generators from which the pass drew."""
@@ -98,21 +94,17 @@ class RandomDraw:
 class RecordedStep:
     """One call of `optimizer.step()`."""
 
-    # of each call of a module in a forward pass, by name, in order: its output as two numbers
-    flow: list[tuple[str, float, float]] = field(default_factory=list)
-    # gradients of this rank's samples alone, before ranks are reduced; empty where they can't be seen
-    own: Pieces = field(default_factory=dict)
+    flow: list[tuple[str, float, float]] = field(default_factory=list)  # name and output, as two numbers, of each call
+    own: Pieces = field(default_factory=dict)  # gradients of its samples alone, before ranks are reduced; or empty
     losses: list[float] = field(default_factory=list)  # what each backward pass started from
-    # of each forward pass of a whole model, fingerprints of its rows
-    inputs: list[list[str]] = field(default_factory=list)
+    inputs: list[list[str]] = field(default_factory=list)  # of each pass of a whole model, prints of its rows
     elements: int = 0  # what tells the elements of these inputs from others, in whatever order: it adds up over ranks
     draws: list[RandomDraw] = field(default_factory=list)  # of each micro-batch
     dtypes: set[str] = field(default_factory=set)  # of the parameters, and those of autocast
     before: dict[str, str] = field(default_factory=dict)  # fingerprints of the parameters before the update
     unclipped: Pieces = field(default_factory=dict)  # gradients when clipping began; empty without clipping
     gradients: Pieces = field(default_factory=dict)  # as the optimizer used them
-    # of each parameter group: learning rate, weight decay …
-    settings: list[dict[str, Any]] = field(default_factory=list)
+    settings: list[dict[str, Any]] = field(default_factory=list)  # of each parameter group: learning rate and others
     schedules: list[int] = field(default_factory=list)  # how often each learning rate schedule was stepped
     values: Pieces = field(default_factory=dict)  # parameters after the step
 
@@ -122,24 +114,25 @@ class ScriptRecord:
     """Steps of one process of a script."""
 
     steps: list[RecordedStep] = field(default_factory=list)  # in order
-    # parameters before the first step, or before they were given other first values
-    first: Pieces = field(default_factory=dict)
-    # of each loader, by the order of their making: fingerprints of each batch's samples
-    batches: dict[int, list[list[str]]] = field(default_factory=dict)
+    first: Pieces = field(default_factory=dict)  # parameters before the first step, or before they are given
+    batches: dict[int, list[list[str]]] = field(default_factory=dict)  # loader → prints of each batch's samples
     asked: dict[int, int] = field(default_factory=dict)  # batch size of each loader as the script wrote it
-    # of each loader: number of samples that it reads an epoch, and of those that its data hold
-    lengths: dict[int, tuple[int, int]] = field(default_factory=dict)
-    # whose loop it is: PyTorch, Accelerate, Fabric, Lightning, transformers, DeepSpeed, Lockstep
-    framework: str = TORCH
+    lengths: dict[int, tuple[int, int]] = field(default_factory=dict)  # loader → samples in an epoch, in its data
+    framework: str = TORCH  # whose loop it is
     normalises: bool = False  # whether a module normalises by the statistics of its batch
-    # ranks that compute the same samples with this one: over them the script cuts its model
-    together: set[int] = field(default_factory=set)
-    # name → dim along which one process has joined the parameters of all ranks
-    joined: dict[str, int] = field(default_factory=dict)
-    # name, size and place of each collective that the script calls itself
-    collectives: list[tuple[str, int, str]] = field(default_factory=list)
-    # mistakes of the loop that each rank sees by itself: kind, text, fix
-    findings: list[dict[str, str]] = field(default_factory=list)
+    together: set[int] = field(default_factory=set)  # ranks that compute the same samples with it
+    joined: dict[str, int] = field(default_factory=dict)  # name → dim along which ranks' parameters are joined
+    collectives: list[tuple[str, int, str]] = field(default_factory=list)  # name, size, place of the script's own
+    findings: list[dict[str, str]] = field(default_factory=list)  # mistakes of the loop: kind, text, fix
+
+    def note_framework(self) -> None:
+        """Note whose code calls this, at the optimizer's step."""
+        frame, found = sys._getframe(), set()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            module = frame.f_globals.get("__name__", "")
+            found |= {name for start, name in _FRAMEWORKS.items() if module == start or module.startswith(start + ".")}
+        self.framework = next((name for name in _FRAMEWORKS.values() if name in found), TORCH)
 
     @property
     def passes(self) -> list[int]:
@@ -153,28 +146,13 @@ class ScriptRecord:
         return min(enough, key=lambda loader: enough[loader]) if enough else None
 
 
-def record_file(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's record."""
-    return folder / f"record-{rank}.pt"
-
-
 def batch_file(folder: Path, rank: int, loader: int, index: int) -> Path:
     """Return the file with the samples of one batch of a loader."""
     return folder / f"samples-{rank}-{loader}-{index}.pickle"
 
 
-def load_record(folder: Path, rank: int) -> ScriptRecord:
-    """Load the record of a rank."""
-    record: ScriptRecord = torch.load(record_file(folder, rank), weights_only=False)
-    return record
-
-
-def whole(pieces: Sequence[TensorPiece], dim: int | None = None) -> Tensor:
-    """Return the whole tensor; of equal copies, the last.
-
-    Args:
-        dim: along which a script has cut it over the ranks itself.
-    """
+def _whole(pieces: Sequence[TensorPiece], dim: int | None) -> Tensor:
+    """Return the whole tensor, which a script may have cut along `dim` over the ranks; of equal copies, the last."""
     if dim is not None:
         return torch.cat([piece.local for piece in pieces], dim)
     if pieces[0].flat:
@@ -193,32 +171,23 @@ def whole(pieces: Sequence[TensorPiece], dim: int | None = None) -> Tensor:
 
 
 class World:
-    """Ranks of a run, and what they hold of one model.
-
-    Attributes:
-        units: ranks that compute the same samples together, in order; each rank alone, where a model is not cut.
-        joined: name → dim along which the script itself cuts a parameter over all ranks.
-    """
+    """Ranks of a run, and what they hold of one model; `joined`: name → dim along which the script itself cuts it."""
 
     def __init__(self, records: Sequence[ScriptRecord], joined: Mapping[str, int] | None = None) -> None:
         self.records, self.joined = records, dict(joined or {})
         self._held = [set(record.first) for record in records]
         by_hand = bool(self.joined) or any(held != self._held[0] for held in self._held)
         everybody = set(range(len(records)))
-        self._together = [everybody if by_hand else {rank} | record.together for rank, record in enumerate(records)]
+        together = [everybody if by_hand else {rank} | record.together for rank, record in enumerate(records)]
         # A pipeline's ranks and those of tensor parallel may overlap.
         for _ in records:
-            self._together = [set().union(*(self._together[other] for other in mine)) for mine in self._together]
-        self.units = [sorted(mine) for rank, mine in enumerate(self._together) if rank == min(mine)]
+            together = [set().union(*(together[other] for other in mine)) for mine in together]
+        # Ranks that compute the same samples together, in order; each rank alone, where a model is not cut.
+        self.units = [sorted(mine) for rank, mine in enumerate(together) if rank == min(mine)]
+        self.leaders = [records[unit[0]] for unit in self.units]
 
-    @property
-    def leaders(self) -> list[ScriptRecord]:
-        """The first rank of each unit."""
-        return [self.records[unit[0]] for unit in self.units]
-
-    def tensors(self, pick: Callable[[ScriptRecord], Pieces]) -> list[Tensors]:
+    def tensors(self, ranks: Sequence[Pieces]) -> list[Tensors]:
         """Return the whole tensors as each rank sees them: its own copies and those of its unit, else another's."""
-        ranks = [pick(record) for record in self.records]
         found: list[Tensors] = [{} for _ in ranks]
         for name in dict.fromkeys(name for rank in ranks for name in rank):
             held = [rank for rank, pieces in enumerate(ranks) if name in pieces]
@@ -231,7 +200,7 @@ class World:
             for unit in self.units:
                 in_order = name in self.joined or ranks[held[0]][name].flat
                 ordered = held if in_order else sorted(held, key=lambda rank: rank in unit)
-                value = whole([ranks[rank][name] for rank in ordered], self.joined.get(name))
+                value = _whole([ranks[rank][name] for rank in ordered], self.joined.get(name))
                 for rank in unit:
                     found[rank][name] = value
         return found

@@ -1,5 +1,6 @@
 """Starts a script in worlds of several ranks, and as processes of their own beside each other."""
 
+import json
 import pickle
 import re
 import shlex
@@ -10,37 +11,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.launch.spawn import spawn_again
 from lockstep.launch.worker import die_with_this_process
-from lockstep.verify.isolated import run_isolated, why_not_ended
-from lockstep.verify.script.observe import observe
-from lockstep.verify.script.record import (
-    TASK,
-    ScriptRecord,
-    ScriptTask,
-    World,
-    batch_file,
-    for_ranks,
-    load_record,
-    record_file,
-)
-from lockstep.verify.script.watchdog import places
+from lockstep.verify.script.observe import TASK, observe
+from lockstep.verify.script.record import ScriptRecord, ScriptTask, World, for_ranks
+from lockstep.verify.subject import run_isolated, why_not_ended
 from lockstep.verify.watch import injected
 
 _SECONDS = 600.0  # limit for a run of the script; ranks that wait for each other end sooner
-# What a script may import is imported once, for all its processes.
 _PRELOAD = ("accelerate.optimizer", "transformers.trainer", "lightning.fabric", "lightning_fabric")
 _LAST_LINES = 12  # of a process that failed without an exception
+Start = Callable[[Sequence[ScriptTask], int], None]
 
 
 class HangError(LockstepError):
-    """Ranks of a script wait for each other.
-
-    Attributes:
-        places: rank → where it waits; empty: it has ended.
-        records: what each rank has recorded; None: nothing.
-    """
+    """Ranks wait for each other; `found`: rank → where it waits, empty: it has ended; `records`: None: it has none."""
 
     def __init__(self, found: dict[int, str], records: list[ScriptRecord | None]) -> None:
         super().__init__("ranks wait for each other")
@@ -50,49 +37,40 @@ class HangError(LockstepError):
 class Runs:
     """Runs one program again and again, each time in new processes and a folder of its own.
 
-    A subclass has `_start_ranks`.
+    `start` runs the one task of a number of ranks, or as many tasks as one process each.
     """
 
-    def __init__(self, task: ScriptTask, report: Callable[[str], None]) -> None:
-        self._task, self._report, self._number = task, report, 0
+    def __init__(self, task: ScriptTask, start: Start, report: Callable[[str], None]) -> None:
+        self._task, self._start, self._report, self._number = task, start, report, 0
 
     def world(self, ranks: int, what: str, **changes: Any) -> tuple[Path, list[ScriptRecord]]:
         """Run the script on several ranks, and return the folder of its records, and these.
 
-        Raises:
-            HangError: a collective waits for a rank that does not call it.
-            LockstepError: a rank failed.
+        Raises HangError: a collective waits for a rank that does not call it. LockstepError: a rank failed.
         """
         task = self._new_task(changes)
         self._report(f"{ranks} ranks: {what}")
-        self._start_ranks([task], ranks)
-        if hanging := places(task.folder, ranks):
-            written = [record_file(task.folder, rank).exists() for rank in range(ranks)]
-            records = [load_record(task.folder, rank) if there else None for rank, there in enumerate(written)]
-            raise HangError(hanging, records)
+        self._start([task], ranks)
+        hanging = {rank: path for rank in range(ranks) if (path := task.hang_file(rank)).exists()}
+        if hanging:
+            written = [task.record_file(rank).exists() for rank in range(ranks)]
+            records = [task.load_record(rank) if there else None for rank, there in enumerate(written)]
+            raise HangError({rank: json.loads(path.read_text()) for rank, path in hanging.items()}, records)
         error = why_not_ended(task.folder, ranks, _SECONDS)
         if error is not None:
             raise _with_output(error, task.folder, ranks)
-        return task.folder, [load_record(task.folder, rank) for rank in range(ranks)]
+        return task.folder, [task.load_record(rank) for rank in range(ranks)]
 
     def alone(self, what: str, changes: Sequence[dict[str, Any]]) -> list[ScriptRecord]:
-        """Run the script as one process for each of `changes`, at the same time.
-
-        Raises:
-            LockstepError: one of them failed.
-        """
+        """Run the script as one process for each of `changes`, at the same time. Raises LockstepError: one failed."""
         tasks = [self._new_task(change) for change in changes]
         self._report(f"one process: {what}")
-        self._start_ranks(tasks, len(tasks))
+        self._start(tasks, len(tasks))
         for number, task in enumerate(tasks):
             error = why_not_ended(task.folder, number + 1, _SECONDS)
             if error is not None:
                 raise _with_output(error, task.folder, 1)
-        return [load_record(task.folder, 0) for task in tasks]
-
-    def _start_ranks(self, tasks: Sequence[ScriptTask], ranks: int) -> None:
-        """Run the one task of several ranks, or a task in each process."""
-        raise NotImplementedError
+        return [task.load_record(0) for task in tasks]
 
     def _new_task(self, changes: dict[str, Any]) -> ScriptTask:
         self._number += 1
@@ -101,72 +79,49 @@ class Runs:
         return replace(self._task, folder=folder, **changes)
 
 
-class ScriptRuns(Runs):
-    """Runs a script."""
-
-    def __init__(
-        self, script: str, arguments: Sequence[str], steps: int, folder: Path, report: Callable[[str], None]
-    ) -> None:  # fmt: skip
-        super().__init__(ScriptTask(script, tuple(arguments), steps, folder), report)
-        text = Path(script).read_text(errors="replace")
-        names = set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.M))
-        preload = [module for module in _PRELOAD if module.partition(".")[0] in names]
-        # pipelining brings torch's compiler, which DDP would import in each process.
-        preload = ["torch.distributed.pipelining", "lockstep.verify.script.observe", *preload]
-        self._start = partial(spawn_again, preload=preload)
-
-    def _start_ranks(self, tasks: Sequence[ScriptTask], ranks: int) -> None:
-        self._start(_take, (tasks, _SECONDS), ranks)
+def script_starter(script: str) -> Start:
+    """Return what starts a script, with what it may import loaded once, for all its processes."""
+    names = set(re.findall(r"^\s*(?:from|import) (\w+)", Path(script).read_text(errors="replace"), re.M))
+    preload = [module for module in _PRELOAD if module.partition(".")[0] in names]
+    # pipelining brings torch's compiler, which DDP would import in each process.
+    preload = ["torch.distributed.pipelining", "lockstep.verify.script.observe", *preload]
+    return lambda tasks, ranks: spawn_again(_take, (tasks,), ranks, preload=preload)
 
 
-class CommandRuns(Runs):
-    """Runs a command, with a number of ranks in it; each time it starts its own processes.
-
-    Args:
-        command: in which `{n}` stands for the number of ranks.
-    """
-
-    def __init__(self, command: str, steps: int, folder: Path, report: Callable[[str], None]) -> None:
-        super().__init__(ScriptTask(command, (), steps, folder), report)
-
-    def _start_ranks(self, tasks: Sequence[ScriptTask], ranks: int) -> None:
-        for task in tasks:  # one after another: launchers may take the same port
-            (task.folder / TASK).write_bytes(pickle.dumps(task))
-            words = [for_ranks(word, ranks if len(tasks) == 1 else 1) for word in shlex.split(task.script)]
-            environment = injected(LOCKSTEP_OBSERVED_RUN=str(task.folder))
-            what = ""
-            try:
-                with (task.folder / "output-0.log").open("w") as log:
-                    code = subprocess.run(
-                        words, env=environment, stdout=log, stderr=log, timeout=_SECONDS, check=False,
-                        preexec_fn=die_with_this_process,
-                    ).returncode  # fmt: skip
-                what = f"ended with code {code}" if code else ""
-            except OSError as error:
-                fix = "write a command that runs here, as in torchrun --nproc-per-node {n} train.py"
-                raise UsageError(
-                    f"there is no program {words[0]} to run: {error.strerror}", where=task.script, fix=fix
-                ) from None
-            except subprocess.TimeoutExpired:
-                what = f"has not ended within {_SECONDS:.0f} s"
-            if not what and not list(task.folder.glob("record-*.pt")):
-                what = "has ended, and no process of it took a training step"
-            if what:
-                fix = "run it with this number of ranks until it trains"
-                raise _with_output(RunError(f"the command {what}", where=task.script, fix=fix), task.folder, 1)
-
-
-def _take(tasks: Sequence[ScriptTask], seconds: float) -> None:
-    """Take the one task of all ranks, or this process's own."""
-    from lockstep.environment import rank_facts
-
-    alone = rank_facts().world_size == len(tasks)
+def _take(tasks: Sequence[ScriptTask]) -> None:
+    alone = rank_facts().world_size == len(tasks)  # else all ranks take the one task together
     task = tasks[rank_facts().rank] if alone else tasks[0]
-    run_isolated(partial(observe, task, alone=alone), task.folder, 0, seconds, alone=alone)
+    run_isolated(partial(observe, task, alone=alone), task.folder, 0, _SECONDS, alone=alone)
+
+
+def start_command(tasks: Sequence[ScriptTask], ranks: int) -> None:
+    """Run a command, in which `{n}` stands for the number of ranks; it starts its own processes."""
+    for task in tasks:  # one after another: launchers may take the same port
+        (task.folder / TASK).write_bytes(pickle.dumps(task))
+        words = [for_ranks(word, ranks if len(tasks) == 1 else 1) for word in shlex.split(task.script)]
+        environment = injected(LOCKSTEP_OBSERVED_RUN=str(task.folder))
+        what = ""
+        try:
+            with (task.folder / "output-0.log").open("w") as log:
+                code = subprocess.run(
+                    words, env=environment, stdout=log, stderr=log, timeout=_SECONDS, check=False,
+                    preexec_fn=die_with_this_process,
+                ).returncode  # fmt: skip
+            what = f"ended with code {code}" if code else ""
+        except OSError as error:
+            text = f"there is no program {words[0]} to run: {error.strerror}"
+            fix = "write a command that runs here, as in torchrun --nproc-per-node {n} train.py"
+            raise UsageError(text, where=task.script, fix=fix) from None
+        except subprocess.TimeoutExpired:
+            what = f"has not ended within {_SECONDS:.0f} s"
+        if not what and not list(task.folder.glob("record-*.pt")):
+            what = "has ended, and no process of it took a training step"
+        if what:
+            fix = "run it with this number of ranks until it trains"
+            raise _with_output(RunError(f"the command {what}", where=task.script, fix=fix), task.folder, 1)
 
 
 def _with_output(error: LockstepError, folder: Path, ranks: int) -> LockstepError:
-    """Add the last lines of the first rank that wrote any, as a note."""
     for rank in range(ranks):
         log = folder / f"output-{rank}.log"
         lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
@@ -183,11 +138,7 @@ Feed = dict[tuple[int, int], list[tuple[int, int]]]
 
 
 def united(world: World, *, shared: bool) -> Feed:
-    """Return the feed that gives one process the batches of all ranks together.
-
-    Args:
-        shared: each rank reads the whole batch, and takes its part itself.
-    """
+    """Return the feed that gives one process the batches of all ranks together; `shared`: each reads the whole one."""
     feed: Feed = {}
     readers = [unit[0] for unit in world.units[: 1 if shared else None]]
     records = world.records
@@ -223,8 +174,3 @@ def one_after_another(world: World) -> Feed:
                 feed[loader, number] = [(unit[0], index)]
                 number += 1
     return feed
-
-
-def is_stored(feed: Feed, folder: Path) -> bool:
-    """Return whether the samples that a feed names could be stored."""
-    return all(batch_file(folder, r, loader, i).exists() for (loader, _), at in feed.items() for r, i in at)

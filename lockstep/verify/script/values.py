@@ -1,14 +1,10 @@
-"""Values and samples of an observed script: local pieces of tensors, settings, fingerprints, and what its loaders read.
-
-One process can be given the samples of several ranks.
-"""
+"""Values and samples of an observed script: pieces of tensors, settings, fingerprints, and what its loaders read."""
 
 import hashlib
 import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +16,7 @@ from lockstep.parallel.parallel_model import local
 from lockstep.torch_compat import script_patches
 from lockstep.torch_compat.pytree import tree_leaves, tree_map_only
 from lockstep.verify.comparisons import shard_like
-from lockstep.verify.script.record import ScriptRecord, TensorPiece, batch_file
+from lockstep.verify.script.record import ScriptRecord, ScriptTask, TensorPiece, batch_file
 from lockstep.verify.trace import bytes_of
 
 
@@ -83,11 +79,6 @@ def generator_states() -> dict[str, Any]:
     return states
 
 
-def copied(tree: Any) -> Any:
-    """Copy the tensors in a sample: a view would be stored with all that it is a view of."""
-    return tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), tree)
-
-
 def _digest(data: bytes) -> str:
     return hashlib.sha1(data, usedforsecurity=False).hexdigest()[:16]
 
@@ -130,23 +121,10 @@ def two_numbers(output: Any) -> tuple[float, float]:
 
 
 class ObservedLoaders:
-    """All loaders of a process; they read samples in the process itself.
+    """All loaders of a process, which read samples in the process itself; `read` is called for each batch."""
 
-    Args:
-        folder: receives the samples.
-        feed: (loader, batch) → the recorded batches (rank, index) whose samples it gets together.
-        samples: the folder of the records that `feed` names.
-        sizes: loader → batch size with which it is made.
-        read: is called for each batch.
-    """
-
-    def __init__(
-        self, record: ScriptRecord, rank: int, folder: Path, feed: Mapping[tuple[int, int], list[tuple[int, int]]],
-        samples: Path | None, sizes: Mapping[int, int],
-        read: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self.record, self.rank, self.folder = record, rank, folder
-        self.feed, self.samples, self.sizes = feed, samples, sizes
+    def __init__(self, task: ScriptTask, record: ScriptRecord, rank: int, read: Callable[[], None]) -> None:
+        self._task, self._record, self._rank = task, record, rank
         self._made, self._read = 0, read
         script_patches.patch_loaders(self._before, self._after)
 
@@ -157,15 +135,15 @@ class ObservedLoaders:
         loader = collate.loader if isinstance(collate, _Collate) else self._made
         size = arguments.get("batch_size", 1)
         if size is not None and arguments.get("batch_sampler") is None:
-            self.record.asked.setdefault(loader, size)
-            if loader in self.sizes:
-                arguments["batch_size"] = self.sizes[loader]
+            self._record.asked.setdefault(loader, size)
+            if loader in self._task.sizes:
+                arguments["batch_size"] = self._task.sizes[loader]
 
     def _after(self, loader: Any) -> None:
         number = loader.collate_fn.loader if isinstance(loader.collate_fn, _Collate) else self._made
         with suppress(Exception):  # streams have no length
             size = loader.batch_size or loader.batch_sampler.batch_size
-            self.record.lengths[number] = (len(loader) * size, len(loader.dataset))
+            self._record.lengths[number] = (len(loader) * size, len(loader.dataset))
         if isinstance(loader.collate_fn, _Collate):
             return
         loader.collate_fn = _Collate(loader.collate_fn, self, self._made)
@@ -174,18 +152,19 @@ class ObservedLoaders:
     def samples_of(self, loader: int, index: int, own: Any) -> Any:
         """Return the samples of a batch: the script's own, which are stored, or those that are fed."""
         self._read()
-        samples = own
-        if self.feed:
-            wanted = self.feed.get((loader, index))
+        samples, task = own, self._task
+        if task.feed:
+            wanted = task.feed.get((loader, index))
             if wanted is not None:
-                assert self.samples is not None
-                parts = [pickle.loads(batch_file(self.samples, r, loader, i).read_bytes()) for r, i in wanted]
+                assert task.samples is not None
+                parts = [pickle.loads(batch_file(task.samples, r, loader, i).read_bytes()) for r, i in wanted]
                 samples = [sample for part in parts for sample in part]
         else:
             with suppress(Exception):  # samples that can't be pickled: the reference can't be given them
-                stored = pickle.dumps(copied(own))
-                batch_file(self.folder, self.rank, loader, index).write_bytes(stored)
-        read = self.record.batches.setdefault(loader, [])
+                # A view would be stored with all that it is a view of.
+                copied = tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), own)
+                batch_file(task.folder, self._rank, loader, index).write_bytes(pickle.dumps(copied))
+        read = self._record.batches.setdefault(loader, [])
         read.append([fingerprint(sample) for sample in samples] if isinstance(samples, list) else [])
         return samples
 

@@ -1,10 +1,9 @@
 """A model that sleeps instead of computing, so that a machine can run more ranks than it has cores.
 
-    model: {name: "lockstep.report.sleeping:Sleeper", args: {milliseconds: 20}}
-    data:  {name: "lockstep.report.sleeping:SleepSamples"}
+    model: {name: "benchmarks.sleeping:Sleeper", args: {milliseconds: 20}}
+    data:  {name: "benchmarks.sleeping:SleepSamples"}
 
 A sample sleeps for a third of its time in forward and two thirds in backward; the gradients are real, and are reduced.
-Imports torch.
 """
 
 import time
