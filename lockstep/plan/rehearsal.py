@@ -1,7 +1,7 @@
 """Rehearses one rank's step on fake tensors: the strategy's own code runs, and every byte is counted.
 
 `place` places the model as for training, over a fake process group, under torch's FakeTensorMode. The optimizer already
-has its state. From a long chain of equal blocks five run, and the record of one is repeated for those left out.
+has its state. From a long chain of equal blocks three run, and the record of one is repeated for those left out.
 
 The device is always the CPU; on a GPU the same tensors are created, apart from autocast's list of operations and
 kernels' own workspaces.
