@@ -22,7 +22,7 @@ from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.torch_compat.dispatch_mode import UntracedDispatchMode, without_modes
 from lockstep.torch_compat.fake_tensors import FakeTensor, FakeTensorMode, OutputCache
 from lockstep.torch_compat.local_tensor import local_tensor
-from lockstep.torch_compat.operators import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, UNSAFE_VIEW
+from lockstep.torch_compat.operators import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, SHARDING, UNSAFE_VIEW
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.torch_compat.storage_resize import resizes_watched
 
@@ -127,14 +127,11 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs
     return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
 
 
-def _attention_backward(_gradient: Tensor, *args: Any, **kwargs: Any) -> int:
-    return _attention(*args, **kwargs) * 5 // 2  # five products, one of which recomputes the scores
-
-
 _FORMULAS = {
     **flop_registry,  # does not include the CPU's fused attention
     CPU_ATTENTION: _attention,
-    CPU_ATTENTION_BACKWARD: _attention_backward,
+    # five products, one of which recomputes the scores
+    CPU_ATTENTION_BACKWARD: lambda _gradient, *args, **kwargs: _attention(*args, **kwargs) * 5 // 2,
 }
 # Operations without memory traffic.
 _FREE = {"empty", "empty_like", "empty_strided", "detach", "alias", UNSAFE_VIEW.__name__, "lift_fresh", "set_"}
@@ -149,9 +146,8 @@ class EqualChunks(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.chunk and (isinstance(args[0], nn.Parameter) or not torch.is_grad_enabled()):
-            return _chunks(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        kept = func is torch.chunk and (isinstance(args[0], nn.Parameter) or not torch.is_grad_enabled())
+        return (_chunks if kept else func)(*args, **(kwargs or {}))
 
 
 def _chunks(whole: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
@@ -234,7 +230,7 @@ class Tracker(UntracedDispatchMode):
                 self._see(local_tensor(leaf).untyped_storage())
         if cost is not None:
             self.record.items.append(cost)
-        if func.namespace == "fsdp":  # torch's operators of FSDP2
+        if func.namespace == SHARDING:  # torch's operators of FSDP2
             name = func.overloadpacket.__name__
             written = args[1] if name == "all_gather_copy_in" else kwargs.get("out", ())
             self.tag([t for t in tree_leaves(written) if isinstance(t, Tensor)], _FSDP_KINDS.get(name, "activations"))

@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from lockstep.torch_compat.operators import SHARDING
+
 # Raised where a program asks a fake tensor for its values.
 UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -27,7 +29,7 @@ __all__ = ["UNKNOWN_VALUES", "FakeTensor", "FakeTensorMode", "OutputCache"]
 
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _SHAPES_UNKNOWN = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_PURE = ("aten", "fsdp")  # namespaces of operators that only compute outputs
+_PURE = ("aten", SHARDING)  # namespaces of operators that only compute outputs
 
 
 class _Output(NamedTuple):
