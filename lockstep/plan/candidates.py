@@ -1,7 +1,7 @@
 """Lists the layouts of a model on a cluster, computes the memory and speed of each, and ranks them."""
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any
@@ -124,7 +124,6 @@ def candidates(
     """
     facts = model_size_of(work, config)
     considered = list(layouts(work, facts, config, cluster, low=low, pipelines=pipelines))
-    found: list[Candidate] = []
     known = get_context("fork").Value("b", False)
 
     def once(candidate: Candidate) -> None:
@@ -136,10 +135,16 @@ def candidates(
     def evaluate(index: int) -> list[Candidate]:
         return _over_modes(work, config, cluster, facts, considered[index], modes(facts, config), once)
 
+    # One of the first two has the first answer. Of the others those that take longest begin, so that none is left over
+    # at the end: pipelines, then those with further axes.
+    splits = [strategy_named(with_layout(config, one).distributed.strategy).splits_model for one in considered]
+    order = sorted(range(len(considered)), key=lambda index: (index > 1, not splits[index], -index))
     with progress_of("planning", len(considered), unit="layouts", shows=shows) as advance:
-        for evaluated in _in_order(evaluate, len(considered), processes):
-            found += evaluated
+        evaluated: dict[int, list[Candidate]] = {}
+        for index, of_layout in _as_computed(evaluate, order, processes):
+            evaluated[index] = of_layout
             advance(1)
+    found = [candidate for index in range(len(considered)) for candidate in evaluated[index]]
     if not any(candidate.fits for candidate in found) and cluster.num_gpus > 1:
         offloaded = [strategy.layout_with_offload() for strategy in known_strategies(config.distributed.strategy)]
         for layout in filter(None, offloaded if facts.blocks else []):
@@ -175,18 +180,21 @@ def _over_modes(
 _task: Callable[[int], list[Candidate]] | None = None  # of the forks; what it refers to need not be pickled
 
 
-def _in_order(task: Callable[[int], list[Candidate]], count: int, processes: int) -> Iterator[list[Candidate]]:
-    """Yield the results of a task for 0, 1, …, computed by forks, or here: an accelerator in use forbids a fork."""
+def _as_computed(
+    task: Callable[[int], list[Candidate]], order: Sequence[int], processes: int
+) -> Iterator[tuple[int, list[Candidate]]]:  # fmt: skip
+    """Yield numbers and their results, computed by forks, or here: an accelerator in use forbids a fork."""
     global _task
-    processes = min(processes, count)
+    processes = min(processes, len(order))
     if processes < 2 or accelerator.in_use() is not None:
-        yield from map(task, range(count))
+        yield from ((index, task(index)) for index in order)
         return
     _task = task
     try:
         # One thread in each: the threads of a pool do not live on in a fork.
         with ProcessPoolExecutor(processes, get_context("fork"), torch.set_num_threads, (1,)) as pool:
-            yield from pool.map(_run_task, range(count))
+            indices = {pool.submit(_run_task, index): index for index in order}
+            yield from ((indices[future], future.result()) for future in as_completed(indices))
     finally:
         _task = None
 

@@ -199,7 +199,13 @@ def as_text(
                 f"{c.samples_per_second * tokens_per_sample:,.0f}",
             ]
         )  # fmt: skip
-    lines += _columns(rows, _NARROW if _terminal() < _WIDE else range(len(header)))
+    widths = {
+        column: max(len(row[column]) for row in rows)
+        for column in (_NARROW if _terminal() < _WIDE else range(len(header)))
+    }
+    for row in rows:  # the first column to the left, numbers to the right
+        cells = (row[column].rjust(width) if column else row[column].ljust(width) for column, width in widths.items())
+        lines.append("  ".join(cells).rstrip())
     lines += ["", *memory_bars(found), "", *why(found)]
     best = found[0] if found and found[0].fits else None
     if best is not None and best.step is not None and steps:
@@ -217,13 +223,6 @@ _NARROW = (0, 1, 2, 3, 8)  # columns of the table that a terminal of 80 shows
 def _terminal() -> int:
     """Return the terminal's width; a file takes all."""
     return shutil.get_terminal_size(fallback=(10**6, 0)).columns
-
-
-def _columns(rows: Sequence[Sequence[str]], shown: Sequence[int]) -> list[str]:
-    """Return lines with columns of equal width: the first to the left, numbers to the right."""
-    widths = {i: max(len(row[i]) for row in rows) for i in shown}
-    return ["  ".join(row[i].rjust(width) if i else row[i].ljust(width) for i, width in widths.items()).rstrip()
-            for row in rows]  # fmt: skip
 
 
 def _duration(seconds: float) -> str:

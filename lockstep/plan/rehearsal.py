@@ -1,7 +1,7 @@
 """Rehearses one rank's step on fake tensors: the strategy's own code runs, and every byte is counted.
 
 `place` places the model as for training, over a fake process group, under torch's FakeTensorMode. The optimizer already
-has its state. From a long chain of equal blocks five run, and the record of one is repeated for those left out.
+has its state. From a long chain of equal blocks three run, and the record of one is repeated for those left out.
 
 The device is always the CPU; on a GPU the same tensors are created, apart from autocast's list of operations and
 kernels' own workspaces.
@@ -88,9 +88,9 @@ def rehearse(
     model, left_out = work.shortened(kept_blocks(device_type)) if alike else (work.model(), 0)
     with fake_ranks(layout.world_size), ExitStack() as modes:
         mesh = meshes(layout)
-        modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        fake = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         modes.enter_context(EqualChunks())
-        tracker = modes.enter_context(Tracker())
+        tracker = modes.enter_context(Tracker(fake))
         placed = _place_model(tracker, model, work, config, layout, mesh, device_type)
         optimizer = optimizer_of(config, list(placed.parameters.values()))
         batch = work.batch(config.training.batch_size)

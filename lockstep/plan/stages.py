@@ -84,9 +84,9 @@ def rehearse_rank(
         assert mesh is not None
         group = mesh["pipeline"].get_group()
         metas = _metas(copy.deepcopy(model), work, config, plan, layout, mesh)
-        modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        fake = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         modes.enter_context(EqualChunks())
-        tracker = modes.enter_context(Tracker())
+        tracker = modes.enter_context(Tracker(fake))
         holder = _Rank(tracker, cut, work, config, layout, objective, metas, group, rank, mesh, device_type)
         changes = holder.step()
         start = holder.start()

@@ -19,10 +19,10 @@ from torch.utils.flop_counter import flop_registry
 from lockstep.config import DDPConfig
 from lockstep.costs.hardware import Cost
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
-from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
-from lockstep.torch_compat.fake_tensors import FakeTensor
+from lockstep.torch_compat.dispatch_mode import UntracedDispatchMode, without_modes
+from lockstep.torch_compat.fake_tensors import FakeTensor, FakeTensorMode, OutputCache
 from lockstep.torch_compat.local_tensor import local_tensor
-from lockstep.torch_compat.operators import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, UNSAFE_VIEW
+from lockstep.torch_compat.operators import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, SHARDING, UNSAFE_VIEW
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.torch_compat.storage_resize import resizes_watched
 
@@ -127,14 +127,11 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs
     return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
 
 
-def _attention_backward(_gradient: Tensor, *args: Any, **kwargs: Any) -> int:
-    return _attention(*args, **kwargs) * 5 // 2  # five products, one of which recomputes the scores
-
-
 _FORMULAS = {
     **flop_registry,  # does not include the CPU's fused attention
     CPU_ATTENTION: _attention,
-    CPU_ATTENTION_BACKWARD: _attention_backward,
+    # five products, one of which recomputes the scores
+    CPU_ATTENTION_BACKWARD: lambda _gradient, *args, **kwargs: _attention(*args, **kwargs) * 5 // 2,
 }
 # Operations without memory traffic.
 _FREE = {"empty", "empty_like", "empty_strided", "detach", "alias", UNSAFE_VIEW.__name__, "lift_fresh", "set_"}
@@ -149,9 +146,8 @@ class EqualChunks(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.chunk and (isinstance(args[0], nn.Parameter) or not torch.is_grad_enabled()):
-            return _chunks(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        kept = func is torch.chunk and (isinstance(args[0], nn.Parameter) or not torch.is_grad_enabled())
+        return (_chunks if kept else func)(*args, **(kwargs or {}))
 
 
 def _chunks(whole: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
@@ -164,7 +160,21 @@ def _chunks(whole: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
     return (*([whole.narrow(dim, 0, size)] * even if even else []), *last)
 
 
-class Tracker(TorchDispatchMode):
+def _cost_of(func: Any, args: Any, kwargs: Any, out: Any) -> Cost | None:
+    operator = func.overloadpacket
+    formula = _FORMULAS.get(operator)
+    if formula is not None:
+        flops = int(formula(*args, **kwargs, out_val=out))
+        first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+        return Cost(full=flops) if first.dtype == torch.float32 else Cost(low=flops)
+    if func.is_view or operator.__name__ in _FREE:
+        return None
+    touched = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
+    moved = sum(local_tensor(t).numel() * t.element_size() for t in touched.values())
+    return Cost(moved=moved) if moved else None
+
+
+class Tracker(UntracedDispatchMode):
     """Follows every tensor that is created while it is active, on any device but meta.
 
     Attributes:
@@ -172,8 +182,9 @@ class Tracker(TorchDispatchMode):
         live: current bytes by kind.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fake: FakeTensorMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._cache = None if fake is None else OutputCache(fake)
         self.record = Record([])
         self.live = [0] * len(KINDS)
         self.peak = 0
@@ -204,31 +215,26 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # called thousands of times in a step, and slow below
+        kwargs = kwargs or {}
         if func.namespace == "prim":  # a query, not an operation
-            return func(*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        if func.namespace == "profiler":
+            return without_modes(func, args, kwargs)
+        if self._cache is not None:
+            out, cost = self._cache.run(func, args, kwargs, _cost_of)
+        else:
+            out = func(*args, **kwargs)
+            cost = _cost_of(func, args, kwargs, out)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and not leaf.is_meta:
                 self._see(local_tensor(leaf).untyped_storage())
-        self._count(func, args, kwargs or {}, out)
-        if str(func).startswith("fsdp."):  # torch's operators of FSDP2
+        if cost is not None:
+            self.record.items.append(cost)
+        if func.namespace == SHARDING:  # torch's operators of FSDP2
             name = func.overloadpacket.__name__
-            written = args[1] if name == "all_gather_copy_in" else (kwargs or {}).get("out", ())
+            written = args[1] if name == "all_gather_copy_in" else kwargs.get("out", ())
             self.tag([t for t in tree_leaves(written) if isinstance(t, Tensor)], _FSDP_KINDS.get(name, "activations"))
         return out
-
-    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        operator = func.overloadpacket
-        formula = _FORMULAS.get(operator)
-        if formula is not None:
-            flops = int(formula(*args, **kwargs, out_val=out))
-            first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            self.record.items.append(Cost(full=flops) if first.dtype == torch.float32 else Cost(low=flops))
-        elif not func.is_view and operator.__name__ not in _FREE:
-            touched = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
-            moved = sum(local_tensor(t).numel() * t.element_size() for t in touched.values())
-            if moved:
-                self.record.items.append(Cost(moved=moved))
 
     def _see(self, storage: Any) -> None:
         key = id(storage)

@@ -32,13 +32,13 @@ from lockstep.models.protocol import Objective, blocks_of, objective_of, require
 from lockstep.parallel.pipeline.plan import KEY, Partition, balanced_cuts, table
 from lockstep.torch_compat.pytree import tree_map
 
-KEPT_BLOCKS = 5  # of many equal blocks: first, second, the repeated one, last but one, last
-REPEATED = 2  # its index
+KEPT_BLOCKS = 3  # of many equal blocks: first, the repeated one, last
+REPEATED = 1  # its index
 
 
 def kept_blocks(device_type: str) -> int:
-    """Return the number of blocks that represent any number of them; on CPUs FSDP gathers one more ahead."""
-    return KEPT_BLOCKS + (device_type == "cpu")
+    """Return the number of blocks that represent any number of them; on CPUs FSDP gathers ahead, also in forward."""
+    return KEPT_BLOCKS + 2 * (device_type == "cpu")
 
 
 class SkipInit(TorchFunctionMode):

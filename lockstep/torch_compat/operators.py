@@ -19,6 +19,7 @@ FUSED_ATTENTION = (
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 UNSAFE_VIEW = torch.ops.aten._unsafe_view
+SHARDING = str(torch.ops.fsdp.name)  # the namespace of FSDP2's
 
 
 def schema_of(target: Any) -> Any:

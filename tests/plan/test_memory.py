@@ -52,7 +52,8 @@ def test_a_model_with_running_statistics_is_rehearsed_on_several_ranks(layout: L
     assert rehearse(work, config, layout, micro_batches=2, device_type="cpu").peak.total > 0
 
 
-def test_a_long_chain_of_equal_blocks_is_planned_from_five_of_them(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_a_long_chain_of_equal_blocks_is_planned_from_a_few_of_them(monkeypatch, device_type: str) -> None:  # type: ignore[no-untyped-def]
     ids = torch.zeros(16, dtype=torch.int64)
     work = Workload(
         lambda: get_model("transformer")(n_layer=8, n_embd=32, n_head=2, vocab_size=64),
@@ -60,9 +61,9 @@ def test_a_long_chain_of_equal_blocks_is_planned_from_five_of_them(monkeypatch) 
     )
     config = config_from({"precision.mode": "fp32", "training.batch_size": 2})
     layout = Layout("fsdp", 1, 1, 2)
-    short = rehearse(work, config, layout, micro_batches=2)
+    short = rehearse(work, config, layout, micro_batches=2, device_type=device_type)
     monkeypatch.setattr(workload, "KEPT_BLOCKS", 100)
-    whole = rehearse(work, config, layout, micro_batches=2)
+    whole = rehearse(work, config, layout, micro_batches=2, device_type=device_type)
     assert short.peak.total == whole.peak.total
     assert short.persistent == whole.persistent
     assert (short.work.forward, short.work.backward) == (whole.work.forward, whole.work.backward)

@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
-from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
+from lockstep.torch_compat.dispatch_mode import UntracedDispatchMode
 
 
 def test_operations_of_both_passes_are_seen() -> None:
     seen = []
 
-    class Calls(TorchDispatchMode):
+    class Calls(UntracedDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append((func.namespace, func.overloadpacket.__name__, func.is_view))
             return func(*args, **(kwargs or {}))

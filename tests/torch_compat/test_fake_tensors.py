@@ -1,8 +1,14 @@
 """`lockstep/torch_compat/fake_tensors.py`: tensors made inside have a device and bytes, and no memory."""
 
-import torch
+from collections.abc import Callable
+from typing import Any
 
-from lockstep.torch_compat.fake_tensors import FakeTensorMode
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.torch_compat.dispatch_mode import UntracedDispatchMode
+from lockstep.torch_compat.fake_tensors import FakeTensorMode, OutputCache
 
 
 def test_tensors_made_inside_hold_nothing() -> None:
@@ -11,3 +17,76 @@ def test_tensors_made_inside_hold_nothing() -> None:
         huge = torch.empty(1 << 40, device="cpu")
         assert (huge.device.type, huge.untyped_storage().nbytes()) == ("cpu", 1 << 42)
         assert (real @ torch.empty(3, 4)).shape == (2, 4)
+
+
+class _Caching(UntracedDispatchMode):
+    """Takes outputs from the cache where it can, and counts the calls that it did not know."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cache, self.unknown = OutputCache(mode), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def count(*_call: Any) -> None:
+            self.unknown += func.namespace == "aten"
+
+        return self.cache.run(func, args, kwargs or {}, count)[0]
+
+
+def _description(tensor: Tensor, base: Tensor) -> tuple[Any, ...]:
+    owner = tensor.untyped_storage()._cdata == base.untyped_storage()._cdata
+    return (
+        type(tensor), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device,
+        tensor.untyped_storage().nbytes(), owner, tensor is base, tensor.requires_grad,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x @ x,
+        lambda x: x.t()[1:],
+        lambda x: x.add_(1),
+        lambda x: x + 1.0,
+        lambda x: x.bool() + 1,
+        lambda x: list(x.unbind()),
+        lambda x: torch.var_mean(x, 0),
+        lambda x: torch.empty(3, dtype=torch.bfloat16),
+        lambda x: x.bfloat16(),
+        lambda x: x.reshape(2, 8),
+        lambda x: torch.nn.functional.layer_norm(x, (4,)),
+        lambda x: torch.nn.functional.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
+    ],
+)
+def test_outputs_from_the_cache_are_those_of_the_mode(run: Callable[[Tensor], Any]) -> None:
+    found = []
+    with FakeTensorMode() as mode, _Caching(mode) as caching:
+        for time in range(2):
+            x, before = torch.empty(4, 4), caching.unknown
+            out = run(x)
+            found.append([_description(t, x) for t in (out if isinstance(out, list | tuple) else [out])])
+            assert not time or caching.unknown == before
+    assert found[0] == found[1]
+
+
+def test_gradients_flow_through_outputs_from_the_cache() -> None:
+    with FakeTensorMode() as mode, _Caching(mode):
+        for _ in range(2):
+            x = torch.empty(4, 4, requires_grad=True)
+            (x.t() @ x).relu().sum().backward()  # type: ignore[no-untyped-call]
+            assert x.grad is not None
+            assert x.grad.shape == x.shape
+
+
+def test_what_does_not_depend_on_shapes_is_not_cached() -> None:
+    def run() -> None:
+        x = torch.empty(4)
+        x.resize_(8)
+        assert x.shape == (8,)
+        torch.empty(4, dtype=torch.complex64).conj()
+
+    with FakeTensorMode() as mode, _Caching(mode) as caching:
+        run()
+        before = caching.unknown
+        run()
+    assert caching.unknown > before
