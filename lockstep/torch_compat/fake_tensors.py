@@ -149,7 +149,7 @@ def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> b
             if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
                 return False
             tensors.append(value)
-            key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value._fake_device)
+            key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
         elif kind in _PLAIN:
             key += (kind, value)
         elif (kind is Tensor or kind is nn.Parameter) and value.is_meta and not value.dtype.is_complex:
