@@ -48,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(error: LockstepError) -> int:
-    """Print the message once, and return the exit code."""
     from lockstep.launch.worker import first_to_fail, print_error
 
     if first_to_fail():  # under another launcher every rank fails with this error

@@ -41,7 +41,6 @@ class Attend(nn.Module):
         return torch.arange(length, device=device) if documents is None else positions_within(documents)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Attend."""
         return self.run(q, k, v, 0, documents)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, first: int, documents: Tensor | None = None) -> Tensor:
@@ -91,7 +90,6 @@ class SequenceBernoulli(nn.Module):
     """Draws of ones with given probabilities, [B, T, …] → [B, T, …]; a context-parallel run replaces `forward`."""
 
     def forward(self, probabilities: Tensor) -> Tensor:
-        """Draw."""
         return torch.bernoulli(probabilities)
 
 
@@ -99,7 +97,6 @@ class SequenceMean(nn.Module):
     """The mean over the positions of a micro-batch: [B, T, K] → [K]; a context-parallel run replaces both methods."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Average."""
         return x.mean((0, 1))
 
     def total(self, counts: Tensor) -> Tensor:

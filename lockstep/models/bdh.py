@@ -61,17 +61,14 @@ class BDH(Decoder):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw every parameter from N(0, 0.02), each on its own."""
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=INIT_STD)
 
     def tensor_plan(self) -> dict[str, str]:
-        """Return how the layers are cut: by heads; and the vocabulary."""
         heads = dict.fromkeys(("encoder", "encoder_v", "decoder"), "column")
         return {"embed": "vocabulary", **heads, "layers.*": "scope", "head": "head", "token_losses": "loss"}
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
-        """Return the three large weights for every layer to borrow."""
         return {name: {weight: weight for weight in ("encoder", "encoder_v", "decoder")} for name, _ in self.blocks()}
 
 
@@ -79,7 +76,6 @@ class NormalizedEmbedding(TokenTable):
     """Normalised embedding: ids [B, T] → LN(embedding) [B, T, D]; the numbers of documents are passed on."""
 
     def forward(self, input: Tensor, *documents: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
-        """Look up and normalise."""
         return with_carried(F.layer_norm(self.product(input, self.weight), (self.embedding_dim,)), documents)
 
 
@@ -111,7 +107,6 @@ class BDHLayer(nn.Module):
     def forward(
         self, x: Tensor, *documents: Tensor, encoder: Tensor, encoder_v: Tensor, decoder: Tensor
     ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-        """Run the layer."""
         width = x.shape[-1]
         heads, _, neurons = encoder.shape
         x_heads = self.enter(x, heads).view(heads, *x.shape)
@@ -129,7 +124,6 @@ class PastAttention(Attend):
     heads_dim = 0
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, first: int, documents: Tensor | None = None) -> Tensor:
-        """Let a run of queries attend."""
         heads, batch = q.shape[:2]
         q, k, v = (each.flatten(0, 1) for each in (q, k, v))
         if not first and documents is None:

@@ -81,7 +81,6 @@ class FreeTransformer(Decoder):
         self.init_weights()
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """Return the layers, with the latent in its place."""
         layers = super().blocks()
         return [*layers[: self.split_layer], ("latent", self.latent), *layers[self.split_layer :]]
 
@@ -154,7 +153,6 @@ class InjectedBlock(Block):
     """The block after the latent: (x, r, …) → x, with queries from x and keys and values from x + r."""
 
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Run the block."""
         documents, (r, *others) = split_documents(carried)
         attended = self.attention(self.attention_norm(x), self.attention_norm(x + r), documents)
         return with_carried(self._add(x, attended), (*carried[: documents is not None], *others))
@@ -189,7 +187,6 @@ class CodeLatent(nn.Module):
         self.post = nn.Parameter(torch.empty(2**latent_bits, n_embd))
 
     def init_weights(self) -> None:
-        """Fill the parameters."""
         for norm in (self.query_norm, self.key_norm, self.mlp_norm, self.readout_norm):
             nn.init.ones_(norm.weight)
         for weight in (self.query, self.readout.weight, self.post):

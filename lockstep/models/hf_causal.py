@@ -80,7 +80,6 @@ class CausalModel(LanguageModel):
         return logits
 
     def inputs(self, batch: Mapping[str, Tensor]) -> Any:
-        """Return the arguments of forward."""
         return (batch["input_ids"],)
 
     def context_plan(self) -> dict[str, int]:
@@ -88,7 +87,6 @@ class CausalModel(LanguageModel):
         return attend_through(self)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """Return the layers."""
         names = set(self._no_split_modules or ())
         return [(name, module) for name, module in self.named_modules() if type(module).__name__ in names]
 
@@ -115,7 +113,6 @@ class MixtureModel(CausalModel):
         return found.logits, found.loss.float()
 
     def inputs(self, batch: Mapping[str, Tensor]) -> Any:
-        """Return the arguments of forward."""
         return batch["input_ids"], batch["targets"]
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -141,7 +138,6 @@ class ScaledEmbedding(TokenTable):
     embed_scale: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        """Look up the ids."""
         return self.product(input, self.weight) * self.embed_scale.to(self.weight.dtype)
 
 
@@ -161,12 +157,10 @@ class CutModel(CausalModel):
             _swap_class(head, OutputLayer)
 
     def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]  # its segments take nothing else
-        """Run the chain: ids [B, T] → logits [B, T, V]."""
         logits: Tensor = run_segments(self, ids)
         return logits
 
     def segments(self) -> list[tuple[str, nn.Module]]:
-        """Return the forward pass as a chain."""
         found: list[tuple[str, nn.Module]] = []
         for name in self.chain:
             if name.endswith(".*"):
@@ -177,7 +171,6 @@ class CutModel(CausalModel):
         return found
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
-        """Return the embedding for a tied head to borrow."""
         return {"lm_head": {"weight": self.embedding}} if self.tied else {}
 
     def init_weights(self) -> None:
@@ -202,7 +195,6 @@ class Llama(CutModel):
     embedding = "model.embed_tokens.weight"
 
     def cut(self) -> None:
-        """Prepare the layers, which compute their own angles."""
         super().cut()
         decoder: Any = self.get_submodule("model")
         rotary_class: Any = type(decoder.rotary_emb)
@@ -213,7 +205,6 @@ class Llama(CutModel):
             layer.prepare(make_rotary)
 
     def init_weights(self) -> None:
-        """Draw parameters, and fill the layers' buffers."""
         super().init_weights()
         for layer in self.get_submodule("model.layers").children():
             assert isinstance(layer, LlamaLayer)
@@ -235,14 +226,12 @@ class LlamaLayer(nn.Module):
         self.fill_buffers()
 
     def fill_buffers(self) -> None:
-        """Fill the buffer of frequencies."""
         with torch.device("cpu"):
             rotary = self.make_rotary()
         self.inv_freq.copy_(rotary.inv_freq)
         self.rotary_scale = float(rotary.attention_scaling)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the layer."""
         attend = getattr(self.self_attn, "attend", None)  # of context parallel (`attend_through`)
         position = torch.arange(x.shape[1], device=x.device)
         if attend is not None:
@@ -261,7 +250,6 @@ class GPT2(CutModel):
     embedding = "transformer.wte.weight"
 
     def cut(self) -> None:
-        """Prepare embedding, positions and layers."""
         super().cut()
         _swap_class(self.get_submodule("transformer.wpe"), PositionAdder)
         for layer in self.get_submodule("transformer.h").children():
@@ -281,7 +269,6 @@ class PositionAdder(nn.Embedding):
     """Learned positions: x [B, T, D] → x plus the vectors of positions 0 … T−1."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Add the positions."""
         length = input.shape[1]
         if length > self.num_embeddings:
             raise UsageError(
@@ -296,7 +283,6 @@ class GPT2Layer(nn.Module):
     """One layer: x [B, T, D] → x [B, T, D]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the layer."""
         return _only(super().forward(x))
 
 

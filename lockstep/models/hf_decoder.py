@@ -124,7 +124,6 @@ class Inputs(nn.Module):
         self.decoder = decoder
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any) -> Any:
-        """Look up the tokens."""
         if unknown := sorted(key for key in others if key not in _KNOWN_ARGUMENTS and others[key] is not None):
             raise UsageError(
                 f"a batch with {', '.join(unknown)}, which stages of a pipeline do not hand on",
@@ -146,7 +145,6 @@ class Layer(nn.Module):
         self.random_key, self.decoder = random_key, decoder
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Any:
-        """Run the layer."""
         arguments = {"inputs_embeds": hidden, "attention_mask": attention_mask, "use_cache": False}
         hidden = self.decoder(**arguments).last_hidden_state
         return hidden if attention_mask is None else (hidden, attention_mask)
@@ -169,7 +167,6 @@ class Outputs(nn.Module):
         self, hidden: Tensor, attention_mask: Tensor | None = None, *,
         inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
     ) -> Any:  # fmt: skip
-        """Return the logits, and the loss if there are labels."""
         given = {key: value for key, value in inputs[1].items() if key not in ("input_ids", "attention_mask")}
         return self.model(inputs_embeds=hidden, attention_mask=attention_mask, **{**given, "use_cache": False})
 
@@ -178,7 +175,6 @@ class _NoPositions(nn.Module):
     """Stands for learned positions that the first segment has added: −0.0, which changes no bit of a sum."""
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Return zeros."""
         return torch.tensor(-0.0, device=positions.device)
 
 
@@ -327,7 +323,6 @@ class ContiguousActivation(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the activation."""
         y: Tensor = self.activation(x.contiguous())
         return y
 

@@ -32,7 +32,6 @@ class LanguageModel(nn.Module):
         self.token_losses = TokenLosses()
 
     def forward(self, ids: Tensor, document_ids: Tensor | None = None) -> Any:
-        """Run the chain."""
         return run_segments(self, ids) if document_ids is None else run_segments(self, ids, document_ids)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -63,16 +62,13 @@ class Decoder(LanguageModel):
     tie_embeddings = False
 
     def init_weights(self) -> None:
-        """Let each segment fill its own parameters."""
         for _, segment in self.segments():
             segment.init_weights()  # type: ignore[operator]
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """Return the layers."""
         return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
 
     def segments(self) -> list[tuple[str, nn.Module]]:
-        """Return the forward pass as a chain."""
         return [("embed", self.embed), *self.blocks(), ("head", self.head)]
 
     def context_plan(self) -> dict[str, int]:
@@ -80,7 +76,6 @@ class Decoder(LanguageModel):
         return {"input_ids": 1, "targets": 1}
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
-        """Return the embedding for a tied head to borrow."""
         return {"head": {"weight": "embed.weight"}} if self.tie_embeddings else {}
 
 
@@ -111,7 +106,6 @@ class TokenLosses(nn.Module):
     """
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the losses, in nats."""
         return F.cross_entropy(
             logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
         )

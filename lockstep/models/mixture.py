@@ -94,7 +94,6 @@ class Mixture(Decoder):
         self.init_weights()
 
     def experts(self) -> list[tuple[str, nn.Module]]:
-        """Return the experts of each layer."""
         return [(name, module) for name, module in self.named_modules() if isinstance(module, Experts)]
 
     def tensor_plan(self) -> dict[str, str]:
@@ -125,7 +124,6 @@ class MixtureBlock(Block):
     """A causal block: x [B, T, D], and the terms of the blocks before it → x and the terms with its own."""
 
     def forward(self, x: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
-        """Run the block."""
         documents, before = split_documents(carried)
         normed = self.attention_norm(x)
         x = x + self.dropout(self.attention(normed, normed, documents))
@@ -149,14 +147,12 @@ class MixtureLayer(nn.Module):
         self.router, self.experts, self.shared = router, experts, shared
 
     def init_weights(self, out_std: float) -> None:
-        """Draw the weights."""
         self.router.init_weights()
         self.experts.init_weights(out_std)
         if self.shared is not None:
             self.shared.init_weights(out_std)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the layer."""
         chosen, weights, terms = self.router(x)
         y = self.routed(x, chosen, weights, self.experts)
         return y if self.shared is None else y + self.shared(x), terms
@@ -215,7 +211,6 @@ class Router(nn.Module):
             self.register_buffer("bias", torch.zeros(n_expert))
 
     def init_weights(self) -> None:
-        """Draw the weight."""
         nn.init.normal_(self.weight, std=INIT_STD)
         if self.counts_steps:
             for buffer in (self.step_counts, self.load, self.bias):
@@ -226,7 +221,6 @@ class Router(nn.Module):
         return F.linear(x, weight)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose."""
         with without_autocast(x.device):
             logits = self.product(x.float(), self.weight.float())
             scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
@@ -269,7 +263,6 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(n_expert, n_embd, hidden))
 
     def init_weights(self, out_std: float) -> None:
-        """Draw the weights."""
         nn.init.normal_(self.gate, std=INIT_STD)
         nn.init.normal_(self.up, std=INIT_STD)
         nn.init.normal_(self.down, std=out_std)

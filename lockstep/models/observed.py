@@ -74,7 +74,6 @@ class LossCalls:
         _innermost = self._outer
 
     def note(self, name: str, call: Mapping[str, Any], *, is_mean: bool) -> None:
-        """Record a call of the function `name` with the arguments `call`."""
         if is_mean:
             self.means.append(_READERS[name](call))
         else:
@@ -159,7 +158,6 @@ def _targets(call: Mapping[str, Any]) -> Mean:
 
 
 def _elements(call: Mapping[str, Any]) -> Mean:
-    """Count each element of the outputs."""
     size = max(call["input"].numel(), call["target"].numel())
     return Mean(size, size, of_elements=True)
 

@@ -88,7 +88,6 @@ class Chain(nn.Module):
         return tuple(batch[: len(self._arguments)]) if isinstance(batch, tuple | list) else (batch,)
 
     def segments(self) -> list[tuple[str, nn.Module]]:
-        """Return the pieces, by the names of the blocks that they compute."""
         return list(zip(self._names, self._pieces, strict=True))
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
@@ -104,7 +103,6 @@ class Chain(nn.Module):
             )
 
     def forward(self, *inputs: Any) -> Any:
-        """Run all pieces."""
         return run_segments(self, *inputs)
 
 

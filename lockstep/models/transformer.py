@@ -83,11 +83,9 @@ class Embedding(TokenTable):
         self.dropout = nn.Dropout(dropout)
 
     def init_weights(self) -> None:
-        """Draw the vectors."""
         nn.init.normal_(self.weight, std=INIT_STD)
 
     def forward(self, input: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
-        """Look up the ids."""
         return with_carried(self.dropout(self.product(input, self.weight)), carried)
 
 
@@ -105,7 +103,6 @@ class Head(nn.Module):
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, n_embd))
 
     def init_weights(self) -> None:
-        """Draw the weight."""
         nn.init.ones_(self.norm.weight)
         if self.weight is not None:
             nn.init.normal_(self.weight, std=INIT_STD)
@@ -115,7 +112,6 @@ class Head(nn.Module):
         return F.linear(x, weight)
 
     def forward(self, x: Tensor, *carried: Tensor, weight: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
-        """Return the logits, and the further arguments."""
         own = self.weight if weight is None else weight
         assert own is not None, "a tied head is lent its weight"
         return with_carried(self.product(self.norm(x), own), split_documents(carried)[1])
@@ -142,14 +138,12 @@ class Block(nn.Module):
         self.out_std = INIT_STD / math.sqrt(2 * n_layer)
 
     def init_weights(self) -> None:
-        """Fill the parameters."""
         nn.init.ones_(self.attention_norm.weight)
         nn.init.ones_(self.mlp_norm.weight)
         self.attention.init_weights(self.out_std)
         self.mlp.init_weights(self.out_std)  # type: ignore[operator]
 
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Run the block."""
         normed = self.attention_norm(x)
         return with_carried(self._add(x, self.attention(normed, normed, split_documents(carried)[0])), carried)
 
@@ -182,13 +176,11 @@ class Attention(nn.Module):
         self.out = nn.Linear(n_embd, n_embd, bias=False)
 
     def init_weights(self, out_std: float) -> None:
-        """Draw the weights."""
         for linear in (self.query, self.key, self.value):
             nn.init.normal_(linear.weight, std=INIT_STD)
         nn.init.normal_(self.out.weight, std=out_std)
 
     def forward(self, queries_from: Tensor, keys_from: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Attend."""
         q = self._heads(self.query(queries_from))
         cos, sin = phases(self.attend.positions(q.shape[2], q.device, documents), self.head_width, THETA)
         if documents is not None:
@@ -216,12 +208,10 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, n_embd, bias=False)
 
     def init_weights(self, out_std: float) -> None:
-        """Draw the weights."""
         for linear in (self.gate, self.up):
             nn.init.normal_(linear.weight, std=INIT_STD)
         nn.init.normal_(self.down.weight, std=out_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the layer."""
         y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return y

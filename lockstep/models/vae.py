@@ -65,16 +65,13 @@ class VAE(nn.Module):
             segment.init_weights()  # type: ignore[operator]
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """Return the convolutions."""
         return [item for item in self.segments() if item[0] != "latent"]
 
     def segments(self) -> list[tuple[str, nn.Module]]:
-        """Return the forward pass as a chain."""
         down: list[tuple[str, nn.Module]] = [(f"encoder.{i}", stage) for i, stage in enumerate(self.encoder)]
         return [*down, ("latent", self.latent), *((f"decoder.{i}", stage) for i, stage in enumerate(self.decoder))]
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor]:
-        """Return the argument of forward: the image."""
         return (batch["image"],)
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
@@ -98,7 +95,6 @@ class VAE(nn.Module):
         return total
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
-        """Return the number of images."""
         return batch["image"].shape[0]
 
 
@@ -110,11 +106,9 @@ class Down(nn.Module):
         self.conv = nn.Conv2d(inputs, outputs, **_KERNEL)  # type: ignore[arg-type]
 
     def init_weights(self) -> None:
-        """Fill the parameters."""
         _init(self.conv, inputs=self.conv.in_channels * 16)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Run the layer."""
         return F.relu(self.conv(image))
 
 
@@ -128,7 +122,6 @@ class GaussianLatent(nn.Module):
         self.expand = nn.Linear(latent_dim, features)
 
     def init_weights(self) -> None:
-        """Fill the parameters."""
         for linear in (self.mu, self.log_var, self.expand):
             _init(linear, inputs=2 * linear.in_features)  # no ReLU before it
 
@@ -156,7 +149,6 @@ class Up(nn.Module):
         self.last = last
 
     def init_weights(self) -> None:
-        """Fill the parameters."""
         _init(self.conv, inputs=self.conv.in_channels * 4)  # of the 16 taps 4 reach a pixel, at stride 2
 
     def forward(self, features: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:

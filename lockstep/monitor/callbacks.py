@@ -84,7 +84,6 @@ class StepEnd:
         self._history: list[dict[str, Any]] = []
 
     def __call__(self, record: StepRecord) -> None:
-        """Call `on_step_end` with the record."""
         facts, row = rank_facts(), record.as_dict()
         self._history = [*self._history[-99:], row]
         state = SimpleNamespace(
@@ -103,7 +102,6 @@ class StepEnd:
             )
 
     def close(self) -> None:
-        """Close the callback, if it has `close`."""
         close = getattr(self._callback, "close", None)
         if callable(close):
             close()
@@ -138,7 +136,6 @@ class JsonLogger:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, record: StepRecord) -> None:
-        """Write the record, if this rank writes."""
         if self._writes:
             append_line(self._path, self._extra | record.as_dict())
 
@@ -173,7 +170,6 @@ class ResourceMonitor:
         self._warned: set[str] = set()
 
     def __call__(self, record: StepRecord) -> None:
-        """Check a record's memory."""
         if record.memory is None or "total" not in record.memory:
             return
         least, _, most, rank = record.memory["peak"]
@@ -200,7 +196,6 @@ class DistributedMonitor:
     """Prints the ranks' memory and how long they wait for one another, on rank 0."""
 
     def __call__(self, record: StepRecord) -> None:
-        """Print a record's memory and waiting times."""
         if record.memory is None or record.phases is None:
             return
         parts = [f"{name} {_range(value, _GIB, 'GiB')}" for name, value in record.memory.items() if name != "total"]

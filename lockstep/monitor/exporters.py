@@ -52,7 +52,6 @@ class TensorBoard:
         self._append(self._event(wall_time=now, file_version="brain.Event:2"))
 
     def on_step(self, row: Row) -> None:
-        """Write a row's numbers."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
         when = row.get("time") or time.time()
         self._append(self._event(step=row["step"], wall_time=when, summary=self._summary(value=values)))
@@ -60,7 +59,6 @@ class TensorBoard:
     on_eval = on_step
 
     def on_media(self, step: int, media: Mapping[str, Media]) -> None:
-        """Write texts, images and histograms."""
         values = []
         for name, one in media.items():
             value = self._summary.Value(tag=name)
@@ -103,13 +101,11 @@ class WeightsAndBiases:
         self._open: Any = None
 
     def on_step(self, row: Row) -> None:
-        """Log a row's numbers."""
         self._started().log(scalars(row), step=row["step"])
 
     on_eval = on_step
 
     def on_media(self, step: int, media: Mapping[str, Media]) -> None:
-        """Log texts, images and histograms."""
         self._started().log({name: self._media(one) for name, one in media.items()}, step=step)
 
     def _media(self, one: Media) -> Any:
@@ -124,7 +120,6 @@ class WeightsAndBiases:
         return self._library.Image(str(file))
 
     def close(self) -> None:
-        """End the W&B run."""
         if self._open is not None:
             self._open.finish()
 
@@ -168,7 +163,6 @@ class Mlflow:
         self._id = ""
 
     def on_step(self, row: Row) -> None:
-        """Log a row's numbers."""
         client = self._connected()
         when = int(row["time"] * 1000)
         metric = self._library.entities.Metric
@@ -194,7 +188,6 @@ class Mlflow:
                     client.log_artifact(self._id, str(file), "media")
 
     def close(self) -> None:
-        """End the MLflow run."""
         if self._client is not None:
             self._client.set_terminated(self._id)
 
@@ -255,7 +248,6 @@ class Prometheus:
         self.address = f"http://{config.host}:{self._server.server_address[1]}/metrics"
 
     def on_step(self, row: Row) -> None:
-        """Set the gauges to a row's numbers."""
         self._set("step", float(row["step"]), {})
         for name, value in scalars(row).items():
             first, _, rest = name.partition("/")
@@ -271,7 +263,6 @@ class Prometheus:
     on_eval = on_step
 
     def close(self) -> None:
-        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5)

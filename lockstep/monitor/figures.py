@@ -77,7 +77,7 @@ def _several() -> bool:
 SECONDS_BETWEEN = 1.0
 MOST_RANKS_LISTED = 64
 _MEMORY = ("allocated", "reserved", "peak", "host", "total")
-_NAMES = (*PHASES, *_MEMORY, "gpu_utilisation", "flops", "profile_requested")
+_NAMES = (*PHASES, *_MEMORY, "gpu_utilisation", "flops")
 Table = dict[str, list[float]]  # name → value of each rank, by rank
 
 
@@ -103,18 +103,17 @@ class Figures:
         self._steps = 0
 
     def count(self) -> None:
-        """Count one step."""
         self._steps += 1
 
     def due(self, step: int, last: bool) -> bool:
         """Return whether to gather after this logged step: the same answer on every rank."""
         return step >= self._next or last
 
-    def collect(self, step: int, profile_requested: bool = False) -> Table:
-        """Gather the measurements since the last time, and requests for a profile; all ranks call it together."""
+    def collect(self, step: int) -> Table:
+        """Gather the measurements since the last time; all ranks call it together."""
         steps, self._steps = max(1, self._steps), 0
-        mine = {**self._phases(steps), **self._memory()._asdict(), "gpu_utilisation": gpu_utilisation()}
-        mine |= {"flops": self.flops, "profile_requested": float(profile_requested)}
+        mine = {**self._phases(steps), **self._memory()._asdict()}
+        mine |= {"gpu_utilisation": gpu_utilisation(), "flops": self.flops}
         rows = gather([mine[name] for name in _NAMES])
         table = {name: [row[column] for row in rows] for column, name in enumerate(_NAMES)}
         table["step"] = [sum(table[name][rank] for name in STEP_PHASES) for rank in range(len(rows))]
@@ -174,7 +173,6 @@ class Straggler:
     others: float
 
     def sentence(self, host: str | None = None) -> str:
-        """Return the finding as a sentence."""
         on = f" on {host}" if host else ""
         return (
             f"rank {self.rank}{on} is slow: its own work takes {self.ratio:.2f} × as long as the other ranks';"

@@ -86,7 +86,6 @@ def _understood(name: str, value: Any) -> float | Media:
 
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
-    """Return the value as an array of numbers; None if it is something else."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()  # host waits for the device
         value = value.float() if value.is_floating_point() else value

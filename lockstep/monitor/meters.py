@@ -54,7 +54,6 @@ class Meters:
         self._tokens: Any = 0
 
     def count(self, record: StepRecord) -> None:
-        """Count one step, without reading a tensor."""
         self._steps += 1
         self._samples += record.samples
         self._tokens = self._tokens + without_graph(record.tokens)
@@ -179,7 +178,6 @@ class PhaseClock:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Enter a phase for the length of a block."""
         before = self.enter(phase)
         try:
             yield

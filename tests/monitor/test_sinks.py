@@ -169,7 +169,7 @@ def test_a_server_that_takes_long_to_fail_is_asked_ever_more_rarely() -> None:
     guarded = Guarded("the sink", down, lambda kind, **fields: events.append(kind))
     until = time.monotonic() + 1.0
     while time.monotonic() < until:
-        guarded.on_step({"step": 1})
+        guarded.send("on_step", {"step": 1})
     assert 1 <= down.calls <= 2, "a twentieth of the time at most"
     assert events == ["sink_failed"]
 
