@@ -1,8 +1,7 @@
 """Runs the user's own callbacks, `monitor.callbacks: [package.module:Name]`, with every logged record.
 
-A function is called with the record. A class is first instantiated with the spec's arguments, and the object is called.
-Objects whose attribute `every_rank` is true are called on every rank, others on rank 0. Objects with
-`on_step_end(args, state, control)`, like callbacks of other trainers, are called through that method on every rank.
+A function is called; of a class an object is made and called. Objects whose `every_rank` is true are called on every
+rank, others on rank 0. `on_step_end(args, state, control)` is called as in other trainers, on every rank.
 """
 
 import inspect
@@ -30,7 +29,7 @@ def build_callbacks(config: MonitorConfig, run: Path | None = None) -> list[tupl
         target = check_callback(spec, where)
         callback = target
         if _is_made(spec, target):
-            own = _takes(target, "run_directory") and "run_directory" not in spec.args and run is not None
+            own = run is not None and "run_directory" not in spec.args and _takes_run_directory(target)
             callback = build_object(spec, where, **({"run_directory": run} if own else {}))
         if hasattr(callback, "on_step_end"):
             callback = StepEnd(callback)
@@ -67,9 +66,9 @@ def _is_made(spec: ObjectSpec, target: Any) -> bool:
     return bool(inspect.isclass(target) or spec.args or spec.positional)
 
 
-def _takes(target: Any, name: str) -> bool:
+def _takes_run_directory(target: Any) -> bool:
     try:
-        return name in inspect.signature(target).parameters
+        return "run_directory" in inspect.signature(target).parameters
     except ValueError:
         return False
 
@@ -140,9 +139,6 @@ class JsonLogger:
             append_line(self._path, self._extra | record.as_dict())
 
 
-# ---- callbacks that ship ----
-
-
 IMBALANCE = 1.25  # the most over the least
 _SIGNIFICANT = 0.02  # smallest difference between ranks that counts, as a share of a device's memory
 _GIB = 2**30
@@ -153,29 +149,25 @@ class ResourceMonitor:
     """Warns when memory passes a threshold or ranks differ much; again only after it was fine in between.
 
     On GPUs it compares each rank's peak with its GPU's memory; on the CPU it uses the machine's, which ranks share.
-
-    Args:
-        gpu_memory_threshold: share of a device's memory in use.
-        alert_on_imbalance: compare the ranks' peaks.
-        event: called with each warning; unset: only log it.
+    Warnings are logged, and go to `event`.
     """
 
     def __init__(
-        self,
-        gpu_memory_threshold: float = 0.9,
-        alert_on_imbalance: bool = True,
+        self, gpu_memory_threshold: float = 0.9, alert_on_imbalance: bool = True,
         event: Callable[..., None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._threshold, self._compares, self._event = gpu_memory_threshold, alert_on_imbalance, event
         self._warned: set[str] = set()
 
     def __call__(self, record: StepRecord) -> None:
+        import psutil
+
         if record.memory is None or "total" not in record.memory:
             return
         least, _, most, rank = record.memory["peak"]
         total = record.memory["total"][2]
         on_gpu = "reserved" in record.memory
-        used = most / total if on_gpu else machine_memory_used()
+        used = most / total if on_gpu else psutil.virtual_memory().percent / 100
         whose = f"rank {rank} has held {most / _GIB:.1f} of {total / _GIB:.1f} GiB" if on_gpu else "of this machine"
         self._warn("memory_high", used >= self._threshold, f"{used:.0%} of the memory is in use: {whose}", record.step)
         uneven = self._compares and most > IMBALANCE * least and most - least > _SIGNIFICANT * total
@@ -203,13 +195,6 @@ class DistributedMonitor:
         if waiting is not None:
             parts.append(f"communication {_range(waiting, 1e-3, 'ms')} per step")
         print(f"step {record.step}  ranks: {', '.join(parts)}", flush=True)
-
-
-def machine_memory_used() -> float:
-    """Return the share of this machine's memory that is not available."""
-    import psutil
-
-    return float(psutil.virtual_memory().percent) / 100
 
 
 def _range(spread: Any, unit: float, name: str) -> str:

@@ -1,10 +1,4 @@
-"""Turns a run into a job of Slurm or of Kubernetes. Rendering needs no cluster, and nothing here loads torch.
-
-Submission  →  slurm.script     →  sbatch
-            →  kubernetes.manifests  →  kubectl apply
-
-A job starts one launcher per machine, each of which starts the ranks of its machine.
-"""
+"""Turns a run into a job of Slurm or of Kubernetes, which starts one launcher per machine. Nothing here loads torch."""
 
 import re
 import shlex
