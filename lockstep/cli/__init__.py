@@ -1,9 +1,4 @@
-"""The command line: finds the verb and calls its function.
-
-    verbs.py        one function per verb
-    completion.py   the script with which a shell completes them
-    arguments.py    shared arguments, and torchrun's options of `lockstep launch`
-    starter.py      the files that `lockstep init` and `lockstep new-model` write
+"""The command line: finds the verb (`verbs.py`) and calls its function.
 
 An error that a user can cause is one message on stderr; LOCKSTEP_TRACEBACK=1 shows the traceback.
 """
@@ -68,7 +63,12 @@ def _stdout_is_closed() -> bool:
 def _dispatch(argv: list[str]) -> int:
     verb = argv[0] if argv else "--help"
     if verb in ("-h", "--help"):
-        print(_overview())
+        width = max(map(len, VERBS))
+        verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
+        codes = textwrap.fill(EPILOG, shutil.get_terminal_size().columns)
+        print(
+            f"usage: lockstep VERB …\n\n{_DESCRIPTION}\n\n{verbs}\n\n`lockstep VERB --help` lists its options.\n{codes}"
+        )
         return EXIT_DONE
     if verb == "--version":
         from importlib.metadata import version
@@ -81,13 +81,6 @@ def _dispatch(argv: list[str]) -> int:
             f"there is no verb {verb!r}{near}", fix=f"one of {', '.join(VERBS)}; `lockstep --help` lists them"
         )
     return VERBS[verb][0](argv[1:])
-
-
-def _overview() -> str:
-    width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
-    codes = textwrap.fill(EPILOG, shutil.get_terminal_size().columns)
-    return f"usage: lockstep VERB …\n\n{_DESCRIPTION}\n\n{verbs}\n\n`lockstep VERB --help` lists its options.\n{codes}"
 
 
 def without_legacy(argv: Sequence[str]) -> list[str]:

@@ -1,7 +1,6 @@
 """Writes what a newcomer starts from: a project (`lockstep init`), a model with its test (`lockstep new-model`).
 
-The files are the templates beside this module, in which `@NAME@` stands for what is filled in. Nothing that exists is
-overwritten. Without data of the user's, a project gets some: Python's own documentation, or a small table.
+The files are the templates beside this module, with `@NAME@` for what is filled in. Nothing is overwritten.
 """
 
 import csv
@@ -40,11 +39,8 @@ def project(folder: Path, *, script: bool, data: Path | None) -> str:
     if script:
         steps += ["python train.py", "lockstep launch --nproc-per-node 2 train.py", "lockstep verify train.py"]
     else:
-        steps += [
-            "lockstep train train.yaml",
-            "lockstep verify train.yaml",
-            'lockstep sample runs/train --prompt "The "',
-        ]
+        sample = 'lockstep sample runs/train --prompt "The "'
+        steps += ["lockstep train train.yaml", "lockstep verify train.yaml", sample]
     return _told(folder, files, [*steps, "lockstep report runs/train"])
 
 
