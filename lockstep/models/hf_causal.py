@@ -6,15 +6,9 @@ the data shift targets, and the library's loss would shift them again. A mixture
 in its config adds a balance term: there the library's own loss is used, with targets marked as shifted. The term is
 computed per micro-batch, and a step weighs it like the mean losses; in evaluation the loss is without it.
 
-The Llama and GPT-2 families are also divided into segments, each a module of the model under its own name:
-
-    llama   model.embed_tokens → model.layers.i → model.norm → lm_head
-    gpt2    transformer.wte → transformer.wpe → transformer.drop → transformer.h.i → transformer.ln_f → lm_head
-
-The differences inside: each Llama layer computes the angles of its rotary positions itself, from a buffer `inv_freq`
-that is not saved (`model.rotary_emb` is removed); GPT-2's `wpe` alone adds positions to its input; a head tied to the
-embedding owns no weight and borrows the embedding's (`lockstep.models.chain`), under the name that the library also
-lists.
+The Llama and GPT-2 families are also divided into segments, each a module of the model under its own name (`chain`).
+Inside, each Llama layer computes the angles of its rotary positions itself, from a buffer `inv_freq` that is not saved;
+GPT-2's `wpe` alone adds positions to its input; a tied head borrows the embedding's weight (`lockstep.models.chain`).
 """
 
 import functools
@@ -109,7 +103,15 @@ class MixtureModel(CausalModel):
                 output_router_logits=self.training,
             )  # fmt: skip
         if not self._takes_targets_as_they_are:
-            self._require_as_they_are(calls, targets)
+            counted = calls.count(targets, len)
+            if counted is None or int(counted) != int((targets != IGNORED_TARGET).sum()):
+                raise UsageError(
+                    f"the loss of {type(self).__name__} in transformers shifts targets that are shifted already",
+                    where="model.args.output_router_logits",
+                    fix="leave it out, and experts are not balanced; or hand the library's model to lockstep.Trainer "
+                    "with batches of input_ids and labels",
+                )
+            self._takes_targets_as_they_are = True
         return found.logits, found.loss.float()
 
     def inputs(self, batch: Mapping[str, Tensor]) -> Any:
@@ -119,17 +121,6 @@ class MixtureModel(CausalModel):
         """Return the cross entropy summed over valid targets, plus the balance term times their number."""
         count = self.count(batch)
         return torch.where(count > 0, outputs[1] * count, 0.0)
-
-    def _require_as_they_are(self, calls: LossCalls, targets: Tensor) -> None:
-        counted = calls.count(targets, len)
-        if counted is None or int(counted) != int((targets != IGNORED_TARGET).sum()):
-            raise UsageError(
-                f"the loss of {type(self).__name__} in transformers shifts targets that are shifted already",
-                where="model.args.output_router_logits",
-                fix="leave it out, and experts are not balanced; or hand the library's model to lockstep.Trainer with "
-                "batches of input_ids and labels",
-            )
-        self._takes_targets_as_they_are = True
 
 
 class ScaledEmbedding(TokenTable):
@@ -297,15 +288,11 @@ def _swap_class(module: nn.Module, mixin: type[nn.Module]) -> None:
     module.__class__ = _subclass(mixin, type(module))
 
 
-_SUBCLASSES: dict[tuple[type, type], type[nn.Module]] = {}  # cached: layers of one class stay of one class
-
-
-def _subclass(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    if (mixin, base) not in _SUBCLASSES:
-        bases = (mixin,) if issubclass(mixin, base) else (mixin, base)
-        # Keep the base's name: the library's own tables use it (`_no_split_modules`, `architectures`).
-        _SUBCLASSES[mixin, base] = type(base.__name__, bases, {"__doc__": mixin.__doc__})
-    return _SUBCLASSES[mixin, base]
+@functools.cache  # layers of one class stay of one class
+def _subclass(mixin: Any, base: Any) -> type[nn.Module]:
+    bases = (mixin,) if issubclass(mixin, base) else (mixin, base)
+    # Keep the base's name: the library's own tables use it (`_no_split_modules`, `architectures`).
+    return type(base.__name__, bases, {"__doc__": mixin.__doc__})
 
 
 def attend_through(model: nn.Module) -> dict[str, int]:
@@ -318,7 +305,13 @@ def attend_through(model: nn.Module) -> dict[str, int]:
         UsageError: the family's attention does more, or is not known.
     """
     config: Any = model.config
-    problem, fix = _why_not_attend(config)
+    problem = fix = ""
+    if config.model_type not in _ATTENDING or getattr(config, "output_router_logits", False):
+        problem, fix = "its attention or its loss does more", f"use one of {', '.join(_ATTENDING)}"
+    elif getattr(config, "sliding_window", None) is not None:
+        problem, fix = "it attends within a window", "write sliding_window: null in model.args"
+    elif config.attention_dropout:
+        problem, fix = "it has attention_dropout", "write attention_dropout: 0 in model.args"
     if problem:
         raise UsageError(
             f"sequences of hf:{config.model_type} can't be cut over ranks: {problem}",
@@ -334,20 +327,15 @@ def attend_through(model: nn.Module) -> dict[str, int]:
     AttentionInterface.register(_ATTENTION, _attend)
     model.set_attn_implementation(_ATTENTION)  # type: ignore[operator]
     rotary = getattr(model.get_submodule("model"), "rotary_emb", None)
+    attend = layers[0].attend
+
+    def take_positions(_rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x: Tensor = args[0]
+        return args[:1], {**kwargs, "position_ids": attend.positions(x.shape[1], x.device)[None]}
+
     if rotary is not None:
-        rotary.register_forward_pre_hook(_positions_of(layers[0].attend), with_kwargs=True)
+        rotary.register_forward_pre_hook(take_positions, with_kwargs=True)
     return _SEQUENCES
-
-
-def _why_not_attend(config: Any) -> tuple[str, str]:
-    """Return why a model can't be cut, and what to write; "" if it can."""
-    if config.model_type not in _ATTENDING or getattr(config, "output_router_logits", False):
-        return "its attention or its loss does more", f"use one of {', '.join(_ATTENDING)}"
-    if getattr(config, "sliding_window", None) is not None:
-        return "it attends within a window", "write sliding_window: null in model.args"
-    if config.attention_dropout:
-        return "it has attention_dropout", "write attention_dropout: 0 in model.args"
-    return "", ""
 
 
 def _attend(
@@ -357,11 +345,3 @@ def _attend(
     assert attention_mask is None
     assert scaling == module.head_dim**-0.5
     return module.attend(query, key, value).transpose(1, 2).contiguous(), None
-
-
-def _positions_of(attend: Attend) -> Any:
-    def before(_rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x: Tensor = args[0]
-        return args[:1], {**kwargs, "position_ids": attend.positions(x.shape[1], x.device)[None]}
-
-    return before

@@ -1,26 +1,12 @@
 """Cuts causal models of the Hugging Face library: into segments for pipelines, and their layers over ranks.
 
-Both keep the library's own forward pass. As a chain for pipelines:
-
-    inputs → model.layers.0 → … → model.layers.n-1 → outputs
-
-A segment is the library's decoder with one of its layers: instead of token ids it takes the previous layer's result
-(`inputs_embeds`), and computes masks and positions itself. `inputs` looks the tokens up; `outputs` normalises, computes
-logits and, if the batch has labels, the loss. So a stage computes what the library computes, including scales or caps
-of a family, and layers stay modules of the model: blocks can be recomputed, compiled and sharded.
-
-The attention mask is passed on with the hidden states, because middle stages have no batch. Layers draw the same
-random numbers as in the whole model.
-
-Families are listed, and each is tested to compute the library's bits, because families differ between their layers.
+A segment is the library's decoder with one of its layers: it takes the previous layer's result (`inputs_embeds`) and
+computes masks and positions itself, so it computes what the library computes, and layers stay modules of the model.
+`inputs` looks the tokens up; `outputs` normalises, computes logits and, if the batch has labels, the loss. The mask is
+passed on with the hidden states. Each listed family is tested to compute the library's bits.
 
 Over ranks (`lockstep.parallel.tensor_plan`) the library's own plan (`base_model_tp_plan` of a config) is translated,
 and what it leaves out is added: GPT-2, weights in which several layers lie side by side, embeddings, heads and losses.
-What forward passes read of sizes is set to those of a rank (`fit_heads`).
-
-    gpt2                 c_attn: queries, keys and values side by side
-    phi3                 qkv_proj, gate_up_proj
-    mixtral, qwen*_moe   each rank has some of the experts, whole
 """
 
 import copy
@@ -37,19 +23,12 @@ from lockstep.torch_compat.module_copy import with_own_children
 
 
 class Family(NamedTuple):
-    """Names of a family's decoder parts.
+    """Names of a family's decoder parts."""
 
-    Attributes:
-        decoder: attribute of the causal model.
-        layers: attribute of the decoder.
-        before: modules of the decoder that run before the layers, even if it is given embeddings.
-        after: modules of the decoder that run after them.
-    """
-
-    decoder: str = "model"
-    layers: str = "layers"
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ("norm",)
+    decoder: str = "model"  # attribute of the causal model
+    layers: str = "layers"  # attribute of the decoder
+    before: tuple[str, ...] = ()  # modules of the decoder that run before the layers, even if it is given embeddings
+    after: tuple[str, ...] = ("norm",)  # those that run after them
 
 
 FAMILIES: dict[str, Family] = {
@@ -134,15 +113,11 @@ class Inputs(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer: hidden states [B, T, D] → hidden states [B, T, D]; the attention mask is passed on.
+    """One layer: hidden states [B, T, D] → hidden states [B, T, D]; the attention mask is passed on."""
 
-    Attributes:
-        random_key: the layer's name, the key of its random numbers in the whole model.
-    """
-
-    def __init__(self, random_key: str, decoder: nn.Module) -> None:
+    def __init__(self, name: str, decoder: nn.Module) -> None:
         super().__init__()
-        self.random_key, self.decoder = random_key, decoder
+        self.random_key, self.decoder = name, decoder  # the key of its random numbers in the whole model
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Any:
         arguments = {"inputs_embeds": hidden, "attention_mask": attention_mask, "use_cache": False}
@@ -151,13 +126,9 @@ class Layer(nn.Module):
 
 
 class Outputs(nn.Module):
-    """Last segment: hidden states [B, T, D] → the whole model's result.
+    """Last segment: hidden states [B, T, D] → the whole model's result, with the loss if there are labels."""
 
-    Attributes:
-        takes_inputs: it is called with `inputs`, the whole model's (positional, keyword) arguments, for labels.
-    """
-
-    takes_inputs = True
+    takes_inputs = True  # it is called with `inputs`, the whole model's (positional, keyword) arguments, for labels
 
     def __init__(self, random_key: str, model: nn.Module) -> None:
         super().__init__()
@@ -239,8 +210,8 @@ def hf_tensor_plan(model: nn.Module) -> dict[str, str] | None:
         return None
     decoder = getattr(model, family.decoder)
     ways = _OWN.get(config.model_type) or _translated(decoder, getattr(config, "base_model_tp_plan", None) or {})
-    embedding = _name_of(decoder, decoder.get_input_embeddings())
-    embeds = decoder.get_submodule(embedding)
+    embeds = decoder.get_input_embeddings()
+    embedding = next(name for name, module in decoder.named_modules() if module is embeds)
     if not ways or not (type(embeds) is nn.Embedding or hasattr(embeds, "product")):
         return None
     _note_layouts(decoder, ways, config)
@@ -259,7 +230,8 @@ def _translated(decoder: nn.Module, of_library: dict[str, str]) -> dict[str, str
     }
     names = [name for name, _ in decoder.named_modules()]
     there = {name: way for name, way in {**ways, **_SHARED}.items() if any(map(_expression(name).fullmatch, names))}
-    plain = all(_is_plain(module) for name, module in decoder.named_modules() if _has_way(there, name, "routed"))
+    experts = [module for name, module in decoder.named_modules() if _has_way(there, name, "routed")]
+    plain = all(map(_is_plain, experts))
     attentions = {name.rpartition(".")[0] for name in names if _has_way(there, name, "heads")}
     owners = {name.rpartition(".")[0] for name, _ in decoder.named_parameters()}
     told = all(  # a norm of heads that the plan does not name would get the gradient of a rank's heads
@@ -283,11 +255,6 @@ def _is_plain(experts: Any) -> bool:
     """Return whether experts are gated layers without biases, stacked in dim 0."""
     odd = any(getattr(experts, name, False) for name in ("has_bias", "is_transposed", "has_post_expert_norm"))
     return not odd and all(hasattr(experts, name) for name in ("gate_up_proj", "down_proj", "act_fn", "num_experts"))
-
-
-def _name_of(root: nn.Module, module: nn.Module) -> str:
-    found: str = next(name for name, each in root.named_modules() if each is module)
-    return found
 
 
 def _note_layouts(decoder: nn.Module, ways: dict[str, str], config: Any) -> None:
