@@ -284,7 +284,7 @@ def _only(outputs: Any) -> Tensor:
     return found
 
 
-def _swap_class(module: nn.Module, mixin: type[nn.Module]) -> None:
+def _swap_class(module: Any, mixin: Any) -> None:
     module.__class__ = _subclass(mixin, type(module))
 
 

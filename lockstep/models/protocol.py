@@ -18,9 +18,10 @@ A module that counts over a step has a buffer `step_counts` of integers, to whic
 and a method `end_step(counts)`, which gets the sum over the step's micro-batches after their backward passes.
 
 Without `loss`, the loss comes from `loss_fn(outputs, targets)` or from the outputs (`outputs["loss"]`, `outputs.loss`,
-a 0-dim tensor). It is a mean unless `loss_fn.reduction` (or the model's `loss_reduction`) is "sum". A mean is multiplied
-by its count: `count(batch)`; without it, the divisor of torch's loss functions (`lockstep.models.observed`); if these do
-not show it, the number of samples. A run's first steps check this (`lockstep.trainer.loss_check`).
+a 0-dim tensor). It is a mean unless `loss_fn.reduction` (or the model's `loss_reduction`) is "sum". A mean is
+multiplied by its count: `count(batch)`; without it, the divisor of torch's loss functions
+(`lockstep.models.observed`); if these do not show it, the number of samples. A run's first steps check this
+(`lockstep.trainer.loss_check`).
 """
 
 import inspect
