@@ -1,9 +1,7 @@
 """Evaluate `!calc "max(1, 64 // batch_size)"`, arithmetic over config values, once files and overrides are merged.
 
-An expression has operators + - * / // % **, min and max, numbers, and names. A name is looked up among the neighbours
-of the expression, then among the variables that the template sets, then as a dotted key, then as the last name of a key
-(`batch_size` finds `training.batch_size`), then in the table of foreign names (`per_device_batch_size` finds it, too),
-then among the schema's defaults. The expression is evaluated on its syntax tree, without Python's `eval`.
+A name is looked up among the neighbours of the expression, then among the variables that the template sets, then as a
+dotted key, as the last name of a key, in the table of foreign names, and among the schema's defaults.
 """
 
 import ast
@@ -57,7 +55,7 @@ def _value(node: ast.expr, lookup: Callable[[str], Number]) -> Number:
     if isinstance(node, ast.Constant):
         return _number(node.value)
     if isinstance(node, (ast.Name, ast.Attribute)):
-        return lookup(_dotted(node))
+        return lookup(ast.unparse(node))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
         inside = _value(node.operand, lookup)
         return -inside if isinstance(node.op, ast.USub) else inside
@@ -80,14 +78,6 @@ def _number(value: Any) -> Number:
     if value.bit_length() > MAX_BITS if isinstance(value, int) else math.isinf(value):
         raise ValueError("the result is too large")
     return value
-
-
-def _dotted(node: ast.expr) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
-    raise ValueError(f"`{ast.unparse(node)}` is not a name")
 
 
 def resolve(tree: Node) -> Node:

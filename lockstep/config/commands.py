@@ -3,6 +3,7 @@
 import difflib
 import json
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,9 @@ def _load(config: str | Path | None, overrides: Sequence[str]) -> Config:
 def _list() -> str:
     names = shipped_names()
     width = max(len(name) for name in names)
-    lines = [f"{name:{width}}  {_first_comment(name)}" for name in names]
-    return "\n".join(["Write `extends: NAME`, or give the name in place of a file.", "", *lines])
-
-
-def _first_comment(name: str) -> str:
-    """Return the first sentence of the comment at the head of a file."""
-    comment: list[str] = []
-    for line in (SHIPPED / name).read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        comment.append(line.lstrip("# "))
-    return " ".join(comment).partition(". ")[0].rstrip(".")
+    lines = ["Write `extends: NAME`, or give the name in place of a file.", ""]
+    for name in names:
+        text = (SHIPPED / name).read_text(encoding="utf-8").splitlines()
+        comment = " ".join(line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), text))
+        lines.append(f"{name:{width}}  {comment.partition('. ')[0].rstrip('.')}")
+    return "\n".join(lines)

@@ -179,23 +179,20 @@ def _config(tree: Node, source: str) -> Config:
         config = Config.model_validate(tree.plain())
     except ValidationError as error:
         raise usage_error(from_validation(error, tree), source) from None
-    found = [
+    found = list(contradictions(config))
+    paths = {key: tuple(key.split(".")) for one in found for key in one.keys}
+    places = {key: tree.find(path).origin if tree.has(path) else "unset" for key, path in paths.items()}
+    mistakes = [
         Mistake(
-            ", ".join(_with_place(tree, key) for key in one.keys),
+            ", ".join(f"{key} ({places[key]})" for key in one.keys),
             one.what + (f" ({one.why})" if one.why else ""),
             one.fix,
         )
-        for one in contradictions(config)
+        for one in found
     ]
-    if found:
-        raise usage_error(found, source)
+    if mistakes:
+        raise usage_error(mistakes, source)
     return config
-
-
-def _with_place(tree: Node, key: str) -> str:
-    """Return a key with the place where it is set."""
-    path = tuple(key.split("."))
-    return f"{key} ({tree.find(path).origin})" if tree.has(path) else f"{key} (unset)"
 
 
 class _CoreDumper(yaml.SafeDumper):
@@ -205,15 +202,6 @@ class _CoreDumper(yaml.SafeDumper):
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
-
-
-def _sequence(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
-    flat = all(not isinstance(item, (dict, list)) for item in data)
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
-
-
-def _mapping(dumper: yaml.SafeDumper, data: dict[str, Any]) -> yaml.Node:
-    return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=not data)
 
 
 _EXCLAMATION_MARK = "\ue002"  # stands for an exclamation mark while PyYAML writes, which does not escape it
@@ -226,6 +214,11 @@ def _text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "\n" in data else None)
 
 
+def _sequence(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
+    flat = all(not isinstance(item, (dict, list)) for item in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
+
+
 def _float(dumper: yaml.SafeDumper, data: float) -> yaml.Node:
     text = {float("inf"): ".inf", float("-inf"): "-.inf"}.get(data, ".nan" if data != data else repr(data))
     return dumper.represent_scalar("tag:yaml.org,2002:float", text)
@@ -233,7 +226,9 @@ def _float(dumper: yaml.SafeDumper, data: float) -> yaml.Node:
 
 _CoreDumper.add_representer(str, _text)
 _CoreDumper.add_representer(list, _sequence)
-_CoreDumper.add_representer(dict, _mapping)
+_CoreDumper.add_representer(
+    dict, lambda dumper, data: dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=not data)
+)
 _CoreDumper.add_representer(float, _float)
 
 

@@ -1,16 +1,8 @@
 """Translate the line syntax of the template language to Jinja's, line for line, without importing Jinja.
 
-    -- statement           {% statement %}: extends, block NAME … endblock NAME, set, if, for, include, macro, filter …
-    == expression          {{ expression }}, with every line of its text indented like the `==`
-
-Both count only at the start of a line (after spaces) and with a space after them, so that YAML's `---` is left alone.
-Jinja's own line statements can do neither.
-
+`-- statement` becomes `{% statement %}`, and `== expression` `{{ expression }}`, with its text indented like the `==`.
 The text of a block takes the indentation of the block in the template that defines it: its lines are moved to column 0
-here, and the definition indents them again. So `== super()` and the lines beside it always have the same indentation.
-
-Every line of text ends in a mark, with the numbers of file and line between two private-use characters. Messages then
-refer to the line that the user wrote. `strip_marks` removes the marks after rendering.
+here, and the definition indents them again. Every line ends in a mark with the numbers of file and line, for messages.
 """
 
 import difflib
@@ -48,10 +40,6 @@ class TemplateBlock:
     indent: int = 0
     expands: bool = False  # whether it fills a block of the parent file rather than defining one
 
-    def holds(self, line: int) -> bool:
-        """Return whether a line is inside the block."""
-        return self.start < line < self.end
-
 
 @dataclass
 class PreparedTemplate:
@@ -73,7 +61,8 @@ def prepare(text: str, index: int, shown: str) -> PreparedTemplate:
     extends = any(match[2] == "extends" for match in map(_STATEMENT.match, lines) if match)
     for block in blocks:
         block.expands = extends and block.parent is None
-        block.indent = _indent_of(block, lines)
+        inside = [line for line in lines[block.start + 1 : block.end] if line.strip() and not _STATEMENT.match(line)]
+        block.indent = min(map(_spaces, inside), default=_spaces(lines[block.start]))
     rewritten = _rewrite(lines, blocks, index)
     return PreparedTemplate(
         source="\n".join(rewritten),
@@ -147,15 +136,6 @@ def _blocks(lines: list[str], shown: str) -> list[TemplateBlock]:
             fix=f"add -- endblock {block.name}",
         )
     return found
-
-
-def _indent_of(block: TemplateBlock, lines: list[str]) -> int:
-    inside = [
-        _spaces(line)
-        for number, line in enumerate(lines)
-        if block.holds(number) and line.strip() and not _STATEMENT.match(line)
-    ]
-    return min(inside) if inside else _spaces(lines[block.start])
 
 
 def _spaces(line: str) -> int:

@@ -198,7 +198,8 @@ def _checked(library: _TemplateFiles, work: Any, file: ResolvedFile | None = Non
     try:
         return work()
     except jinja2.TemplateSyntaxError as error:
-        shown = _shown(library, error.filename or error.name, file)
+        path = error.filename or error.name
+        shown = (library.by_path.get(str(Path(path)) if path else "") or file or library.files[0]).shown
         raise UsageError(
             f"the template can't be read: {error.message}",
             where=f"{shown}:{error.lineno}",
@@ -215,11 +216,6 @@ def _checked(library: _TemplateFiles, work: Any, file: ResolvedFile | None = Non
         ) from None
 
 
-def _shown(library: _TemplateFiles, path: str | None, file: ResolvedFile | None) -> str:
-    known = library.by_path.get(str(Path(path))) if path else None
-    return (known or file or library.files[0]).shown
-
-
 def _expand(tree: Node) -> Node:
     """Move the content of blocks to its place in the schema."""
     if not isinstance(tree.value, dict):
@@ -232,8 +228,13 @@ def _expand(tree: Node) -> Node:
     for name, node in blocks.items():
         if node.value is None:
             continue
-        expanded = {"trainer_args": _trainer_args, "distributed_env": _distributed_env, "trainer_callbacks": _callbacks}
-        rest = merge(rest, expanded[name](node))
+        if name == "trainer_args":
+            placed = _trainer_args(node)
+        elif name == "distributed_env":
+            placed = _distributed_env(node)
+        else:
+            placed = Node({"monitor": Node({"callbacks": node}, node.origin)}, node.origin)
+        rest = merge(rest, placed)
     return rest
 
 
@@ -279,10 +280,6 @@ def _distributed_env(node: Node) -> Node:
             )
         inside = node.value.get("args", Node({}, node.origin))
     return Node({"distributed": inside}, node.origin)
-
-
-def _callbacks(node: Node) -> Node:
-    return Node({"monitor": Node({"callbacks": node}, node.origin)}, node.origin)
 
 
 def within_limits(work: Callable[[], T], what: str) -> T:
@@ -343,20 +340,16 @@ def _run_in_child(work: Callable[[], object], writes: int) -> NoReturn:
         ):  # fmt: skip
             resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
         with os.fdopen(writes, "wb") as pipe:
-            pipe.write(_pickled_result(work)[: RESULT_BYTES + 1])
+            try:
+                result = pickle.dumps((True, work()))
+            except MemoryError:
+                raise
+            except Exception as error:
+                result = pickle.dumps((False, error))
+            pipe.write(result[: RESULT_BYTES + 1])
         code = 0
     finally:
         os._exit(code)
-
-
-def _pickled_result(work: Callable[[], object]) -> bytes:
-    """Return the result or the error, pickled; raise a MemoryError, which becomes the exit code."""
-    try:
-        return pickle.dumps((True, work()))
-    except MemoryError:
-        raise
-    except Exception as error:
-        return pickle.dumps((False, error))
 
 
 def _read_all(reads: int) -> tuple[bytes, bool]:

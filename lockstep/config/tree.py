@@ -1,11 +1,7 @@
 """Parse YAML into a tree in which every value has its file and line.
 
-The types are those of YAML 1.2's core schema: `2e-4` is a number; `on`, `off`, `yes` and `no` are text; `012` is
-twelve; dates are text. Keys are text. Duplicate keys are refused. Anchors, aliases and `<<` merge keys work. Source:
-section 10.3 of https://yaml.org/spec/1.2.2; PyYAML's own resolvers are those of YAML 1.1.
-
-Tags are those of the template language: `!singleton:module:Name@label`, `!list`, `!calc "expression"`. `@label` names
-the object for people; to use it twice give it an anchor, `&name`, and refer to it by `*name`.
+The types are those of YAML 1.2's core schema (section 10.3 of https://yaml.org/spec/1.2.2): `2e-4` is a number; `on`,
+`off`, `yes`, `no` and dates are text; `012` is twelve. Tags are those of the template language.
 """
 
 import re
@@ -238,22 +234,19 @@ class _Builder:
                 raise UsageError("a key should be text", where=str(where), fix="write the key as a plain word")
             key = str(key_node.value)
             value = replace(self.build(value_node), origin=where)  # a value has the origin of its key
+            if key in built and not (self.overlay and lines[key].file != where.file):
+                raise UsageError(
+                    f"the key {key!r} is written twice, first in line {lines[key].line}",
+                    where=str(where),
+                    fix="keep one of the two",
+                )
             if key in built:
-                value = self._merge_duplicate(key, built[key], value, lines[key], where)
+                value = merge(built[key], value)
             built[key], lines[key] = value, where
         for source in merged:
             for key, child in source.value.items():
                 built.setdefault(key, child)
         return Node(built, origin)
-
-    def _merge_duplicate(self, key: str, first: Node, second: Node, first_at: Origin, second_at: Origin) -> Node:
-        if self.overlay and first_at.file != second_at.file:
-            return merge(first, second)
-        raise UsageError(
-            f"the key {key!r} is written twice, first in line {first_at.line}",
-            where=str(second_at),
-            fix="keep one of the two",
-        )
 
     def _merge_sources(self, node: yaml.Node, where: Origin) -> list[Node]:
         built = self.build(node)

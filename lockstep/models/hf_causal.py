@@ -285,7 +285,8 @@ def _only(outputs: Any) -> Tensor:
 
 
 def _swap_class(module: Any, mixin: Any) -> None:
-    module.__class__ = _subclass(mixin, type(module))
+    base: Any = type(module)
+    module.__class__ = _subclass(mixin, base)
 
 
 @functools.cache  # layers of one class stay of one class

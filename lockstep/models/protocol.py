@@ -92,9 +92,8 @@ class Objective:
     must_be_told: bool = False  # reject an unknown divisor, unless a comparison shows a mean over samples
     of_model: bool = False  # whether `loss` is the model's own method
     tap: Tap = field(default_factory=Tap)
-    whole: Callable[[Any], Any] = lambda outputs: (
-        outputs
-    )  # of this rank → for the whole batch, if ranks share sequences
+    # outputs of this rank → outputs for the whole batch, where ranks share its sequences
+    whole: Callable[[Any], Any] = lambda outputs: outputs
 
     def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int, int | Tensor]:
         """Run one forward pass: (loss, times, number of valid targets), as in `factors`."""
