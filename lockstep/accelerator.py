@@ -11,8 +11,7 @@ name with torch (privateuseone). Here stands what some of them have and others l
 | streams, device index | yes | yes | one of each | if its module has them |
 | utilisation (NVML), history of allocations, data sheets | yes | no | no | no |
 
-What only CUDA has stands where it is used, behind `device.type == "cuda"`: the workspace of cuBLAS
-(`reproducible/determinism.py`), float8 (`fp8.py`), TF32 (`precision.py`), `nvidia-smi` and NVLink (`diagnose/`).
+What only CUDA has stands where it is used, behind `device.type == "cuda"`.
 """
 
 import math

@@ -93,16 +93,12 @@ def _tcp_store(host: str, port: int, facts: RankFacts, timeout: datetime.timedel
             return host_store(host, port, timeout, wait_for=facts.world_size)
         return TCPStore(host, port, facts.world_size, False, timeout)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise _timeout_error(host, port, facts, timeout, error) from error
-
-
-def _timeout_error(host: str, port: int, facts: RankFacts, timeout: datetime.timedelta, error: Exception) -> RunError:
-    return RunError(
-        f"rank {facts.rank} did not meet the other ranks at {host}:{port} within {timeout.total_seconds():g} s",
-        why=str(error).splitlines()[0],
-        fix=f"check that all {facts.world_size} ranks were started, that {host} is the machine of rank 0 and that it"
-        " can be reached from here: on that port for meeting, on any port for the traffic between ranks",
-    )
+        raise RunError(
+            f"rank {facts.rank} did not meet the other ranks at {host}:{port} within {timeout.total_seconds():g} s",
+            why=str(error).splitlines()[0],
+            fix=f"check that all {facts.world_size} ranks were started, that {host} is the machine of rank 0 and that "
+            "it can be reached from here: on that port for meeting, on any port for the traffic between ranks",
+        ) from error
 
 
 def _file_store(facts: RankFacts) -> Store:
@@ -131,17 +127,11 @@ def _job_name(facts: RankFacts) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank, as it tells the others.
+    """The place of a rank, as it tells the others."""
 
-    Attributes:
-        machine: identifies the machine, from `machine_id`.
-        local_rank: the rank's LOCAL_RANK; None if it is not set.
-        gpu: type and index of the GPU that the script chose; None if it has used none.
-    """
-
-    machine: str
-    local_rank: int | None
-    gpu: str | None
+    machine: str  # from `machine_id`
+    local_rank: int | None  # the rank's LOCAL_RANK; None if it is not set
+    gpu: str | None  # type and index of the GPU that the script chose; None if it has used none
 
 
 def facts_of_existing_group(environ: Mapping[str, str] | None = None) -> tuple[RankFacts, str | None]:
@@ -160,7 +150,10 @@ def facts_of_existing_group(environ: Mapping[str, str] | None = None) -> tuple[R
     complete, local_rank = facts_for_group(rank, world_size, env)
     if complete is not None:
         return complete, None
-    own = Place(machine_id(), local_rank, _chosen_gpu())
+    bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
+    kind = accelerator.in_use()
+    chosen = None if kind is None else f"{kind}:{accelerator.current_index(kind)}"
+    own = Place(machine_id(), local_rank, str(bound) if bound is not None and bound.type != "cpu" else chosen)
     places: list[Place] = [own] * world_size
     if world_size > 1:
         dist.all_gather_object(places, own)
@@ -211,20 +204,5 @@ def facts_from_places(rank: int, places: Sequence[Place]) -> tuple[RankFacts, st
         )
     gpus = [places[other].gpu for other in here]
     chosen = places[rank].gpu if None not in gpus and len(set(gpus)) == len(gpus) else None
-    facts = RankFacts(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=len(places),
-        local_world_size=len(here),
-        node_rank=machines.index(places[rank].machine),
-        launcher="the script",
-    )
-    return facts, chosen
-
-
-def _chosen_gpu() -> str | None:
-    bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
-    if bound is not None and bound.type != "cpu":
-        return str(bound)
-    kind = accelerator.in_use()
-    return None if kind is None else f"{kind}:{accelerator.current_index(kind)}"
+    node = machines.index(places[rank].machine)
+    return RankFacts(rank, local_rank, len(places), len(here), node, "the script"), chosen

@@ -1,9 +1,8 @@
 """Handles signals that ask this process to end, from its first instruction to its last.
 
-Python runs a signal's handler in the main thread, between two instructions: never while that thread waits in C, as in
-a rendezvous; and an exception of the handler appears wherever the thread is, also in the middle of an import. The
-handlers therefore do nothing. The interpreter also writes the signal's number into a pipe, at once, and a thread that
-reads the pipe calls the answer.
+Python runs a signal's handler in the main thread, between two instructions: never while that thread waits in C, and
+also in the middle of an import. The handlers therefore do nothing: the interpreter also writes the signal's number into
+a pipe, at once, and a thread that reads the pipe calls the answer.
 """
 
 import os
@@ -86,11 +85,7 @@ def ignore() -> None:
 
 
 def end_now(code: int, text: str) -> NoReturn:
-    """End this process from any thread without the interpreter's cleanup; remove its temporary files.
-
-    Args:
-        text: a message for stderr; empty: none.
-    """
+    """End this process from any thread without the interpreter's cleanup; remove its temporary files."""
     if text:
         with suppress(OSError):
             os.write(2, f"lockstep: {text}\n".encode())
