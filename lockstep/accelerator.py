@@ -67,8 +67,7 @@ def one_process(kind: str) -> bool:
 def backend_of(kind: str) -> str:
     """Return the backend of process groups for tensors on this type of device.
 
-    Raises:
-        ValueError: none is registered for it.
+    Raises ValueError: none is registered for it.
     """
     return str(dist.get_default_backend_for_device(kind))
 
@@ -168,8 +167,7 @@ def memory_of(device: torch.device) -> tuple[int, int, int, int]:
 def utilisation() -> float:
     """Return the share of the last second in which this process's GPU ran a kernel; nan without NVML.
 
-    Raises:
-        Exception: NVML's own, where nvidia-ml-py is missing or the driver fails.
+    Raises Exception: NVML's own, where nvidia-ml-py is missing or the driver fails.
     """
     return float(torch.cuda.utilization()) / 100 if _selected is not None and _selected.type == "cuda" else math.nan
 

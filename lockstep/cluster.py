@@ -42,8 +42,7 @@ class Cluster:
     def check(self) -> None:
         """Raise if the script has since created another process group: each rank would train on its own.
 
-        Raises:
-            UsageError: with the change to make in the script.
+        Raises UsageError: with the change to make in the script.
         """
         if not dist.is_initialized():
             return
@@ -219,8 +218,7 @@ _DEVICE_OF = {"nccl": "cuda", "xccl": "xpu"}
 def _existing_backend(config: DistributedConfig, device: torch.device) -> str:
     """Return the backend of the script's process group.
 
-    Raises:
-        UsageError: the config names another backend, or the group does not support the device.
+    Raises UsageError: the config names another backend, or the group does not support the device.
     """
     backend, serves = dist.get_backend(), dist.get_backend_config()
     if config.backend not in ("auto", backend):

@@ -198,8 +198,7 @@ def _no_number(name: str, text: str) -> UsageError:
 def check_numbers(env: Mapping[str, str]) -> None:
     """Reject variables that torch would read as numbers and are not: torch would end the process with a C++ error.
 
-    Raises:
-        UsageError: with the variable's name.
+    Raises UsageError: with the variable's name.
     """
     for name in ("MASTER_PORT", "TORCH_FR_BUFFER_SIZE"):
         if name in env and not env[name].strip().isdecimal():

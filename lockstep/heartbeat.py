@@ -91,8 +91,7 @@ class Heartbeat:
     def enter(self, name: str) -> None:
         """Record the begin of a call that all ranks make; `leave` follows.
 
-        Raises:
-            UsageError: another rank of this machine makes another call in its place.
+        Raises UsageError: another rank of this machine makes another call in its place.
         """
         if self._map is None or not self._is_mine():
             return

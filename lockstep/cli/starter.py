@@ -18,8 +18,7 @@ from lockstep.errors import UsageError, listed
 def project(folder: Path, *, script: bool, data: Path | None) -> str:
     """Write a config or a script, and data if none are given; return what to do next.
 
-    Raises:
-        UsageError: the folder has files already, or there are no data at the path.
+    Raises UsageError: the folder has files already, or there are no data at the path.
     """
     if data is not None and (not data.exists() or (script and data.is_dir())):
         kind = "a CSV file" if script else "a text file or a folder of them"
@@ -47,8 +46,7 @@ def project(folder: Path, *, script: bool, data: Path | None) -> str:
 def model(name: str) -> str:
     """Write NAME.py, NAME.yaml and test_NAME.py into this folder; return what to do next.
 
-    Raises:
-        UsageError: the name is no name of a module, or a file exists.
+    Raises UsageError: the name is no name of a module, or a file exists.
     """
     name = name.removesuffix(".py").replace("-", "_")
     words = name.split("_")

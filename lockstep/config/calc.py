@@ -34,8 +34,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
 def evaluate(expression: str, lookup: Callable[[str], Number]) -> Number:
     """Return the value of an expression; `lookup` returns the value of a name.
 
-    Raises:
-        ValueError: it is not arithmetic, divides by zero, or has a number that is too large.
+    Raises ValueError: it is not arithmetic, divides by zero, or has a number that is too large.
     """
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"it is longer than {MAX_LENGTH} characters")
@@ -83,8 +82,7 @@ def _number(value: Any) -> Number:
 def resolve(tree: Node) -> Node:
     """Return the tree with the value of each `Calc` in its place.
 
-    Raises:
-        UsageError: an expression is not arithmetic, has an unknown name, or refers to itself.
+    Raises UsageError: an expression is not arithmetic, has an unknown name, or refers to itself.
     """
     return _Resolver(tree).resolved(tree, ())
 

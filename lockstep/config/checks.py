@@ -12,8 +12,7 @@ from lockstep.strategy import AUTO, Strategy, strategy_named
 def check(config: Config) -> None:
     """Refuse a config that contradicts itself. Some checks skip `strategy: auto`: check again once it is resolved.
 
-    Raises:
-        UsageError: for the first contradiction.
+    Raises UsageError: for the first contradiction.
     """
     refuse(contradictions(config))
 
@@ -21,8 +20,7 @@ def check(config: Config) -> None:
 def require_runnable(config: Config) -> None:
     """Refuse a config without a model or data, which in Python are given as objects.
 
-    Raises:
-        UsageError: with the missing key.
+    Raises UsageError: with the missing key.
     """
     if config.model.name is None:
         raise UsageError(

@@ -20,8 +20,7 @@ VERBS = ("show", "check", "schema", "list")
 def run(verb: str, config: str | Path | None, overrides: Sequence[str] = ()) -> str:
     """Run one verb and return the text to print; without a config, `show` shows the defaults.
 
-    Raises:
-        UsageError: there is no such verb, or the config is missing or wrong.
+    Raises UsageError: there is no such verb, or the config is missing or wrong.
     """
     if verb == "show":
         return _load(config, overrides).to_yaml().rstrip("\n")

@@ -45,8 +45,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def config_from(settings: Mapping[str, Any], base: Config | None = None) -> Config:
     """Return the config of dotted keys, `{"training.batch_size": 4}`, over `base` or the defaults.
 
-    Raises:
-        UsageError: a key is unknown, a value is wrong, or they contradict each other.
+    Raises UsageError: a key is unknown, a value is wrong, or they contradict each other.
     """
     # Without defaults: a key that follows from others while it is unset must stay unset.
     given = base.model_dump(by_alias=True, exclude_unset=True) if base is not None else {}

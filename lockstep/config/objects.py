@@ -30,8 +30,7 @@ def build_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
 def check_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
     """Return the class or function of a spec, which is not called, if it takes the arguments.
 
-    Raises:
-        UsageError: as from `build_object`.
+    Raises UsageError: as from `build_object`.
     """
     target = load_object(spec.name, where)
     if not callable(target):

@@ -53,8 +53,7 @@ class PreparedTemplate:
 def prepare(text: str, index: int, shown: str) -> PreparedTemplate:
     """Translate one file, with `index` as the number of the file in its marks.
 
-    Raises:
-        UsageError: a statement is unknown, or blocks do not pair.
+    Raises UsageError: a statement is unknown, or blocks do not pair.
     """
     lines = text.split("\n")
     blocks = _blocks(lines, shown)

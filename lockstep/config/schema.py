@@ -188,8 +188,7 @@ class Config(Section):
     def from_file(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Config":
         """Read a YAML file; `overrides` are `section.key=VALUE`, applied last.
 
-        Raises:
-            UsageError: the file can't be read, or has a mistake.
+        Raises UsageError: the file can't be read, or has a mistake.
         """
         from lockstep.config.loading import load_config
 
@@ -198,8 +197,7 @@ class Config(Section):
     def replaced(self, changes: Mapping[str, Any]) -> "Config":
         """Return a copy with some keys changed, `{"distributed.strategy": "fsdp"}`, checked like a file.
 
-        Raises:
-            UsageError: a key or a value is wrong, or they contradict each other.
+        Raises UsageError: a key or a value is wrong, or they contradict each other.
         """
         from lockstep.config.loading import config_from
 

@@ -48,8 +48,7 @@ _NO_MEMORY = 3  # exit code
 def render(file: ResolvedFile) -> Node:
     """Return the tree of a template and all files that it extends.
 
-    Raises:
-        UsageError: the template or the YAML has a mistake; with file and line.
+    Raises UsageError: the template or the YAML has a mistake; with file and line.
     """
     rendered = within_limits(lambda: _render_chain(file), file.shown)
     plain, origins = strip_marks(rendered.text)

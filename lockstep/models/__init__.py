@@ -93,19 +93,14 @@ def _construct(
 def check_model(model_config: "ModelConfig") -> None:
     """Check that a config's model exists and takes its arguments, without making it.
 
-    Raises:
-        UsageError: as `build_model` would, except for missing arguments that the data may fill in.
+    Raises UsageError: as `build_model` would, except for missing arguments that the data may fill in.
     """
     if model_config.name is not None:
         _require_accepted(model_config.name, _constructor(model_config.name), model_config.args)
 
 
 def _require_accepted(name: str, constructor: Callable[..., "nn.Module"], args: Mapping[str, Any]) -> list[str]:
-    """Return the names of a constructor's arguments.
-
-    Raises:
-        UsageError: an argument that is given is unknown.
-    """
+    """Return the names of a constructor's arguments. Raises UsageError: an argument that is given is unknown."""
     parameters = inspect.signature(constructor).parameters
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     accepted = [key for key, parameter in parameters.items() if parameter.kind in by_keyword]

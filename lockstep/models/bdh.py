@@ -38,8 +38,7 @@ INIT_STD = 0.02
 class BDH(Decoder):
     """The BDH language model: ids [B, T] → logits [B, T, V].
 
-    Raises:
-        UsageError: the number of neurons per head is not a whole, even number.
+    Raises UsageError: the number of neurons per head is not a whole, even number.
     """
 
     def __init__(

@@ -41,8 +41,7 @@ _AutoModel: Any = transformers.AutoModelForCausalLM
 def from_files(path: str, **overrides: Any) -> nn.Module:
     """Return the model in a folder, with its weights if there are any; or of a config file, with random ones.
 
-    Raises:
-        UsageError: there is no config, it lacks an overridden key, or the weights do not fill the model.
+    Raises UsageError: there is no config, it lacks an overridden key, or the weights do not fill the model.
     """
     place = Path(path)
     file = place / "config.json" if place.is_dir() else place

@@ -66,8 +66,7 @@ def decoder_segments(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
 def refuse_balanced_experts(model: nn.Module) -> None:
     """Reject a loss that needs all layers of a model.
 
-    Raises:
-        UsageError: the model returns the choices of its routers, and adds a loss that balances them.
+    Raises UsageError: the model returns the choices of its routers, and adds a loss that balances them.
     """
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise UsageError(
@@ -309,8 +308,7 @@ def is_transposed(module: nn.Module) -> bool:
 def refuse_attention_dropout(model: nn.Module) -> None:
     """Refuse dropout within attention where heads are cut: the kernel draws, and would not draw what one process draws.
 
-    Raises:
-        UsageError: with what to write.
+    Raises UsageError: with what to write.
     """
     config = getattr(model, "config", None)
     for name in ("attention_dropout", "attn_pdrop"):

@@ -160,8 +160,7 @@ class Objective:
 def _outputs(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Any:
     """Return the model's outputs.
 
-    Raises:
-        UsageError: it was given the whole batch, because `forward` names none of its keys, and can't use it.
+    Raises UsageError: it was given the whole batch, because `forward` names none of its keys, and can't use it.
     """
     try:
         return model(*args, **kwargs)
@@ -267,8 +266,7 @@ def pipeline_segments_of(model: nn.Module) -> list[tuple[str, nn.Module]] | None
 def require_segments(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the forward pass of `model` as a chain of modules.
 
-    Raises:
-        UsageError: the model does not define one; with what it may offer.
+    Raises UsageError: the model does not define one; with what it may offer.
     """
     segments = pipeline_segments_of(model)
     if segments is None:
@@ -286,8 +284,7 @@ def require_segments(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def num_samples(batch: Any) -> int:
     """Return the size of the first dim of the first tensor in `batch`, at any depth.
 
-    Raises:
-        UsageError: there is no tensor.
+    Raises UsageError: there is no tensor.
     """
     tensor = _first_tensor(batch)
     if tensor is None:
@@ -359,8 +356,7 @@ _REQUIRED: Any = object()
 def targets_of(batch: Any, default: Any = _REQUIRED) -> Any:
     """Return the targets in a batch: the last member of a pair, or the member named targets, labels and so on.
 
-    Raises:
-        UsageError: there is none, and no `default` was given.
+    Raises UsageError: there is none, and no `default` was given.
     """
     if isinstance(batch, Mapping):
         for key in _TARGET_KEYS:

@@ -42,8 +42,7 @@ def build_callbacks(config: MonitorConfig, run: Path | None = None) -> list[tupl
 def check_callback(spec: ObjectSpec, where: str) -> Any:
     """Return what a callback's spec names, after checking that it takes the spec's arguments.
 
-    Raises:
-        UsageError: it cannot be imported, does not take them, or is a class whose objects cannot be called.
+    Raises UsageError: it cannot be imported, does not take them, or is a class whose objects cannot be called.
     """
     target = load_object(spec.name, where)
     if _is_made(spec, target):

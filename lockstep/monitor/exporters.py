@@ -219,8 +219,7 @@ class Mlflow:
 def open_prometheus(config: PrometheusConfig, run_name: str) -> "Prometheus | None":
     """Return the sink, which is also a server; warn and return None if the library is missing.
 
-    Raises:
-        UsageError: the port is in use.
+    Raises UsageError: the port is in use.
     """
     try:
         import prometheus_client
