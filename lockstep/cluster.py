@@ -72,8 +72,7 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     that group is the world: then all ranks call `setup`, since they may exchange their places.
 
     Raises:
-        UsageError: the device or the backend is missing, an address is missing, a port is in use, or the existing
-            process group differs from the environment or the config.
+        UsageError: a device, a backend or an address is missing, a port is in use, or an existing group differs.
         RunError: the other ranks did not come within the timeout.
     """
     global _current, _world, _group_is_ours
@@ -306,12 +305,10 @@ _NEVER, _LARGEST = -1, 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Make this process keep the memory that it frees; return whether it does.
+    """Make this process keep the memory that it frees (man 3 mallopt); return whether it does.
 
-    A step on a CPU requests the same sizes again and again. glibc returns freed memory at the top of the heap, and
-    every large block, to the system, which must map and clear each page on its next use: measured at 10 of 60 ms. The
-    process then keeps its peak memory. Nothing changes with another C library, or if the environment has settings.
-    Source: man 3 mallopt.
+    A step on a CPU requests the same sizes again and again. glibc returns freed memory to the system, which must map
+    and clear each page on its next use: measured at 10 of 60 ms. Nothing changes if the environment has settings.
     """
     if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")):
         return False

@@ -33,11 +33,7 @@ def bound_node() -> int | None:
 
 
 def bind(local_rank: int, local_world_size: int, root: Path = Path("/")) -> int | None:
-    """Bind this process to the cores of its NUMA node, before libraries create threads; return the node, or None.
-
-    Args:
-        root: the folder of /sys and /proc.
-    """
+    """Bind this process to the cores of its NUMA node, before libraries create threads; return the node, or None."""
     global _before, _node
     if not hasattr(os, "sched_setaffinity") or local_world_size < 2:
         return None
@@ -54,12 +50,7 @@ def bind(local_rank: int, local_world_size: int, root: Path = Path("/")) -> int 
 def choose_node(
     local_rank: int, local_world_size: int, nodes: Mapping[int, set[int]], gpus: list[int] | None
 ) -> int | None:
-    """Return the NUMA node for a rank; None if there is no choice, or the GPU's node is unknown.
-
-    Args:
-        nodes: NUMA node → its allowed cores.
-        gpus: the NUMA node of each visible GPU, in their order; None: unknown.
-    """
+    """Return the NUMA node for a rank; None if there is no choice, or the node of its GPU is unknown."""
     if len(nodes) < 2 or gpus is None:
         return None
     if not gpus:
@@ -84,11 +75,9 @@ def numa_nodes(root: Path = Path("/")) -> dict[int, set[int]]:
 
 
 def gpu_nodes(environ: Mapping[str, str], root: Path) -> list[int] | None:
-    """Return the NUMA node of each GPU in this process's numbering; empty: there are no GPUs.
+    """Return the NUMA node of each GPU in this process's numbering; empty: there are no GPUs; None: it is unknown.
 
-    Returns:
-        None if it is unknown: GPUs of several models (CUDA numbers the fastest first), GPUs named by their serial
-        number, or a virtual machine without this information.
+    CUDA numbers the fastest first if there are several models; a virtual machine may lack the information.
     """
     folders = sorted((root / "proc/driver/nvidia/gpus").glob("*:*"))
     models = {_line(folder / "information", "Model:") for folder in folders}

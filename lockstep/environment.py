@@ -80,9 +80,7 @@ def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
 
     If a launcher does not give the number of ranks on this machine, it is the number of all ranks.
 
-    Raises:
-        UsageError: the variables contradict each other (RANK not below WORLD_SIZE, one of the two without the other),
-            or are not numbers.
+    Raises UsageError: the variables contradict each other, or are not numbers.
     """
     if environ is None and _given_facts is not None and (_are_valid is None or _are_valid()):
         return _given_facts
@@ -109,16 +107,10 @@ def _check_half(env: Mapping[str, str], name: str, facts: RankFacts | None) -> N
 
 
 def facts_for_group(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[RankFacts | None, int | None]:
-    """Return what the environment adds to a process group in which this process is `rank` of `world_size`.
+    """Return the facts of rank `rank` of `world_size` if the environment has all of them, and LOCAL_RANK if it is set.
 
     Schedulers number tasks, each of which may start several ranks: their numbers are ignored if they differ from the
-    group's.
-
-    Returns:
-        the facts, if the environment has all of them; and LOCAL_RANK, if it is set.
-
-    Raises:
-        UsageError: RANK or WORLD_SIZE differs from the group's.
+    group's. Raises UsageError: RANK or WORLD_SIZE differs from the group's.
     """
     numbers = dict(zip(_OF_TORCH, (rank, world_size), strict=True))
     if any(name in env and _number(env, name) != number for name, number in numbers.items()):

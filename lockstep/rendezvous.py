@@ -38,8 +38,7 @@ def host_store(host: str, port: int, timeout: datetime.timedelta, *, wait_for: i
         port: 0: a free one.
         wait_for: number of ranks to wait for, including this one; None: do not wait.
 
-    Raises:
-        UsageError: the port is in use.
+    Raises UsageError: the port is in use.
     """
     try:
         opened = listener(host, port)
@@ -135,15 +134,11 @@ class Place:
 
 
 def facts_of_existing_group(environ: Mapping[str, str] | None = None) -> tuple[RankFacts, str | None]:
-    """Return this process's place in the script's process group, and the GPU that the script chose.
+    """Return this process's place in the script's group, and the GPU that the script chose; None: the local rank's.
 
     All ranks must call it: if the environment does not have the local rank, they exchange their places.
 
-    Returns:
-        the facts, and the GPU, as `cuda:1`; None if the local rank decides.
-
-    Raises:
-        UsageError: the environment contradicts the group, or two ranks of one machine have the same LOCAL_RANK.
+    Raises UsageError: the environment contradicts the group, or two ranks of one machine have the same LOCAL_RANK.
     """
     env = os.environ if environ is None else environ
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -181,11 +176,7 @@ def facts_from_places(rank: int, places: Sequence[Place]) -> tuple[RankFacts, st
 
     GPUs count as chosen if each rank of the machine uses another one; else all of them have the default, GPU 0.
 
-    Args:
-        places: by rank.
-
-    Raises:
-        UsageError: two ranks of the machine have the same LOCAL_RANK.
+    Raises UsageError: two ranks of the machine have the same LOCAL_RANK.
     """
     machines = list(dict.fromkeys(place.machine for place in places))
     here = [other for other, place in enumerate(places) if place.machine == places[rank].machine]

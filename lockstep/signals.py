@@ -31,12 +31,9 @@ _all_read = threading.Event()
 
 
 def listen(answer: Answer) -> None:
-    """Call `answer` from a thread with the number of each signal that asks this process to end.
+    """Call `answer`, which must not raise, from a thread with the number of each signal that asks this process to end.
 
     It replaces the answer before it. If a script has since installed its own handler, that one answers.
-
-    Args:
-        answer: must not raise. It may end the process.
     """
     global _answer
     _answer = answer

@@ -42,11 +42,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, where=f"the command {self.prog!r}", fix=f"`{self.prog} --help` lists the arguments")
 
     def parse(self, argv: list[str], *, until_script: bool = False) -> argparse.Namespace:
-        """Parse the arguments; underscores in flags equal dashes.
-
-        Args:
-            until_script: arguments after the first positional belong to a script, and are not changed.
-        """
+        """Parse the arguments; underscores in flags equal dashes, but not in what follows a script's name."""
         if argv and argv[0] in self._subverbs and {"-h", "--help"} & set(argv):
             self.description, accepted = self._subverbs[argv[0]]
             self.prog, self.epilog = f"{self.prog} {argv[0]}", EPILOG

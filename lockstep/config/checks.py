@@ -274,14 +274,9 @@ def _sizes(config: Config) -> Iterator[Contradiction]:
 
 
 def require_equation(training: TrainingConfig, ranks: int, batch_size: int | None = None) -> None:
-    """Refuse a `gradient_accumulation_steps` that contradicts `global_batch_size` on this number of ranks.
+    """Refuse a `gradient_accumulation_steps` that contradicts `global_batch_size` on so many data-parallel ranks.
 
-    Args:
-        ranks: the data-parallel size.
-        batch_size: samples in a micro-batch if the data decide them; None: those of `training`.
-
-    Raises:
-        UsageError: with the equation.
+    `batch_size` is that of the data, if they decide it. Raises UsageError: with the equation.
     """
     size, accumulation, whole = batch_size or training.batch_size, training.accumulation, training.global_batch_size
     product = size * accumulation * ranks

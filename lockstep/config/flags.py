@@ -49,12 +49,9 @@ BY_NAME: dict[str, Flag] = {flag.name: flag for flag in FLAGS}
 
 
 def apply_flags(settings: Mapping[str, Any], where: str = "the settings") -> dict[str, Any]:
-    """Return settings by dotted key, given by short name, by the last name of a key, or by dotted key.
+    """Return settings by dotted key, given by short name, by the last name of a key, or by dotted key; dashes are `_`.
 
-    Dashes in a name equal underscores.
-
-    Raises:
-        UsageError: a name is none of these, with the nearest one; or two names of one key are given.
+    Raises UsageError: a name is none of these, with the nearest one; or two names of one key are given.
     """
     found: dict[str, Any] = {}
     given: dict[str, str] = {}

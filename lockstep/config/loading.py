@@ -27,14 +27,9 @@ _LENGTHS = ("max_steps", "num_train_epochs")  # two keys for the length of a run
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the config of a file and overrides, checked.
+    """Return the config of a file, or of one that ships (`trainers/fsdp.yaml`), with overrides `section.key=VALUE`.
 
-    Args:
-        path: a YAML file, or the name of one that ships (`trainers/fsdp.yaml`).
-        overrides: `section.key=VALUE` with VALUE in YAML; applied last, in order.
-
-    Raises:
-        UsageError: with all mistakes: file, line, key, and what to write instead.
+    Raises UsageError: with all mistakes: file, line, key, and what to write instead.
     """
     file = find(path)
     later = with_overrides(Node({}, Origin("the overrides")), overrides)
@@ -138,12 +133,9 @@ def _with_override(tree: Node, override: str) -> Node:
 
 
 def key_path(dotted: str, shown: str) -> KeyPath:
-    """Return the path of a dotted key.
+    """Return the path of a dotted key. Raises UsageError: the schema has no such key.
 
     Under a mapping of text with the user's own keys, the rest is one key: `distributed.pipeline.split_spec.layers.4`.
-
-    Raises:
-        UsageError: the schema has no such key.
     """
     from lockstep.config.keys import all_keys
 

@@ -284,12 +284,7 @@ def _distributed_env(node: Node) -> Node:
 def within_limits(work: Callable[[], T], what: str) -> T:
     """Return the result of `work()`, computed in a child process; result and errors must pickle.
 
-    Args:
-        work: uses neither devices nor other threads.
-        what: the file, for messages.
-
-    Raises:
-        UsageError: from `work`, or because a limit was reached.
+    `work` uses neither devices nor other threads. Raises UsageError: from `work`, or because a limit was reached.
     """
     reads, writes = os.pipe()
     child = os.fork()

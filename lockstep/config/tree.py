@@ -129,16 +129,11 @@ for _tag, _pattern, _first in (
 
 
 def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False) -> Node:
-    """Return the tree of one YAML document.
+    """Return the tree of one YAML document; `origins` maps a 0-based line of `text` to its origin.
 
-    Args:
-        text: the document.
-        origins: 0-based line of `text` → its origin.
-        overlay: merge two equal keys if they come from different files, as when a template calls `super()` and then
-            sets other values; in one file they are refused in any case.
+    With `overlay`, two equal keys are merged if they come from different files, as when a template calls `super()`.
 
-    Raises:
-        UsageError: it is not YAML, or has more than one document, duplicate keys or unknown tags.
+    Raises UsageError: it is not YAML, or has more than one document, duplicate keys or unknown tags.
     """
     try:
         document = yaml.compose(text, Loader=CoreLoader)

@@ -24,13 +24,9 @@ if TYPE_CHECKING:
 
 
 def get_model(name: str) -> Callable[..., "nn.Module"]:
-    """Return a builder for the model called `name`.
+    """Return a builder for the model `name`: a function of a `Config`, of keyword arguments (these win), or of both.
 
-    Returns:
-        a function of a `Config`, whose `model.args` are used, or of keyword arguments, or of both (keywords win).
-
-    Raises:
-        UsageError: no model has this name.
+    Raises UsageError: no model has this name.
     """
     constructor = _constructor(name)
 
@@ -44,13 +40,10 @@ def get_model(name: str) -> Callable[..., "nn.Module"]:
 def build_model(model_config: "ModelConfig", facts: Mapping[str, Any] | None = None) -> "nn.Module":
     """Return the model that a config describes, on the active default device (which may be `meta`).
 
-    Args:
-        model_config: the section `model`.
-        facts: from the data (vocab_size, block_size, image_size, channels …): they fill the constructor's arguments
-            that `model.args` leaves unset; facts that it does not take are ignored.
+    `facts` from the data (vocab_size, block_size, image_size, channels …) fill the constructor's arguments that
+    `model.args` leaves unset; those that it does not take are ignored.
 
-    Raises:
-        UsageError: there is no such model, or it does not take an argument.
+    Raises UsageError: there is no such model, or it does not take an argument.
     """
     if model_config.name is None:
         raise UsageError("no model is named", where="model.name", fix=f"write {MODELS.names()}")

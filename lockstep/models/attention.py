@@ -19,15 +19,10 @@ class Attend(nn.Module):
     """Scaled dot-product attention: q [B, H, T, D], k and v [B, H or fewer, T, D] → [B, H, T, D].
 
     Positions of one document attend to each other only. `documents`, int64 [B, whole T], numbers the document of each
-    position of the whole sequence, also where a rank has a part of it; a document is one run of equal numbers.
+    position of the whole sequence, also where a rank has a part of it; a document is one run of equal numbers. If
+    `causal`, a position attends to itself and earlier ones; else to all.
 
     Subclasses that attend in another way override `run`. A context-parallel run replaces `positions` and `forward`.
-
-    Args:
-        causal: a position attends to itself and earlier ones; else to all.
-
-    Attributes:
-        heads_dim: the dim of q, k and v along which heads lie.
     """
 
     heads_dim = 1
@@ -44,12 +39,7 @@ class Attend(nn.Module):
         return self.run(q, k, v, 0, documents)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, first: int, documents: Tensor | None = None) -> Tensor:
-        """Let a run of queries attend.
-
-        Args:
-            q: of the positions first, first + 1, ….
-            k, v: of the positions 0, 1, …; if causal, up to the last query's.
-        """
+        """Let queries at the positions first, first + 1, … attend to keys at 0, 1, …: all or, if causal, earlier ones."""
         mask = None
         if self.causal and (first or documents is not None):
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(first)
@@ -75,11 +65,7 @@ def same_document(documents: Tensor, first: int, queries: int, keys: int) -> Ten
 
 
 class SequenceDropout(nn.Dropout):
-    """Dropout of a tensor whose sequence lies along another dim than 1.
-
-    Args:
-        sequence_dim: along which.
-    """
+    """Dropout of a tensor whose sequence lies along another dim than 1."""
 
     def __init__(self, p: float, sequence_dim: int) -> None:
         super().__init__(p)

@@ -214,11 +214,7 @@ class _Chunked(torch.autograd.Function):
 
 
 class _PastSum:
-    """The sum Σ qᵀy over the chunks so far, [R, N, D]; empty before the first.
-
-    Args:
-        dtype: of q and y, and of the products with the sum.
-    """
+    """The sum Σ qᵀy over the chunks so far, [R, N, D]; empty before the first; products have the dtype of q."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype, self._kept = dtype, torch.promote_types(dtype, torch.float32)

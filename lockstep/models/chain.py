@@ -29,13 +29,7 @@ from lockstep.errors import UsageError
 
 
 def run_segments(model: nn.Module, *inputs: Any, keywords: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
-    """Run `inputs` through `model.segments()`, and return the last segment's result.
-
-    Args:
-        model: has `segments()`.
-        inputs: of the first segment.
-        keywords: further keyword arguments, by segment name.
-    """
+    """Run `inputs` through `model.segments()`, with `keywords` by segment name; return the last one's result."""
     borrowed = shared_parameters_of(model)
     values: tuple[Any, ...] = inputs
     outputs: Any = inputs
@@ -51,14 +45,11 @@ def run_segment(
     segment: nn.Module, values: tuple[Any, ...], keywords: Mapping[str, Any],
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
 ) -> Any:  # fmt: skip
-    """Call one segment.
+    """Call one segment with the previous one's result.
 
-    Args:
-        values: the previous segment's result.
-        inputs: (positional, keyword) arguments of the whole model, for a segment with `takes_inputs`.
+    `inputs` are the (positional, keyword) arguments of the whole model, for a segment with `takes_inputs`.
 
-    Raises:
-        UsageError: the segment does not accept these arguments.
+    Raises UsageError: the segment does not accept these arguments.
     """
     if getattr(segment, "takes_inputs", False):
         keywords = {**keywords, "inputs": inputs}

@@ -54,9 +54,6 @@ class FreeTransformer(Decoder):
         kappa: nats per position that the latent may carry at no cost. Default: ln 2 / 2, half a bit.
         split_layer: how many layers come before the latent. Unset: half of them.
         others: as in `Transformer`.
-
-    Raises:
-        UsageError: too many bits, or no layer after the latent.
     """
 
     def __init__(
@@ -113,11 +110,7 @@ class FreeTransformer(Decoder):
         return terms["cross_entropy"] + terms["penalty"]
 
     def loss_terms(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the terms of the loss, each a 0-dim float32 sum over the valid targets, in nats.
-
-        Returns:
-            cross_entropy; penalty, beta · max(0, KL_t − kappa); and, for reports only, kl, the bare KL_t.
-        """
+        """Return the terms of the loss, each a 0-dim float32 sum over valid targets in nats; kl is for reports."""
         logits, z_logits = outputs
         valid = batch["targets"] != IGNORED_TARGET
         kl = torch.where(valid, kl_from_fair_coins(z_logits), 0.0)
@@ -132,10 +125,9 @@ class FreeTransformer(Decoder):
     def generate(
         self, ids: Tensor, num_tokens: int, *, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
     ) -> Tensor:
-        """Continue ids [1, T], and return [1, T + num_tokens].
+        """Continue ids [1, T], and return [1, T + num_tokens]; the global random state is not changed.
 
-        Each position's latent is drawn once, when the position is first read, and keeps its value. The window is
-        `block_size`. The global random state is not changed.
+        Each position's latent is drawn once, when the position is first read, and keeps its value.
         """
         generator = torch.Generator(ids.device).manual_seed(seed)
         codes = torch.empty(ids.shape[0], 0, dtype=torch.int64, device=ids.device)
@@ -161,12 +153,8 @@ class InjectedBlock(Block):
 class CodeLatent(nn.Module):
     """The latent: encoder, draw, and projection: x [B, T, D] → (x, r [B, T, D], z_logits [B, T, H_z]).
 
-    The numbers of documents are passed on after x.
-
     The encoder is one block that is not causal. Its queries are one learned vector at every position, so positions
-    enter only through the rotary embedding of queries and keys.
-
-    It draws once, with `torch.bernoulli`: recomputing this module requires the generator's state.
+    enter only through the rotary embedding of queries and keys. The numbers of documents are passed on after x.
     """
 
     products = {"queries": "query", "injected": "post"}

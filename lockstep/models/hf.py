@@ -67,13 +67,9 @@ def from_files(path: str, **overrides: Any) -> nn.Module:
 def from_type(
     model_type: str, *, vocab_size: int | None = None, block_size: int | None = None, **overrides: Any
 ) -> nn.Module:
-    """Return a model of the library's type `model_type`, with its default config and changes.
+    """Return a model of the library's type `model_type`, with its default config, changes, and `block_size` positions.
 
-    Args:
-        block_size: the config's positions are raised to it if they are fewer.
-
-    Raises:
-        UsageError: there is no such type, or its config lacks an overridden key.
+    Raises UsageError: there is no such type, or its config lacks an overridden key.
     """
     if vocab_size is not None:
         overrides["vocab_size"] = vocab_size

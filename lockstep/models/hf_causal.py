@@ -302,8 +302,7 @@ def attend_through(model: nn.Module) -> dict[str, int]:
     The library calls the function that its public `AttentionInterface` has under the name in the config: ours hands
     queries, keys and values, as the layer rotated them, to the layer's `Attend`. Positions come from there, too.
 
-    Raises:
-        UsageError: the family's attention does more, or is not known.
+    Raises UsageError: the family's attention does more, or is not known.
     """
     config: Any = model.config
     problem = fix = ""

@@ -18,12 +18,7 @@ from lockstep.models.protocol import DOCUMENTS, IGNORED_TARGET, logits_of
 
 
 class LanguageModel(nn.Module):
-    """A model that predicts the next token: ids [B, T] → logits [B, T, V], by default with its `segments()`.
-
-    Attributes:
-        block_size: the intended context, in tokens. With rotary positions, as in all families but GPT-2, it limits only
-            the window of generation.
-    """
+    """A model that predicts the next token: ids [B, T] → logits [B, T, V], by default with its `segments()`."""
 
     block_size: int
 
@@ -50,11 +45,7 @@ class LanguageModel(nn.Module):
 
 
 class Decoder(LanguageModel):
-    """A chain of an embedding, layers and a head, each position by itself but for attention.
-
-    Attributes:
-        tie_embeddings: the head owns no weight and borrows the embedding's.
-    """
+    """A chain of an embedding, layers and a head, each position by itself but for attention."""
 
     embed: nn.Module
     layers: nn.ModuleList
@@ -135,18 +126,13 @@ def generate(
     model: Callable[[Tensor], Any], ids: Tensor, num_tokens: int, *, block_size: int, temperature: float = 1.0,
     top_k: int | None = None, seed: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Continue a text.
+    """Continue a text: int64 [1, T] → int64 [1, T + num_tokens].
 
     Args:
         model: ids [1, T] → logits [1, T, V], or an output that holds them (see `logits_in`). In eval mode.
-        ids: the prompt, int64 [1, T], T ≥ 1.
-        num_tokens: how many to add.
         block_size: how many of the last tokens the model sees.
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: draw only among the k likeliest tokens.
-
-    Returns:
-        int64 [1, T + num_tokens].
 
     Raises:
         UsageError: the prompt is empty, or a setting is invalid.

@@ -50,14 +50,10 @@ class Mixture(Decoder):
         top_k: k, experts that a token goes to.
         expert_hidden: width of an expert's SwiGLU. Unset: that of the transformer, divided by top_k + n_shared.
         n_shared: experts that every token goes to, computed as one of n_shared · expert_hidden.
-        router: what makes a score of a logit.
         balance: over what the load in the balance term is counted; "none" leaves the term out.
         balance_weight, z_weight: of the two terms; 0 leaves one out.
         bias_rate: γ, by which the bias of an expert changes after each step. 0: there is no bias.
         others: as in `Transformer`.
-
-    Raises:
-        UsageError: sizes do not fit.
     """
 
     averages_in_forward = True  # the terms: `dp` would take them over parts of a micro-batch
@@ -133,12 +129,7 @@ class MixtureBlock(Block):
 
 
 class MixtureLayer(nn.Module):
-    """A feed-forward layer of experts: x [B, T, D] → (y [B, T, D], terms [2]).
-
-    Args:
-        experts: called as `experts(rows, counts)`: rows in the order of their experts, and the number of each expert's.
-        shared: sees every token; None: there is no such expert.
-    """
+    """A feed-forward layer of experts: x [B, T, D] → (y [B, T, D], terms [2]); `shared` sees every token."""
 
     products = {"routed": "experts"}
 
@@ -171,10 +162,7 @@ def through_experts(
 ) -> Tensor:  # fmt: skip
     """Return the weighed sum of what experts make of each token, in the order of its slots: [N, D] → [N, D].
 
-    Args:
-        experts: (rows in the order of experts, rows of each expert) → rows.
-        chosen, weights: [N, k].
-        counts: tokens of each expert, int64 [E].
+    `experts` maps (rows in the order of experts, rows of each expert) to rows; chosen, weights: [N, k]; counts: [E].
     """
     order = chosen.flatten().argsort(stable=True)
     rows = _Dispatch.apply(tokens, order, chosen.shape[1])  # type: ignore[no-untyped-call]
@@ -186,11 +174,8 @@ def through_experts(
 class Router(nn.Module):
     """The choice of experts: x [B, T, D] → (chosen int64 [B, T, k], weights [B, T, k], terms [2]).
 
-    Where something depends on a step's load, `step_counts` adds up the counts, and `end_step` gets those of the step
-    (`lockstep.models.protocol`).
-
-    Args:
-        of_step: the balance term takes the load of the step before.
+    What depends on a step's load takes it from `step_counts` by `end_step` (`lockstep.models.protocol`); if `of_step`,
+    the balance term does, from the step before.
     """
 
     step_counts: Tensor

@@ -34,8 +34,7 @@ def trace(model: nn.Module, *example: Tensor) -> "Chain":
         example: positional arguments of its forward pass; dim 0 of each is the micro-batch, of two samples or more.
             The chain takes only these sizes of the other dims.
 
-    Raises:
-        UsageError: torch can't export it, it keeps running statistics, or a block draws random numbers in a second run.
+    Raises UsageError: torch can't export it, it keeps running statistics, or a block that draws runs twice.
     """
     blocks = [name for name, _ in blocks_of(model)]
     if not blocks:

@@ -48,9 +48,6 @@ class Transformer(Decoder):
         n_kv_head: heads of keys and values, a divisor of n_head. Unset: n_head.
         mlp_hidden: width of the SwiGLU. Unset: 8/3 · n_embd, up to a multiple of 32.
         tie_embeddings: the head is the embedding, transposed.
-
-    Raises:
-        UsageError: widths and heads do not divide.
     """
 
     def __init__(
@@ -92,9 +89,7 @@ class Embedding(TokenTable):
 class Head(nn.Module):
     """The output layer: x [B, T, D] → logits [B, T, V]; further arguments but documents are passed on unchanged.
 
-    Args:
-        n_embd, vocab_size: D and V.
-        tied: it owns no weight and borrows one [V, D] at each call.
+    A `tied` one owns no weight and borrows one [V, D] at each call.
     """
 
     def __init__(self, n_embd: int, vocab_size: int, *, tied: bool) -> None:
@@ -118,11 +113,7 @@ class Head(nn.Module):
 
 
 class Block(nn.Module):
-    """A causal block: x [B, T, D] → x [B, T, D]; further arguments are passed on unchanged.
-
-    Args:
-        mlp: in place of a SwiGLU of width mlp_hidden.
-    """
+    """A causal block: x [B, T, D] → x [B, T, D]; further arguments are passed on. `mlp` stands in place of a SwiGLU."""
 
     def __init__(
         self, n_embd: int, n_head: int, n_kv_head: int | None, mlp_hidden: int | None, dropout: float, n_layer: int,
@@ -154,13 +145,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions: queries from [B, T, D], keys and values from [B, T, D].
-
-    Documents are numbered as for `lockstep.models.attention.Attend`.
-
-    Args:
-        causal: a position attends to itself and earlier ones; else to all.
-    """
+    """Grouped-query attention with rotary positions: queries, keys and values from [B, T, D], as in `Attend`."""
 
     def __init__(self, n_embd: int, n_head: int, n_kv_head: int | None, *, causal: bool = True) -> None:
         super().__init__()

@@ -28,16 +28,9 @@ _KERNEL: dict[str, int] = {"kernel_size": 4, "stride": 2, "padding": 1}
 
 
 class VAE(nn.Module):
-    """The auto-encoder.
+    """The auto-encoder, of images whose side S is a multiple of 16; `beta` is the weight of the divergence.
 
     image [B, C, S, S] → {"reconstruction": [B, C, S, S], "mu", "log_var": [B, latent_dim], "loss": 0-dim}.
-
-    Args:
-        image_size: S, a multiple of 16.
-        beta: weight of the divergence.
-
-    Raises:
-        UsageError: a size that four halvings do not divide.
     """
 
     def __init__(self, image_size: int = 64, channels: int = 3, latent_dim: int = 128, beta: float = 1.0) -> None:
@@ -81,11 +74,7 @@ class VAE(nn.Module):
         return {**dict(zip(("reconstruction", "mu", "log_var"), outputs, strict=True)), "loss": loss}
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss summed over the images: 0-dim float32.
-
-        Args:
-            outputs: of forward, or of the last segment: (reconstruction, mu, log_var).
-        """
+        """Return the loss, summed over the images, of forward's or the last segment's outputs: 0-dim float32."""
         if isinstance(outputs, Mapping):
             outputs = (outputs["reconstruction"], outputs["mu"], outputs["log_var"])
         reconstruction, mu, log_var = (tensor.float() for tensor in outputs)
@@ -134,13 +123,7 @@ class GaussianLatent(nn.Module):
 
 
 class Up(nn.Module):
-    """A transposed convolution that doubles the size: [B, C, s, s], maybe flat → [B, C', 2s, 2s].
-
-    Args:
-        inputs, outputs: channels.
-        side: s.
-        last: whether a sigmoid follows, else a ReLU.
-    """
+    """A transposed convolution that doubles the size: [B, C, s, s], maybe flat → [B, C', 2s, 2s]; `side` is s."""
 
     def __init__(self, inputs: int, outputs: int, side: int, *, last: bool) -> None:
         super().__init__()

@@ -113,10 +113,9 @@ class JsonLogger:
     """Writes records as lines of JSON to a file of its own.
 
     Args:
-        path: the file to append to, in the run directory; `{rank}` in it is replaced.
+        path: in `run_directory`; `{rank}` in it is replaced.
         name: the value of `name` in every line, to distinguish runs.
         rank_filter: the rank or ranks that write; None: every rank.
-        run_directory: base of a relative path; unset: the run's, or the working directory.
     """
 
     every_rank = True

@@ -204,11 +204,7 @@ _SECONDS = 0.03
 
 
 def peak_flops(device: Any, mode: str) -> tuple[float, str]:
-    """Return the floating-point operations per second of a `torch.device`, and the source of the number.
-
-    Args:
-        mode: the precision of matrix products: fp32, bf16 or fp16.
-    """
+    """Return the operations per second of a `torch.device` in matrix products of `mode`, and the number's source."""
     import torch
 
     from lockstep import accelerator

@@ -32,13 +32,7 @@ _MEMORY_SECONDS = 1.0
 class Monitor:
     """Logs records; the loop calls `on_step` after every step on every rank, and rank 0 writes.
 
-    Args:
-        run, total_steps, start_step: as in `SinkContext`.
-        figures: gathers the ranks' measurements; None: nothing is sent, and records hold what the loop knows.
-        hosts: each rank's machine, to name slow ones.
-
-    Attributes:
-        counts_tokens: whether the data are token ids, whose rate is given in tokens; else samples are counted.
+    `figures` gathers the ranks' measurements; None: nothing is sent. `hosts` are the ranks' machines.
     """
 
     def __init__(

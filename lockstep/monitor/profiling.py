@@ -168,12 +168,7 @@ _log = logging.getLogger("lockstep")
 
 
 class Profiler:
-    """Profiles the first steps; called after every step on every rank.
-
-    Args:
-        folder: where the files go, if the config names no other.
-        event: called when the profile is written.
-    """
+    """Profiles the first steps; called after every step on every rank; `event` tells that it is written."""
 
     def __init__(self, config: ProfileConfig, folder: Path, rank: int, event: Callable[..., None]) -> None:
         import torch

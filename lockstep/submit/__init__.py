@@ -40,12 +40,7 @@ class Submission:
 
 
 def run_scheduler(command: Sequence[str], text: str, what: str) -> str:
-    """Run a scheduler's program with `text` as input, and return its output.
-
-    Raises:
-        UsageError: the program is not installed here.
-        RunError: it failed.
-    """
+    """Run a scheduler's program with `text` as input, and return its output. Raises: it is missing, or failed."""
     if shutil.which(command[0]) is None:
         raise UsageError(
             f"{command[0]} is not on this machine", fix=f"--dry-run prints {what}; submit it where {command[0]} is"

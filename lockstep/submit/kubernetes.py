@@ -40,13 +40,9 @@ _Dumper.add_representer(
 
 
 def manifests(job: Submission, given: argparse.Namespace, config_text: str) -> str:
-    """Return all objects as YAML documents, in the order in which to create them.
+    """Return all objects as YAML documents, in the order in which to create them; a ConfigMap holds the config.
 
-    Args:
-        config_text: the resolved config; it is stored in a ConfigMap.
-
-    Raises:
-        UsageError: an option is missing or wrong.
+    Raises UsageError: an option is missing or wrong.
     """
     if given.image is None:
         raise UsageError("--image is missing", fix="--image REGISTRY/NAME:TAG, with Python, torch and Lockstep in it")
