@@ -161,7 +161,6 @@ def _choose_device(wanted: str, facts: RankFacts) -> torch.device:
 
 
 def _require_device(kind: str, facts: RankFacts) -> None:
-    """Check that a device of the requested type is here, and can serve this number of ranks."""
     found = accelerator.found()
     if not accelerator.is_known(kind):
         raise UsageError(
@@ -186,7 +185,6 @@ def _require_device(kind: str, facts: RankFacts) -> None:
 
 
 def _choose_backend(wanted: str, device: torch.device, *, alone: bool = False) -> str:
-    """Return the backend of the process group; `none` for a process that runs alone."""
     if wanted == "mpi" and not dist.is_mpi_available():
         raise UsageError(
             "distributed.backend is mpi, but this torch was built without MPI",

@@ -49,7 +49,6 @@ class _Source:
     also: str | None = None  # distinguishes a rank from other processes of the job
 
     def describes(self, env: Mapping[str, str]) -> bool:
-        """Return whether this launcher has started this process."""
         return self.rank in env and self.world_size in env and (self.also is None or self.also in env)
 
 

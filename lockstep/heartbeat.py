@@ -133,7 +133,6 @@ class Heartbeat:
             _HEAD.pack_into(self._map, 0, self._process, step, phase, seconds, self._number, len(self._under_way))
 
     def _seen(self) -> dict[int, mmap.mmap]:
-        """Return the other ranks' files, after opening those that are new."""
         if self._shared is not None and len(self._others) < self._ranks - 1:
             for path in self._shared.glob("beat-*"):
                 rank = int(path.name.removeprefix("beat-"))
@@ -273,5 +272,4 @@ def _callers_line() -> str:
 
 @functools.cache
 def _shown(path: str) -> str:
-    """Return a path relative to the working directory, if it is below it."""
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path

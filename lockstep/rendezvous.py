@@ -1,10 +1,7 @@
 """Finds the other ranks: through a key-value store, over TCP or in a file, or in a process group of the script's.
 
 A script's process group is the world. The environment may add what a group does not know (the local rank, the machine's
-number), and must not contradict it. If it has nothing, as in a script that uses `torch.multiprocessing.spawn`, the
-ranks exchange their machines.
-
-Source: torch.distributed's `env://` and `tcp://` conventions (docs.pytorch.org/docs/stable/distributed.html).
+number), and must not contradict it; if it has nothing, the ranks exchange their machines.
 """
 
 import datetime

@@ -96,7 +96,6 @@ def _told(folder: Path, files: Mapping[str, str], steps: list[str]) -> str:
 
 
 def _documentation() -> str:
-    """Return the text of Python's language reference."""
     try:
         from pydoc_data.topics import topics
     except ImportError:

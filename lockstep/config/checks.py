@@ -70,7 +70,6 @@ def step_contradictions(
 
 
 def _ranks(config: StepConfig, layout: Layout | None, axis: str) -> int:
-    """Return the number of ranks along an axis; without a layout, the config's."""
     return int(getattr(config.distributed, f"{axis}_size") or 1 if layout is None else getattr(layout, axis))
 
 
@@ -164,7 +163,6 @@ def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction
 
 
 def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
-    """Yield why ranks can't normalise so many samples together."""
     samples, size = config.training.batch_norm_samples, config.training.batch_size
     if samples is None or samples == size:
         return
@@ -294,7 +292,6 @@ def require_equation(training: TrainingConfig, ranks: int, batch_size: int | Non
 
 
 def _divisors(number: int, near: int) -> list[int]:
-    """Return the three divisors of `number` that are nearest to `near`."""
     all_of_them = (d for d in range(1, min(number, 2 * near) + 1) if number % d == 0)
     return sorted(sorted(all_of_them, key=lambda d: abs(d - near))[:3])
 

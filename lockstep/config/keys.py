@@ -220,7 +220,6 @@ def unknown_key(path: Path, tree: Node) -> list[Mistake]:
 
 
 def _unknown_in_block(path: Path, tree: Node) -> list[Mistake]:
-    """Return the mistakes for an unknown key in a template's block."""
     block, name = str(path[0]), str(path[-1])
     node = tree.find(path)
     if isinstance(node.value, dict):

@@ -1,8 +1,6 @@
 """Load a checked `Config` from a YAML file, the files that it extends, and overrides; and write one as YAML.
 
-The parent (`extends`) comes first, then the file, then the overrides; mappings are merged key by key, anything else is
-replaced. `max_steps` replaces an earlier `num_train_epochs`, and the reverse, because each is the length of the run. A
-file with lines that begin with `-- `, or with the tags of the template language, is a template and is rendered first.
+Mappings are merged key by key, anything else is replaced. A template is rendered first.
 """
 
 import re
@@ -19,7 +17,7 @@ from lockstep.config.files import ResolvedFile, find, parent_file, read
 from lockstep.config.keys import Mistake, from_validation, unknown_key, usage_error
 from lockstep.config.prepass import is_template
 from lockstep.config.schema import Config
-from lockstep.config.tree import CoreLoader, Node, Origin, merge, node_of, parse, parse_value
+from lockstep.config.tree import CoreLoader, Node, Origin, merge, node_of, parse
 from lockstep.config.tree import Path as KeyPath
 from lockstep.errors import UsageError
 
@@ -126,7 +124,7 @@ def _with_override(tree: Node, override: str) -> Node:
             fix="write section.key=VALUE, training.max_steps=100",
         )
     try:
-        value = parse_value(text, Origin(shown))
+        value = parse(text, lambda _line: Origin(shown))
     except UsageError as error:
         raise UsageError(f"the value of {shown} is {error.what}", where="the command line", fix=error.fix) from None
     return _put(tree, key_path(key, shown), value, shown)

@@ -1,8 +1,7 @@
 """Define the whole config, eight typed and strict sections, and its sections `checkpoint` and `monitor`.
 
-Below the trainer no component gets a `Config`: each gets its section, and the components that place a model and run its
-step get `Config.step`, a `StepConfig`. `Config()` with all defaults is valid for use from Python, where model and data
-are given as objects; the command line also needs `model.name` and `data.name`. Nothing here imports torch.
+`Config()` with all defaults is valid for use from Python, where model and data are given as objects; the command line
+also needs `model.name` and `data.name`. Nothing here imports torch.
 """
 
 from collections.abc import Mapping, Sequence

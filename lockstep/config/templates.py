@@ -1,16 +1,9 @@
 """Render configs in Forgather's template language, by Jinja2 in its sandbox, and read the result as YAML.
 
-A file extends another with `-- extends 'trainers/fsdp.yaml'` (beside it, or shipped) and fills its blocks. Text outside
-of all blocks is merged over the result. Keys of two files are merged, the later one wins, so that `== super()` can be
-followed by other values. A block that the parent lacks is an error. A template can ask for any amount of memory and
-time (`'x' * 10**12`, nested loops), so it is rendered in a child process with limits that the system enforces.
-
-The blocks of the trainers that ship, and the keys that their content sets:
-
-    trainer_args         keys of any section by their last name (`max_steps`, `save_steps` …), or whole sections
-    distributed_env      keys of `distributed`; or an object named DistributedEnvironment, whose arguments they are
-    loss_fn              `loss_fn`
-    trainer_callbacks    `monitor.callbacks`
+A file extends another with `-- extends 'trainers/fsdp.yaml'` (beside it, or shipped) and fills its blocks: trainer_args
+(keys of any section by their last name, or sections), distributed_env (keys of `distributed`), loss_fn and
+trainer_callbacks. Text outside of all blocks is merged over the result; the later one of equal keys wins. A template
+can ask for any amount of memory and time, so it is rendered in a child process with limits that the system enforces.
 """
 
 import os
@@ -86,7 +79,6 @@ def _render_chain(file: ResolvedFile) -> _Rendered:
 
 
 def _fill(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """Return the text of a template, and add the variables that it and its parents set to `variables`."""
     context = template.new_context()
     try:
         text = "".join(template.root_render_func(context))
@@ -97,7 +89,6 @@ def _fill(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 def _with_variables(node: Node, variables: Mapping[str, int | float]) -> Node:
-    """Return the tree with the template's variables in each `Calc`."""
     if isinstance(node.value, dict):
         return replace(node, value={key: _with_variables(child, variables) for key, child in node.value.items()})
     if isinstance(node.value, list):
@@ -152,7 +143,6 @@ class _TemplateFiles:
         return self.prepared[path].source, path, lambda: True
 
     def chain(self, file: ResolvedFile) -> list[ResolvedFile]:
-        """Return the file, its parent, its parent's parent and so on."""
         chain: list[ResolvedFile] = []
         following: ResolvedFile | None = file
         while following is not None:
@@ -216,7 +206,6 @@ def _checked(library: _TemplateFiles, work: Any, file: ResolvedFile | None = Non
 
 
 def _expand(tree: Node) -> Node:
-    """Move the content of blocks to its place in the schema."""
     if not isinstance(tree.value, dict):
         return tree
     names = ("trainer_args", "distributed_env", "trainer_callbacks")
@@ -324,7 +313,6 @@ def _too_much(what: str, of: str) -> UsageError:
 
 
 def _run_in_child(work: Callable[[], object], writes: int) -> NoReturn:
-    """Write the result of `work()` to a pipe, and exit without the exit handlers of the parent."""
     code = _NO_MEMORY
     try:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -150,11 +150,6 @@ def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False)
     return _Builder(origins, overlay).build(document)
 
 
-def parse_value(text: str, origin: Origin) -> Node:
-    """Return the value of an override, such as `8`, `[a, b]` or `{x: 1}`; empty text is null."""
-    return parse(text, lambda _line: origin)
-
-
 def _not_yaml(error: yaml.YAMLError, origins: Callable[[int], Origin]) -> UsageError:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     origin = origins(mark.line) if mark is not None else origins(0)
@@ -223,7 +218,12 @@ class _Builder:
         for key_node, value_node in node.value:
             where = self.origins(key_node.start_mark.line)
             if key_node.tag == _TAG + "merge":
-                merged += self._merge_sources(value_node, where)
+                source = self.build(value_node)
+                sources = source.value if isinstance(source.value, list) else [source]
+                if not all(isinstance(each.value, dict) for each in sources):
+                    fix = "write `<<: *name` with an anchor on a mapping"
+                    raise UsageError("`<<` takes a mapping, or a list of them", where=str(where), fix=fix)
+                merged += sources
                 continue
             if not isinstance(key_node, yaml.ScalarNode):
                 raise UsageError("a key should be text", where=str(where), fix="write the key as a plain word")
@@ -238,21 +238,10 @@ class _Builder:
             if key in built:
                 value = merge(built[key], value)
             built[key], lines[key] = value, where
-        for source in merged:
-            for key, child in source.value.items():
+        for each in merged:
+            for key, child in each.value.items():
                 built.setdefault(key, child)
         return Node(built, origin)
-
-    def _merge_sources(self, node: yaml.Node, where: Origin) -> list[Node]:
-        built = self.build(node)
-        sources = built.value if isinstance(built.value, list) else [built]
-        if not all(isinstance(source.value, dict) for source in sources):
-            raise UsageError(
-                "`<<` takes a mapping, or a list of them",
-                where=str(where),
-                fix="write `<<: *name` with an anchor on a mapping",
-            )
-        return list(sources)
 
 
 def _scalar(tag: str, text: str, origin: Origin) -> Any:

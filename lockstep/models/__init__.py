@@ -1,11 +1,4 @@
-"""Builds models: those that ship, by name, and the user's own.
-
-    bdh | transformer | free_transformer | mixture | vae    the families of this package
-    hf:FOLDER, hf:CONFIG.json, hf:TYPE              Hugging Face causal language models (`lockstep.models.hf`)
-    package.module:Class                            any class, called with `model.args`
-
-`lockstep.models.protocol` defines what a model may offer to strategies. Families are imported on demand.
-"""
+"""Builds models: those that ship, by name, and the user's own; families are imported on demand."""
 
 import inspect
 from collections.abc import Callable, Mapping

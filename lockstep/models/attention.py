@@ -39,7 +39,7 @@ class Attend(nn.Module):
         return self.run(q, k, v, 0, documents)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, first: int, documents: Tensor | None = None) -> Tensor:
-        """Let queries at the positions first, first + 1, … attend to keys at 0, 1, …: all or, if causal, earlier ones."""
+        """Let queries at the positions first, first + 1, … attend to keys at 0, 1, …; if causal, to earlier ones."""
         mask = None
         if self.causal and (first or documents is not None):
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(first)

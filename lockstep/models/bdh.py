@@ -11,13 +11,9 @@
 
 N = mlp_multiplier · n_embd / n_head neurons a head. No LayerNorm has parameters.
 
-The weights `encoder`, `encoder_v` [H, D, N] and `decoder` [H·N, D] are parameters of the model itself, and each layer
-borrows them at each call (`shared_parameters`, see `lockstep.models.chain`); a `BDHLayer` owns none. Wrapping by block
-therefore finds nothing to wrap: shard the three along a dim that divides, and gather them once per step. A pipeline
-stage with any layer needs the three, and their gradients are summed over those stages.
-
-Tensors of neurons are large (H·N = 128·D) and have the heads first: each product with a weight is then one batched
-product over heads that copies neither the weight nor the neurons.
+The weights `encoder`, `encoder_v` [H, D, N] and `decoder` [H·N, D] are parameters of the model itself, which each layer
+borrows (`lockstep.models.chain`). Tensors of neurons have the heads first: each product with a weight is then one
+batched product over heads that copies neither the weight nor the neurons.
 """
 
 from typing import Any
@@ -154,12 +150,8 @@ CHUNK = 128  # positions
 # ---- attention to the strict past, linear in its values: tril(q qᵀ, −1) x, in two equal forms ----
 #
 # Direct: the T × T table of scores, half of which is discarded: 2·T·(N + D) multiply-adds per position and head.
-# Chunked: the same within a chunk of C positions; all earlier positions enter through their sum Σ qᵀx, [N, D]:
-# 2·C·(N + D) + 4·N·D multiply-adds for any T, and no table. Backward keeps only q and x: it computes the same sum
-# again, and the gradient of the sum in reverse.
-#
-# Source: the chunkwise form of linear attention, Katharopoulos et al. 2020 and Yang et al. 2023, with one tensor as
-# queries and keys and the diagonal left out.
+# Chunked (Katharopoulos et al. 2020, Yang et al. 2023): the same within a chunk of C positions; all earlier positions
+# enter through their sum Σ qᵀx, [N, D]: 2·C·(N + D) + 4·N·D multiply-adds for any T, and no table.
 
 
 def sum_over_past(q: Tensor, x: Tensor) -> Tensor:

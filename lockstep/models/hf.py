@@ -4,10 +4,7 @@
     hf:CONFIG.json    that config, values drawn at random
     hf:TYPE           a model type of the library (llama, gpt2, …) with its default config, values drawn at random
 
-`model.args` override the config by the library's own names (num_hidden_layers, hidden_size, …). Parameters are always
-float32, whatever the config contains: autocast does the rest. `lockstep.models.hf_causal` adapts them to the protocol.
-
-The Llama and GPT-2 families with random values can be built on `meta`. Others are built whole, on the CPU.
+`model.args` override the config by the library's own names. Parameters are always float32: autocast does the rest.
 """
 
 import difflib

@@ -1,9 +1,7 @@
-"""A Llama-style decoder, the baseline.
+"""A Llama-style decoder, the baseline: pre-RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases.
 
-Pre-RMSNorm, rotary positions (theta 10000), SwiGLU, grouped-query attention through `scaled_dot_product_attention`,
-no biases. Dropout is on the embedding and on what each block adds to the residual stream, not inside attention, so that
-the fused kernels serve. With `tie_embeddings` the head owns no weight and borrows the embedding's
-(`lockstep.models.chain`).
+Dropout is on the embedding and on what each block adds to the residual stream, not inside attention, so that the fused
+kernels serve.
 """
 
 import math

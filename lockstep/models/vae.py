@@ -4,10 +4,8 @@
     latent      μ, log σ²; z = μ + ε·exp(½ log σ²), ε ~ N(0, 1); a linear layer back to the encoder's shape
     decoder     4 × transposed convolution k4 s2 p1, ReLU between them, sigmoid at the end
 
-Loss = [Σ squared error + beta · (−½ Σ (1 + log σ² − μ² − σ²))] / B, in float32. It needs μ and log σ², which are passed
-on through the decoder's segments beside the image.
-
-A batch is {"image": float [B, C, S, S]}; a label in it is ignored.
+Loss = [Σ squared error + beta · (−½ Σ (1 + log σ² − μ² − σ²))] / B, in float32; μ and log σ² are passed on through the
+decoder's segments. A batch is {"image": float [B, C, S, S]}; a label in it is ignored.
 """
 
 import math

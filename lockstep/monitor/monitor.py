@@ -2,9 +2,6 @@
 
 Reading a number on the device makes the host wait, so that it cannot queue the next step. Records are therefore read on
 logged steps only: every `log_steps`-th, the first of this process, and the last.
-
-Rows go to sinks in threads (`Background`). `flush` writes all rows that wait: before a checkpoint, so that a run that
-resumes from it has the rows before it.
 """
 
 import logging

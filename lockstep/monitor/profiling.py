@@ -1,13 +1,8 @@
-"""Runs torch.profiler over a few steps, and writes traces of ranks and a summary.
+"""Runs torch.profiler over a few steps, and writes traces of ranks and a summary to RUN/profile.
 
-The schedule (`monitor.profile`) advances with each step, so that all ranks trace the same ones.
-
-RUN/profile/  step-N-rank-R.json.gz (chrome://tracing, ui.perfetto.dev) · on CUDA step-N-rank-R-memory.pickle
-(pytorch.org/memory_viz) · summary.md · summary.json
-
-The summary has the shares of computation, exposed and overlapped communication and idle time, and the memory curve. On
-CUDA it uses kernels: NCCL's are communication, all others computation. On the CPU it uses operators: gloo's and c10d's
-are communication, ATen's computation. Time with both is communication that overlaps with computation.
+The schedule (`monitor.profile`) advances with each step, so that ranks trace the same ones. On CUDA the summary uses
+kernels: NCCL's are communication, all others computation. On the CPU it uses operators: gloo's and c10d's are
+communication, ATen's computation. Time with both is communication that overlaps with computation.
 """
 
 import json

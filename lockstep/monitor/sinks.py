@@ -82,7 +82,6 @@ class Jsonl:
         self._run = context.directory
 
     def on_step(self, row: Row) -> None:
-        """Append a row."""
         self._run.append_metrics(row)
 
     on_eval = on_step

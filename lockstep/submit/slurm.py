@@ -63,7 +63,6 @@ def submit(job: Submission, given: argparse.Namespace) -> str:
 
 
 def _container(given: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the options of srun, and the words before the command."""
     if given.container is None:
         return [], []
     if given.container.endswith(".sif"):
