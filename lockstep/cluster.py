@@ -140,9 +140,6 @@ def environment(config: DistributedConfig) -> dict[str, str]:
     return switches[config.debug] | {name: str(value) for name, value in config.env.items()}
 
 
-# ---- device, threads, backend ----
-
-
 def _choose_device(wanted: str, facts: RankFacts) -> torch.device:
     kind = accelerator.found() if wanted == "auto" else wanted
     if kind is None or kind == "cpu":
@@ -200,7 +197,7 @@ def _choose_backend(wanted: str, device: torch.device, *, alone: bool = False) -
     if wanted != "auto":
         return wanted
     try:
-        return accelerator.backend_of(device.type)
+        return str(dist.get_default_backend_for_device(device.type))
     except ValueError:
         raise UsageError(
             f"no backend of process groups is registered for the device {device.type}",
@@ -240,9 +237,6 @@ def _warn_of_nccl_timeout(facts: RankFacts) -> None:
         _log.warning(text, ", ".join(names))
 
 
-# ---- the process group ----
-
-
 def _beside_gloo(device: torch.device, backend: str) -> str:
     """Return the backends for both devices: gloo is for tensors in host memory (checkpoints, pickled objects)."""
     return backend if device.type == "cpu" or backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"
@@ -265,9 +259,6 @@ def _join(config: DistributedConfig, facts: RankFacts, device: torch.device, bac
     )
     _group_is_ours = True
     atexit.register(_leave_at_exit)
-
-
-# ---- calls that all ranks make ----
 
 
 def _share_calls(facts: RankFacts) -> None:

@@ -51,9 +51,6 @@ class RunError(LockstepError):
     exit_code = EXIT_FAILED
 
 
-# ---- what messages are made of ----
-
-
 def listed(names: Sequence[str], shown: int = 4) -> str:
     """Return the first few names and the number of others: `a, b, c, d and 3 more`."""
     more = len(names) - shown

@@ -16,7 +16,6 @@ from lockstep.cli.verbs import VERBS
 from lockstep.errors import EXIT_DONE, LockstepError, UsageError, did_you_mean
 
 _DESCRIPTION = "Distributed training for PyTorch in which every strategy takes the same step."
-_LEGACY = ("--local-rank",)  # torch.distributed.launch adds it; the environment has the same number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,6 +85,6 @@ def _dispatch(argv: list[str]) -> int:
 def without_legacy(argv: Sequence[str]) -> list[str]:
     """Remove `--local-rank=N` and `--local_rank N` before the verb, where `torch.distributed.launch` adds them."""
     rest = list(argv)
-    while rest and rest[0].partition("=")[0].replace("_", "-") in _LEGACY:
+    while rest and rest[0].partition("=")[0].replace("_", "-") == "--local-rank":
         rest = rest[1 if "=" in rest[0] else 2 :]
     return rest

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
         StepConfig,
         StragglerConfig,
     )
-    from lockstep.config.schema_distributed import (
-        DDPConfig,
-        DiLoCoConfig,
-        DistributedConfig,
-        FSDPConfig,
-    )
+    from lockstep.config.schema_distributed import DDPConfig, DiLoCoConfig, DistributedConfig, FSDPConfig
     from lockstep.config.schema_training import (
         BadNumbersConfig,
         DataConfig,

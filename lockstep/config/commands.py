@@ -23,7 +23,11 @@ def run(verb: str, config: str | Path | None, overrides: Sequence[str] = ()) -> 
     Raises UsageError: there is no such verb, or the config is missing or wrong.
     """
     if verb == "show":
-        return _load(config, overrides).to_yaml().rstrip("\n")
+        if config is None:
+            found = config_from(with_overrides(Node({}, Origin("the defaults")), overrides).plain())
+        else:
+            found = load_config(config, overrides)
+        return found.to_yaml().rstrip("\n")
     if verb == "check":
         if config is None:
             raise UsageError("which config?", where="lockstep config check", fix="lockstep config check CONFIG")
@@ -71,12 +75,6 @@ def summary(config: Config) -> str:
     length = f"{t.max_steps} steps" if t.max_steps is not None else f"{epochs} epoch{'s' * (epochs > 1)}"
     parts = [f"{config.model.name} on {config.data.name}", f"strategy {config.distributed.strategy}", batch, length]
     return ", ".join([*parts, f"precision {config.precision.mode}"])
-
-
-def _load(config: str | Path | None, overrides: Sequence[str]) -> Config:
-    if config is not None:
-        return load_config(config, overrides)
-    return config_from(with_overrides(Node({}, Origin("the defaults")), overrides).plain())
 
 
 def _list() -> str:

@@ -99,10 +99,8 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[KeyInfo]:
 
 
 def _section(annotation: Any) -> type[Section] | None:
-    for option in _options(annotation):
-        if isinstance(option, type) and issubclass(option, Section) and option is not ObjectSpec:
-            return option
-    return None
+    options = [option for option in _options(annotation) if isinstance(option, type) and issubclass(option, Section)]
+    return options[0] if options and options[0] is not ObjectSpec else None
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:

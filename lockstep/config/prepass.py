@@ -63,11 +63,14 @@ def prepare(text: str, index: int, shown: str) -> PreparedTemplate:
         inside = [line for line in lines[block.start + 1 : block.end] if line.strip() and not _STATEMENT.match(line)]
         block.indent = min(map(_spaces, inside), default=_spaces(lines[block.start]))
     rewritten = _rewrite(lines, blocks, index)
-    return PreparedTemplate(
-        source="\n".join(rewritten),
-        blocks=blocks,
-        outside="\n".join(_outside(lines, rewritten, blocks)) if extends else "",
-    )
+    tops = [block for block in blocks if block.parent is None]
+    outside: list[str] = []
+    for number, (line, new) in enumerate(zip(lines, rewritten, strict=True)):
+        statement = _STATEMENT.match(line)
+        drop = (statement is not None and statement[2] == "extends") or line.rstrip() == "---"
+        drop = drop or any(block.start <= number <= block.end for block in tops)
+        outside.append("" if drop else new)
+    return PreparedTemplate("\n".join(rewritten), blocks, "\n".join(outside) if extends else "")
 
 
 def strip_marks(rendered: str) -> tuple[str, list[tuple[int, int]]]:
@@ -183,14 +186,3 @@ def _pending(line: str, pending: str) -> str:
         elif found in _CLOSES:
             pending = _CLOSES[found]
     return pending
-
-
-def _outside(lines: list[str], rewritten: list[str], blocks: list[TemplateBlock]) -> list[str]:
-    tops = [block for block in blocks if block.parent is None]
-    kept: list[str] = []
-    for number, (line, new) in enumerate(zip(lines, rewritten, strict=True)):
-        statement = _STATEMENT.match(line)
-        drop = (statement is not None and statement[2] == "extends") or line.rstrip() == "---"
-        drop = drop or any(block.start <= number <= block.end for block in tops)
-        kept.append("" if drop else new)
-    return kept

@@ -1,11 +1,8 @@
 """Attention over a sequence of which a rank may hold a part (`lockstep.parallel.context`), and rotary positions.
 
-A model that offers `context_plan()` computes each position by itself, but for what goes through an `Attend`, and takes
-positions from it.
-
-Rotary positions rotate interleaved pairs (Su et al. 2021, *RoFormer*): neighbours (2j, 2j+1) of the last dim by the
-angle t·theta^(−2j/width) at position t. Angles are float32 under any autocast (in bf16 position 257 would equal
-position 256). They are computed at each call: a buffer would be cast with the model, lost on `meta`, and sent to ranks.
+Rotary positions (Su et al. 2021, *RoFormer*) rotate neighbours (2j, 2j+1) of the last dim at position t by the angle
+t·theta^(−2j/width), in float32 under any autocast (in bf16 position 257 would equal position 256). They are computed
+at each call: a buffer would be cast with the model, lost on `meta`, and sent to ranks.
 """
 
 from typing import Any

@@ -84,7 +84,8 @@ def _cut(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
     for place, (index, layer) in enumerate(layers.items()):
         name = f"{prefix}.{index}"
         found.append((name, Layer(name, _reduced(decoder, family, layer=layer, place=place))))
-    head = _copied(model)
+    head = with_own_children(model)
+    head.__dict__.pop(_CACHE, None)
     setattr(head, family.decoder, _reduced(decoder, family, last=True))
     found.append(("outputs", Outputs(f"{found[-1][0]}/after", head)))
     reached = {id(p) for _, segment in found for p in segment.parameters()}
@@ -153,7 +154,7 @@ def _reduced(
     last: bool = False,
 ) -> nn.Module:  # fmt: skip
     """Return a decoder that shares its modules with `decoder`, and has at most one of its layers."""
-    part = _copied(decoder)
+    part = with_own_children(decoder)
     setattr(part, family.layers, nn.ModuleList([] if layer is None else [layer]))
     if not first:
         for name, module in decoder.named_children():
@@ -170,13 +171,6 @@ def _reduced(
         config.__dict__["layer_types"] = [types[place]]  # the library reads it by the layer's place
         part.__dict__["config"] = config
     return part
-
-
-def _copied(module: nn.Module) -> nn.Module:
-    """Return a copy of the object whose children can be replaced."""
-    found = with_own_children(module)
-    found.__dict__.pop(_CACHE, None)
-    return found
 
 
 # ---- layers cut over ranks ----

@@ -1,8 +1,7 @@
 """Shared parts of the language models: batches, the loss, checks of sizes, and sampling token by token.
 
-A batch is {"input_ids": int64 [B, T], "targets": int64 [B, T]}. Targets are already shifted: targets[:, t] follows
-input_ids[:, t]. A target of −100 is not counted. If a sequence holds several documents, `document_ids`, int64 [B, T],
-numbers them: positions of one document see each other only, and count from its begin.
+A batch is {"input_ids": int64 [B, T], "targets": int64 [B, T]}: targets[:, t] follows input_ids[:, t], and −100 is
+not counted. `document_ids`, int64 [B, T], may number the documents of a sequence (`lockstep.models.attention.Attend`).
 """
 
 from collections.abc import Callable, Mapping

@@ -30,15 +30,7 @@ from lockstep.errors import UsageError
 from lockstep.models.attention import SequenceMean, without_autocast
 from lockstep.models.chain import split_documents
 from lockstep.models.language import Decoder, require_positive
-from lockstep.models.transformer import (
-    INIT_STD,
-    Block,
-    Embedding,
-    Head,
-    SwiGLU,
-    attention_plan,
-    mlp_plan,
-)
+from lockstep.models.transformer import INIT_STD, Block, Embedding, Head, SwiGLU, attention_plan, mlp_plan
 from lockstep.torch_compat.fake_tensors import FakeTensor
 
 

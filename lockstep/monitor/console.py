@@ -112,9 +112,6 @@ def on_a_terminal() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
-# ---- texts ----
-
-
 def _lines(rows: list[tuple[Row, float | None]], total: int | None, width: int | None = None) -> str:
     return "".join(step_line(row, total, left, width) + "\n" for row, left in rows)
 
@@ -189,9 +186,6 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
-# ---- the terminal ----
 
 
 _ERASE = "\r\x1b[2K"  # ECMA-48: to the line's begin, and the whole line empty

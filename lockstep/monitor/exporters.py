@@ -16,8 +16,6 @@ from lockstep.monitor.media import Media, file_name
 from lockstep.monitor.sinks import Row, SinkContext, scalars
 from lockstep.records import RunDirectory, append_whole
 
-# ---- TensorBoard ----
-
 
 class TensorBoard:
     """Writes each record to `RUN/tensorboard` as one event, by one write: one per scalar costs ten times as much.
@@ -71,9 +69,6 @@ class TensorBoard:
         buffer = io.BytesIO()
         self._as_record(buffer).write(event.SerializeToString())
         append_whole(self._path, buffer.getvalue())  # half an event would hide all later ones
-
-
-# ---- Weights & Biases ----
 
 
 class WeightsAndBiases:
@@ -132,9 +127,6 @@ def _config(run: RunDirectory) -> Any:
     import yaml
 
     return yaml.safe_load(run.config.read_text()) if run.config.exists() else {}
-
-
-# ---- MLflow ----
 
 
 class Mlflow:

@@ -134,9 +134,6 @@ class Figures:
         return {name: s if name in PAUSES else s / steps for name, s in seconds.items()}
 
 
-# ---- the rank that keeps the others waiting ----
-
-
 _OWN_PHASES = tuple(name for name in STEP_PHASES if name != "communication")
 _LEAST_SECONDS = 1e-3  # per step; clocks of busy hosts differ by as much anyway
 
@@ -192,9 +189,6 @@ def _others(values: list[float], rank: int) -> float:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-# ---- the operations of a step, and of devices ----
 
 
 _NOTHING = nullcontext()  # shared by all steps: making one takes a call

@@ -117,9 +117,6 @@ def gpu_utilisation() -> float:
         return math.nan
 
 
-# ---- the phases of a step ----
-
-
 STEP_PHASES = ("data", "forward_backward", "communication", "optimizer", "other")
 PAUSES = ("evaluation", "checkpoint")  # between steps; not included in a step's seconds
 PHASES = STEP_PHASES + PAUSES
@@ -192,9 +189,6 @@ class PhaseClock:
         while len(self._marks) > 1 and self._marks[1][1].query():
             phase, start = self._marks.popleft()
             self._device[phase] += start.elapsed_time(self._marks[0][1]) / 1000
-
-
-# ---- waiting for other ranks ----
 
 
 _counting: list[PhaseClock] = []  # of the open loops; with several models they end in any order

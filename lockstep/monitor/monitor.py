@@ -182,12 +182,6 @@ class Monitor:
                 self._run.write_ranks(table, step)
         return figures.row(table)
 
-    def _peak_memory(self, now: float) -> int:
-        """Return this rank's peak memory, read at most once a second because the system call is slow."""
-        if not 0 <= now - self._memory_read < _MEMORY_SECONDS:
-            self._memory, self._memory_read = memory_of_this_rank().peak, now
-        return self._memory
-
     def _log_step(self, record: StepRecord, over_ranks: Row) -> None:
         self._last = None
         if not self._sinks and not self._callbacks:
@@ -203,7 +197,9 @@ class Monitor:
         row["tokens_per_second"] = record.tokens_per_second or rates.tokens
         if not self.counts_tokens or rates.tokens <= rates.samples:  # one target per sample: a class, an image
             del row["tokens_per_second"]
-        row["memory_bytes"] = record.memory_bytes or self._peak_memory(row["time"])
+        if not 0 <= row["time"] - self._memory_read < _MEMORY_SECONDS:  # the system call is slow
+            self._memory, self._memory_read = memory_of_this_rank().peak, row["time"]
+        row["memory_bytes"] = record.memory_bytes or self._memory
         for sink in self._sinks:
             sink.send("on_step", row)
         for callback in self._callbacks:

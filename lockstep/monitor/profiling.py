@@ -15,9 +15,6 @@ from typing import Any
 from lockstep.config import ProfileConfig
 from lockstep.monitor.figures import gather_objects
 
-# ---- the summary of a trace ----
-
-
 Interval = tuple[float, float]
 Summary = dict[str, Any]
 _COMMUNICATION = ("nccl", "gloo:", "c10d::", "record_param_comms", "mpi:")
@@ -131,9 +128,6 @@ def _top(events: list[Any], steps: int, on_device: bool) -> list[Summary]:
     return [{"name": name[:120], "seconds": seconds[name], "calls": calls[name] / steps} for name in best]
 
 
-# ---- intervals of time ----
-
-
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union as disjoint intervals, in order."""
     result: list[Interval] = []
@@ -154,9 +148,6 @@ def within(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
     """Cut intervals to a window."""
     cut = ((max(start, window[0]), min(end, window[1])) for start, end in intervals)
     return [(start, end) for start, end in cut if end > start]
-
-
-# ---- the profiler ----
 
 
 _log = logging.getLogger("lockstep")

@@ -144,8 +144,6 @@ class Guarded:
                 self._event("sink_failed", sink=self.name, reason=reason)
 
 
-# ---- sinks in a thread of their own ----
-
 PAUSE_SECONDS = 0.2
 CAPACITY = 10_000  # rows; if a server hangs for longer, later rows are dropped
 FLUSHING_SECONDS, CLOSING_SECONDS = 5.0, 60.0
