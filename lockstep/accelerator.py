@@ -1,18 +1,7 @@
 """Gives access to a process's accelerator through `torch.accelerator` and `torch.get_device_module`.
 
 GPUs of NVIDIA and, under ROCm, of AMD are `cuda`, Intel's are `xpu`, Apple's are `mps`; a package may register another
-name with torch (privateuseone). Here stands what some of them have and others lack:
-
-|  | cuda | xpu | mps | registered |
-|---|---|---|---|---|
-| backend of process groups | nccl | xccl | none: one process | the one that is registered for it |
-| float64 | yes | yes (some by emulation) | no: the host sums the losses | assumed |
-| page-locked host memory | yes | yes | no: memory is shared | assumed |
-| streams, device index | yes | yes | one of each | if its module has them |
-| utilisation (NVML), history of allocations, data sheets | yes | no | no | no |
-
-What only CUDA has stands where it is used, behind `device.type == "cuda"`: the workspace of cuBLAS
-(`reproducible/determinism.py`), float8 (`fp8.py`), TF32 (`precision.py`), `nvidia-smi` and NVLink (`diagnose/`).
+name with torch. What only CUDA has stands where it is used, behind `device.type == "cuda"`.
 """
 
 import math
@@ -20,7 +9,6 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lockstep.torch_compat import mps_generator
 
@@ -63,15 +51,6 @@ def count(kind: str | None = None) -> int:
 def one_process(kind: str) -> bool:
     """Return whether devices of this type can't exchange tensors, so that a run on them has one process."""
     return kind == "mps"
-
-
-def backend_of(kind: str) -> str:
-    """Return the backend of process groups for tensors on this type of device.
-
-    Raises:
-        ValueError: none is registered for it.
-    """
-    return str(dist.get_default_backend_for_device(kind))
 
 
 def select(device: torch.device) -> None:
@@ -169,8 +148,7 @@ def memory_of(device: torch.device) -> tuple[int, int, int, int]:
 def utilisation() -> float:
     """Return the share of the last second in which this process's GPU ran a kernel; nan without NVML.
 
-    Raises:
-        Exception: NVML's own, where nvidia-ml-py is missing or the driver fails.
+    Raises Exception: NVML's own, where nvidia-ml-py is missing or the driver fails.
     """
     return float(torch.cuda.utilization()) / 100 if _selected is not None and _selected.type == "cuda" else math.nan
 

@@ -1,9 +1,7 @@
 """Chooses this rank's device, and joins the ranks in a process group.
 
-`setup()` handles, in this order: environment variables, the device from the *local* rank, the number of CPU threads,
-the rendezvous, the process group. It has its own rendezvous instead of `init_process_group(init_method=…)`: one machine
-needs no MASTER_ADDR, a restarted run never reads keys of the attempt before it, and a port in use gives a clear
-message.
+It has its own rendezvous instead of `init_process_group(init_method=…)`: one machine needs no MASTER_ADDR, a restarted
+run never reads keys of the attempt before it, and a port in use gives a clear message.
 """
 
 import atexit
@@ -35,23 +33,16 @@ _log = logging.getLogger("lockstep")
 
 @dataclass(frozen=True)
 class Cluster:
-    """This process's place among the ranks.
-
-    Attributes:
-        facts: rank, local rank, world size, node, and launcher.
-        device: device of this rank's tensors.
-        backend: `gloo`, `nccl`, `xccl`, `mpi` …; `none` without a process group.
-    """
+    """This process's place among the ranks."""
 
     facts: RankFacts
     device: torch.device
-    backend: str
+    backend: str  # `gloo`, `nccl`, `xccl`, `mpi` …; `none` without a process group
 
     def check(self) -> None:
         """Raise if the script has since created another process group: each rank would train on its own.
 
-        Raises:
-            UsageError: with the change to make in the script.
+        Raises UsageError: with the change to make in the script.
         """
         if not dist.is_initialized():
             return
@@ -81,12 +72,12 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     that group is the world: then all ranks call `setup`, since they may exchange their places.
 
     Raises:
-        UsageError: the device or the backend is missing, an address is missing, a port is in use, or the existing
-            process group differs from the environment or the config.
+        UsageError: a device, a backend or an address is missing, a port is in use, or an existing group differs.
         RunError: the other ranks did not come within the timeout.
     """
     global _current, _world, _group_is_ours
-    if _current is not None and _is_same_world():
+    group = dist.group.WORLD
+    if _current is not None and (group is None if _world is None else group is not None and _world() is group):
         return _current
     _current, _group_is_ours = None, False  # the script has since created or destroyed a group
     _stop_sharing()
@@ -102,8 +93,8 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
         store = _rendezvous(config, facts)
         facts = facts_over_store(facts, store)
     if exists:
-        group = weakref.ref(dist.group.WORLD)
-        set_rank_facts(facts, lambda: dist.group.WORLD is not None and group() is dist.group.WORLD)
+        theirs = weakref.ref(group)
+        set_rank_facts(facts, lambda: dist.group.WORLD is not None and theirs() is dist.group.WORLD)
     elif store is not None:
         set_rank_facts(facts)
     if gpu is None or config.device == "cpu":
@@ -113,7 +104,8 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     accelerator.select(device)  # before anything else uses a GPU, or every rank creates a context on GPU 0
     if device.type == "cpu":
         keep_freed_memory()
-    _set_num_threads(facts)
+    if "OMP_NUM_THREADS" not in os.environ and facts.local_world_size > 1:
+        torch.set_num_threads(threads_per_rank(facts.local_world_size))  # more than cores make all ranks slower
     alone = facts.launcher == "none"
     backend = _existing_backend(config, device) if exists else _choose_backend(config.backend, device, alone=alone)
     _warn_of_nccl_timeout(facts)
@@ -127,11 +119,6 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     _current = Cluster(facts, device, backend)
     _share_calls(facts)
     return _current
-
-
-def _is_same_world() -> bool:
-    group = dist.group.WORLD
-    return group is None if _world is None else group is not None and _world() is group
 
 
 def cleanup() -> None:
@@ -153,9 +140,6 @@ def environment(config: DistributedConfig) -> dict[str, str]:
     return switches[config.debug] | {name: str(value) for name, value in config.env.items()}
 
 
-# ---- device, threads, backend ----
-
-
 def _choose_device(wanted: str, facts: RankFacts) -> torch.device:
     kind = accelerator.found() if wanted == "auto" else wanted
     if kind is None or kind == "cpu":
@@ -174,7 +158,6 @@ def _choose_device(wanted: str, facts: RankFacts) -> torch.device:
 
 
 def _require_device(kind: str, facts: RankFacts) -> None:
-    """Check that a device of the requested type is here, and can serve this number of ranks."""
     found = accelerator.found()
     if not accelerator.is_known(kind):
         raise UsageError(
@@ -198,14 +181,7 @@ def _require_device(kind: str, facts: RankFacts) -> None:
         )
 
 
-def _set_num_threads(facts: RankFacts) -> None:
-    """Give each rank its share of the cores: more threads than cores make all ranks slower."""
-    if "OMP_NUM_THREADS" not in os.environ and facts.local_world_size > 1:
-        torch.set_num_threads(threads_per_rank(facts.local_world_size))
-
-
 def _choose_backend(wanted: str, device: torch.device, *, alone: bool = False) -> str:
-    """Return the backend of the process group; `none` for a process that runs alone."""
     if wanted == "mpi" and not dist.is_mpi_available():
         raise UsageError(
             "distributed.backend is mpi, but this torch was built without MPI",
@@ -221,7 +197,7 @@ def _choose_backend(wanted: str, device: torch.device, *, alone: bool = False) -
     if wanted != "auto":
         return wanted
     try:
-        return accelerator.backend_of(device.type)
+        return str(dist.get_default_backend_for_device(device.type))
     except ValueError:
         raise UsageError(
             f"no backend of process groups is registered for the device {device.type}",
@@ -236,8 +212,7 @@ _DEVICE_OF = {"nccl": "cuda", "xccl": "xpu"}
 def _existing_backend(config: DistributedConfig, device: torch.device) -> str:
     """Return the backend of the script's process group.
 
-    Raises:
-        UsageError: the config names another backend, or the group does not support the device.
+    Raises UsageError: the config names another backend, or the group does not support the device.
     """
     backend, serves = dist.get_backend(), dist.get_backend_config()
     if config.backend not in ("auto", backend):
@@ -258,13 +233,8 @@ def _existing_backend(config: DistributedConfig, device: torch.device) -> str:
 def _warn_of_nccl_timeout(facts: RankFacts) -> None:
     names = sorted(name for name in os.environ if name.startswith("NCCL_TIMEOUT"))
     if names and facts.is_main:
-        _log.warning(
-            "warning: %s does nothing in torch; the timeout is distributed.timeout_seconds in the config",
-            ", ".join(names),
-        )
-
-
-# ---- the process group ----
+        text = "warning: %s does nothing in torch; the timeout is distributed.timeout_seconds in the config"
+        _log.warning(text, ", ".join(names))
 
 
 def _beside_gloo(device: torch.device, backend: str) -> str:
@@ -282,27 +252,17 @@ def _join(config: DistributedConfig, facts: RankFacts, device: torch.device, bac
     store = _rendezvous(config, facts) if store is None else store
     choose_interface(config, facts)
     both = _beside_gloo(device, backend) if config.backend == "auto" else backend
+    # Binds the group to the device, so that the communicator starts at once; gloo can't.
+    bound = device if backend in _DEVICE_OF else None
     dist.init_process_group(
-        both,
-        store=store,
-        rank=facts.rank,
-        world_size=facts.world_size,
-        timeout=timeout,
-        # Binds the group to the device, so that the communicator starts at once; gloo can't.
-        device_id=device if backend in _DEVICE_OF else None,
+        both, store=store, rank=facts.rank, world_size=facts.world_size, timeout=timeout, device_id=bound
     )
     _group_is_ours = True
     atexit.register(_leave_at_exit)
 
 
-# ---- calls that all ranks make ----
-
-
 def _share_calls(facts: RankFacts) -> None:
-    """Let the ranks of each machine compare their calls in a folder, if no launcher has created one.
-
-    All ranks call it. The first rank of each machine creates the folder.
-    """
+    """Let the ranks of each machine compare their calls in a folder, if no launcher has created one; all call it."""
     global _calls_folder
     if facts.world_size == 1 or own_heartbeat().folder is not None or dist.get_backend() == "fake":
         return
@@ -334,12 +294,10 @@ _NEVER, _LARGEST = -1, 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Make this process keep the memory that it frees; return whether it does.
+    """Make this process keep the memory that it frees (man 3 mallopt); return whether it does.
 
-    A step on a CPU requests the same sizes again and again. glibc returns freed memory at the top of the heap, and
-    every large block, to the system, which must map and clear each page on its next use: measured at 10 of 60 ms. The
-    process then keeps its peak memory. Nothing changes with another C library, or if the environment has settings.
-    Source: man 3 mallopt.
+    A step on a CPU requests the same sizes again and again. glibc returns freed memory to the system, which must map
+    and clear each page on its next use: measured at 10 of 60 ms. Nothing changes if the environment has settings.
     """
     if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")):
         return False

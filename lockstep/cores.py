@@ -1,11 +1,8 @@
 """Chooses the cores of a rank: its share of them, next to its GPU.
 
-On a machine with several NUMA nodes, a rank that moves between nodes reads its memory, and feeds its GPU, over the
-link between sockets. Each rank is bound to the node of its GPU; without GPUs, ranks are assigned to the nodes in order.
-Earlier limits (taskset, a container, Slurm's binding) are never widened. If the node is unknown, nothing is bound.
-
-Source: /sys/devices/system/node, /sys/bus/pci (kernel.org/doc/Documentation/ABI); /proc/driver/nvidia/gpus has one
-folder for each GPU of this container. Does not import torch; threads that libraries create later are bound, too.
+Each rank is bound to the NUMA node of its GPU; without GPUs, ranks are assigned to the nodes in order. Earlier limits
+(taskset, a container, Slurm's binding) are never widened. Source: /sys/devices/system/node, /sys/bus/pci
+(kernel.org/doc/Documentation/ABI); /proc/driver/nvidia/gpus has a folder for each GPU. Does not import torch.
 """
 
 import os
@@ -36,16 +33,7 @@ def bound_node() -> int | None:
 
 
 def bind(local_rank: int, local_world_size: int, root: Path = Path("/")) -> int | None:
-    """Bind this process to the cores of its NUMA node, if the machine has several and they are known.
-
-    Call it before libraries create threads.
-
-    Args:
-        root: the folder of /sys and /proc.
-
-    Returns:
-        the node; None if nothing was bound.
-    """
+    """Bind this process to the cores of its NUMA node, before libraries create threads; return the node, or None."""
     global _before, _node
     if not hasattr(os, "sched_setaffinity") or local_world_size < 2:
         return None
@@ -62,12 +50,7 @@ def bind(local_rank: int, local_world_size: int, root: Path = Path("/")) -> int 
 def choose_node(
     local_rank: int, local_world_size: int, nodes: Mapping[int, set[int]], gpus: list[int] | None
 ) -> int | None:
-    """Return the NUMA node for a rank; None if there is no choice, or the GPU's node is unknown.
-
-    Args:
-        nodes: NUMA node → its allowed cores.
-        gpus: the NUMA node of each visible GPU, in their order; None: unknown.
-    """
+    """Return the NUMA node for a rank; None if there is no choice, or the node of its GPU is unknown."""
     if len(nodes) < 2 or gpus is None:
         return None
     if not gpus:
@@ -82,7 +65,8 @@ def numa_nodes(root: Path = Path("/")) -> dict[int, set[int]]:
     found = {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         try:
-            cores = _ranges((folder / "cpulist").read_text())
+            parts = [part.partition("-") for part in (folder / "cpulist").read_text().strip().split(",") if part]
+            cores = {core for low, _, high in parts for core in range(int(low), int(high or low) + 1)}
         except (OSError, ValueError):
             continue
         if cores:
@@ -90,12 +74,10 @@ def numa_nodes(root: Path = Path("/")) -> dict[int, set[int]]:
     return found
 
 
-def gpu_nodes(environ: Mapping[str, str], root: Path = Path("/")) -> list[int] | None:
-    """Return the NUMA node of each GPU in this process's numbering; empty: there are no GPUs.
+def gpu_nodes(environ: Mapping[str, str], root: Path) -> list[int] | None:
+    """Return the NUMA node of each GPU in this process's numbering; empty: there are no GPUs; None: it is unknown.
 
-    Returns:
-        None if it is unknown: GPUs of several models (CUDA numbers the fastest first), GPUs named by their serial
-        number, or a virtual machine without this information.
+    CUDA numbers the fastest first if there are several models; a virtual machine may lack the information.
     """
     folders = sorted((root / "proc/driver/nvidia/gpus").glob("*:*"))
     models = {_line(folder / "information", "Model:") for folder in folders}
@@ -122,13 +104,3 @@ def _line(path: Path, name: str) -> str:
     except OSError:
         return ""
     return next((line.removeprefix(name).strip() for line in lines if line.startswith(name)), "")
-
-
-def _ranges(text: str) -> set[int]:
-    """Return the numbers of a list such as `0-3,8,10-11`."""
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        low, _, high = part.partition("-")
-        if low:
-            found.update(range(int(low), int(high or low) + 1))
-    return found

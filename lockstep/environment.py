@@ -16,7 +16,7 @@ from lockstep.errors import UsageError
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One process's place in the job. All fields are counts or zero-based indices, with torchrun's names."""
+    """One process's place in the job: counts and zero-based indices, with torchrun's names."""
 
     rank: int = 0
     local_rank: int = 0
@@ -32,7 +32,7 @@ class RankFacts:
 
     @property
     def is_main(self) -> bool:
-        """Return whether this is rank 0."""
+        """Whether this is rank 0."""
         return self.rank == 0
 
 
@@ -49,7 +49,6 @@ class _Source:
     also: str | None = None  # distinguishes a rank from other processes of the job
 
     def describes(self, env: Mapping[str, str]) -> bool:
-        """Return whether this launcher has started this process."""
         return self.rank in env and self.world_size in env and (self.also is None or self.also in env)
 
 
@@ -65,20 +64,12 @@ _SOURCES = (
 )  # fmt: skip
 
 
-def _always() -> bool:
-    return True
-
-
 _given_facts: RankFacts | None = None  # facts of a process group that a script created
-_are_valid = _always  # returns whether that group still exists
+_are_valid: Callable[[], bool] | None = None  # returns whether that group still exists
 
 
-def set_rank_facts(facts: RankFacts | None, valid: Callable[[], bool] = _always) -> None:
-    """Make `rank_facts` return these facts instead of the environment's; None: the environment's again.
-
-    Args:
-        holds: called each time; once it returns False, the environment's facts are returned again.
-    """
+def set_rank_facts(facts: RankFacts | None, valid: Callable[[], bool] | None = None) -> None:
+    """Make `rank_facts` return these facts, while they are `valid`, and not the environment's; None: those again."""
     global _given_facts, _are_valid
     _given_facts, _are_valid = facts, valid
 
@@ -88,11 +79,9 @@ def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
 
     If a launcher does not give the number of ranks on this machine, it is the number of all ranks.
 
-    Raises:
-        UsageError: the variables contradict each other (RANK not below WORLD_SIZE, one of the two without the other),
-            or are not numbers.
+    Raises UsageError: the variables contradict each other, or are not numbers.
     """
-    if environ is None and _given_facts is not None and _are_valid():
+    if environ is None and _given_facts is not None and (_are_valid is None or _are_valid()):
         return _given_facts
     env = os.environ if environ is None else environ
     facts = next((_facts(env, source) for source in _SOURCES if source.describes(env)), None)
@@ -103,11 +92,7 @@ def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
 
 
 def _check_half(env: Mapping[str, str], name: str, facts: RankFacts | None) -> None:
-    """Reject RANK without WORLD_SIZE, or the reverse, unless a scheduler's variables have the same number.
-
-    Raises:
-        UsageError: the process would train alone.
-    """
+    """Reject RANK without WORLD_SIZE, or the reverse, unless a scheduler's variables have the same number."""
     if facts is not None and _number(env, name) == (facts.rank if name == "RANK" else facts.world_size):
         return
     (missing,) = {*_OF_TORCH} - {name}
@@ -121,16 +106,10 @@ def _check_half(env: Mapping[str, str], name: str, facts: RankFacts | None) -> N
 
 
 def facts_for_group(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[RankFacts | None, int | None]:
-    """Return what the environment adds to a process group in which this process is `rank` of `world_size`.
+    """Return the facts of rank `rank` of `world_size` if the environment has all of them, and LOCAL_RANK if it is set.
 
     Schedulers number tasks, each of which may start several ranks: their numbers are ignored if they differ from the
-    group's.
-
-    Returns:
-        the facts, if the environment has all of them; and LOCAL_RANK, if it is set.
-
-    Raises:
-        UsageError: RANK or WORLD_SIZE differs from the group's.
+    group's. Raises UsageError: RANK or WORLD_SIZE differs from the group's.
     """
     numbers = dict(zip(_OF_TORCH, (rank, world_size), strict=True))
     if any(name in env and _number(env, name) != number for name, number in numbers.items()):
@@ -210,8 +189,7 @@ def _no_number(name: str, text: str) -> UsageError:
 def check_numbers(env: Mapping[str, str]) -> None:
     """Reject variables that torch would read as numbers and are not: torch would end the process with a C++ error.
 
-    Raises:
-        UsageError: with the variable's name.
+    Raises UsageError: with the variable's name.
     """
     for name in ("MASTER_PORT", "TORCH_FR_BUFFER_SIZE"):
         if name in env and not env[name].strip().isdecimal():

@@ -1,12 +1,12 @@
 """Defines errors with messages for the person who started the run.
 
-An error has four parts: what happened, where, why, and what to do. The command line prints `str(error)` once, without a
-traceback, and exits with the error's `exit_code`. A `Contradiction` is a rule about settings, written once with its
-message, and evaluated when a config is loaded and again at placement with what only ranks know. Does not import torch.
+The command line prints `str(error)` once, without a traceback, and exits with the error's `exit_code`. Rules about
+settings are evaluated when a config is loaded, and again at placement with what only ranks know.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -31,22 +31,12 @@ class LockstepError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        lines = [self.what]
-        lines += [f"  {label}: {text}" for label, text in self._details() if text]
-        return "\n".join(lines)
-
-    def _details(self) -> list[tuple[str, str | None]]:
-        return [("where", self.where), ("why", self.why), ("do", self.fix)]
+        details = [("where", self.where), ("why", self.why), ("do", self.fix)]
+        return "\n".join([self.what, *(f"  {label}: {text}" for label, text in details if text)])
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions are sent between ranks; the default would call the constructor without its keywords.
-        return (_rebuild, (type(self), self.what, self.where, self.why, self.fix))
-
-
-def _rebuild(
-    kind: type[LockstepError], what: str, where: str | None, why: str | None, fix: str | None
-) -> LockstepError:
-    return kind(what, where=where, why=why, fix=fix)
+        return partial(type(self), self.what, where=self.where, why=self.why, fix=self.fix), ()
 
 
 class UsageError(LockstepError):
@@ -59,9 +49,6 @@ class RunError(LockstepError):
     """The run failed. Exit code 1."""
 
     exit_code = EXIT_FAILED
-
-
-# ---- what messages are made of ----
 
 
 def listed(names: Sequence[str], shown: int = 4) -> str:
@@ -80,26 +67,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Contradiction:
-    """Keys that contradict each other or the ranks, and what to write instead.
+    """Keys that contradict each other or the ranks, and what to write instead, in words as those of an error."""
 
-    Attributes:
-        keys: dotted names of the config's keys.
-        what: what is wrong, one sentence without a final full stop.
-        fix: what to write.
-        why: the reason, if `what` does not make it clear.
-    """
-
-    keys: tuple[str, ...]
+    keys: tuple[str, ...]  # dotted
     what: str
     fix: str
     why: str | None = None
 
 
 def refuse(contradictions: Iterable[Contradiction]) -> None:
-    """Raise the first contradiction, if there is one.
-
-    Raises:
-        UsageError: with the keys, the reason and what to write.
-    """
+    """Raise the first contradiction, if there is one, as a UsageError."""
     for found in contradictions:
         raise UsageError(found.what, where=", ".join(found.keys), why=found.why, fix=found.fix)

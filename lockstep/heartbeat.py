@@ -1,10 +1,8 @@
 """Records a rank's step and calls in shared memory, for the launcher and the other ranks of its machine.
 
-A rank maps a small file and writes into it its process, step and phase, and the calls that all ranks make together: the
-public functions with a collective. The launcher reads the files to find ranks that hang. Each rank reads the others'
-files when it begins such a call, since a call that only some ranks make would wait for ever. Under another launcher
-nobody looks for hangs, and the ranks compare their calls in a folder that one of them creates. The clock is the
-machine's monotonic one, the same for all processes. Does not import torch.
+The launcher reads the files to find ranks that hang. Each rank reads the others' files when it begins a public function
+with a collective, since a call that only some ranks make would wait for ever; under another launcher, in a folder that
+one of them creates. The clock is the machine's monotonic one. Does not import torch.
 """
 
 import contextlib
@@ -42,21 +40,13 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Call:
-    """A call that all ranks make together.
+    """A call that all ranks make together."""
 
-    Attributes:
-        number: number of such calls that the rank had begun, including this one; the same on all ranks for the same
-            call.
-        name: of the function.
-        line: the caller's, `file:line`; empty if no line outside of Lockstep called it.
-        begun, ended: seconds, monotonic; `ended` is 0 while the call runs.
-    """
-
-    number: int
-    name: str
-    line: str
-    begun: float
-    ended: float
+    number: int  # from 1; the same on all ranks for the same call
+    name: str  # of the function
+    line: str  # the caller's, `file:line`; empty if no line outside of Lockstep called it
+    begun: float  # seconds, monotonic
+    ended: float  # 0 while the call runs
 
     def __str__(self) -> str:
         return f"{self.name} at {self.line}" if self.line else self.name
@@ -64,29 +54,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's place, and when it wrote it (seconds, monotonic).
-
-    Attributes:
-        calls: the last calls that it began, by number.
-        inside: whether the newest of them is running.
-    """
+    """A rank's place, and when it wrote it (seconds, monotonic)."""
 
     rank: int
     process: int
     step: int
     phase: str
     time: float
-    calls: tuple[Call, ...] = ()
-    inside: bool = False
+    calls: tuple[Call, ...] = ()  # the last ones that it began, by number
+    inside: bool = False  # whether the newest of them is running
 
 
 class Heartbeat:
-    """A rank's own heartbeat. Without a folder (from a launcher or a rank) it does nothing.
-
-    Args:
-        folder: the launcher's, or None.
-        ranks: number of ranks of this machine that write there.
-    """
+    """A rank's own heartbeat. Without a folder (from a launcher or a rank) it does nothing."""
 
     def __init__(self, folder: Path | None, rank: int, ranks: int = 1) -> None:
         self.folder = folder
@@ -111,17 +91,24 @@ class Heartbeat:
     def enter(self, name: str) -> None:
         """Record the begin of a call that all ranks make; `leave` follows.
 
-        Raises:
-            UsageError: another rank of this machine makes another call in its place.
+        Raises UsageError: another rank of this machine makes another call in its place.
         """
         if self._map is None or not self._is_mine():
             return
         self._number += 1
         self._under_way.append(self._number)
         line = _callers_line()
-        self._write_call(Call(self._number, name, line, time.monotonic(), 0.0))
+        at = _HEAD.size + (self._number - 1) % _CALLS * _CALL.size
+        struct.pack_into("<q", self._map, at, 0)  # invalid while it is half written
+        _CALL.pack_into(self._map, at, 0, time.monotonic(), 0.0, name.encode(), line.encode(errors="replace")[-160:])
+        struct.pack_into("<q", self._map, at, self._number)
         self._write_head()
-        self._check_same_call(name, line)
+        for rank, seen in self._seen().items():
+            other = _read_call(seen, (self._number - 1) % _CALLS)
+            if other is not None and other.number == self._number and other.name != name:
+                mine = Call(self._number, name, line, 0.0, 0.0)
+                self.leave()
+                raise different_calls({self.rank: mine, rank: other})
 
     def leave(self) -> None:
         """Record the end of the call that was entered last."""
@@ -145,24 +132,7 @@ class Heartbeat:
             step, phase, seconds = self._state
             _HEAD.pack_into(self._map, 0, self._process, step, phase, seconds, self._number, len(self._under_way))
 
-    def _write_call(self, call: Call) -> None:
-        assert self._map is not None
-        at = _HEAD.size + (call.number - 1) % _CALLS * _CALL.size
-        line = call.line.encode(errors="replace")[-160:]
-        struct.pack_into("<q", self._map, at, 0)  # invalid while it is half written
-        _CALL.pack_into(self._map, at, 0, call.begun, call.ended, call.name.encode(), line)
-        struct.pack_into("<q", self._map, at, call.number)
-
-    def _check_same_call(self, name: str, line: str) -> None:
-        for rank, seen in self._seen().items():
-            other = _read_call(seen, (self._number - 1) % _CALLS)
-            if other is not None and other.number == self._number and other.name != name:
-                mine = Call(self._number, name, line, 0.0, 0.0)
-                self.leave()
-                raise different_calls({self.rank: mine, rank: other})
-
     def _seen(self) -> dict[int, mmap.mmap]:
-        """Return the other ranks' files, after opening those that are new."""
         if self._shared is not None and len(self._others) < self._ranks - 1:
             for path in self._shared.glob("beat-*"):
                 rank = int(path.name.removeprefix("beat-"))
@@ -175,10 +145,9 @@ def different_calls(calls: dict[int, Call]) -> UsageError:
     """Return the error for ranks that make different calls at the same place in their order."""
     by_rank = sorted(calls.items())
     said = ", ".join(f"rank {rank} calls {call.name}" for rank, call in by_rank)
-    lines = ", ".join(f"rank {rank} at {call.line or 'a line of Lockstep'}" for rank, call in by_rank)
     return UsageError(
         f"the ranks do not make the same calls: {said}",
-        where=lines,
+        where=", ".join(f"rank {rank} at {call.line or 'a line of Lockstep'}" for rank, call in by_rank),
         why="all ranks must make this call: one that only some of them make waits for the others for ever",
         fix="call it on every rank, outside of `if is_main_process:`; rank 0 alone then writes the files",
     )
@@ -287,11 +256,8 @@ def _read_call(data: mmap.mmap | bytes, slot: int) -> Call | None:
     number, begun, ended, name, line = _CALL.unpack_from(data, _HEAD.size + slot * _CALL.size)
     if not number:
         return None
-    return Call(number, _text(name), _text(line), begun, ended)
-
-
-def _text(data: bytes) -> str:
-    return data.rstrip(b"\0").decode(errors="replace")
+    name, line = (text.rstrip(b"\0").decode(errors="replace") for text in (name, line))
+    return Call(number, name, line, begun, ended)
 
 
 def _callers_line() -> str:
@@ -306,5 +272,4 @@ def _callers_line() -> str:
 
 @functools.cache
 def _shown(path: str) -> str:
-    """Return a path relative to the working directory, if it is below it."""
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path

@@ -77,16 +77,10 @@ def is_loopback(address: str) -> bool:
 
 
 def listener(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens only at `host`, if that is an address of this machine.
+    """Return a socket that listens only at `host`, or None if that is no address of this machine.
 
     A name may mean different addresses on different machines, and with address translation a machine does not have the
-    address by which others know it.
-
-    Returns:
-        the socket, which the caller closes; None if it has to listen on all interfaces.
-
-    Raises:
-        UsageError: the port is in use.
+    address by which others know it. Raises UsageError: the port is in use.
     """
     address = "127.0.0.1" if host == "localhost" else host
     if not is_address(address):

@@ -20,16 +20,12 @@ def progress_of(
     what: str, total: int, *, unit: str = "", shows: bool = True, stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Advance]:  # fmt: skip
-    """Show the progress of the block.
+    """Show the progress of the block; yield a function to call with the amount done since its last call.
 
     Args:
         what: the work: `exporting step-00000100`.
-        total: total number of bytes, or of `unit`.
-        unit: what is counted; unset: bytes, shown as GB.
+        total: number of bytes, shown as GB, or of `unit`.
         shows: False on ranks that print nothing.
-
-    Yields:
-        a function to call with the number of bytes (or units) done since its last call.
     """
     out = stream or sys.stderr
     terminal, start = out.isatty(), clock()
@@ -41,9 +37,9 @@ def progress_of(
         now = clock()
         if now < due or not shows:
             return
-        left = (now - start) / max(done, 1) * max(total - done, 0)
-        shares = f"{done} of {total} {unit}" if unit else f"{_gigabytes(done)} of {_gigabytes(total)} GB"
-        text = f"lockstep: {what}: {shares}, {_minutes(left)} left"
+        left = int((now - start) / max(done, 1) * max(total - done, 0))
+        shares = f"{done} of {total} {unit}" if unit else f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
+        text = f"lockstep: {what}: {shares}, {left // 60}:{left % 60:02d} left"
         out.write(f"\r{text}\x1b[K" if terminal else f"{text}\n")
         out.flush()
         shown, due = True, now + (_EVERY_ON_TERMINAL if terminal else _EVERY_IN_PIPE)
@@ -54,11 +50,3 @@ def progress_of(
         if shown and terminal:
             out.write("\r\x1b[K")
             out.flush()
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f}"
-
-
-def _minutes(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

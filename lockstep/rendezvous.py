@@ -1,10 +1,7 @@
 """Finds the other ranks: through a key-value store, over TCP or in a file, or in a process group of the script's.
 
 A script's process group is the world. The environment may add what a group does not know (the local rank, the machine's
-number), and must not contradict it. If it has nothing, as in a script that uses `torch.multiprocessing.spawn`, the
-ranks exchange their machines.
-
-Source: torch.distributed's `env://` and `tcp://` conventions (docs.pytorch.org/docs/stable/distributed.html).
+number), and must not contradict it; if it has nothing, the ranks exchange their machines.
 """
 
 import datetime
@@ -38,8 +35,7 @@ def host_store(host: str, port: int, timeout: datetime.timedelta, *, wait_for: i
         port: 0: a free one.
         wait_for: number of ranks to wait for, including this one; None: do not wait.
 
-    Raises:
-        UsageError: the port is in use.
+    Raises UsageError: the port is in use.
     """
     try:
         opened = listener(host, port)
@@ -93,16 +89,12 @@ def _tcp_store(host: str, port: int, facts: RankFacts, timeout: datetime.timedel
             return host_store(host, port, timeout, wait_for=facts.world_size)
         return TCPStore(host, port, facts.world_size, False, timeout)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise _timeout_error(host, port, facts, timeout, error) from error
-
-
-def _timeout_error(host: str, port: int, facts: RankFacts, timeout: datetime.timedelta, error: Exception) -> RunError:
-    return RunError(
-        f"rank {facts.rank} did not meet the other ranks at {host}:{port} within {timeout.total_seconds():g} s",
-        why=str(error).splitlines()[0],
-        fix=f"check that all {facts.world_size} ranks were started, that {host} is the machine of rank 0 and that it"
-        " can be reached from here: on that port for meeting, on any port for the traffic between ranks",
-    )
+        raise RunError(
+            f"rank {facts.rank} did not meet the other ranks at {host}:{port} within {timeout.total_seconds():g} s",
+            why=str(error).splitlines()[0],
+            fix=f"check that all {facts.world_size} ranks were started, that {host} is the machine of rank 0 and that "
+            "it can be reached from here: on that port for meeting, on any port for the traffic between ranks",
+        ) from error
 
 
 def _file_store(facts: RankFacts) -> Store:
@@ -131,36 +123,29 @@ def _job_name(facts: RankFacts) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank, as it tells the others.
+    """The place of a rank, as it tells the others."""
 
-    Attributes:
-        machine: identifies the machine, from `machine_id`.
-        local_rank: the rank's LOCAL_RANK; None if it is not set.
-        gpu: type and index of the GPU that the script chose; None if it has used none.
-    """
-
-    machine: str
-    local_rank: int | None
-    gpu: str | None
+    machine: str  # from `machine_id`
+    local_rank: int | None  # the rank's LOCAL_RANK; None if it is not set
+    gpu: str | None  # type and index of the GPU that the script chose; None if it has used none
 
 
 def facts_of_existing_group(environ: Mapping[str, str] | None = None) -> tuple[RankFacts, str | None]:
-    """Return this process's place in the script's process group, and the GPU that the script chose.
+    """Return this process's place in the script's group, and the GPU that the script chose; None: the local rank's.
 
     All ranks must call it: if the environment does not have the local rank, they exchange their places.
 
-    Returns:
-        the facts, and the GPU, as `cuda:1`; None if the local rank decides.
-
-    Raises:
-        UsageError: the environment contradicts the group, or two ranks of one machine have the same LOCAL_RANK.
+    Raises UsageError: the environment contradicts the group, or two ranks of one machine have the same LOCAL_RANK.
     """
     env = os.environ if environ is None else environ
     rank, world_size = dist.get_rank(), dist.get_world_size()
     complete, local_rank = facts_for_group(rank, world_size, env)
     if complete is not None:
         return complete, None
-    own = Place(machine_id(), local_rank, _chosen_gpu())
+    bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
+    kind = accelerator.in_use()
+    chosen = None if kind is None else f"{kind}:{accelerator.current_index(kind)}"
+    own = Place(machine_id(), local_rank, str(bound) if bound is not None and bound.type != "cpu" else chosen)
     places: list[Place] = [own] * world_size
     if world_size > 1:
         dist.all_gather_object(places, own)
@@ -188,11 +173,7 @@ def facts_from_places(rank: int, places: Sequence[Place]) -> tuple[RankFacts, st
 
     GPUs count as chosen if each rank of the machine uses another one; else all of them have the default, GPU 0.
 
-    Args:
-        places: by rank.
-
-    Raises:
-        UsageError: two ranks of the machine have the same LOCAL_RANK.
+    Raises UsageError: two ranks of the machine have the same LOCAL_RANK.
     """
     machines = list(dict.fromkeys(place.machine for place in places))
     here = [other for other, place in enumerate(places) if place.machine == places[rank].machine]
@@ -211,20 +192,5 @@ def facts_from_places(rank: int, places: Sequence[Place]) -> tuple[RankFacts, st
         )
     gpus = [places[other].gpu for other in here]
     chosen = places[rank].gpu if None not in gpus and len(set(gpus)) == len(gpus) else None
-    facts = RankFacts(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=len(places),
-        local_world_size=len(here),
-        node_rank=machines.index(places[rank].machine),
-        launcher="the script",
-    )
-    return facts, chosen
-
-
-def _chosen_gpu() -> str | None:
-    bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
-    if bound is not None and bound.type != "cpu":
-        return str(bound)
-    kind = accelerator.in_use()
-    return None if kind is None else f"{kind}:{accelerator.current_index(kind)}"
+    node = machines.index(places[rank].machine)
+    return RankFacts(rank, local_rank, len(places), len(here), node, "the script"), chosen

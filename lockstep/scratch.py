@@ -1,7 +1,7 @@
 """Creates temporary folders and files that are removed however the process ends.
 
-Each has an owner, which holds a lock on a file beside it until it ends. The next process removes what a killed process
-left, since nobody holds its lock. It is a kernel lock, so that it works between containers that share the folder.
+The owner of each holds a kernel lock on a file beside it, also between containers that share the folder; the next
+process removes what a killed process left, since nobody holds its lock.
 """
 
 import atexit

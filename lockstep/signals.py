@@ -1,9 +1,8 @@
 """Handles signals that ask this process to end, from its first instruction to its last.
 
-Python runs a signal's handler in the main thread, between two instructions: never while that thread waits in C, as in
-a rendezvous; and an exception of the handler appears wherever the thread is, also in the middle of an import. The
-handlers therefore do nothing. The interpreter also writes the signal's number into a pipe, at once, and a thread that
-reads the pipe calls the answer.
+Python runs a signal's handler in the main thread, between two instructions: never while that thread waits in C, and
+also in the middle of an import. The handlers therefore do nothing: the interpreter also writes the signal's number into
+a pipe, at once, and a thread that reads the pipe calls the answer.
 """
 
 import os
@@ -32,12 +31,9 @@ _all_read = threading.Event()
 
 
 def listen(answer: Answer) -> None:
-    """Call `answer` from a thread with the number of each signal that asks this process to end.
+    """Call `answer`, which must not raise, from a thread with the number of each signal that asks this process to end.
 
     It replaces the answer before it. If a script has since installed its own handler, that one answers.
-
-    Args:
-        answer: must not raise. It may end the process.
     """
     global _answer
     _answer = answer
@@ -86,11 +82,7 @@ def ignore() -> None:
 
 
 def end_now(code: int, text: str) -> NoReturn:
-    """End this process from any thread without the interpreter's cleanup; remove its temporary files.
-
-    Args:
-        text: a message for stderr; empty: none.
-    """
+    """End this process from any thread without the interpreter's cleanup; remove its temporary files."""
     if text:
         with suppress(OSError):
             os.write(2, f"lockstep: {text}\n".encode())

@@ -1,9 +1,4 @@
-"""The command line: finds the verb and calls its function.
-
-    verbs.py        one function per verb
-    completion.py   the script with which a shell completes them
-    arguments.py    shared arguments, and torchrun's options of `lockstep launch`
-    starter.py      the files that `lockstep init` and `lockstep new-model` write
+"""The command line: finds the verb (`verbs.py`) and calls its function.
 
 An error that a user can cause is one message on stderr; LOCKSTEP_TRACEBACK=1 shows the traceback.
 """
@@ -21,7 +16,6 @@ from lockstep.cli.verbs import VERBS
 from lockstep.errors import EXIT_DONE, LockstepError, UsageError, did_you_mean
 
 _DESCRIPTION = "Distributed training for PyTorch in which every strategy takes the same step."
-_LEGACY = ("--local-rank",)  # torch.distributed.launch adds it; the environment has the same number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(error: LockstepError) -> int:
-    """Print the message once, and return the exit code."""
     from lockstep.launch.worker import first_to_fail, print_error
 
     if first_to_fail():  # under another launcher every rank fails with this error
@@ -69,7 +62,12 @@ def _stdout_is_closed() -> bool:
 def _dispatch(argv: list[str]) -> int:
     verb = argv[0] if argv else "--help"
     if verb in ("-h", "--help"):
-        print(_overview())
+        width = max(map(len, VERBS))
+        verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
+        codes = textwrap.fill(EPILOG, shutil.get_terminal_size().columns)
+        print(
+            f"usage: lockstep VERB …\n\n{_DESCRIPTION}\n\n{verbs}\n\n`lockstep VERB --help` lists its options.\n{codes}"
+        )
         return EXIT_DONE
     if verb == "--version":
         from importlib.metadata import version
@@ -84,16 +82,9 @@ def _dispatch(argv: list[str]) -> int:
     return VERBS[verb][0](argv[1:])
 
 
-def _overview() -> str:
-    width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
-    codes = textwrap.fill(EPILOG, shutil.get_terminal_size().columns)
-    return f"usage: lockstep VERB …\n\n{_DESCRIPTION}\n\n{verbs}\n\n`lockstep VERB --help` lists its options.\n{codes}"
-
-
 def without_legacy(argv: Sequence[str]) -> list[str]:
     """Remove `--local-rank=N` and `--local_rank N` before the verb, where `torch.distributed.launch` adds them."""
     rest = list(argv)
-    while rest and rest[0].partition("=")[0].replace("_", "-") in _LEGACY:
+    while rest and rest[0].partition("=")[0].replace("_", "-") == "--local-rank":
         rest = rest[1 if "=" in rest[0] else 2 :]
     return rest

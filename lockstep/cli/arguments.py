@@ -7,13 +7,12 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.launch.options import LaunchOptions
-    from lockstep.launch.worker import ConsoleOutput
 
 
 EPILOG = "Exit codes: 0 done; 1 the run failed; 2 the command or config is wrong; 75 preempted and saved."
@@ -24,10 +23,7 @@ Subverbs = Mapping[str, tuple[str, tuple[str, ...]]]  # name → what it does, t
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses arguments in any order, and raises one message instead of printing the usage.
-
-    `subverbs` is what `lockstep VERB SUBVERB` does; its `--help` lists its own arguments alone.
-    """
+    """Parses arguments in any order, and raises one message instead of printing the usage."""
 
     def __init__(
         self, verb: str, description: str, examples: Sequence[str] = (), subverbs: Subverbs | None = None
@@ -46,26 +42,18 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, where=f"the command {self.prog!r}", fix=f"`{self.prog} --help` lists the arguments")
 
     def parse(self, argv: list[str], *, until_script: bool = False) -> argparse.Namespace:
-        """Parse the arguments; underscores in flags equal dashes.
-
-        Args:
-            until_script: arguments after the first positional belong to a script, and are not changed.
-        """
+        """Parse the arguments; underscores in flags equal dashes, but not in what follows a script's name."""
         if argv and argv[0] in self._subverbs and {"-h", "--help"} & set(argv):
-            self._show_only(argv[0])
+            self.description, accepted = self._subverbs[argv[0]]
+            self.prog, self.epilog = f"{self.prog} {argv[0]}", EPILOG
+            for action in self._actions:  # leave the arguments of other subverbs out
+                if action.dest.split(":")[0] not in (*accepted, "help"):
+                    action.help = argparse.SUPPRESS
         dashed = self._dashed(argv, until_script)
         given, unknown = self.parse_known_args(dashed) if until_script else self.parse_known_intermixed_args(dashed)
         if unknown:
             self._reject([argv[dashed.index(token)] for token in unknown])
         return given
-
-    def _show_only(self, subverb: str) -> None:
-        """Leave the arguments of other subverbs out of the help."""
-        self.description, accepted = self._subverbs[subverb]
-        self.prog, self.epilog = f"{self.prog} {subverb}", EPILOG
-        for action in self._actions:
-            if action.dest.split(":")[0] not in (*accepted, "help"):
-                action.help = argparse.SUPPRESS
 
     def _dashed(self, argv: list[str], until_script: bool) -> list[str]:
         takes_value = {name for action in self._actions for name in action.option_strings if action.nargs != 0}
@@ -180,24 +168,6 @@ def launch_options(given: argparse.Namespace, *, at_once: bool = True) -> "Launc
     return options
 
 
-_NO_EVENTS = "the launcher writes its events into DIR/events.jsonl, and calls no handlers"
-_LOGS = "every rank's output is in DIR/logs/rank-N.log, whole"
-# Option → values that equal what happens anyway, why no other is supported, what to do.
-_UNSUPPORTED: dict[str, tuple[tuple[str, ...], str, str]] = {
-    "--start-method": (("spawn",), "a script always runs in a fresh process", "leave it out"),
-    "--event-log-handler": (("null",), _NO_EVENTS, "leave it out, and read DIR/events.jsonl"),
-    "--logs-specs": ((), _LOGS, "leave it out; --log-dir, --tee and --redirects choose where output goes"),
-    "--duplicate-stdout-filters": ((), _LOGS, "leave it out: grep WORD DIR/logs/rank-*.log"),
-    "--duplicate-stderr-filters": ((), _LOGS, "leave it out: grep WORD DIR/logs/rank-*.log"),
-    "--numa-binding": ((), "each rank is bound to its share of the cores of one NUMA node already", "leave it out"),
-    "--signals-to-handle": (
-        (),
-        "SIGTERM, SIGINT, SIGHUP and SIGUSR1 are always forwarded to the ranks, and no others",
-        "leave it out",
-    ),
-}
-
-
 def add_torchrun_options(parser: Parser) -> None:
     """Add the options; variables named PET_* give their defaults."""
     group = parser.add_argument_group("as torchrun has them")
@@ -217,27 +187,3 @@ def add_torchrun_options(parser: Parser) -> None:
         value = os.environ.get(f"PET_{option.dest.upper()}")  # torchrun's names: PET_NNODES, PET_NPROC_PER_NODE …
         if value is not None and option.option_strings:
             option.default = value not in ("0", "") if option.nargs == 0 else value
-    add("--virtual-local-rank", action=_Unsupported, nargs=0, help=argparse.SUPPRESS)
-    for name in _UNSUPPORTED:
-        add(name, action=_Unsupported, help=argparse.SUPPRESS)
-
-
-class _Unsupported(argparse.Action):
-    """Rejects an option with a reason, unless its value equals what happens anyway."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        name = self.option_strings[0]
-        fine, why, fix = _UNSUPPORTED.get(
-            name, ((), "LOCAL_RANK would be 0 on every rank, and ranks choose their GPU by it", "leave it out")
-        )
-        if values not in fine:
-            raise UsageError(f"{name} is not supported", where="lockstep launch", why=why, fix=fix)
-
-
-def console_output(given: argparse.Namespace) -> "ConsoleOutput":
-    """Return which output of the ranks the console shows."""
-    from lockstep.launch.worker import ConsoleOutput
-
-    return ConsoleOutput(given.tee, given.redirects, given.local_ranks_filter)

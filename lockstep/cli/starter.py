@@ -1,7 +1,6 @@
 """Writes what a newcomer starts from: a project (`lockstep init`), a model with its test (`lockstep new-model`).
 
-The files are the templates beside this module, in which `@NAME@` stands for what is filled in. Nothing that exists is
-overwritten. Without data of the user's, a project gets some: Python's own documentation, or a small table.
+The files are the templates beside this module, with `@NAME@` for what is filled in. Nothing is overwritten.
 """
 
 import csv
@@ -19,8 +18,7 @@ from lockstep.errors import UsageError, listed
 def project(folder: Path, *, script: bool, data: Path | None) -> str:
     """Write a config or a script, and data if none are given; return what to do next.
 
-    Raises:
-        UsageError: the folder has files already, or there are no data at the path.
+    Raises UsageError: the folder has files already, or there are no data at the path.
     """
     if data is not None and (not data.exists() or (script and data.is_dir())):
         kind = "a CSV file" if script else "a text file or a folder of them"
@@ -40,19 +38,15 @@ def project(folder: Path, *, script: bool, data: Path | None) -> str:
     if script:
         steps += ["python train.py", "lockstep launch --nproc-per-node 2 train.py", "lockstep verify train.py"]
     else:
-        steps += [
-            "lockstep train train.yaml",
-            "lockstep verify train.yaml",
-            'lockstep sample runs/train --prompt "The "',
-        ]
+        sample = 'lockstep sample runs/train --prompt "The "'
+        steps += ["lockstep train train.yaml", "lockstep verify train.yaml", sample]
     return _told(folder, files, [*steps, "lockstep report runs/train"])
 
 
 def model(name: str) -> str:
     """Write NAME.py, NAME.yaml and test_NAME.py into this folder; return what to do next.
 
-    Raises:
-        UsageError: the name is no name of a module, or a file exists.
+    Raises UsageError: the name is no name of a module, or a file exists.
     """
     name = name.removesuffix(".py").replace("-", "_")
     words = name.split("_")
@@ -102,7 +96,6 @@ def _told(folder: Path, files: Mapping[str, str], steps: list[str]) -> str:
 
 
 def _documentation() -> str:
-    """Return the text of Python's language reference."""
     try:
         from pydoc_data.topics import topics
     except ImportError:

@@ -16,7 +16,6 @@ from lockstep.cli.arguments import (
     add_launch_options,
     add_torchrun_options,
     config_and_overrides,
-    console_output,
     launch_options,
 )
 from lockstep.errors import EXIT_DONE, UsageError
@@ -70,24 +69,17 @@ def train(argv: list[str]) -> int:
     )
     add_config(parser)
     add_launch_options(parser)
-    parser.add_argument(
-        "--output-dir", metavar="DIR", type=Path, help="the run directory (default: runs/<CONFIG's name>)"
-    )
-    parser.add_argument("--resume", metavar="auto|never|PATH", help="where to resume from (default: checkpoint.resume)")
+    add = parser.add_argument
+    add("--output-dir", metavar="DIR", type=Path, help="the run directory (default: runs/<CONFIG's name>)")
+    add("--resume", metavar="auto|never|PATH", help="where to resume from (default: checkpoint.resume)")
     given = parser.parse(argv)
     path, overrides = config_and_overrides(given)
     assert path is not None
 
     from lockstep.launch.train import train as start
 
-    return start(
-        path,
-        overrides,
-        launch_options(given),
-        output_dir=given.output_dir or Path("runs", path.stem),
-        resume=given.resume,
-        argv=argv,
-    )
+    output = given.output_dir or Path("runs", path.stem)
+    return start(path, overrides, launch_options(given), output_dir=output, resume=given.resume, argv=argv)
 
 
 def launch(argv: list[str]) -> int:
@@ -111,6 +103,7 @@ def launch(argv: list[str]) -> int:
         raise UsageError("no script is given", fix="lockstep launch [options] SCRIPT.py [ARGS …]")
 
     from lockstep.launch.train import launch_script
+    from lockstep.launch.worker import ConsoleOutput
 
     if given.module and given.no_python:
         raise UsageError("a module is run by Python", where="-m and --no-python", fix="leave one of them out")
@@ -123,14 +116,10 @@ def launch(argv: list[str]) -> int:
                 f"--watch-training {given.watch_training} is not a number from 1 on", fix="leave it out: 100"
             )
         inject(LOCKSTEP_WATCHED_TRAINING=str(given.watch_training))
-    return launch_script(
-        given.script,
-        given.arguments,
-        launch_options(given),
-        kind="module" if given.module else "program" if given.no_python else "file",
-        logs=Path(given.log_dir or output / "logs"),
-        output=console_output(given),
-    )
+    kind = "module" if given.module else "program" if given.no_python else "file"
+    shown = ConsoleOutput(given.tee, given.redirects, given.local_ranks_filter)
+    logs = Path(given.log_dir or output / "logs")
+    return launch_script(given.script, given.arguments, launch_options(given), kind=kind, logs=logs, output=shown)
 
 
 _KEYS = ("words", "config", FLAG.rstrip(":"))
@@ -287,7 +276,9 @@ def plan(argv: list[str]) -> int:
     if given.params is not None and (path is not None or given.stages is not None):
         other = "--stages" if path is None else str(path)
         raise UsageError(f"--params plans without a config, and {other} needs one", fix="leave one of the two out")
-    size = _batch_size(given)
+    size = getattr(given, f"{FLAG}batch_size") or "1"
+    if not size.isdecimal():
+        raise UsageError(f"--batch-size {size} is not a whole number", fix="count the samples of a micro-batch")
 
     gc.disable()  # half a second of looking for garbage, where imports make none
     from lockstep.plan import command
@@ -299,7 +290,7 @@ def plan(argv: list[str]) -> int:
         given.write, given.chart, given.price,
     )  # fmt: skip
     if given.params is not None:
-        print(command.plan_by_size(given.params, given.seq_length, size, given.headroom, request))
+        print(command.plan_by_size(given.params, given.seq_length, int(size), given.headroom, request))
         return EXIT_DONE
 
     from lockstep.config import load_config
@@ -337,13 +328,6 @@ def _plan_parser() -> Parser:
     add("--seq-length", metavar="N", type=int, default=2048, help="with --params (default: 2048)")
     add("--headroom", metavar="SHARE", type=float, default=0.0, help="with --params: 0.5 adds half")
     return parser
-
-
-def _batch_size(given: argparse.Namespace) -> int:
-    text = getattr(given, f"{FLAG}batch_size") or "1"
-    if not text.isdecimal():
-        raise UsageError(f"--batch-size {text} is not a whole number", fix="count the samples of a micro-batch")
-    return int(text)
 
 
 def verify(argv: list[str]) -> int:
@@ -463,21 +447,6 @@ def submit(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def completion(argv: list[str]) -> int:
-    """Run `lockstep completion bash|zsh`."""
-    parser = Parser(
-        "completion",
-        "Print a script with which the shell completes verbs, options and files.",
-        ["source <(lockstep completion bash)"],
-    )
-    parser.add_argument("shell", metavar="bash|zsh")
-    given = parser.parse(argv)
-    from lockstep.cli.completion import completion_script
-
-    print(completion_script(given.shell, VERBS), end="")
-    return EXIT_DONE
-
-
 Verb = tuple[Callable[[list[str]], int], str]
 VERBS: dict[str, Verb] = {
     "init": (init, "write a starter project that trains at once"),
@@ -495,5 +464,4 @@ VERBS: dict[str, Verb] = {
     "top": (top, "show what the ranks of a running run do, again each second"),
     "bench": (bench, "measure how a config scales over ranks"),
     "data": (data, "prepare data"),
-    "completion": (completion, "print a script that lets bash or zsh complete"),
 }

@@ -1,7 +1,5 @@
 """The config of a run: the typed schema, loading from files, and the templates that ship. Nothing here imports torch.
 
-    from lockstep.config import Config, load_config
-
 Names are imported when first used, so that the command line can read `lockstep.config.flags` without loading pydantic.
 """
 
@@ -18,16 +16,10 @@ if TYPE_CHECKING:
         Config,
         MonitorConfig,
         ProfileConfig,
-        PrometheusConfig,
         StepConfig,
         StragglerConfig,
     )
-    from lockstep.config.schema_distributed import (
-        DDPConfig,
-        DiLoCoConfig,
-        DistributedConfig,
-        FSDPConfig,
-    )
+    from lockstep.config.schema_distributed import DDPConfig, DiLoCoConfig, DistributedConfig, FSDPConfig
     from lockstep.config.schema_training import (
         BadNumbersConfig,
         DataConfig,
@@ -54,7 +46,6 @@ __all__ = [
     "ObjectSpec",
     "PrecisionConfig",
     "ProfileConfig",
-    "PrometheusConfig",
     "StepConfig",
     "StragglerConfig",
     "TrainingConfig",

@@ -1,9 +1,7 @@
 """Evaluate `!calc "max(1, 64 // batch_size)"`, arithmetic over config values, once files and overrides are merged.
 
-An expression has operators + - * / // % **, min and max, numbers, and names. A name is looked up among the neighbours
-of the expression, then among the variables that the template sets, then as a dotted key, then as the last name of a key
-(`batch_size` finds `training.batch_size`), then in the table of foreign names (`per_device_batch_size` finds it, too),
-then among the schema's defaults. The expression is evaluated on its syntax tree, without Python's `eval`.
+A name is looked up among the neighbours of the expression, then among the variables that the template sets, then as a
+dotted key, as the last name of a key, in the table of foreign names, and among the schema's defaults.
 """
 
 import ast
@@ -36,8 +34,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
 def evaluate(expression: str, lookup: Callable[[str], Number]) -> Number:
     """Return the value of an expression; `lookup` returns the value of a name.
 
-    Raises:
-        ValueError: it is not arithmetic, divides by zero, or has a number that is too large.
+    Raises ValueError: it is not arithmetic, divides by zero, or has a number that is too large.
     """
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"it is longer than {MAX_LENGTH} characters")
@@ -57,7 +54,7 @@ def _value(node: ast.expr, lookup: Callable[[str], Number]) -> Number:
     if isinstance(node, ast.Constant):
         return _number(node.value)
     if isinstance(node, (ast.Name, ast.Attribute)):
-        return lookup(_dotted(node))
+        return lookup(ast.unparse(node))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
         inside = _value(node.operand, lookup)
         return -inside if isinstance(node.op, ast.USub) else inside
@@ -82,19 +79,10 @@ def _number(value: Any) -> Number:
     return value
 
 
-def _dotted(node: ast.expr) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
-    raise ValueError(f"`{ast.unparse(node)}` is not a name")
-
-
 def resolve(tree: Node) -> Node:
     """Return the tree with the value of each `Calc` in its place.
 
-    Raises:
-        UsageError: an expression is not arithmetic, has an unknown name, or refers to itself.
+    Raises UsageError: an expression is not arithmetic, has an unknown name, or refers to itself.
     """
     return _Resolver(tree).resolved(tree, ())
 

@@ -12,8 +12,7 @@ from lockstep.strategy import AUTO, Strategy, strategy_named
 def check(config: Config) -> None:
     """Refuse a config that contradicts itself. Some checks skip `strategy: auto`: check again once it is resolved.
 
-    Raises:
-        UsageError: for the first contradiction.
+    Raises UsageError: for the first contradiction.
     """
     refuse(contradictions(config))
 
@@ -21,8 +20,7 @@ def check(config: Config) -> None:
 def require_runnable(config: Config) -> None:
     """Refuse a config without a model or data, which in Python are given as objects.
 
-    Raises:
-        UsageError: with the missing key.
+    Raises UsageError: with the missing key.
     """
     if config.model.name is None:
         raise UsageError(
@@ -42,8 +40,8 @@ def contradictions(
     config: Config, layout: Layout | None = None, device_type: str | None = None
 ) -> Iterator[Contradiction]:
     """Yield all contradictions, between sections and in the step; without a layout those seen on loading."""
-    for part in (_sizes, _schedule, _loader, _saving):
-        yield from part(config)
+    yield from _sizes(config)
+    yield from _sections(config)
     yield from step_contradictions(config.step, layout, device_type)
 
 
@@ -51,7 +49,7 @@ def step_contradictions(
     config: StepConfig, layout: Layout | None = None, device_type: str | None = None
 ) -> Iterator[Contradiction]:
     """Yield the contradictions in the step: general ones, and those of the config's strategy."""
-    for part in (_precision, _compression, _reproducible, _accelerate, _backend):
+    for part in (_numbers_and_backend, _reproducible, _accelerate):
         yield from part(config)
     device_type = device_type or config.distributed.device
     if config.distributed.fsdp.cpu_offload and device_type == "cpu":
@@ -72,7 +70,6 @@ def step_contradictions(
 
 
 def _ranks(config: StepConfig, layout: Layout | None, axis: str) -> int:
-    """Return the number of ranks along an axis; without a layout, the config's."""
     return int(getattr(config.distributed, f"{axis}_size") or 1 if layout is None else getattr(layout, axis))
 
 
@@ -166,7 +163,6 @@ def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction
 
 
 def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
-    """Yield why ranks can't normalise so many samples together."""
     samples, size = config.training.batch_norm_samples, config.training.batch_size
     if samples is None or samples == size:
         return
@@ -276,14 +272,9 @@ def _sizes(config: Config) -> Iterator[Contradiction]:
 
 
 def require_equation(training: TrainingConfig, ranks: int, batch_size: int | None = None) -> None:
-    """Refuse a `gradient_accumulation_steps` that contradicts `global_batch_size` on this number of ranks.
+    """Refuse a `gradient_accumulation_steps` that contradicts `global_batch_size` on so many data-parallel ranks.
 
-    Args:
-        ranks: the data-parallel size.
-        batch_size: samples in a micro-batch if the data decide them; None: those of `training`.
-
-    Raises:
-        UsageError: with the equation.
+    `batch_size` is that of the data, if they decide it. Raises UsageError: with the equation.
     """
     size, accumulation, whole = batch_size or training.batch_size, training.accumulation, training.global_batch_size
     product = size * accumulation * ranks
@@ -301,23 +292,18 @@ def require_equation(training: TrainingConfig, ranks: int, batch_size: int | Non
 
 
 def _divisors(number: int, near: int) -> list[int]:
-    """Return the three divisors of `number` that are nearest to `near`."""
     all_of_them = (d for d in range(1, min(number, 2 * near) + 1) if number % d == 0)
     return sorted(sorted(all_of_them, key=lambda d: abs(d - near))[:3])
 
 
-def _schedule(config: Config) -> Iterator[Contradiction]:
-    t = config.training
+def _sections(config: Config) -> Iterator[Contradiction]:
+    t, data, checkpoint = config.training, config.data, config.checkpoint
     if t.lr_scaling != "none" and t.base_batch_size is None:
         yield Contradiction(
             ("training.lr_scaling", "training.base_batch_size"),
             f"lr_scaling: {t.lr_scaling} needs the global batch that learning_rate was chosen for",
             "write base_batch_size, or lr_scaling: none",
         )
-
-
-def _loader(config: Config) -> Iterator[Contradiction]:
-    data = config.data
     if data.num_workers == 0 and data.prefetch_factor is not None:
         yield Contradiction(
             ("data.prefetch_factor", "data.num_workers"),
@@ -330,16 +316,13 @@ def _loader(config: Config) -> Iterator[Contradiction]:
             "there are no workers to keep",
             "write num_workers: 1 or more, or persistent_workers: false",
         )
-
-
-def _saving(config: Config) -> Iterator[Contradiction]:
-    if config.checkpoint.keep_best is not None and config.checkpoint.save_strategy == "none":
+    if checkpoint.keep_best is not None and checkpoint.save_strategy == "none":
         yield Contradiction(
             ("checkpoint.keep_best", "checkpoint.save_strategy"),
             "no checkpoint is saved, so the best can't be kept",
             "write save_strategy: steps, or leave keep_best out",
         )
-    if config.checkpoint.load_best and config.checkpoint.keep_best is None:
+    if checkpoint.load_best and checkpoint.keep_best is None:
         yield Contradiction(
             ("checkpoint.load_best", "checkpoint.keep_best"),
             "nothing says which checkpoint is the best",
@@ -347,8 +330,8 @@ def _saving(config: Config) -> Iterator[Contradiction]:
         )
 
 
-def _precision(config: StepConfig) -> Iterator[Contradiction]:
-    precision, scale = config.precision, config.precision.loss_scale
+def _numbers_and_backend(config: StepConfig) -> Iterator[Contradiction]:
+    precision, scale, distributed = config.precision, config.precision.loss_scale, config.distributed
     if precision.mode == "fp16" and precision.param_dtype == "bf16":
         yield Contradiction(
             ("precision.mode", "precision.param_dtype"),
@@ -369,10 +352,7 @@ def _precision(config: StepConfig) -> Iterator[Contradiction]:
             f"{scale.max_scale:g}",
             "write an initial_scale between them",
         )
-
-
-def _compression(config: StepConfig) -> Iterator[Contradiction]:
-    compression = config.distributed.ddp.compression
+    compression = distributed.ddp.compression
     feedback = compression.error_feedback or compression.warm_start
     if compression.kind == "powersgd" and feedback and compression.start_step < 2:
         yield Contradiction(
@@ -380,6 +360,12 @@ def _compression(config: StepConfig) -> Iterator[Contradiction]:
             f"PowerSGD with error feedback or a warm start can't start at step {compression.start_step}",
             "write start_step: 2 or more",
             "DDP rebuilds its buckets after the first step",
+        )
+    if distributed.backend in ("nccl", "xccl") and distributed.device == "cpu":
+        yield Contradiction(
+            ("distributed.backend", "distributed.device"),
+            f"{distributed.backend} is for GPUs, and the device is the CPU",
+            "write backend: gloo",
         )
 
 
@@ -440,14 +426,4 @@ def _accelerate(config: StepConfig) -> Iterator[Contradiction]:
             ("distributed.accelerate.cpu", "distributed.device"),
             f"accelerate.cpu: true and device: {config.distributed.device} disagree",
             "leave accelerate.cpu out",
-        )
-
-
-def _backend(config: StepConfig) -> Iterator[Contradiction]:
-    distributed = config.distributed
-    if distributed.backend in ("nccl", "xccl") and distributed.device == "cpu":
-        yield Contradiction(
-            ("distributed.backend", "distributed.device"),
-            f"{distributed.backend} is for GPUs, and the device is the CPU",
-            "write backend: gloo",
         )

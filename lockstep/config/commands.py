@@ -3,6 +3,7 @@
 import difflib
 import json
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ VERBS = ("show", "check", "schema", "list")
 def run(verb: str, config: str | Path | None, overrides: Sequence[str] = ()) -> str:
     """Run one verb and return the text to print; without a config, `show` shows the defaults.
 
-    Raises:
-        UsageError: there is no such verb, or the config is missing or wrong.
+    Raises UsageError: there is no such verb, or the config is missing or wrong.
     """
     if verb == "show":
-        return _load(config, overrides).to_yaml().rstrip("\n")
+        if config is None:
+            found = config_from(with_overrides(Node({}, Origin("the defaults")), overrides).plain())
+        else:
+            found = load_config(config, overrides)
+        return found.to_yaml().rstrip("\n")
     if verb == "check":
         if config is None:
             raise UsageError("which config?", where="lockstep config check", fix="lockstep config check CONFIG")
@@ -73,24 +77,12 @@ def summary(config: Config) -> str:
     return ", ".join([*parts, f"precision {config.precision.mode}"])
 
 
-def _load(config: str | Path | None, overrides: Sequence[str]) -> Config:
-    if config is not None:
-        return load_config(config, overrides)
-    return config_from(with_overrides(Node({}, Origin("the defaults")), overrides).plain())
-
-
 def _list() -> str:
     names = shipped_names()
     width = max(len(name) for name in names)
-    lines = [f"{name:{width}}  {_first_comment(name)}" for name in names]
-    return "\n".join(["Write `extends: NAME`, or give the name in place of a file.", "", *lines])
-
-
-def _first_comment(name: str) -> str:
-    """Return the first sentence of the comment at the head of a file."""
-    comment: list[str] = []
-    for line in (SHIPPED / name).read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        comment.append(line.lstrip("# "))
-    return " ".join(comment).partition(". ")[0].rstrip(".")
+    lines = ["Write `extends: NAME`, or give the name in place of a file.", ""]
+    for name in names:
+        text = (SHIPPED / name).read_text(encoding="utf-8").splitlines()
+        comment = " ".join(line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), text))
+        lines.append(f"{name:{width}}  {comment.partition('. ')[0].rstrip('.')}")
+    return "\n".join(lines)

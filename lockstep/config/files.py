@@ -61,8 +61,7 @@ def parent_file(name: str, child: ResolvedFile, where: str) -> ResolvedFile:
 def read(file: ResolvedFile) -> str:
     """Return the text of a file.
 
-    Raises:
-        UsageError: the file is missing, a directory, too large, not readable or not text.
+    Raises UsageError: the file is missing, a directory, too large, not readable or not text.
     """
     name = file.shown
     if os.path.isdir(file.path):

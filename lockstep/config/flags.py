@@ -1,11 +1,7 @@
 """Short names for the most used keys, as options of the command line and keywords of Python's `Trainer`.
 
-    --grad-clip 0   is   training.gradient_clip=0   is   Trainer(…, grad_clip=0)      (0: off)
-
-`FLAGS` is the table; importing it loads neither torch nor the schema. The command line turns its options into
-overrides for `load_config`, `as_overrides(apply_flags({"grad_clip": "0"}))`. `Trainer` turns its keywords into a
-config, `config_from(apply_flags(settings))`; besides the flags it accepts any key by its last name, and whole sections
-as dictionaries.
+`--grad-clip 0` is `training.gradient_clip=0` is `Trainer(…, grad_clip=0)`. `Trainer` also accepts any key by its last
+name, and whole sections as dictionaries. Importing this loads neither torch nor the schema.
 """
 
 import difflib
@@ -53,12 +49,9 @@ BY_NAME: dict[str, Flag] = {flag.name: flag for flag in FLAGS}
 
 
 def apply_flags(settings: Mapping[str, Any], where: str = "the settings") -> dict[str, Any]:
-    """Return settings by dotted key, given by short name, by the last name of a key, or by dotted key.
+    """Return settings by dotted key, given by short name, by the last name of a key, or by dotted key; dashes are `_`.
 
-    Dashes in a name equal underscores.
-
-    Raises:
-        UsageError: a name is none of these, with the nearest one; or two names of one key are given.
+    Raises UsageError: a name is none of these, with the nearest one; or two names of one key are given.
     """
     found: dict[str, Any] = {}
     given: dict[str, str] = {}

@@ -1,11 +1,8 @@
-"""The keys of the schema as data, and the error messages for mistakes in a config.
-
-Each key comes with what it accepts, in words. The flags, the table of foreign names and the reference page read them,
-too. A message has the place of a mistake, the key, the problem, and what to write instead.
-"""
+"""The keys of the schema as data, with what each accepts in words, and the error messages for mistakes in a config."""
 
 import difflib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
@@ -79,48 +76,35 @@ def near_keys(name: str, section: str) -> list[str]:
 def _close(word: str, words: list[str], cutoff: float) -> list[str]:
     """Return the known words similar to `word`, best first; the beginning of a longer word may be similar, too."""
     wanted = word.lower().replace("-", "_")
-    scored = [
-        (max(_similarity(wanted, known), 0.95 * _similarity(wanted, known[: len(wanted) + 1])), known)
-        for known in words
-    ]
-    return [known for score, known in sorted(scored, key=lambda pair: -pair[0]) if score >= cutoff]
 
+    def similarity(known: str) -> float:
+        return difflib.SequenceMatcher(None, wanted, known).ratio()
 
-def _similarity(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+    scores = {known: max(similarity(known), 0.95 * similarity(known[: len(wanted) + 1])) for known in words}
+    return [known for known in sorted(words, key=lambda known: -scores[known]) if scores[known] >= cutoff]
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[KeyInfo]:
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
-        section = _section(field.annotation)
-        yield KeyInfo(
-            key=key,
-            takes=_takes(field),
-            default=_default(field, section),
-            description=field.description or "",
-            choices=_choices(field),
-            is_section=section is not None,
-            free=_free(field.annotation),
-        )
+        section, named = _section(field.annotation), _named(field)
+        default = field.get_default(call_default_factory=True)
+        if default is PydanticUndefined or (section is not None and field.default_factory is not None):
+            default = None
+        choices = named.choices if named is not None else _literals(field.annotation)
+        description = field.description or ""
+        yield KeyInfo(key, _takes(field), default, description, choices, section is not None, _free(field.annotation))
         if section is not None:
             yield from _walk(section, f"{key}.")
 
 
 def _section(annotation: Any) -> type[Section] | None:
-    for option in _options(annotation):
-        if isinstance(option, type) and issubclass(option, Section) and option is not ObjectSpec:
-            return option
-    return None
+    options = [option for option in _options(annotation) if isinstance(option, type) and issubclass(option, Section)]
+    return options[0] if options and options[0] is not ObjectSpec else None
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-
-
-def _choices(field: FieldInfo) -> tuple[str, ...]:
-    named = _named(field)
-    return named.choices if named is not None else _literals(field.annotation)
 
 
 def _literals(annotation: Any) -> tuple[str, ...]:
@@ -139,13 +123,6 @@ def _free(annotation: Any) -> Literal["", "nested", "flat"]:
     return ""
 
 
-def _default(field: FieldInfo, section: type[Section] | None) -> Any:
-    if section is not None and field.default_factory is not None:
-        return None
-    value = field.get_default(call_default_factory=True)
-    return None if value is PydanticUndefined else value
-
-
 def _named(field: FieldInfo) -> Named | None:
     inside = get_args(field.annotation)
     marks = [*field.metadata, *(getattr(inside[0], "__metadata__", ()) if inside else ())]
@@ -155,8 +132,7 @@ def _named(field: FieldInfo) -> Named | None:
 def _takes(field: FieldInfo) -> str:
     if (named := _named(field)) is not None:
         return named.takes() if field.annotation is str else f"a list, each {named.takes()}"
-    words = [_words(option, field) for option in _options(field.annotation)]
-    return " or ".join(words)
+    return " or ".join(_words(option, field) for option in _options(field.annotation))
 
 
 _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
@@ -230,17 +206,18 @@ def unknown_key(path: Path, tree: Node) -> list[Mistake]:
     mistakes = [Mistake(str(node.origin), f"unknown key {dotted_name(path)}", _suggestion(path))]
     foreign = advice_for(dotted_name(path)) is not None
     if isinstance(node.value, dict) and (foreign or not near_keys(str(path[-1]), dotted_name(path[:-1]))):
-        inside = [
-            Mistake(str(child.origin), f"unknown key {dotted_name(full)}", advice)
-            for below, child in node.walk()
-            if below and (advice := _known_advice(full := (*path, *below))) is not None
-        ]
+        inside = []
+        for below, child in node.walk():
+            full = (*path, *below)
+            keys = keys_named(str(full[-1]))  # only exact names
+            advice = advice_for(dotted_name(full)) or (f"write {' or '.join(keys)}" if keys else None)
+            if below and advice is not None:
+                inside.append(Mistake(str(child.origin), f"unknown key {dotted_name(full)}", advice))
         mistakes = inside or mistakes
     return mistakes
 
 
 def _unknown_in_block(path: Path, tree: Node) -> list[Mistake]:
-    """Return the mistakes for an unknown key in a template's block."""
     block, name = str(path[0]), str(path[-1])
     node = tree.find(path)
     if isinstance(node.value, dict):
@@ -253,13 +230,6 @@ def _unknown_in_block(path: Path, tree: Node) -> list[Mistake]:
         else:
             advice = f"the keys of {_BLOCKS[block]} are {', '.join(children(_BLOCKS[block]))}"
     return [Mistake(str(node.origin), f"unknown key {dotted_name(path)}", advice)]
-
-
-def _known_advice(path: Path) -> str | None:
-    """Return advice for a key inside an unknown mapping, only from exact names."""
-    advice = advice_for(dotted_name(path))
-    keys = keys_named(str(path[-1])) if advice is None else []
-    return f"write {' or '.join(keys)}" if keys else advice
 
 
 def _suggestion(path: Path) -> str:
@@ -292,10 +262,9 @@ def _path_in_file(loc: Sequence[str | int], tree: Node) -> Path:
     for part in loc:
         here = tree.find(path)
         inside = here.value
-        if (isinstance(inside, dict) and part in inside) or (isinstance(inside, list) and isinstance(part, int)):
-            path = (*path, part)
-        else:
+        if not ((isinstance(inside, dict) and part in inside) or (isinstance(inside, list) and isinstance(part, int))):
             break
+        path = (*path, part)
     return path
 
 
@@ -309,20 +278,23 @@ def _mistakes(details: ErrorDetails, path: Path, tree: Node) -> list[Mistake]:
     key = dotted_name(path)
     if details["type"] == "value_error":
         return [Mistake(str(node.origin), f"{key}: {details['msg'].removeprefix('Value error, ')}")]
-    info = all_keys().get(dotted_name(_schema_part(path)))
+    beginnings = [dotted_name(path[:end]) for end in range(len(path), 0, -1)]
+    info = next((all_keys()[name] for name in beginnings if name in all_keys()), None)
     takes = _takes_in_words(
         details, info.takes if info is not None else None, same=info is not None and info.key == key
     )
     value = node.plain()
     fix = advice_for_value(info.key if info is not None else key, value)
-    if (
-        fix is None and key == "distributed.device" and str(value)[-1:].isdecimal()
-    ):  # as scripts write that place ranks themselves
-        fix = "leave it out: each rank takes the device of its local rank"
+    if fix is None and key == "distributed.device" and str(value)[-1:].isdecimal():
+        fix = "leave it out: each rank takes the device of its local rank"  # scripts that place ranks write cuda:1
     if fix is None and info is not None and info.choices and isinstance(value, str):
-        fix = _near_choice(value, info.choices)
-    if fix is None and isinstance(value, str) and _reads_as_number(value) and "number" in takes:
-        fix = f"write {value.replace('_', '')} without quotes or underscores"
+        lowered = {choice.lower(): choice for choice in info.choices}
+        near = difflib.get_close_matches(value.lower(), list(lowered), n=1, cutoff=0.6)
+        fix = f"write {lowered[near[0]]}" if near else None
+    if fix is None and isinstance(value, str) and "number" in takes:
+        with suppress(ValueError):
+            float(value)
+            fix = f"write {value.replace('_', '')} without quotes or underscores"
     return [Mistake(str(node.origin), f"{key} should be {takes}, but is {_show(value)}", fix)]
 
 
@@ -333,29 +305,6 @@ def _takes_in_words(details: ErrorDetails, takes: str | None, *, same: bool) -> 
         return "package.module:Name"
     words = {"string_type": "text", "dict_type": "a mapping", "list_type": "a list", "int_type": "a whole number"}
     return words.get(details["type"]) or takes or str(details["msg"]).lower()
-
-
-def _schema_part(path: Path) -> Path:
-    """Return the longest beginning of `path` that is a key of the schema."""
-    names = all_keys()
-    for end in range(len(path), 0, -1):
-        if dotted_name(path[:end]) in names:
-            return path[:end]
-    return path
-
-
-def _near_choice(value: str, choices: tuple[str, ...]) -> str | None:
-    lowered = {choice.lower(): choice for choice in choices}
-    close = difflib.get_close_matches(value.lower(), list(lowered), n=1, cutoff=0.6)
-    return f"write {lowered[close[0]]}" if close else None
-
-
-def _reads_as_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _show(value: Any) -> str:

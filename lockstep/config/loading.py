@@ -1,8 +1,6 @@
 """Load a checked `Config` from a YAML file, the files that it extends, and overrides; and write one as YAML.
 
-The parent (`extends`) comes first, then the file, then the overrides; mappings are merged key by key, anything else is
-replaced. `max_steps` replaces an earlier `num_train_epochs`, and the reverse, because each is the length of the run. A
-file with lines that begin with `-- `, or with the tags of the template language, is a template and is rendered first.
+Mappings are merged key by key, anything else is replaced. A template is rendered first.
 """
 
 import re
@@ -19,7 +17,7 @@ from lockstep.config.files import ResolvedFile, find, parent_file, read
 from lockstep.config.keys import Mistake, from_validation, unknown_key, usage_error
 from lockstep.config.prepass import is_template
 from lockstep.config.schema import Config
-from lockstep.config.tree import CoreLoader, Node, Origin, merge, node_of, parse, parse_value
+from lockstep.config.tree import CoreLoader, Node, Origin, merge, node_of, parse
 from lockstep.config.tree import Path as KeyPath
 from lockstep.errors import UsageError
 
@@ -27,14 +25,9 @@ _LENGTHS = ("max_steps", "num_train_epochs")  # two keys for the length of a run
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the config of a file and overrides, checked.
+    """Return the config of a file, or of one that ships (`trainers/fsdp.yaml`), with overrides `section.key=VALUE`.
 
-    Args:
-        path: a YAML file, or the name of one that ships (`trainers/fsdp.yaml`).
-        overrides: `section.key=VALUE` with VALUE in YAML; applied last, in order.
-
-    Raises:
-        UsageError: with all mistakes: file, line, key, and what to write instead.
+    Raises UsageError: with all mistakes: file, line, key, and what to write instead.
     """
     file = find(path)
     later = with_overrides(Node({}, Origin("the overrides")), overrides)
@@ -45,8 +38,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def config_from(settings: Mapping[str, Any], base: Config | None = None) -> Config:
     """Return the config of dotted keys, `{"training.batch_size": 4}`, over `base` or the defaults.
 
-    Raises:
-        UsageError: a key is unknown, a value is wrong, or they contradict each other.
+    Raises UsageError: a key is unknown, a value is wrong, or they contradict each other.
     """
     # Without defaults: a key that follows from others while it is unset must stay unset.
     given = base.model_dump(by_alias=True, exclude_unset=True) if base is not None else {}
@@ -132,19 +124,16 @@ def _with_override(tree: Node, override: str) -> Node:
             fix="write section.key=VALUE, training.max_steps=100",
         )
     try:
-        value = parse_value(text, Origin(shown))
+        value = parse(text, lambda _line: Origin(shown))
     except UsageError as error:
         raise UsageError(f"the value of {shown} is {error.what}", where="the command line", fix=error.fix) from None
     return _put(tree, key_path(key, shown), value, shown)
 
 
 def key_path(dotted: str, shown: str) -> KeyPath:
-    """Return the path of a dotted key.
+    """Return the path of a dotted key. Raises UsageError: the schema has no such key.
 
     Under a mapping of text with the user's own keys, the rest is one key: `distributed.pipeline.split_spec.layers.4`.
-
-    Raises:
-        UsageError: the schema has no such key.
     """
     from lockstep.config.keys import all_keys
 
@@ -179,23 +168,20 @@ def _config(tree: Node, source: str) -> Config:
         config = Config.model_validate(tree.plain())
     except ValidationError as error:
         raise usage_error(from_validation(error, tree), source) from None
-    found = [
+    found = list(contradictions(config))
+    paths = {key: tuple(key.split(".")) for one in found for key in one.keys}
+    places = {key: tree.find(path).origin if tree.has(path) else "unset" for key, path in paths.items()}
+    mistakes = [
         Mistake(
-            ", ".join(_with_place(tree, key) for key in one.keys),
+            ", ".join(f"{key} ({places[key]})" for key in one.keys),
             one.what + (f" ({one.why})" if one.why else ""),
             one.fix,
         )
-        for one in contradictions(config)
+        for one in found
     ]
-    if found:
-        raise usage_error(found, source)
+    if mistakes:
+        raise usage_error(mistakes, source)
     return config
-
-
-def _with_place(tree: Node, key: str) -> str:
-    """Return a key with the place where it is set."""
-    path = tuple(key.split("."))
-    return f"{key} ({tree.find(path).origin})" if tree.has(path) else f"{key} (unset)"
 
 
 class _CoreDumper(yaml.SafeDumper):
@@ -205,15 +191,6 @@ class _CoreDumper(yaml.SafeDumper):
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
-
-
-def _sequence(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
-    flat = all(not isinstance(item, (dict, list)) for item in data)
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
-
-
-def _mapping(dumper: yaml.SafeDumper, data: dict[str, Any]) -> yaml.Node:
-    return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=not data)
 
 
 _EXCLAMATION_MARK = "\ue002"  # stands for an exclamation mark while PyYAML writes, which does not escape it
@@ -226,6 +203,11 @@ def _text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "\n" in data else None)
 
 
+def _sequence(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
+    flat = all(not isinstance(item, (dict, list)) for item in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
+
+
 def _float(dumper: yaml.SafeDumper, data: float) -> yaml.Node:
     text = {float("inf"): ".inf", float("-inf"): "-.inf"}.get(data, ".nan" if data != data else repr(data))
     return dumper.represent_scalar("tag:yaml.org,2002:float", text)
@@ -233,7 +215,9 @@ def _float(dumper: yaml.SafeDumper, data: float) -> yaml.Node:
 
 _CoreDumper.add_representer(str, _text)
 _CoreDumper.add_representer(list, _sequence)
-_CoreDumper.add_representer(dict, _mapping)
+_CoreDumper.add_representer(
+    dict, lambda dumper, data: dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=not data)
+)
 _CoreDumper.add_representer(float, _float)
 
 

@@ -1,10 +1,10 @@
-"""Translate names of other trainers: one table, used by error messages and by the pages "Coming from …".
+"""Translate names of other trainers: the table `names.csv`, for error messages and the pages "Coming from …".
 
-The rows, of five training guides and of trainers in wide use, are in `names.csv`. Nothing here imports pydantic, so
-that the command line can look up an option quickly.
+Nothing here imports pydantic, so that the command line can look up an option quickly.
 """
 
 import csv
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -60,21 +60,18 @@ def table() -> tuple[ForeignName, ...]:
 
 def advice_for(dotted: str) -> str | None:
     """Return what to write instead of another trainer's key, such as `fsdp_config.min_num_params`; None if unknown."""
-    found = _matches(dotted)
-    texts = dict.fromkeys(_advice(row, "{ours}: {value}") for row in found)
-    return "; or ".join(texts) or None
+    return _joined(_advice(row, "{ours}: {value}") for row in _matches(dotted))
 
 
 def advice_for_flag(option: str) -> str | None:
     """Return what to write instead of another trainer's option, such as `--use_fsdp`; None if unknown."""
-    texts = dict.fromkeys(_advice(row, "{ours}={value}") for row in _matches(option.lstrip("-").partition("=")[0]))
-    return "; or ".join(texts) or None
+    return _joined(_advice(row, "{ours}={value}") for row in _matches(option.lstrip("-").partition("=")[0]))
 
 
 def advice_for_object(name: str) -> str | None:
     """Return what to write instead of another trainer's object, such as `forgather.ml.tb_logger:TBLogger`."""
     rows = [row for row in table() if row.kind == "python" and row.theirs == name]
-    return "; or ".join(dict.fromkeys(_advice(row, "{ours}: {value}") for row in rows)) or None
+    return _joined(_advice(row, "{ours}: {value}") for row in rows)
 
 
 def advice_for_keyword(name: str) -> str | None:
@@ -87,14 +84,13 @@ def advice_for_keyword(name: str) -> str | None:
             else f"the launcher decides: lockstep launch {row.ours} N script.py" if row.ours.startswith("--")
             else _advice(row, "{ours}")
         )  # fmt: skip
-    return "; or ".join(dict.fromkeys(texts)) or None
+    return _joined(texts)
 
 
 def advice_for_method(name: str) -> str | None:
     """Return what to write instead of a method of another trainer, such as `backward` or `prepare`."""
     found = [row for row in table() if row.kind == "python" and row.theirs.partition("(")[0].endswith(f".{name}")]
-    texts = dict.fromkeys(_advice(row, "{ours}") for row in found)
-    return "; or ".join(texts) or None
+    return _joined(_advice(row, "{ours}") for row in found)
 
 
 def foreign_key(name: str) -> str | None:
@@ -118,6 +114,10 @@ def advice_for_value(key: str, value: object) -> str | None:
             note = f" ({row.note})" if row.note else ""
             return f"write {row.value}{note}"
     return None
+
+
+def _joined(texts: Iterable[str]) -> str | None:
+    return "; or ".join(dict.fromkeys(texts)) or None
 
 
 def _matches(dotted: str) -> list[ForeignName]:

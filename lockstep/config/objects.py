@@ -12,14 +12,10 @@ from lockstep.registry import load_object
 def build_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
     """Import the class or function of a spec, and return the result of a call with its arguments.
 
-    Arguments that are `{name: package.module:Name, …}` themselves are built first.
+    Arguments that are `{name: package.module:Name, …}` themselves are built first; `further` replaces the spec's.
+    `where` is the config key, for messages.
 
-    Args:
-        where: the config key, for messages.
-        further: keyword arguments that replace those of the spec.
-
-    Raises:
-        UsageError: it can't be imported, or does not take these arguments.
+    Raises UsageError: it can't be imported, or does not take these arguments.
     """
     target = check_object(spec, where, **further)
     positional = [_each_spec(value, lambda inner: build_object(inner, where)) for value in spec.positional]
@@ -30,8 +26,7 @@ def build_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
 def check_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
     """Return the class or function of a spec, which is not called, if it takes the arguments.
 
-    Raises:
-        UsageError: as from `build_object`.
+    Raises UsageError: as from `build_object`.
     """
     target = load_object(spec.name, where)
     if not callable(target):

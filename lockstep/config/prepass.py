@@ -1,16 +1,8 @@
 """Translate the line syntax of the template language to Jinja's, line for line, without importing Jinja.
 
-    -- statement           {% statement %}: extends, block NAME … endblock NAME, set, if, for, include, macro, filter …
-    == expression          {{ expression }}, with every line of its text indented like the `==`
-
-Both count only at the start of a line (after spaces) and with a space after them, so that YAML's `---` is left alone.
-Jinja's own line statements can do neither.
-
+`-- statement` becomes `{% statement %}`, and `== expression` `{{ expression }}`, with its text indented like the `==`.
 The text of a block takes the indentation of the block in the template that defines it: its lines are moved to column 0
-here, and the definition indents them again. So `== super()` and the lines beside it always have the same indentation.
-
-Every line of text ends in a mark, with the numbers of file and line between two private-use characters. Messages then
-refer to the line that the user wrote. `strip_marks` removes the marks after rendering.
+here, and the definition indents them again. Every line ends in a mark with the numbers of file and line, for messages.
 """
 
 import difflib
@@ -48,10 +40,6 @@ class TemplateBlock:
     indent: int = 0
     expands: bool = False  # whether it fills a block of the parent file rather than defining one
 
-    def holds(self, line: int) -> bool:
-        """Return whether a line is inside the block."""
-        return self.start < line < self.end
-
 
 @dataclass
 class PreparedTemplate:
@@ -65,21 +53,24 @@ class PreparedTemplate:
 def prepare(text: str, index: int, shown: str) -> PreparedTemplate:
     """Translate one file, with `index` as the number of the file in its marks.
 
-    Raises:
-        UsageError: a statement is unknown, or blocks do not pair.
+    Raises UsageError: a statement is unknown, or blocks do not pair.
     """
     lines = text.split("\n")
     blocks = _blocks(lines, shown)
     extends = any(match[2] == "extends" for match in map(_STATEMENT.match, lines) if match)
     for block in blocks:
         block.expands = extends and block.parent is None
-        block.indent = _indent_of(block, lines)
+        inside = [line for line in lines[block.start + 1 : block.end] if line.strip() and not _STATEMENT.match(line)]
+        block.indent = min(map(_spaces, inside), default=_spaces(lines[block.start]))
     rewritten = _rewrite(lines, blocks, index)
-    return PreparedTemplate(
-        source="\n".join(rewritten),
-        blocks=blocks,
-        outside="\n".join(_outside(lines, rewritten, blocks)) if extends else "",
-    )
+    tops = [block for block in blocks if block.parent is None]
+    outside: list[str] = []
+    for number, (line, new) in enumerate(zip(lines, rewritten, strict=True)):
+        statement = _STATEMENT.match(line)
+        drop = (statement is not None and statement[2] == "extends") or line.rstrip() == "---"
+        drop = drop or any(block.start <= number <= block.end for block in tops)
+        outside.append("" if drop else new)
+    return PreparedTemplate("\n".join(rewritten), blocks, "\n".join(outside) if extends else "")
 
 
 def strip_marks(rendered: str) -> tuple[str, list[tuple[int, int]]]:
@@ -149,15 +140,6 @@ def _blocks(lines: list[str], shown: str) -> list[TemplateBlock]:
     return found
 
 
-def _indent_of(block: TemplateBlock, lines: list[str]) -> int:
-    inside = [
-        _spaces(line)
-        for number, line in enumerate(lines)
-        if block.holds(number) and line.strip() and not _STATEMENT.match(line)
-    ]
-    return min(inside) if inside else _spaces(lines[block.start])
-
-
 def _spaces(line: str) -> int:
     return len(line) - len(line.lstrip(" "))
 
@@ -204,14 +186,3 @@ def _pending(line: str, pending: str) -> str:
         elif found in _CLOSES:
             pending = _CLOSES[found]
     return pending
-
-
-def _outside(lines: list[str], rewritten: list[str], blocks: list[TemplateBlock]) -> list[str]:
-    tops = [block for block in blocks if block.parent is None]
-    kept: list[str] = []
-    for number, (line, new) in enumerate(zip(lines, rewritten, strict=True)):
-        statement = _STATEMENT.match(line)
-        drop = (statement is not None and statement[2] == "extends") or line.rstrip() == "---"
-        drop = drop or any(block.start <= number <= block.end for block in tops)
-        kept.append("" if drop else new)
-    return kept

@@ -1,8 +1,7 @@
 """Define the whole config, eight typed and strict sections, and its sections `checkpoint` and `monitor`.
 
-Below the trainer no component gets a `Config`: each gets its section, and the components that place a model and run its
-step get `Config.step`, a `StepConfig`. `Config()` with all defaults is valid for use from Python, where model and data
-are given as objects; the command line also needs `model.name` and `data.name`. Nothing here imports torch.
+`Config()` with all defaults is valid for use from Python, where model and data are given as objects; the command line
+also needs `model.name` and `data.name`. Nothing here imports torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -105,13 +104,6 @@ class StragglerConfig(Section):
     patience: int = key(3, "The number of times in a row before a warning; checked about once a second.", ge=1)
 
 
-class PrometheusConfig(Section):
-    """A page `/metrics` for Prometheus to read, served by rank 0."""
-
-    port: int = key(9400, "0: any free one, which is logged.", ge=0, le=65535)
-    host: str = key("127.0.0.1", "`0.0.0.0` opens it to the network.", min_length=1)
-
-
 class MonitorConfig(Section):
     """Logging, profiles and warnings."""
 
@@ -126,7 +118,6 @@ class MonitorConfig(Section):
     profile: ProfileConfig | None = key(None, "Trace a few steps; unset: off; `{}`: defaults.")
     memory: MemoryConfig = section(MemoryConfig, "Warnings about memory.")
     straggler: StragglerConfig = section(StragglerConfig, "Warnings about a slow rank.")
-    prometheus: PrometheusConfig | None = key(None, "Serve `/metrics` on rank 0; unset: off; `{}`: defaults.")
     gradient_norms: bool = key(
         False, "Record the norm of each layer's gradient on logged steps. Waits for other ranks."
     )
@@ -188,8 +179,7 @@ class Config(Section):
     def from_file(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Config":
         """Read a YAML file; `overrides` are `section.key=VALUE`, applied last.
 
-        Raises:
-            UsageError: the file can't be read, or has a mistake.
+        Raises UsageError: the file can't be read, or has a mistake.
         """
         from lockstep.config.loading import load_config
 
@@ -198,8 +188,7 @@ class Config(Section):
     def replaced(self, changes: Mapping[str, Any]) -> "Config":
         """Return a copy with some keys changed, `{"distributed.strategy": "fsdp"}`, checked like a file.
 
-        Raises:
-            UsageError: a key or a value is wrong, or they contradict each other.
+        Raises UsageError: a key or a value is wrong, or they contradict each other.
         """
         from lockstep.config.loading import config_from
 

@@ -1,10 +1,7 @@
 """Define the sections `model`, `data`, `training` and `precision` of the config.
 
-Field descriptions are the documentation of the keys: `lockstep config schema` and the reference page print them.
-A *step* is one optimizer update; a *micro-batch* is `training.batch_size` samples.
-
-The defaults are those of a plain loop in PyTorch, in float32, without a schedule and without clipping, on the command
-line and in Python. The configs that ship spell out their recipes.
+Field descriptions are the documentation of the keys. The defaults are those of a plain loop in PyTorch, in float32,
+without a schedule and without clipping; the configs that ship spell out their recipes.
 """
 
 from typing import Annotated, Any, Literal

@@ -1,16 +1,9 @@
 """Render configs in Forgather's template language, by Jinja2 in its sandbox, and read the result as YAML.
 
-A file extends another with `-- extends 'trainers/fsdp.yaml'` (beside it, or shipped) and fills its blocks. Text outside
-of all blocks is merged over the result. Keys of two files are merged, the later one wins, so that `== super()` can be
-followed by other values. A block that the parent lacks is an error. A template can ask for any amount of memory and
-time (`'x' * 10**12`, nested loops), so it is rendered in a child process with limits that the system enforces.
-
-The blocks of the trainers that ship, and the keys that their content sets:
-
-    trainer_args         keys of any section by their last name (`max_steps`, `save_steps` …), or whole sections
-    distributed_env      keys of `distributed`; or an object named DistributedEnvironment, whose arguments they are
-    loss_fn              `loss_fn`
-    trainer_callbacks    `monitor.callbacks`
+A file extends another with `-- extends 'trainers/fsdp.yaml'` (beside it, or shipped) and fills its blocks: trainer_args
+(keys of any section by their last name, or sections), distributed_env (keys of `distributed`), loss_fn and
+trainer_callbacks. Text outside of all blocks is merged over the result; the later one of equal keys wins. A template
+can ask for any amount of memory and time, so it is rendered in a child process with limits that the system enforces.
 """
 
 import os
@@ -48,8 +41,7 @@ _NO_MEMORY = 3  # exit code
 def render(file: ResolvedFile) -> Node:
     """Return the tree of a template and all files that it extends.
 
-    Raises:
-        UsageError: the template or the YAML has a mistake; with file and line.
+    Raises UsageError: the template or the YAML has a mistake; with file and line.
     """
     rendered = within_limits(lambda: _render_chain(file), file.shown)
     plain, origins = strip_marks(rendered.text)
@@ -87,7 +79,6 @@ def _render_chain(file: ResolvedFile) -> _Rendered:
 
 
 def _fill(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """Return the text of a template, and add the variables that it and its parents set to `variables`."""
     context = template.new_context()
     try:
         text = "".join(template.root_render_func(context))
@@ -98,7 +89,6 @@ def _fill(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 def _with_variables(node: Node, variables: Mapping[str, int | float]) -> Node:
-    """Return the tree with the template's variables in each `Calc`."""
     if isinstance(node.value, dict):
         return replace(node, value={key: _with_variables(child, variables) for key, child in node.value.items()})
     if isinstance(node.value, list):
@@ -153,7 +143,6 @@ class _TemplateFiles:
         return self.prepared[path].source, path, lambda: True
 
     def chain(self, file: ResolvedFile) -> list[ResolvedFile]:
-        """Return the file, its parent, its parent's parent and so on."""
         chain: list[ResolvedFile] = []
         following: ResolvedFile | None = file
         while following is not None:
@@ -198,7 +187,8 @@ def _checked(library: _TemplateFiles, work: Any, file: ResolvedFile | None = Non
     try:
         return work()
     except jinja2.TemplateSyntaxError as error:
-        shown = _shown(library, error.filename or error.name, file)
+        path = error.filename or error.name
+        shown = (library.by_path.get(str(Path(path)) if path else "") or file or library.files[0]).shown
         raise UsageError(
             f"the template can't be read: {error.message}",
             where=f"{shown}:{error.lineno}",
@@ -215,13 +205,7 @@ def _checked(library: _TemplateFiles, work: Any, file: ResolvedFile | None = Non
         ) from None
 
 
-def _shown(library: _TemplateFiles, path: str | None, file: ResolvedFile | None) -> str:
-    known = library.by_path.get(str(Path(path))) if path else None
-    return (known or file or library.files[0]).shown
-
-
 def _expand(tree: Node) -> Node:
-    """Move the content of blocks to its place in the schema."""
     if not isinstance(tree.value, dict):
         return tree
     names = ("trainer_args", "distributed_env", "trainer_callbacks")
@@ -232,8 +216,13 @@ def _expand(tree: Node) -> Node:
     for name, node in blocks.items():
         if node.value is None:
             continue
-        expanded = {"trainer_args": _trainer_args, "distributed_env": _distributed_env, "trainer_callbacks": _callbacks}
-        rest = merge(rest, expanded[name](node))
+        if name == "trainer_args":
+            placed = _trainer_args(node)
+        elif name == "distributed_env":
+            placed = _distributed_env(node)
+        else:
+            placed = Node({"monitor": Node({"callbacks": node}, node.origin)}, node.origin)
+        rest = merge(rest, placed)
     return rest
 
 
@@ -281,19 +270,10 @@ def _distributed_env(node: Node) -> Node:
     return Node({"distributed": inside}, node.origin)
 
 
-def _callbacks(node: Node) -> Node:
-    return Node({"monitor": Node({"callbacks": node}, node.origin)}, node.origin)
-
-
 def within_limits(work: Callable[[], T], what: str) -> T:
     """Return the result of `work()`, computed in a child process; result and errors must pickle.
 
-    Args:
-        work: uses neither devices nor other threads.
-        what: the file, for messages.
-
-    Raises:
-        UsageError: from `work`, or because a limit was reached.
+    `work` uses neither devices nor other threads. Raises UsageError: from `work`, or because a limit was reached.
     """
     reads, writes = os.pipe()
     child = os.fork()
@@ -333,7 +313,6 @@ def _too_much(what: str, of: str) -> UsageError:
 
 
 def _run_in_child(work: Callable[[], object], writes: int) -> NoReturn:
-    """Write the result of `work()` to a pipe, and exit without the exit handlers of the parent."""
     code = _NO_MEMORY
     try:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -343,20 +322,16 @@ def _run_in_child(work: Callable[[], object], writes: int) -> NoReturn:
         ):  # fmt: skip
             resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
         with os.fdopen(writes, "wb") as pipe:
-            pipe.write(_pickled_result(work)[: RESULT_BYTES + 1])
+            try:
+                result = pickle.dumps((True, work()))
+            except MemoryError:
+                raise
+            except Exception as error:
+                result = pickle.dumps((False, error))
+            pipe.write(result[: RESULT_BYTES + 1])
         code = 0
     finally:
         os._exit(code)
-
-
-def _pickled_result(work: Callable[[], object]) -> bytes:
-    """Return the result or the error, pickled; raise a MemoryError, which becomes the exit code."""
-    try:
-        return pickle.dumps((True, work()))
-    except MemoryError:
-        raise
-    except Exception as error:
-        return pickle.dumps((False, error))
 
 
 def _read_all(reads: int) -> tuple[bytes, bool]:

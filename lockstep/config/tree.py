@@ -1,11 +1,7 @@
 """Parse YAML into a tree in which every value has its file and line.
 
-The types are those of YAML 1.2's core schema: `2e-4` is a number; `on`, `off`, `yes` and `no` are text; `012` is
-twelve; dates are text. Keys are text. Duplicate keys are refused. Anchors, aliases and `<<` merge keys work. Source:
-section 10.3 of https://yaml.org/spec/1.2.2; PyYAML's own resolvers are those of YAML 1.1.
-
-Tags are those of the template language: `!singleton:module:Name@label`, `!list`, `!calc "expression"`. `@label` names
-the object for people; to use it twice give it an anchor, `&name`, and refer to it by `*name`.
+The types are those of YAML 1.2's core schema (section 10.3 of https://yaml.org/spec/1.2.2): `2e-4` is a number; `on`,
+`off`, `yes`, `no` and dates are text; `012` is twelve. Tags are those of the template language.
 """
 
 import re
@@ -133,16 +129,11 @@ for _tag, _pattern, _first in (
 
 
 def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False) -> Node:
-    """Return the tree of one YAML document.
+    """Return the tree of one YAML document; `origins` maps a 0-based line of `text` to its origin.
 
-    Args:
-        text: the document.
-        origins: 0-based line of `text` → its origin.
-        overlay: merge two equal keys if they come from different files, as when a template calls `super()` and then
-            sets other values; in one file they are refused in any case.
+    With `overlay`, two equal keys are merged if they come from different files, as when a template calls `super()`.
 
-    Raises:
-        UsageError: it is not YAML, or has more than one document, duplicate keys or unknown tags.
+    Raises UsageError: it is not YAML, or has more than one document, duplicate keys or unknown tags.
     """
     try:
         document = yaml.compose(text, Loader=CoreLoader)
@@ -157,11 +148,6 @@ def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False)
     if document is None:
         return Node(None, origins(0))
     return _Builder(origins, overlay).build(document)
-
-
-def parse_value(text: str, origin: Origin) -> Node:
-    """Return the value of an override, such as `8`, `[a, b]` or `{x: 1}`; empty text is null."""
-    return parse(text, lambda _line: origin)
 
 
 def _not_yaml(error: yaml.YAMLError, origins: Callable[[int], Origin]) -> UsageError:
@@ -232,39 +218,30 @@ class _Builder:
         for key_node, value_node in node.value:
             where = self.origins(key_node.start_mark.line)
             if key_node.tag == _TAG + "merge":
-                merged += self._merge_sources(value_node, where)
+                source = self.build(value_node)
+                sources = source.value if isinstance(source.value, list) else [source]
+                if not all(isinstance(each.value, dict) for each in sources):
+                    fix = "write `<<: *name` with an anchor on a mapping"
+                    raise UsageError("`<<` takes a mapping, or a list of them", where=str(where), fix=fix)
+                merged += sources
                 continue
             if not isinstance(key_node, yaml.ScalarNode):
                 raise UsageError("a key should be text", where=str(where), fix="write the key as a plain word")
             key = str(key_node.value)
             value = replace(self.build(value_node), origin=where)  # a value has the origin of its key
+            if key in built and not (self.overlay and lines[key].file != where.file):
+                raise UsageError(
+                    f"the key {key!r} is written twice, first in line {lines[key].line}",
+                    where=str(where),
+                    fix="keep one of the two",
+                )
             if key in built:
-                value = self._merge_duplicate(key, built[key], value, lines[key], where)
+                value = merge(built[key], value)
             built[key], lines[key] = value, where
-        for source in merged:
-            for key, child in source.value.items():
+        for each in merged:
+            for key, child in each.value.items():
                 built.setdefault(key, child)
         return Node(built, origin)
-
-    def _merge_duplicate(self, key: str, first: Node, second: Node, first_at: Origin, second_at: Origin) -> Node:
-        if self.overlay and first_at.file != second_at.file:
-            return merge(first, second)
-        raise UsageError(
-            f"the key {key!r} is written twice, first in line {first_at.line}",
-            where=str(second_at),
-            fix="keep one of the two",
-        )
-
-    def _merge_sources(self, node: yaml.Node, where: Origin) -> list[Node]:
-        built = self.build(node)
-        sources = built.value if isinstance(built.value, list) else [built]
-        if not all(isinstance(source.value, dict) for source in sources):
-            raise UsageError(
-                "`<<` takes a mapping, or a list of them",
-                where=str(where),
-                fix="write `<<: *name` with an anchor on a mapping",
-            )
-        return list(sources)
 
 
 def _scalar(tag: str, text: str, origin: Origin) -> Any:

@@ -67,6 +67,11 @@ class Gpu:
     # fraction of `half` and `single` that training reaches in matrix products, between communication
     products: float = 0.6
 
+    @property
+    def tf32(self) -> float:
+        """TFLOP/s of matrix products in fp32 with TF32, on GPUs that have it: half of those in bf16."""
+        return self.half / 2 if self.has_bf16 else self.single
+
 
 _GPUS = (
     Gpu("V100-16GB", 16, 125, 15.7, 900, "NVLink 2", "NVIDIA V100 data sheet, SXM2", has_bf16=False),
@@ -74,8 +79,10 @@ _GPUS = (
     Gpu("T4", 16, 65, 8.1, 320, "PCIe 3", "NVIDIA T4 data sheet", has_bf16=False),
     Gpu("A100-40GB", 40, 312, 19.5, 1555, "NVLink 3", "NVIDIA A100 data sheet, SXM4", products=0.70),
     Gpu("A100-80GB", 80, 312, 19.5, 2039, "NVLink 3", "NVIDIA A100 data sheet, SXM4", products=0.70),
+    Gpu("A40", 48, 149.7, 37.4, 696, "PCIe 4", "NVIDIA A40 data sheet"),
     Gpu("A10", 24, 125, 31.2, 600, "PCIe 4", "NVIDIA A10 data sheet"),
     Gpu("L4", 24, 121, 30.3, 300, "PCIe 4", "NVIDIA L4 data sheet (half of its figures with sparsity)"),
+    Gpu("L40", 48, 181, 90.5, 864, "PCIe 4", "NVIDIA L40 data sheet"),
     Gpu("L40S", 48, 362, 91.6, 864, "PCIe 4", "NVIDIA L40S data sheet"),
     Gpu("RTX-3080-Ti", 12, 68.2, 34.1, 912, "PCIe 4", "NVIDIA GA102 whitepaper, fp32 accumulation"),
     Gpu("RTX-3090", 24, 71, 35.6, 936, "PCIe 4", "NVIDIA GA102 whitepaper, fp32 accumulation"),

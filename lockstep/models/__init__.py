@@ -1,11 +1,4 @@
-"""Builds models: those that ship, by name, and the user's own.
-
-    bdh | transformer | free_transformer | mixture | vae    the families of this package
-    hf:FOLDER, hf:CONFIG.json, hf:TYPE              Hugging Face causal language models (`lockstep.models.hf`)
-    package.module:Class                            any class, called with `model.args`
-
-`lockstep.models.protocol` defines what a model may offer to strategies. Families are imported on demand.
-"""
+"""Builds models: those that ship, by name, and the user's own; families are imported on demand."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -24,13 +17,9 @@ if TYPE_CHECKING:
 
 
 def get_model(name: str) -> Callable[..., "nn.Module"]:
-    """Return a builder for the model called `name`.
+    """Return a builder for the model `name`: a function of a `Config`, of keyword arguments (these win), or of both.
 
-    Returns:
-        a function of a `Config`, whose `model.args` are used, or of keyword arguments, or of both (keywords win).
-
-    Raises:
-        UsageError: no model has this name.
+    Raises UsageError: no model has this name.
     """
     constructor = _constructor(name)
 
@@ -44,13 +33,10 @@ def get_model(name: str) -> Callable[..., "nn.Module"]:
 def build_model(model_config: "ModelConfig", facts: Mapping[str, Any] | None = None) -> "nn.Module":
     """Return the model that a config describes, on the active default device (which may be `meta`).
 
-    Args:
-        model_config: the section `model`.
-        facts: from the data (vocab_size, block_size, image_size, channels …): they fill the constructor's arguments
-            that `model.args` leaves unset; facts that it does not take are ignored.
+    `facts` from the data (vocab_size, block_size, image_size, channels …) fill the constructor's arguments that
+    `model.args` leaves unset; those that it does not take are ignored.
 
-    Raises:
-        UsageError: there is no such model, or it does not take an argument.
+    Raises UsageError: there is no such model, or it does not take an argument.
     """
     if model_config.name is None:
         raise UsageError("no model is named", where="model.name", fix=f"write {MODELS.names()}")
@@ -93,19 +79,14 @@ def _construct(
 def check_model(model_config: "ModelConfig") -> None:
     """Check that a config's model exists and takes its arguments, without making it.
 
-    Raises:
-        UsageError: as `build_model` would, except for missing arguments that the data may fill in.
+    Raises UsageError: as `build_model` would, except for missing arguments that the data may fill in.
     """
     if model_config.name is not None:
         _require_accepted(model_config.name, _constructor(model_config.name), model_config.args)
 
 
 def _require_accepted(name: str, constructor: Callable[..., "nn.Module"], args: Mapping[str, Any]) -> list[str]:
-    """Return the names of a constructor's arguments.
-
-    Raises:
-        UsageError: an argument that is given is unknown.
-    """
+    """Return the names of a constructor's arguments. Raises UsageError: an argument that is given is unknown."""
     parameters = inspect.signature(constructor).parameters
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     accepted = [key for key, parameter in parameters.items() if parameter.kind in by_keyword]

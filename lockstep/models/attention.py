@@ -1,11 +1,8 @@
 """Attention over a sequence of which a rank may hold a part (`lockstep.parallel.context`), and rotary positions.
 
-A model that offers `context_plan()` computes each position by itself, but for what goes through an `Attend`, and takes
-positions from it.
-
-Rotary positions rotate interleaved pairs (Su et al. 2021, *RoFormer*): neighbours (2j, 2j+1) of the last dim by the
-angle t·theta^(−2j/width) at position t. Angles are float32 under any autocast (in bf16 position 257 would equal
-position 256). They are computed at each call: a buffer would be cast with the model, lost on `meta`, and sent to ranks.
+Rotary positions (Su et al. 2021, *RoFormer*) rotate neighbours (2j, 2j+1) of the last dim at position t by the angle
+t·theta^(−2j/width), in float32 under any autocast (in bf16 position 257 would equal position 256). They are computed
+at each call: a buffer would be cast with the model, lost on `meta`, and sent to ranks.
 """
 
 from typing import Any
@@ -19,15 +16,10 @@ class Attend(nn.Module):
     """Scaled dot-product attention: q [B, H, T, D], k and v [B, H or fewer, T, D] → [B, H, T, D].
 
     Positions of one document attend to each other only. `documents`, int64 [B, whole T], numbers the document of each
-    position of the whole sequence, also where a rank has a part of it; a document is one run of equal numbers.
+    position of the whole sequence, also where a rank has a part of it; a document is one run of equal numbers. If
+    `causal`, a position attends to itself and earlier ones; else to all.
 
     Subclasses that attend in another way override `run`. A context-parallel run replaces `positions` and `forward`.
-
-    Args:
-        causal: a position attends to itself and earlier ones; else to all.
-
-    Attributes:
-        heads_dim: the dim of q, k and v along which heads lie.
     """
 
     heads_dim = 1
@@ -41,16 +33,10 @@ class Attend(nn.Module):
         return torch.arange(length, device=device) if documents is None else positions_within(documents)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Attend."""
         return self.run(q, k, v, 0, documents)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, first: int, documents: Tensor | None = None) -> Tensor:
-        """Let a run of queries attend.
-
-        Args:
-            q: of the positions first, first + 1, ….
-            k, v: of the positions 0, 1, …; if causal, up to the last query's.
-        """
+        """Let queries at the positions first, first + 1, … attend to keys at 0, 1, …; if causal, to earlier ones."""
         mask = None
         if self.causal and (first or documents is not None):
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(first)
@@ -76,11 +62,7 @@ def same_document(documents: Tensor, first: int, queries: int, keys: int) -> Ten
 
 
 class SequenceDropout(nn.Dropout):
-    """Dropout of a tensor whose sequence lies along another dim than 1.
-
-    Args:
-        sequence_dim: along which.
-    """
+    """Dropout of a tensor whose sequence lies along another dim than 1."""
 
     def __init__(self, p: float, sequence_dim: int) -> None:
         super().__init__(p)
@@ -91,7 +73,6 @@ class SequenceBernoulli(nn.Module):
     """Draws of ones with given probabilities, [B, T, …] → [B, T, …]; a context-parallel run replaces `forward`."""
 
     def forward(self, probabilities: Tensor) -> Tensor:
-        """Draw."""
         return torch.bernoulli(probabilities)
 
 
@@ -99,7 +80,6 @@ class SequenceMean(nn.Module):
     """The mean over the positions of a micro-batch: [B, T, K] → [K]; a context-parallel run replaces both methods."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Average."""
         return x.mean((0, 1))
 
     def total(self, counts: Tensor) -> Tensor:

@@ -11,13 +11,9 @@
 
 N = mlp_multiplier · n_embd / n_head neurons a head. No LayerNorm has parameters.
 
-The weights `encoder`, `encoder_v` [H, D, N] and `decoder` [H·N, D] are parameters of the model itself, and each layer
-borrows them at each call (`shared_parameters`, see `lockstep.models.chain`); a `BDHLayer` owns none. Wrapping by block
-therefore finds nothing to wrap: shard the three along a dim that divides, and gather them once per step. A pipeline
-stage with any layer needs the three, and their gradients are summed over those stages.
-
-Tensors of neurons are large (H·N = 128·D) and have the heads first: each product with a weight is then one batched
-product over heads that copies neither the weight nor the neurons.
+The weights `encoder`, `encoder_v` [H, D, N] and `decoder` [H·N, D] are parameters of the model itself, which each layer
+borrows (`lockstep.models.chain`). Tensors of neurons have the heads first: each product with a weight is then one
+batched product over heads that copies neither the weight nor the neurons.
 """
 
 from typing import Any
@@ -38,8 +34,7 @@ INIT_STD = 0.02
 class BDH(Decoder):
     """The BDH language model: ids [B, T] → logits [B, T, V].
 
-    Raises:
-        UsageError: the number of neurons per head is not a whole, even number.
+    Raises UsageError: the number of neurons per head is not a whole, even number.
     """
 
     def __init__(
@@ -61,17 +56,14 @@ class BDH(Decoder):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw every parameter from N(0, 0.02), each on its own."""
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=INIT_STD)
 
     def tensor_plan(self) -> dict[str, str]:
-        """Return how the layers are cut: by heads; and the vocabulary."""
         heads = dict.fromkeys(("encoder", "encoder_v", "decoder"), "column")
         return {"embed": "vocabulary", **heads, "layers.*": "scope", "head": "head", "token_losses": "loss"}
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
-        """Return the three large weights for every layer to borrow."""
         return {name: {weight: weight for weight in ("encoder", "encoder_v", "decoder")} for name, _ in self.blocks()}
 
 
@@ -79,7 +71,6 @@ class NormalizedEmbedding(TokenTable):
     """Normalised embedding: ids [B, T] → LN(embedding) [B, T, D]; the numbers of documents are passed on."""
 
     def forward(self, input: Tensor, *documents: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
-        """Look up and normalise."""
         return with_carried(F.layer_norm(self.product(input, self.weight), (self.embedding_dim,)), documents)
 
 
@@ -111,7 +102,6 @@ class BDHLayer(nn.Module):
     def forward(
         self, x: Tensor, *documents: Tensor, encoder: Tensor, encoder_v: Tensor, decoder: Tensor
     ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-        """Run the layer."""
         width = x.shape[-1]
         heads, _, neurons = encoder.shape
         x_heads = self.enter(x, heads).view(heads, *x.shape)
@@ -129,7 +119,6 @@ class PastAttention(Attend):
     heads_dim = 0
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, first: int, documents: Tensor | None = None) -> Tensor:
-        """Let a run of queries attend."""
         heads, batch = q.shape[:2]
         q, k, v = (each.flatten(0, 1) for each in (q, k, v))
         if not first and documents is None:
@@ -161,12 +150,8 @@ CHUNK = 128  # positions
 # ---- attention to the strict past, linear in its values: tril(q qᵀ, −1) x, in two equal forms ----
 #
 # Direct: the T × T table of scores, half of which is discarded: 2·T·(N + D) multiply-adds per position and head.
-# Chunked: the same within a chunk of C positions; all earlier positions enter through their sum Σ qᵀx, [N, D]:
-# 2·C·(N + D) + 4·N·D multiply-adds for any T, and no table. Backward keeps only q and x: it computes the same sum
-# again, and the gradient of the sum in reverse.
-#
-# Source: the chunkwise form of linear attention, Katharopoulos et al. 2020 and Yang et al. 2023, with one tensor as
-# queries and keys and the diagonal left out.
+# Chunked (Katharopoulos et al. 2020, Yang et al. 2023): the same within a chunk of C positions; all earlier positions
+# enter through their sum Σ qᵀx, [N, D]: 2·C·(N + D) + 4·N·D multiply-adds for any T, and no table.
 
 
 def sum_over_past(q: Tensor, x: Tensor) -> Tensor:
@@ -221,11 +206,7 @@ class _Chunked(torch.autograd.Function):
 
 
 class _PastSum:
-    """The sum Σ qᵀy over the chunks so far, [R, N, D]; empty before the first.
-
-    Args:
-        dtype: of q and y, and of the products with the sum.
-    """
+    """The sum Σ qᵀy over the chunks so far, [R, N, D]; empty before the first; products have the dtype of q."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype, self._kept = dtype, torch.promote_types(dtype, torch.float32)

@@ -1,22 +1,14 @@
 """Runs a model's forward pass as a chain of segments, some of which borrow parameters.
 
 `segments()` lists (canonical name, module): the result of one (a tensor, or a tuple) is the positional arguments of the
-next. One process and the stages of a pipeline run the same chain.
-
-A parameter that several segments use has one owner, and the others borrow it. `shared_parameters()` declares this:
+next. A segment returns neither a view nor one of its own inputs, because torch's pipeline runtime detaches outputs in
+place. A parameter that several segments use has one owner, and the others borrow it, as `shared_parameters()` declares:
 
     {segment name: {keyword of that segment's forward: canonical name of the parameter}}
 
-A borrower owns nothing and gets the tensor at each call, looked up through its owner at that moment. Therefore
-
-- FSDP2, which replaces an owner's parameters by gathered ones around its forward pass, needs no special case, and
-  neither do `DataParallel` and `torch.func.functional_call`;
-- a stage of a pipeline needs exactly the parameters that its segments name, under their canonical names;
-- code that needs the gradient of each *use* (the same bits on any number of ranks) passes each segment its own leaf in
-  place of the parameter;
-- tied weights cannot diverge: there is one parameter, not two copies.
-
-A segment returns neither a view nor one of its own inputs, because torch's pipeline runtime detaches outputs in place.
+A borrower gets the tensor at each call, looked up through its owner at that moment. So FSDP2, which replaces an owner's
+parameters around its forward pass, needs no special case; a stage of a pipeline needs exactly the parameters that its
+segments name; and code that needs the gradient of each *use* passes each segment a leaf of its own.
 """
 
 import inspect
@@ -29,13 +21,7 @@ from lockstep.errors import UsageError
 
 
 def run_segments(model: nn.Module, *inputs: Any, keywords: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
-    """Run `inputs` through `model.segments()`, and return the last segment's result.
-
-    Args:
-        model: has `segments()`.
-        inputs: of the first segment.
-        keywords: further keyword arguments, by segment name.
-    """
+    """Run `inputs` through `model.segments()`, with `keywords` by segment name; return the last one's result."""
     borrowed = shared_parameters_of(model)
     values: tuple[Any, ...] = inputs
     outputs: Any = inputs
@@ -51,14 +37,11 @@ def run_segment(
     segment: nn.Module, values: tuple[Any, ...], keywords: Mapping[str, Any],
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
 ) -> Any:  # fmt: skip
-    """Call one segment.
+    """Call one segment with the previous one's result.
 
-    Args:
-        values: the previous segment's result.
-        inputs: (positional, keyword) arguments of the whole model, for a segment with `takes_inputs`.
+    `inputs` are the (positional, keyword) arguments of the whole model, for a segment with `takes_inputs`.
 
-    Raises:
-        UsageError: the segment does not accept these arguments.
+    Raises UsageError: the segment does not accept these arguments.
     """
     if getattr(segment, "takes_inputs", False):
         keywords = {**keywords, "inputs": inputs}

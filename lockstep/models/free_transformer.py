@@ -54,9 +54,6 @@ class FreeTransformer(Decoder):
         kappa: nats per position that the latent may carry at no cost. Default: ln 2 / 2, half a bit.
         split_layer: how many layers come before the latent. Unset: half of them.
         others: as in `Transformer`.
-
-    Raises:
-        UsageError: too many bits, or no layer after the latent.
     """
 
     def __init__(
@@ -81,7 +78,6 @@ class FreeTransformer(Decoder):
         self.init_weights()
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """Return the layers, with the latent in its place."""
         layers = super().blocks()
         return [*layers[: self.split_layer], ("latent", self.latent), *layers[self.split_layer :]]
 
@@ -114,11 +110,7 @@ class FreeTransformer(Decoder):
         return terms["cross_entropy"] + terms["penalty"]
 
     def loss_terms(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the terms of the loss, each a 0-dim float32 sum over the valid targets, in nats.
-
-        Returns:
-            cross_entropy; penalty, beta · max(0, KL_t − kappa); and, for reports only, kl, the bare KL_t.
-        """
+        """Return the terms of the loss, each a 0-dim float32 sum over valid targets in nats; kl is for reports."""
         logits, z_logits = outputs
         valid = batch["targets"] != IGNORED_TARGET
         kl = torch.where(valid, kl_from_fair_coins(z_logits), 0.0)
@@ -133,10 +125,9 @@ class FreeTransformer(Decoder):
     def generate(
         self, ids: Tensor, num_tokens: int, *, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
     ) -> Tensor:
-        """Continue ids [1, T], and return [1, T + num_tokens].
+        """Continue ids [1, T], and return [1, T + num_tokens]; the global random state is not changed.
 
-        Each position's latent is drawn once, when the position is first read, and keeps its value. The window is
-        `block_size`. The global random state is not changed.
+        Each position's latent is drawn once, when the position is first read, and keeps its value.
         """
         generator = torch.Generator(ids.device).manual_seed(seed)
         codes = torch.empty(ids.shape[0], 0, dtype=torch.int64, device=ids.device)
@@ -154,7 +145,6 @@ class InjectedBlock(Block):
     """The block after the latent: (x, r, …) → x, with queries from x and keys and values from x + r."""
 
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Run the block."""
         documents, (r, *others) = split_documents(carried)
         attended = self.attention(self.attention_norm(x), self.attention_norm(x + r), documents)
         return with_carried(self._add(x, attended), (*carried[: documents is not None], *others))
@@ -163,12 +153,8 @@ class InjectedBlock(Block):
 class CodeLatent(nn.Module):
     """The latent: encoder, draw, and projection: x [B, T, D] → (x, r [B, T, D], z_logits [B, T, H_z]).
 
-    The numbers of documents are passed on after x.
-
     The encoder is one block that is not causal. Its queries are one learned vector at every position, so positions
-    enter only through the rotary embedding of queries and keys.
-
-    It draws once, with `torch.bernoulli`: recomputing this module requires the generator's state.
+    enter only through the rotary embedding of queries and keys. The numbers of documents are passed on after x.
     """
 
     products = {"queries": "query", "injected": "post"}
@@ -189,7 +175,6 @@ class CodeLatent(nn.Module):
         self.post = nn.Parameter(torch.empty(2**latent_bits, n_embd))
 
     def init_weights(self) -> None:
-        """Fill the parameters."""
         for norm in (self.query_norm, self.key_norm, self.mlp_norm, self.readout_norm):
             nn.init.ones_(norm.weight)
         for weight in (self.query, self.readout.weight, self.post):

@@ -4,10 +4,7 @@
     hf:CONFIG.json    that config, values drawn at random
     hf:TYPE           a model type of the library (llama, gpt2, …) with its default config, values drawn at random
 
-`model.args` override the config by the library's own names (num_hidden_layers, hidden_size, …). Parameters are always
-float32, whatever the config contains: autocast does the rest. `lockstep.models.hf_causal` adapts them to the protocol.
-
-The Llama and GPT-2 families with random values can be built on `meta`. Others are built whole, on the CPU.
+`model.args` override the config by the library's own names. Parameters are always float32: autocast does the rest.
 """
 
 import difflib
@@ -41,8 +38,7 @@ _AutoModel: Any = transformers.AutoModelForCausalLM
 def from_files(path: str, **overrides: Any) -> nn.Module:
     """Return the model in a folder, with its weights if there are any; or of a config file, with random ones.
 
-    Raises:
-        UsageError: there is no config, it lacks an overridden key, or the weights do not fill the model.
+    Raises UsageError: there is no config, it lacks an overridden key, or the weights do not fill the model.
     """
     place = Path(path)
     file = place / "config.json" if place.is_dir() else place
@@ -68,13 +64,9 @@ def from_files(path: str, **overrides: Any) -> nn.Module:
 def from_type(
     model_type: str, *, vocab_size: int | None = None, block_size: int | None = None, **overrides: Any
 ) -> nn.Module:
-    """Return a model of the library's type `model_type`, with its default config and changes.
+    """Return a model of the library's type `model_type`, with its default config, changes, and `block_size` positions.
 
-    Args:
-        block_size: the config's positions are raised to it if they are fewer.
-
-    Raises:
-        UsageError: there is no such type, or its config lacks an overridden key.
+    Raises UsageError: there is no such type, or its config lacks an overridden key.
     """
     if vocab_size is not None:
         overrides["vocab_size"] = vocab_size

@@ -6,15 +6,9 @@ the data shift targets, and the library's loss would shift them again. A mixture
 in its config adds a balance term: there the library's own loss is used, with targets marked as shifted. The term is
 computed per micro-batch, and a step weighs it like the mean losses; in evaluation the loss is without it.
 
-The Llama and GPT-2 families are also divided into segments, each a module of the model under its own name:
-
-    llama   model.embed_tokens → model.layers.i → model.norm → lm_head
-    gpt2    transformer.wte → transformer.wpe → transformer.drop → transformer.h.i → transformer.ln_f → lm_head
-
-The differences inside: each Llama layer computes the angles of its rotary positions itself, from a buffer `inv_freq`
-that is not saved (`model.rotary_emb` is removed); GPT-2's `wpe` alone adds positions to its input; a head tied to the
-embedding owns no weight and borrows the embedding's (`lockstep.models.chain`), under the name that the library also
-lists.
+The Llama and GPT-2 families are also divided into segments, each a module of the model under its own name (`chain`).
+Inside, each Llama layer computes the angles of its rotary positions itself, from a buffer `inv_freq` that is not saved;
+GPT-2's `wpe` alone adds positions to its input; a tied head borrows the embedding's weight (`lockstep.models.chain`).
 """
 
 import functools
@@ -80,7 +74,6 @@ class CausalModel(LanguageModel):
         return logits
 
     def inputs(self, batch: Mapping[str, Tensor]) -> Any:
-        """Return the arguments of forward."""
         return (batch["input_ids"],)
 
     def context_plan(self) -> dict[str, int]:
@@ -88,7 +81,6 @@ class CausalModel(LanguageModel):
         return attend_through(self)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """Return the layers."""
         names = set(self._no_split_modules or ())
         return [(name, module) for name, module in self.named_modules() if type(module).__name__ in names]
 
@@ -111,28 +103,24 @@ class MixtureModel(CausalModel):
                 output_router_logits=self.training,
             )  # fmt: skip
         if not self._takes_targets_as_they_are:
-            self._require_as_they_are(calls, targets)
+            counted = calls.count(targets, len)
+            if counted is None or int(counted) != int((targets != IGNORED_TARGET).sum()):
+                raise UsageError(
+                    f"the loss of {type(self).__name__} in transformers shifts targets that are shifted already",
+                    where="model.args.output_router_logits",
+                    fix="leave it out, and experts are not balanced; or hand the library's model to lockstep.Trainer "
+                    "with batches of input_ids and labels",
+                )
+            self._takes_targets_as_they_are = True
         return found.logits, found.loss.float()
 
     def inputs(self, batch: Mapping[str, Tensor]) -> Any:
-        """Return the arguments of forward."""
         return batch["input_ids"], batch["targets"]
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy summed over valid targets, plus the balance term times their number."""
         count = self.count(batch)
         return torch.where(count > 0, outputs[1] * count, 0.0)
-
-    def _require_as_they_are(self, calls: LossCalls, targets: Tensor) -> None:
-        counted = calls.count(targets, len)
-        if counted is None or int(counted) != int((targets != IGNORED_TARGET).sum()):
-            raise UsageError(
-                f"the loss of {type(self).__name__} in transformers shifts targets that are shifted already",
-                where="model.args.output_router_logits",
-                fix="leave it out, and experts are not balanced; or hand the library's model to lockstep.Trainer with "
-                "batches of input_ids and labels",
-            )
-        self._takes_targets_as_they_are = True
 
 
 class ScaledEmbedding(TokenTable):
@@ -141,7 +129,6 @@ class ScaledEmbedding(TokenTable):
     embed_scale: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        """Look up the ids."""
         return self.product(input, self.weight) * self.embed_scale.to(self.weight.dtype)
 
 
@@ -161,12 +148,10 @@ class CutModel(CausalModel):
             _swap_class(head, OutputLayer)
 
     def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]  # its segments take nothing else
-        """Run the chain: ids [B, T] → logits [B, T, V]."""
         logits: Tensor = run_segments(self, ids)
         return logits
 
     def segments(self) -> list[tuple[str, nn.Module]]:
-        """Return the forward pass as a chain."""
         found: list[tuple[str, nn.Module]] = []
         for name in self.chain:
             if name.endswith(".*"):
@@ -177,7 +162,6 @@ class CutModel(CausalModel):
         return found
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
-        """Return the embedding for a tied head to borrow."""
         return {"lm_head": {"weight": self.embedding}} if self.tied else {}
 
     def init_weights(self) -> None:
@@ -202,7 +186,6 @@ class Llama(CutModel):
     embedding = "model.embed_tokens.weight"
 
     def cut(self) -> None:
-        """Prepare the layers, which compute their own angles."""
         super().cut()
         decoder: Any = self.get_submodule("model")
         rotary_class: Any = type(decoder.rotary_emb)
@@ -213,7 +196,6 @@ class Llama(CutModel):
             layer.prepare(make_rotary)
 
     def init_weights(self) -> None:
-        """Draw parameters, and fill the layers' buffers."""
         super().init_weights()
         for layer in self.get_submodule("model.layers").children():
             assert isinstance(layer, LlamaLayer)
@@ -235,14 +217,12 @@ class LlamaLayer(nn.Module):
         self.fill_buffers()
 
     def fill_buffers(self) -> None:
-        """Fill the buffer of frequencies."""
         with torch.device("cpu"):
             rotary = self.make_rotary()
         self.inv_freq.copy_(rotary.inv_freq)
         self.rotary_scale = float(rotary.attention_scaling)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the layer."""
         attend = getattr(self.self_attn, "attend", None)  # of context parallel (`attend_through`)
         position = torch.arange(x.shape[1], device=x.device)
         if attend is not None:
@@ -261,7 +241,6 @@ class GPT2(CutModel):
     embedding = "transformer.wte.weight"
 
     def cut(self) -> None:
-        """Prepare embedding, positions and layers."""
         super().cut()
         _swap_class(self.get_submodule("transformer.wpe"), PositionAdder)
         for layer in self.get_submodule("transformer.h").children():
@@ -281,7 +260,6 @@ class PositionAdder(nn.Embedding):
     """Learned positions: x [B, T, D] → x plus the vectors of positions 0 … T−1."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Add the positions."""
         length = input.shape[1]
         if length > self.num_embeddings:
             raise UsageError(
@@ -296,7 +274,6 @@ class GPT2Layer(nn.Module):
     """One layer: x [B, T, D] → x [B, T, D]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the layer."""
         return _only(super().forward(x))
 
 
@@ -307,19 +284,16 @@ def _only(outputs: Any) -> Tensor:
     return found
 
 
-def _swap_class(module: nn.Module, mixin: type[nn.Module]) -> None:
-    module.__class__ = _subclass(mixin, type(module))
+def _swap_class(module: Any, mixin: Any) -> None:
+    base: Any = type(module)
+    module.__class__ = _subclass(mixin, base)
 
 
-_SUBCLASSES: dict[tuple[type, type], type[nn.Module]] = {}  # cached: layers of one class stay of one class
-
-
-def _subclass(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    if (mixin, base) not in _SUBCLASSES:
-        bases = (mixin,) if issubclass(mixin, base) else (mixin, base)
-        # Keep the base's name: the library's own tables use it (`_no_split_modules`, `architectures`).
-        _SUBCLASSES[mixin, base] = type(base.__name__, bases, {"__doc__": mixin.__doc__})
-    return _SUBCLASSES[mixin, base]
+@functools.cache  # layers of one class stay of one class
+def _subclass(mixin: Any, base: Any) -> type[nn.Module]:
+    bases = (mixin,) if issubclass(mixin, base) else (mixin, base)
+    # Keep the base's name: the library's own tables use it (`_no_split_modules`, `architectures`).
+    return type(base.__name__, bases, {"__doc__": mixin.__doc__})
 
 
 def attend_through(model: nn.Module) -> dict[str, int]:
@@ -328,11 +302,16 @@ def attend_through(model: nn.Module) -> dict[str, int]:
     The library calls the function that its public `AttentionInterface` has under the name in the config: ours hands
     queries, keys and values, as the layer rotated them, to the layer's `Attend`. Positions come from there, too.
 
-    Raises:
-        UsageError: the family's attention does more, or is not known.
+    Raises UsageError: the family's attention does more, or is not known.
     """
     config: Any = model.config
-    problem, fix = _why_not_attend(config)
+    problem = fix = ""
+    if config.model_type not in _ATTENDING or getattr(config, "output_router_logits", False):
+        problem, fix = "its attention or its loss does more", f"use one of {', '.join(_ATTENDING)}"
+    elif getattr(config, "sliding_window", None) is not None:
+        problem, fix = "it attends within a window", "write sliding_window: null in model.args"
+    elif config.attention_dropout:
+        problem, fix = "it has attention_dropout", "write attention_dropout: 0 in model.args"
     if problem:
         raise UsageError(
             f"sequences of hf:{config.model_type} can't be cut over ranks: {problem}",
@@ -348,20 +327,15 @@ def attend_through(model: nn.Module) -> dict[str, int]:
     AttentionInterface.register(_ATTENTION, _attend)
     model.set_attn_implementation(_ATTENTION)  # type: ignore[operator]
     rotary = getattr(model.get_submodule("model"), "rotary_emb", None)
+    attend = layers[0].attend
+
+    def take_positions(_rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x: Tensor = args[0]
+        return args[:1], {**kwargs, "position_ids": attend.positions(x.shape[1], x.device)[None]}
+
     if rotary is not None:
-        rotary.register_forward_pre_hook(_positions_of(layers[0].attend), with_kwargs=True)
+        rotary.register_forward_pre_hook(take_positions, with_kwargs=True)
     return _SEQUENCES
-
-
-def _why_not_attend(config: Any) -> tuple[str, str]:
-    """Return why a model can't be cut, and what to write; "" if it can."""
-    if config.model_type not in _ATTENDING or getattr(config, "output_router_logits", False):
-        return "its attention or its loss does more", f"use one of {', '.join(_ATTENDING)}"
-    if getattr(config, "sliding_window", None) is not None:
-        return "it attends within a window", "write sliding_window: null in model.args"
-    if config.attention_dropout:
-        return "it has attention_dropout", "write attention_dropout: 0 in model.args"
-    return "", ""
 
 
 def _attend(
@@ -371,11 +345,3 @@ def _attend(
     assert attention_mask is None
     assert scaling == module.head_dim**-0.5
     return module.attend(query, key, value).transpose(1, 2).contiguous(), None
-
-
-def _positions_of(attend: Attend) -> Any:
-    def before(_rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x: Tensor = args[0]
-        return args[:1], {**kwargs, "position_ids": attend.positions(x.shape[1], x.device)[None]}
-
-    return before

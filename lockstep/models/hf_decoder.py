@@ -1,26 +1,12 @@
 """Cuts causal models of the Hugging Face library: into segments for pipelines, and their layers over ranks.
 
-Both keep the library's own forward pass. As a chain for pipelines:
-
-    inputs → model.layers.0 → … → model.layers.n-1 → outputs
-
-A segment is the library's decoder with one of its layers: instead of token ids it takes the previous layer's result
-(`inputs_embeds`), and computes masks and positions itself. `inputs` looks the tokens up; `outputs` normalises, computes
-logits and, if the batch has labels, the loss. So a stage computes what the library computes, including scales or caps
-of a family, and layers stay modules of the model: blocks can be recomputed, compiled and sharded.
-
-The attention mask is passed on with the hidden states, because middle stages have no batch. Layers draw the same
-random numbers as in the whole model.
-
-Families are listed, and each is tested to compute the library's bits, because families differ between their layers.
+A segment is the library's decoder with one of its layers: it takes the previous layer's result (`inputs_embeds`) and
+computes masks and positions itself, so it computes what the library computes, and layers stay modules of the model.
+`inputs` looks the tokens up; `outputs` normalises, computes logits and, if the batch has labels, the loss. The mask is
+passed on with the hidden states. Each listed family is tested to compute the library's bits.
 
 Over ranks (`lockstep.parallel.tensor_plan`) the library's own plan (`base_model_tp_plan` of a config) is translated,
 and what it leaves out is added: GPT-2, weights in which several layers lie side by side, embeddings, heads and losses.
-What forward passes read of sizes is set to those of a rank (`fit_heads`).
-
-    gpt2                 c_attn: queries, keys and values side by side
-    phi3                 qkv_proj, gate_up_proj
-    mixtral, qwen*_moe   each rank has some of the experts, whole
 """
 
 import copy
@@ -37,19 +23,12 @@ from lockstep.torch_compat.module_copy import with_own_children
 
 
 class Family(NamedTuple):
-    """Names of a family's decoder parts.
+    """Names of a family's decoder parts."""
 
-    Attributes:
-        decoder: attribute of the causal model.
-        layers: attribute of the decoder.
-        before: modules of the decoder that run before the layers, even if it is given embeddings.
-        after: modules of the decoder that run after them.
-    """
-
-    decoder: str = "model"
-    layers: str = "layers"
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ("norm",)
+    decoder: str = "model"  # attribute of the causal model
+    layers: str = "layers"  # attribute of the decoder
+    before: tuple[str, ...] = ()  # modules of the decoder that run before the layers, even if it is given embeddings
+    after: tuple[str, ...] = ("norm",)  # those that run after them
 
 
 FAMILIES: dict[str, Family] = {
@@ -87,8 +66,7 @@ def decoder_segments(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
 def refuse_balanced_experts(model: nn.Module) -> None:
     """Reject a loss that needs all layers of a model.
 
-    Raises:
-        UsageError: the model returns the choices of its routers, and adds a loss that balances them.
+    Raises UsageError: the model returns the choices of its routers, and adds a loss that balances them.
     """
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise UsageError(
@@ -106,7 +84,8 @@ def _cut(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
     for place, (index, layer) in enumerate(layers.items()):
         name = f"{prefix}.{index}"
         found.append((name, Layer(name, _reduced(decoder, family, layer=layer, place=place))))
-    head = _copied(model)
+    head = with_own_children(model)
+    head.__dict__.pop(_CACHE, None)
     setattr(head, family.decoder, _reduced(decoder, family, last=True))
     found.append(("outputs", Outputs(f"{found[-1][0]}/after", head)))
     reached = {id(p) for _, segment in found for p in segment.parameters()}
@@ -124,7 +103,6 @@ class Inputs(nn.Module):
         self.decoder = decoder
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any) -> Any:
-        """Look up the tokens."""
         if unknown := sorted(key for key in others if key not in _KNOWN_ARGUMENTS and others[key] is not None):
             raise UsageError(
                 f"a batch with {', '.join(unknown)}, which stages of a pipeline do not hand on",
@@ -135,31 +113,22 @@ class Inputs(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer: hidden states [B, T, D] → hidden states [B, T, D]; the attention mask is passed on.
+    """One layer: hidden states [B, T, D] → hidden states [B, T, D]; the attention mask is passed on."""
 
-    Attributes:
-        random_key: the layer's name, the key of its random numbers in the whole model.
-    """
-
-    def __init__(self, random_key: str, decoder: nn.Module) -> None:
+    def __init__(self, name: str, decoder: nn.Module) -> None:
         super().__init__()
-        self.random_key, self.decoder = random_key, decoder
+        self.random_key, self.decoder = name, decoder  # the key of its random numbers in the whole model
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Any:
-        """Run the layer."""
         arguments = {"inputs_embeds": hidden, "attention_mask": attention_mask, "use_cache": False}
         hidden = self.decoder(**arguments).last_hidden_state
         return hidden if attention_mask is None else (hidden, attention_mask)
 
 
 class Outputs(nn.Module):
-    """Last segment: hidden states [B, T, D] → the whole model's result.
+    """Last segment: hidden states [B, T, D] → the whole model's result, with the loss if there are labels."""
 
-    Attributes:
-        takes_inputs: it is called with `inputs`, the whole model's (positional, keyword) arguments, for labels.
-    """
-
-    takes_inputs = True
+    takes_inputs = True  # it is called with `inputs`, the whole model's (positional, keyword) arguments, for labels
 
     def __init__(self, random_key: str, model: nn.Module) -> None:
         super().__init__()
@@ -169,7 +138,6 @@ class Outputs(nn.Module):
         self, hidden: Tensor, attention_mask: Tensor | None = None, *,
         inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
     ) -> Any:  # fmt: skip
-        """Return the logits, and the loss if there are labels."""
         given = {key: value for key, value in inputs[1].items() if key not in ("input_ids", "attention_mask")}
         return self.model(inputs_embeds=hidden, attention_mask=attention_mask, **{**given, "use_cache": False})
 
@@ -178,7 +146,6 @@ class _NoPositions(nn.Module):
     """Stands for learned positions that the first segment has added: −0.0, which changes no bit of a sum."""
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Return zeros."""
         return torch.tensor(-0.0, device=positions.device)
 
 
@@ -187,7 +154,7 @@ def _reduced(
     last: bool = False,
 ) -> nn.Module:  # fmt: skip
     """Return a decoder that shares its modules with `decoder`, and has at most one of its layers."""
-    part = _copied(decoder)
+    part = with_own_children(decoder)
     setattr(part, family.layers, nn.ModuleList([] if layer is None else [layer]))
     if not first:
         for name, module in decoder.named_children():
@@ -204,13 +171,6 @@ def _reduced(
         config.__dict__["layer_types"] = [types[place]]  # the library reads it by the layer's place
         part.__dict__["config"] = config
     return part
-
-
-def _copied(module: nn.Module) -> nn.Module:
-    """Return a copy of the object whose children can be replaced."""
-    found = with_own_children(module)
-    found.__dict__.pop(_CACHE, None)
-    return found
 
 
 # ---- layers cut over ranks ----
@@ -243,8 +203,8 @@ def hf_tensor_plan(model: nn.Module) -> dict[str, str] | None:
         return None
     decoder = getattr(model, family.decoder)
     ways = _OWN.get(config.model_type) or _translated(decoder, getattr(config, "base_model_tp_plan", None) or {})
-    embedding = _name_of(decoder, decoder.get_input_embeddings())
-    embeds = decoder.get_submodule(embedding)
+    embeds = decoder.get_input_embeddings()
+    embedding = next(name for name, module in decoder.named_modules() if module is embeds)
     if not ways or not (type(embeds) is nn.Embedding or hasattr(embeds, "product")):
         return None
     _note_layouts(decoder, ways, config)
@@ -263,7 +223,8 @@ def _translated(decoder: nn.Module, of_library: dict[str, str]) -> dict[str, str
     }
     names = [name for name, _ in decoder.named_modules()]
     there = {name: way for name, way in {**ways, **_SHARED}.items() if any(map(_expression(name).fullmatch, names))}
-    plain = all(_is_plain(module) for name, module in decoder.named_modules() if _has_way(there, name, "routed"))
+    experts = [module for name, module in decoder.named_modules() if _has_way(there, name, "routed")]
+    plain = all(map(_is_plain, experts))
     attentions = {name.rpartition(".")[0] for name in names if _has_way(there, name, "heads")}
     owners = {name.rpartition(".")[0] for name, _ in decoder.named_parameters()}
     told = all(  # a norm of heads that the plan does not name would get the gradient of a rank's heads
@@ -287,11 +248,6 @@ def _is_plain(experts: Any) -> bool:
     """Return whether experts are gated layers without biases, stacked in dim 0."""
     odd = any(getattr(experts, name, False) for name in ("has_bias", "is_transposed", "has_post_expert_norm"))
     return not odd and all(hasattr(experts, name) for name in ("gate_up_proj", "down_proj", "act_fn", "num_experts"))
-
-
-def _name_of(root: nn.Module, module: nn.Module) -> str:
-    found: str = next(name for name, each in root.named_modules() if each is module)
-    return found
 
 
 def _note_layouts(decoder: nn.Module, ways: dict[str, str], config: Any) -> None:
@@ -327,7 +283,6 @@ class ContiguousActivation(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the activation."""
         y: Tensor = self.activation(x.contiguous())
         return y
 
@@ -347,8 +302,7 @@ def is_transposed(module: nn.Module) -> bool:
 def refuse_attention_dropout(model: nn.Module) -> None:
     """Refuse dropout within attention where heads are cut: the kernel draws, and would not draw what one process draws.
 
-    Raises:
-        UsageError: with what to write.
+    Raises UsageError: with what to write.
     """
     config = getattr(model, "config", None)
     for name in ("attention_dropout", "attn_pdrop"):

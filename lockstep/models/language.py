@@ -1,8 +1,7 @@
 """Shared parts of the language models: batches, the loss, checks of sizes, and sampling token by token.
 
-A batch is {"input_ids": int64 [B, T], "targets": int64 [B, T]}. Targets are already shifted: targets[:, t] follows
-input_ids[:, t]. A target of −100 is not counted. If a sequence holds several documents, `document_ids`, int64 [B, T],
-numbers them: positions of one document see each other only, and count from its begin.
+A batch is {"input_ids": int64 [B, T], "targets": int64 [B, T]}: targets[:, t] follows input_ids[:, t], and −100 is
+not counted. `document_ids`, int64 [B, T], may number the documents of a sequence (`lockstep.models.attention.Attend`).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,12 +17,7 @@ from lockstep.models.protocol import DOCUMENTS, IGNORED_TARGET, logits_of
 
 
 class LanguageModel(nn.Module):
-    """A model that predicts the next token: ids [B, T] → logits [B, T, V], by default with its `segments()`.
-
-    Attributes:
-        block_size: the intended context, in tokens. With rotary positions, as in all families but GPT-2, it limits only
-            the window of generation.
-    """
+    """A model that predicts the next token: ids [B, T] → logits [B, T, V], by default with its `segments()`."""
 
     block_size: int
 
@@ -32,7 +26,6 @@ class LanguageModel(nn.Module):
         self.token_losses = TokenLosses()
 
     def forward(self, ids: Tensor, document_ids: Tensor | None = None) -> Any:
-        """Run the chain."""
         return run_segments(self, ids) if document_ids is None else run_segments(self, ids, document_ids)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -51,11 +44,7 @@ class LanguageModel(nn.Module):
 
 
 class Decoder(LanguageModel):
-    """A chain of an embedding, layers and a head, each position by itself but for attention.
-
-    Attributes:
-        tie_embeddings: the head owns no weight and borrows the embedding's.
-    """
+    """A chain of an embedding, layers and a head, each position by itself but for attention."""
 
     embed: nn.Module
     layers: nn.ModuleList
@@ -63,16 +52,13 @@ class Decoder(LanguageModel):
     tie_embeddings = False
 
     def init_weights(self) -> None:
-        """Let each segment fill its own parameters."""
         for _, segment in self.segments():
             segment.init_weights()  # type: ignore[operator]
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """Return the layers."""
         return [(f"layers.{i}", layer) for i, layer in enumerate(self.layers)]
 
     def segments(self) -> list[tuple[str, nn.Module]]:
-        """Return the forward pass as a chain."""
         return [("embed", self.embed), *self.blocks(), ("head", self.head)]
 
     def context_plan(self) -> dict[str, int]:
@@ -80,7 +66,6 @@ class Decoder(LanguageModel):
         return {"input_ids": 1, "targets": 1}
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
-        """Return the embedding for a tied head to borrow."""
         return {"head": {"weight": "embed.weight"}} if self.tie_embeddings else {}
 
 
@@ -111,7 +96,6 @@ class TokenLosses(nn.Module):
     """
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the losses, in nats."""
         return F.cross_entropy(
             logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
         )
@@ -141,18 +125,13 @@ def generate(
     model: Callable[[Tensor], Any], ids: Tensor, num_tokens: int, *, block_size: int, temperature: float = 1.0,
     top_k: int | None = None, seed: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Continue a text.
+    """Continue a text: int64 [1, T] → int64 [1, T + num_tokens].
 
     Args:
         model: ids [1, T] → logits [1, T, V], or an output that holds them (see `logits_in`). In eval mode.
-        ids: the prompt, int64 [1, T], T ≥ 1.
-        num_tokens: how many to add.
         block_size: how many of the last tokens the model sees.
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: draw only among the k likeliest tokens.
-
-    Returns:
-        int64 [1, T + num_tokens].
 
     Raises:
         UsageError: the prompt is empty, or a setting is invalid.

@@ -30,15 +30,7 @@ from lockstep.errors import UsageError
 from lockstep.models.attention import SequenceMean, without_autocast
 from lockstep.models.chain import split_documents
 from lockstep.models.language import Decoder, require_positive
-from lockstep.models.transformer import (
-    INIT_STD,
-    Block,
-    Embedding,
-    Head,
-    SwiGLU,
-    attention_plan,
-    mlp_plan,
-)
+from lockstep.models.transformer import INIT_STD, Block, Embedding, Head, SwiGLU, attention_plan, mlp_plan
 from lockstep.torch_compat.fake_tensors import FakeTensor
 
 
@@ -50,14 +42,10 @@ class Mixture(Decoder):
         top_k: k, experts that a token goes to.
         expert_hidden: width of an expert's SwiGLU. Unset: that of the transformer, divided by top_k + n_shared.
         n_shared: experts that every token goes to, computed as one of n_shared · expert_hidden.
-        router: what makes a score of a logit.
         balance: over what the load in the balance term is counted; "none" leaves the term out.
         balance_weight, z_weight: of the two terms; 0 leaves one out.
         bias_rate: γ, by which the bias of an expert changes after each step. 0: there is no bias.
         others: as in `Transformer`.
-
-    Raises:
-        UsageError: sizes do not fit.
     """
 
     averages_in_forward = True  # the terms: `dp` would take them over parts of a micro-batch
@@ -94,7 +82,6 @@ class Mixture(Decoder):
         self.init_weights()
 
     def experts(self) -> list[tuple[str, nn.Module]]:
-        """Return the experts of each layer."""
         return [(name, module) for name, module in self.named_modules() if isinstance(module, Experts)]
 
     def tensor_plan(self) -> dict[str, str]:
@@ -125,7 +112,6 @@ class MixtureBlock(Block):
     """A causal block: x [B, T, D], and the terms of the blocks before it → x and the terms with its own."""
 
     def forward(self, x: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
-        """Run the block."""
         documents, before = split_documents(carried)
         normed = self.attention_norm(x)
         x = x + self.dropout(self.attention(normed, normed, documents))
@@ -135,12 +121,7 @@ class MixtureBlock(Block):
 
 
 class MixtureLayer(nn.Module):
-    """A feed-forward layer of experts: x [B, T, D] → (y [B, T, D], terms [2]).
-
-    Args:
-        experts: called as `experts(rows, counts)`: rows in the order of their experts, and the number of each expert's.
-        shared: sees every token; None: there is no such expert.
-    """
+    """A feed-forward layer of experts: x [B, T, D] → (y [B, T, D], terms [2]); `shared` sees every token."""
 
     products = {"routed": "experts"}
 
@@ -149,14 +130,12 @@ class MixtureLayer(nn.Module):
         self.router, self.experts, self.shared = router, experts, shared
 
     def init_weights(self, out_std: float) -> None:
-        """Draw the weights."""
         self.router.init_weights()
         self.experts.init_weights(out_std)
         if self.shared is not None:
             self.shared.init_weights(out_std)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the layer."""
         chosen, weights, terms = self.router(x)
         y = self.routed(x, chosen, weights, self.experts)
         return y if self.shared is None else y + self.shared(x), terms
@@ -175,10 +154,7 @@ def through_experts(
 ) -> Tensor:  # fmt: skip
     """Return the weighed sum of what experts make of each token, in the order of its slots: [N, D] → [N, D].
 
-    Args:
-        experts: (rows in the order of experts, rows of each expert) → rows.
-        chosen, weights: [N, k].
-        counts: tokens of each expert, int64 [E].
+    `experts` maps (rows in the order of experts, rows of each expert) to rows; chosen, weights: [N, k]; counts: [E].
     """
     order = chosen.flatten().argsort(stable=True)
     rows = _Dispatch.apply(tokens, order, chosen.shape[1])  # type: ignore[no-untyped-call]
@@ -190,11 +166,8 @@ def through_experts(
 class Router(nn.Module):
     """The choice of experts: x [B, T, D] → (chosen int64 [B, T, k], weights [B, T, k], terms [2]).
 
-    Where something depends on a step's load, `step_counts` adds up the counts, and `end_step` gets those of the step
-    (`lockstep.models.protocol`).
-
-    Args:
-        of_step: the balance term takes the load of the step before.
+    What depends on a step's load takes it from `step_counts` by `end_step` (`lockstep.models.protocol`); if `of_step`,
+    the balance term does, from the step before.
     """
 
     step_counts: Tensor
@@ -215,7 +188,6 @@ class Router(nn.Module):
             self.register_buffer("bias", torch.zeros(n_expert))
 
     def init_weights(self) -> None:
-        """Draw the weight."""
         nn.init.normal_(self.weight, std=INIT_STD)
         if self.counts_steps:
             for buffer in (self.step_counts, self.load, self.bias):
@@ -226,7 +198,6 @@ class Router(nn.Module):
         return F.linear(x, weight)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose."""
         with without_autocast(x.device):
             logits = self.product(x.float(), self.weight.float())
             scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
@@ -269,7 +240,6 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(n_expert, n_embd, hidden))
 
     def init_weights(self, out_std: float) -> None:
-        """Draw the weights."""
         nn.init.normal_(self.gate, std=INIT_STD)
         nn.init.normal_(self.up, std=INIT_STD)
         nn.init.normal_(self.down, std=out_std)

@@ -1,14 +1,9 @@
 """Observes what a loss was divided by, in the calls of torch's loss functions.
 
-Means of micro-batches add up to the mean of the whole batch only if each is weighted by its divisor: samples, targets
-that are not ignored, or the weights of their classes. Models differ in this (shifted or not, another ignored index,
-several terms). The divisor is therefore read from the calls themselves, so that an unknown model counts as its author
-wrote it.
-
-Inside a `LossCalls`, the loss functions of `torch.nn.functional` are replaced by wrappers that record the call;
-`nn.CrossEntropyLoss` and similar modules call these, too. Other threads must not compute losses meanwhile. Compiled
-code, and losses written in other operations, are not observed. Graphs of torch.export call operators instead of these
-functions; the second half of this file makes such a graph record them itself.
+Means of micro-batches add up to the mean of the whole batch only if each is weighted by its divisor, in which models
+differ. Inside a `LossCalls`, the loss functions of `torch.nn.functional` are therefore replaced by wrappers that record
+the call. Other threads must not compute losses meanwhile. Compiled code, and losses written in other operations, are
+not observed. Graphs of torch.export call operators instead; `note_losses` makes such a graph record them itself.
 """
 
 import functools
@@ -27,32 +22,20 @@ from lockstep.torch_compat.operators import schema_of
 
 @dataclass(slots=True)
 class Mean:
-    """A mean that a loss function computed.
+    """A mean that a loss function computed."""
 
-    Attributes:
-        size: number of elements.
-        divisor: of their sum; an integer if it follows from shapes alone.
-        of_elements: whether it is over elements of the outputs, instead of targets.
-    """
-
-    size: int
-    divisor: int | Tensor
-    of_elements: bool
+    size: int  # number of elements
+    divisor: int | Tensor  # of their sum; an integer if it follows from shapes alone
+    of_elements: bool  # whether it is over elements of the outputs, instead of targets
 
 
 class LossCalls:
-    """Records calls of torch's loss functions inside a `with` block; a class, because each micro-batch enters one.
-
-    Attributes:
-        means: calls that returned a mean.
-        others: how many returned a sum, or one loss per element, which the caller reduced itself.
-        before: the original functions, by name.
-    """
+    """Records calls of torch's loss functions inside a `with` block; a class, because each micro-batch enters one."""
 
     def __init__(self) -> None:
         self.means: list[Mean] = []
-        self.others = 0
-        self.before: dict[str, Callable[..., Tensor]] = {}
+        self.others = 0  # how many returned a sum, or one loss per element, which the caller reduced itself
+        self.before: dict[str, Callable[..., Tensor]] = {}  # the original functions
 
     def __enter__(self) -> "LossCalls":
         global _innermost
@@ -74,7 +57,6 @@ class LossCalls:
         _innermost = self._outer
 
     def note(self, name: str, call: Mapping[str, Any], *, is_mean: bool) -> None:
-        """Record a call of the function `name` with the arguments `call`."""
         if is_mean:
             self.means.append(_READERS[name](call))
         else:
@@ -83,9 +65,7 @@ class LossCalls:
     def count(self, batch: Any, samples: Callable[[Any], int]) -> int | Tensor | None:
         """Return the number that a loss of these means is a mean over; None if the calls do not show it.
 
-        Args:
-            batch: the micro-batch.
-            samples: returns its number of samples, used for elements of outputs, which are a multiple of it.
+        Elements of outputs are a multiple of the batch's `samples`, and count as these.
         """
         if not self.means or self.others:
             return None
@@ -137,11 +117,6 @@ def _noting(name: str) -> Callable[..., Tensor]:
     return noting
 
 
-def calls_noted() -> LossCalls | None:
-    """Return the innermost active `LossCalls`."""
-    return _innermost
-
-
 def _targets(call: Mapping[str, Any]) -> Mean:
     """Count class indices that are not ignored, or the weights of their classes; of probabilities each position."""
     scores, target = call["input"], call["target"]
@@ -159,7 +134,6 @@ def _targets(call: Mapping[str, Any]) -> Mean:
 
 
 def _elements(call: Mapping[str, Any]) -> Mean:
-    """Count each element of the outputs."""
     size = max(call["input"].numel(), call["target"].numel())
     return Mean(size, size, of_elements=True)
 
@@ -197,11 +171,6 @@ _NAMES = {  # operator → the equivalent function
 _MEAN = 1  # value of an operator's `reduction`
 
 
-# ---- graphs that torch.export captured ----
-#
-# The argument names of an operator are in its `_schema`, a private name: torch offers no public one.
-
-
 def note_losses(module: fx.GraphModule) -> None:
     """Make a captured graph, and those that it calls, record the loss functions in them."""
     for inner in module.modules():
@@ -216,7 +185,7 @@ def note_losses(module: fx.GraphModule) -> None:
 def noted(operator: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Call an operator that computes a loss, and record it; graphs find this function by its name."""
     result: Tensor = operator(*args, **kwargs)
-    calls = calls_noted()
+    calls = _innermost
     if calls is not None and not torch.compiler.is_compiling():
         names = schema_of(operator).arguments
         call = {each.name: each.default_value for each in names} | kwargs

@@ -17,11 +17,11 @@ A batch whose sequences hold several documents numbers them in `document_ids`, i
 A module that counts over a step has a buffer `step_counts` of integers, to which its forward passes add in training,
 and a method `end_step(counts)`, which gets the sum over the step's micro-batches after their backward passes.
 
-Without `loss`, the loss comes from `loss_fn(outputs, targets)`, or from the outputs themselves (`outputs["loss"]`,
-`outputs.loss`, or a 0-dim tensor). Such a loss is a mean unless `loss_fn.reduction` (or the model's `loss_reduction`)
-is "sum": means are multiplied by their count, because only sums add up to the same loss for any division of a batch.
-The count is `count(batch)`; without it, the divisor of torch's loss functions (`lockstep.models.observed`); if they do
-not show it, the number of samples. A run's first steps check this (`lockstep.trainer.loss_check`).
+Without `loss`, the loss comes from `loss_fn(outputs, targets)` or from the outputs (`outputs["loss"]`, `outputs.loss`,
+a 0-dim tensor). It is a mean unless `loss_fn.reduction` (or the model's `loss_reduction`) is "sum". A mean is
+multiplied by its count: `count(batch)`; without it, the divisor of torch's loss functions
+(`lockstep.models.observed`); if these do not show it, the number of samples. A run's first steps check this
+(`lockstep.trainer.loss_check`).
 """
 
 import inspect
@@ -49,19 +49,12 @@ Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 
 @dataclass
 class Observed:
-    """Observations about a loss when it was last computed.
+    """Observations about a loss when it was last computed."""
 
-    Attributes:
-        told: whether torch's loss functions showed its divisor; None: it was not computed in this process.
-        looks: whether to look for auxiliary terms and divisors, while losses are compared.
-        auxiliary: whether it includes terms that depend on how a batch is divided: the load balancing of experts.
-        divisors: of its terms, and the count that was used; empty if unknown.
-    """
-
-    told: bool | None = None
-    looks: bool = False
-    auxiliary: bool = False
-    divisors: tuple[float, ...] = ()
+    told: bool | None = None  # whether torch's loss functions showed its divisor; None: not computed in this process
+    looks: bool = False  # whether to look for auxiliary terms and divisors, while losses are compared
+    auxiliary: bool = False  # whether terms depend on how a batch is divided: the load balancing of experts
+    divisors: tuple[float, ...] = ()  # of its terms, and the count that was used; empty if unknown
 
 
 TakeOutputs = Callable[[Any, Any], tuple[Tensor, int, int | Tensor] | None]
@@ -70,13 +63,9 @@ TakeOutputs = Callable[[Any, Any], tuple[Tensor, int, int | Tensor] | None]
 
 @dataclass
 class Tap:
-    """Shows the model's outputs for each micro-batch to whoever asks for them: metrics, predictions.
+    """Shows the model's outputs for each micro-batch to whoever asks for them: metrics, predictions."""
 
-    Attributes:
-        take: called before the loss is computed, where the outputs are; None: nobody asks.
-    """
-
-    take: TakeOutputs | None = None
+    take: TakeOutputs | None = None  # called before the loss is computed, where the outputs are; None: nobody asks
 
     @contextmanager
     def opened(self, take: TakeOutputs) -> Iterator[None]:
@@ -88,38 +77,23 @@ class Tap:
             self.take = before
 
 
-def _same(outputs: Any) -> Any:
-    return outputs
-
-
 @dataclass(frozen=True)
 class Objective:
-    """The way from a batch to a loss.
-
-    Attributes:
-        inputs: batch → (positional, keyword) arguments of forward.
-        loss: (outputs, batch) → 0-dim float32 tensor, the sum over the batch's valid targets, or their mean.
-        count: batch → number of valid targets, an int or a 0-dim tensor. If the loss is observed, it is used only if
-            the observation shows nothing.
-        is_mean: whether `loss` is a mean.
-        in_outputs: the loss is computed by the model's forward pass.
-        observed: observations of a mean without a declared count; None if the count is declared.
-        of_model: whether `loss` is the model's own method.
-        must_be_told: reject a loss whose divisor is unknown, unless a comparison shows that it is a mean over samples.
-        tap: shows the outputs.
-        whole: outputs of this rank → outputs for the whole batch, where ranks share its sequences.
-    """
+    """The way from a batch to a loss."""
 
     inputs: Inputs
+    # (outputs, batch) → 0-dim float32 tensor, the sum over the batch's valid targets, or their mean
     loss: Callable[[Any, Any], Tensor]
+    # batch → number of valid targets, an int or a 0-dim tensor; not used where the loss is observed and shows it
     count: Callable[[Any], int | Tensor]
-    is_mean: bool = False
-    in_outputs: bool = False
-    observed: Observed | None = None
-    must_be_told: bool = False
-    of_model: bool = False
+    is_mean: bool = False  # whether `loss` is a mean
+    in_outputs: bool = False  # the loss is computed by the model's forward pass
+    observed: Observed | None = None  # observations of a mean without a declared count
+    must_be_told: bool = False  # reject an unknown divisor, unless a comparison shows a mean over samples
+    of_model: bool = False  # whether `loss` is the model's own method
     tap: Tap = field(default_factory=Tap)
-    whole: Callable[[Any], Any] = _same
+    # outputs of this rank → outputs for the whole batch, where ranks share its sequences
+    whole: Callable[[Any], Any] = lambda outputs: outputs
 
     def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int, int | Tensor]:
         """Run one forward pass: (loss, times, number of valid targets), as in `factors`."""
@@ -139,11 +113,7 @@ class Objective:
         """Return (loss, times, number of valid targets): the summed loss is loss × times.
 
         A mean therefore needs no multiplication in the graph: the initial gradient of backward is multiplied instead.
-
-        Args:
-            outputs: of the model.
-            batch: the micro-batch.
-            calls: of torch's loss functions in the forward pass, if the loss was computed there.
+        `calls` are those of torch's loss functions in the forward pass, if the loss was computed there.
         """
         if self.tap.take is not None and (taken := self.tap.take(self.whole(outputs), batch)) is not None:
             return taken
@@ -169,7 +139,11 @@ class Objective:
         count = self.count(batch) if shown is None else shown
         observed.told = shown is not None
         if observed.looks:
-            observed.auxiliary = _has_auxiliary(outputs)
+            # by the names that the library gives the losses that balance experts
+            observed.auxiliary = isinstance(outputs, Mapping) and any(
+                str(key).endswith(("aux_loss", "aux_losses", "z_loss", "z_losses")) and value is not None
+                for key, value in outputs.items()
+            )
             divisors = seen.divisors()
             observed.divisors = (*divisors, float(count)) if divisors else ()
         return loss, count
@@ -186,8 +160,7 @@ class Objective:
 def _outputs(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Any:
     """Return the model's outputs.
 
-    Raises:
-        UsageError: it was given the whole batch, because `forward` names none of its keys, and can't use it.
+    Raises UsageError: it was given the whole batch, because `forward` names none of its keys, and can't use it.
     """
     try:
         return model(*args, **kwargs)
@@ -217,18 +190,14 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
         return Objective(inputs, own, declared, of_model=True)
     if loss_fn is not None:
         counted = declared or _count_for(loss_fn)
-        return _reduced(
-            inputs,
-            _with_targets(loss_fn),
-            str(getattr(loss_fn, "reduction", "mean")),
-            counted or num_samples,
-            observes=counted is None,
-        )
+        reduction = str(getattr(loss_fn, "reduction", "mean"))
+        return _reduced(inputs, _with_targets(loss_fn), reduction, counted or num_samples, observes=counted is None)
     objective = _reduced(
         inputs, _loss_in_outputs, getattr(model, "loss_reduction", "mean"), declared or num_samples,
         observes=declared is None,
     )  # fmt: skip
-    return replace(objective, in_outputs=True, must_be_told=declared is None and _is_hugging_face(model))
+    is_hugging_face = all(hasattr(model, name) for name in ("loss_function", "config", "_no_split_modules"))
+    return replace(objective, in_outputs=True, must_be_told=declared is None and is_hugging_face)
 
 
 def offered(model: nn.Module, name: str) -> Callable[..., Any] | None:
@@ -297,8 +266,7 @@ def pipeline_segments_of(model: nn.Module) -> list[tuple[str, nn.Module]] | None
 def require_segments(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the forward pass of `model` as a chain of modules.
 
-    Raises:
-        UsageError: the model does not define one; with what it may offer.
+    Raises UsageError: the model does not define one; with what it may offer.
     """
     segments = pipeline_segments_of(model)
     if segments is None:
@@ -316,8 +284,7 @@ def require_segments(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def num_samples(batch: Any) -> int:
     """Return the size of the first dim of the first tensor in `batch`, at any depth.
 
-    Raises:
-        UsageError: there is no tensor.
+    Raises UsageError: there is no tensor.
     """
     tensor = _first_tensor(batch)
     if tensor is None:
@@ -389,8 +356,7 @@ _REQUIRED: Any = object()
 def targets_of(batch: Any, default: Any = _REQUIRED) -> Any:
     """Return the targets in a batch: the last member of a pair, or the member named targets, labels and so on.
 
-    Raises:
-        UsageError: there is none, and no `default` was given.
+    Raises UsageError: there is none, and no `default` was given.
     """
     if isinstance(batch, Mapping):
         for key in _TARGET_KEYS:
@@ -419,22 +385,18 @@ def _with_targets(loss_fn: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor
 
     def loss(outputs: Any, batch: Any) -> Tensor:
         outputs, targets = logits_of(outputs), targets_of(batch)
-        if over_classes and isinstance(outputs, Tensor) and _classes_come_last(outputs, targets):
-            outputs, targets = outputs.flatten(0, -2), targets.flatten()
+        if over_classes and isinstance(outputs, Tensor) and outputs.shape[:-1] == targets.shape and targets.ndim > 1:
+            fits_torch = targets.ndim > 2 and outputs.shape[:1] + outputs.shape[2:] == targets.shape
+            if not fits_torch:  # [B, T, V] and [B, T], and not torch's [B, C, H, W] and [B, H, W] with equal sizes
+                outputs, targets = outputs.flatten(0, -2), targets.flatten()
         return loss_fn(outputs, targets)
 
     return loss
 
 
-def _classes_come_last(outputs: Tensor, targets: Tensor) -> bool:
-    """Return whether shapes are [B, T, V] and [B, T], and not torch's [B, C, H, W] and [B, H, W] with equal sizes."""
-    fits_torch = targets.ndim > 2 and outputs.shape[:1] + outputs.shape[2:] == targets.shape
-    return outputs.shape[:-1] == targets.shape and targets.ndim > 1 and not fits_torch
-
-
 def _reduced(
-    inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]], loss: Callable[[Any, Any], Tensor],
-    reduction: str, count: Callable[[Any], int | Tensor], *, observes: bool,
+    inputs: Inputs, loss: Callable[[Any, Any], Tensor], reduction: str, count: Callable[[Any], int | Tensor], *,
+    observes: bool,
 ) -> Objective:  # fmt: skip
     if reduction == "sum":
         return Objective(inputs, lambda outputs, batch: loss(outputs, batch).float(), count)
@@ -494,15 +456,3 @@ def _loss_in_outputs(outputs: Any, _batch: Any) -> Tensor:
             fix='pass a loss_fn, return {"loss": …}, or give the model loss(outputs, batch) and count(batch)',
         )
     return found
-
-
-def _is_hugging_face(model: nn.Module) -> bool:
-    return hasattr(model, "loss_function") and hasattr(model, "config") and hasattr(model, "_no_split_modules")
-
-
-def _has_auxiliary(outputs: Any) -> bool:
-    """Return whether outputs have one of the library's names for balancing experts, such as aux_loss."""
-    return isinstance(outputs, Mapping) and any(
-        str(key).endswith(("aux_loss", "aux_losses", "z_loss", "z_losses")) and value is not None
-        for key, value in outputs.items()
-    )

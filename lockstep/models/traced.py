@@ -2,14 +2,10 @@
 
     model = lockstep.models.traced.trace(model, example_ids)    # then train it under a pipeline, or any strategy
 
-torch.export captures the forward pass twice, for training and for evaluation. Each graph is divided where a repeated
-block begins, and after the last one; values that later segments need are passed on as further outputs. Parameters stay
-in the model under their names, and segments borrow them (`lockstep.models.chain`): checkpoints are those of the
-original model. Blocks become graphs: FSDP takes a stage as one unit, and blocks can't be recomputed.
-
-The chain draws the same random numbers as the original model: each block draws from the key of its name, and what
-follows a block from the key that the model's own hooks set after it (`lockstep.randomness.key_segments`). Operations
-between two blocks therefore become a segment of their own if they draw.
+torch.export captures the forward pass for training and for evaluation. Each graph is divided where a repeated block
+begins, and after the last one. Segments borrow their parameters from the model (`lockstep.models.chain`): checkpoints
+are those of the original. It draws the original's random numbers, too: each block from the key of its name, what
+follows from the key that hooks set after it (`lockstep.randomness.key_segments`); so it becomes a segment if it draws.
 """
 
 import inspect
@@ -38,8 +34,7 @@ def trace(model: nn.Module, *example: Tensor) -> "Chain":
         example: positional arguments of its forward pass; dim 0 of each is the micro-batch, of two samples or more.
             The chain takes only these sizes of the other dims.
 
-    Raises:
-        UsageError: torch can't export it, it keeps running statistics, or a block draws random numbers in a second run.
+    Raises UsageError: torch can't export it, it keeps running statistics, or a block that draws runs twice.
     """
     blocks = [name for name, _ in blocks_of(model)]
     if not blocks:
@@ -66,7 +61,12 @@ class Chain(nn.Module):
     def __init__(self, model: nn.Module, pieces: Mapping[str, "TracedSegment"], example: Sequence[Tensor]) -> None:
         super().__init__()
         persistent = model.state_dict(keep_vars=True)
-        self._refuse_names(model)
+        tensors = (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))
+        if taken := [name for name, _ in (*tensors, *model.named_children()) if hasattr(self, name)]:
+            raise UsageError(
+                f"{type(model).__name__} has a member named {taken[0]}, and so has a traced model",
+                fix="give that member another name, or the model segments() of its own",
+            )
         for name, parameter in model.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         for name, buffer in model.named_buffers(recurse=False):
@@ -88,32 +88,18 @@ class Chain(nn.Module):
         return tuple(batch[: len(self._arguments)]) if isinstance(batch, tuple | list) else (batch,)
 
     def segments(self) -> list[tuple[str, nn.Module]]:
-        """Return the pieces, by the names of the blocks that they compute."""
         return list(zip(self._names, self._pieces, strict=True))
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
         """Return what pieces borrow: all parameters that they use."""
         return self._borrows
 
-    def _refuse_names(self, model: nn.Module) -> None:
-        tensors = (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))
-        if taken := [name for name, _ in (*tensors, *model.named_children()) if hasattr(self, name)]:
-            raise UsageError(
-                f"{type(model).__name__} has a member named {taken[0]}, and so has a traced model",
-                fix="give that member another name, or the model segments() of its own",
-            )
-
     def forward(self, *inputs: Any) -> Any:
-        """Run all pieces."""
         return run_segments(self, *inputs)
 
 
 class TracedSegment(nn.Module):
-    """One segment: a graph for training and one for evaluation, which own nothing but constants.
-
-    Attributes:
-        random_key: the key of its random numbers in the original model.
-    """
+    """One segment: a graph for training and one for evaluation, which own nothing but constants."""
 
     def __init__(self, random_key: str, training: "_GraphPiece", evaluation: "_GraphPiece", model: nn.Module) -> None:
         super().__init__()
@@ -159,8 +145,10 @@ def _only_shapes_of(example: Sequence[Tensor]) -> Callable[[nn.Module, tuple[Any
 def _exported(model: nn.Module, example: tuple[Tensor, ...]) -> tuple[fx.GraphModule, TreeSpec]:
     """Return a captured forward pass, and the structure of its result."""
     dims = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
+    parameters = inspect.signature(model.forward).parameters.values()
+    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     try:
-        program = torch.export.export(model, example, dynamic_shapes=(dims,) if _variadic(model) else dims)
+        program = torch.export.export(model, example, dynamic_shapes=(dims,) if variadic else dims)
     except Exception as error:  # anything that torch.export meets in the model's own code
         raise UsageError(
             f"torch can't export {type(model).__name__}", why=str(error).strip().splitlines()[0],
@@ -180,17 +168,8 @@ def _exported(model: nn.Module, example: tuple[Tensor, ...]) -> tuple[fx.GraphMo
     return module, structure
 
 
-def _variadic(model: nn.Module) -> bool:
-    kinds = [p.kind for p in inspect.signature(model.forward).parameters.values()]
-    return inspect.Parameter.VAR_POSITIONAL in kinds
-
-
 def _random_keys(blocks: Sequence[str], gaps: Sequence[int]) -> dict[str, str]:
-    """Return each piece's name in the chain, in order → the key of its random numbers in the original model.
-
-    Args:
-        gaps: the numbers of the blocks that are followed by a piece of its own.
-    """
+    """Return each piece's name in the chain, in order → the key of its random numbers in the original model."""
     keys = {"inputs": ""}
     for number, block in enumerate(blocks):
         keys[block] = block
@@ -201,21 +180,13 @@ def _random_keys(blocks: Sequence[str], gaps: Sequence[int]) -> dict[str, str]:
 
 @dataclass
 class _GraphPiece:
-    """One piece of a graph.
+    """One piece of a graph."""
 
-    Attributes:
-        graph: takes live values, then `attributes` by keyword; returns live values.
-        attributes: keyword → (name in the model, tensor).
-        inner: name → graph that this one calls: what runs without gradients, or without autocast.
-        computes: whether it does more than pass values on.
-        structure: of the last piece's flattened result; None for the others.
-    """
-
-    graph: fx.Graph
-    attributes: dict[str, tuple[str, Tensor]]
-    inner: dict[str, fx.GraphModule]
-    computes: bool
-    structure: TreeSpec | None
+    graph: fx.Graph  # takes live values, then `attributes` by keyword; returns live values
+    attributes: dict[str, tuple[str, Tensor]]  # keyword → (name in the model, tensor)
+    inner: dict[str, fx.GraphModule]  # name → graph that this one calls: what runs without gradients, or autocast
+    computes: bool  # whether it does more than pass values on
+    structure: TreeSpec | None  # of the last piece's flattened result; None for the others
 
 
 class _Cutter:
@@ -251,11 +222,7 @@ class _Cutter:
         return [number for number in range(len(self._blocks) - 1) if 2 * number + 2 in drawing]
 
     def cut(self, gaps: Sequence[int]) -> list[_GraphPiece]:
-        """Divide the graph into pieces, in order.
-
-        Args:
-            gaps: numbers of blocks that are followed by a piece of its own; otherwise that part belongs to the block's.
-        """
+        """Divide the graph into pieces, in order; what follows the blocks with the numbers `gaps` is one of its own."""
         piece_of, count = {0: 0}, 0
         for number in range(len(self._blocks)):
             count += 1
@@ -299,10 +266,10 @@ class _Cutter:
             return True  # a size
         if self._draws(node):
             return False
-        return all(self._is_constant(n) or n in self._repeated for n in node.all_input_nodes)
-
-    def _is_constant(self, node: fx.Node) -> bool:
-        return node.op == "get_attr" and node.target not in self._parameters
+        return all(
+            n in self._repeated or (n.op == "get_attr" and n.target not in self._parameters)
+            for n in node.all_input_nodes
+        )
 
     def _refuse_changes_across(self) -> None:
         """Reject in-place changes that another piece would not see."""

@@ -1,9 +1,7 @@
-"""A Llama-style decoder, the baseline.
+"""A Llama-style decoder, the baseline: pre-RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases.
 
-Pre-RMSNorm, rotary positions (theta 10000), SwiGLU, grouped-query attention through `scaled_dot_product_attention`,
-no biases. Dropout is on the embedding and on what each block adds to the residual stream, not inside attention, so that
-the fused kernels serve. With `tie_embeddings` the head owns no weight and borrows the embedding's
-(`lockstep.models.chain`).
+Dropout is on the embedding and on what each block adds to the residual stream, not inside attention, so that the fused
+kernels serve.
 """
 
 import math
@@ -48,9 +46,6 @@ class Transformer(Decoder):
         n_kv_head: heads of keys and values, a divisor of n_head. Unset: n_head.
         mlp_hidden: width of the SwiGLU. Unset: 8/3 · n_embd, up to a multiple of 32.
         tie_embeddings: the head is the embedding, transposed.
-
-    Raises:
-        UsageError: widths and heads do not divide.
     """
 
     def __init__(
@@ -83,20 +78,16 @@ class Embedding(TokenTable):
         self.dropout = nn.Dropout(dropout)
 
     def init_weights(self) -> None:
-        """Draw the vectors."""
         nn.init.normal_(self.weight, std=INIT_STD)
 
     def forward(self, input: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
-        """Look up the ids."""
         return with_carried(self.dropout(self.product(input, self.weight)), carried)
 
 
 class Head(nn.Module):
     """The output layer: x [B, T, D] → logits [B, T, V]; further arguments but documents are passed on unchanged.
 
-    Args:
-        n_embd, vocab_size: D and V.
-        tied: it owns no weight and borrows one [V, D] at each call.
+    A `tied` one owns no weight and borrows one [V, D] at each call.
     """
 
     def __init__(self, n_embd: int, vocab_size: int, *, tied: bool) -> None:
@@ -105,7 +96,6 @@ class Head(nn.Module):
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, n_embd))
 
     def init_weights(self) -> None:
-        """Draw the weight."""
         nn.init.ones_(self.norm.weight)
         if self.weight is not None:
             nn.init.normal_(self.weight, std=INIT_STD)
@@ -115,18 +105,13 @@ class Head(nn.Module):
         return F.linear(x, weight)
 
     def forward(self, x: Tensor, *carried: Tensor, weight: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
-        """Return the logits, and the further arguments."""
         own = self.weight if weight is None else weight
         assert own is not None, "a tied head is lent its weight"
         return with_carried(self.product(self.norm(x), own), split_documents(carried)[1])
 
 
 class Block(nn.Module):
-    """A causal block: x [B, T, D] → x [B, T, D]; further arguments are passed on unchanged.
-
-    Args:
-        mlp: in place of a SwiGLU of width mlp_hidden.
-    """
+    """A causal block: x [B, T, D] → x [B, T, D]; further arguments are passed on. `mlp` stands in place of a SwiGLU."""
 
     def __init__(
         self, n_embd: int, n_head: int, n_kv_head: int | None, mlp_hidden: int | None, dropout: float, n_layer: int,
@@ -142,14 +127,12 @@ class Block(nn.Module):
         self.out_std = INIT_STD / math.sqrt(2 * n_layer)
 
     def init_weights(self) -> None:
-        """Fill the parameters."""
         nn.init.ones_(self.attention_norm.weight)
         nn.init.ones_(self.mlp_norm.weight)
         self.attention.init_weights(self.out_std)
         self.mlp.init_weights(self.out_std)  # type: ignore[operator]
 
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Run the block."""
         normed = self.attention_norm(x)
         return with_carried(self._add(x, self.attention(normed, normed, split_documents(carried)[0])), carried)
 
@@ -160,13 +143,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions: queries from [B, T, D], keys and values from [B, T, D].
-
-    Documents are numbered as for `lockstep.models.attention.Attend`.
-
-    Args:
-        causal: a position attends to itself and earlier ones; else to all.
-    """
+    """Grouped-query attention with rotary positions: queries, keys and values from [B, T, D], as in `Attend`."""
 
     def __init__(self, n_embd: int, n_head: int, n_kv_head: int | None, *, causal: bool = True) -> None:
         super().__init__()
@@ -182,13 +159,11 @@ class Attention(nn.Module):
         self.out = nn.Linear(n_embd, n_embd, bias=False)
 
     def init_weights(self, out_std: float) -> None:
-        """Draw the weights."""
         for linear in (self.query, self.key, self.value):
             nn.init.normal_(linear.weight, std=INIT_STD)
         nn.init.normal_(self.out.weight, std=out_std)
 
     def forward(self, queries_from: Tensor, keys_from: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Attend."""
         q = self._heads(self.query(queries_from))
         cos, sin = phases(self.attend.positions(q.shape[2], q.device, documents), self.head_width, THETA)
         if documents is not None:
@@ -216,12 +191,10 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, n_embd, bias=False)
 
     def init_weights(self, out_std: float) -> None:
-        """Draw the weights."""
         for linear in (self.gate, self.up):
             nn.init.normal_(linear.weight, std=INIT_STD)
         nn.init.normal_(self.down.weight, std=out_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the layer."""
         y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return y

@@ -4,10 +4,8 @@
     latent      μ, log σ²; z = μ + ε·exp(½ log σ²), ε ~ N(0, 1); a linear layer back to the encoder's shape
     decoder     4 × transposed convolution k4 s2 p1, ReLU between them, sigmoid at the end
 
-Loss = [Σ squared error + beta · (−½ Σ (1 + log σ² − μ² − σ²))] / B, in float32. It needs μ and log σ², which are passed
-on through the decoder's segments beside the image.
-
-A batch is {"image": float [B, C, S, S]}; a label in it is ignored.
+Loss = [Σ squared error + beta · (−½ Σ (1 + log σ² − μ² − σ²))] / B, in float32; μ and log σ² are passed on through the
+decoder's segments. A batch is {"image": float [B, C, S, S]}; a label in it is ignored.
 """
 
 import math
@@ -28,16 +26,9 @@ _KERNEL: dict[str, int] = {"kernel_size": 4, "stride": 2, "padding": 1}
 
 
 class VAE(nn.Module):
-    """The auto-encoder.
+    """The auto-encoder, of images whose side S is a multiple of 16; `beta` is the weight of the divergence.
 
     image [B, C, S, S] → {"reconstruction": [B, C, S, S], "mu", "log_var": [B, latent_dim], "loss": 0-dim}.
-
-    Args:
-        image_size: S, a multiple of 16.
-        beta: weight of the divergence.
-
-    Raises:
-        UsageError: a size that four halvings do not divide.
     """
 
     def __init__(self, image_size: int = 64, channels: int = 3, latent_dim: int = 128, beta: float = 1.0) -> None:
@@ -65,16 +56,13 @@ class VAE(nn.Module):
             segment.init_weights()  # type: ignore[operator]
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """Return the convolutions."""
         return [item for item in self.segments() if item[0] != "latent"]
 
     def segments(self) -> list[tuple[str, nn.Module]]:
-        """Return the forward pass as a chain."""
         down: list[tuple[str, nn.Module]] = [(f"encoder.{i}", stage) for i, stage in enumerate(self.encoder)]
         return [*down, ("latent", self.latent), *((f"decoder.{i}", stage) for i, stage in enumerate(self.decoder))]
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor]:
-        """Return the argument of forward: the image."""
         return (batch["image"],)
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
@@ -84,11 +72,7 @@ class VAE(nn.Module):
         return {**dict(zip(("reconstruction", "mu", "log_var"), outputs, strict=True)), "loss": loss}
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss summed over the images: 0-dim float32.
-
-        Args:
-            outputs: of forward, or of the last segment: (reconstruction, mu, log_var).
-        """
+        """Return the loss, summed over the images, of forward's or the last segment's outputs: 0-dim float32."""
         if isinstance(outputs, Mapping):
             outputs = (outputs["reconstruction"], outputs["mu"], outputs["log_var"])
         reconstruction, mu, log_var = (tensor.float() for tensor in outputs)
@@ -98,7 +82,6 @@ class VAE(nn.Module):
         return total
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
-        """Return the number of images."""
         return batch["image"].shape[0]
 
 
@@ -110,11 +93,9 @@ class Down(nn.Module):
         self.conv = nn.Conv2d(inputs, outputs, **_KERNEL)  # type: ignore[arg-type]
 
     def init_weights(self) -> None:
-        """Fill the parameters."""
         _init(self.conv, inputs=self.conv.in_channels * 16)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Run the layer."""
         return F.relu(self.conv(image))
 
 
@@ -128,7 +109,6 @@ class GaussianLatent(nn.Module):
         self.expand = nn.Linear(latent_dim, features)
 
     def init_weights(self) -> None:
-        """Fill the parameters."""
         for linear in (self.mu, self.log_var, self.expand):
             _init(linear, inputs=2 * linear.in_features)  # no ReLU before it
 
@@ -141,13 +121,7 @@ class GaussianLatent(nn.Module):
 
 
 class Up(nn.Module):
-    """A transposed convolution that doubles the size: [B, C, s, s], maybe flat → [B, C', 2s, 2s].
-
-    Args:
-        inputs, outputs: channels.
-        side: s.
-        last: whether a sigmoid follows, else a ReLU.
-    """
+    """A transposed convolution that doubles the size: [B, C, s, s], maybe flat → [B, C', 2s, 2s]; `side` is s."""
 
     def __init__(self, inputs: int, outputs: int, side: int, *, last: bool) -> None:
         super().__init__()
@@ -156,7 +130,6 @@ class Up(nn.Module):
         self.last = last
 
     def init_weights(self) -> None:
-        """Fill the parameters."""
         _init(self.conv, inputs=self.conv.in_channels * 4)  # of the 16 taps 4 reach a pixel, at stride 2
 
     def forward(self, features: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:

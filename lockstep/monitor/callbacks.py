@@ -1,8 +1,7 @@
 """Runs the user's own callbacks, `monitor.callbacks: [package.module:Name]`, with every logged record.
 
-A function is called with the record. A class is first instantiated with the spec's arguments, and the object is called.
-Objects whose attribute `every_rank` is true are called on every rank, others on rank 0. Objects with
-`on_step_end(args, state, control)`, like callbacks of other trainers, are called through that method on every rank.
+A function is called; of a class an object is made and called. Objects whose `every_rank` is true are called on every
+rank, others on rank 0. `on_step_end(args, state, control)` is called as in other trainers, on every rank.
 """
 
 import inspect
@@ -30,7 +29,7 @@ def build_callbacks(config: MonitorConfig, run: Path | None = None) -> list[tupl
         target = check_callback(spec, where)
         callback = target
         if _is_made(spec, target):
-            own = _takes(target, "run_directory") and "run_directory" not in spec.args and run is not None
+            own = run is not None and "run_directory" not in spec.args and _takes_run_directory(target)
             callback = build_object(spec, where, **({"run_directory": run} if own else {}))
         if hasattr(callback, "on_step_end"):
             callback = StepEnd(callback)
@@ -43,8 +42,7 @@ def build_callbacks(config: MonitorConfig, run: Path | None = None) -> list[tupl
 def check_callback(spec: ObjectSpec, where: str) -> Any:
     """Return what a callback's spec names, after checking that it takes the spec's arguments.
 
-    Raises:
-        UsageError: it cannot be imported, does not take them, or is a class whose objects cannot be called.
+    Raises UsageError: it cannot be imported, does not take them, or is a class whose objects cannot be called.
     """
     target = load_object(spec.name, where)
     if _is_made(spec, target):
@@ -67,9 +65,9 @@ def _is_made(spec: ObjectSpec, target: Any) -> bool:
     return bool(inspect.isclass(target) or spec.args or spec.positional)
 
 
-def _takes(target: Any, name: str) -> bool:
+def _takes_run_directory(target: Any) -> bool:
     try:
-        return name in inspect.signature(target).parameters
+        return "run_directory" in inspect.signature(target).parameters
     except ValueError:
         return False
 
@@ -84,7 +82,6 @@ class StepEnd:
         self._history: list[dict[str, Any]] = []
 
     def __call__(self, record: StepRecord) -> None:
-        """Call `on_step_end` with the record."""
         facts, row = rank_facts(), record.as_dict()
         self._history = [*self._history[-99:], row]
         state = SimpleNamespace(
@@ -103,7 +100,6 @@ class StepEnd:
             )
 
     def close(self) -> None:
-        """Close the callback, if it has `close`."""
         close = getattr(self._callback, "close", None)
         if callable(close):
             close()
@@ -117,10 +113,9 @@ class JsonLogger:
     """Writes records as lines of JSON to a file of its own.
 
     Args:
-        path: the file to append to, in the run directory; `{rank}` in it is replaced.
+        path: in `run_directory`; `{rank}` in it is replaced.
         name: the value of `name` in every line, to distinguish runs.
         rank_filter: the rank or ranks that write; None: every rank.
-        run_directory: base of a relative path; unset: the run's, or the working directory.
     """
 
     every_rank = True
@@ -138,12 +133,8 @@ class JsonLogger:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, record: StepRecord) -> None:
-        """Write the record, if this rank writes."""
         if self._writes:
             append_line(self._path, self._extra | record.as_dict())
-
-
-# ---- callbacks that ship ----
 
 
 IMBALANCE = 1.25  # the most over the least
@@ -156,30 +147,25 @@ class ResourceMonitor:
     """Warns when memory passes a threshold or ranks differ much; again only after it was fine in between.
 
     On GPUs it compares each rank's peak with its GPU's memory; on the CPU it uses the machine's, which ranks share.
-
-    Args:
-        gpu_memory_threshold: share of a device's memory in use.
-        alert_on_imbalance: compare the ranks' peaks.
-        event: called with each warning; unset: only log it.
+    Warnings are logged, and go to `event`.
     """
 
     def __init__(
-        self,
-        gpu_memory_threshold: float = 0.9,
-        alert_on_imbalance: bool = True,
+        self, gpu_memory_threshold: float = 0.9, alert_on_imbalance: bool = True,
         event: Callable[..., None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._threshold, self._compares, self._event = gpu_memory_threshold, alert_on_imbalance, event
         self._warned: set[str] = set()
 
     def __call__(self, record: StepRecord) -> None:
-        """Check a record's memory."""
+        import psutil
+
         if record.memory is None or "total" not in record.memory:
             return
         least, _, most, rank = record.memory["peak"]
         total = record.memory["total"][2]
         on_gpu = "reserved" in record.memory
-        used = most / total if on_gpu else machine_memory_used()
+        used = most / total if on_gpu else psutil.virtual_memory().percent / 100
         whose = f"rank {rank} has held {most / _GIB:.1f} of {total / _GIB:.1f} GiB" if on_gpu else "of this machine"
         self._warn("memory_high", used >= self._threshold, f"{used:.0%} of the memory is in use: {whose}", record.step)
         uneven = self._compares and most > IMBALANCE * least and most - least > _SIGNIFICANT * total
@@ -200,7 +186,6 @@ class DistributedMonitor:
     """Prints the ranks' memory and how long they wait for one another, on rank 0."""
 
     def __call__(self, record: StepRecord) -> None:
-        """Print a record's memory and waiting times."""
         if record.memory is None or record.phases is None:
             return
         parts = [f"{name} {_range(value, _GIB, 'GiB')}" for name, value in record.memory.items() if name != "total"]
@@ -208,13 +193,6 @@ class DistributedMonitor:
         if waiting is not None:
             parts.append(f"communication {_range(waiting, 1e-3, 'ms')} per step")
         print(f"step {record.step}  ranks: {', '.join(parts)}", flush=True)
-
-
-def machine_memory_used() -> float:
-    """Return the share of this machine's memory that is not available."""
-    import psutil
-
-    return float(psutil.virtual_memory().percent) / 100
 
 
 def _range(spread: Any, unit: float, name: str) -> str:

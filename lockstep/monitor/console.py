@@ -38,7 +38,6 @@ class Console:
         self.each_step = on_a_terminal()
 
     def on_step(self, row: Row) -> None:
-        """Print a step."""
         self._row = row
         self._open_bar()
         if self.prints_steps:
@@ -47,7 +46,6 @@ class Console:
                 self.flush()
 
     def on_each_step(self, record: StepRecord) -> None:
-        """Move the bar."""
         now = time.monotonic()
         if now - self._drawn < _BAR_SECONDS and record.step != self._total:
             return
@@ -73,13 +71,11 @@ class Console:
             self._printed = time.monotonic()
 
     def on_eval(self, row: Row) -> None:
-        """Print an evaluation's line."""
         self.flush()
         parts = [f"{key} {number(value)}" for key, value in row.items() if key not in ("step", "time")]
         print(f"step {row['step']}  {'  '.join(parts)}", flush=True)
 
     def on_media(self, step: int, media: Mapping[str, Media]) -> None:
-        """Print the beginnings of texts."""
         self.flush()
         for name, value in media.items():
             if value.kind == "text":
@@ -87,7 +83,6 @@ class Console:
                 print(f"step {step}  {name}: {value.text[:_LONGEST_TEXT]}{more}", flush=True)
 
     def close(self) -> None:
-        """Print the lines that wait, and remove the bar."""
         self.flush()
         if self._bar is not None:
             self._bar.close()
@@ -115,9 +110,6 @@ class Bar(Console):
 def on_a_terminal() -> bool:
     """Return whether standard output is a terminal that can rewrite a line."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-
-
-# ---- texts ----
 
 
 def _lines(rows: list[tuple[Row, float | None]], total: int | None, width: int | None = None) -> str:
@@ -196,9 +188,6 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-# ---- the terminal ----
-
-
 _ERASE = "\r\x1b[2K"  # ECMA-48: to the line's begin, and the whole line empty
 
 
@@ -231,7 +220,6 @@ class _Bar:
             return 80
 
     def draw(self, line: str) -> None:
-        """Show another line."""
         with self._lock:
             self._line = line
             self._terminal.write(_ERASE + line)
@@ -250,7 +238,6 @@ class _Bar:
             self._terminal.flush()
 
     def print(self, text: str) -> None:
-        """Write whole lines to the terminal alone, above the bar."""
         self.above(self._terminal, text)
 
     def close(self) -> None:

@@ -1,23 +1,9 @@
-"""Sends records to TensorBoard, Weights & Biases, MLflow and Prometheus; each loads its library when it is made.
-
-TensorBoard: each record is one event, appended by one write: one event per scalar costs ten times as much, and
-TensorBoard's own writer fails in a thread of its own, where no one can handle the error.
-
-Weights & Biases: one run of the project `monitor.experiment`, named like the run directory. W&B's own variables apply:
-WANDB_MODE=offline writes to `RUN/wandb` only, WANDB_API_KEY signs in. A restarted run continues the same W&B run, whose
-id is derived from the run directory.
-
-MLflow: one run of the experiment `monitor.experiment`, named like the run directory. MLflow's variable
-MLFLOW_TRACKING_URI gives the address; unset, it is `RUN/mlflow`, which needs no server.
-
-Prometheus: `/metrics` has the newest record as gauges such as `lockstep_loss`.
-"""
+"""Sends records to TensorBoard, Weights & Biases and MLflow; each loads its library when it is made."""
 
 import hashlib
 import html
 import io
 import os
-import re
 import socket
 import tempfile
 import time
@@ -26,17 +12,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import PrometheusConfig
-from lockstep.errors import UsageError
 from lockstep.monitor.media import Media, file_name
-from lockstep.monitor.sinks import Row, SinkContext, scalars, warn_left_out
+from lockstep.monitor.sinks import Row, SinkContext, scalars
 from lockstep.records import RunDirectory, append_whole
-
-# ---- TensorBoard ----
 
 
 class TensorBoard:
-    """Writes scalars to `RUN/tensorboard`."""
+    """Writes each record to `RUN/tensorboard` as one event, by one write: one per scalar costs ten times as much.
+
+    TensorBoard's own writer fails in a thread of its own, where no one can handle the error.
+    """
 
     needs_run_directory = True
 
@@ -52,7 +37,6 @@ class TensorBoard:
         self._append(self._event(wall_time=now, file_version="brain.Event:2"))
 
     def on_step(self, row: Row) -> None:
-        """Write a row's numbers."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
         when = row.get("time") or time.time()
         self._append(self._event(step=row["step"], wall_time=when, summary=self._summary(value=values)))
@@ -60,7 +44,6 @@ class TensorBoard:
     on_eval = on_step
 
     def on_media(self, step: int, media: Mapping[str, Media]) -> None:
-        """Write texts, images and histograms."""
         values = []
         for name, one in media.items():
             value = self._summary.Value(tag=name)
@@ -88,11 +71,11 @@ class TensorBoard:
         append_whole(self._path, buffer.getvalue())  # half an event would hide all later ones
 
 
-# ---- Weights & Biases ----
-
-
 class WeightsAndBiases:
-    """Logs to a W&B run, which it opens at the first record."""
+    """Logs to a W&B run, which it opens at the first record, and which a restarted run continues.
+
+    W&B's own variables apply: WANDB_MODE=offline writes to `RUN/wandb` only, WANDB_API_KEY signs in.
+    """
 
     needs_run_directory = True
     own_thread = True
@@ -103,13 +86,11 @@ class WeightsAndBiases:
         self._open: Any = None
 
     def on_step(self, row: Row) -> None:
-        """Log a row's numbers."""
         self._started().log(scalars(row), step=row["step"])
 
     on_eval = on_step
 
     def on_media(self, step: int, media: Mapping[str, Media]) -> None:
-        """Log texts, images and histograms."""
         self._started().log({name: self._media(one) for name, one in media.items()}, step=step)
 
     def _media(self, one: Media) -> Any:
@@ -124,7 +105,6 @@ class WeightsAndBiases:
         return self._library.Image(str(file))
 
     def close(self) -> None:
-        """End the W&B run."""
         if self._open is not None:
             self._open.finish()
 
@@ -149,14 +129,8 @@ def _config(run: RunDirectory) -> Any:
     return yaml.safe_load(run.config.read_text()) if run.config.exists() else {}
 
 
-# ---- MLflow ----
-
-
-_LONGEST = 500  # characters of a parameter's value
-
-
 class Mlflow:
-    """Logs to an MLflow run, which it creates at the first record."""
+    """Logs to an MLflow run, which it creates at the first record, at MLFLOW_TRACKING_URI or else in `RUN/mlflow`."""
 
     needs_run_directory = True
     own_thread = True
@@ -168,7 +142,6 @@ class Mlflow:
         self._id = ""
 
     def on_step(self, row: Row) -> None:
-        """Log a row's numbers."""
         client = self._connected()
         when = int(row["time"] * 1000)
         metric = self._library.entities.Metric
@@ -194,7 +167,6 @@ class Mlflow:
                     client.log_artifact(self._id, str(file), "media")
 
     def close(self) -> None:
-        """End the MLflow run."""
         if self._client is not None:
             self._client.set_terminated(self._id)
 
@@ -211,76 +183,10 @@ class Mlflow:
             self._id = client.create_run(experiment, run_name=self._run.path.resolve().name).info.run_id
             self._client = client
             parameters = [
-                self._library.entities.Param(f"{section}.{key}", str(value)[:_LONGEST])
+                self._library.entities.Param(f"{section}.{key}", str(value)[:500])
                 for section, keys in _config(self._run).items()
                 if isinstance(keys, dict)
                 for key, value in keys.items()
             ]
             client.log_batch(self._id, params=parameters[:100])
         return self._client
-
-
-# ---- Prometheus ----
-
-
-def open_prometheus(config: PrometheusConfig, run_name: str) -> "Prometheus | None":
-    """Return the sink, which is also a server; warn and return None if the library is missing.
-
-    Raises:
-        UsageError: the port is in use.
-    """
-    try:
-        import prometheus_client
-    except ImportError:
-        warn_left_out("prometheus", "prometheus")
-        return None
-    return Prometheus(prometheus_client, config, run_name)
-
-
-class Prometheus:
-    """Serves the newest record until it is closed."""
-
-    def __init__(self, library: Any, config: PrometheusConfig, run_name: str) -> None:
-        self._library, self._run_name = library, run_name
-        self._registry = library.CollectorRegistry()
-        self._gauges: dict[str, Any] = {}
-        try:
-            self._server, self._thread = library.start_http_server(config.port, config.host, self._registry)
-        except OSError as error:
-            raise UsageError(
-                f"Prometheus can't be served at {config.host}:{config.port}: {error.strerror}",
-                where="monitor.prometheus",
-                fix="choose another port; 0 takes any free one",
-            ) from None
-        self.address = f"http://{config.host}:{self._server.server_address[1]}/metrics"
-
-    def on_step(self, row: Row) -> None:
-        """Set the gauges to a row's numbers."""
-        self._set("step", float(row["step"]), {})
-        for name, value in scalars(row).items():
-            first, _, rest = name.partition("/")
-            labelled = {"phases": ("phase_seconds", "phase"), "memory": ("memory_held_bytes", "kind"),
-                        "gradient_norms": ("gradient_norm", "layer")}.get(first)  # fmt: skip
-            if labelled is None:
-                self._set(name, value, {})
-            elif rest.endswith(".most"):
-                self._set(f"{labelled[0]}_most", value, {labelled[1]: rest.removesuffix(".most")})
-            else:
-                self._set(labelled[0], value, {labelled[1]: rest})
-
-    on_eval = on_step
-
-    def close(self) -> None:
-        """Stop the server."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5)
-
-    def _set(self, name: str, value: float, labels: dict[str, str]) -> None:
-        full = "lockstep_" + re.sub(r"\W", "_", name)
-        gauge = self._gauges.get(full)
-        if gauge is None:
-            about = f"{name} of the newest record"
-            gauge = self._library.Gauge(full, about, ["run", *labels], registry=self._registry)
-            self._gauges[full] = gauge
-        gauge.labels(run=self._run_name, **labels).set(value)

@@ -1,18 +1,11 @@
 """Gathers the ranks' measurements on logged steps: phases, memory, utilisation, MFU; and finds slow ranks in them.
 
-It is one small all-gather, at most about once a second. The next one's step follows from numbers that all ranks have,
-so they agree on it. In between nothing is sent and nothing waits.
-
-Ranks that train together take equally long for a step, because fast ranks wait for slow ones. Their own time, a step
-without waiting for others, shows the difference. A rank is reported if its own time was well above the median of the
-others' several times in a row.
-
-The operations of a step are counted with the formulas of `torch.utils.flop_counter`: matrix products, convolutions and
-attention; a multiply-add is two operations. Loads torch inside functions only.
+It is one small all-gather, at most about once a second; the step of the next one follows from numbers that all ranks
+have. Operations are counted by the formulas of `torch.utils.flop_counter`: matrix products, convolutions and attention;
+a multiply-add is two. Loads torch inside functions only.
 """
 
 import math
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from lockstep.config import StragglerConfig
+from lockstep.costs.hardware import known_gpu
 from lockstep.monitor.meters import (
     PAUSES,
     PHASES,
@@ -77,49 +71,40 @@ def _several() -> bool:
 SECONDS_BETWEEN = 1.0
 MOST_RANKS_LISTED = 64
 _MEMORY = ("allocated", "reserved", "peak", "host", "total")
-_NAMES = (*PHASES, *_MEMORY, "gpu_utilisation", "flops", "profile_requested")
+_NAMES = (*PHASES, *_MEMORY, "gpu_utilisation", "flops")
 Table = dict[str, list[float]]  # name → value of each rank, by rank
 
 
 class Figures:
-    """Gathers measurements and turns them into a record's fields.
+    """Gathers measurements, `SECONDS_BETWEEN` apart, and turns them into a record's fields; tests pass a `memory`."""
 
-    Args:
-        clock: this rank's phases.
-        memory: reads this rank's memory; tests pass another.
-        every: seconds between two gatherings; unset: `SECONDS_BETWEEN`; 0: on every logged step.
-    """
-
-    def __init__(
-        self, clock: PhaseClock, memory: Callable[[], Memory] = memory_of_this_rank, every: float | None = None
-    ) -> None:
+    def __init__(self, clock: PhaseClock, memory: Callable[[], Memory] = memory_of_this_rank) -> None:
         self.clock = clock
         self.flops = 0.0  # floating-point operations of this rank in a full step
         self.peak = 0.0  # floating-point operations per second of one rank's device
         self.peak_source = ""
         self.recomputes = False  # whether `flops` counts recomputed activations twice
-        self._memory, self._every = memory, SECONDS_BETWEEN if every is None else every
+        self._memory = memory
         self._next = 0
         self._steps = 0
 
     def count(self) -> None:
-        """Count one step."""
         self._steps += 1
 
     def due(self, step: int, last: bool) -> bool:
         """Return whether to gather after this logged step: the same answer on every rank."""
         return step >= self._next or last
 
-    def collect(self, step: int, profile_requested: bool = False) -> Table:
-        """Gather the measurements since the last time, and requests for a profile; all ranks call it together."""
+    def collect(self, step: int) -> Table:
+        """Gather the measurements since the last time; all ranks call it together."""
         steps, self._steps = max(1, self._steps), 0
-        mine = {**self._phases(steps), **self._memory()._asdict(), "gpu_utilisation": gpu_utilisation()}
-        mine |= {"flops": self.flops, "profile_requested": float(profile_requested)}
+        mine = {**self._phases(steps), **self._memory()._asdict()}
+        mine |= {"gpu_utilisation": gpu_utilisation(), "flops": self.flops}
         rows = gather([mine[name] for name in _NAMES])
         table = {name: [row[column] for row in rows] for column, name in enumerate(_NAMES)}
         table["step"] = [sum(table[name][rank] for name in STEP_PHASES) for rank in range(len(rows))]
         table["own"] = [s - c for s, c in zip(table["step"], table["communication"], strict=True)]
-        self._next = step + max(1, math.ceil(self._every / max(1e-9, median(table["step"])))) if self._every else 0
+        self._next = step + max(1, math.ceil(SECONDS_BETWEEN / max(1e-9, median(table["step"]))))
         return table
 
     def row(self, table: Table) -> dict[str, Any]:
@@ -149,32 +134,21 @@ class Figures:
         return {name: s if name in PAUSES else s / steps for name, s in seconds.items()}
 
 
-# ---- the rank that keeps the others waiting ----
-
-
 _OWN_PHASES = tuple(name for name in STEP_PHASES if name != "communication")
 _LEAST_SECONDS = 1e-3  # per step; clocks of busy hosts differ by as much anyway
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank.
-
-    Attributes:
-        ratio: its own time over the median of the other ranks' own time.
-        phase: the phase with most of the difference.
-        seconds: its time in that phase, per step.
-        others: the median of the others in that phase, per step.
-    """
+    """A slow rank. Ranks that train together take equally long for a step; `own` is the time without waiting."""
 
     rank: int
-    ratio: float
-    phase: str
-    seconds: float
-    others: float
+    ratio: float  # its own time over the median of the other ranks' own time
+    phase: str  # the one with most of the difference
+    seconds: float  # its time in that phase, per step
+    others: float  # the median of the others in that phase, per step
 
     def sentence(self, host: str | None = None) -> str:
-        """Return the finding as a sentence."""
         on = f" on {host}" if host else ""
         return (
             f"rank {self.rank}{on} is slow: its own work takes {self.ratio:.2f} × as long as the other ranks';"
@@ -210,7 +184,6 @@ class StragglerWatch:
 
 
 def _others(values: list[float], rank: int) -> float:
-    """Return the median of the other ranks' values, of which there are some."""
     return median(values[:rank] + values[rank + 1 :])
 
 
@@ -218,62 +191,25 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-# ---- the operations of a step, and of devices ----
-
-
 _NOTHING = nullcontext()  # shared by all steps: making one takes a call
 
-# Dense TFLOP/s by the makers' data sheets: (bf16 and fp16, tf32, fp32). The first name that is part of the device's, as
-# whole words, counts. NVIDIA: B200, H200, H100 (SXM5, PCIe, NVL), A100, A40, A10, L40S, L40, L4, V100, T4, GeForce RTX
-# 4090 and 3090 (tensor cores with fp32 accumulation), half of the numbers "with sparsity". AMD: Instinct MI300X,
-# MI250X.
-DEVICES: dict[str, tuple[float, float, float]] = {
-    "B200": (2250.0, 1100.0, 75.0),
-    "H200": (989.4, 494.7, 66.9),
-    "H100 PCIe": (756.0, 378.0, 51.0),
-    "H100 NVL": (835.0, 417.5, 60.0),
-    "H100": (989.4, 494.7, 66.9),
-    "A100": (312.0, 156.0, 19.5),
-    "A40": (149.7, 74.8, 37.4),
-    "A10": (125.0, 62.5, 31.2),
-    "L40S": (362.0, 183.0, 91.6),
-    "L40": (181.0, 90.5, 90.5),
-    "L4": (121.0, 60.0, 30.3),
-    "V100": (125.0, 15.7, 15.7),
-    "T4": (65.0, 8.1, 8.1),
-    "RTX 4090": (165.2, 82.6, 82.6),
-    "RTX 3090": (71.0, 35.6, 35.6),
-    "MI300X": (1307.4, 653.7, 163.4),
-    "MI250X": (383.0, 95.7, 47.9),
-}
-_TERA = 1e12
 _SIZE = 512  # size of the matrices for measuring a device without a data sheet
 _SECONDS = 0.03
 
 
 def peak_flops(device: Any, mode: str) -> tuple[float, str]:
-    """Return the floating-point operations per second of a `torch.device`, and the source of the number.
-
-    Args:
-        mode: the precision of matrix products: fp32, bf16 or fp16.
-    """
+    """Return the operations per second of a `torch.device` in matrix products of `mode`, and the number's source."""
     import torch
 
     from lockstep import accelerator
 
-    if device.type == "cuda":
-        known = on_a_data_sheet(accelerator.name_of(device))
-        if known is not None:
-            half, tf32, single = DEVICES[known]
-            fast = torch.backends.cuda.matmul.allow_tf32
-            column = half if mode != "fp32" else tf32 if fast else single
-            return column * _TERA, f"{known}, data sheet, {'tf32' if mode == 'fp32' and fast else mode}"
+    known = known_gpu(accelerator.name_of(device)) if device.type == "cuda" else None
+    if known is not None:
+        if mode == "fp32" and torch.backends.cuda.matmul.allow_tf32:
+            mode = "tf32"
+        rate = {"fp32": known.single, "tf32": known.tf32}.get(mode, known.half)
+        return rate * 1e12, f"{known.name}, data sheet, {mode}"
     return _measured(device, mode), f"measured: {_SIZE} × {_SIZE} matrices, {mode}, with this rank's threads"
-
-
-def on_a_data_sheet(device_name: str) -> str | None:
-    """Return the entry of `DEVICES` for a driver's name; whole words count: an "RTX A4000" is not an A40."""
-    return next((known for known in DEVICES if re.search(rf"\b{known}\b", device_name)), None)
 
 
 def _measured(device: Any, mode: str) -> float:
@@ -294,16 +230,10 @@ def _measured(device: Any, mode: str) -> float:
     return 2 * size**3 / best
 
 
-class FirstStep:
-    """Counts this rank's operations in the first step, into `Figures.flops`; later steps run unchanged."""
-
-    def __init__(self, into: Figures) -> None:
-        self._into: Figures | None = into
-
-    def __call__(self) -> AbstractContextManager[None]:
-        """Return a context that counts the first step's operations; later ones do nothing."""
-        into, self._into = self._into, None
-        return _NOTHING if into is None else _counted(into)
+def first_step_counted(into: Figures) -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes a context for each step: the first counts this rank's operations into `Figures.flops`."""
+    contexts = iter([_counted(into)])
+    return lambda: next(contexts, _NOTHING)
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 """Defines what a user may log besides numbers: texts, images and histograms.
 
-`sorted_values` tells them apart by what they are: a string is a text; a tensor or array of one dim is a histogram of
-its values, of two dims [H, W], three [C, H, W] or [H, W, C], or four [N, C, H, W] an image or a row of them; so is an
-image of Pillow or a figure of Matplotlib. Images become PNG here, which every sink and every browser takes.
+A string is a text; an array of one dim is a histogram of its values, of two dims [H, W], three [C, H, W] or [H, W, C],
+or four [N, C, H, W] an image or a row of them; so is an image of Pillow or a figure of Matplotlib. Images become PNG.
 """
 
 import io
@@ -24,20 +23,14 @@ _CHANNELS = {1: 0, 3: 2, 4: 6}  # number of channels → PNG's colour type
 
 @dataclass(frozen=True)
 class Media:
-    """A logged value that is not a number.
-
-    Attributes:
-        png: of an image, the whole file.
-        size: of an image, width and height in pixels.
-        counts, edges: of a histogram: values in each bin, and the bounds of bins, one more.
-    """
+    """A logged value that is not a number."""
 
     kind: Literal["text", "image", "histogram"]
     text: str = ""
-    png: bytes = b""
-    size: tuple[int, int] = (0, 0)
-    counts: tuple[int, ...] = ()
-    edges: tuple[float, ...] = ()
+    png: bytes = b""  # of an image, the whole file
+    size: tuple[int, int] = (0, 0)  # of an image, width and height in pixels
+    counts: tuple[int, ...] = ()  # of a histogram: values in each bin
+    edges: tuple[float, ...] = ()  # of a histogram: the bounds of bins, one more
 
 
 def file_name(name: str, step: int) -> str:
@@ -82,11 +75,13 @@ def _understood(name: str, value: Any) -> float | Media:
         )
     if array.ndim == 0:
         return float(array)
-    return _histogram(array) if array.ndim == 1 else _image(name, array)
+    if array.ndim == 1:
+        counts, edges = np.histogram(array[np.isfinite(array)].astype(np.float64), bins=BINS)
+        return Media("histogram", counts=tuple(map(int, counts)), edges=tuple(map(float, edges)))
+    return _image(name, array)
 
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
-    """Return the value as an array of numbers; None if it is something else."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()  # host waits for the device
         value = value.float() if value.is_floating_point() else value
@@ -95,12 +90,6 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
     except (TypeError, ValueError):
         return None
     return array if array.dtype.kind in "biuf" else None
-
-
-def _histogram(array: np.ndarray[Any, Any]) -> Media:
-    finite = array[np.isfinite(array)].astype(np.float64)
-    counts, edges = np.histogram(finite, bins=BINS)
-    return Media("histogram", counts=tuple(map(int, counts)), edges=tuple(map(float, edges)))
 
 
 def _image(name: str, array: np.ndarray[Any, Any]) -> Media:

@@ -1,16 +1,10 @@
 """Measures the time of steps and of their phases (data, forward and backward, …), throughput and memory.
 
-Counts that are tensors are added on their device, and read once per interval.
-
     clock.enter("data") … clock.enter("forward_backward") … clock.enter("optimizer") … clock.read()
 
-Entering a phase ends the previous one, so phases add up to the whole time. It costs under a microsecond on the host. On
-an accelerator, where the host only queues work, each change records an event in the stream; events are read after they
-have passed, so nothing waits for them.
-
-Waiting for other ranks is measured where it can be seen: in every Python-level `Work.wait` (FSDP2's collectives,
-pipeline exchanges, the step's own sums), and in DDP's own statistics of its last backward pass. Communication that
-overlaps with computation is not waiting and costs nothing. Loads torch inside functions only.
+Entering a phase ends the previous one. On an accelerator, where the host only queues work, each change records an event
+in the stream, which is read after it has passed: nothing waits. Waiting for other ranks is measured in every
+Python-level `Work.wait` and in DDP's own statistics. Loads torch inside functions only.
 """
 
 import math
@@ -30,17 +24,11 @@ from lockstep.torch_compat import work_wait
 
 
 class Rates(NamedTuple):
-    """Speed of the steps in one interval.
+    """Speed of the steps in one interval."""
 
-    Attributes:
-        step_seconds: the mean of a step.
-        samples: per second, over all ranks.
-        tokens: valid targets per second, over all ranks.
-    """
-
-    step_seconds: float
-    samples: float
-    tokens: float
+    step_seconds: float  # the mean
+    samples: float  # per second, over all ranks
+    tokens: float  # valid targets per second, over all ranks
 
 
 class Meters:
@@ -54,7 +42,6 @@ class Meters:
         self._tokens: Any = 0
 
     def count(self, record: StepRecord) -> None:
-        """Count one step, without reading a tensor."""
         self._steps += 1
         self._samples += record.samples
         self._tokens = self._tokens + without_graph(record.tokens)
@@ -80,20 +67,13 @@ def without_graph(value: Any) -> Any:
 
 
 class Memory(NamedTuple):
-    """Memory of one rank, in bytes.
+    """Memory of one rank, in bytes."""
 
-    Attributes:
-        allocated, reserved, peak: of its GPU's allocator; the peak since the start. On the CPU the peak is the
-            process's largest resident set.
-        host: the process's resident set.
-        total: the device's memory; on the CPU the machine's.
-    """
-
-    allocated: int
+    allocated: int  # allocated, reserved: of its GPU's allocator
     reserved: int
-    peak: int
-    host: int
-    total: int
+    peak: int  # of its GPU's allocator since the start; on the CPU the process's largest resident set
+    host: int  # the process's resident set
+    total: int  # the device's memory; on the CPU the machine's
 
 
 def memory_of_this_rank() -> Memory:
@@ -137,9 +117,6 @@ def gpu_utilisation() -> float:
         return math.nan
 
 
-# ---- the phases of a step ----
-
-
 STEP_PHASES = ("data", "forward_backward", "communication", "optimizer", "other")
 PAUSES = ("evaluation", "checkpoint")  # between steps; not included in a step's seconds
 PHASES = STEP_PHASES + PAUSES
@@ -147,12 +124,7 @@ _MAY_WAIT = ("forward_backward", "optimizer")  # phases in which a wait for othe
 
 
 class PhaseClock:
-    """Measures the seconds in each phase since the last reading.
-
-    Args:
-        device: an accelerator, on whose current stream to measure; None: on the host.
-        clock: seconds, monotonic; tests pass another.
-    """
+    """Measures the seconds in each phase since the last reading, on the stream of a `device` or on the host."""
 
     def __init__(self, *, device: Any = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -179,7 +151,6 @@ class PhaseClock:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Enter a phase for the length of a block."""
         before = self.enter(phase)
         try:
             yield
@@ -220,18 +191,12 @@ class PhaseClock:
             self._device[phase] += start.elapsed_time(self._marks[0][1]) / 1000
 
 
-# ---- waiting for other ranks ----
-
-
 _counting: list[PhaseClock] = []  # of the open loops; with several models they end in any order
 
 
 @contextmanager
 def waits_counted(clock: PhaseClock) -> Iterator[None]:
-    """Count the time of this thread in `Work.wait` as communication, while the block runs.
-
-    The class's method is replaced while any such block runs.
-    """
+    """Count the time of this thread in `Work.wait` as communication; the method is replaced while any block runs."""
     if not work_wait.available():
         yield
         return

@@ -2,9 +2,6 @@
 
 Reading a number on the device makes the host wait, so that it cannot queue the next step. Records are therefore read on
 logged steps only: every `log_steps`-th, the first of this process, and the last.
-
-Rows go to sinks in threads (`Background`). `flush` writes all rows that wait: before a checkpoint, so that a run that
-resumes from it has the rows before it.
 """
 
 import logging
@@ -12,30 +9,18 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.config import MonitorConfig
 from lockstep.environment import rank_facts
 from lockstep.monitor.callbacks import ResourceMonitor, build_callbacks
-from lockstep.monitor.exporters import open_prometheus
-from lockstep.monitor.figures import Figures, StragglerWatch, Table
+from lockstep.monitor.figures import Figures, StragglerWatch
 from lockstep.monitor.media import sorted_values
 from lockstep.monitor.meters import Meters, memory_of_this_rank, without_graph
-from lockstep.monitor.sinks import (
-    Background,
-    BufferedSink,
-    Guarded,
-    Row,
-    Sink,
-    SinkContext,
-    sink_named,
-    warn_left_out,
-)
+from lockstep.monitor.profiling import Profiler
+from lockstep.monitor.sinks import Background, Guarded, Row, Sink, SinkContext, sink_named
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.registry import SINKS, require_methods
-
-if TYPE_CHECKING:
-    from lockstep.monitor.profiling import Profiler
 
 _log = logging.getLogger("lockstep")
 _MEMORY_SECONDS = 1.0
@@ -44,16 +29,7 @@ _MEMORY_SECONDS = 1.0
 class Monitor:
     """Logs records; the loop calls `on_step` after every step on every rank, and rank 0 writes.
 
-    Args:
-        config: the section `monitor`.
-        run: the run directory; None: nothing is written to files.
-        total_steps: steps of the whole run, if known.
-        start_step: the step that the run resumes from.
-        figures: gathers the ranks' measurements; None: nothing is sent, and records hold what the loop knows.
-        hosts: each rank's machine, to name slow ones.
-
-    Attributes:
-        counts_tokens: whether the data are token ids, whose rate is given in tokens; else samples are counted.
+    `figures` gathers the ranks' measurements; None: nothing is sent. `hosts` are the ranks' machines.
     """
 
     def __init__(
@@ -77,16 +53,18 @@ class Monitor:
         self._figures, self._hosts = figures, hosts
         self._stragglers = StragglerWatch(config.straggler)
         self._resources = ResourceMonitor(config.memory.threshold, config.memory.alert_on_imbalance, self.event)
-        self._profiler = self._open_profiler() if figures is not None else None
+        self._profiler: Profiler | None = None
+        if figures is not None and run is not None and config.profile is not None:
+            self._profiler = Profiler(config.profile, run.path / "profile", rank_facts().rank, self.event)
         self._callbacks = [
-            Guarded(f"the callback {name}", _CallbackSink(call), self.event)
+            Guarded(f"the callback {name}", call, self.event)
             for name, call in build_callbacks(config, None if run is None else run.path)
             if is_main or getattr(call, "every_rank", False)
         ]
-        self._sinks: list[BufferedSink] = []
+        self._sinks: list[Guarded | Background] = []
         if is_main:
             self._sinks = self._build_sinks(SinkContext(config, run, total_steps, start_step))
-        self._each_step = [sink for sink in self._sinks if isinstance(sink, Guarded) and sink.each_step]
+        self._each_step = [sink for sink in self._sinks if sink.each_step]
 
     def on_step(self, record: StepRecord) -> None:
         """Take one step's record; waits for the device on logged steps only."""
@@ -99,7 +77,7 @@ class Monitor:
         else:
             self._last = _detached(record)
         for sink in self._each_step:
-            sink.on_each_step(record)
+            sink.send("on_each_step", record)
         self._seen_one = True
         if self._profiler is not None:
             self._profiler.on_step(record.step)
@@ -113,7 +91,7 @@ class Monitor:
         """Log an evaluation: `{"step": …, "eval_loss": …, …}`, plain numbers."""
         row = {"time": time.time(), **record}
         for sink in self._sinks:
-            sink.on_eval(row)
+            sink.send("on_eval", row)
 
     def on_log(self, step: int, values: Mapping[str, Any]) -> None:
         """Log a user's values: numbers, and texts, images and histograms (`lockstep.monitor.media`)."""
@@ -122,7 +100,7 @@ class Monitor:
             self.on_eval({"step": step, **numbers})
         if media:
             for sink in self._sinks:
-                sink.on_media(step, media)
+                sink.send("on_media", step, media)
 
     def say(self, *lines: str) -> None:
         """Print lines for the person who started the run: once, by rank 0, if there is a console."""
@@ -156,13 +134,10 @@ class Monitor:
             self._profiler.close()
         self._sinks, self._callbacks, self._each_step = [], [], []
 
-    def _build_sinks(self, context: SinkContext) -> list[BufferedSink]:
-        """Return the sinks that the config names; one whose library is missing is left out with one warning.
-
-        The console and Prometheus are written at once; files share a thread, and each server has its own.
-        """
+    def _build_sinks(self, context: SinkContext) -> list[Guarded | Background]:
+        """Return the sinks that the config names; one whose library is missing is left out with one warning."""
         config, run = context.config, context.run
-        made: list[BufferedSink] = []
+        made: list[Guarded | Background] = []
         files: list[Guarded] = []
         for name in config.sinks:
             kind = sink_named(name)
@@ -171,7 +146,10 @@ class Monitor:
             try:
                 sink = kind(context)
             except ImportError as error:
-                warn_left_out(name, name if ":" not in name else None, error)
+                why = str(error) if ":" in name else "its package is not installed"
+                fix = "install it" if ":" in name else f"pip install 'lockstep-train[{name}]'"
+                text = "warning: the sink %s is left out: %s (%s, or remove it from monitor.sinks)"
+                _log.warning(text, name, why, fix)
                 continue
             if ":" in name:
                 require_methods(sink, Sink, name, SINKS.where, required=("on_step", "on_eval", "close"))
@@ -184,59 +162,25 @@ class Monitor:
                 files.append(guarded)
         if files:
             made.append(Background(files, self.event))
-        if config.prometheus is not None:
-            served = open_prometheus(config.prometheus, "" if run is None else run.path.resolve().name)
-            if served is not None:
-                self.event("prometheus", address=served.address)
-                self.say(f"metrics for Prometheus at {served.address}")
-                made.append(Guarded("the sink prometheus", served, self.event))
         return made
-
-    def _open_profiler(self) -> "Profiler | None":
-        if self._run is None:
-            return None
-        from lockstep.monitor.profiling import Profiler
-
-        profiler = Profiler(
-            self._config.profile, self._run.path / "profile", rank=rank_facts().rank, is_main=self._is_main,
-            event=self.event,
-        )  # fmt: skip
-        if self._is_main:
-            profiler.listen()
-        return profiler
 
     def _over_ranks(self, step: int) -> Row:
         """Return this step's figures over ranks, if they are due; every rank calls it on every logged step."""
         figures = self._figures
         if figures is None or not figures.due(step, last=step == self._total):
             return {}
-        profiler = self._profiler
-        requested = (
-            profiler is not None and self._run is not None and self._is_main and profiler.take_request(self._run.path)
-        )
-        table = figures.collect(step, requested)
-        if profiler is not None and any(table["profile_requested"]):
-            profiler.begin_on_request()
+        table = figures.collect(step)
         if not self._is_main:
             return {}
-        self._name_stragglers(step, table)
-        if self._run is not None:
-            with suppress(OSError):  # a full disk does not stop the run
-                self._run.write_ranks(table, step)
-        return figures.row(table)
-
-    def _peak_memory(self, now: float) -> int:
-        """Return this rank's peak memory, read at most once a second because the system call is slow."""
-        if not 0 <= now - self._memory_read < _MEMORY_SECONDS:
-            self._memory, self._memory_read = memory_of_this_rank().peak, now
-        return self._memory
-
-    def _name_stragglers(self, step: int, table: Table) -> None:
         for slow in self._stragglers.look(table):
             host = self._hosts[slow.rank] if self._hosts else None
             text = slow.sentence(host)
             _log.warning("warning: step %d: %s", step, text)
             self.event("straggler", step=step, host=host, text=text, **asdict(slow))
+        if self._run is not None:
+            with suppress(OSError):  # a full disk does not stop the run
+                self._run.write_ranks(table, step)
+        return figures.row(table)
 
     def _log_step(self, record: StepRecord, over_ranks: Row) -> None:
         self._last = None
@@ -253,11 +197,13 @@ class Monitor:
         row["tokens_per_second"] = record.tokens_per_second or rates.tokens
         if not self.counts_tokens or rates.tokens <= rates.samples:  # one target per sample: a class, an image
             del row["tokens_per_second"]
-        row["memory_bytes"] = record.memory_bytes or self._peak_memory(row["time"])
+        if not 0 <= row["time"] - self._memory_read < _MEMORY_SECONDS:  # the system call is slow
+            self._memory, self._memory_read = memory_of_this_rank().peak, row["time"]
+        row["memory_bytes"] = record.memory_bytes or self._memory
         for sink in self._sinks:
-            sink.on_step(row)
+            sink.send("on_step", row)
         for callback in self._callbacks:
-            callback.on_step(row)
+            callback.send("__call__", StepRecord(**row))
         if over_ranks:
             self._resources(StepRecord(**row))
 
@@ -270,21 +216,3 @@ def _detached(record: StepRecord) -> StepRecord:
     if all(getattr(value, "grad_fn", None) is None for value in numbers.values()):
         return record
     return replace(record, **{name: without_graph(value) for name, value in numbers.items()})
-
-
-class _CallbackSink:
-    """Makes a sink of a callback, which gets a record of plain numbers."""
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-
-    def on_step(self, row: Row) -> None:
-        self._call(StepRecord(**row))
-
-    def on_eval(self, row: Row) -> None:
-        """Do nothing: callbacks take steps only."""
-
-    def close(self) -> None:
-        close = getattr(self._call, "close", None)
-        if callable(close):
-            close()

@@ -1,21 +1,12 @@
-"""Runs torch.profiler over a few steps, and writes traces of ranks and a summary.
+"""Runs torch.profiler over a few steps, and writes traces of ranks and a summary to RUN/profile.
 
-`monitor.profile` in the config profiles once, from the first steps on. A file `profile.request` in the run directory or
-SIGUSR2 to rank 0 requests a profile later; the request is sent with the next figures over ranks, so that all ranks
-trace the same steps. The schedule advances with each step.
-
-RUN/profile/  step-N-rank-R.json.gz (chrome://tracing, ui.perfetto.dev) · on CUDA step-N-rank-R-memory.pickle
-(pytorch.org/memory_viz) · summary.md · summary.json
-
-The summary has the shares of computation, exposed and overlapped communication and idle time, and the memory curve. On
-CUDA it uses kernels: NCCL's are communication, all others computation. On the CPU it uses operators: gloo's and c10d's
-are communication, ATen's computation. Time with both is communication that overlaps with computation.
+The schedule (`monitor.profile`) advances with each step, so that ranks trace the same ones. On CUDA the summary uses
+kernels: NCCL's are communication, all others computation. On the CPU it uses operators: gloo's and c10d's are
+communication, ATen's computation. Time with both is communication that overlaps with computation.
 """
 
 import json
 import logging
-import signal
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,9 +14,6 @@ from typing import Any
 
 from lockstep.config import ProfileConfig
 from lockstep.monitor.figures import gather_objects
-
-# ---- the summary of a trace ----
-
 
 Interval = tuple[float, float]
 Summary = dict[str, Any]
@@ -46,8 +34,11 @@ def summarise(events: Iterable[Any], rank: int, steps: int) -> Summary:
             on_device.append(event)
         else:
             on_host.append(event)
-    chosen = [event for event in (on_device or on_host) if on_device or _counts(event)]
-    window = _span(windows or [_stretch(event) for event in chosen])
+    # On the host: operators and collectives, without the frames around them.
+    operators = [event for event in on_host if event.name.startswith("aten::") or _talks(event.name)]
+    chosen = on_device or operators
+    stretches = windows or [_stretch(event) for event in chosen] or [(0.0, 1.0)]
+    window = min(start for start, _ in stretches), max(end for _, end in stretches)
     talk = union(within((_stretch(event) for event in chosen if _talks(event.name)), window))
     work = union(within((_stretch(event) for event in chosen if not _talks(event.name)), window))
     total = max(1e-9, window[1] - window[0])
@@ -106,10 +97,7 @@ def _verdict(ranks: list[Summary]) -> str:
 
 
 def _memory_curve(events: list[Any], begun: float) -> list[tuple[float, float]]:
-    """Return (seconds since `begun`, bytes allocated since then), the peak of each stretch of the trace.
-
-    It is the device's memory if there is any. The list is empty if allocations were not recorded.
-    """
+    """Return (seconds since `begun`, bytes allocated since then), the peaks of stretches, on the device if any."""
     on_device = any(event.self_device_memory_usage for event in events)
     held, curve = 0.0, list[tuple[float, float]]()
     for event in sorted(events, key=lambda event: event.time_range.end):
@@ -121,21 +109,12 @@ def _memory_curve(events: list[Any], begun: float) -> list[tuple[float, float]]:
     return [max(curve[i : i + stretch], key=lambda moment: moment[1]) for i in range(0, len(curve), stretch)]
 
 
-def _counts(event: Any) -> bool:
-    """Return whether an event is an operator or a collective, not a frame around them."""
-    return event.name.startswith("aten::") or _talks(event.name)
-
-
 def _talks(name: str) -> bool:
     return name.lower().startswith(_COMMUNICATION)
 
 
 def _stretch(event: Any) -> Interval:
     return event.time_range.start, event.time_range.end
-
-
-def _span(stretches: list[Interval]) -> Interval:
-    return (min(s for s, _ in stretches), max(e for _, e in stretches)) if stretches else (0.0, 1.0)
 
 
 def _top(events: list[Any], steps: int, on_device: bool) -> list[Summary]:
@@ -147,9 +126,6 @@ def _top(events: list[Any], steps: int, on_device: bool) -> list[Summary]:
         calls[event.name] += 1
     best = sorted(seconds, key=lambda name: -seconds[name])[:_TOP]
     return [{"name": name[:120], "seconds": seconds[name], "calls": calls[name] / steps} for name in best]
-
-
-# ---- intervals of time ----
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -174,112 +150,61 @@ def within(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
     return [(start, end) for start, end in cut if end > start]
 
 
-# ---- the profiler ----
-
-
-REQUEST = "profile.request"
-_SIGNAL = signal.SIGUSR2
 _log = logging.getLogger("lockstep")
 
 
 class Profiler:
-    """Profiles steps; called after every step on every rank.
+    """Profiles the first steps; called after every step on every rank; `event` tells that it is written."""
 
-    Args:
-        config: unset: only on request.
-        folder: `RUN/profile`.
-        rank: this rank.
-        is_main: whether this is rank 0.
-        event: called when a profile is written.
-    """
-
-    def __init__(
-        self, config: ProfileConfig | None, folder: Path, *, rank: int, is_main: bool, event: Callable[..., None]
-    ) -> None:
-        self._config = config or ProfileConfig(wait=0, ranks=[])
-        self._on_demand = ProfileConfig(**{**self._config.model_dump(), "wait": 0})
-        self._folder = Path(self._config.dir) if self._config.dir else folder
-        self._rank, self._is_main, self._event = rank, is_main, event
-        self._running: _Running | None = None
-        self._signalled = self._listens = False
-        if config is not None:
-            self._begin(self._config)
-
-    def begin_on_request(self) -> None:
-        """Begin a profile at the next step, after all ranks learned of the request."""
-        if self._running is None:
-            self._begin(self._on_demand)
-
-    def on_step(self, step: int) -> None:
-        """Count a step; at the profile's last step end it, where all ranks meet."""
-        running = self._running
-        if running is None:
-            return
-        if running.first is None:
-            running.first = step
-        running.left -= 1
-        if running.profile is not None:
-            running.profile.step()
-        if running.left == 0:
-            self._running = None
-            self._finish(running, step)
-
-    def take_request(self, run: Path) -> bool:
-        """Return whether rank 0 got a request for a profile, and remove the request."""
-        came, self._signalled = self._signalled, False
-        try:
-            (run / REQUEST).unlink()
-        except OSError:
-            return came
-        return True
-
-    def listen(self) -> None:
-        """Take SIGUSR2 as a request, unless the program handles it already."""
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
-            signal.signal(_SIGNAL, self._on_signal)
-            self._listens = True
-
-    def _on_signal(self, _number: int, _frame: Any) -> None:
-        self._signalled = True
-
-    def close(self) -> None:
-        """Stop listening; a profile that is running is discarded."""
-        if self._listens:
-            signal.signal(_SIGNAL, signal.SIG_DFL)
-            self._listens = False
-        running, self._running = self._running, None
-        if running is not None and running.profile is not None:
-            running.profile.stop()
-
-    def _begin(self, config: ProfileConfig) -> None:
+    def __init__(self, config: ProfileConfig, folder: Path, rank: int, event: Callable[..., None]) -> None:
         import torch
 
         from lockstep import accelerator
         from lockstep.torch_compat import memory_history
 
-        steps = config.wait + config.warmup + config.active
-        traced = not config.ranks or self._rank in config.ranks
-        running = self._running = _Running(config, steps)
-        if not traced:
+        self._config, self._rank, self._event = config, rank, event
+        self._folder = Path(config.dir) if config.dir else folder
+        self._left = config.wait + config.warmup + config.active
+        self._first: int | None = None
+        self._profile: Any = None
+        self._summary: Summary | None = None
+        if config.ranks and rank not in config.ranks:
             return
         schedule = torch.profiler.schedule(wait=config.wait, warmup=config.warmup, active=config.active, repeat=1)
         kernels = accelerator.profiler_activity()
         activities = [torch.profiler.ProfilerActivity.CPU, *([] if kernels is None else [kernels])]
         if accelerator.keeps_memory_history():
             memory_history.record(max_entries=200_000)
-        running.profile = torch.profiler.profile(
+        self._profile = torch.profiler.profile(
             activities=activities, schedule=schedule, record_shapes=config.record_shapes,
-            profile_memory=config.profile_memory, with_stack=config.with_stack,
-            on_trace_ready=lambda profile: self._keep(running, profile),
+            profile_memory=config.profile_memory, with_stack=config.with_stack, on_trace_ready=self._keep,
         )  # fmt: skip
-        running.profile.start()
+        self._profile.start()
 
-    def _keep(self, running: "_Running", profile: Any) -> None:
+    def on_step(self, step: int) -> None:
+        """Count a step; at the profile's last step end it, where all ranks meet."""
+        if self._left == 0:
+            return
+        if self._first is None:
+            self._first = step
+        self._left -= 1
+        if self._profile is not None:
+            self._profile.step()
+        if self._left == 0:
+            self._finish(step)
+
+    def close(self) -> None:
+        """Discard a profile that is running."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+    def _keep(self, profile: Any) -> None:
         """Write the trace and compute its summary, after the active steps; a full disk does not stop the run."""
         from lockstep import accelerator
         from lockstep.torch_compat import memory_history
 
-        name = f"step-{running.first}-rank-{self._rank}"
+        name = f"step-{self._first}-rank-{self._rank}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
@@ -289,16 +214,14 @@ class Profiler:
                 memory_history.stop()
         except (OSError, RuntimeError) as error:
             _log.warning("warning: the trace of rank %d could not be written: %s", self._rank, error)
-        running.summary = summarise(profile.events(), self._rank, running.config.active)
+        self._summary = summarise(profile.events(), self._rank, self._config.active)
 
-    def _finish(self, running: "_Running", step: int) -> None:
-        if running.profile is not None:
-            running.profile.stop()
-            running.profile = None  # it holds the trace, and its own callback holds it
-        found = [summary for summary in gather_objects(running.summary) if summary is not None]
-        if not self._is_main or not found:
+    def _finish(self, step: int) -> None:
+        self.close()  # it holds the trace, and its own callback holds it
+        found = [summary for summary in gather_objects(self._summary) if summary is not None]
+        if self._rank != 0 or not found:
             return
-        summary = combine(found, step - running.config.active + 1, step)
+        summary = combine(found, step - self._config.active + 1, step)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / "summary.json").write_text(json.dumps(summary))
@@ -308,11 +231,3 @@ class Profiler:
             return
         print(f"lockstep: profile of {len(found)} rank(s) in {self._folder}: summary.md, traces", flush=True)
         self._event("profile", step=step, text=f"{len(found)} rank(s), {self._folder}")
-
-
-class _Running:
-    def __init__(self, config: ProfileConfig, steps: int) -> None:
-        self.config, self.left = config, steps
-        self.profile: Any = None
-        self.summary: Summary | None = None
-        self.first: int | None = None

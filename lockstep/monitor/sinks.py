@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from lockstep.config import MonitorConfig
 from lockstep.monitor.media import Media, file_name
-from lockstep.records import RunDirectory, StepRecord
+from lockstep.records import RunDirectory
 from lockstep.registry import SINKS, require_call
 
 Row = dict[str, Any]
@@ -26,29 +26,20 @@ _log = logging.getLogger("lockstep")
 
 @dataclass(frozen=True)
 class SinkContext:
-    """Arguments of a sink.
-
-    Attributes:
-        config: the section `monitor`.
-        run: the run directory; None: nothing is written.
-        total_steps: of the whole run, if known.
-        start_step: the step that this process resumes from.
-    """
+    """Arguments of a sink."""
 
     config: MonitorConfig
-    run: RunDirectory | None
-    total_steps: int | None
-    start_step: int
+    run: RunDirectory | None  # None: nothing is written
+    total_steps: int | None  # of the whole run, if known
+    start_step: int  # the step that this process resumes from
 
     @property
     def directory(self) -> RunDirectory:
-        """The run directory, for sinks that need one."""
         assert self.run is not None, "a sink that uses the run directory must set needs_run_directory"
         return self.run
 
     @property
     def experiment(self) -> str:
-        """The project or experiment that runs belong to."""
         return self.config.experiment or "lockstep"
 
 
@@ -82,16 +73,6 @@ def sink_named(name: str) -> Callable[[SinkContext], Any]:
     return kind
 
 
-class BufferedSink(Sink, Protocol):
-    """A sink that may hold rows back for a moment."""
-
-    def on_media(self, step: int, media: Mapping[str, Media]) -> None:
-        """Take texts, images and histograms."""
-
-    def flush(self) -> None:
-        """Write the rows that wait."""
-
-
 class Jsonl:
     """Writes `metrics.jsonl` of the run directory."""
 
@@ -101,7 +82,6 @@ class Jsonl:
         self._run = context.directory
 
     def on_step(self, row: Row) -> None:
-        """Append a row."""
         self._run.append_metrics(row)
 
     on_eval = on_step
@@ -133,47 +113,23 @@ class Guarded:
     run at most a twentieth of its time, and less each time.
     """
 
-    def __init__(self, name: str, sink: Sink, event: Event) -> None:
+    def __init__(self, name: str, sink: Any, event: Event) -> None:
         self.name, self._sink, self._event = name, sink, event
+        self.each_step: bool = getattr(sink, "each_step", False)
         self.failures = 0
         self._not_before = 0.0
 
-    def on_step(self, row: Row) -> None:
-        """Pass a row on."""
-        self._guard(self._sink.on_step, row)
-
-    def on_eval(self, row: Row) -> None:
-        """Pass a row on."""
-        self._guard(self._sink.on_eval, row)
-
-    def on_media(self, step: int, media: Mapping[str, Media]) -> None:
-        """Pass media on, if the sink takes any."""
-        if hasattr(self._sink, "on_media"):
-            self._guard(self._sink.on_media, step, media)
-
-    @property
-    def each_step(self) -> bool:
-        """Return whether the sink takes the records of steps that are not logged."""
-        return getattr(self._sink, "each_step", False)
-
-    def on_each_step(self, record: StepRecord) -> None:
-        """Pass a record on, whose tensors are not read yet."""
-        if hasattr(self._sink, "on_each_step"):
-            self._guard(self._sink.on_each_step, record)
-
     def flush(self) -> None:
-        """Flush the sink, if it can."""
-        if hasattr(self._sink, "flush"):
-            self._guard(self._sink.flush)
+        self.send("flush")
 
     def close(self) -> None:
-        """Close the sink."""
         self._not_before = 0.0
-        self._guard(self._sink.close)
+        self.send("close")
 
-    def _guard(self, call: Callable[..., object], *args: Any) -> None:
-        since = time.monotonic()
-        if since < self._not_before:
+    def send(self, method: str, *args: Any) -> None:
+        """Call a method of the sink, if it has that one."""
+        call, since = getattr(self._sink, method, None), time.monotonic()
+        if not callable(call) or since < self._not_before:
             return
         try:
             call(*args)
@@ -188,23 +144,19 @@ class Guarded:
                 self._event("sink_failed", sink=self.name, reason=reason)
 
 
-# ---- sinks in a thread of their own ----
-
 PAUSE_SECONDS = 0.2
 CAPACITY = 10_000  # rows; if a server hangs for longer, later rows are dropped
-CLOSING_SECONDS = 60.0
+FLUSHING_SECONDS, CLOSING_SECONDS = 5.0, 60.0
 
 
 class Background:
-    """Feeds some sinks from a thread of its own.
+    """Feeds some sinks from a thread of its own; `event` is called if rows are dropped, or if a sink does not end."""
 
-    Args:
-        event: called once if rows are dropped, or if a sink does not end.
-        capacity: rows that may wait.
-    """
+    each_step = False
 
-    def __init__(self, sinks: Sequence[Guarded], event: Callable[..., None], capacity: int = CAPACITY) -> None:
-        self._sinks, self._event, self._capacity = list(sinks), event, capacity
+    def __init__(self, sinks: Sequence[Guarded], event: Event) -> None:
+        self._sinks, self._event = list(sinks), event
+        self._names = ", ".join(sink.name for sink in sinks)
         self._rows: deque[tuple[str, tuple[Any, ...]]] = deque()
         self._there_are_rows, self._hurry, self._idle = threading.Event(), threading.Event(), threading.Event()
         self._closing = False
@@ -212,26 +164,21 @@ class Background:
         self._thread = threading.Thread(target=self._run, name="lockstep-sinks", daemon=True)
         self._thread.start()
 
-    @property
-    def names(self) -> str:
-        """The sinks' names."""
-        return ", ".join(sink.name for sink in self._sinks)
+    def send(self, method: str, *args: Any) -> None:
+        """Queue a call of the sinks' method."""
+        if len(self._rows) >= CAPACITY:
+            self._dropped += 1
+            if self._dropped == 1:
+                self._warn(f"{self._names} is far behind; rows are dropped")
+            return
+        self._rows.append((method, args))
+        if not self._there_are_rows.is_set():
+            self._idle.clear()
+            self._there_are_rows.set()
 
-    def on_step(self, row: Row) -> None:
-        """Queue a step's row."""
-        self._put("on_step", row)
-
-    def on_eval(self, row: Row) -> None:
-        """Queue an evaluation's row."""
-        self._put("on_eval", row)
-
-    def on_media(self, step: int, media: Mapping[str, Media]) -> None:
-        """Queue texts, images and histograms."""
-        self._put("on_media", step, media)
-
-    def flush(self, seconds: float = 5.0) -> None:
-        """Wait at most `seconds` until all rows are written."""
-        until = time.monotonic() + seconds
+    def flush(self) -> None:
+        """Wait until all rows are written, or `FLUSHING_SECONDS` are over."""
+        until = time.monotonic() + FLUSHING_SECONDS
         while self._rows or not self._idle.is_set():
             self._there_are_rows.set()
             self._hurry.set()
@@ -239,29 +186,18 @@ class Background:
                 return
             self._idle.wait(0.05)
 
-    def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Write the remaining rows, wait at most `seconds`, and close the sinks."""
+    def close(self) -> None:
+        """Write the remaining rows, for at most `CLOSING_SECONDS`, and close the sinks."""
         self._closing = True
         self._hurry.set()
         self._there_are_rows.set()
-        self._thread.join(seconds)
+        self._thread.join(CLOSING_SECONDS)
         if self._thread.is_alive():
-            self._warn(f"{self.names} did not end within {seconds:g} s; its last rows may be missing")
-
-    def _put(self, method: str, *row: Any) -> None:
-        if len(self._rows) >= self._capacity:
-            self._dropped += 1
-            if self._dropped == 1:
-                self._warn(f"{self.names} is far behind; rows are dropped")
-            return
-        self._rows.append((method, row))
-        if not self._there_are_rows.is_set():
-            self._idle.clear()
-            self._there_are_rows.set()
+            self._warn(f"{self._names} did not end within {CLOSING_SECONDS:g} s; its last rows may be missing")
 
     def _warn(self, text: str) -> None:
         _log.warning("warning: %s", text)
-        self._event("sink_failed", sink=self.names, reason=text)
+        self._event("sink_failed", sink=self._names, reason=text)
 
     def _run(self) -> None:
         while not self._closing:
@@ -278,25 +214,9 @@ class Background:
 
     def _write(self) -> None:
         while self._rows:
-            method, row = self._rows.popleft()
+            method, args = self._rows.popleft()
             for sink in self._sinks:
-                call: Any = getattr(sink, method)
-                call(*row)
-
-
-# ---- what sinks share ----
-
-
-def warn_left_out(sink: str, extra: str | None, error: ImportError | None = None) -> None:
-    """Warn that the run goes on without a sink, because its library is not installed.
-
-    Args:
-        extra: the extra of Lockstep's package that installs the library; None for a user's own sink.
-        error: what the import raised.
-    """
-    why = "its package is not installed" if extra is not None or error is None else str(error)
-    fix = f"pip install 'lockstep-train[{extra}]'" if extra is not None else "install it"
-    _log.warning("warning: the sink %s is left out: %s (%s, or remove it from monitor.sinks)", sink, why, fix)
+                sink.send(method, *args)
 
 
 _NOT_SCALARS = {"step", "time", "skipped", "own_seconds"}

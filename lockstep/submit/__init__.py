@@ -1,10 +1,4 @@
-"""Turns a run into a job of Slurm or of Kubernetes. Rendering needs no cluster, and nothing here loads torch.
-
-Submission  →  slurm.script     →  sbatch
-            →  kubernetes.manifests  →  kubectl apply
-
-A job starts one launcher per machine, each of which starts the ranks of its machine.
-"""
+"""Turns a run into a job of Slurm or of Kubernetes, which starts one launcher per machine. Nothing here loads torch."""
 
 import re
 import shlex
@@ -46,12 +40,7 @@ class Submission:
 
 
 def run_scheduler(command: Sequence[str], text: str, what: str) -> str:
-    """Run a scheduler's program with `text` as input, and return its output.
-
-    Raises:
-        UsageError: the program is not installed here.
-        RunError: it failed.
-    """
+    """Run a scheduler's program with `text` as input, and return its output. Raises: it is missing, or failed."""
     if shutil.which(command[0]) is None:
         raise UsageError(
             f"{command[0]} is not on this machine", fix=f"--dry-run prints {what}; submit it where {command[0]} is"

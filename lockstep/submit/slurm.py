@@ -4,34 +4,36 @@ Source: slurm.schedmd.com/sbatch.html (options), slurm.schedmd.com/scontrol.html
 of pyxis (github.com/NVIDIA/pyxis).
 """
 
+import argparse
 import shlex
-from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
 from lockstep.errors import UsageError
 from lockstep.submit import Submission, run_scheduler
 
-
-@dataclass(frozen=True)
-class SlurmOptions:
-    """Options that only Slurm has."""
-
-    # options of sbatch by name: partition, account, time, mem, cpus-per-task, …
-    options: dict[str, str] = field(default_factory=dict)
-    extra: tuple[str, ...] = ()  # further `#SBATCH` lines, without that word
-    setup: tuple[str, ...] = ()  # shell lines before the start: `module load …`, `source …/activate`
-    # an image, started by pyxis (srun --container-image), or by apptainer if it ends in .sif
-    container: str | None = None
-    mounts: tuple[str, ...] = ()  # HOST:CONTAINER folders for the container; the working folder is always mounted
-    signal_seconds: int = 120  # how long before the time limit ranks get the signal to save
+_SBATCH = ("time", "partition", "account", "qos", "cpus-per-task", "mem", "constraint")
 
 
-def script(job: Submission, slurm: SlurmOptions) -> str:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only Slurm has."""
+    add = parser.add_argument
+    for name in _SBATCH:
+        add(f"--{name}", help=f"as sbatch's --{name}")
+    add("--signal-seconds", metavar="N", type=int, default=120, help="save N s before the limit (default: 120)")
+    add("--container", metavar="IMAGE", help="by pyxis; a .sif file by apptainer")
+    add("--mount", metavar="HOST:CONTAINER", action="append", default=[], help="a folder for the container")
+    add("--setup", metavar="LINE", action="append", default=[], help="a shell line before the start: module load …")
+    add("--sbatch", metavar="LINE", action="append", default=[], help="a further #SBATCH line: --exclusive")
+
+
+def script(job: Submission, given: argparse.Namespace) -> str:
     """Return the batch script. Raises UsageError: an option contains a line break."""
     import jinja2
 
-    for text in (*slurm.options.values(), *slurm.extra, str(job.output_dir)):
+    options = {name: getattr(given, name.replace("-", "_")) for name in _SBATCH}
+    options = {name: value for name, value in options.items() if value is not None}
+    for text in (*options.values(), *given.sbatch, str(job.output_dir)):
         if "\n" in text:
             raise UsageError(
                 f"an option of sbatch is one line, not {text!r}",
@@ -43,36 +45,29 @@ def script(job: Submission, slurm: SlurmOptions) -> str:
     )
     environment.filters["quote"] = shlex.quote
     template = environment.from_string(files("lockstep.submit").joinpath("slurm.sh.j2").read_text())
-    rendezvous = ('"$head:$port"', '"$SLURM_JOB_ID"')
     words = [shlex.quote(word) for word in job.command(str(job.config), str(job.output_dir), "--rdzv-endpoint")]
     if job.nodes > 1:
-        words += [rendezvous[0], "--rdzv-id", rendezvous[1]]
-    started, wrapper = _container(slurm)
+        words += ['"$head:$port"', "--rdzv-id", '"$SLURM_JOB_ID"']
+    started, wrapper = _container(given)
     return template.render(
-        job=job,
-        options=slurm.options,
-        extra=slurm.extra,
-        setup=slurm.setup,
-        signal_seconds=slurm.signal_seconds,
-        log=f"{job.output_dir}/slurm-%j.out",
-        container=started,
+        job=job, options=options, extra=given.sbatch, setup=given.setup, signal_seconds=given.signal_seconds,
+        log=f"{job.output_dir}/slurm-%j.out", container=started,
         command=" ".join([*map(shlex.quote, wrapper), *words]),
-    )
+    )  # fmt: skip
 
 
-def submit(job: Submission, slurm: SlurmOptions) -> str:
+def submit(job: Submission, given: argparse.Namespace) -> str:
     """Submit the script with sbatch, and return its output, which has the job's number."""
     Path(job.output_dir).mkdir(parents=True, exist_ok=True)  # Slurm writes its log there, but makes no folders
-    return run_scheduler(["sbatch"], script(job, slurm), "the batch script")
+    return run_scheduler(["sbatch"], script(job, given), "the batch script")
 
 
-def _container(slurm: SlurmOptions) -> tuple[list[str], list[str]]:
-    """Return the options of srun, and the words before the command."""
-    if slurm.container is None:
+def _container(given: argparse.Namespace) -> tuple[list[str], list[str]]:
+    if given.container is None:
         return [], []
-    if slurm.container.endswith(".sif"):
-        binds = [word for mount in slurm.mounts for word in ("--bind", mount)]
-        return [], ["apptainer", "exec", "--nv", *binds, slurm.container]
-    mounts = ",".join([f"{Path.cwd()}:{Path.cwd()}", *slurm.mounts])
-    return [f"--container-image={slurm.container}", f"--container-mounts={mounts}",
+    if given.container.endswith(".sif"):
+        binds = [word for mount in given.mount for word in ("--bind", mount)]
+        return [], ["apptainer", "exec", "--nv", *binds, given.container]
+    mounts = ",".join([f"{Path.cwd()}:{Path.cwd()}", *given.mount])
+    return [f"--container-image={given.container}", f"--container-mounts={mounts}",
             f"--container-workdir={Path.cwd()}"], []  # fmt: skip

@@ -21,7 +21,7 @@ from lockstep.data import StepLoader, StepSource
 from lockstep.heartbeat import DUMP
 from lockstep.monitor import Figures, Monitor, PhaseClock
 from lockstep.monitor.console import on_a_terminal
-from lockstep.monitor.figures import FirstStep, gather_objects, peak_flops
+from lockstep.monitor.figures import first_step_counted, gather_objects, peak_flops
 from lockstep.records import StepRecord
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat import flight_recorder
@@ -53,7 +53,7 @@ def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]
     around_step: AroundStep = nullcontext
     in_threads = strategy_named(trainer.layout.strategy).uses_threads
     if not training.compile and not in_threads:  # operations are counted as they run, in this thread, in eager mode
-        around_step = FirstStep(figures)
+        around_step = first_step_counted(figures)
         figures.recomputes = training.gradient_checkpointing != "none"
     if trainer.is_main_process:
         figures.peak, figures.peak_source = peak_flops(trainer.device, trainer.mode)

@@ -71,13 +71,7 @@ def all_cases(folder: str) -> dict[str, dict[str, Any]]:
     for strategy, slow in (("ddp", "forward_backward"), ("fsdp", "forward_backward"), ("ddp", "data")):
         case = run_with(f"{folder}/{strategy}-{slow}", strategy, slow, 8, seconds)
         cases[f"{strategy} {slow}"] = case | {"slow seconds": seconds}
-    request = Path(folder, "asked", "profile.request")
-    if dist.get_rank() == 0:
-        request.parent.mkdir()
-        request.touch()
-    dist.barrier()
-    settings = {"monitor.gradient_norms": True}
-    cases["asked"] = run_with(f"{folder}/asked", "fsdp", None, 10, **settings)
-    cases["asked"]["files"] = sorted(p.name for p in Path(folder, "asked/profile").iterdir())
-    cases["asked"]["request is there"] = request.exists()
+    settings = {"monitor.gradient_norms": True, "monitor.profile": {"ranks": []}}
+    cases["profiled"] = run_with(f"{folder}/profiled", "fsdp", None, 10, **settings)
+    cases["profiled"]["files"] = sorted(p.name for p in Path(folder, "profiled/profile").iterdir())
     return cases

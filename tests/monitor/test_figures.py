@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from lockstep.config import StragglerConfig, config_from
+from lockstep.costs.hardware import GPUS
 from lockstep.monitor import Figures, PhaseClock, ResourceMonitor
-from lockstep.monitor.figures import DEVICES, FirstStep, StragglerWatch, on_a_data_sheet, peak_flops, spread
+from lockstep.monitor.figures import StragglerWatch, first_step_counted, peak_flops, spread
 from lockstep.monitor.meters import STEP_PHASES, Memory, waits_counted
 from lockstep.monitor.profiling import length, union, within
 from lockstep.records import StepRecord
@@ -127,7 +128,7 @@ def test_memory_that_is_nearly_full_or_uneven_is_said_once(caplog: pytest.LogCap
 
 def test_flops_are_those_of_the_products_and_change_no_bit() -> None:
     figures = Figures(PhaseClock())
-    first = FirstStep(figures)
+    first = first_step_counted(figures)
     a, b = torch.ones(8, 16, requires_grad=True), torch.ones(16, 4)
     with first():
         (a @ b).sum().backward()
@@ -141,7 +142,7 @@ def test_flops_are_those_of_the_products_and_change_no_bit() -> None:
                     "precision.mode": "fp32"}  # fmt: skip
         trainer = Trainer(language_model("transformer"), config=config_from(settings))
         if counted:
-            trainer.around_step = FirstStep(Figures(PhaseClock()))
+            trainer.around_step = first_step_counted(Figures(PhaseClock()))
         return [float(record.loss) for record in trainer.steps(Tokens())]
 
     assert losses(True) == losses(False)
@@ -151,25 +152,8 @@ def test_peaks_are_known_or_measured() -> None:
     rate, source = peak_flops(torch.device("cpu"), "fp32")
     assert rate > 1e8
     assert "measured" in source
-    for half, tf32, single in DEVICES.values():
-        assert half >= tf32 >= single > 0
-
-
-@pytest.mark.parametrize(
-    ("said", "name"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA RTX A4000", None),
-        ("NVIDIA A10G", None),
-        ("NVIDIA GH200 480GB", None),
-    ],
-)
-def test_a_device_is_taken_for_no_other_whose_name_begins_alike(said: str, name: str | None) -> None:
-    assert on_a_data_sheet(said) == name
+    for gpu in GPUS.values():
+        assert gpu.half >= gpu.tf32 >= 0.99 * gpu.single > 0
 
 
 def test_stretches_of_time() -> None:

@@ -135,14 +135,13 @@ def test_top_shows_every_rank(
     assert all(len(line) <= 40 for line in shown.removeprefix("\x1b[H\x1b[2J").splitlines())
 
 
-def test_a_profile_is_made_when_a_file_asks_for_it(cases: dict[str, dict[str, Any]], folder: Path) -> None:
-    """A profiler's schedule advances only with `prof.step()`; every rank traces the same steps."""
-    case = cases["asked"]
-    assert not case["request is there"], "it is answered once"
+def test_a_profile_traces_the_same_steps_on_every_rank(cases: dict[str, dict[str, Any]], folder: Path) -> None:
+    """A profiler's schedule advances only with `prof.step()`."""
+    case = cases["profiled"]
     assert {"summary.md", "summary.json"} <= set(case["files"])
     traces = [name for name in case["files"] if name.endswith(".json.gz")]
     assert [name.rpartition("-")[2] for name in traces] == ["0.json.gz", "1.json.gz"]
-    summary = json.loads((folder / "asked/profile/summary.json").read_text())
+    summary = json.loads((folder / "profiled/profile/summary.json").read_text())
     assert summary["last"] - summary["first"] + 1 == 3
     for rank in summary["ranks"]:
         assert sum(rank["shares"].values()) == pytest.approx(1.0, abs=1e-3)
@@ -154,7 +153,7 @@ def test_a_profile_is_made_when_a_file_asks_for_it(cases: dict[str, dict[str, An
 
 
 def test_gradient_norms_by_layer_make_up_the_whole(cases: dict[str, dict[str, Any]]) -> None:
-    for row in cases["asked"]["rows"]:
+    for row in cases["profiled"]["rows"]:
         whole = sum(value**2 for value in row["gradient_norms"].values()) ** 0.5
         assert whole == pytest.approx(row["grad_norm"], rel=1e-4)
         assert sum(name.startswith("layers.") for name in row["gradient_norms"]) == 2

@@ -82,23 +82,6 @@ def test_preemption_is_no_failure_and_a_wrong_config_is_not_retried(
     assert "--nnodes" not in command(container)
 
 
-def test_a_train_job_of_kubeflow(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    objects = rendered(capsys, config, "--nnodes", "2", "--nproc-per-node", "8", "--image", "me/x:1", "--trainjob")
-    (job,) = objects.values()
-    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
-    trainer = job["spec"]["trainer"]
-    assert job["spec"]["runtimeRef"] == {"name": "torch-distributed"}
-    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
-    assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 8}}
-    text = command(trainer)
-    assert '--node-rank "$PET_NODE_RANK" --master-addr "$PET_MASTER_ADDR" --master-port "$PET_MASTER_PORT"' in text
-    (held,) = [one["value"] for one in trainer["env"] if one["name"] == "LOCKSTEP_CONFIG"]
-    assert yaml.safe_load(held)["distributed"]["strategy"] == "ddp"
-    assert main(["submit", "kubernetes", config, "--nproc-per-node", "1", "--image", "x", "--trainjob", "--claim", "c",
-                 "--dry-run"]) == 2  # fmt: skip
-    assert "volumes from its runtime" in capsys.readouterr().err
-
-
 def test_an_image_is_asked_for(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "kubernetes", config, "--nproc-per-node", "1", "--dry-run"]) == 2
     assert "--image is missing" in capsys.readouterr().err

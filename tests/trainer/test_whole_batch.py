@@ -134,6 +134,11 @@ def test_every_topology_is_one_process() -> None:
                 assert weights == pytest.approx(expected_weights, rel=1e-4, abs=1e-6), case
 
 
+def test_workers_that_train_alone_have_no_whole_batch() -> None:
+    with pytest.raises(UsageError, match="a loss over the whole batch is not supported where workers train their own"):
+        list(Trainer(chain(0.0), loss_fn=WholeBatch(contrast), batch_size=4, strategy="diloco").steps(views()))
+
+
 def test_what_is_not_supported_is_refused() -> None:
     trainer = Trainer(chain(0.0), loss_fn=WholeBatch(contrast), batch_size=4)
     with pytest.raises(UsageError, match="for a loss over the whole batch micro-batches can't be run one at a time"):
