@@ -12,7 +12,8 @@ _INTRODUCTION = """# Command line
 
 `lockstep VERB --help` prints what stands here; this page is made from it. Options have torchrun's names where torchrun
 has them, underscores equal dashes, and an option from elsewhere is answered with ours
-([coming from other tools](../coming_from/index.md)).
+([coming from other tools](../coming_from/index.md)). `source <(lockstep completion bash)` lets bash complete all of it;
+`zsh` too.
 
 | exit code | meaning |
 |---|---|

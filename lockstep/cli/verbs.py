@@ -447,6 +447,21 @@ def submit(argv: list[str]) -> int:
     return EXIT_DONE
 
 
+def completion(argv: list[str]) -> int:
+    """Run `lockstep completion bash|zsh`."""
+    parser = Parser(
+        "completion",
+        "Print a script with which the shell completes verbs, options and files.",
+        ["source <(lockstep completion bash)"],
+    )
+    parser.add_argument("shell", metavar="bash|zsh")
+    given = parser.parse(argv)
+    from lockstep.cli.completion import completion_script
+
+    print(completion_script(given.shell, VERBS), end="")
+    return EXIT_DONE
+
+
 Verb = tuple[Callable[[list[str]], int], str]
 VERBS: dict[str, Verb] = {
     "init": (init, "write a starter project that trains at once"),
@@ -464,4 +479,5 @@ VERBS: dict[str, Verb] = {
     "top": (top, "show what the ranks of a running run do, again each second"),
     "bench": (bench, "measure how a config scales over ranks"),
     "data": (data, "prepare data"),
+    "completion": (completion, "print a script that lets bash or zsh complete"),
 }

@@ -1,5 +1,7 @@
 """The config of a run: the typed schema, loading from files, and the templates that ship. Nothing here imports torch.
 
+    from lockstep.config import Config, load_config
+
 Names are imported when first used, so that the command line can read `lockstep.config.flags` without loading pydantic.
 """
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
         Config,
         MonitorConfig,
         ProfileConfig,
+        PrometheusConfig,
         StepConfig,
         StragglerConfig,
     )
@@ -46,6 +49,7 @@ __all__ = [
     "ObjectSpec",
     "PrecisionConfig",
     "ProfileConfig",
+    "PrometheusConfig",
     "StepConfig",
     "StragglerConfig",
     "TrainingConfig",

@@ -40,8 +40,8 @@ def contradictions(
     config: Config, layout: Layout | None = None, device_type: str | None = None
 ) -> Iterator[Contradiction]:
     """Yield all contradictions, between sections and in the step; without a layout those seen on loading."""
-    yield from _sizes(config)
-    yield from _sections(config)
+    for part in (_sizes, _schedule, _loader, _saving):
+        yield from part(config)
     yield from step_contradictions(config.step, layout, device_type)
 
 
@@ -49,7 +49,7 @@ def step_contradictions(
     config: StepConfig, layout: Layout | None = None, device_type: str | None = None
 ) -> Iterator[Contradiction]:
     """Yield the contradictions in the step: general ones, and those of the config's strategy."""
-    for part in (_numbers_and_backend, _reproducible, _accelerate):
+    for part in (_precision, _compression, _reproducible, _accelerate, _backend):
         yield from part(config)
     device_type = device_type or config.distributed.device
     if config.distributed.fsdp.cpu_offload and device_type == "cpu":
@@ -296,14 +296,18 @@ def _divisors(number: int, near: int) -> list[int]:
     return sorted(sorted(all_of_them, key=lambda d: abs(d - near))[:3])
 
 
-def _sections(config: Config) -> Iterator[Contradiction]:
-    t, data, checkpoint = config.training, config.data, config.checkpoint
+def _schedule(config: Config) -> Iterator[Contradiction]:
+    t = config.training
     if t.lr_scaling != "none" and t.base_batch_size is None:
         yield Contradiction(
             ("training.lr_scaling", "training.base_batch_size"),
             f"lr_scaling: {t.lr_scaling} needs the global batch that learning_rate was chosen for",
             "write base_batch_size, or lr_scaling: none",
         )
+
+
+def _loader(config: Config) -> Iterator[Contradiction]:
+    data = config.data
     if data.num_workers == 0 and data.prefetch_factor is not None:
         yield Contradiction(
             ("data.prefetch_factor", "data.num_workers"),
@@ -316,13 +320,16 @@ def _sections(config: Config) -> Iterator[Contradiction]:
             "there are no workers to keep",
             "write num_workers: 1 or more, or persistent_workers: false",
         )
-    if checkpoint.keep_best is not None and checkpoint.save_strategy == "none":
+
+
+def _saving(config: Config) -> Iterator[Contradiction]:
+    if config.checkpoint.keep_best is not None and config.checkpoint.save_strategy == "none":
         yield Contradiction(
             ("checkpoint.keep_best", "checkpoint.save_strategy"),
             "no checkpoint is saved, so the best can't be kept",
             "write save_strategy: steps, or leave keep_best out",
         )
-    if checkpoint.load_best and checkpoint.keep_best is None:
+    if config.checkpoint.load_best and config.checkpoint.keep_best is None:
         yield Contradiction(
             ("checkpoint.load_best", "checkpoint.keep_best"),
             "nothing says which checkpoint is the best",
@@ -330,8 +337,8 @@ def _sections(config: Config) -> Iterator[Contradiction]:
         )
 
 
-def _numbers_and_backend(config: StepConfig) -> Iterator[Contradiction]:
-    precision, scale, distributed = config.precision, config.precision.loss_scale, config.distributed
+def _precision(config: StepConfig) -> Iterator[Contradiction]:
+    precision, scale = config.precision, config.precision.loss_scale
     if precision.mode == "fp16" and precision.param_dtype == "bf16":
         yield Contradiction(
             ("precision.mode", "precision.param_dtype"),
@@ -352,7 +359,10 @@ def _numbers_and_backend(config: StepConfig) -> Iterator[Contradiction]:
             f"{scale.max_scale:g}",
             "write an initial_scale between them",
         )
-    compression = distributed.ddp.compression
+
+
+def _compression(config: StepConfig) -> Iterator[Contradiction]:
+    compression = config.distributed.ddp.compression
     feedback = compression.error_feedback or compression.warm_start
     if compression.kind == "powersgd" and feedback and compression.start_step < 2:
         yield Contradiction(
@@ -360,12 +370,6 @@ def _numbers_and_backend(config: StepConfig) -> Iterator[Contradiction]:
             f"PowerSGD with error feedback or a warm start can't start at step {compression.start_step}",
             "write start_step: 2 or more",
             "DDP rebuilds its buckets after the first step",
-        )
-    if distributed.backend in ("nccl", "xccl") and distributed.device == "cpu":
-        yield Contradiction(
-            ("distributed.backend", "distributed.device"),
-            f"{distributed.backend} is for GPUs, and the device is the CPU",
-            "write backend: gloo",
         )
 
 
@@ -426,4 +430,14 @@ def _accelerate(config: StepConfig) -> Iterator[Contradiction]:
             ("distributed.accelerate.cpu", "distributed.device"),
             f"accelerate.cpu: true and device: {config.distributed.device} disagree",
             "leave accelerate.cpu out",
+        )
+
+
+def _backend(config: StepConfig) -> Iterator[Contradiction]:
+    distributed = config.distributed
+    if distributed.backend in ("nccl", "xccl") and distributed.device == "cpu":
+        yield Contradiction(
+            ("distributed.backend", "distributed.device"),
+            f"{distributed.backend} is for GPUs, and the device is the CPU",
+            "write backend: gloo",
         )

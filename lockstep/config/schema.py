@@ -104,6 +104,13 @@ class StragglerConfig(Section):
     patience: int = key(3, "The number of times in a row before a warning; checked about once a second.", ge=1)
 
 
+class PrometheusConfig(Section):
+    """A page `/metrics` for Prometheus to read, served by rank 0."""
+
+    port: int = key(9400, "0: any free one, which is logged.", ge=0, le=65535)
+    host: str = key("127.0.0.1", "`0.0.0.0` opens it to the network.", min_length=1)
+
+
 class MonitorConfig(Section):
     """Logging, profiles and warnings."""
 
@@ -118,6 +125,7 @@ class MonitorConfig(Section):
     profile: ProfileConfig | None = key(None, "Trace a few steps; unset: off; `{}`: defaults.")
     memory: MemoryConfig = section(MemoryConfig, "Warnings about memory.")
     straggler: StragglerConfig = section(StragglerConfig, "Warnings about a slow rank.")
+    prometheus: PrometheusConfig | None = key(None, "Serve `/metrics` on rank 0; unset: off; `{}`: defaults.")
     gradient_norms: bool = key(
         False, "Record the norm of each layer's gradient on logged steps. Waits for other ranks."
     )

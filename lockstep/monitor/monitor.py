@@ -14,11 +14,12 @@ from typing import Any
 from lockstep.config import MonitorConfig
 from lockstep.environment import rank_facts
 from lockstep.monitor.callbacks import ResourceMonitor, build_callbacks
+from lockstep.monitor.exporters import open_prometheus
 from lockstep.monitor.figures import Figures, StragglerWatch
 from lockstep.monitor.media import sorted_values
 from lockstep.monitor.meters import Meters, memory_of_this_rank, without_graph
 from lockstep.monitor.profiling import Profiler
-from lockstep.monitor.sinks import Background, Guarded, Row, Sink, SinkContext, sink_named
+from lockstep.monitor.sinks import Background, Guarded, Row, Sink, SinkContext, sink_named, warn_left_out
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.registry import SINKS, require_methods
 
@@ -146,10 +147,7 @@ class Monitor:
             try:
                 sink = kind(context)
             except ImportError as error:
-                why = str(error) if ":" in name else "its package is not installed"
-                fix = "install it" if ":" in name else f"pip install 'lockstep-train[{name}]'"
-                text = "warning: the sink %s is left out: %s (%s, or remove it from monitor.sinks)"
-                _log.warning(text, name, why, fix)
+                warn_left_out(name, name if ":" not in name else None, error)
                 continue
             if ":" in name:
                 require_methods(sink, Sink, name, SINKS.where, required=("on_step", "on_eval", "close"))
@@ -162,6 +160,12 @@ class Monitor:
                 files.append(guarded)
         if files:
             made.append(Background(files, self.event))
+        if config.prometheus is not None:
+            served = open_prometheus(config.prometheus, "" if run is None else run.path.resolve().name)
+            if served is not None:
+                self.event("prometheus", address=served.address)
+                self.say(f"metrics for Prometheus at {served.address}")
+                made.append(Guarded("the sink prometheus", served, self.event))
         return made
 
     def _over_ranks(self, step: int) -> Row:

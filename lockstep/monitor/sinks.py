@@ -219,6 +219,16 @@ class Background:
                 sink.send(method, *args)
 
 
+# ---- what sinks share ----
+
+
+def warn_left_out(sink: str, extra: str | None, error: ImportError | None = None) -> None:
+    """Warn that a sink's library is not installed; `extra` of Lockstep's package has it (None: a user's own sink)."""
+    why = "its package is not installed" if extra is not None or error is None else str(error)
+    fix = f"pip install 'lockstep-train[{extra}]'" if extra is not None else "install it"
+    _log.warning("warning: the sink %s is left out: %s (%s, or remove it from monitor.sinks)", sink, why, fix)
+
+
 _NOT_SCALARS = {"step", "time", "skipped", "own_seconds"}
 
 

@@ -259,7 +259,7 @@ _KINDS = {
     "restart": ("c4", "triangle"), "fault": ("c4", "star"), "straggler": ("c6", "triangle"),
     "profile": ("c5", "diamond"),
 }  # fmt: skip
-_NOT_DRAWN = ("save_stall",)
+_NOT_DRAWN = ("save_stall", "prometheus")
 
 
 def _timeline(runs: list[RunData]) -> Figure:

@@ -97,6 +97,7 @@ class TrainerSettings(PlacementSettings, total=False):
     profile: Mapping[str, Any] | None
     memory: Mapping[str, Any]
     straggler: Mapping[str, Any]
+    prometheus: Mapping[str, Any] | None
     gradient_norms: bool
     experiment: str | None
     training: Mapping[str, Any]

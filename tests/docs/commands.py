@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 # Cheap, and true to run at once.
-RUN = ("config", "init", "new-model")
+RUN = ("config", "completion", "init", "new-model")
 
 
 def commands_in(script: str) -> Iterator[list[str]]:

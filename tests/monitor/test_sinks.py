@@ -1,4 +1,4 @@
-"""Sinks beyond files: W&B and MLflow offline, and that none of them stops a run."""
+"""Sinks beyond files: W&B and MLflow offline, Prometheus on loopback, and that none of them stops a run."""
 
 import json
 import logging
@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.config import MonitorConfig
+from lockstep.errors import UsageError
 from lockstep.monitor import Monitor
 from lockstep.monitor.sinks import Guarded, scalars
 from lockstep.records import RunDirectory, StepRecord
@@ -97,6 +99,40 @@ def test_a_missing_library_is_one_warning(
     assert len(caplog.records) == 1
     assert f"lockstep-train[{extra}]" in caplog.text
     assert len(run.read_metrics()) == 1
+
+
+def test_prometheus_serves_the_newest_record_on_loopback(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("prometheus_client")
+    monitor = Monitor(config(sinks=["console"], prometheus={"port": 0}), run, is_main=True)
+    try:
+        (event,) = run.read_events()
+        assert event["address"].startswith("http://127.0.0.1:")
+        assert event["address"] in capsys.readouterr().out
+        monitor.on_step(record(1))
+        monitor.on_step(record(2, **_GATHERED))
+        monitor.on_eval({"step": 2, "eval_loss": 0.25})
+        with urllib.request.urlopen(event["address"], timeout=10) as answer:
+            page = answer.read().decode()
+    finally:
+        monitor.close()
+    assert 'lockstep_step{run="run"} 2.0' in page
+    assert 'lockstep_loss{run="run"} 1.0' in page
+    assert 'lockstep_eval_loss{run="run"} 0.25' in page
+    assert 'lockstep_phase_seconds{phase="data",run="run"} 0.2' in page
+    assert 'lockstep_phase_seconds_most{phase="data",run="run"} 0.4' in page
+    assert "python_info" not in page
+    with pytest.raises(OSError):
+        urllib.request.urlopen(event["address"], timeout=2)
+
+
+def test_a_port_that_is_taken_is_the_users_to_choose(run: RunDirectory) -> None:
+    pytest.importorskip("prometheus_client")
+    first = Monitor(config(prometheus={"port": 0}), run, is_main=True)
+    port = int(run.read_events()[0]["address"].rpartition(":")[2].partition("/")[0])
+    with pytest.raises(UsageError, match=r"monitor\.prometheus"):
+        Monitor(config(prometheus={"port": port}), run, is_main=True)
+    first.close()
+    assert Monitor(config(prometheus={"port": port}), None, is_main=False) is not None, "rank 0 serves, nobody else"
 
 
 def test_a_folder_of_tensorboard_that_is_gone_stops_nothing(
