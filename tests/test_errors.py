@@ -23,8 +23,9 @@ REQUIREMENT = ("is not", "is no", "is neither", "is below", "needs", "is outside
 ONLY_A_LAUNCH = ("lockstep/launch/", "lockstep/collectives.py", "lockstep/submit/")  # say what is wanted in the message
 
 # Of all errors, those that no test provokes by words of ten letters: on a GPU, on a machine or storage that fails, in a
-# process of another's. `python -m tests.errors --untested` lists them; the number is to go down.
-NOT_PROVOKED = 100
+# process of another's. `python -m tests.errors --untested` lists them, and those that are worded elsewhere, which are not
+# counted; the number is to go down.
+NOT_PROVOKED = 76
 
 
 def test_each_error_says_why_or_what_to_do() -> None:
@@ -39,7 +40,7 @@ def test_each_error_says_why_or_what_to_do() -> None:
 
 
 def test_nearly_each_error_is_provoked_by_a_test() -> None:
-    left = [f"{site.file}:{site.line} {site.message}" for site in with_tests() if not site.tests]
+    left = [f"{site.file}:{site.line} {site.message}" for site in with_tests() if site.pieces and not site.tests]
     assert len(left) <= NOT_PROVOKED, "\n".join(left)
 
 
