@@ -55,9 +55,7 @@ class Agent(ExtensibleAgent):
 
     Args:
         failures: the folder of failure files `rank-N.json`; those of this machine's ranks are deleted at each start.
-        logs: the folder of the ranks' logs.
         on_restart: called before each restart with the failure and the number of restarts left.
-        watch: finds ranks that hang.
         checkpoints: the run's checkpoint folder, to know whether a run that fails repeatedly makes progress.
         shutdown_timeout: seconds that the peers of a failed rank have to end.
     """
@@ -68,10 +66,10 @@ class Agent(ExtensibleAgent):
     ) -> None:  # fmt: skip
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=shutdown_timeout)
         self._failures, self._logs, self._on_restart = failures, logs, on_restart
-        self.stop_signal: int | None = None
-        self._lock, self._starting = threading.Lock(), False
-        self.others_failed = False
         self._watch, self._loop = watch, CrashLoop(checkpoints)
+        self._lock, self._starting = threading.Lock(), False
+        self.stop_signal: int | None = None
+        self.others_failed = False
         handler: Any = spec.rdzv_handler
         self._membership = Membership(handler.num_nodes_waiting)
         handler.num_nodes_waiting = self._membership
@@ -79,8 +77,10 @@ class Agent(ExtensibleAgent):
     def failed(self, result: RunResult) -> list[Failure]:
         """Return the failures of this machine's ranks, from their files, or from exit codes where there is no file."""
         ended = {rank: (0, time.time()) for rank in self._left_early()}
+        stop = None if self.stop_signal is None else -_FORWARDED[signal.Signals(self.stop_signal)]
         for rank, process in result.failures.items():
-            if not self._ended_after_work(rank, process.exitcode):
+            # The forwarded signal may reach a rank during interpreter shutdown, when its work was done.
+            if process.exitcode != stop or not (self._failures / done_mark(rank)).exists():
                 # The exit timestamp has whole seconds; add one, so that a rank that wrote a file before comes first.
                 ended[rank] = process.exitcode, process.timestamp + 1.0
         written = {failure.rank: failure for failure in read_all(self._failures)}
@@ -89,11 +89,6 @@ class Agent(ExtensibleAgent):
         for rank in ended.keys() - written.keys():
             found.append(from_exit_code(rank, world, *ended[rank], self._logs / f"rank-{rank}.log"))
         return found
-
-    def _ended_after_work(self, rank: int, code: int) -> bool:
-        """Return whether the forwarded signal reached a rank during interpreter shutdown, when its work was done."""
-        stop = None if self.stop_signal is None else _FORWARDED[signal.Signals(self.stop_signal)]
-        return stop is not None and code == -stop and (self._failures / done_mark(rank)).exists()
 
     def _left_early(self) -> set[int]:
         """Return the ranks that ended with code 0 without marking their work as done."""
@@ -241,16 +236,12 @@ def wait_for_failures(failures: Path, seconds: float) -> list[Failure]:
 
 
 class CrashLoop:
-    """Detects that ranks fail repeatedly in the same way, with no checkpoint in between.
-
-    Args:
-        checkpoints: the run's checkpoint folder; it need not exist.
-    """
+    """Detects that ranks fail repeatedly in the same way, with no checkpoint in between."""
 
     LIMIT = 3  # equal failures in a row
 
     def __init__(self, checkpoints: Path) -> None:
-        self._checkpoints = checkpoints
+        self._checkpoints = checkpoints  # the run's folder, which need not exist
         self._seen: tuple[str, int] | None = None
         self._times = 0
 

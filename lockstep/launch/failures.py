@@ -24,15 +24,7 @@ from typing import Any
 
 from lockstep.diagnose.known_errors import recognise, tail
 from lockstep.environment import RankFacts
-from lockstep.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_PREEMPTED,
-    EXIT_USAGE,
-    LockstepError,
-    RunError,
-    UsageError,
-)
+from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, LockstepError, RunError, UsageError
 from lockstep.signals import name_of
 
 _PEER_IS_GONE = re.compile(
@@ -49,16 +41,11 @@ _FRAMES_SHOWN = 3
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a rank without success.
+    """The end of a rank without success; `what`, `where`, `why` and `fix` are as in `LockstepError`.
 
     Attributes:
         kind: "usage" (a wrong config or command), "error" (an exception), "exit" (the program exited with a code),
             "signal", "hang", or "preempted" (saved, please requeue).
-        what, where, why, fix: as in `LockstepError`.
-        traceback: the whole traceback, for LOCKSTEP_TRACEBACK=1.
-        log: path of the rank's log.
-        consequence: whether the loss of a peer explains it.
-        before_training: whether the rank was asked to stop before there was anything to save.
     """
 
     rank: int
@@ -71,10 +58,10 @@ class Failure:
     fix: str | None = None
     host: str = ""
     time: float = 0.0
-    traceback: str = ""
-    log: str | None = None
-    consequence: bool = False
-    before_training: bool = False
+    traceback: str = ""  # the whole of it, for LOCKSTEP_TRACEBACK=1
+    log: str | None = None  # path of the rank's log
+    consequence: bool = False  # the loss of a peer explains it
+    before_training: bool = False  # the rank was asked to stop before there was anything to save
 
     def write(self, folder: Path) -> None:
         """Write `rank-N.json` atomically."""
@@ -127,15 +114,11 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
     where, frames = _user_frames(error.__traceback__)
     known = recognise(f"{type(error).__name__}: {error}", log)
     why = ([known.cause] if known else []) + [*rest.splitlines()[:3], *frames]
-    return Failure(
-        **common,
-        kind="error",
-        what=f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__,
-        where=where,
-        why="\n       ".join(line for line in why if line.strip()) or None,
-        fix=known.fix if known else None,
-        consequence=bool(_PEER_IS_GONE.search(str(error))) or (known is not None and known.consequence),
-    )
+    what = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    reason = "\n       ".join(line for line in why if line.strip()) or None
+    gone = bool(_PEER_IS_GONE.search(str(error))) or (known is not None and known.consequence)
+    fix = known.fix if known else None
+    return Failure(**common, kind="error", what=what, where=where, why=reason, fix=fix, consequence=gone)
 
 
 def _user_frames(trace: TracebackType | None) -> tuple[str | None, list[str]]:
@@ -233,13 +216,7 @@ _OURS = re.compile(r"/lockstep/|/torch/|/site-packages/|/lib/python\d|<frozen |<
 
 @dataclass(frozen=True)
 class Stopped:
-    """A process that a signal such as SIGSTOP has stopped.
-
-    Attributes:
-        rank: the rank, or the rank that owns the data worker.
-        process: the process id.
-        is_worker: whether it is a data worker.
-    """
+    """A process that a signal such as SIGSTOP has stopped: a rank, or one of its data workers."""
 
     rank: int
     process: int
@@ -250,11 +227,7 @@ class Stopped:
 
 
 def stopped_processes(pids: Mapping[int, int]) -> list[Stopped]:
-    """Return the stopped ranks and data workers, by rank.
-
-    Args:
-        pids: rank → process.
-    """
+    """Return the stopped ranks (`pids`: rank → process) and their data workers, by rank."""
     found = []
     for rank, pid in sorted(pids.items()):
         if is_stopped(pid):

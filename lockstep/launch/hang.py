@@ -27,17 +27,8 @@ from statistics import median
 from typing import Any
 
 from lockstep.heartbeat import DUMP, Beat, Call, read_beats, read_limits
-from lockstep.launch.failures import (
-    Failure,
-    Stack,
-    Stopped,
-    is_running,
-    is_stopped,
-    newest_stack,
-    send_signal,
-    stacks_file,
-    stopped_processes,
-)
+from lockstep.launch import failures
+from lockstep.launch.failures import Failure, Stack, Stopped, is_stopped, send_signal, stacks_file
 
 STACKS_SIGNAL = signal.SIGQUIT  # `kill -QUIT` makes a rank write its stacks at any time
 _ANSWER_SECONDS = 2.0  # for the ranks that run
@@ -47,38 +38,23 @@ _STATES_SECONDS = 0.5  # between two reads of the processes' states
 
 @dataclass
 class _Reports:
-    """The state of the ranks at the time of a suspected hang.
+    """The state of the ranks at the time of a suspected hang."""
 
-    Attributes:
-        silent: ranks that did not answer.
-        stopped: ranks that a signal had stopped.
-        stacks: by rank.
-        begun: by rank, how many collectives it has begun, and the name of the newest.
-    """
-
-    silent: set[int]
-    stopped: set[int]
-    stacks: dict[int, Stack]
-    begun: dict[int, tuple[int, str]]
+    silent: set[int]  # ranks that did not answer
+    stopped: set[int]  # ranks that a signal had stopped
+    stacks: dict[int, Stack]  # by rank
+    begun: dict[int, tuple[int, str]]  # by rank, how many collectives it has begun, and the name of the newest
 
 
 @dataclass
 class HangWatch:
-    """Detects hangs from the heartbeats of one machine's ranks.
+    """Detects hangs from the heartbeats of one machine's ranks."""
 
-    Attributes:
-        folder: the heartbeats' folder.
-        logs: the folder for stacks and collectives.
-        factor, seconds: a call hangs after `factor` × the median of its kind, and at least `seconds`; with factor None
-            only stopped processes are found.
-        patience: seconds for calls without a median: first steps, the first evaluation, the first save.
-    """
-
-    folder: Path
-    logs: Path
-    factor: float | None
-    seconds: float
-    patience: float
+    folder: Path  # the heartbeats'
+    logs: Path  # the folder for stacks and collectives
+    factor: float | None  # a call hangs after this times the median of its kind; None: only stopped processes are found
+    seconds: float  # and at least after these
+    patience: float  # seconds for calls without a median: first steps, the first evaluation, the first save
     _durations: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=50)))
     _known: dict[int, int] = field(default_factory=dict)  # rank → the newest call whose duration was recorded
     _stopped_since: dict[Stopped, float] = field(default_factory=dict)
@@ -122,7 +98,7 @@ class HangWatch:
         now = time.monotonic()
         if now - self._states_read >= _STATES_SECONDS:
             self._states_read = now
-            found = stopped_processes(pids)
+            found = failures.stopped_processes(pids)
             if len({one.rank for one in found if not one.is_worker}) == len(pids):
                 found = []  # somebody has suspended the job
             self._stopped_since = {one: self._stopped_since.get(one, now) for one in found}
@@ -147,7 +123,11 @@ class HangWatch:
             return None
         now = time.monotonic()
         slowest = min(waiting, key=lambda beat: _since(beat) or now)
-        limit = self._limit(waiting)
+        # Ranks that are behind may be in an earlier call: the limit is that of the slowest kind.
+        kinds = {_kind(beat) for beat in waiting}
+        limit = max(self.seconds, self.patience)
+        if all(beat.phase != "first" for beat in waiting) and all(self._durations.get(kind) for kind in kinds):
+            limit = max(self.seconds, *(self.factor * median(self._durations[kind]) for kind in kinds))
         waited = now - (_since(slowest) or now)
         if waited <= limit:
             return None
@@ -157,19 +137,9 @@ class HangWatch:
             return None
         return self._describe(waiting, world_size, waited, reports)
 
-    def _limit(self, waiting: list[Beat]) -> float:
-        """Return the limit in seconds, of the slowest kind: ranks that are behind may be in an earlier call."""
-        assert self.factor is not None
-        kinds = {_kind(beat) for beat in waiting}
-        if any(beat.phase == "first" for beat in waiting) or any(not self._durations.get(kind) for kind in kinds):
-            return max(self.patience, self.seconds)
-        return max(self.seconds, *(self.factor * median(self._durations[kind]) for kind in kinds))
-
     def _describe(self, waiting: list[Beat], world_size: int, waited: float, reports: _Reports) -> Failure:
-        done = {
-            beat.rank: (beat.step, beat.calls[-1].number if beat.calls else 0)
-            for beat in (*waiting, *read_beats(self.folder))
-        }
+        beats = (*waiting, *read_beats(self.folder))
+        done = {beat.rank: (beat.step, beat.calls[-1].number if beat.calls else 0) for beat in beats}
         behind = min(
             waiting,
             key=lambda beat: (
@@ -202,7 +172,8 @@ class HangWatch:
         signs = [_last_sign(beat) for beat in beats]
         if self._stop_requested_at is not None:
             signs.append(self._stop_requested_at)
-        elsewhere = {rank for rank, pid in pids.items() if is_running(pid)} - {beat.rank for beat in waiting}
+        running = {rank for rank, pid in pids.items() if failures.is_running(pid)}
+        elsewhere = running - {beat.rank for beat in waiting}
         if self.factor is None or not elsewhere or not signs or (not waiting and self._stop_requested_at is None):
             return None
         waited = now - max(signs)
@@ -213,11 +184,9 @@ class HangWatch:
         if not in_collective and waited <= max(self.patience, self.seconds):
             return None  # it computes in the user's code, which may take time
         rank = in_collective[0] if in_collective else min(elsewhere)
-        what = (
-            "it waits in a collective which the others have not entered"
-            if in_collective
-            else "it keeps the others waiting"
-        )
+        what = "it keeps the others waiting"
+        if in_collective:
+            what = "it waits in a collective which the others have not entered"
         others = sorted({str(beat.calls[-1]) for beat in waiting if beat.inside and beat.calls})
         why = f"the others wait in {', '.join(others)}" if others else None
         if not waiting:
@@ -254,7 +223,7 @@ class HangWatch:
         for rank in silent | stopped:
             send_signal(pids[rank], signal.SIGCONT)  # a stopped rank then writes where it stands; all are killed soon
         self._wait(before, pids, _LAST_SECONDS)
-        stacks = {rank: newest_stack(self.logs, rank) for rank in pids}
+        stacks = {rank: failures.newest_stack(self.logs, rank) for rank in pids}
         return _Reports(silent, stopped, stacks, {rank: self._collectives(rank) for rank in pids})
 
     def _wait(self, before: Mapping[int, int], pids: Mapping[int, int], seconds: float) -> set[int]:

@@ -30,15 +30,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from lockstep.errors import RunError, UsageError
-from lockstep.launch.options import (
-    LaunchOptions,
-    endpoint,
-    hosts_rendezvous,
-    register_machine,
-    rendezvous_host,
-    run_id,
-    wait_for_name,
-)
+from lockstep.launch import options as machines
+from lockstep.launch.options import LaunchOptions, endpoint, hosts_rendezvous, rendezvous_host, run_id
 from lockstep.network import address_towards, is_address, is_loopback
 from lockstep.rendezvous import host_store
 from lockstep.torch_compat.rendezvous import ExtensibleRendezvous
@@ -55,10 +48,10 @@ def open_store(options: LaunchOptions, log: Callable[[str], None]) -> TCPStore:
         RunError: nobody hosts the rendezvous, or a machine did not come.
     """
     if options.several_nodes:
-        wait_for_name(rendezvous_host(options), options.patience, log)
+        machines.wait_for_name(rendezvous_host(options), options.patience, log)
     store = _host_or_join(options)
     if options.numbered:
-        register_machine(PrefixStore(f"lockstep/machines/{run_id(options)}", store), options, log)
+        machines.register_machine(PrefixStore(f"lockstep/machines/{run_id(options)}", store), options, log)
     store.set_timeout(datetime.timedelta(seconds=options.seconds("read_timeout", _STORE_SECONDS)))
     return store
 
@@ -169,7 +162,12 @@ class ElasticRendezvous(ExtensibleRendezvous):
                 raise
             raise self._registry.timed_out() from error
         except RendezvousConnectionError as error:
-            raise self._registry.host_gone() from error
+            raise RunError(
+                f"the machine that hosts {endpoint(self._registry.options)}, where the machines meet, has gone while "
+                f"{self._registry.name} waited for the others",
+                why="its launcher ended, or the link to it is cut",
+                fix="see its last output for the reason; start the command again on all machines",
+            ) from error
         self._registry.met()
         return found
 
@@ -196,15 +194,11 @@ class _Backend(C10dRendezvousBackend):
 
 
 class MachineRegistry:
-    """Records in the store which machines wait for the others.
-
-    Args:
-        name: this machine's name.
-    """
+    """Records in the store which machines wait for the others; `name` is this one's."""
 
     def __init__(self, store: Store, options: LaunchOptions, name: str) -> None:
         self._store = PrefixStore(f"lockstep/arrivals/{run_id(options)}", store)
-        self._options, self._name = options, name
+        self.options, self.name = options, name
         self._number = self._store.add("count", 1)
         self._waits, self._since = False, time.monotonic()
 
@@ -219,7 +213,7 @@ class MachineRegistry:
         self._record("met")
 
     def _record(self, state: str) -> None:
-        self._store.set(str(self._number), f"{state} {time.time():.0f} {self._name}")
+        self._store.set(str(self._number), f"{state} {time.time():.0f} {self.name}")
 
     def _names_in(self, state: str, seconds: float) -> list[str]:
         """Return the names of the machines that entered `state` within the last `seconds`."""
@@ -229,14 +223,14 @@ class MachineRegistry:
 
     def another_gave_up(self) -> bool:
         """Return whether another machine gave up just now, which closes the rendezvous."""
-        return bool(self._names_in("left", self._options.patience))
+        return bool(self._names_in("left", self.options.patience))
 
     def timed_out(self) -> RunError:
         """Return the error for a timeout; if this machine hosts the store, the waiting machines raise it too."""
-        here = sorted({*self._names_in("waits", math.inf), *self._names_in("left", self._options.patience)})
+        here = sorted({*self._names_in("waits", math.inf), *self._names_in("left", self.options.patience)})
         self._waits = False
         self._record("left")
-        if hosts_rendezvous(self._options):
+        if hosts_rendezvous(self.options):
             self._store.set("given up", "\n".join(here))
             time.sleep(_GIVING_UP_SECONDS)
         return self._error(here)
@@ -251,29 +245,20 @@ class MachineRegistry:
         if self._waits and self._store.check(["given up"]):
             self._waits = False  # torch reads the state again on leaving
             raise self._error(self._store.get("given up").decode().split("\n"))
-        if not self._waits or "join_timeout" in self._options.rdzv_conf:
+        if not self._waits or "join_timeout" in self.options.rdzv_conf:
             return
-        if time.monotonic() - self._since > self._options.patience:
-            if len(self._names_in("waits", math.inf)) < self._options.nodes[0]:
+        if time.monotonic() - self._since > self.options.patience:
+            if len(self._names_in("waits", math.inf)) < self.options.nodes[0]:
                 raise self.timed_out()
             self._since = math.inf  # enough machines: the last call decides
 
     def _error(self, here: list[str]) -> RunError:
         return RunError(
-            f"{len(here)} of {self._options.nnodes} machines came to {endpoint(self._options)} within "
-            f"{self._options.patience:g} s",
+            f"{len(here)} of {self.options.nnodes} machines came to {endpoint(self.options)} within "
+            f"{self.options.patience:g} s",
             where=f"there were {', '.join(here)}",
             fix="start the same command on the others; see that the address and the port are the same on all machines,"
             " and can be reached: `lockstep doctor` on all of them",
-        )
-
-    def host_gone(self) -> RunError:
-        """Return the error for a host of the store that is gone."""
-        return RunError(
-            f"the machine that hosts {endpoint(self._options)}, where the machines meet, has gone while {self._name} "
-            "waited for the others",
-            why="its launcher ended, or the link to it is cut",
-            fix="see its last output for the reason; start the command again on all machines",
         )
 
 
@@ -289,11 +274,8 @@ def own_address(options: LaunchOptions) -> str | None:
 class Membership:
     """Counts the machines that wait to join; asks in the background once a second.
 
-    torch asks within the loop that watches the ranks. If the link to the rendezvous is broken, its store never
-    answers, and that loop would block.
-
-    Args:
-        ask: torch's own query.
+    torch asks (by `ask`) within the loop that watches the ranks. If the link to the rendezvous is broken, its store
+    never answers, and that loop would block.
     """
 
     def __init__(self, ask: Callable[[], int]) -> None:

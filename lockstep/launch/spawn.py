@@ -65,7 +65,12 @@ def spawn(
         from lockstep.launch.options import count_gpus
 
         nprocs = max(1, count_gpus())
-    _check_numbers(nprocs, nnodes, node_rank, master_addr)
+    if nprocs < 1 or nnodes < 1:
+        raise UsageError(f"nprocs={nprocs} on nnodes={nnodes} is no number of ranks", where="spawn")
+    if not 0 <= node_rank < nnodes:
+        raise UsageError(f"node_rank={node_rank} is not below nnodes={nnodes}", where="spawn")
+    if nnodes > 1 and master_addr is None:
+        raise UsageError(f"nnodes={nnodes} needs master_addr=, the machine with node_rank 0", where="spawn")
     if nprocs == nnodes == 1 and plot is None:
         fn(*args)
         return
@@ -124,7 +129,13 @@ def _run_ranks(
         _wait(processes, figure)
         cause = _cause(processes, ranks, int(common["WORLD_SIZE"]), folder)
     finally:
-        _stop(processes)
+        for process in processes:  # those that still run: peers of a failed rank, or all after an interrupt
+            process.terminate()
+        for process in processes:
+            process.join(2)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
         remove(folder)
         del store  # the ranks needed it
     if cause is not None:
@@ -189,15 +200,6 @@ def _check_environment(nprocs: int, nnodes: int, node_rank: int) -> None:
     )
 
 
-def _check_numbers(nprocs: int, nnodes: int, node_rank: int, master_addr: str | None) -> None:
-    if nprocs < 1 or nnodes < 1:
-        raise UsageError(f"nprocs={nprocs} on nnodes={nnodes} is no number of ranks", where="spawn")
-    if not 0 <= node_rank < nnodes:
-        raise UsageError(f"node_rank={node_rank} is not below nnodes={nnodes}", where="spawn")
-    if nnodes > 1 and master_addr is None:
-        raise UsageError(f"nnodes={nnodes} needs master_addr=, the machine with node_rank 0", where="spawn")
-
-
 def _rendezvous_variables(
     nprocs: int, nnodes: int, node_rank: int, master_addr: str | None, master_port: int | None
 ) -> tuple[dict[str, str], Any]:
@@ -227,9 +229,10 @@ def _start_method(fn: Callable[..., Any]) -> str:
     nested = "<" in getattr(fn, "__qualname__", "")  # a lambda, or a function defined inside another
     if (fn.__module__ != "__main__" or in_a_file) and not nested:
         return "spawn"
-    if "torch" in sys.modules and _accelerator_in_use() is not None:
+    used = import_module("lockstep.accelerator").in_use() if "torch" in sys.modules else None
+    if used is not None:
         raise UsageError(
-            f"this process uses {_accelerator_in_use()} already, so ranks can't be forks of it",
+            f"this process uses {used} already, so ranks can't be forks of it",
             where=f"spawn({getattr(fn, '__qualname__', fn)})",
             why="a function that lives in a notebook or inside another function can't be imported by a fresh process",
             fix="call spawn before anything touches a GPU, or move the function to the top of a module",
@@ -237,23 +240,16 @@ def _start_method(fn: Callable[..., Any]) -> str:
     return "fork"
 
 
-def _accelerator_in_use() -> str | None:
-    from lockstep import accelerator
-
-    return accelerator.in_use()
-
-
 def _check_not_importing_main() -> None:
     """Exit if a rank is importing the script: a top-level call of `spawn` would start ranks again and again."""
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return
-    facts = rank_facts()
     error = UsageError(
         "the script calls lockstep.spawn while a rank is importing it",
         where=getattr(sys.modules.get("__main__"), "__file__", None),
         fix="put the call below `if __name__ == '__main__':`",
     )
-    from_exception(error, facts, None).write(Path(os.environ[FAILURES]))
+    from_exception(error, rank_facts(), None).write(Path(os.environ[FAILURES]))
     os._exit(EXIT_USAGE)
 
 
@@ -318,24 +314,10 @@ def _cause(processes: Sequence[BaseProcess], ranks: Sequence[int], world: int, f
         time.sleep(0.05)
 
 
-def _stop(processes: Sequence[BaseProcess]) -> None:
-    """Stop the processes that still run: peers of a failed rank, or all after an interrupt."""
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        process.join(2)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-
-
 class LivePlot:
-    """A figure below a notebook's cell, drawn again each second from the run directory that a run trains into.
+    """A figure below a notebook's cell, drawn again each second from the run directory, which need not be there yet.
 
     IPython is not imported, only used where it runs: elsewhere one line says what to use instead.
-
-    Args:
-        run: the run directory, which need not be there yet.
     """
 
     def __init__(self, run: str | Path) -> None:

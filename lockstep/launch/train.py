@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +80,14 @@ def train(
         if config.distributed.strategy == AUTO:
             config = import_module("lockstep.plan.command").resolve_auto(config)
         chosen = _resume_from(run, resume or config.checkpoint.resume)
-        _compare_ranks(config)
+        if rank_facts().world_size > 1:
+            # The checks of doctor that cost nothing run at the start of every run.
+            from lockstep import cluster
+            from lockstep.diagnose.doctor import check_in_run, names_in
+
+            cluster.setup(config.distributed)
+            for line in check_in_run(config.to_yaml(), names_in(config)):
+                _log(str(line))
         code: int = trainer.run(config, output_dir=output_dir, resume=chosen)
         return code
 
@@ -109,7 +117,6 @@ def launch_script(
     Args:
         script: a file, a module's name or a program, depending on `kind`.
         kind: `file`, `module` or `program`.
-        logs: the folder for every rank's output.
         output: which output the console shows.
     """
     output.check()
@@ -138,18 +145,6 @@ def _load(module: str) -> Any:
         return import_module(module)
     finally:
         gc.enable()
-
-
-def _compare_ranks(config: "Config") -> None:
-    """Run the checks of doctor that cost nothing, at the start of every run of several ranks."""
-    if rank_facts().world_size == 1:
-        return
-    from lockstep import cluster
-    from lockstep.diagnose.doctor import check_in_run, names_in
-
-    cluster.setup(config.distributed)
-    for line in check_in_run(config.to_yaml(), names_in(config)):
-        _log(str(line))
 
 
 def is_rank(options: LaunchOptions) -> bool:
@@ -203,17 +198,15 @@ def in_this_process(processes: int, options: LaunchOptions) -> bool:
 
 def _describe_processes(processes: int, options: LaunchOptions) -> str:
     some = f"{processes} process{'es' * (processes != 1)}"
-    if options.several_nodes:
-        return f"{some} on this machine ({socket.gethostname()}), {options.nnodes} machines"
-    return some
+    several = f" on this machine ({socket.gethostname()}), {options.nnodes} machines"
+    return some + several * options.several_nodes
 
 
-def _log(text: str) -> None:
-    print(f"lockstep: {text}", flush=True)
+def _log(text: str, *, to_stderr: bool = False) -> None:
+    print(f"lockstep: {text}", file=sys.stderr if to_stderr else None, flush=True)
 
 
-def _log_to_stderr(text: str) -> None:
-    print(f"lockstep: {text}", file=sys.stderr, flush=True)
+_log_to_stderr = partial(_log, to_stderr=True)
 
 
 # ---- starting ranks ----
@@ -254,11 +247,13 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
     failures, beats = (job.logs if options.several_nodes else scratch) / "failures", scratch / "heartbeats"
     failures.mkdir(exist_ok=True)
     beats.mkdir()
+
+    def exit_on_signal(number: int) -> None:
+        signals.end_now(EXIT_PREEMPTED, f"stopped by {signals.name_of(number)} before ranks were started")
+
+    variables = _environment_of_ranks(job, options, failures, processes) | {heartbeat.FOLDER: str(beats)}
     try:
-        with (
-            signals.answered(_exit_on_signal),
-            environment_with(_environment_of_ranks(job, options, failures, processes) | {heartbeat.FOLDER: str(beats)}),
-        ):
+        with signals.answered(exit_on_signal), environment_with(variables):
             return _run_agent(job, options, processes, failures, HangWatch(beats, job.logs, *job.hang))
     except LockstepError as error:
         print_error(error)
@@ -280,9 +275,14 @@ def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # prints a banner for each failed rank
     if options.several_nodes:
-        _log_to_stderr(
-            f"waiting for {options.nnodes} machines at {endpoint(options)}; start this command on each of them"
-        )
+        place = endpoint(options)
+        _log_to_stderr(f"waiting for {options.nnodes} machines at {place}; start this command on each of them")
+        gloo, nccl = (os.environ.get(f"{name}_SOCKET_IFNAME", "") for name in ("GLOO", "NCCL"))
+        if gloo or nccl:
+            which = gloo if gloo == nccl.removeprefix("=") else f"{gloo or '?'} (gloo), {nccl or '?'} (NCCL)"
+            _log_to_stderr(
+                f"traffic between machines: {which}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another"
+            )
 
     def on_restart(cause: Failure | None, left: int) -> None:
         reason = "machines joined or left" if cause is None else str(cause.error()).replace("\n", "\n  ")
@@ -294,7 +294,6 @@ def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures:
     agent = store = None
     try:
         store = open_store(options, _log_to_stderr)  # the other machines can join as long as it is held
-        _log_interface(options)
         spec = WorkerSpec(
             role=options.role, local_world_size=processes, entrypoint=sys.executable, args=tuple(job.arguments),
             rdzv_handler=handler(options, store), max_restarts=options.max_restarts,
@@ -330,10 +329,6 @@ def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures:
         del store
 
 
-def _exit_on_signal(number: int) -> None:
-    signals.end_now(EXIT_PREEMPTED, f"stopped by {signals.name_of(number)} before ranks were started")
-
-
 def _environment_of_ranks(job: LaunchJob, options: LaunchOptions, failures: Path, processes: int) -> dict[str, str]:
     added = {LAUNCHER_PID: str(os.getpid()), FAILURES: str(failures.absolute())}
     added["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # else torch's handlers replace ours, and raise
@@ -345,13 +340,3 @@ def _environment_of_ranks(job: LaunchJob, options: LaunchOptions, failures: Path
     if "OMP_NUM_THREADS" not in os.environ:
         added.setdefault("OMP_NUM_THREADS", str(threads_per_rank(processes)))
     return added
-
-
-def _log_interface(options: LaunchOptions) -> None:
-    """Log the network interfaces that gloo and NCCL use between machines."""
-    if not options.several_nodes:
-        return
-    gloo, nccl = (os.environ.get(f"{name}_SOCKET_IFNAME", "") for name in ("GLOO", "NCCL"))
-    if gloo or nccl:
-        which = gloo if gloo == nccl.removeprefix("=") else f"{gloo or '?'} (gloo), {nccl or '?'} (NCCL)"
-        _log_to_stderr(f"traffic between machines: {which}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another")

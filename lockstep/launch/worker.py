@@ -39,17 +39,11 @@ _VARIABLE = "LOCKSTEP_CONSOLE_OUTPUT"  # carries `ConsoleOutput` from the launch
 
 @dataclass(frozen=True)
 class ConsoleOutput:
-    """The choice of ranks whose output the console shows: rank 0, unless torchrun's options change that.
+    """The choice of ranks whose output the console shows: rank 0, unless torchrun's options change that."""
 
-    Attributes:
-        tee, redirects: streams to show, and to hide: 0 none, 1 stdout, 2 stderr, 3 both, of all local ranks or, as
-            `0:3,1:2`, of some.
-        only: local ranks, as `0,2`; empty: rank 0 alone.
-    """
-
-    tee: str = "0"
-    redirects: str = "0"
-    only: str = ""
+    tee: str = "0"  # streams to show: 0 none, 1 stdout, 2 stderr, 3 both, of all local ranks or, as `0:3,1:2`, of some
+    redirects: str = "0"  # streams to hide, written alike
+    only: str = ""  # local ranks, as `0,2`; empty: rank 0 alone
 
     def check(self) -> None:
         """Check the options.
@@ -102,16 +96,18 @@ class Tee(io.TextIOBase):
     Attributes:
         console: the stream that people see; a live display may replace it for a while.
         log: the stream of the log file.
+        shown: whether output goes to the console at all. A hidden rank keeps it for the one message of a failure.
     """
 
-    def __init__(self, console: TextIO, log: TextIO) -> None:
-        self.console, self.log = console, log
+    def __init__(self, console: TextIO, log: TextIO, shown: bool = True) -> None:
+        self.console, self.log, self.shown = console, log, shown
         self._failed: set[str] = set()
 
     def write(self, text: str) -> int:
         """Write to both."""
         self._try("log", lambda: self.log.write(text))
-        self._try("console", lambda: self.console.write(text))
+        if self.shown:
+            self._try("console", lambda: self.console.write(text))
         return len(text)
 
     def write_to_log(self, text: str) -> bool:
@@ -141,11 +137,11 @@ class Tee(io.TextIOBase):
 
     def isatty(self) -> bool:
         """Return whether the console is a terminal."""
-        return self.console.isatty()
+        return self.shown and self.console.isatty()
 
     def fileno(self) -> int:
-        """Return the console's file descriptor."""
-        return self.console.fileno()
+        """Return the console's file descriptor, or the log's for a hidden rank."""
+        return (self.console if self.shown else self.log).fileno()
 
     def writable(self) -> bool:
         """Return True."""
@@ -187,16 +183,14 @@ def to_log(
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     before = sys.stdout, sys.stderr
+    as_text: Any = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace"}
     saved: list[int] = []
-    consoles: tuple[TextIO, TextIO] = before
+    consoles: list[TextIO] = [*before]
     for stream in before:
         stream.flush()
     if descriptors:
         saved = [os.dup(1), os.dup(2)]
-        consoles = tuple(  # type: ignore[assignment]
-            open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-            for fd in saved
-        )
+        consoles = [open(fd, "w", closefd=False, **as_text) for fd in saved]  # noqa: SIM115
         for number, seen, shown in zip((1, 2), saved, on_console, strict=True):
             if not (shown and include_children):
                 os.dup2(handle, number)
@@ -211,9 +205,8 @@ def to_log(
             os.dup2(write, number)
             os.close(read)
             os.close(write)
-    log = open(handle, "w", buffering=1, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-    # Hidden ranks keep access to the console for the one message of a failure: `console()`.
-    pairs = [(Tee if shown else _LogOnly)(seen, log) for seen, shown in zip(consoles, on_console, strict=True)]
+    log = open(handle, "w", **as_text)  # noqa: SIM115
+    pairs = [Tee(seen, log, shown) for seen, shown in zip(consoles, on_console, strict=True)]
     sys.stdout, sys.stderr = pairs
     try:
         yield pairs[1]
@@ -226,18 +219,6 @@ def to_log(
             os.close(fd)
         with suppress(OSError):  # the disk is full: a warning was written when the log first failed
             log.close()
-
-
-class _LogOnly(Tee):
-    def write(self, text: str) -> int:
-        self._try("log", lambda: self.log.write(text))
-        return len(text)
-
-    def isatty(self) -> bool:
-        return False
-
-    def fileno(self) -> int:
-        return self.log.fileno()
 
 
 # ---- a rank ----
