@@ -1,8 +1,7 @@
 """Adds signal forwarding, hang detection and a single failure message to torch's elastic agent.
 
-`LocalElasticAgent` starts the ranks of one machine, watches them and restarts them. Changed here: a signal to the
-launcher is forwarded to the ranks, which may take the time they need to save (torch's agent allows 30 s); a second
-Ctrl-C kills them at once; a run that was asked to stop, or whose config is wrong, is not restarted.
+A signal to the launcher is forwarded to the ranks, which may take the time they need to save (torch's agent allows
+30 s); a second Ctrl-C kills them at once; a run that was asked to stop, or whose config is wrong, is not restarted.
 
 Source: docs.pytorch.org/docs/stable/elastic/agent.html, "Extending the agent". Loads torch.
 """
@@ -246,11 +245,7 @@ class CrashLoop:
         self._times = 0
 
     def check(self, cause: Failure | None) -> None:
-        """Count one failure.
-
-        Raises:
-            RunError: it is the third equal failure in a row.
-        """
+        """Count one failure. Raises RunError: it is the third equal failure in a row."""
         if cause is None:
             return
         steps = [int(p.name[5:]) for p in self._checkpoints.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name)]

@@ -2,10 +2,7 @@
 
 A failed worker writes `rank-N.json` into the folder that the launcher names. When one rank dies, its peers fail shortly
 after, because their connection to it is gone: such failures are consequences, recognised by their messages, and are
-never reported first. Known errors (`lockstep.diagnose.known_errors`) are reported with their cause and a fix.
-
-The state of rank processes (stopped by a signal or not) is read from /proc, on Linux; their stacks are those that they
-write on SIGQUIT.
+never reported first. The state of processes is read from /proc, on Linux; their stacks they write on SIGQUIT.
 """
 
 import json
@@ -122,10 +119,7 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
 
 
 def _user_frames(trace: TracebackType | None) -> tuple[str | None, list[str]]:
-    """Return the place in the user's own code nearest to the error, and the last few frames that led there.
-
-    If no frame is the user's own, libraries' frames are taken.
-    """
+    """Return the place in the user's own code (else in a library) nearest to the error, and the frames before it."""
     frames = [f for f in traceback.extract_tb(trace) if not _NOT_USER_CODE.search(f.filename)]
     own = [f for f in frames if not _LIBRARIES.search(f.filename)] or frames
     if not own:
@@ -147,9 +141,7 @@ def short_path(path: str) -> str:
 def from_exit_code(rank: int, world_size: int, code: int, seen: float, log: Path | None) -> Failure:
     """Return the failure of a rank that wrote no file: it was killed, or exited outside Python.
 
-    Args:
-        code: as in `subprocess`, negative for a signal.
-        seen: when the launcher noticed it, seconds since the Unix epoch.
+    `code` is as in `subprocess`, negative for a signal; `seen` is when the launcher noticed it (Unix epoch).
     """
     common: dict[str, Any] = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "time": seen}
     path = None if log is None else str(log)
@@ -189,11 +181,7 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
 
 
 def exit_code(failures: Iterable[Failure], *, may_be_stopped: bool = True) -> int:
-    """Return the launcher's exit code when all ranks have ended.
-
-    Args:
-        may_be_stopped: whether somebody may have asked the ranks to stop; if not, ranks left because another failed.
-    """
+    """Return the launcher's exit code when all ranks have ended; `may_be_stopped`: somebody may have asked them to."""
     failures = list(failures)
     cause = first_cause(failures)
     # A rank that is asked to stop before it has begun exits; its peers then fail because it is missing.

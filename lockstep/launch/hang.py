@@ -1,18 +1,10 @@
 """Finds ranks that hang, and the rank that holds the others up.
 
 The launcher of a machine reads its ranks' heartbeats: which call each rank is in (a step, a save, an evaluation, a
-reduction), since when, and how long such calls took before. It looks for four things:
-
-    a rank or a data worker that a signal has stopped       reported after `seconds`, in any call
-    a call that takes far longer than earlier ones          `factor` × the median of its kind, at least `seconds`
-    a call with no known duration                           after `patience`
-    a call in which ranks wait for a rank elsewhere         after `seconds`, if that rank waits in a collective of its
-                                                            own, or the run was asked to stop
-
-Then every rank writes its Python stacks (faulthandler answers a signal even while Python waits in C) and its last
-collectives. The rank that is behind is the one that was stopped, does not answer, has done the fewest steps, has begun
-the fewest calls and collectives, or is not waiting in torch. Ranks that make progress meanwhile were slow because the
-machine is busy: they are not killed.
+reduction), since when, and how long such calls took before. If one takes too long, every rank writes its Python stacks
+(faulthandler answers a signal even while Python waits in C) and its last collectives. The rank that is behind was
+stopped, does not answer, has done the fewest steps, has begun the fewest calls and collectives, or does not wait in
+torch. Ranks that make progress meanwhile were slow because the machine is busy: they are not killed.
 """
 
 import json

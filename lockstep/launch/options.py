@@ -42,11 +42,7 @@ class LaunchOptions:
 
     @property
     def nodes(self) -> tuple[int, int]:
-        """Fewest and most machines.
-
-        Raises:
-            UsageError: `--nnodes` is neither `N` nor `MIN:MAX`.
-        """
+        """Fewest and most machines. Raises UsageError: `--nnodes` is neither `N` nor `MIN:MAX`."""
         low, _, high = self.nnodes.partition(":")
         try:
             fewest, most = int(low), int(high or low)
@@ -70,8 +66,7 @@ class LaunchOptions:
     def processes(self) -> int | None:
         """Processes per machine if a number was given; None means one per GPU.
 
-        Raises:
-            UsageError: the value is neither a number from 1 on nor `auto`, `gpu`, `xpu` or `cpu`.
+        Raises UsageError: the value is neither a number from 1 on nor `auto`, `gpu`, `xpu` or `cpu`.
         """
         requested = self.nproc_per_node
         if requested is None or requested in ("auto", "gpu", "cpu", "xpu"):
@@ -89,11 +84,7 @@ class LaunchOptions:
         return self.seconds("timeout", 900.0)
 
     def seconds(self, name: str, default: float) -> float:
-        """Return a number of `--rdzv-conf`.
-
-        Raises:
-            UsageError: the value is not a number.
-        """
+        """Return a number of `--rdzv-conf`. Raises UsageError: the value is not a number."""
         text = self.rdzv_conf.get(name)
         try:
             return default if text is None else float(text)
@@ -111,11 +102,7 @@ class LaunchOptions:
         return text.lower() in ("1", "true", "yes")
 
     def check(self) -> None:
-        """Reject options that cannot work, before anything is started.
-
-        Raises:
-            UsageError: naming the option.
-        """
+        """Reject options that cannot work, before anything is started. Raises UsageError: naming the option."""
         fewest, most = self.nodes
         if self.max_restarts < 0:
             raise UsageError(f"--max-restarts {self.max_restarts} is below 0", where="--max-restarts")
@@ -164,9 +151,7 @@ def process_count(
 ) -> tuple[int, str]:
     """Return the number of processes on this machine, and the reason.
 
-    Args:
-        use_gpus: False where the config chooses the CPU.
-        single_reason: the reason for one process on any hardware, unless the user gave a number.
+    `single_reason` is the reason for one process on any hardware, unless the user gave a number.
     """
     if options.processes is not None:
         return options.processes, "as asked"
@@ -217,11 +202,7 @@ def run_id(options: LaunchOptions) -> str:
 
 
 def wait_for_name(host: str, patience: float, log: Callable[[str], None]) -> None:
-    """Wait until the name resolves on this machine.
-
-    Raises:
-        UsageError: it does not resolve in time.
-    """
+    """Wait until the name resolves on this machine. Raises UsageError: it does not resolve in time."""
     deadline, logged = time.monotonic() + min(patience, _NAME_SECONDS), False
     while True:
         try:
@@ -241,14 +222,9 @@ def wait_for_name(host: str, patience: float, log: Callable[[str], None]) -> Non
 
 
 def register_machine(registry: Any, options: LaunchOptions, log: Callable[[str], None]) -> None:
-    """Register this machine under its `--node-rank`, and wait until all machines are registered.
+    """Register this machine under its `--node-rank` in a store for this alone, and wait until all are registered.
 
-    Args:
-        registry: a store for this alone.
-
-    Raises:
-        UsageError: two machines claim one number.
-        RunError: a machine did not come.
+    Raises UsageError: two machines claim one number. RunError: a machine did not come.
     """
     number = options.node_rank or 0
     name = socket.gethostname()

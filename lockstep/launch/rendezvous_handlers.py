@@ -1,10 +1,6 @@
 """Runs torch's rendezvous over Lockstep's own store, which listens on one address only and records who arrived.
 
-    open_store(options, log)       the store for the rendezvous, hosted here or joined
-    handler(options, store)        the agent's rendezvous handler; each start of the ranks is one round
-
-Source: docs.pytorch.org/docs/stable/elastic/rendezvous.html. Loads torch; private names of its rendezvous are used here
-only.
+Each start of the ranks is one round. Source: docs.pytorch.org/docs/stable/elastic/rendezvous.html. Loads torch.
 """
 
 import datetime
@@ -43,9 +39,8 @@ _GIVING_UP_SECONDS = 3.0  # how long the host stays after it gave up: waiting ma
 def open_store(options: LaunchOptions, log: Callable[[str], None]) -> TCPStore:
     """Open the store for the rendezvous; with `--node-rank`, return once all machines are there.
 
-    Raises:
-        UsageError: the port is in use; the name does not resolve; two machines claim one number.
-        RunError: nobody hosts the rendezvous, or a machine did not come.
+    Raises UsageError: the port is in use; the name does not resolve; two machines claim one number. RunError: nobody
+    hosts the rendezvous, or a machine did not come.
     """
     if options.several_nodes:
         machines.wait_for_name(rendezvous_host(options), options.patience, log)
@@ -149,8 +144,7 @@ class ElasticRendezvous(ExtensibleRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the other machines and start a round.
 
-        Raises:
-            RunError: too few machines arrived, or the host of the store is gone.
+        Raises RunError: too few machines arrived, or the host of the store is gone.
         """
         self._registry.wait()
         try:
@@ -236,12 +230,7 @@ class MachineRegistry:
         return self._error(here)
 
     def check(self) -> None:
-        """Raise when waiting is in vain.
-
-        Raises:
-            RunError: the machine that hosts the store gave up, or the patience has passed and too few have arrived;
-                with the machines that are there.
-        """
+        """Raise RunError if the host of the store gave up, or the patience has passed and too few have arrived."""
         if self._waits and self._store.check(["given up"]):
             self._waits = False  # torch reads the state again on leaving
             raise self._error(self._store.get("given up").decode().split("\n"))
@@ -302,8 +291,7 @@ class Membership:
     def check(self, seconds: float = 30.0) -> None:
         """Wait for the running query before the next rendezvous.
 
-        Raises:
-            RunError: the rendezvous has not answered for so long.
+        Raises RunError: the rendezvous has not answered for so long.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, self._asked_at + seconds - time.monotonic()))

@@ -18,11 +18,7 @@ from lockstep.launch.worker import die_with_this_process, run_as_worker
 def run_script(script: str, arguments: Sequence[str], *, kind: str = "file") -> int:
     """Run a script as `python SCRIPT ARGS` (or `python -m`) would, in this process; run a program as a child process.
 
-    Args:
-        kind: `file`, `module` or `program`.
-
-    Returns:
-        0, or 75 if the script handled SIGTERM or a Ctrl-C itself and then exited with 0: its work is not done.
+    Return 0, or 75 if the script handled SIGTERM or a Ctrl-C itself and then exited with 0: its work is not done.
     """
     if kind == "program":
         return _run_program([script, *arguments])

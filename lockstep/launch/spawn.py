@@ -80,18 +80,11 @@ def spawn(
 def spawn_again(
     fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, preload: Sequence[str] | None
 ) -> None:  # fmt: skip
-    """Run `fn(*args)` on `nprocs` ranks, as `spawn` does, but one rank, too, is a process of its own.
+    """Run `fn(*args)`, of a module, on `nprocs` ranks, as `spawn` does, but one rank, too, is a process of its own.
 
-    With `preload`, ranks are forks of a server process, which imports it once: from then on a rank starts in 0.1 s of a
-    core, in place of 3 to 4. The server uses no GPU, so its forks can. A rank has its own variables when `fn` is
-    called; what is imported to find `fn` and its arguments sees those of the server.
-
-    Args:
-        fn: a function in a module.
-        preload: names of modules that `fn` needs; None: start ranks as `spawn` does.
-
-    Raises:
-        LockstepError: the first error of a rank, once.
+    With `preload`, names of modules, ranks are forks of a server process, which imports them once: from then on a rank
+    starts in 0.1 s of a core, in place of 3 to 4. The server uses no GPU, so its forks can. A rank has its own
+    variables when `fn` is called; what is imported to find `fn` and its arguments sees those of the server.
     """
     _check_not_importing_main()
     method = _FORKSERVER if preload is not None else _start_method(fn)
@@ -104,11 +97,7 @@ def _run_ranks(
     fn: Callable[..., Any], args: Sequence[Any], method: str, plot: str | Path | None, nprocs: int, nnodes: int = 1,
     node_rank: int = 0, master_addr: str | None = None, master_port: int | None = None,
 ) -> None:  # fmt: skip
-    """Start the ranks of this machine, and wait for them; `method` is how they start, as multiprocessing names it.
-
-    Raises:
-        LockstepError: the first error of a rank.
-    """
+    """Start the ranks of this machine, and wait for them; `method` is how they start, as multiprocessing names it."""
     _check_environment(nprocs, nnodes, node_rank)
     common, store = _rendezvous_variables(nprocs, nnodes, node_rank, master_addr, master_port)
     ranks = range(node_rank * nprocs, (node_rank + 1) * nprocs)
@@ -144,11 +133,7 @@ def _run_ranks(
 
 
 def _check_arguments(fn: Any, args: Any, nprocs: Any) -> None:
-    """Reject arguments in the order that other libraries' `spawn` takes them.
-
-    Raises:
-        UsageError: with the call to write.
-    """
+    """Reject arguments in the order that other libraries' `spawn` takes them."""
     name = getattr(fn, "__name__", "train")
     if not callable(fn):
         raise UsageError(f"{fn!r} is not a function", where="spawn", fix="pass the function itself: spawn(train, …)")
@@ -178,9 +163,6 @@ def _check_environment(nprocs: int, nnodes: int, node_rank: int) -> None:
 
     The variables may number the machines, as srun with one task per machine does, or the ranks, where RANK is the first
     rank of this machine.
-
-    Raises:
-        UsageError: with the call to write.
     """
     facts = rank_facts()
     machines = (facts.rank, facts.world_size) == (node_rank, nnodes)

@@ -1,9 +1,7 @@
 """Implements `lockstep train` and `lockstep launch`: become a rank, start ranks, or run in this process.
 
-A wrong config is rejected before any process is started. `launch` starts the ranks of this machine through torch's
-elastic agent. One machine needs no address and no port: the launcher's store takes a free port and passes it to the
-ranks. Several machines meet at `--rdzv-endpoint`, or at `--master-addr:--master-port`, where `--node-rank` numbers the
-machines. Loads torch inside functions only.
+A wrong config is rejected before any process is started. One machine needs no address and no port: the launcher's store
+takes a free port and passes it to the ranks. Loads torch inside functions only.
 """
 
 import gc
@@ -61,14 +59,9 @@ def train(
     resume: str | None,
     argv: Sequence[str],
 ) -> int:
-    """Run `lockstep train`.
+    """Run `lockstep train`, and return the exit code.
 
-    Args:
-        resume: "auto", "never" or a path; None: the config's value.
-        argv: the arguments after `train`, which the workers are started with.
-
-    Returns:
-        the exit code.
+    `resume` is "auto", "never" or a path, None for the config's value; ranks are started with `argv` after `train`.
     """
     from lockstep.config import load_config
 
@@ -112,13 +105,7 @@ def train(
 def launch_script(
     script: str, arguments: Sequence[str], options: LaunchOptions, *, kind: str, logs: Path, output: ConsoleOutput
 ) -> int:
-    """Run `lockstep launch`.
-
-    Args:
-        script: a file, a module's name or a program, depending on `kind`.
-        kind: `file`, `module` or `program`.
-        output: which output the console shows.
-    """
+    """Run `lockstep launch`: a `file`, a `module` or a `program`, as `kind` says; ranks log into `logs`."""
     output.check()
     if is_rank(options):
         raise UsageError(
@@ -162,8 +149,7 @@ def is_rank(options: LaunchOptions) -> bool:
 def _check_layout(config: "Config", processes: int, options: LaunchOptions) -> None:
     """Reject a layout that these ranks and devices cannot have, before a rank is started.
 
-    Raises:
-        UsageError: sizes that do not multiply (with the equation), or keys that contradict the ranks.
+    Raises UsageError: sizes that do not multiply (with the equation), or keys that contradict the ranks.
     """
     from lockstep.config.checks import contradictions, require_equation
 
@@ -217,27 +203,19 @@ _OTHER_MACHINES_SECONDS = 2.0  # how long to wait for another machine's failure 
 
 @dataclass(frozen=True)
 class LaunchJob:
-    """The program that the ranks run.
+    """The program that the ranks run."""
 
-    Attributes:
-        arguments: after `python`, the same on every rank.
-        logs: the folder of the run's logs.
-        environment: variables for every rank.
-        hang: `factor`, `seconds` and `patience` of the `HangWatch`; a script that makes a Trainer replaces them by
-            those of its config.
-    """
-
-    arguments: Sequence[str]
+    arguments: Sequence[str]  # after `python`, the same on every rank
     logs: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)  # for every rank
+    # `factor`, `seconds` and `patience` of the `HangWatch`; a Trainer in a script replaces them by those of its config
     hang: tuple[float | None, float, float] = (20.0, 60.0, 1800.0)
 
 
 def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
     """Run the job's ranks on this machine until all have ended; call it from the main thread.
 
-    Returns:
-        the exit code: 0, 1 or 2 after one message, 75 if all ranks were preempted and have saved.
+    Return the exit code: 0, 1 or 2 after one message, 75 if all ranks were preempted and have saved.
     """
     options.check()
     check_numbers(os.environ)

@@ -1,11 +1,8 @@
 """Runs code as a rank: die with the launcher, write to the log, and leave a failure file for the launcher.
 
 This works under every launcher. Lockstep's own launcher prints the one message; under torchrun, srun, mpirun or none at
-all, the first rank of this machine to fail prints it.
-
-A rank's output goes to its log file, and rank 0's also to the console. Started ranks redirect the file descriptors
-themselves, so that the log also has the output of C libraries and of a crash. Rank 0's Python streams also go to the
-console, through `Tee`, whose `isatty` is the console's.
+all, the first rank of this machine to fail prints it. A rank's output goes to its log file, and rank 0's also to the
+console. Started ranks redirect the file descriptors themselves, so that the log has the output of C libraries, too.
 """
 
 import ctypes
@@ -46,11 +43,7 @@ class ConsoleOutput:
     only: str = ""  # local ranks, as `0,2`; empty: rank 0 alone
 
     def check(self) -> None:
-        """Check the options.
-
-        Raises:
-            UsageError: naming the option that cannot be parsed.
-        """
+        """Raise UsageError if an option cannot be parsed."""
         _streams_of("--tee", self.tee, 0)
         _streams_of("--redirects", self.redirects, 0)
         if not re.fullmatch(r"(\d+(,\d+)*)?", self.only):
@@ -88,15 +81,10 @@ def _streams_of(option: str, text: str, local_rank: int) -> int:
 
 
 class Tee(io.TextIOBase):
-    """Writes text to the console and to the log.
+    """Writes text to the log, and to the console if `shown`: a hidden rank keeps it for the one message of a failure.
 
     If one of them cannot be written any more (a full disk, a closed terminal), the program goes on with the other and
-    writes one warning there.
-
-    Attributes:
-        console: the stream that people see; a live display may replace it for a while.
-        log: the stream of the log file.
-        shown: whether output goes to the console at all. A hidden rank keeps it for the one message of a failure.
+    writes one warning there. A live display may replace the console for a while.
     """
 
     def __init__(self, console: TextIO, log: TextIO, shown: bool = True) -> None:
@@ -169,16 +157,12 @@ def console(stream: Any = None) -> TextIO:
 def to_log(
     path: Path, *, on_console: tuple[bool, bool], descriptors: bool, include_children: bool = False
 ) -> Iterator[Tee]:
-    """Send this process's output to `path` (appended) until the end of the block.
+    """Send this process's output to `path` (appended) until the end of the block; yield what replaces `sys.stderr`.
 
     Args:
-        path: the log file; its folder is made.
         on_console: whether to show stdout and stderr on the console as well.
         descriptors: redirect file descriptors 1 and 2 themselves, not only Python's streams.
         include_children: also show the output of child processes, and of C libraries.
-
-    Yields:
-        the stream that replaces `sys.stderr` in the block.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -232,17 +216,15 @@ _PR_SET_PDEATHSIG = 1
 def run_as_worker(
     work: Callable[[], int | None], *, logs: Path, launched: bool = True, include_children: bool = False
 ) -> int:
-    """Run `work()` as this process's rank, with its output in `logs/rank-N.log`.
+    """Run `work()` as this process's rank, with its output in `logs/rank-N.log`; return the process's exit code.
+
+    Under Lockstep's launcher a preempted rank exits with 0 after writing its failure file: torch's agent would stop the
+    ranks that are still saving if one exits with another code.
 
     Args:
         work: returns an exit code (None is 0); may raise.
-        logs: the folder for the log.
         launched: whether a launcher started this process; False: a person did, and the process is theirs.
         include_children: whether the console also shows the output of child processes, if it shows this rank's.
-
-    Returns:
-        the exit code for this process. Under Lockstep's launcher a preempted rank exits with 0 after writing its
-        failure file: torch's agent would stop the ranks that are still saving if one exits with another code.
     """
     facts = rank_facts()
     if launched:
@@ -299,13 +281,7 @@ def run_as_worker(
 
 
 def _report(failure: Failure, folder: Path | None, stream: Tee | None) -> None:
-    """Write the traceback to the log, and write the failure file for the launcher, or print the message.
-
-    Either disk may be full, the log's or that of the launcher's folder.
-
-    Args:
-        stream: the stream whose log takes the traceback; None if the log could not be opened.
-    """
+    """Write the traceback to the log, and the failure file for the launcher, or print: either disk may be full."""
     if failure.traceback and failure.kind != "usage" and (stream is None or not stream.write_to_log(failure.traceback)):
         failure = replace(failure, log=None)  # the message must not refer to a traceback that is not there
     if not _write_failure(failure, folder) and failure.kind != "preempted" and first_to_fail():

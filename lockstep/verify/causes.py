@@ -257,8 +257,7 @@ def _place(e: Evidence) -> Cause | None:
     if first.stage == REDUCTION and ITSELF in first.relation:
         text = f"the gradient of {first.module} is not the sum over a step's micro-batches: {first.relation}"
         return Cause("accumulation", text, [experiments.FORCED])
-    kinds = {FORWARD: "forward", LOSS: "loss", BACKWARD: "backward", REDUCTION: "reduction"}
-    return Cause(kinds[first.stage], located(e).removeprefix(f"; {first.stage}: "), [experiments.FORCED])
+    return Cause(first.stage, located(e).removeprefix(f"; {first.stage}: "), [experiments.FORCED])
 
 
 def _by_themselves(e: Evidence) -> Cause | None:

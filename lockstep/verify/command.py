@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import load_config, require_runnable
-from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from lockstep.launch.spawn import spawn_again
 from lockstep.report.units import columns
 from lockstep.scratch import temporary
 from lockstep.strategy import SINGLE
-from lockstep.verify import DEFAULT_STEPS, Outcome, Verdict, verify
+from lockstep.verify import DEFAULT_STEPS, Outcome, Verdict, require_startable, verify
 from lockstep.verify.page import DrawnOutcome, PartDifference, write_page
 from lockstep.verify.script.comparison import ROUNDING
 from lockstep.verify.script.judge import judge_script
@@ -210,10 +209,7 @@ def verify_script(script: str, arguments: Sequence[str], ranks: Sequence[int], *
         )
     if not is_command and not Path(script).is_file():
         raise UsageError(f"there is no script {script}", fix="name a Python file that trains")
-    if steps < 1:
-        raise UsageError(f"--steps {steps} compares nothing", fix="write a number from 1 on")
-    if rank_facts().world_size > 1:
-        raise UsageError("verify starts its own ranks, and is a rank itself", fix="start it without a launcher")
+    require_startable(steps)
     outcomes = []
     for number in ranks:
         with temporary("verify-script") as folder:

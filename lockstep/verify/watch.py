@@ -154,10 +154,8 @@ class observe:  # noqa: N801 — called as a function
         for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             if isinstance(p, DTensor) or p.numel() == 0:
                 continue
-            kind, name = (
-                "wrapped" if id(p) in wrapped else "plain",
-                self._checks.names.get(id(p), f"parameter {number}"),
-            )
+            kind = "wrapped" if id(p) in wrapped else "plain"
+            name = self._checks.names.get(id(p), f"parameter {number}")
             prints[f"weight|{kind}|{name}"] = fingerprint(p.detach())
             if p.grad is not None and not p.grad.is_sparse:
                 prints[f"gradient|{kind}|{name}"] = fingerprint(p.grad.detach())

@@ -1,10 +1,8 @@
 """Runs a training script unchanged, and records what flows through its steps.
 
-It observes by hooks of modules and optimizers, and by the functions in `lockstep.torch_compat.script_patches`. It
-calls no collective of its own, so it neither hangs a script nor repairs one. Loaders read samples in the same process.
-
-A thread in each rank looks whether the rank computes. When none has used the processor for a while, no collective will
-end any more: each rank writes what it has recorded, and where its main thread is.
+It calls no collective of its own, so it neither hangs a script nor repairs one. Loaders read samples in the same
+process. A thread in each rank looks whether the rank computes: when none has used the processor for a while, no
+collective will end any more, and each rank writes what it has recorded, and where its main thread is.
 """
 
 import atexit
