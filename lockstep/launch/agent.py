@@ -257,9 +257,6 @@ class CrashLoop:
         self._seen = seen
         if self._times >= self.LIMIT:
             error = cause.error()
-            raise RunError(
-                error.what, where=error.where,
-                why=f"{self._times} times in order, with no checkpoint after step {seen[1]} in between: starting again "
-                f"does not help{'; ' + error.why if error.why else ''}",
-                fix=error.fix,
-            )  # fmt: skip
+            why = f"{self._times} times in order, with no checkpoint after step {seen[1]} in between: starting again "
+            why += f"does not help{'; ' + error.why if error.why else ''}"
+            raise RunError(error.what, where=error.where, why=why, fix=error.fix)

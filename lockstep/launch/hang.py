@@ -69,9 +69,8 @@ class HangWatch:
         """
         if stop_requested:
             self._stop_requested_at = self._stop_requested_at or time.monotonic()
-        self.factor, self.seconds, self.patience = read_limits(self.folder) or (
-            self.factor, self.seconds, self.patience,
-        )  # fmt: skip
+        if limits := read_limits(self.folder):
+            self.factor, self.seconds, self.patience = limits
         beats = [beat for beat in read_beats(self.folder) if pids.get(beat.rank) == beat.process]
         for beat in beats:
             for call in beat.calls:
@@ -101,10 +100,9 @@ class HangWatch:
         waited = now - self._stopped_since[one]
         reports = self._collect_reports(pids)
         doing = next((_current_call(beat) for beat in beats if beat.rank == one.rank), "")
-        return self._failure(
-            one.rank, world_size, f"it hangs{doing}: a signal stopped {one} {waited:.0f} s ago",
-            where=reports.stacks[one.rank].place, why="it was stopped by a signal (SIGSTOP), or a debugger holds it",
-        )  # fmt: skip
+        what = f"it hangs{doing}: a signal stopped {one} {waited:.0f} s ago"
+        why = "it was stopped by a signal (SIGSTOP), or a debugger holds it"
+        return self._failure(one.rank, world_size, what, where=reports.stacks[one.rank].place, why=why)
 
     # ---- calls that take too long ----
 
@@ -132,13 +130,13 @@ class HangWatch:
     def _describe(self, waiting: list[Beat], world_size: int, waited: float, reports: _Reports) -> Failure:
         beats = (*waiting, *read_beats(self.folder))
         done = {beat.rank: (beat.step, beat.calls[-1].number if beat.calls else 0) for beat in beats}
-        behind = min(
-            waiting,
-            key=lambda beat: (
-                beat.rank not in reports.stopped, beat.rank not in reports.silent, done[beat.rank],
-                reports.begun[beat.rank][0], reports.stacks[beat.rank].in_torch, beat.rank,
-            ),
-        )  # fmt: skip
+
+        def progress(beat: Beat) -> tuple[Any, ...]:
+            rank = beat.rank
+            answers = rank not in reports.stopped, rank not in reports.silent
+            return *answers, done[rank], reports.begun[rank][0], reports.stacks[rank].in_torch, rank
+
+        behind = min(waiting, key=progress)
         kind, rank = _kind(behind), behind.rank
         known = self._durations.get(kind)
         usual = f"{median(known):.3g} s" if known else "not known yet"
@@ -183,21 +181,22 @@ class HangWatch:
         why = f"the others wait in {', '.join(others)}" if others else None
         if not waiting:
             why = "it was asked to stop, but a collective that waits for other ranks cannot be interrupted"
+        fix, place = (
+            "all ranks must make the same calls: take it out of `if is_main_process:`; ",
+            reports.stacks[rank].place,
+        )
         return self._failure(
-            rank, world_size, f"it hangs: {what}, for {waited:.0f} s now", where=reports.stacks[rank].place, why=why,
-            fix="all ranks must make the same calls: take it out of `if is_main_process:`; ",
-        )  # fmt: skip
+            rank, world_size, f"it hangs: {what}, for {waited:.0f} s now", where=place, why=why, fix=fix
+        )
 
     # ---- collecting reports ----
 
     def _failure(
-        self, rank: int, world_size: int, what: str, *, where: str | None, why: str | None, fix: str = ""
+        self, rank: int, world: int, what: str, *, where: str | None, why: str | None, fix: str = ""
     ) -> Failure:  # fmt: skip
-        return Failure(
-            rank, world_size, "hang", what, where=where, why=why, host=socket.gethostname(), time=time.time(),
-            fix=f"{fix}every rank's stacks are in {self.logs}/rank-*.stacks.txt, its last collectives in "
-            "rank-*.flight.json",
-        )  # fmt: skip
+        fix += f"every rank's stacks are in {self.logs}/rank-*.stacks.txt, its last collectives in rank-*.flight.json"
+        place: dict[str, Any] = {"where": where, "host": socket.gethostname(), "time": time.time()}
+        return Failure(rank, world, "hang", what, why=why, fix=fix, **place)
 
     def _collect_reports(self, pids: Mapping[int, int]) -> _Reports:
         """Make every rank write its stacks and collectives; a stopped rank writes them once it is continued."""

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import (
@@ -61,16 +60,7 @@ def _host_or_join(options: LaunchOptions) -> TCPStore:
             if not options.several_nodes or options.numbered or options.is_host:
                 raise
             # another launcher on this machine hosts it
-    try:
-        return TCPStore(host, port, None, False, patience, wait_for_workers=False)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise RunError(
-            f"the machines did not meet at {endpoint(options)}: nothing answered there within {options.patience:g} s",
-            where=f"{socket.gethostname()}, which waited for the machine that hosts the rendezvous",
-            why=str(error).splitlines()[0],
-            fix=f"start the same command on {host}, and see that the port is the same on all machines and open; in a"
-            " container or a network namespace pass --rdzv-conf is_host=1 on the one that hosts it",
-        ) from error
+    return TCPStore(host, port, None, False, patience, wait_for_workers=False)
 
 
 def job_id(options: LaunchOptions, store: Store) -> str:
@@ -156,12 +146,10 @@ class ElasticRendezvous(ExtensibleRendezvous):
                 raise
             raise self._registry.timed_out() from error
         except RendezvousConnectionError as error:
-            raise RunError(
-                f"the machine that hosts {endpoint(self._registry.options)}, where the machines meet, has gone while "
-                f"{self._registry.name} waited for the others",
-                why="its launcher ended, or the link to it is cut",
-                fix="see its last output for the reason; start the command again on all machines",
-            ) from error
+            text = f"the machine that hosts {endpoint(self._registry.options)}, where the machines meet, has gone "
+            text += f"while {self._registry.name} waited for the others"
+            fix = "see its last output for the reason; start the command again on all machines"
+            raise RunError(text, why="its launcher ended, or the link to it is cut", fix=fix) from error
         self._registry.met()
         return found
 
@@ -242,13 +230,11 @@ class MachineRegistry:
             self._since = math.inf  # enough machines: the last call decides
 
     def _error(self, here: list[str]) -> RunError:
-        return RunError(
-            f"{len(here)} of {self.options.nnodes} machines came to {endpoint(self.options)} within "
-            f"{self.options.patience:g} s",
-            where=f"there were {', '.join(here)}",
-            fix="start the same command on the others; see that the address and the port are the same on all machines,"
-            " and can be reached: `lockstep doctor` on all of them",
-        )
+        text = f"{len(here)} of {self.options.nnodes} machines came to {endpoint(self.options)} within "
+        text += f"{self.options.patience:g} s"
+        fix = "start the same command on the others; see that the address and the port are the same on all machines, "
+        fix += "and can be reached: `lockstep doctor` on all of them"
+        return RunError(text, where=f"there were {', '.join(here)}", fix=fix)
 
 
 def own_address(options: LaunchOptions) -> str | None:
@@ -296,11 +282,9 @@ class Membership:
         if self._thread is not None:
             self._thread.join(max(0.0, self._asked_at + seconds - time.monotonic()))
         if self._is_asking():
-            raise RunError(
-                f"the rendezvous of the machines has not answered for {time.monotonic() - self._asked_at:.0f} s",
-                why="the link to it is cut, or the machine that hosts it is gone",
-                fix="start the command again on all machines; the run goes on from its newest checkpoint",
-            )
+            text = f"the rendezvous of the machines has not answered for {time.monotonic() - self._asked_at:.0f} s"
+            fix = "start the command again on all machines; the run goes on from its newest checkpoint"
+            raise RunError(text, why="the link to it is cut, or the machine that hosts it is gone", fix=fix)
 
     def _is_asking(self) -> bool:
         return self._thread is not None and self._thread.is_alive()

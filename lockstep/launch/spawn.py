@@ -138,24 +138,17 @@ def _check_arguments(fn: Any, args: Any, nprocs: Any) -> None:
     if not callable(fn):
         raise UsageError(f"{fn!r} is not a function", where="spawn", fix="pass the function itself: spawn(train, …)")
     if isinstance(args, int) and not isinstance(args, bool):
-        raise UsageError(
-            f"the second argument of spawn is a tuple of the function's arguments, not the number {args}",
-            where=f"spawn({name}, {args}, …)",
-            fix=f"lockstep.spawn({name}, nprocs={args}) starts {args} ranks; "
-            f"lockstep.spawn({name}, args=({args},), nprocs=…) calls {name}({args}) on each rank",
-        )
+        text = f"the second argument of spawn is a tuple of the function's arguments, not the number {args}"
+        fix = f"lockstep.spawn({name}, nprocs={args}) starts {args} ranks; "
+        fix += f"lockstep.spawn({name}, args=({args},), nprocs=…) calls {name}({args}) on each rank"
+        raise UsageError(text, where=f"spawn({name}, {args}, …)", fix=fix)
     if not isinstance(args, list | tuple):
-        raise UsageError(
-            f"the function's arguments are a tuple, not a {type(args).__name__}",
-            where=f"spawn({name}, {args!r:.60}, …)",
-            fix=f"lockstep.spawn({name}, args=(value,), nprocs=…); the comma makes a tuple of one value",
-        )
+        text = f"the function's arguments are a tuple, not a {type(args).__name__}"
+        fix = f"lockstep.spawn({name}, args=(value,), nprocs=…); the comma makes a tuple of one value"
+        raise UsageError(text, where=f"spawn({name}, {args!r:.60}, …)", fix=fix)
     if nprocs is not None and (not isinstance(nprocs, int) or isinstance(nprocs, bool)):
-        raise UsageError(
-            f"nprocs is the number of ranks on this machine, not {nprocs!r:.60}",
-            where=f"spawn({name}, …)",
-            fix=f"lockstep.spawn({name}, args=(…), nprocs=2)",
-        )
+        text = f"nprocs is the number of ranks on this machine, not {nprocs!r:.60}"
+        raise UsageError(text, where=f"spawn({name}, …)", fix=f"lockstep.spawn({name}, args=(…), nprocs=2)")
 
 
 def _check_environment(nprocs: int, nnodes: int, node_rank: int) -> None:
@@ -170,29 +163,23 @@ def _check_environment(nprocs: int, nnodes: int, node_rank: int) -> None:
     if facts.world_size == 1 or machines or ranks:
         return
     names = {"torchrun": "RANK and WORLD_SIZE", "srun": "SLURM_PROCID and SLURM_NTASKS"}
-    raise UsageError(
-        f"the environment says rank {facts.rank} of {facts.world_size}, but spawn would start ranks "
-        f"{node_rank * nprocs} to {(node_rank + 1) * nprocs - 1} of {nprocs * nnodes}",
-        where=f"{names.get(facts.launcher, 'the variables of mpirun')} in the environment; spawn("
-        f"nprocs={nprocs}, nnodes={nnodes}, node_rank={node_rank})",
-        why="each process that calls spawn would make a world of its own, with a model of its own",
-        fix=f"on {facts.world_size} machines: spawn(…, nprocs={nprocs}, nnodes=MACHINES, node_rank=0, 1, …,"
-        " master_addr=…), with these variables unset; where a launcher has started one process a rank already, call"
-        " the function itself, without spawn",
-    )
+    what = f"the environment says rank {facts.rank} of {facts.world_size}, but spawn would start ranks "
+    what += f"{node_rank * nprocs} to {(node_rank + 1) * nprocs - 1} of {nprocs * nnodes}"
+    where = f"{names.get(facts.launcher, 'the variables of mpirun')} in the environment; spawn("
+    where += f"nprocs={nprocs}, nnodes={nnodes}, node_rank={node_rank})"
+    why = "each process that calls spawn would make a world of its own, with a model of its own"
+    fix = f"on {facts.world_size} machines: spawn(…, nprocs={nprocs}, nnodes=MACHINES, node_rank=0, 1, …, "
+    fix += "master_addr=…), with these variables unset; where a launcher has started one process a rank already, call "
+    fix += "the function itself, without spawn"
+    raise UsageError(what, where=where, why=why, fix=fix)
 
 
 def _rendezvous_variables(
     nprocs: int, nnodes: int, node_rank: int, master_addr: str | None, master_port: int | None
 ) -> tuple[dict[str, str], Any]:
     """Return the variables that all ranks share, and the store, which must live as long as the ranks."""
-    common = {
-        "WORLD_SIZE": str(nprocs * nnodes),
-        "LOCAL_WORLD_SIZE": str(nprocs),
-        "GROUP_RANK": str(node_rank),
-        "MASTER_ADDR": master_addr or "127.0.0.1",
-        "MASTER_PORT": str(master_port or DEFAULT_PORT),
-    }
+    common = {"WORLD_SIZE": str(nprocs * nnodes), "LOCAL_WORLD_SIZE": str(nprocs), "GROUP_RANK": str(node_rank)}
+    common |= {"MASTER_ADDR": master_addr or "127.0.0.1", "MASTER_PORT": str(master_port or DEFAULT_PORT)}
     if "OMP_NUM_THREADS" not in os.environ:
         common["OMP_NUM_THREADS"] = str(cores.threads_per_rank(nprocs))
     if nnodes > 1 or master_port is not None:
@@ -213,12 +200,10 @@ def _start_method(fn: Callable[..., Any]) -> str:
         return "spawn"
     used = import_module("lockstep.accelerator").in_use() if "torch" in sys.modules else None
     if used is not None:
-        raise UsageError(
-            f"this process uses {used} already, so ranks can't be forks of it",
-            where=f"spawn({getattr(fn, '__qualname__', fn)})",
-            why="a function that lives in a notebook or inside another function can't be imported by a fresh process",
-            fix="call spawn before anything touches a GPU, or move the function to the top of a module",
-        )
+        why = "a function that lives in a notebook or inside another function can't be imported by a fresh process"
+        fix = "call spawn before anything touches a GPU, or move the function to the top of a module"
+        what, where = f"this process uses {used} already", f"spawn({getattr(fn, '__qualname__', fn)})"
+        raise UsageError(f"{what}, so ranks can't be forks of it", where=where, why=why, fix=fix)
     return "fork"
 
 
@@ -226,11 +211,9 @@ def _check_not_importing_main() -> None:
     """Exit if a rank is importing the script: a top-level call of `spawn` would start ranks again and again."""
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return
-    error = UsageError(
-        "the script calls lockstep.spawn while a rank is importing it",
-        where=getattr(sys.modules.get("__main__"), "__file__", None),
-        fix="put the call below `if __name__ == '__main__':`",
-    )
+    where = getattr(sys.modules.get("__main__"), "__file__", None)
+    fix = "put the call below `if __name__ == '__main__':`"
+    error = UsageError("the script calls lockstep.spawn while a rank is importing it", where=where, fix=fix)
     from_exception(error, rank_facts(), None).write(Path(os.environ[FAILURES]))
     os._exit(EXIT_USAGE)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import heartbeat, signals
 from lockstep.cores import threads_per_rank
-from lockstep.environment import check_numbers, rank_facts
+from lockstep.environment import RANK_0_OF_1, check_numbers, rank_facts
 from lockstep.errors import EXIT_PREEMPTED, LockstepError, RunError, UsageError, refuse
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.hang import HangWatch
@@ -34,20 +34,6 @@ from lockstep.strategy import AUTO, resolve, strategy_named
 
 if TYPE_CHECKING:
     from lockstep.config import Config
-
-
-# ---- the verbs ----
-
-
-_RANK_0_OF_1 = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "GROUP_RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",  # the system picks one; no other rank needs to know it
-}
 
 
 def train(
@@ -72,7 +58,14 @@ def train(
         trainer = _load("lockstep.trainer")
         if config.distributed.strategy == AUTO:
             config = import_module("lockstep.plan.command").resolve_auto(config)
-        chosen = _resume_from(run, resume or config.checkpoint.resume)
+        chosen = resume or config.checkpoint.resume
+        if chosen != "auto" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            # Restarted ranks resume if this launch has saved a checkpoint.
+            import psutil
+
+            launched = psutil.Process(os.getppid()).create_time()
+            if any(event["kind"] == "save" and event["time"] >= launched for event in run.read_events()):
+                chosen = "auto"
         if rank_facts().world_size > 1:
             # The checks of doctor that cost nothing run at the start of every run.
             from lockstep import cluster
@@ -108,18 +101,16 @@ def launch_script(
     """Run `lockstep launch`: a `file`, a `module` or a `program`, as `kind` says; ranks log into `logs`."""
     output.check()
     if is_rank(options):
-        raise UsageError(
-            "`lockstep launch` was itself started by a launcher, as one of its ranks",
-            where="the environment: it says which rank this is",
-            fix=f"start the script itself: python {script}; or, with srun or mpirun starting one process a machine,"
-            " say --nnodes and --nproc-per-node",
-        )
+        text = "`lockstep launch` was itself started by a launcher, as one of its ranks"
+        fix = f"start the script itself: python {script}; or, with srun or mpirun starting one process a machine, "
+        fix += "say --nnodes and --nproc-per-node"
+        raise UsageError(text, where="the environment: it says which rank this is", fix=fix)
     if kind == "file" and not Path(script).is_file():
         raise UsageError(f"there is no file {script}", fix="lockstep launch [options] SCRIPT.py [ARGS …]")
     processes, reason = process_count(options)
     _log(f"{script}: {_describe_processes(processes, options)} ({reason})")
     if in_this_process(processes, options):
-        with environment_with(_RANK_0_OF_1):
+        with environment_with(RANK_0_OF_1):
             return run_as_worker(lambda: run_script(script, arguments, kind=kind), logs=logs, launched=False)
     started = ("-m", "lockstep.launch.script", str(logs), kind, script, *arguments)
     return launch(LaunchJob(started, logs, output.environment()), options, processes)
@@ -135,10 +126,8 @@ def _load(module: str) -> Any:
 
 
 def is_rank(options: LaunchOptions) -> bool:
-    """Return whether this process is a rank itself.
-
-    srun and mpirun start either ranks or one launcher per machine: options that only a launcher needs show which.
-    """
+    """Return whether this process is a rank itself."""
+    # srun and mpirun start either ranks or one launcher per machine: options that only a launcher needs show which.
     starts_ranks = options.nproc_per_node is not None or options.several_nodes
     if starts_ranks and ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
         return False  # a job script exports only one of them; started ranks get both
@@ -164,17 +153,6 @@ def _check_layout(config: "Config", processes: int, options: LaunchOptions) -> N
     layout = resolve(config.distributed, world, processes)
     refuse(contradictions(config, layout, device_type))
     require_equation(config.training, layout.batch_shares)
-
-
-def _resume_from(run: RunDirectory, requested: str) -> str:
-    """Return `requested`, but "auto" for restarted ranks if this launch has saved a checkpoint."""
-    if requested == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return requested
-    import psutil
-
-    launched = psutil.Process(os.getppid()).create_time()
-    saved = any(event["kind"] == "save" and event["time"] >= launched for event in run.read_events())
-    return "auto" if saved else requested
 
 
 def in_this_process(processes: int, options: LaunchOptions) -> bool:

@@ -71,11 +71,8 @@ def _streams_of(option: str, text: str, local_rank: int) -> int:
     if re.fullmatch("[0-3]", text):
         return int(text)
     if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
-        raise UsageError(
-            f"{option} {text} can't be read",
-            where=option,
-            fix=f"{option} 3 for stdout and stderr of all ranks (1: stdout, 2: stderr), or by local rank: 0:3,1:2",
-        )
+        fix = f"{option} 3 for stdout and stderr of all ranks (1: stdout, 2: stderr), or by local rank: 0:3,1:2"
+        raise UsageError(f"{option} {text} can't be read", where=option, fix=fix)
     pairs = dict(pair.split(":") for pair in text.split(","))
     return int(pairs.get(str(local_rank), 0))
 

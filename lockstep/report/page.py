@@ -243,10 +243,10 @@ def _histograms(run: RunData) -> list[Figure]:
     named = [(name, rows) for name, rows in run.media.items() if rows[-1]["kind"] == "histogram"]
     for number, (name, rows) in enumerate(named[-NAMES:]):
         shown = [row for row in (*rows[:1], *rows[1:][-NEWEST + 1 :]) if _is_whole(row)]
-        marks = [
-            line(row["edges"], [*row["counts"], *row["counts"][-1:]], f"step {row['step']:,}", colour, step=True)
-            for row, colour in zip(shown, COLOURS, strict=False)
-        ]
+        marks = []
+        for row, colour in zip(shown, COLOURS, strict=False):
+            counts = [*row["counts"], *row["counts"][-1:]]
+            marks.append(line(row["edges"], counts, f"step {row['step']:,}", colour, step=True))
         note = "Values in each bin, against the value."
         drawn.append(chart(f"histogram-{number}", name, marks, note=note, x={}, y={"zero": True}))
     return drawn

@@ -124,11 +124,8 @@ def _drawn(outcome: Outcome) -> DrawnOutcome:
         text = f"{d.stage}: {d.what} {d.relation} on rank {d.rank}"
         differences.append(PartDifference(d.module, text + f" ({d.note})" * bool(d.note), d.relative))
     if not differences and result is not None and not outcome.passed:
-        differences = [
-            PartDifference(d.name, f"{d.aspect} differs by {d.relative:.1e}", d.relative)
-            for d in result.differences
-            if d.name in result.fingerprints
-        ]
+        named = [d for d in result.differences if d.name in result.fingerprints]
+        differences = [PartDifference(d.name, f"{d.aspect} differs by {d.relative:.1e}", d.relative) for d in named]
     parameters = [] if result is None else list(result.fingerprints)
     return DrawnOutcome(_name(outcome), outcome.passed, _explanation(outcome)[1:], parameters, differences)
 
@@ -264,10 +261,8 @@ def _script_drawn(outcome: ScriptOutcome) -> DrawnOutcome:
     text = "its output differs, and that of modules before it does not"
     differences = [PartDifference("" if name == "the model" else name, text, 1.0) for name in modules]
     first = outcome.first.name if outcome.first is not None else ""
-    sized = sorted(outcome.parts.items(), key=lambda part: part[0] != first)
-    differences += [
-        PartDifference(name, f"gradient differs by {off:.1e}", off) for name, off in sized if off > ROUNDING
-    ]
+    sized = sorted(((n, off) for n, off in outcome.parts.items() if off > ROUNDING), key=lambda part: part[0] != first)
+    differences += [PartDifference(name, f"gradient differs by {off:.1e}", off) for name, off in sized]
     lines = _script_explanation(outcome)[2:]
     return DrawnOutcome(f"{outcome.ranks} ranks", outcome.passed, lines, list(outcome.parts), differences)
 

@@ -131,11 +131,9 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 class StepObserver:
-    """Records each step of a trainer, and its update, without changing it.
+    """Records each step of a trainer, its update, and with `outputs` the output of each module, without changing it.
 
-    Args:
-        bounds: add up the absolute values of micro-batches' gradients; the process holds all parameters.
-        outputs: record the output of each module.
+    With `bounds` it adds up the absolute values of micro-batches' gradients, in a process that holds all parameters.
     """
 
     def __init__(self, trainer: Trainer, *, bounds: bool = False, outputs: bool = False) -> None:

@@ -1,8 +1,8 @@
 """Watches a training loop while it runs, of whatever trainer, and says what contradicts a right one.
 
-Each rank is watched by itself (`TrainingChecks`). In the first steps, and every so often, ranks also tell each other
-what must be equal: fingerprints of parameters and gradients, and learning rates. They do so over a store of their own,
-from a thread, so that the training waits for nothing and no collective of the script can be disturbed.
+Each rank is watched by itself. In the first steps, and every so often, ranks also compare fingerprints of parameters
+and gradients, and learning rates: over a store of their own, from a thread, so that the training waits for nothing and
+no collective of the script can be disturbed.
 """
 
 import atexit
