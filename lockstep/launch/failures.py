@@ -194,7 +194,6 @@ def exit_code(failures: Iterable[Failure], *, may_be_stopped: bool = True) -> in
 
 # ---- the processes of ranks, and their stacks ----
 
-
 _DATA_WORKER = "pt_data_worker"  # torch's name for them
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
 _TORCH = re.compile(r"/torch/|<frozen ")

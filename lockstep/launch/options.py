@@ -164,7 +164,6 @@ def count_gpus() -> int:
 
 # ---- the machines of a job ----
 
-
 _NAME_SECONDS = 30.0  # a name may be registered after the machine starts, as in Kubernetes
 _POLL_SECONDS = 0.2
 

@@ -142,7 +142,8 @@ class ElasticRendezvous(ExtensibleRendezvous):
         except RendezvousTimeoutError as error:
             raise self._registry.timed_out() from error
         except RendezvousClosedError as error:
-            if not self._registry.another_gave_up():
+            # Another machine that gives up closes the rendezvous.
+            if not self._registry.names_in("left", self._registry.options.patience):
                 raise
             raise self._registry.timed_out() from error
         except RendezvousConnectionError as error:
@@ -197,19 +198,15 @@ class MachineRegistry:
     def _record(self, state: str) -> None:
         self._store.set(str(self._number), f"{state} {time.time():.0f} {self.name}")
 
-    def _names_in(self, state: str, seconds: float) -> list[str]:
+    def names_in(self, state: str, seconds: float) -> list[str]:
         """Return the names of the machines that entered `state` within the last `seconds`."""
         entries = [self._store.get(str(number)).decode() for number in range(1, self._store.add("count", 0) + 1)]
         rows = [one.split(" ", 2) for one in entries]
         return [name for found, when, name in rows if found == state and time.time() - float(when) <= seconds]
 
-    def another_gave_up(self) -> bool:
-        """Return whether another machine gave up just now, which closes the rendezvous."""
-        return bool(self._names_in("left", self.options.patience))
-
     def timed_out(self) -> RunError:
         """Return the error for a timeout; if this machine hosts the store, the waiting machines raise it too."""
-        here = sorted({*self._names_in("waits", math.inf), *self._names_in("left", self.options.patience)})
+        here = sorted({*self.names_in("waits", math.inf), *self.names_in("left", self.options.patience)})
         self._waits = False
         self._record("left")
         if hosts_rendezvous(self.options):
@@ -225,7 +222,7 @@ class MachineRegistry:
         if not self._waits or "join_timeout" in self.options.rdzv_conf:
             return
         if time.monotonic() - self._since > self.options.patience:
-            if len(self._names_in("waits", math.inf)) < self.options.nodes[0]:
+            if len(self.names_in("waits", math.inf)) < self.options.nodes[0]:
                 raise self.timed_out()
             self._since = math.inf  # enough machines: the last call decides
 

@@ -39,7 +39,6 @@ def run_script(script: str, arguments: Sequence[str], *, kind: str = "file") -> 
 
 
 def _run_program(command: Sequence[str]) -> int:
-    """Run a program to its end, and forward signals to it."""
     try:
         program = subprocess.Popen(command, preexec_fn=die_with_this_process)
     except OSError as error:

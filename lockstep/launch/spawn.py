@@ -254,7 +254,6 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, s
 
 
 def _wait(processes: Sequence[BaseProcess], plot: "LivePlot | None") -> None:
-    """Wait until all processes have ended, or one has failed."""
     while True:
         codes = [process.exitcode for process in processes]  # read once per round: they change meanwhile
         if plot is not None:

@@ -175,7 +175,6 @@ _log_to_stderr = partial(_log, to_stderr=True)
 
 # ---- starting ranks ----
 
-
 _OTHER_MACHINES_SECONDS = 2.0  # how long to wait for another machine's failure file
 
 

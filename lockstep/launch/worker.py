@@ -29,7 +29,6 @@ from lockstep.launch.hang import STACKS_SIGNAL
 
 # ---- the output of a rank ----
 
-
 _copiers: list[subprocess.Popen[bytes]] = []  # they end when nobody writes to them any more
 _VARIABLE = "LOCKSTEP_CONSOLE_OUTPUT"  # carries `ConsoleOutput` from the launcher to its ranks
 
@@ -204,7 +203,6 @@ def to_log(
 
 # ---- a rank ----
 
-
 LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"  # set by Lockstep's launcher for its ranks
 FAILURES = "LOCKSTEP_FAILURES"  # the folder where the launcher reads failure files
 _PR_SET_PDEATHSIG = 1
@@ -286,14 +284,12 @@ def _report(failure: Failure, folder: Path | None, stream: Tee | None) -> None:
 
 
 def _write_failure(failure: Failure, folder: Path | None) -> bool:
-    """Write the failure file if there is a folder for it, and return whether it was written."""
-    if folder is None:
-        return False
-    try:
-        failure.write(folder)
-    except OSError:  # this disk is full too: print to the console instead
-        return False
-    return True
+    """Write the failure file if there is a folder for it, and return whether it was written: the disk may be full."""
+    with suppress(OSError):
+        if folder is not None:
+            failure.write(folder)
+            return True
+    return False
 
 
 def first_to_fail() -> bool:

@@ -261,14 +261,15 @@ def _is_whole(row: Row) -> bool:
 # ---- the file, and the server ----
 
 
-def write(page: Page, path: Path) -> None:
-    """Write a page to a file atomically."""
+def write(text: str, path: Path) -> None:
+    """Write a page to a file atomically. Raises UsageError: it can't be written."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(render(page), encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        raise UsageError(f"{path} can't be written", why=str(error.strerror), fix="-o FILE names another") from None
+        raise UsageError(f"{path} can't be written", why=str(error.strerror), fix="name another FILE") from None
 
 
 def _read(name: str) -> str:

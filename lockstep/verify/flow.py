@@ -274,8 +274,6 @@ class FlowRecorder:
                 how = reduced_relation(gradient, whole, terms, mine, self._trainer.layout.world_size, unit, scale)
                 self._deviates(REDUCTION, key, off, how)
 
-    # ---- small things ----
-
     def _store(self, key: Key, tensor: Tensor) -> None:
         self._bytes += tensor.numel() * tensor.element_size()
         if self._bytes > _LARGEST:

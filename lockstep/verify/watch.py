@@ -70,9 +70,6 @@ class observe:  # noqa: N801 — called as a function
         """Number of optimizer steps that were seen."""
         return self._checks.steps
 
-    def __enter__(self) -> "observe":
-        return self.start()
-
     def __exit__(self, *_: object) -> None:
         self.stop()
 
@@ -97,6 +94,8 @@ class observe:  # noqa: N801 — called as a function
         ]
         return self
 
+    __enter__ = start
+
     def stop(self) -> None:
         """Stop watching."""
         for undo in self._undo:
@@ -104,8 +103,6 @@ class observe:  # noqa: N801 — called as a function
         self._undo = []
         if self._ranks is not None:
             self._ranks.flush()
-
-    # ---- what is seen ----
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
