@@ -13,6 +13,10 @@ from pathlib import Path
 
 from lockstep.errors import UsageError
 
+# The variables of a world of one process; port 0: the system picks one, and no other rank needs to know it.
+RANK_0_OF_1 = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+RANK_0_OF_1 |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
 
 @dataclass(frozen=True)
 class RankFacts:

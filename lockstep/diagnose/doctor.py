@@ -314,8 +314,7 @@ def examine(run_directory: Path, show: Callable[[Finding], None], config: Any) -
 def check_in_run(config_text: str, names: Iterable[str]) -> list[Finding]:
     """Run the checks that cost nothing, on every rank at the start of a run; return what rank 0 should log.
 
-    Raises:
-        UsageError: on every rank, if config or code differ between ranks: they would take different steps.
+    Raises UsageError: on every rank, if config or code differ between ranks: they would take different steps.
     """
     import torch.distributed as dist
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,12 +32,7 @@ _PROGRAM_SECONDS = 20.0  # limit for nvidia-smi, which hangs if a driver or a GP
 
 def own_facts(config_text: str | None = None, names: Iterable[str] = ()) -> dict[str, Any]:
     """Return this rank's facts that cost almost nothing; `names`: what the config names, whose code is compared."""
-    facts = rank_facts()
-    return {
-        "rank": facts.rank,
-        "local_rank": facts.local_rank,
-        "local_world_size": facts.local_world_size,
-        "launcher": facts.launcher,
+    return asdict(rank_facts()) | {
         "host": socket.gethostname(),
         "machine": machine_id(),
         "versions": versions(),

@@ -1,8 +1,7 @@
 """Adds signal forwarding, hang detection and a single failure message to torch's elastic agent.
 
-`LocalElasticAgent` starts the ranks of one machine, watches them and restarts them. Changed here: a signal to the
-launcher is forwarded to the ranks, which may take the time they need to save (torch's agent allows 30 s); a second
-Ctrl-C kills them at once; a run that was asked to stop, or whose config is wrong, is not restarted.
+A signal to the launcher is forwarded to the ranks, which may take the time they need to save (torch's agent allows
+30 s); a second Ctrl-C kills them at once; a run that was asked to stop, or whose config is wrong, is not restarted.
 
 Source: docs.pytorch.org/docs/stable/elastic/agent.html, "Extending the agent". Loads torch.
 """
@@ -55,9 +54,7 @@ class Agent(ExtensibleAgent):
 
     Args:
         failures: the folder of failure files `rank-N.json`; those of this machine's ranks are deleted at each start.
-        logs: the folder of the ranks' logs.
         on_restart: called before each restart with the failure and the number of restarts left.
-        watch: finds ranks that hang.
         checkpoints: the run's checkpoint folder, to know whether a run that fails repeatedly makes progress.
         shutdown_timeout: seconds that the peers of a failed rank have to end.
     """
@@ -68,10 +65,10 @@ class Agent(ExtensibleAgent):
     ) -> None:  # fmt: skip
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=shutdown_timeout)
         self._failures, self._logs, self._on_restart = failures, logs, on_restart
-        self.stop_signal: int | None = None
-        self._lock, self._starting = threading.Lock(), False
-        self.others_failed = False
         self._watch, self._loop = watch, CrashLoop(checkpoints)
+        self._lock, self._starting = threading.Lock(), False
+        self.stop_signal: int | None = None
+        self.others_failed = False
         handler: Any = spec.rdzv_handler
         self._membership = Membership(handler.num_nodes_waiting)
         handler.num_nodes_waiting = self._membership
@@ -79,8 +76,10 @@ class Agent(ExtensibleAgent):
     def failed(self, result: RunResult) -> list[Failure]:
         """Return the failures of this machine's ranks, from their files, or from exit codes where there is no file."""
         ended = {rank: (0, time.time()) for rank in self._left_early()}
+        stop = None if self.stop_signal is None else -_FORWARDED[signal.Signals(self.stop_signal)]
         for rank, process in result.failures.items():
-            if not self._ended_after_work(rank, process.exitcode):
+            # The forwarded signal may reach a rank during interpreter shutdown, when its work was done.
+            if process.exitcode != stop or not (self._failures / done_mark(rank)).exists():
                 # The exit timestamp has whole seconds; add one, so that a rank that wrote a file before comes first.
                 ended[rank] = process.exitcode, process.timestamp + 1.0
         written = {failure.rank: failure for failure in read_all(self._failures)}
@@ -89,11 +88,6 @@ class Agent(ExtensibleAgent):
         for rank in ended.keys() - written.keys():
             found.append(from_exit_code(rank, world, *ended[rank], self._logs / f"rank-{rank}.log"))
         return found
-
-    def _ended_after_work(self, rank: int, code: int) -> bool:
-        """Return whether the forwarded signal reached a rank during interpreter shutdown, when its work was done."""
-        stop = None if self.stop_signal is None else _FORWARDED[signal.Signals(self.stop_signal)]
-        return stop is not None and code == -stop and (self._failures / done_mark(rank)).exists()
 
     def _left_early(self) -> set[int]:
         """Return the ranks that ended with code 0 without marking their work as done."""
@@ -241,25 +235,17 @@ def wait_for_failures(failures: Path, seconds: float) -> list[Failure]:
 
 
 class CrashLoop:
-    """Detects that ranks fail repeatedly in the same way, with no checkpoint in between.
-
-    Args:
-        checkpoints: the run's checkpoint folder; it need not exist.
-    """
+    """Detects that ranks fail repeatedly in the same way, with no checkpoint in between."""
 
     LIMIT = 3  # equal failures in a row
 
     def __init__(self, checkpoints: Path) -> None:
-        self._checkpoints = checkpoints
+        self._checkpoints = checkpoints  # the run's folder, which need not exist
         self._seen: tuple[str, int] | None = None
         self._times = 0
 
     def check(self, cause: Failure | None) -> None:
-        """Count one failure.
-
-        Raises:
-            RunError: it is the third equal failure in a row.
-        """
+        """Count one failure. Raises RunError: it is the third equal failure in a row."""
         if cause is None:
             return
         steps = [int(p.name[5:]) for p in self._checkpoints.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name)]
@@ -271,9 +257,6 @@ class CrashLoop:
         self._seen = seen
         if self._times >= self.LIMIT:
             error = cause.error()
-            raise RunError(
-                error.what, where=error.where,
-                why=f"{self._times} times in order, with no checkpoint after step {seen[1]} in between: starting again "
-                f"does not help{'; ' + error.why if error.why else ''}",
-                fix=error.fix,
-            )  # fmt: skip
+            why = f"{self._times} times in order, with no checkpoint after step {seen[1]} in between: starting again "
+            why += f"does not help{'; ' + error.why if error.why else ''}"
+            raise RunError(error.what, where=error.where, why=why, fix=error.fix)

@@ -26,16 +26,9 @@ def doctor(
     as_json: bool,
     argv: Sequence[str],
 ) -> int:
-    """Run `lockstep doctor`.
+    """Run `lockstep doctor`; return 0, or 1 if a check failed.
 
-    Args:
-        config: a config file, to be compared between ranks; or None.
-        output_dir: the run directory whose disk is tested.
-        as_json: print one JSON object instead of lines.
-        argv: the arguments after `doctor`, which the ranks are started with.
-
-    Returns:
-        the exit code: 0, or 1 if a check failed.
+    A config file is compared between ranks; the disk of `output_dir` is tested; ranks are started with `argv`.
     """
     launchers = os.environ.get(_FOLDER)
 
@@ -81,13 +74,10 @@ def _run_checks(path: Path | None, overrides: Sequence[str], output_dir: Path, a
 
     good = examine(output_dir, show, config)
     if rank_facts().is_main:
+        bad, warn = (sum(line.status == status for line in lines) for status in (BAD, WARN))
+        text = f"✓ all {len(lines)} checks passed, {warn} with warnings"
+        if bad:
+            text = f"✗ {bad} of {len(lines)} checks failed, {warn} warnings"
         findings = [line.as_dict() for line in lines]
-        print(json.dumps({"good": good, "lines": findings}, ensure_ascii=False) if as_json else _summary(lines))
+        print(json.dumps({"good": good, "lines": findings}, ensure_ascii=False) if as_json else text)
     return good
-
-
-def _summary(lines: Sequence[Finding]) -> str:
-    bad, warn = (sum(line.status == status for line in lines) for status in (BAD, WARN))
-    if bad:
-        return f"✗ {bad} of {len(lines)} checks failed, {warn} warnings"
-    return f"✓ all {len(lines)} checks passed, {warn} with warnings"

@@ -2,10 +2,7 @@
 
 A failed worker writes `rank-N.json` into the folder that the launcher names. When one rank dies, its peers fail shortly
 after, because their connection to it is gone: such failures are consequences, recognised by their messages, and are
-never reported first. Known errors (`lockstep.diagnose.known_errors`) are reported with their cause and a fix.
-
-The state of rank processes (stopped by a signal or not) is read from /proc, on Linux; their stacks are those that they
-write on SIGQUIT.
+never reported first. The state of processes is read from /proc, on Linux; their stacks they write on SIGQUIT.
 """
 
 import json
@@ -24,15 +21,7 @@ from typing import Any
 
 from lockstep.diagnose.known_errors import recognise, tail
 from lockstep.environment import RankFacts
-from lockstep.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_PREEMPTED,
-    EXIT_USAGE,
-    LockstepError,
-    RunError,
-    UsageError,
-)
+from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, LockstepError, RunError, UsageError
 from lockstep.signals import name_of
 
 _PEER_IS_GONE = re.compile(
@@ -49,16 +38,11 @@ _FRAMES_SHOWN = 3
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a rank without success.
+    """The end of a rank without success; `what`, `where`, `why` and `fix` are as in `LockstepError`.
 
     Attributes:
         kind: "usage" (a wrong config or command), "error" (an exception), "exit" (the program exited with a code),
             "signal", "hang", or "preempted" (saved, please requeue).
-        what, where, why, fix: as in `LockstepError`.
-        traceback: the whole traceback, for LOCKSTEP_TRACEBACK=1.
-        log: path of the rank's log.
-        consequence: whether the loss of a peer explains it.
-        before_training: whether the rank was asked to stop before there was anything to save.
     """
 
     rank: int
@@ -71,10 +55,10 @@ class Failure:
     fix: str | None = None
     host: str = ""
     time: float = 0.0
-    traceback: str = ""
-    log: str | None = None
-    consequence: bool = False
-    before_training: bool = False
+    traceback: str = ""  # the whole of it, for LOCKSTEP_TRACEBACK=1
+    log: str | None = None  # path of the rank's log
+    consequence: bool = False  # the loss of a peer explains it
+    before_training: bool = False  # the rank was asked to stop before there was anything to save
 
     def write(self, folder: Path) -> None:
         """Write `rank-N.json` atomically."""
@@ -127,22 +111,15 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
     where, frames = _user_frames(error.__traceback__)
     known = recognise(f"{type(error).__name__}: {error}", log)
     why = ([known.cause] if known else []) + [*rest.splitlines()[:3], *frames]
-    return Failure(
-        **common,
-        kind="error",
-        what=f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__,
-        where=where,
-        why="\n       ".join(line for line in why if line.strip()) or None,
-        fix=known.fix if known else None,
-        consequence=bool(_PEER_IS_GONE.search(str(error))) or (known is not None and known.consequence),
-    )
+    what = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    reason = "\n       ".join(line for line in why if line.strip()) or None
+    gone = bool(_PEER_IS_GONE.search(str(error))) or (known is not None and known.consequence)
+    fix = known.fix if known else None
+    return Failure(**common, kind="error", what=what, where=where, why=reason, fix=fix, consequence=gone)
 
 
 def _user_frames(trace: TracebackType | None) -> tuple[str | None, list[str]]:
-    """Return the place in the user's own code nearest to the error, and the last few frames that led there.
-
-    If no frame is the user's own, libraries' frames are taken.
-    """
+    """Return the place in the user's own code (else in a library) nearest to the error, and the frames before it."""
     frames = [f for f in traceback.extract_tb(trace) if not _NOT_USER_CODE.search(f.filename)]
     own = [f for f in frames if not _LIBRARIES.search(f.filename)] or frames
     if not own:
@@ -164,9 +141,7 @@ def short_path(path: str) -> str:
 def from_exit_code(rank: int, world_size: int, code: int, seen: float, log: Path | None) -> Failure:
     """Return the failure of a rank that wrote no file: it was killed, or exited outside Python.
 
-    Args:
-        code: as in `subprocess`, negative for a signal.
-        seen: when the launcher noticed it, seconds since the Unix epoch.
+    `code` is as in `subprocess`, negative for a signal; `seen` is when the launcher noticed it (Unix epoch).
     """
     common: dict[str, Any] = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "time": seen}
     path = None if log is None else str(log)
@@ -206,11 +181,7 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
 
 
 def exit_code(failures: Iterable[Failure], *, may_be_stopped: bool = True) -> int:
-    """Return the launcher's exit code when all ranks have ended.
-
-    Args:
-        may_be_stopped: whether somebody may have asked the ranks to stop; if not, ranks left because another failed.
-    """
+    """Return the launcher's exit code when all ranks have ended; `may_be_stopped`: somebody may have asked them to."""
     failures = list(failures)
     cause = first_cause(failures)
     # A rank that is asked to stop before it has begun exits; its peers then fail because it is missing.
@@ -223,7 +194,6 @@ def exit_code(failures: Iterable[Failure], *, may_be_stopped: bool = True) -> in
 
 # ---- the processes of ranks, and their stacks ----
 
-
 _DATA_WORKER = "pt_data_worker"  # torch's name for them
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
 _TORCH = re.compile(r"/torch/|<frozen ")
@@ -233,13 +203,7 @@ _OURS = re.compile(r"/lockstep/|/torch/|/site-packages/|/lib/python\d|<frozen |<
 
 @dataclass(frozen=True)
 class Stopped:
-    """A process that a signal such as SIGSTOP has stopped.
-
-    Attributes:
-        rank: the rank, or the rank that owns the data worker.
-        process: the process id.
-        is_worker: whether it is a data worker.
-    """
+    """A process that a signal such as SIGSTOP has stopped: a rank, or one of its data workers."""
 
     rank: int
     process: int
@@ -250,11 +214,7 @@ class Stopped:
 
 
 def stopped_processes(pids: Mapping[int, int]) -> list[Stopped]:
-    """Return the stopped ranks and data workers, by rank.
-
-    Args:
-        pids: rank → process.
-    """
+    """Return the stopped ranks (`pids`: rank → process) and their data workers, by rank."""
     found = []
     for rank, pid in sorted(pids.items()):
         if is_stopped(pid):

@@ -1,18 +1,10 @@
 """Finds ranks that hang, and the rank that holds the others up.
 
 The launcher of a machine reads its ranks' heartbeats: which call each rank is in (a step, a save, an evaluation, a
-reduction), since when, and how long such calls took before. It looks for four things:
-
-    a rank or a data worker that a signal has stopped       reported after `seconds`, in any call
-    a call that takes far longer than earlier ones          `factor` × the median of its kind, at least `seconds`
-    a call with no known duration                           after `patience`
-    a call in which ranks wait for a rank elsewhere         after `seconds`, if that rank waits in a collective of its
-                                                            own, or the run was asked to stop
-
-Then every rank writes its Python stacks (faulthandler answers a signal even while Python waits in C) and its last
-collectives. The rank that is behind is the one that was stopped, does not answer, has done the fewest steps, has begun
-the fewest calls and collectives, or is not waiting in torch. Ranks that make progress meanwhile were slow because the
-machine is busy: they are not killed.
+reduction), since when, and how long such calls took before. If one takes too long, every rank writes its Python stacks
+(faulthandler answers a signal even while Python waits in C) and its last collectives. The rank that is behind was
+stopped, does not answer, has done the fewest steps, has begun the fewest calls and collectives, or does not wait in
+torch. Ranks that make progress meanwhile were slow because the machine is busy: they are not killed.
 """
 
 import json
@@ -27,17 +19,8 @@ from statistics import median
 from typing import Any
 
 from lockstep.heartbeat import DUMP, Beat, Call, read_beats, read_limits
-from lockstep.launch.failures import (
-    Failure,
-    Stack,
-    Stopped,
-    is_running,
-    is_stopped,
-    newest_stack,
-    send_signal,
-    stacks_file,
-    stopped_processes,
-)
+from lockstep.launch import failures
+from lockstep.launch.failures import Failure, Stack, Stopped, is_stopped, send_signal, stacks_file
 
 STACKS_SIGNAL = signal.SIGQUIT  # `kill -QUIT` makes a rank write its stacks at any time
 _ANSWER_SECONDS = 2.0  # for the ranks that run
@@ -47,38 +30,23 @@ _STATES_SECONDS = 0.5  # between two reads of the processes' states
 
 @dataclass
 class _Reports:
-    """The state of the ranks at the time of a suspected hang.
+    """The state of the ranks at the time of a suspected hang."""
 
-    Attributes:
-        silent: ranks that did not answer.
-        stopped: ranks that a signal had stopped.
-        stacks: by rank.
-        begun: by rank, how many collectives it has begun, and the name of the newest.
-    """
-
-    silent: set[int]
-    stopped: set[int]
-    stacks: dict[int, Stack]
-    begun: dict[int, tuple[int, str]]
+    silent: set[int]  # ranks that did not answer
+    stopped: set[int]  # ranks that a signal had stopped
+    stacks: dict[int, Stack]  # by rank
+    begun: dict[int, tuple[int, str]]  # by rank, how many collectives it has begun, and the name of the newest
 
 
 @dataclass
 class HangWatch:
-    """Detects hangs from the heartbeats of one machine's ranks.
+    """Detects hangs from the heartbeats of one machine's ranks."""
 
-    Attributes:
-        folder: the heartbeats' folder.
-        logs: the folder for stacks and collectives.
-        factor, seconds: a call hangs after `factor` × the median of its kind, and at least `seconds`; with factor None
-            only stopped processes are found.
-        patience: seconds for calls without a median: first steps, the first evaluation, the first save.
-    """
-
-    folder: Path
-    logs: Path
-    factor: float | None
-    seconds: float
-    patience: float
+    folder: Path  # the heartbeats'
+    logs: Path  # the folder for stacks and collectives
+    factor: float | None  # a call hangs after this times the median of its kind; None: only stopped processes are found
+    seconds: float  # and at least after these
+    patience: float  # seconds for calls without a median: first steps, the first evaluation, the first save
     _durations: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=50)))
     _known: dict[int, int] = field(default_factory=dict)  # rank → the newest call whose duration was recorded
     _stopped_since: dict[Stopped, float] = field(default_factory=dict)
@@ -101,9 +69,8 @@ class HangWatch:
         """
         if stop_requested:
             self._stop_requested_at = self._stop_requested_at or time.monotonic()
-        self.factor, self.seconds, self.patience = read_limits(self.folder) or (
-            self.factor, self.seconds, self.patience,
-        )  # fmt: skip
+        if limits := read_limits(self.folder):
+            self.factor, self.seconds, self.patience = limits
         beats = [beat for beat in read_beats(self.folder) if pids.get(beat.rank) == beat.process]
         for beat in beats:
             for call in beat.calls:
@@ -122,7 +89,7 @@ class HangWatch:
         now = time.monotonic()
         if now - self._states_read >= _STATES_SECONDS:
             self._states_read = now
-            found = stopped_processes(pids)
+            found = failures.stopped_processes(pids)
             if len({one.rank for one in found if not one.is_worker}) == len(pids):
                 found = []  # somebody has suspended the job
             self._stopped_since = {one: self._stopped_since.get(one, now) for one in found}
@@ -133,10 +100,9 @@ class HangWatch:
         waited = now - self._stopped_since[one]
         reports = self._collect_reports(pids)
         doing = next((_current_call(beat) for beat in beats if beat.rank == one.rank), "")
-        return self._failure(
-            one.rank, world_size, f"it hangs{doing}: a signal stopped {one} {waited:.0f} s ago",
-            where=reports.stacks[one.rank].place, why="it was stopped by a signal (SIGSTOP), or a debugger holds it",
-        )  # fmt: skip
+        what = f"it hangs{doing}: a signal stopped {one} {waited:.0f} s ago"
+        why = "it was stopped by a signal (SIGSTOP), or a debugger holds it"
+        return self._failure(one.rank, world_size, what, where=reports.stacks[one.rank].place, why=why)
 
     # ---- calls that take too long ----
 
@@ -147,7 +113,11 @@ class HangWatch:
             return None
         now = time.monotonic()
         slowest = min(waiting, key=lambda beat: _since(beat) or now)
-        limit = self._limit(waiting)
+        # Ranks that are behind may be in an earlier call: the limit is that of the slowest kind.
+        kinds = {_kind(beat) for beat in waiting}
+        limit = max(self.seconds, self.patience)
+        if all(beat.phase != "first" for beat in waiting) and all(self._durations.get(kind) for kind in kinds):
+            limit = max(self.seconds, *(self.factor * median(self._durations[kind]) for kind in kinds))
         waited = now - (_since(slowest) or now)
         if waited <= limit:
             return None
@@ -157,26 +127,16 @@ class HangWatch:
             return None
         return self._describe(waiting, world_size, waited, reports)
 
-    def _limit(self, waiting: list[Beat]) -> float:
-        """Return the limit in seconds, of the slowest kind: ranks that are behind may be in an earlier call."""
-        assert self.factor is not None
-        kinds = {_kind(beat) for beat in waiting}
-        if any(beat.phase == "first" for beat in waiting) or any(not self._durations.get(kind) for kind in kinds):
-            return max(self.patience, self.seconds)
-        return max(self.seconds, *(self.factor * median(self._durations[kind]) for kind in kinds))
-
     def _describe(self, waiting: list[Beat], world_size: int, waited: float, reports: _Reports) -> Failure:
-        done = {
-            beat.rank: (beat.step, beat.calls[-1].number if beat.calls else 0)
-            for beat in (*waiting, *read_beats(self.folder))
-        }
-        behind = min(
-            waiting,
-            key=lambda beat: (
-                beat.rank not in reports.stopped, beat.rank not in reports.silent, done[beat.rank],
-                reports.begun[beat.rank][0], reports.stacks[beat.rank].in_torch, beat.rank,
-            ),
-        )  # fmt: skip
+        beats = (*waiting, *read_beats(self.folder))
+        done = {beat.rank: (beat.step, beat.calls[-1].number if beat.calls else 0) for beat in beats}
+
+        def progress(beat: Beat) -> tuple[Any, ...]:
+            rank = beat.rank
+            answers = rank not in reports.stopped, rank not in reports.silent
+            return *answers, done[rank], reports.begun[rank][0], reports.stacks[rank].in_torch, rank
+
+        behind = min(waiting, key=progress)
         kind, rank = _kind(behind), behind.rank
         known = self._durations.get(kind)
         usual = f"{median(known):.3g} s" if known else "not known yet"
@@ -202,7 +162,8 @@ class HangWatch:
         signs = [_last_sign(beat) for beat in beats]
         if self._stop_requested_at is not None:
             signs.append(self._stop_requested_at)
-        elsewhere = {rank for rank, pid in pids.items() if is_running(pid)} - {beat.rank for beat in waiting}
+        running = {rank for rank, pid in pids.items() if failures.is_running(pid)}
+        elsewhere = running - {beat.rank for beat in waiting}
         if self.factor is None or not elsewhere or not signs or (not waiting and self._stop_requested_at is None):
             return None
         waited = now - max(signs)
@@ -213,30 +174,29 @@ class HangWatch:
         if not in_collective and waited <= max(self.patience, self.seconds):
             return None  # it computes in the user's code, which may take time
         rank = in_collective[0] if in_collective else min(elsewhere)
-        what = (
-            "it waits in a collective which the others have not entered"
-            if in_collective
-            else "it keeps the others waiting"
-        )
+        what = "it keeps the others waiting"
+        if in_collective:
+            what = "it waits in a collective which the others have not entered"
         others = sorted({str(beat.calls[-1]) for beat in waiting if beat.inside and beat.calls})
         why = f"the others wait in {', '.join(others)}" if others else None
         if not waiting:
             why = "it was asked to stop, but a collective that waits for other ranks cannot be interrupted"
+        fix, place = (
+            "all ranks must make the same calls: take it out of `if is_main_process:`; ",
+            reports.stacks[rank].place,
+        )
         return self._failure(
-            rank, world_size, f"it hangs: {what}, for {waited:.0f} s now", where=reports.stacks[rank].place, why=why,
-            fix="all ranks must make the same calls: take it out of `if is_main_process:`; ",
-        )  # fmt: skip
+            rank, world_size, f"it hangs: {what}, for {waited:.0f} s now", where=place, why=why, fix=fix
+        )
 
     # ---- collecting reports ----
 
     def _failure(
-        self, rank: int, world_size: int, what: str, *, where: str | None, why: str | None, fix: str = ""
+        self, rank: int, world: int, what: str, *, where: str | None, why: str | None, fix: str = ""
     ) -> Failure:  # fmt: skip
-        return Failure(
-            rank, world_size, "hang", what, where=where, why=why, host=socket.gethostname(), time=time.time(),
-            fix=f"{fix}every rank's stacks are in {self.logs}/rank-*.stacks.txt, its last collectives in "
-            "rank-*.flight.json",
-        )  # fmt: skip
+        fix += f"every rank's stacks are in {self.logs}/rank-*.stacks.txt, its last collectives in rank-*.flight.json"
+        place: dict[str, Any] = {"where": where, "host": socket.gethostname(), "time": time.time()}
+        return Failure(rank, world, "hang", what, why=why, fix=fix, **place)
 
     def _collect_reports(self, pids: Mapping[int, int]) -> _Reports:
         """Make every rank write its stacks and collectives; a stopped rank writes them once it is continued."""
@@ -254,7 +214,7 @@ class HangWatch:
         for rank in silent | stopped:
             send_signal(pids[rank], signal.SIGCONT)  # a stopped rank then writes where it stands; all are killed soon
         self._wait(before, pids, _LAST_SECONDS)
-        stacks = {rank: newest_stack(self.logs, rank) for rank in pids}
+        stacks = {rank: failures.newest_stack(self.logs, rank) for rank in pids}
         return _Reports(silent, stopped, stacks, {rank: self._collectives(rank) for rank in pids})
 
     def _wait(self, before: Mapping[int, int], pids: Mapping[int, int], seconds: float) -> set[int]:

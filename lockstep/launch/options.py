@@ -42,11 +42,7 @@ class LaunchOptions:
 
     @property
     def nodes(self) -> tuple[int, int]:
-        """Fewest and most machines.
-
-        Raises:
-            UsageError: `--nnodes` is neither `N` nor `MIN:MAX`.
-        """
+        """Fewest and most machines. Raises UsageError: `--nnodes` is neither `N` nor `MIN:MAX`."""
         low, _, high = self.nnodes.partition(":")
         try:
             fewest, most = int(low), int(high or low)
@@ -70,17 +66,14 @@ class LaunchOptions:
     def processes(self) -> int | None:
         """Processes per machine if a number was given; None means one per GPU.
 
-        Raises:
-            UsageError: the value is neither a number from 1 on nor `auto`, `gpu`, `xpu` or `cpu`.
+        Raises UsageError: the value is neither a number from 1 on nor `auto`, `gpu`, `xpu` or `cpu`.
         """
         requested = self.nproc_per_node
         if requested is None or requested in ("auto", "gpu", "cpu", "xpu"):
             return None
         if not requested.isdecimal() or int(requested) < 1:
-            raise UsageError(
-                f"--nproc-per-node {requested} is not a number from 1 on, or auto, gpu or cpu",
-                where="--nproc-per-node",
-            )
+            text = f"--nproc-per-node {requested} is not a number from 1 on, or auto, gpu or cpu"
+            raise UsageError(text, where="--nproc-per-node")
         return int(requested)
 
     @property
@@ -89,11 +82,7 @@ class LaunchOptions:
         return self.seconds("timeout", 900.0)
 
     def seconds(self, name: str, default: float) -> float:
-        """Return a number of `--rdzv-conf`.
-
-        Raises:
-            UsageError: the value is not a number.
-        """
+        """Return a number of `--rdzv-conf`. Raises UsageError: the value is not a number."""
         text = self.rdzv_conf.get(name)
         try:
             return default if text is None else float(text)
@@ -111,11 +100,7 @@ class LaunchOptions:
         return text.lower() in ("1", "true", "yes")
 
     def check(self) -> None:
-        """Reject options that cannot work, before anything is started.
-
-        Raises:
-            UsageError: naming the option.
-        """
+        """Reject options that cannot work, before anything is started. Raises UsageError: naming the option."""
         fewest, most = self.nodes
         if self.max_restarts < 0:
             raise UsageError(f"--max-restarts {self.max_restarts} is below 0", where="--max-restarts")
@@ -123,37 +108,26 @@ class LaunchOptions:
         if self.master_port is not None and not 0 <= self.master_port < 65536:
             raise UsageError(f"--master-port {self.master_port} is no port", where="--master-port")
         if self.master_port == 0 and most > 1:
-            raise UsageError(
-                "--master-port 0 leaves the choice to the first machine, and the others would not know it",
-                where="--master-port",
-                fix="--master-port 29500, or any port that is free on the first machine",
-            )
+            text = "--master-port 0 leaves the choice to the first machine, and the others would not know it"
+            fix = "--master-port 29500, or any port that is free on the first machine"
+            raise UsageError(text, where="--master-port", fix=fix)
         if self.monitor_interval <= 0 or self.shutdown_timeout < 0:
             raise UsageError("--monitor-interval is above 0, and --shutdown-timeout is not below it")
         if self.node_rank is not None and not 0 <= self.node_rank < most:
-            raise UsageError(
-                f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}",
-                where="--node-rank",
-                why="machines are numbered from 0",
-            )
+            text = f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}"
+            raise UsageError(text, where="--node-rank", why="machines are numbered from 0")
         if most > 1 and self.rdzv_endpoint is None and self.master_addr is None:
-            raise UsageError(
-                f"--nnodes {self.nnodes} needs the address where the machines meet",
-                fix="on every machine: --rdzv-endpoint HOST:PORT, or --master-addr HOST [--master-port PORT] with"
-                " --node-rank 0, 1, …; HOST is the first machine",
-            )
+            fix = "on every machine: --rdzv-endpoint HOST:PORT, or --master-addr HOST [--master-port PORT] with "
+            fix += "--node-rank 0, 1, …; HOST is the first machine"
+            raise UsageError(f"--nnodes {self.nnodes} needs the address where the machines meet", fix=fix)
         if most > 1 and self.rdzv_endpoint is None and (self.node_rank is None or fewest != most):
-            raise UsageError(
-                "--master-addr needs --node-rank and a fixed --nnodes",
-                fix="number the machines from 0 with --node-rank, or use --rdzv-endpoint HOST:PORT, which numbers them",
-            )
+            fix = "number the machines from 0 with --node-rank, or use --rdzv-endpoint HOST:PORT, which numbers them"
+            raise UsageError("--master-addr needs --node-rank and a fixed --nnodes", fix=fix)
         for name in self.rdzv_conf:
             if name not in RDZV_CONF:
                 near = get_close_matches(name, RDZV_CONF, 1)
-                raise UsageError(
-                    f"--rdzv-conf knows no {name}", where="--rdzv-conf",
-                    fix=f"write {near[0]}" if near else f"known are {', '.join(RDZV_CONF)}",
-                )  # fmt: skip
+                fix = f"write {near[0]}" if near else f"known are {', '.join(RDZV_CONF)}"
+                raise UsageError(f"--rdzv-conf knows no {name}", where="--rdzv-conf", fix=fix)
             if name != "is_host":
                 self.seconds(name, 0.0)
         _ = self.is_host
@@ -164,9 +138,7 @@ def process_count(
 ) -> tuple[int, str]:
     """Return the number of processes on this machine, and the reason.
 
-    Args:
-        use_gpus: False where the config chooses the CPU.
-        single_reason: the reason for one process on any hardware, unless the user gave a number.
+    `single_reason` is the reason for one process on any hardware, unless the user gave a number.
     """
     if options.processes is not None:
         return options.processes, "as asked"
@@ -192,7 +164,6 @@ def count_gpus() -> int:
 
 # ---- the machines of a job ----
 
-
 _NAME_SECONDS = 30.0  # a name may be registered after the machine starts, as in Kubernetes
 _POLL_SECONDS = 0.2
 
@@ -217,11 +188,7 @@ def run_id(options: LaunchOptions) -> str:
 
 
 def wait_for_name(host: str, patience: float, log: Callable[[str], None]) -> None:
-    """Wait until the name resolves on this machine.
-
-    Raises:
-        UsageError: it does not resolve in time.
-    """
+    """Wait until the name resolves on this machine. Raises UsageError: it does not resolve in time."""
     deadline, logged = time.monotonic() + min(patience, _NAME_SECONDS), False
     while True:
         try:
@@ -229,11 +196,9 @@ def wait_for_name(host: str, patience: float, log: Callable[[str], None]) -> Non
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise UsageError(
-                    f"{host} does not resolve on this machine ({socket.gethostname()})",
-                    why=error.strerror,
-                    fix="use the IP address of the first machine, or put its name into DNS or /etc/hosts here",
-                ) from None
+                text = f"{host} does not resolve on this machine ({socket.gethostname()})"
+                fix = "use the IP address of the first machine, or put its name into DNS or /etc/hosts here"
+                raise UsageError(text, why=error.strerror, fix=fix) from None
         if not logged:
             log(f"waiting for the name {host} to resolve")
         logged = True
@@ -241,14 +206,9 @@ def wait_for_name(host: str, patience: float, log: Callable[[str], None]) -> Non
 
 
 def register_machine(registry: Any, options: LaunchOptions, log: Callable[[str], None]) -> None:
-    """Register this machine under its `--node-rank`, and wait until all machines are registered.
+    """Register this machine under its `--node-rank` in a store for this alone, and wait until all are registered.
 
-    Args:
-        registry: a store for this alone.
-
-    Raises:
-        UsageError: two machines claim one number.
-        RunError: a machine did not come.
+    Raises UsageError: two machines claim one number. RunError: a machine did not come.
     """
     number = options.node_rank or 0
     name = socket.gethostname()
@@ -283,12 +243,10 @@ def _wait_for_all(registry: Any, options: LaunchOptions, log: Callable[[str], No
             log(f"waiting for {names} (--node-rank) at {endpoint(options)}")
         logged = missing
         if time.monotonic() > deadline:
-            raise RunError(
-                f"{names} did not come to {endpoint(options)} within {patience:g} s",
-                where=f"--node-rank {', '.join(map(str, missing))}",
-                fix="start the same command there, with that --node-rank; see that the address and the port are the"
-                " same on all machines, and can be reached: `lockstep doctor` on all of them",
-            )
+            fix = "start the same command there, with that --node-rank; see that the address and the port are the "
+            fix += "same on all machines, and can be reached: `lockstep doctor` on all of them"
+            where = f"--node-rank {', '.join(map(str, missing))}"
+            raise RunError(f"{names} did not come to {endpoint(options)} within {patience:g} s", where=where, fix=fix)
         time.sleep(_POLL_SECONDS)
 
 
@@ -325,10 +283,7 @@ def explain(error: Exception, options: LaunchOptions) -> LockstepError:
         host, _, port = where.rpartition(":")
         return port_in_use(host, int(port))
     if "Rendezvous" in text or "Dist" in text or "Timeout" in text:
-        return RunError(
-            f"the machines did not meet at {where}",
-            why=text,
-            fix=f"start the same command on all {options.nnodes} machines, check that {where} can be reached from each,"
-            " and in a container or a network namespace pass --rdzv-conf is_host=1 on the one that hosts it",
-        )
+        fix = f"start the same command on all {options.nnodes} machines, check that {where} can be reached from each, "
+        fix += "and in a container or a network namespace pass --rdzv-conf is_host=1 on the one that hosts it"
+        return RunError(f"the machines did not meet at {where}", where=socket.gethostname(), why=text, fix=fix)
     return RunError(f"the launcher failed: {text}")

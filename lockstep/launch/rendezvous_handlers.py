@@ -1,10 +1,6 @@
 """Runs torch's rendezvous over Lockstep's own store, which listens on one address only and records who arrived.
 
-    open_store(options, log)       the store for the rendezvous, hosted here or joined
-    handler(options, store)        the agent's rendezvous handler; each start of the ranks is one round
-
-Source: docs.pytorch.org/docs/stable/elastic/rendezvous.html. Loads torch; private names of its rendezvous are used here
-only.
+Each start of the ranks is one round. Source: docs.pytorch.org/docs/stable/elastic/rendezvous.html. Loads torch.
 """
 
 import datetime
@@ -17,7 +13,6 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import (
@@ -30,15 +25,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from lockstep.errors import RunError, UsageError
-from lockstep.launch.options import (
-    LaunchOptions,
-    endpoint,
-    hosts_rendezvous,
-    register_machine,
-    rendezvous_host,
-    run_id,
-    wait_for_name,
-)
+from lockstep.launch import options as machines
+from lockstep.launch.options import LaunchOptions, endpoint, hosts_rendezvous, rendezvous_host, run_id
 from lockstep.network import address_towards, is_address, is_loopback
 from lockstep.rendezvous import host_store
 from lockstep.torch_compat.rendezvous import ExtensibleRendezvous
@@ -50,15 +38,14 @@ _GIVING_UP_SECONDS = 3.0  # how long the host stays after it gave up: waiting ma
 def open_store(options: LaunchOptions, log: Callable[[str], None]) -> TCPStore:
     """Open the store for the rendezvous; with `--node-rank`, return once all machines are there.
 
-    Raises:
-        UsageError: the port is in use; the name does not resolve; two machines claim one number.
-        RunError: nobody hosts the rendezvous, or a machine did not come.
+    Raises UsageError: the port is in use; the name does not resolve; two machines claim one number. RunError: nobody
+    hosts the rendezvous, or a machine did not come.
     """
     if options.several_nodes:
-        wait_for_name(rendezvous_host(options), options.patience, log)
+        machines.wait_for_name(rendezvous_host(options), options.patience, log)
     store = _host_or_join(options)
     if options.numbered:
-        register_machine(PrefixStore(f"lockstep/machines/{run_id(options)}", store), options, log)
+        machines.register_machine(PrefixStore(f"lockstep/machines/{run_id(options)}", store), options, log)
     store.set_timeout(datetime.timedelta(seconds=options.seconds("read_timeout", _STORE_SECONDS)))
     return store
 
@@ -73,16 +60,7 @@ def _host_or_join(options: LaunchOptions) -> TCPStore:
             if not options.several_nodes or options.numbered or options.is_host:
                 raise
             # another launcher on this machine hosts it
-    try:
-        return TCPStore(host, port, None, False, patience, wait_for_workers=False)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise RunError(
-            f"the machines did not meet at {endpoint(options)}: nothing answered there within {options.patience:g} s",
-            where=f"{socket.gethostname()}, which waited for the machine that hosts the rendezvous",
-            why=str(error).splitlines()[0],
-            fix=f"start the same command on {host}, and see that the port is the same on all machines and open; in a"
-            " container or a network namespace pass --rdzv-conf is_host=1 on the one that hosts it",
-        ) from error
+    return TCPStore(host, port, None, False, patience, wait_for_workers=False)
 
 
 def job_id(options: LaunchOptions, store: Store) -> str:
@@ -156,8 +134,7 @@ class ElasticRendezvous(ExtensibleRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the other machines and start a round.
 
-        Raises:
-            RunError: too few machines arrived, or the host of the store is gone.
+        Raises RunError: too few machines arrived, or the host of the store is gone.
         """
         self._registry.wait()
         try:
@@ -165,11 +142,15 @@ class ElasticRendezvous(ExtensibleRendezvous):
         except RendezvousTimeoutError as error:
             raise self._registry.timed_out() from error
         except RendezvousClosedError as error:
-            if not self._registry.another_gave_up():
+            # Another machine that gives up closes the rendezvous.
+            if not self._registry.names_in("left", self._registry.options.patience):
                 raise
             raise self._registry.timed_out() from error
         except RendezvousConnectionError as error:
-            raise self._registry.host_gone() from error
+            text = f"the machine that hosts {endpoint(self._registry.options)}, where the machines meet, has gone "
+            text += f"while {self._registry.name} waited for the others"
+            fix = "see its last output for the reason; start the command again on all machines"
+            raise RunError(text, why="its launcher ended, or the link to it is cut", fix=fix) from error
         self._registry.met()
         return found
 
@@ -196,15 +177,11 @@ class _Backend(C10dRendezvousBackend):
 
 
 class MachineRegistry:
-    """Records in the store which machines wait for the others.
-
-    Args:
-        name: this machine's name.
-    """
+    """Records in the store which machines wait for the others; `name` is this one's."""
 
     def __init__(self, store: Store, options: LaunchOptions, name: str) -> None:
         self._store = PrefixStore(f"lockstep/arrivals/{run_id(options)}", store)
-        self._options, self._name = options, name
+        self.options, self.name = options, name
         self._number = self._store.add("count", 1)
         self._waits, self._since = False, time.monotonic()
 
@@ -219,62 +196,42 @@ class MachineRegistry:
         self._record("met")
 
     def _record(self, state: str) -> None:
-        self._store.set(str(self._number), f"{state} {time.time():.0f} {self._name}")
+        self._store.set(str(self._number), f"{state} {time.time():.0f} {self.name}")
 
-    def _names_in(self, state: str, seconds: float) -> list[str]:
+    def names_in(self, state: str, seconds: float) -> list[str]:
         """Return the names of the machines that entered `state` within the last `seconds`."""
         entries = [self._store.get(str(number)).decode() for number in range(1, self._store.add("count", 0) + 1)]
         rows = [one.split(" ", 2) for one in entries]
         return [name for found, when, name in rows if found == state and time.time() - float(when) <= seconds]
 
-    def another_gave_up(self) -> bool:
-        """Return whether another machine gave up just now, which closes the rendezvous."""
-        return bool(self._names_in("left", self._options.patience))
-
     def timed_out(self) -> RunError:
         """Return the error for a timeout; if this machine hosts the store, the waiting machines raise it too."""
-        here = sorted({*self._names_in("waits", math.inf), *self._names_in("left", self._options.patience)})
+        here = sorted({*self.names_in("waits", math.inf), *self.names_in("left", self.options.patience)})
         self._waits = False
         self._record("left")
-        if hosts_rendezvous(self._options):
+        if hosts_rendezvous(self.options):
             self._store.set("given up", "\n".join(here))
             time.sleep(_GIVING_UP_SECONDS)
         return self._error(here)
 
     def check(self) -> None:
-        """Raise when waiting is in vain.
-
-        Raises:
-            RunError: the machine that hosts the store gave up, or the patience has passed and too few have arrived;
-                with the machines that are there.
-        """
+        """Raise RunError if the host of the store gave up, or the patience has passed and too few have arrived."""
         if self._waits and self._store.check(["given up"]):
             self._waits = False  # torch reads the state again on leaving
             raise self._error(self._store.get("given up").decode().split("\n"))
-        if not self._waits or "join_timeout" in self._options.rdzv_conf:
+        if not self._waits or "join_timeout" in self.options.rdzv_conf:
             return
-        if time.monotonic() - self._since > self._options.patience:
-            if len(self._names_in("waits", math.inf)) < self._options.nodes[0]:
+        if time.monotonic() - self._since > self.options.patience:
+            if len(self.names_in("waits", math.inf)) < self.options.nodes[0]:
                 raise self.timed_out()
             self._since = math.inf  # enough machines: the last call decides
 
     def _error(self, here: list[str]) -> RunError:
-        return RunError(
-            f"{len(here)} of {self._options.nnodes} machines came to {endpoint(self._options)} within "
-            f"{self._options.patience:g} s",
-            where=f"there were {', '.join(here)}",
-            fix="start the same command on the others; see that the address and the port are the same on all machines,"
-            " and can be reached: `lockstep doctor` on all of them",
-        )
-
-    def host_gone(self) -> RunError:
-        """Return the error for a host of the store that is gone."""
-        return RunError(
-            f"the machine that hosts {endpoint(self._options)}, where the machines meet, has gone while {self._name} "
-            "waited for the others",
-            why="its launcher ended, or the link to it is cut",
-            fix="see its last output for the reason; start the command again on all machines",
-        )
+        text = f"{len(here)} of {self.options.nnodes} machines came to {endpoint(self.options)} within "
+        text += f"{self.options.patience:g} s"
+        fix = "start the same command on the others; see that the address and the port are the same on all machines, "
+        fix += "and can be reached: `lockstep doctor` on all of them"
+        return RunError(text, where=f"there were {', '.join(here)}", fix=fix)
 
 
 def own_address(options: LaunchOptions) -> str | None:
@@ -289,11 +246,8 @@ def own_address(options: LaunchOptions) -> str | None:
 class Membership:
     """Counts the machines that wait to join; asks in the background once a second.
 
-    torch asks within the loop that watches the ranks. If the link to the rendezvous is broken, its store never
-    answers, and that loop would block.
-
-    Args:
-        ask: torch's own query.
+    torch asks (by `ask`) within the loop that watches the ranks. If the link to the rendezvous is broken, its store
+    never answers, and that loop would block.
     """
 
     def __init__(self, ask: Callable[[], int]) -> None:
@@ -320,17 +274,14 @@ class Membership:
     def check(self, seconds: float = 30.0) -> None:
         """Wait for the running query before the next rendezvous.
 
-        Raises:
-            RunError: the rendezvous has not answered for so long.
+        Raises RunError: the rendezvous has not answered for so long.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, self._asked_at + seconds - time.monotonic()))
         if self._is_asking():
-            raise RunError(
-                f"the rendezvous of the machines has not answered for {time.monotonic() - self._asked_at:.0f} s",
-                why="the link to it is cut, or the machine that hosts it is gone",
-                fix="start the command again on all machines; the run goes on from its newest checkpoint",
-            )
+            text = f"the rendezvous of the machines has not answered for {time.monotonic() - self._asked_at:.0f} s"
+            fix = "start the command again on all machines; the run goes on from its newest checkpoint"
+            raise RunError(text, why="the link to it is cut, or the machine that hosts it is gone", fix=fix)
 
     def _is_asking(self) -> bool:
         return self._thread is not None and self._thread.is_alive()

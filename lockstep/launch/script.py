@@ -18,11 +18,7 @@ from lockstep.launch.worker import die_with_this_process, run_as_worker
 def run_script(script: str, arguments: Sequence[str], *, kind: str = "file") -> int:
     """Run a script as `python SCRIPT ARGS` (or `python -m`) would, in this process; run a program as a child process.
 
-    Args:
-        kind: `file`, `module` or `program`.
-
-    Returns:
-        0, or 75 if the script handled SIGTERM or a Ctrl-C itself and then exited with 0: its work is not done.
+    Return 0, or 75 if the script handled SIGTERM or a Ctrl-C itself and then exited with 0: its work is not done.
     """
     if kind == "program":
         return _run_program([script, *arguments])
@@ -43,15 +39,11 @@ def run_script(script: str, arguments: Sequence[str], *, kind: str = "file") -> 
 
 
 def _run_program(command: Sequence[str]) -> int:
-    """Run a program to its end, and forward signals to it."""
     try:
         program = subprocess.Popen(command, preexec_fn=die_with_this_process)
     except OSError as error:
-        raise UsageError(
-            f"{command[0]} can't be run: {error.strerror}",
-            where="--no-python",
-            fix="chmod +x, or leave --no-python out",
-        ) from None
+        text, fix = f"{command[0]} can't be run: {error.strerror}", "chmod +x, or leave --no-python out"
+        raise UsageError(text, where="--no-python", fix=fix) from None
     signals.listen(program.send_signal)
     for number in signals.seen:  # signals from before the program was started
         program.send_signal(number)

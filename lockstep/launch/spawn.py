@@ -65,7 +65,12 @@ def spawn(
         from lockstep.launch.options import count_gpus
 
         nprocs = max(1, count_gpus())
-    _check_numbers(nprocs, nnodes, node_rank, master_addr)
+    if nprocs < 1 or nnodes < 1:
+        raise UsageError(f"nprocs={nprocs} on nnodes={nnodes} is no number of ranks", where="spawn")
+    if not 0 <= node_rank < nnodes:
+        raise UsageError(f"node_rank={node_rank} is not below nnodes={nnodes}", where="spawn")
+    if nnodes > 1 and master_addr is None:
+        raise UsageError(f"nnodes={nnodes} needs master_addr=, the machine with node_rank 0", where="spawn")
     if nprocs == nnodes == 1 and plot is None:
         fn(*args)
         return
@@ -75,18 +80,11 @@ def spawn(
 def spawn_again(
     fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, preload: Sequence[str] | None
 ) -> None:  # fmt: skip
-    """Run `fn(*args)` on `nprocs` ranks, as `spawn` does, but one rank, too, is a process of its own.
+    """Run `fn(*args)`, of a module, on `nprocs` ranks, as `spawn` does, but one rank, too, is a process of its own.
 
-    With `preload`, ranks are forks of a server process, which imports it once: from then on a rank starts in 0.1 s of a
-    core, in place of 3 to 4. The server uses no GPU, so its forks can. A rank has its own variables when `fn` is
-    called; what is imported to find `fn` and its arguments sees those of the server.
-
-    Args:
-        fn: a function in a module.
-        preload: names of modules that `fn` needs; None: start ranks as `spawn` does.
-
-    Raises:
-        LockstepError: the first error of a rank, once.
+    With `preload`, names of modules, ranks are forks of a server process, which imports them once: from then on a rank
+    starts in 0.1 s of a core, in place of 3 to 4. The server uses no GPU, so its forks can. A rank has its own
+    variables when `fn` is called; what is imported to find `fn` and its arguments sees those of the server.
     """
     _check_not_importing_main()
     method = _FORKSERVER if preload is not None else _start_method(fn)
@@ -99,11 +97,7 @@ def _run_ranks(
     fn: Callable[..., Any], args: Sequence[Any], method: str, plot: str | Path | None, nprocs: int, nnodes: int = 1,
     node_rank: int = 0, master_addr: str | None = None, master_port: int | None = None,
 ) -> None:  # fmt: skip
-    """Start the ranks of this machine, and wait for them; `method` is how they start, as multiprocessing names it.
-
-    Raises:
-        LockstepError: the first error of a rank.
-    """
+    """Start the ranks of this machine, and wait for them; `method` is how they start, as multiprocessing names it."""
     _check_environment(nprocs, nnodes, node_rank)
     common, store = _rendezvous_variables(nprocs, nnodes, node_rank, master_addr, master_port)
     ranks = range(node_rank * nprocs, (node_rank + 1) * nprocs)
@@ -124,7 +118,13 @@ def _run_ranks(
         _wait(processes, figure)
         cause = _cause(processes, ranks, int(common["WORLD_SIZE"]), folder)
     finally:
-        _stop(processes)
+        for process in processes:  # those that still run: peers of a failed rank, or all after an interrupt
+            process.terminate()
+        for process in processes:
+            process.join(2)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
         remove(folder)
         del store  # the ranks needed it
     if cause is not None:
@@ -133,33 +133,22 @@ def _run_ranks(
 
 
 def _check_arguments(fn: Any, args: Any, nprocs: Any) -> None:
-    """Reject arguments in the order that other libraries' `spawn` takes them.
-
-    Raises:
-        UsageError: with the call to write.
-    """
+    """Reject arguments in the order that other libraries' `spawn` takes them."""
     name = getattr(fn, "__name__", "train")
     if not callable(fn):
         raise UsageError(f"{fn!r} is not a function", where="spawn", fix="pass the function itself: spawn(train, …)")
     if isinstance(args, int) and not isinstance(args, bool):
-        raise UsageError(
-            f"the second argument of spawn is a tuple of the function's arguments, not the number {args}",
-            where=f"spawn({name}, {args}, …)",
-            fix=f"lockstep.spawn({name}, nprocs={args}) starts {args} ranks; "
-            f"lockstep.spawn({name}, args=({args},), nprocs=…) calls {name}({args}) on each rank",
-        )
+        text = f"the second argument of spawn is a tuple of the function's arguments, not the number {args}"
+        fix = f"lockstep.spawn({name}, nprocs={args}) starts {args} ranks; "
+        fix += f"lockstep.spawn({name}, args=({args},), nprocs=…) calls {name}({args}) on each rank"
+        raise UsageError(text, where=f"spawn({name}, {args}, …)", fix=fix)
     if not isinstance(args, list | tuple):
-        raise UsageError(
-            f"the function's arguments are a tuple, not a {type(args).__name__}",
-            where=f"spawn({name}, {args!r:.60}, …)",
-            fix=f"lockstep.spawn({name}, args=(value,), nprocs=…); the comma makes a tuple of one value",
-        )
+        text = f"the function's arguments are a tuple, not a {type(args).__name__}"
+        fix = f"lockstep.spawn({name}, args=(value,), nprocs=…); the comma makes a tuple of one value"
+        raise UsageError(text, where=f"spawn({name}, {args!r:.60}, …)", fix=fix)
     if nprocs is not None and (not isinstance(nprocs, int) or isinstance(nprocs, bool)):
-        raise UsageError(
-            f"nprocs is the number of ranks on this machine, not {nprocs!r:.60}",
-            where=f"spawn({name}, …)",
-            fix=f"lockstep.spawn({name}, args=(…), nprocs=2)",
-        )
+        text = f"nprocs is the number of ranks on this machine, not {nprocs!r:.60}"
+        raise UsageError(text, where=f"spawn({name}, …)", fix=f"lockstep.spawn({name}, args=(…), nprocs=2)")
 
 
 def _check_environment(nprocs: int, nnodes: int, node_rank: int) -> None:
@@ -167,9 +156,6 @@ def _check_environment(nprocs: int, nnodes: int, node_rank: int) -> None:
 
     The variables may number the machines, as srun with one task per machine does, or the ranks, where RANK is the first
     rank of this machine.
-
-    Raises:
-        UsageError: with the call to write.
     """
     facts = rank_facts()
     machines = (facts.rank, facts.world_size) == (node_rank, nnodes)
@@ -177,38 +163,23 @@ def _check_environment(nprocs: int, nnodes: int, node_rank: int) -> None:
     if facts.world_size == 1 or machines or ranks:
         return
     names = {"torchrun": "RANK and WORLD_SIZE", "srun": "SLURM_PROCID and SLURM_NTASKS"}
-    raise UsageError(
-        f"the environment says rank {facts.rank} of {facts.world_size}, but spawn would start ranks "
-        f"{node_rank * nprocs} to {(node_rank + 1) * nprocs - 1} of {nprocs * nnodes}",
-        where=f"{names.get(facts.launcher, 'the variables of mpirun')} in the environment; spawn("
-        f"nprocs={nprocs}, nnodes={nnodes}, node_rank={node_rank})",
-        why="each process that calls spawn would make a world of its own, with a model of its own",
-        fix=f"on {facts.world_size} machines: spawn(…, nprocs={nprocs}, nnodes=MACHINES, node_rank=0, 1, …,"
-        " master_addr=…), with these variables unset; where a launcher has started one process a rank already, call"
-        " the function itself, without spawn",
-    )
-
-
-def _check_numbers(nprocs: int, nnodes: int, node_rank: int, master_addr: str | None) -> None:
-    if nprocs < 1 or nnodes < 1:
-        raise UsageError(f"nprocs={nprocs} on nnodes={nnodes} is no number of ranks", where="spawn")
-    if not 0 <= node_rank < nnodes:
-        raise UsageError(f"node_rank={node_rank} is not below nnodes={nnodes}", where="spawn")
-    if nnodes > 1 and master_addr is None:
-        raise UsageError(f"nnodes={nnodes} needs master_addr=, the machine with node_rank 0", where="spawn")
+    what = f"the environment says rank {facts.rank} of {facts.world_size}, but spawn would start ranks "
+    what += f"{node_rank * nprocs} to {(node_rank + 1) * nprocs - 1} of {nprocs * nnodes}"
+    where = f"{names.get(facts.launcher, 'the variables of mpirun')} in the environment; spawn("
+    where += f"nprocs={nprocs}, nnodes={nnodes}, node_rank={node_rank})"
+    why = "each process that calls spawn would make a world of its own, with a model of its own"
+    fix = f"on {facts.world_size} machines: spawn(…, nprocs={nprocs}, nnodes=MACHINES, node_rank=0, 1, …, "
+    fix += "master_addr=…), with these variables unset; where a launcher has started one process a rank already, call "
+    fix += "the function itself, without spawn"
+    raise UsageError(what, where=where, why=why, fix=fix)
 
 
 def _rendezvous_variables(
     nprocs: int, nnodes: int, node_rank: int, master_addr: str | None, master_port: int | None
 ) -> tuple[dict[str, str], Any]:
     """Return the variables that all ranks share, and the store, which must live as long as the ranks."""
-    common = {
-        "WORLD_SIZE": str(nprocs * nnodes),
-        "LOCAL_WORLD_SIZE": str(nprocs),
-        "GROUP_RANK": str(node_rank),
-        "MASTER_ADDR": master_addr or "127.0.0.1",
-        "MASTER_PORT": str(master_port or DEFAULT_PORT),
-    }
+    common = {"WORLD_SIZE": str(nprocs * nnodes), "LOCAL_WORLD_SIZE": str(nprocs), "GROUP_RANK": str(node_rank)}
+    common |= {"MASTER_ADDR": master_addr or "127.0.0.1", "MASTER_PORT": str(master_port or DEFAULT_PORT)}
     if "OMP_NUM_THREADS" not in os.environ:
         common["OMP_NUM_THREADS"] = str(cores.threads_per_rank(nprocs))
     if nnodes > 1 or master_port is not None:
@@ -227,33 +198,23 @@ def _start_method(fn: Callable[..., Any]) -> str:
     nested = "<" in getattr(fn, "__qualname__", "")  # a lambda, or a function defined inside another
     if (fn.__module__ != "__main__" or in_a_file) and not nested:
         return "spawn"
-    if "torch" in sys.modules and _accelerator_in_use() is not None:
-        raise UsageError(
-            f"this process uses {_accelerator_in_use()} already, so ranks can't be forks of it",
-            where=f"spawn({getattr(fn, '__qualname__', fn)})",
-            why="a function that lives in a notebook or inside another function can't be imported by a fresh process",
-            fix="call spawn before anything touches a GPU, or move the function to the top of a module",
-        )
+    used = import_module("lockstep.accelerator").in_use() if "torch" in sys.modules else None
+    if used is not None:
+        why = "a function that lives in a notebook or inside another function can't be imported by a fresh process"
+        fix = "call spawn before anything touches a GPU, or move the function to the top of a module"
+        what, where = f"this process uses {used} already", f"spawn({getattr(fn, '__qualname__', fn)})"
+        raise UsageError(f"{what}, so ranks can't be forks of it", where=where, why=why, fix=fix)
     return "fork"
-
-
-def _accelerator_in_use() -> str | None:
-    from lockstep import accelerator
-
-    return accelerator.in_use()
 
 
 def _check_not_importing_main() -> None:
     """Exit if a rank is importing the script: a top-level call of `spawn` would start ranks again and again."""
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return
-    facts = rank_facts()
-    error = UsageError(
-        "the script calls lockstep.spawn while a rank is importing it",
-        where=getattr(sys.modules.get("__main__"), "__file__", None),
-        fix="put the call below `if __name__ == '__main__':`",
-    )
-    from_exception(error, facts, None).write(Path(os.environ[FAILURES]))
+    where = getattr(sys.modules.get("__main__"), "__file__", None)
+    fix = "put the call below `if __name__ == '__main__':`"
+    error = UsageError("the script calls lockstep.spawn while a rank is importing it", where=where, fix=fix)
+    from_exception(error, rank_facts(), None).write(Path(os.environ[FAILURES]))
     os._exit(EXIT_USAGE)
 
 
@@ -293,7 +254,6 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, s
 
 
 def _wait(processes: Sequence[BaseProcess], plot: "LivePlot | None") -> None:
-    """Wait until all processes have ended, or one has failed."""
     while True:
         codes = [process.exitcode for process in processes]  # read once per round: they change meanwhile
         if plot is not None:
@@ -318,24 +278,10 @@ def _cause(processes: Sequence[BaseProcess], ranks: Sequence[int], world: int, f
         time.sleep(0.05)
 
 
-def _stop(processes: Sequence[BaseProcess]) -> None:
-    """Stop the processes that still run: peers of a failed rank, or all after an interrupt."""
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        process.join(2)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-
-
 class LivePlot:
-    """A figure below a notebook's cell, drawn again each second from the run directory that a run trains into.
+    """A figure below a notebook's cell, drawn again each second from the run directory, which need not be there yet.
 
     IPython is not imported, only used where it runs: elsewhere one line says what to use instead.
-
-    Args:
-        run: the run directory, which need not be there yet.
     """
 
     def __init__(self, run: str | Path) -> None:

@@ -1,9 +1,7 @@
 """Implements `lockstep train` and `lockstep launch`: become a rank, start ranks, or run in this process.
 
-A wrong config is rejected before any process is started. `launch` starts the ranks of this machine through torch's
-elastic agent. One machine needs no address and no port: the launcher's store takes a free port and passes it to the
-ranks. Several machines meet at `--rdzv-endpoint`, or at `--master-addr:--master-port`, where `--node-rank` numbers the
-machines. Loads torch inside functions only.
+A wrong config is rejected before any process is started. One machine needs no address and no port: the launcher's store
+takes a free port and passes it to the ranks. Loads torch inside functions only.
 """
 
 import gc
@@ -14,13 +12,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import heartbeat, signals
 from lockstep.cores import threads_per_rank
-from lockstep.environment import check_numbers, rank_facts
+from lockstep.environment import RANK_0_OF_1, check_numbers, rank_facts
 from lockstep.errors import EXIT_PREEMPTED, LockstepError, RunError, UsageError, refuse
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.hang import HangWatch
@@ -37,20 +36,6 @@ if TYPE_CHECKING:
     from lockstep.config import Config
 
 
-# ---- the verbs ----
-
-
-_RANK_0_OF_1 = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "GROUP_RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",  # the system picks one; no other rank needs to know it
-}
-
-
 def train(
     path: Path,
     overrides: Sequence[str],
@@ -60,14 +45,9 @@ def train(
     resume: str | None,
     argv: Sequence[str],
 ) -> int:
-    """Run `lockstep train`.
+    """Run `lockstep train`, and return the exit code.
 
-    Args:
-        resume: "auto", "never" or a path; None: the config's value.
-        argv: the arguments after `train`, which the workers are started with.
-
-    Returns:
-        the exit code.
+    `resume` is "auto", "never" or a path, None for the config's value; ranks are started with `argv` after `train`.
     """
     from lockstep.config import load_config
 
@@ -78,8 +58,22 @@ def train(
         trainer = _load("lockstep.trainer")
         if config.distributed.strategy == AUTO:
             config = import_module("lockstep.plan.command").resolve_auto(config)
-        chosen = _resume_from(run, resume or config.checkpoint.resume)
-        _compare_ranks(config)
+        chosen = resume or config.checkpoint.resume
+        if chosen != "auto" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            # Restarted ranks resume if this launch has saved a checkpoint.
+            import psutil
+
+            launched = psutil.Process(os.getppid()).create_time()
+            if any(event["kind"] == "save" and event["time"] >= launched for event in run.read_events()):
+                chosen = "auto"
+        if rank_facts().world_size > 1:
+            # The checks of doctor that cost nothing run at the start of every run.
+            from lockstep import cluster
+            from lockstep.diagnose.doctor import check_in_run, names_in
+
+            cluster.setup(config.distributed)
+            for line in check_in_run(config.to_yaml(), names_in(config)):
+                _log(str(line))
         code: int = trainer.run(config, output_dir=output_dir, resume=chosen)
         return code
 
@@ -104,28 +98,19 @@ def train(
 def launch_script(
     script: str, arguments: Sequence[str], options: LaunchOptions, *, kind: str, logs: Path, output: ConsoleOutput
 ) -> int:
-    """Run `lockstep launch`.
-
-    Args:
-        script: a file, a module's name or a program, depending on `kind`.
-        kind: `file`, `module` or `program`.
-        logs: the folder for every rank's output.
-        output: which output the console shows.
-    """
+    """Run `lockstep launch`: a `file`, a `module` or a `program`, as `kind` says; ranks log into `logs`."""
     output.check()
     if is_rank(options):
-        raise UsageError(
-            "`lockstep launch` was itself started by a launcher, as one of its ranks",
-            where="the environment: it says which rank this is",
-            fix=f"start the script itself: python {script}; or, with srun or mpirun starting one process a machine,"
-            " say --nnodes and --nproc-per-node",
-        )
+        text = "`lockstep launch` was itself started by a launcher, as one of its ranks"
+        fix = f"start the script itself: python {script}; or, with srun or mpirun starting one process a machine, "
+        fix += "say --nnodes and --nproc-per-node"
+        raise UsageError(text, where="the environment: it says which rank this is", fix=fix)
     if kind == "file" and not Path(script).is_file():
         raise UsageError(f"there is no file {script}", fix="lockstep launch [options] SCRIPT.py [ARGS …]")
     processes, reason = process_count(options)
     _log(f"{script}: {_describe_processes(processes, options)} ({reason})")
     if in_this_process(processes, options):
-        with environment_with(_RANK_0_OF_1):
+        with environment_with(RANK_0_OF_1):
             return run_as_worker(lambda: run_script(script, arguments, kind=kind), logs=logs, launched=False)
     started = ("-m", "lockstep.launch.script", str(logs), kind, script, *arguments)
     return launch(LaunchJob(started, logs, output.environment()), options, processes)
@@ -140,23 +125,9 @@ def _load(module: str) -> Any:
         gc.enable()
 
 
-def _compare_ranks(config: "Config") -> None:
-    """Run the checks of doctor that cost nothing, at the start of every run of several ranks."""
-    if rank_facts().world_size == 1:
-        return
-    from lockstep import cluster
-    from lockstep.diagnose.doctor import check_in_run, names_in
-
-    cluster.setup(config.distributed)
-    for line in check_in_run(config.to_yaml(), names_in(config)):
-        _log(str(line))
-
-
 def is_rank(options: LaunchOptions) -> bool:
-    """Return whether this process is a rank itself.
-
-    srun and mpirun start either ranks or one launcher per machine: options that only a launcher needs show which.
-    """
+    """Return whether this process is a rank itself."""
+    # srun and mpirun start either ranks or one launcher per machine: options that only a launcher needs show which.
     starts_ranks = options.nproc_per_node is not None or options.several_nodes
     if starts_ranks and ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
         return False  # a job script exports only one of them; started ranks get both
@@ -167,8 +138,7 @@ def is_rank(options: LaunchOptions) -> bool:
 def _check_layout(config: "Config", processes: int, options: LaunchOptions) -> None:
     """Reject a layout that these ranks and devices cannot have, before a rank is started.
 
-    Raises:
-        UsageError: sizes that do not multiply (with the equation), or keys that contradict the ranks.
+    Raises UsageError: sizes that do not multiply (with the equation), or keys that contradict the ranks.
     """
     from lockstep.config.checks import contradictions, require_equation
 
@@ -185,17 +155,6 @@ def _check_layout(config: "Config", processes: int, options: LaunchOptions) -> N
     require_equation(config.training, layout.batch_shares)
 
 
-def _resume_from(run: RunDirectory, requested: str) -> str:
-    """Return `requested`, but "auto" for restarted ranks if this launch has saved a checkpoint."""
-    if requested == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return requested
-    import psutil
-
-    launched = psutil.Process(os.getppid()).create_time()
-    saved = any(event["kind"] == "save" and event["time"] >= launched for event in run.read_events())
-    return "auto" if saved else requested
-
-
 def in_this_process(processes: int, options: LaunchOptions) -> bool:
     """Return whether to run without a launcher: one process, and no option asks for a launcher."""
     return processes == 1 and options.nproc_per_node is None and not options.several_nodes and not options.max_restarts
@@ -203,48 +162,37 @@ def in_this_process(processes: int, options: LaunchOptions) -> bool:
 
 def _describe_processes(processes: int, options: LaunchOptions) -> str:
     some = f"{processes} process{'es' * (processes != 1)}"
-    if options.several_nodes:
-        return f"{some} on this machine ({socket.gethostname()}), {options.nnodes} machines"
-    return some
+    several = f" on this machine ({socket.gethostname()}), {options.nnodes} machines"
+    return some + several * options.several_nodes
 
 
-def _log(text: str) -> None:
-    print(f"lockstep: {text}", flush=True)
+def _log(text: str, *, to_stderr: bool = False) -> None:
+    print(f"lockstep: {text}", file=sys.stderr if to_stderr else None, flush=True)
 
 
-def _log_to_stderr(text: str) -> None:
-    print(f"lockstep: {text}", file=sys.stderr, flush=True)
+_log_to_stderr = partial(_log, to_stderr=True)
 
 
 # ---- starting ranks ----
-
 
 _OTHER_MACHINES_SECONDS = 2.0  # how long to wait for another machine's failure file
 
 
 @dataclass(frozen=True)
 class LaunchJob:
-    """The program that the ranks run.
+    """The program that the ranks run."""
 
-    Attributes:
-        arguments: after `python`, the same on every rank.
-        logs: the folder of the run's logs.
-        environment: variables for every rank.
-        hang: `factor`, `seconds` and `patience` of the `HangWatch`; a script that makes a Trainer replaces them by
-            those of its config.
-    """
-
-    arguments: Sequence[str]
+    arguments: Sequence[str]  # after `python`, the same on every rank
     logs: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)  # for every rank
+    # `factor`, `seconds` and `patience` of the `HangWatch`; a Trainer in a script replaces them by those of its config
     hang: tuple[float | None, float, float] = (20.0, 60.0, 1800.0)
 
 
 def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
     """Run the job's ranks on this machine until all have ended; call it from the main thread.
 
-    Returns:
-        the exit code: 0, 1 or 2 after one message, 75 if all ranks were preempted and have saved.
+    Return the exit code: 0, 1 or 2 after one message, 75 if all ranks were preempted and have saved.
     """
     options.check()
     check_numbers(os.environ)
@@ -254,11 +202,13 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
     failures, beats = (job.logs if options.several_nodes else scratch) / "failures", scratch / "heartbeats"
     failures.mkdir(exist_ok=True)
     beats.mkdir()
+
+    def exit_on_signal(number: int) -> None:
+        signals.end_now(EXIT_PREEMPTED, f"stopped by {signals.name_of(number)} before ranks were started")
+
+    variables = _environment_of_ranks(job, options, failures, processes) | {heartbeat.FOLDER: str(beats)}
     try:
-        with (
-            signals.answered(_exit_on_signal),
-            environment_with(_environment_of_ranks(job, options, failures, processes) | {heartbeat.FOLDER: str(beats)}),
-        ):
+        with signals.answered(exit_on_signal), environment_with(variables):
             return _run_agent(job, options, processes, failures, HangWatch(beats, job.logs, *job.hang))
     except LockstepError as error:
         print_error(error)
@@ -280,9 +230,14 @@ def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # prints a banner for each failed rank
     if options.several_nodes:
-        _log_to_stderr(
-            f"waiting for {options.nnodes} machines at {endpoint(options)}; start this command on each of them"
-        )
+        place = endpoint(options)
+        _log_to_stderr(f"waiting for {options.nnodes} machines at {place}; start this command on each of them")
+        gloo, nccl = (os.environ.get(f"{name}_SOCKET_IFNAME", "") for name in ("GLOO", "NCCL"))
+        if gloo or nccl:
+            which = gloo if gloo == nccl.removeprefix("=") else f"{gloo or '?'} (gloo), {nccl or '?'} (NCCL)"
+            _log_to_stderr(
+                f"traffic between machines: {which}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another"
+            )
 
     def on_restart(cause: Failure | None, left: int) -> None:
         reason = "machines joined or left" if cause is None else str(cause.error()).replace("\n", "\n  ")
@@ -294,7 +249,6 @@ def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures:
     agent = store = None
     try:
         store = open_store(options, _log_to_stderr)  # the other machines can join as long as it is held
-        _log_interface(options)
         spec = WorkerSpec(
             role=options.role, local_world_size=processes, entrypoint=sys.executable, args=tuple(job.arguments),
             rdzv_handler=handler(options, store), max_restarts=options.max_restarts,
@@ -330,10 +284,6 @@ def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures:
         del store
 
 
-def _exit_on_signal(number: int) -> None:
-    signals.end_now(EXIT_PREEMPTED, f"stopped by {signals.name_of(number)} before ranks were started")
-
-
 def _environment_of_ranks(job: LaunchJob, options: LaunchOptions, failures: Path, processes: int) -> dict[str, str]:
     added = {LAUNCHER_PID: str(os.getpid()), FAILURES: str(failures.absolute())}
     added["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # else torch's handlers replace ours, and raise
@@ -345,13 +295,3 @@ def _environment_of_ranks(job: LaunchJob, options: LaunchOptions, failures: Path
     if "OMP_NUM_THREADS" not in os.environ:
         added.setdefault("OMP_NUM_THREADS", str(threads_per_rank(processes)))
     return added
-
-
-def _log_interface(options: LaunchOptions) -> None:
-    """Log the network interfaces that gloo and NCCL use between machines."""
-    if not options.several_nodes:
-        return
-    gloo, nccl = (os.environ.get(f"{name}_SOCKET_IFNAME", "") for name in ("GLOO", "NCCL"))
-    if gloo or nccl:
-        which = gloo if gloo == nccl.removeprefix("=") else f"{gloo or '?'} (gloo), {nccl or '?'} (NCCL)"
-        _log_to_stderr(f"traffic between machines: {which}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another")

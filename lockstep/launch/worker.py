@@ -1,11 +1,8 @@
 """Runs code as a rank: die with the launcher, write to the log, and leave a failure file for the launcher.
 
 This works under every launcher. Lockstep's own launcher prints the one message; under torchrun, srun, mpirun or none at
-all, the first rank of this machine to fail prints it.
-
-A rank's output goes to its log file, and rank 0's also to the console. Started ranks redirect the file descriptors
-themselves, so that the log also has the output of C libraries and of a crash. Rank 0's Python streams also go to the
-console, through `Tee`, whose `isatty` is the console's.
+all, the first rank of this machine to fail prints it. A rank's output goes to its log file, and rank 0's also to the
+console. Started ranks redirect the file descriptors themselves, so that the log has the output of C libraries, too.
 """
 
 import ctypes
@@ -32,31 +29,20 @@ from lockstep.launch.hang import STACKS_SIGNAL
 
 # ---- the output of a rank ----
 
-
 _copiers: list[subprocess.Popen[bytes]] = []  # they end when nobody writes to them any more
 _VARIABLE = "LOCKSTEP_CONSOLE_OUTPUT"  # carries `ConsoleOutput` from the launcher to its ranks
 
 
 @dataclass(frozen=True)
 class ConsoleOutput:
-    """The choice of ranks whose output the console shows: rank 0, unless torchrun's options change that.
+    """The choice of ranks whose output the console shows: rank 0, unless torchrun's options change that."""
 
-    Attributes:
-        tee, redirects: streams to show, and to hide: 0 none, 1 stdout, 2 stderr, 3 both, of all local ranks or, as
-            `0:3,1:2`, of some.
-        only: local ranks, as `0,2`; empty: rank 0 alone.
-    """
-
-    tee: str = "0"
-    redirects: str = "0"
-    only: str = ""
+    tee: str = "0"  # streams to show: 0 none, 1 stdout, 2 stderr, 3 both, of all local ranks or, as `0:3,1:2`, of some
+    redirects: str = "0"  # streams to hide, written alike
+    only: str = ""  # local ranks, as `0,2`; empty: rank 0 alone
 
     def check(self) -> None:
-        """Check the options.
-
-        Raises:
-            UsageError: naming the option that cannot be parsed.
-        """
+        """Raise UsageError if an option cannot be parsed."""
         _streams_of("--tee", self.tee, 0)
         _streams_of("--redirects", self.redirects, 0)
         if not re.fullmatch(r"(\d+(,\d+)*)?", self.only):
@@ -84,34 +70,28 @@ def _streams_of(option: str, text: str, local_rank: int) -> int:
     if re.fullmatch("[0-3]", text):
         return int(text)
     if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
-        raise UsageError(
-            f"{option} {text} can't be read",
-            where=option,
-            fix=f"{option} 3 for stdout and stderr of all ranks (1: stdout, 2: stderr), or by local rank: 0:3,1:2",
-        )
+        fix = f"{option} 3 for stdout and stderr of all ranks (1: stdout, 2: stderr), or by local rank: 0:3,1:2"
+        raise UsageError(f"{option} {text} can't be read", where=option, fix=fix)
     pairs = dict(pair.split(":") for pair in text.split(","))
     return int(pairs.get(str(local_rank), 0))
 
 
 class Tee(io.TextIOBase):
-    """Writes text to the console and to the log.
+    """Writes text to the log, and to the console if `shown`: a hidden rank keeps it for the one message of a failure.
 
     If one of them cannot be written any more (a full disk, a closed terminal), the program goes on with the other and
-    writes one warning there.
-
-    Attributes:
-        console: the stream that people see; a live display may replace it for a while.
-        log: the stream of the log file.
+    writes one warning there. A live display may replace the console for a while.
     """
 
-    def __init__(self, console: TextIO, log: TextIO) -> None:
-        self.console, self.log = console, log
+    def __init__(self, console: TextIO, log: TextIO, shown: bool = True) -> None:
+        self.console, self.log, self.shown = console, log, shown
         self._failed: set[str] = set()
 
     def write(self, text: str) -> int:
         """Write to both."""
         self._try("log", lambda: self.log.write(text))
-        self._try("console", lambda: self.console.write(text))
+        if self.shown:
+            self._try("console", lambda: self.console.write(text))
         return len(text)
 
     def write_to_log(self, text: str) -> bool:
@@ -141,11 +121,11 @@ class Tee(io.TextIOBase):
 
     def isatty(self) -> bool:
         """Return whether the console is a terminal."""
-        return self.console.isatty()
+        return self.shown and self.console.isatty()
 
     def fileno(self) -> int:
-        """Return the console's file descriptor."""
-        return self.console.fileno()
+        """Return the console's file descriptor, or the log's for a hidden rank."""
+        return (self.console if self.shown else self.log).fileno()
 
     def writable(self) -> bool:
         """Return True."""
@@ -173,30 +153,24 @@ def console(stream: Any = None) -> TextIO:
 def to_log(
     path: Path, *, on_console: tuple[bool, bool], descriptors: bool, include_children: bool = False
 ) -> Iterator[Tee]:
-    """Send this process's output to `path` (appended) until the end of the block.
+    """Send this process's output to `path` (appended) until the end of the block; yield what replaces `sys.stderr`.
 
     Args:
-        path: the log file; its folder is made.
         on_console: whether to show stdout and stderr on the console as well.
         descriptors: redirect file descriptors 1 and 2 themselves, not only Python's streams.
         include_children: also show the output of child processes, and of C libraries.
-
-    Yields:
-        the stream that replaces `sys.stderr` in the block.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     before = sys.stdout, sys.stderr
+    as_text: Any = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace"}
     saved: list[int] = []
-    consoles: tuple[TextIO, TextIO] = before
+    consoles: list[TextIO] = [*before]
     for stream in before:
         stream.flush()
     if descriptors:
         saved = [os.dup(1), os.dup(2)]
-        consoles = tuple(  # type: ignore[assignment]
-            open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-            for fd in saved
-        )
+        consoles = [open(fd, "w", closefd=False, **as_text) for fd in saved]  # noqa: SIM115
         for number, seen, shown in zip((1, 2), saved, on_console, strict=True):
             if not (shown and include_children):
                 os.dup2(handle, number)
@@ -211,9 +185,8 @@ def to_log(
             os.dup2(write, number)
             os.close(read)
             os.close(write)
-    log = open(handle, "w", buffering=1, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-    # Hidden ranks keep access to the console for the one message of a failure: `console()`.
-    pairs = [(Tee if shown else _LogOnly)(seen, log) for seen, shown in zip(consoles, on_console, strict=True)]
+    log = open(handle, "w", **as_text)  # noqa: SIM115
+    pairs = [Tee(seen, log, shown) for seen, shown in zip(consoles, on_console, strict=True)]
     sys.stdout, sys.stderr = pairs
     try:
         yield pairs[1]
@@ -228,20 +201,7 @@ def to_log(
             log.close()
 
 
-class _LogOnly(Tee):
-    def write(self, text: str) -> int:
-        self._try("log", lambda: self.log.write(text))
-        return len(text)
-
-    def isatty(self) -> bool:
-        return False
-
-    def fileno(self) -> int:
-        return self.log.fileno()
-
-
 # ---- a rank ----
-
 
 LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"  # set by Lockstep's launcher for its ranks
 FAILURES = "LOCKSTEP_FAILURES"  # the folder where the launcher reads failure files
@@ -251,17 +211,15 @@ _PR_SET_PDEATHSIG = 1
 def run_as_worker(
     work: Callable[[], int | None], *, logs: Path, launched: bool = True, include_children: bool = False
 ) -> int:
-    """Run `work()` as this process's rank, with its output in `logs/rank-N.log`.
+    """Run `work()` as this process's rank, with its output in `logs/rank-N.log`; return the process's exit code.
+
+    Under Lockstep's launcher a preempted rank exits with 0 after writing its failure file: torch's agent would stop the
+    ranks that are still saving if one exits with another code.
 
     Args:
         work: returns an exit code (None is 0); may raise.
-        logs: the folder for the log.
         launched: whether a launcher started this process; False: a person did, and the process is theirs.
         include_children: whether the console also shows the output of child processes, if it shows this rank's.
-
-    Returns:
-        the exit code for this process. Under Lockstep's launcher a preempted rank exits with 0 after writing its
-        failure file: torch's agent would stop the ranks that are still saving if one exits with another code.
     """
     facts = rank_facts()
     if launched:
@@ -318,13 +276,7 @@ def run_as_worker(
 
 
 def _report(failure: Failure, folder: Path | None, stream: Tee | None) -> None:
-    """Write the traceback to the log, and write the failure file for the launcher, or print the message.
-
-    Either disk may be full, the log's or that of the launcher's folder.
-
-    Args:
-        stream: the stream whose log takes the traceback; None if the log could not be opened.
-    """
+    """Write the traceback to the log, and the failure file for the launcher, or print: either disk may be full."""
     if failure.traceback and failure.kind != "usage" and (stream is None or not stream.write_to_log(failure.traceback)):
         failure = replace(failure, log=None)  # the message must not refer to a traceback that is not there
     if not _write_failure(failure, folder) and failure.kind != "preempted" and first_to_fail():
@@ -332,14 +284,12 @@ def _report(failure: Failure, folder: Path | None, stream: Tee | None) -> None:
 
 
 def _write_failure(failure: Failure, folder: Path | None) -> bool:
-    """Write the failure file if there is a folder for it, and return whether it was written."""
-    if folder is None:
-        return False
-    try:
-        failure.write(folder)
-    except OSError:  # this disk is full too: print to the console instead
-        return False
-    return True
+    """Write the failure file if there is a folder for it, and return whether it was written: the disk may be full."""
+    with suppress(OSError):
+        if folder is not None:
+            failure.write(folder)
+            return True
+    return False
 
 
 def first_to_fail() -> bool:

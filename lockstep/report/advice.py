@@ -237,11 +237,9 @@ def _sinks(run: RunData) -> Iterator[Advice]:
 
 
 def _of_a_step(run: RunData, share: float) -> str:
-    step = read.typical_step(run)
-    return (
-        f"{units.seconds(share * step)} of a step of {units.seconds(step)}, the median over ranks and "
-        f"{len(after_warmup(run.gathered))} measurements"
-    )
+    step, count = read.typical_step(run), len(after_warmup(run.gathered))
+    of = f"{units.seconds(share * step)} of a step of {units.seconds(step)}"
+    return f"{of}, the median over ranks and {count} measurements"
 
 
 _RULES: tuple[Callable[[RunData], Iterator[Advice]], ...] = (

@@ -10,7 +10,7 @@ from lockstep.records import RunDirectory
 from lockstep.report import units
 from lockstep.report.advice import advise
 from lockstep.report.charts import LINES_AT_MOST, loss_against, shortened
-from lockstep.report.page import Page, compared, differences, render, serve, write, write_text
+from lockstep.report.page import Page, compared, differences, page_data, render, serve, write
 from lockstep.report.read import RunData, is_run, read_run, typical_step, wall_seconds
 
 INDEX = "index.html"
@@ -29,7 +29,7 @@ def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) ->
     else:
         runs = [read_run(path) for path in {path.resolve(): path for path in paths}.values()]  # each once
         target = output or paths[0] / "report.html"
-        write(runs, target)
+        write(render(page_data(runs)), target)
         for one in runs:
             step, loss, seconds = one.rows[-1]["step"] if one.rows else 0, one.last("loss"), typical_step(one)
             about = [f"{one.name}: {one.status}, {step} steps"]
@@ -66,8 +66,8 @@ def write_index(folder: Path, output: Path | None) -> Path:
         report, files = run.path / "report.html", RunDirectory(run.path)
         changed = [file.stat().st_mtime for file in (files.metrics, files.events) if file.exists()]
         if not report.exists() or any(moment > report.stat().st_mtime for moment in changed):
-            write([read_run(run.path)], report)
-    write_text(render(index_data(folder, runs, target.parent)), target)
+            write(render(page_data([read_run(run.path)])), report)
+    write(render(index_data(folder, runs, target.parent)), target)
     return target
 
 

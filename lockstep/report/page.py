@@ -243,10 +243,10 @@ def _histograms(run: RunData) -> list[Figure]:
     named = [(name, rows) for name, rows in run.media.items() if rows[-1]["kind"] == "histogram"]
     for number, (name, rows) in enumerate(named[-NAMES:]):
         shown = [row for row in (*rows[:1], *rows[1:][-NEWEST + 1 :]) if _is_whole(row)]
-        marks = [
-            line(row["edges"], [*row["counts"], *row["counts"][-1:]], f"step {row['step']:,}", colour, step=True)
-            for row, colour in zip(shown, COLOURS, strict=False)
-        ]
+        marks = []
+        for row, colour in zip(shown, COLOURS, strict=False):
+            counts = [*row["counts"], *row["counts"][-1:]]
+            marks.append(line(row["edges"], counts, f"step {row['step']:,}", colour, step=True))
         note = "Values in each bin, against the value."
         drawn.append(chart(f"histogram-{number}", name, marks, note=note, x={}, y={"zero": True}))
     return drawn
@@ -261,38 +261,19 @@ def _is_whole(row: Row) -> bool:
 # ---- the file, and the server ----
 
 
-def write(runs: list[RunData], path: Path) -> None:
-    """Write the page of runs to a file."""
-    write_text(render(page_data(runs)), path)
-
-
-def write_text(text: str, path: Path) -> None:
-    """Write a page to a file atomically."""
+def write(text: str, path: Path) -> None:
+    """Write a page to a file atomically. Raises UsageError: it can't be written."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        raise UsageError(f"{path} can't be written", why=str(error.strerror), fix="-o FILE names another") from None
+        raise UsageError(f"{path} can't be written", why=str(error.strerror), fix="name another FILE") from None
 
 
 def _read(name: str) -> str:
     return (resources.files("lockstep.report") / name).read_text(encoding="utf-8")
-
-
-class _Live:
-    """Reads the run directories again when their files have changed."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-        self._seen: list[tuple[int, int]] = []
-        self._data: Page = {}
-
-    def data(self) -> Page:
-        seen = [_state(path / name) for path in self._paths for name in ("metrics.jsonl", "events.jsonl")]
-        if seen != self._seen or any(run["status"] == "running" for run in self._data["runs"]):
-            self._data, self._seen = page_data([read_run(path) for path in self._paths]), seen
-        return self._data
 
 
 def serve(paths: Sequence[Path], port: int = 0) -> None:
@@ -304,8 +285,18 @@ def serve(paths: Sequence[Path], port: int = 0) -> None:
 
 def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
     """Make a server on loopback that does not serve yet."""
-    live = _Live(paths)
-    live.data()
+    seen: list[tuple[int, int]] = []
+    page: Page = {}
+
+    def data() -> Page:
+        """Read the run directories again if their files have changed."""
+        nonlocal page, seen
+        now = [_state(path / name) for path in paths for name in ("metrics.jsonl", "events.jsonl")]
+        if now != seen or any(run["status"] == "running" for run in page["runs"]):
+            page, seen = page_data([read_run(path) for path in paths]), now
+        return page
+
+    data()  # raises what is wrong with a path
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -313,9 +304,9 @@ def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
             if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
                 self._answer(403, "text/plain", b"this page is for this machine")
             elif self.path == "/":
-                self._answer(200, "text/html; charset=utf-8", render(live.data(), live=True).encode())
+                self._answer(200, "text/html; charset=utf-8", render(data(), live=True).encode())
             elif self.path == "/data.json":
-                self._answer(200, "application/json", json.dumps(live.data(), allow_nan=False).encode())
+                self._answer(200, "application/json", json.dumps(data(), allow_nan=False).encode())
             else:
                 self._answer(404, "text/plain", b"there is no such page")
 

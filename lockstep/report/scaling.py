@@ -3,8 +3,7 @@
 weak     each rank keeps its work, the global batch grows with the ranks; ideal: N times the samples per second
 strong   the global batch stays; ideal: a step in 1/N of the time
 
-Each point is a run of `lockstep train` with the same config otherwise; its throughput is the median over its steps
-after the first quarter.
+Each point is a run of `lockstep train`; its throughput is the median over its steps after the first quarter.
 """
 
 import os

@@ -1,7 +1,6 @@
 """Draws a run as a row of small SVG charts for a notebook's output: loss, throughput, and metrics of one's own.
 
-Plain SVG in HTML without scripts: every front end shows it, and what is saved with the notebook stays as it is. The
-whole page of a run is `lockstep.report.page`.
+Plain SVG in HTML without scripts: every front end shows it, and what is saved with the notebook stays as it is.
 """
 
 from collections.abc import Sequence
@@ -64,9 +63,8 @@ def _chart(title: str, lines: Sequence[Series]) -> str:
         kept = [line[i] for i in thinned([value for _, value in line], _POINTS)]
         drawn += f'<polyline points="{" ".join(place(*point) for point in kept)}" fill="none" stroke="{colour}" />'
         if len(kept) < _POINTS / 10:
-            drawn += "".join(
-                '<circle cx="{}" cy="{}" r="2" fill="{}" />'.format(*place(*point).split(","), colour) for point in kept
-            )
+            for x, y in (place(*point).split(",") for point in kept):
+                drawn += f'<circle cx="{x}" cy="{y}" r="2" fill="{colour}" />'
     newest = f", evaluation {_number(lines[1][-1][1])}" if len(lines) > 1 and lines[1] else ""
     now = f"{_number(lines[0][-1][1])}{newest}" if lines[0] else newest
     return (

@@ -23,6 +23,7 @@ from lockstep.config import Config, config_from
 from lockstep.cores import threads_per_rank
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
+from lockstep.launch.spawn import spawn_again
 from lockstep.scratch import temporary
 from lockstep.strategy import AUTO, SINGLE, parse_topology, strategy_named
 from lockstep.verify.causes import cause_of, is_clear, wanted_experiments
@@ -131,10 +132,25 @@ def verify(
             report(f"{topology}: {spec.steps} steps")
             outcomes += compare([VerifyJob(spec, topology, folder, (main,))], start, report)
         report("reference: checks of its own")
-        checks = _check_reference(spec, folder, start) if outcomes[0].passed else []
+        checks = []
+        if outcomes[0].passed:
+            start(_check, (spec, folder), 1)
+            taken: list[str] = pickle.loads((folder / _CHECKED).read_bytes())
+            ends = {what: why_not_ended(folder / "ends" / f"check-{what}", 1, _limit(folder)) for what in taken}
+            missing = {what: str(error).splitlines()[0] for what, error in ends.items() if error is not None}
+            checks = judge(taken, folder, missing)
     size = spec.config.training
     assert size.global_batch_size is not None
     return Verdict(outcomes, spec.steps, size.global_batch_size // size.batch_size, spec.exact, notices, checks)
+
+
+def require_startable(steps: int) -> None:
+    """Raise UsageError where nothing is compared, or this process is a rank."""
+    if steps < 1:
+        raise UsageError(f"--steps {steps} compares nothing", fix="write a number from 1 on")
+    if (world := rank_facts().world_size) > 1:
+        text = f"verify starts its own ranks, and is one of {world} itself"
+        raise UsageError(text, fix="start it without a launcher")
 
 
 def default_against(config: Config) -> list[str]:
@@ -145,14 +161,9 @@ def default_against(config: Config) -> list[str]:
 
 
 def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int) -> tuple[Spec, list[str]]:
-    if steps < 1:
-        raise UsageError(f"--steps {steps} compares nothing", fix="write a number from 1 on")
+    require_startable(steps)
     if not against:
         raise UsageError("verify against nothing", fix="name topologies, as in --against ddp:2,fsdp:2")
-    world = rank_facts().world_size
-    if world > 1:
-        text = f"verify starts its own ranks, and is one of {world} itself"
-        raise UsageError(text, fix="start it without a launcher")
     notices = []
     topologies = [parse_topology(topology) for topology in against]
     training = config.training
@@ -305,14 +316,6 @@ def _experiment(wanted: Sequence[tuple[VerifyJob, Evidence]], start: Start) -> N
                 evidence.tried[case.name] = results[0]
 
 
-def _check_reference(spec: Spec, folder: Path, start: Start) -> list[Check]:
-    start(_check, (spec, folder), 1)
-    taken: list[str] = pickle.loads((folder / _CHECKED).read_bytes())
-    ends = {what: why_not_ended(folder / "ends" / f"check-{what}", 1, _limit(folder)) for what in taken}
-    missing = {what: str(error).splitlines()[0] for what, error in ends.items() if error is not None}
-    return judge(taken, folder, missing)
-
-
 # ---- what runs in the started processes: each case in a fork ----
 
 
@@ -349,7 +352,4 @@ def _compare(jobs: Sequence[VerifyJob]) -> None:
                 break  # other cases hang as well
 
 
-def _spawn(function: Callable[..., Any], args: Sequence[Any], ranks: int) -> None:
-    from lockstep.launch.spawn import spawn_again
-
-    spawn_again(function, args, ranks, preload=None)
+_spawn = partial(spawn_again, preload=None)

@@ -92,11 +92,10 @@ def _rounds(e: Evidence) -> Cause | None:
     """Return rounding if parts agree and the reference rounds as much, against float64 or by changed last bits."""
     if e.all_deviations or (e.found.has("samples", "start", "loss") and not e.found.has("gradient")):
         return None
-    texts = {
-        experiments.DOUBLE: "about as near to a float64 reference ({:.1e}) as one process in float32",
-        experiments.PERTURB: "about as far ({:.1e}) as the last bits of parameters move the reference",
-    }
-    for name, text in texts.items():
+    for name, text in (
+        (experiments.DOUBLE, "about as near to a float64 reference ({:.1e}) as one process in float32"),
+        (experiments.PERTURB, "about as far ({:.1e}) as the last bits of parameters move the reference"),
+    ):
         result = e.tried.get(name)
         if e.found.has("gradient") and result is not None and not result.has("gradient"):
             return Cause("rounding", text.format(result.rounding), [name], False)
@@ -257,8 +256,7 @@ def _place(e: Evidence) -> Cause | None:
     if first.stage == REDUCTION and ITSELF in first.relation:
         text = f"the gradient of {first.module} is not the sum over a step's micro-batches: {first.relation}"
         return Cause("accumulation", text, [experiments.FORCED])
-    kinds = {FORWARD: "forward", LOSS: "loss", BACKWARD: "backward", REDUCTION: "reduction"}
-    return Cause(kinds[first.stage], located(e).removeprefix(f"; {first.stage}: "), [experiments.FORCED])
+    return Cause(first.stage, located(e).removeprefix(f"; {first.stage}: "), [experiments.FORCED])
 
 
 def _by_themselves(e: Evidence) -> Cause | None:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import load_config, require_runnable
-from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from lockstep.launch.spawn import spawn_again
 from lockstep.report.units import columns
 from lockstep.scratch import temporary
 from lockstep.strategy import SINGLE
-from lockstep.verify import DEFAULT_STEPS, Outcome, Verdict, verify
+from lockstep.verify import DEFAULT_STEPS, Outcome, Verdict, require_startable, verify
 from lockstep.verify.page import DrawnOutcome, PartDifference, write_page
 from lockstep.verify.script.comparison import ROUNDING
 from lockstep.verify.script.judge import judge_script
@@ -125,11 +124,8 @@ def _drawn(outcome: Outcome) -> DrawnOutcome:
         text = f"{d.stage}: {d.what} {d.relation} on rank {d.rank}"
         differences.append(PartDifference(d.module, text + f" ({d.note})" * bool(d.note), d.relative))
     if not differences and result is not None and not outcome.passed:
-        differences = [
-            PartDifference(d.name, f"{d.aspect} differs by {d.relative:.1e}", d.relative)
-            for d in result.differences
-            if d.name in result.fingerprints
-        ]
+        named = [d for d in result.differences if d.name in result.fingerprints]
+        differences = [PartDifference(d.name, f"{d.aspect} differs by {d.relative:.1e}", d.relative) for d in named]
     parameters = [] if result is None else list(result.fingerprints)
     return DrawnOutcome(_name(outcome), outcome.passed, _explanation(outcome)[1:], parameters, differences)
 
@@ -210,10 +206,7 @@ def verify_script(script: str, arguments: Sequence[str], ranks: Sequence[int], *
         )
     if not is_command and not Path(script).is_file():
         raise UsageError(f"there is no script {script}", fix="name a Python file that trains")
-    if steps < 1:
-        raise UsageError(f"--steps {steps} compares nothing", fix="write a number from 1 on")
-    if rank_facts().world_size > 1:
-        raise UsageError("verify starts its own ranks, and is a rank itself", fix="start it without a launcher")
+    require_startable(steps)
     outcomes = []
     for number in ranks:
         with temporary("verify-script") as folder:
@@ -268,10 +261,8 @@ def _script_drawn(outcome: ScriptOutcome) -> DrawnOutcome:
     text = "its output differs, and that of modules before it does not"
     differences = [PartDifference("" if name == "the model" else name, text, 1.0) for name in modules]
     first = outcome.first.name if outcome.first is not None else ""
-    sized = sorted(outcome.parts.items(), key=lambda part: part[0] != first)
-    differences += [
-        PartDifference(name, f"gradient differs by {off:.1e}", off) for name, off in sized if off > ROUNDING
-    ]
+    sized = sorted(((n, off) for n, off in outcome.parts.items() if off > ROUNDING), key=lambda part: part[0] != first)
+    differences += [PartDifference(name, f"gradient differs by {off:.1e}", off) for name, off in sized]
     lines = _script_explanation(outcome)[2:]
     return DrawnOutcome(f"{outcome.ranks} ranks", outcome.passed, lines, list(outcome.parts), differences)
 

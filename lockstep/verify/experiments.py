@@ -271,10 +271,8 @@ def further_experiments(spec: Spec, topology: str, at: int, wanted: Sequence[str
     """Return those of the wanted experiments that are possible."""
     _, ranks = parse_topology(topology)
     off = switched_off(spec.config)
-    one_each = {
-        "training.global_batch_size": spec.config.training.batch_size * ranks,
-        "training.gradient_accumulation_steps": None,
-    }
+    size = spec.config.training.batch_size * ranks
+    one_each = {"training.global_batch_size": size, "training.gradient_accumulation_steps": None}
     cases = []
     for name in dict.fromkeys(wanted):
         if name in off:

@@ -1,10 +1,8 @@
 """Compares a step part by part: each module, the loss, each gradient, the reduction over ranks.
 
-The reference stores what enters and leaves each module, forward and backward. A rank takes the same step, but each
-module is given the reference's inputs, and its backward pass the reference's gradients, so that a difference does not
-travel: what deviates is wrong by itself. This needs no bound on how a deep or chaotic network magnifies a last bit; the
-bounds are those of one module, measured by the reference itself, with inputs whose last bits are changed. The idea of
-comparing traces with bounds from a perturbed reference: TTrace (arXiv:2506.09280).
+Each module of a rank is given the reference's inputs, and its backward pass the reference's gradients, so that a
+difference does not travel: what deviates is wrong by itself. The bounds are those of one module, measured by the
+reference itself with inputs whose last bits are changed, as in TTrace (arXiv:2506.09280).
 """
 
 from collections.abc import Sequence
@@ -275,8 +273,6 @@ class FlowRecorder:
                 terms = self._reference.terms(name, every, whole)
                 how = reduced_relation(gradient, whole, terms, mine, self._trainer.layout.world_size, unit, scale)
                 self._deviates(REDUCTION, key, off, how)
-
-    # ---- small things ----
 
     def _store(self, key: Key, tensor: Tensor) -> None:
         self._bytes += tensor.numel() * tensor.element_size()

@@ -9,7 +9,7 @@ import pickle
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -27,8 +27,19 @@ _LARGEST = 1 << 26  # bytes of a value that is still looked at
 @dataclass(frozen=True)
 class _Slot:
     name: str  # for people
-    read: Callable[[], Any]  # returns what is there
-    write: Callable[[Any], None]  # puts something there
+    holder: Any  # an object, or a dict
+    key: str  # of the attribute, or in the dict
+
+    def read(self) -> Any:
+        if isinstance(self.holder, dict):
+            return self.holder.get(self.key)
+        return getattr(self.holder, self.key, None)
+
+    def write(self, value: Any) -> None:
+        if isinstance(self.holder, dict):
+            self.holder[self.key] = value
+        else:
+            setattr(self.holder, self.key, value)
 
 
 class ModelMemory:
@@ -69,25 +80,25 @@ def _slots(part: nn.Module) -> Iterator[_Slot]:
         plain = vars(nn.Module())
         for name in vars(module):
             if name not in plain and name != "training":
-                yield _attribute(f"{path}.{name}" if path else name, vars(module), name)
+                yield _Slot(f"{path}.{name}" if path else name, vars(module), name)
         for name, _ in module.named_buffers(recurse=False):
-            yield _member(f"the buffer {path}.{name}" if path else f"the buffer {name}", module, name)
+            yield _Slot(f"the buffer {path}.{name}" if path else f"the buffer {name}", module, name)
         for function in _functions_of(module):
             code.setdefault(id(function), function)
         for cls in (cls for cls in type(module).__mro__ if _is_user_code(cls.__module__)):
             for name, value in list(vars(cls).items()):
                 if not callable(value) and not name.startswith("__"):
-                    yield _class_attribute(cls, name)
+                    yield _Slot(f"{cls.__name__}.{name}", cls, name)
     for function in code.values():
         where = function.__module__
         for name in function.__code__.co_names:
             if name in function.__globals__ and not isinstance(function.__globals__[name], ModuleType | type):
-                yield _attribute(f"{where}.{name}", function.__globals__, name)
+                yield _Slot(f"{where}.{name}", function.__globals__, name)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if _is_filled(cell):
-                yield _member(f"{name} of {function.__qualname__}", cell, "cell_contents")
+                yield _Slot(f"{name} of {function.__qualname__}", cell, "cell_contents")
         for name in vars(function):
-            yield _attribute(f"{function.__qualname__}.{name}", vars(function), name)
+            yield _Slot(f"{function.__qualname__}.{name}", vars(function), name)
 
 
 def _functions_of(module: nn.Module) -> Iterator[FunctionType]:
@@ -106,18 +117,6 @@ def _functions_of(module: nn.Module) -> Iterator[FunctionType]:
             # One function calls another, by its name or from its closure.
             found += [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
             found += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-
-
-def _attribute(label: str, holder: dict[str, Any], name: str) -> _Slot:
-    return _Slot(label, lambda: holder.get(name), lambda value: holder.__setitem__(name, value))
-
-
-def _class_attribute(cls: type, name: str) -> _Slot:
-    return _Slot(f"{cls.__name__}.{name}", lambda: vars(cls).get(name), lambda value: setattr(cls, name, value))
-
-
-def _member(label: str, holder: Any, name: str) -> _Slot:
-    return _Slot(label, lambda: getattr(holder, name), lambda value: setattr(holder, name, value))
 
 
 def _is_filled(cell: CellType) -> bool:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.environment import RANK_0_OF_1
 from lockstep.models.attention import Attend
 from lockstep.monitor.figures import gather_objects
 from lockstep.parallel.context_chunks import Context
@@ -40,8 +41,7 @@ def alone() -> Iterator[None]:
         "all_gather": gathered, "all_gather_into_tensor": gathered, "all_reduce": nothing, "broadcast": nothing,
         "barrier": nothing,
     }  # fmt: skip
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    variables = {name: value for name, value in place.items() if name in os.environ}
+    variables = {name: value for name, value in RANK_0_OF_1.items() if name in os.environ}
     with patch.multiple(dist, **replaced), patch.dict(os.environ, variables):
         yield
 
@@ -125,9 +125,8 @@ class FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class WholeSequences:
     """Lets a model that runs on parts of sequences run on whole ones; finds where positions meet outside of attention.
 
-    Under context parallel (`lockstep.parallel.context`) a module that does not know of it, such as attention of the
-    model's own, a convolution or a mean over the sequence, sees a part of each sequence only: no error, another
-    gradient. On whole sequences, of which each rank keeps its part, it computes what it does in one process.
+    Under context parallel a convolution, say, or a mean over the sequence sees a part of each sequence only: no error,
+    another gradient. On whole sequences, of which each rank keeps its part, it computes what it does in one process.
     """
 
     def __init__(self, trainer: "Trainer", names: Mapping[int, str]) -> None:
@@ -170,11 +169,9 @@ class WholeSequences:
         found, calls = [], dict(self._random.calls)
         for self._context.whole, (args, kwargs) in ((False, part), (True, whole)):
             seen: list[tuple[str, Tensor]] = []
-            handles = [
-                module.register_forward_hook(partial(_note, self._names.get(id(module), ""), seen))
-                for module in self._model.modules()
-                if module is not self._model
-            ]
+            inside = [module for module in self._model.modules() if module is not self._model]
+            hooks = [partial(_note, self._names.get(id(module), ""), seen) for module in inside]
+            handles = [module.register_forward_hook(hook) for module, hook in zip(inside, hooks, strict=True)]
             with torch.random.fork_rng():
                 self._plain(*args, **kwargs)
             self._random.calls = dict(calls)  # each pass draws the same numbers

@@ -12,7 +12,8 @@ from importlib import resources
 from itertools import groupby
 from pathlib import Path
 
-from lockstep.errors import UsageError
+from lockstep.report.page import write
+from lockstep.report.units import moment
 
 _SMALLEST = -8.0  # the power of ten at which a bar has no length
 
@@ -67,25 +68,20 @@ class _Module:
 def write_page(
     path: Path, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], outcomes: Sequence[DrawnOutcome]
 ) -> None:
-    """Write the page. Raises UsageError: the file can't be written."""
+    """Write the page."""
     table = [_row("th", headings), *(_row("td", row) for row in rows)]
     style = (resources.files("lockstep.report") / "page.css").read_text(encoding="utf-8") + _STYLE
-    moment = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
         f"<title>{escape(title)} · Lockstep</title><style>{style}</style></head><body><main>",
-        f'<header><h1>{escape(title)}</h1><p class="made">{moment}</p></header>',
+        f'<header><h1>{escape(title)}</h1><p class="made">{moment(time.time())}</p></header>',
         f'<div class="card"><div class="scroll"><table>{"".join(table)}</table></div></div>',
         *(_section(outcome) for outcome in outcomes),
         "</main></body></html>",
     ]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(parts), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"the page {path} can't be written: {error.strerror}", fix="name another file") from None
+    write("\n".join(parts), path)
 
 
 def _row(cell: str, texts: Sequence[str]) -> str:

@@ -1,12 +1,8 @@
 """Checks the reference itself, on one process: all topologies can agree with one that is wrong.
 
-    the same samples in micro-batches of half and of twice the size     the same gradient
-    the whole step in one plain forward and backward pass               the same gradient
-    an evaluation between two steps; a checkpoint loaded between them   the same second step
-
-Random numbers are replaced by their means where the cut changes, since masks have the shape of a micro-batch. A loss
-that couples the samples of a micro-batch has another gradient for each cut by its nature, which is no fault: then the
-gradient of a whole is no weighted sum of those of its parts.
+Random numbers are replaced by their means where the cut of a step into micro-batches changes, since masks have the
+shape of a micro-batch. A loss that couples the samples of a micro-batch has another gradient for each cut by its
+nature, which is no fault: then the gradient of a whole is no weighted sum of those of its parts.
 """
 
 import pickle
@@ -218,10 +214,8 @@ def _fix(wholes: _CutStep, weights: Sequence[float], per: int) -> str:
     if per != 2 or size % 2 or not abs(sum(weights) - 1) < _ADDS_UP:
         return fix_for_count(counted=True)
     cut = [slice(0, size // 2), slice(size // 2, size)]
-    one, two = (
-        tree_unflatten([leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves], spec)
-        for part in cut
-    )
+    halves = [[leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves] for part in cut]
+    one, two = (tree_unflatten(half, spec) for half in halves)
     return fix_for_count((one, two), weights[0], counted=True)
 
 
@@ -271,11 +265,9 @@ def _judge_second(what: str, found: tuple[float, str]) -> Check:
     off, name = found
     if off <= AGREES:
         return Check(TITLES[what], passed=True, relative=off)
-    kind, why = {
-        EVALUATED: ("evaluation", "an evaluation changes what the model computes afterwards: it writes something that "
-                    "training reads"),
-        LOADED: ("checkpoint", "the model depends on something that a checkpoint does not hold, as a counter, a cache "
-                 "or a generator"),
-    }[what]  # fmt: skip
+    kind, why = "evaluation", "an evaluation changes what the model computes afterwards: training reads what it writes"
+    if what == LOADED:
+        kind = "checkpoint"
+        why = "the model depends on something that a checkpoint does not hold, as a counter, a cache or a generator"
     text = f"{why}; the next step's gradient of {name} is another one"
     return Check(TITLES[what], passed=False, kind=kind, text=text, relative=off)

@@ -1,8 +1,8 @@
 """Defines what is verified, and runs each case of it in a process of its own, with a time limit.
 
 A rank's process only imports; each case runs in a fork of it, which joins the ranks of its case. So nothing that a case
-leaves behind (a default dtype, a table in float64, a counter in a user's module) is there for the next one, and one
-that crashes or hangs ends alone. Each writes how it ended into its folder, where `why_not_ended` reads it.
+leaves behind (a default dtype, a counter in a user's module) is there for the next one, and one that crashes or hangs
+ends alone.
 """
 
 import faulthandler
@@ -115,14 +115,10 @@ class VerifyJob:
 
 
 def run_isolated(run: Callable[[], None], folder: Path, number: int, seconds: float, *, alone: bool) -> bool:
-    """Run a case in a fork of this process, which has imported much and started no thread of torch.
+    """Run a case in a fork of this process, which has started no thread of torch; return whether it ended in time.
 
-    Args:
-        run: what the case does.
-        folder: receives the failure, or the stack of a case that hangs.
-        number: of the case among those of this launch; its ranks find each other by it.
-        seconds: limit; return whether the case ended within it.
-        alone: it is one process, and no rank.
+    `folder` receives the failure, or the stack of a case that hangs; ranks of a case find each other by its `number`.
+    A case that is `alone` is one process, and no rank.
     """
     facts = rank_facts()
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Records what a trainer's steps compute, their updates included, and stores the reference's steps on disk.
 
     FOLDER/CASE/start.safetensors              first values of parameters and buffers
-    FOLDER/CASE/step-00000003.json             samples, loss, norm of its fourth step
+    FOLDER/CASE/step-00000003.pickle           samples, loss, norm of its fourth step
     FOLDER/CASE/step-00000003.safetensors      gradients before the update, values after it, buffers
     FOLDER/CASE/states/step-00000004/          a checkpoint from which every topology takes its next step
 
@@ -11,11 +11,10 @@ of M terms differ by at most 2·(M−1)·u·Σ|term|, element by element, with u
 """
 
 import hashlib
-import json
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,15 +92,12 @@ class Trace:
         whole = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
         save_file(whole, self._path(step, "safetensors"))
         if facts is not None:
-            self._path(step, "json").write_text(json.dumps(asdict(facts)))
+            self._path(step, "pickle").write_bytes(pickle.dumps(facts))
 
     def facts(self, step: int) -> StepFacts:
         """Read a step without its tensors."""
-        found: dict[str, Any] = json.loads(self._path(step, "json").read_text())
-        found["samples"] = {int(index): text for index, text in found["samples"].items()}
-        found["update"] = UpdateFacts(**found["update"])
-        found["outputs"] = [(name, value) for name, value in found["outputs"]]
-        return StepFacts(**found)
+        found: StepFacts = pickle.loads(self._path(step, "pickle").read_bytes())
+        return found
 
     @contextmanager
     def tensors(self, step: int | None) -> Iterator["Stored"]:
@@ -131,11 +127,9 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 class StepObserver:
-    """Records each step of a trainer, and its update, without changing it.
+    """Records each step of a trainer, its update, and with `outputs` the output of each module, without changing it.
 
-    Args:
-        bounds: add up the absolute values of micro-batches' gradients; the process holds all parameters.
-        outputs: record the output of each module.
+    With `bounds` it adds up the absolute values of micro-batches' gradients, in a process that holds all parameters.
     """
 
     def __init__(self, trainer: Trainer, *, bounds: bool = False, outputs: bool = False) -> None:

@@ -235,8 +235,7 @@ class TrainingChecks:
             rates = [float(rate) for rate in schedule.get_last_lr()]
             mine = [float(group["lr"]) for group in optimizer.param_groups]
             if _steps(schedule, optimizer) and len(rates) == len(mine) and len(schedules) == 1 and rates != mine:
-                text = f"the optimizer steps with learning rate {mine[0]:.6g}, and its schedule "
-                text += f"says {rates[0]:.6g}"
+                text = f"the optimizer steps with learning rate {mine[0]:.6g}, and its schedule says {rates[0]:.6g}"
                 self.find("learning rate schedule", text, "let nothing but the schedule set the learning rate")
         living = [one for known in self._optimizers if (one := known()) is not None]
         if schedules and not any(_steps(schedule, one) for schedule in schedules for one in (optimizer, *living)):
@@ -290,8 +289,7 @@ class TrainingChecks:
         times = times + 1 if epoch == sampler.epoch else 1
         self._epochs[id(sampler)] = (sampler.epoch, times)
         if times > 1 and sampler.shuffle and self.steps:
-            text = "each epoch reads the samples in the same order: DistributedSampler.set_epoch is "
-            text += "not called"
+            text = "each epoch reads the samples in the same order: DistributedSampler.set_epoch is not called"
             self.find("order of samples", text, "sampler.set_epoch(epoch) before each epoch")
 
     def loaded(self, model: nn.Module, missing: list[str], unexpected: list[str]) -> None:

@@ -1,8 +1,8 @@
 """Watches a training loop while it runs, of whatever trainer, and says what contradicts a right one.
 
-Each rank is watched by itself (`TrainingChecks`). In the first steps, and every so often, ranks also tell each other
-what must be equal: fingerprints of parameters and gradients, and learning rates. They do so over a store of their own,
-from a thread, so that the training waits for nothing and no collective of the script can be disturbed.
+Each rank is watched by itself. In the first steps, and every so often, ranks also compare fingerprints of parameters
+and gradients, and learning rates: over a store of their own, from a thread, so that the training waits for nothing and
+no collective of the script can be disturbed.
 """
 
 import atexit
@@ -70,9 +70,6 @@ class observe:  # noqa: N801 — called as a function
         """Number of optimizer steps that were seen."""
         return self._checks.steps
 
-    def __enter__(self) -> "observe":
-        return self.start()
-
     def __exit__(self, *_: object) -> None:
         self.stop()
 
@@ -97,6 +94,8 @@ class observe:  # noqa: N801 — called as a function
         ]
         return self
 
+    __enter__ = start
+
     def stop(self) -> None:
         """Stop watching."""
         for undo in self._undo:
@@ -104,8 +103,6 @@ class observe:  # noqa: N801 — called as a function
         self._undo = []
         if self._ranks is not None:
             self._ranks.flush()
-
-    # ---- what is seen ----
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -154,10 +151,8 @@ class observe:  # noqa: N801 — called as a function
         for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             if isinstance(p, DTensor) or p.numel() == 0:
                 continue
-            kind, name = (
-                "wrapped" if id(p) in wrapped else "plain",
-                self._checks.names.get(id(p), f"parameter {number}"),
-            )
+            kind = "wrapped" if id(p) in wrapped else "plain"
+            name = self._checks.names.get(id(p), f"parameter {number}")
             prints[f"weight|{kind}|{name}"] = fingerprint(p.detach())
             if p.grad is not None and not p.grad.is_sparse:
                 prints[f"gradient|{kind}|{name}"] = fingerprint(p.grad.detach())

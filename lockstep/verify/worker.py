@@ -123,7 +123,9 @@ def compare(job: VerifyJob, case: Case) -> None:
 def _compare(
     trainer: Trainer, data: Any, names: dict[int, str], case: Case, folder: Path, exact: bool
 ) -> Iterator[StepResult]:
-    trace, states = Trace(folder / case.name), Trace(folder / MAIN)
+    trace, states, layout = Trace(folder / case.name), Trace(folder / MAIN), trainer.layout
+    rank, piece = divmod(collectives.rank(), layout.same_batch_size)
+    replica = rank // layout.data_parallel_size, rank % layout.shard, piece % layout.tensor
     factor, floor = comparisons.message_rounding(trainer)
     parts = experiments.FORCED in case.switches
     recorder = FlowRecorder(trainer, names, load(trace.folder / _FLOW)) if parts else None
@@ -161,7 +163,7 @@ def _compare(
             if recorder is not None:
                 recorder.see_reduced(observer.gradients, stored, facts.scale)
         report = RankReport(
-            collectives.rank(), _replica(trainer), facts, {**found, "start": at_start}, observer.fingerprints,
+            collectives.rank(), replica, facts, {**found, "start": at_start}, observer.fingerprints,
             trainer.placed.random_state.seed, not_comparable, None if recorder is None else recorder.finish(),
         )  # fmt: skip
         reports = gather_objects(report)
@@ -182,13 +184,6 @@ def _compare(
             # that makes it.
             trainer.load_checkpoint(states.state(step + 1))
     observer.close()
-
-
-def _replica(trainer: Trainer) -> tuple[int, ...]:
-    """Return a number that is the same on ranks with the same tensors."""
-    layout = trainer.layout
-    rank, piece = divmod(collectives.rank(), layout.same_batch_size)
-    return rank // layout.data_parallel_size, rank % layout.shard, piece % layout.tensor
 
 
 @contextmanager

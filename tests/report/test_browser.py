@@ -38,7 +38,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, runs in {"rich": ["rich"], "crashed": ["crashed"], "begun": ["begun"],
                        "compared": ["rich", "other", "crashed"]}.items():  # fmt: skip
         made[name] = folder / f"{name}.html"
-        write([read_run(folder / run) for run in runs], made[name])
+        write(render(page_data([read_run(folder / run) for run in runs])), made[name])
     return made
 
 
@@ -248,7 +248,7 @@ def test_the_page_of_a_long_and_wide_run_is_small_and_draws(tmp_path: Path) -> N
     """100,000 logged steps of 64 ranks."""
     run = read_run(write_run(tmp_path / "run", ranks=64).path)
     run.rows = [{**run.rows[i * len(run.rows) // 100_000], "step": i, "time": BEGUN + i} for i in range(100_000)]
-    write([run], target := tmp_path / "report.html")
+    write(render(page_data([run])), target := tmp_path / "report.html")
     assert 200_000 < target.stat().st_size < 1_000_000
     with Page(390) as page:
         page.open(target.as_uri())

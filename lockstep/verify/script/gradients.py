@@ -184,11 +184,8 @@ def weighing_cause(evidence: GradientEvidence) -> ScriptCause | None:
         return cause("sum of gradients", text, by, evidence.framework)
     wrong = [rank for rank, weight in enumerate(weights) if abs(weight * ranks - 1) > 0.02]
     if len(wrong) < ranks:
-        text = "; ".join(
-            f"rank {rank}'s gradient is {1 / (weights[rank] * ranks):.3g} × that of its samples"
-            for rank in wrong
-            if weights[rank] > 0
-        )
+        times = {rank: 1 / (weights[rank] * ranks) for rank in wrong if weights[rank] > 0}
+        text = "; ".join(f"rank {rank}'s gradient is {k:.3g} × that of its samples" for rank, k in times.items())
         return cause("computation of a rank", text, by, evidence.framework)
     return None
 

@@ -1,10 +1,8 @@
 """Runs a training script unchanged, and records what flows through its steps.
 
-It observes by hooks of modules and optimizers, and by the functions in `lockstep.torch_compat.script_patches`. It
-calls no collective of its own, so it neither hangs a script nor repairs one. Loaders read samples in the same process.
-
-A thread in each rank looks whether the rank computes. When none has used the processor for a while, no collective will
-end any more: each rank writes what it has recorded, and where its main thread is.
+It calls no collective of its own, so it neither hangs a script nor repairs one. Loaders read samples in the same
+process. A thread in each rank looks whether the rank computes: when none has used the processor for a while, no
+collective will end any more, and each rank writes what it has recorded, and where its main thread is.
 """
 
 import atexit
@@ -14,7 +12,6 @@ import os
 import pickle
 import random
 import re
-import socket
 import sys
 import threading
 import time
@@ -32,7 +29,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep.environment import rank_facts
+from lockstep.environment import RANK_0_OF_1, rank_facts
 from lockstep.launch.failures import descendants, is_running, read_all, short_path
 from lockstep.launch.script import run_script
 from lockstep.parallel.parallel_model import local
@@ -63,11 +60,7 @@ def observe(task: ScriptTask, *, alone: bool) -> None:
     If `alone`, the process is a world of one, though the launcher has numbered it.
     """
     if alone:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        place = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        os.environ.update(RANK_0_OF_1)
     os.environ.setdefault("TORCHELASTIC_RUN_ID", "lockstep-verify")  # by which Fabric knows torchrun
     facts = rank_facts()
     log = os.open(task.folder / f"output-{facts.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

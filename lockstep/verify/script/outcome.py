@@ -43,9 +43,7 @@ _FIXES: dict[str, dict[str, str]] = {
         ACCELERATE: "train the model that accelerator.prepare(model) returns",
         FABRIC: "train the model that fabric.setup(model, optimizer) returns",
     },
-    "learning rate": {
-        TORCH: "with the global batch held, leave the factor out: lr=lr, not lr * world_size",
-    },
+    "learning rate": {TORCH: "with the global batch held, leave the factor out: lr=lr, not lr * world_size"},
     "learning rate schedule": {
         TORCH: "call scheduler.step() once an optimizer step, and count its steps in optimizer steps",
         ACCELERATE: "leave the schedule out of accelerator.prepare: prepared, it is stepped once for each process; "
@@ -73,9 +71,7 @@ _FIXES: dict[str, dict[str, str]] = {
         FABRIC: "call the model that fabric.setup returns, and fabric.backward(loss) outside of no_backward_sync",
         LIGHTNING: "let training_step return the loss, and Trainer call backward",
     },
-    "sum of gradients": {
-        TORCH: "divide by the number of ranks once: DistributedDataParallel averages already",
-    },
+    "sum of gradients": {TORCH: "divide by the number of ranks once: DistributedDataParallel averages already"},
     "batch statistics": {
         TORCH: "nn.SyncBatchNorm.convert_sync_batchnorm(model), on GPUs, or a normalisation of single samples",
     },

@@ -157,10 +157,8 @@ def hang_cause(records: Sequence[ScriptRecord | None], places: dict[int, str], f
     for mine in zip_longest(*called):
         kinds = [None if one is None else one[:2] for one in mine]
         if any(kind != kinds[0] for kind in kinds):
-            said = ", ".join(
-                f"rank {rank} calls {'nothing' if one is None else f'{one[0]} ({one[1]} elements, {one[2]})'}"
-                for rank, one in enumerate(mine)
-            )
+            calls = ["nothing" if one is None else f"{one[0]} ({one[1]} elements, {one[2]})" for one in mine]
+            said = ", ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
             text = f"ranks call different collectives: {said}; {at}"
             return cause("hang", text, "the collectives that the script calls on each rank, in order", framework)
     if ended := [rank for rank, place in places.items() if not place]:
