@@ -129,12 +129,9 @@ class AnomalyDetector:
 
     def _evaluate(self, step: int, loss: float, norm: float, stop_votes: float, out_of_step: float) -> StepCheck:
         if out_of_step != 0:
-            raise RunError(
-                f"the ranks did not meet in step {step}",
-                where=f"step {step}",
-                why="a rank made a collective call that the others did not make, and theirs were taken for it",
-                fix="look for a collective inside of `if rank == 0`; distributed.debug: detail shows which it was",
-            )
+            why = "a rank made a collective call that the others did not make, and theirs were taken for it"
+            fix = "look for a collective inside of `if rank == 0`; distributed.debug: detail shows which it was"
+            raise RunError(f"the ranks did not meet in step {step}", where=f"step {step}", why=why, fix=fix)
         what = self._problem(step, loss, norm)
         if what is None:
             self.consecutive = 0

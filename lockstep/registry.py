@@ -27,11 +27,9 @@ def load_object(name: str, where: str) -> Any:
     try:
         here: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"there is no module {error.name or module_name!r}, needed by {name}",
-            where=where,
-            fix=advice_for_object(name) or "set PYTHONPATH to the folder that holds it, or install it",
-        ) from None
+        what = f"there is no module {error.name or module_name!r}, needed by {name}"
+        fix = advice_for_object(name) or "set PYTHONPATH to the folder that holds it, or install it"
+        raise UsageError(what, where=where, fix=fix) from None
     except Exception as error:  # a user's module may raise anything
         raise UsageError(
             f"the module {module_name} does not import", where=where, why=f"{type(error).__name__}: {error}"
@@ -104,22 +102,16 @@ class Registry:
         """Return the class or function called `name`, or raise a UsageError if it is something else."""
         found = self.load(name)
         if not callable(found):
-            raise UsageError(
-                f"{name} is a {type(found).__name__}, not a class or a function",
-                where=self.where,
-                fix="name a class or a function, as package.module:Name",
-            )
+            what = f"{name} is a {type(found).__name__}, not a class or a function"
+            raise UsageError(what, where=self.where, fix="name a class or a function, as package.module:Name")
         checked: Callable[..., Any] = found
         return checked
 
     def require(self, name: str) -> None:
         """Raise a UsageError unless `name` ships or has the form `package.module:Name`; nothing is imported."""
         if name not in self.shipped and ":" not in name:
-            raise UsageError(
-                f"there is no {self.kind} {name!r}{did_you_mean(name, self.shipped)}",
-                where=self.where,
-                fix=f"write {self.names()}",
-            )
+            what = f"there is no {self.kind} {name!r}{did_you_mean(name, self.shipped)}"
+            raise UsageError(what, where=self.where, fix=f"write {self.names()}")
 
     def names(self) -> str:
         """Return the possible names, for messages and help."""

@@ -102,12 +102,9 @@ class RunLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = self._take(self._me)
         except OSError as error:
-            raise UsageError(
-                f"the run directory {self._path.parent} can't be locked",
-                where=str(self._path),
-                why=error.strerror,
-                fix="choose another with --output-dir DIR",
-            ) from None
+            what = f"the run directory {self._path.parent} can't be locked"
+            why = error.strerror
+            raise UsageError(what, where=str(self._path), why=why, fix="choose another with --output-dir DIR") from None
         _held[os.getpid(), self._key] = self
         self._ended.clear()
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
@@ -116,11 +113,9 @@ class RunLock:
     def check(self) -> None:
         """Raise a RunError if another run has taken over because it took this one for dead."""
         if self._lost is not None:
-            raise RunError(
-                f"another run has taken over {self._path.parent}: {self._lost}",
-                why=f"this one gave no sign of life for {PATIENCE:g} s",
-                fix="let the other one go on, or end it and start this one again",
-            )
+            what = f"another run has taken over {self._path.parent}: {self._lost}"
+            why = f"this one gave no sign of life for {PATIENCE:g} s"
+            raise RunError(what, why=why, fix="let the other one go on, or end it and start this one again")
 
     def release(self) -> None:
         """Release the lock; nothing happens if this object does not have it."""
@@ -225,12 +220,9 @@ def require_free(directory: Path) -> None:
 
 def _refusal(directory: Path, holder: Holder | None) -> UsageError:
     who = "another process" if holder is None else str(holder)
-    return UsageError(
-        f"another run is writing to {directory}: {who}",
-        where=str(directory / FILE),
-        why="two runs in one run directory would overwrite each other's checkpoints and metrics",
-        fix="wait for it or end it; or give this one a folder of its own with --output-dir DIR",
-    )
+    why = "two runs in one run directory would overwrite each other's checkpoints and metrics"
+    fix = "wait for it or end it; or give this one a folder of its own with --output-dir DIR"
+    return UsageError(f"another run is writing to {directory}: {who}", where=str(directory / FILE), why=why, fix=fix)
 
 
 def _is_elsewhere(holder: Holder, me: Holder, locked: bool | None) -> bool:

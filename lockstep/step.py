@@ -276,11 +276,9 @@ class Step:
         if now == self._trained or (placed.layout.world_size == 1 and not placed.reproducible):
             return
         names = [n for n, was, is_now in zip(placed.parameters, self._trained, now, strict=True) if was != is_now]
-        raise UsageError(
-            f"requires_grad of {listed(names)} was changed after the model was placed",
-            why="gradients are reduced for the parameters that wanted one when the model was placed",
-            fix="leave requires_grad as it was, and write Trainer(…, freeze_until={'module.name': first_step})",
-        )
+        why = "gradients are reduced for the parameters that wanted one when the model was placed"
+        fix = "leave requires_grad as it was, and write Trainer(…, freeze_until={'module.name': first_step})"
+        raise UsageError(f"requires_grad of {listed(names)} was changed after the model was placed", why=why, fix=fix)
 
     def flush(self) -> None:
         """Read pending numbers before a checkpoint, which must contain no bad ones; the host waits for the device."""

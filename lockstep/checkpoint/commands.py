@@ -36,10 +36,8 @@ def run(verb: str, path: str | Path, **options: Any) -> str:
     chosen = {key: value for key, value in options.items() if value is not None}
     accepted = _OPTIONS.get(verb, ())
     if stray := [key for key in chosen if key not in accepted]:
-        raise UsageError(
-            f"`lockstep checkpoint {verb}` takes no {stray[0]}",
-            fix=f"`lockstep checkpoint {verb}` takes {', '.join(accepted) or 'a path alone'}",
-        )
+        what = f"`lockstep checkpoint {verb}` takes no {stray[0]}"
+        raise UsageError(what, fix=f"`lockstep checkpoint {verb}` takes {', '.join(accepted) or 'a path alone'}")
     return _ACTIONS[verb](Path(path), **chosen)
 
 
@@ -78,11 +76,9 @@ def _verify(path: Path) -> str:
     problems = {checkpoint: verify(checkpoint) or unreadable(checkpoint) for checkpoint in checkpoints}
     damaged = {checkpoint: found for checkpoint, found in problems.items() if found}
     if damaged:
-        raise DamagedError(
-            f"{len(damaged)} of {len(checkpoints)} checkpoints damaged",
-            why="; ".join(f"{checkpoint.name}: {', '.join(found)}" for checkpoint, found in damaged.items()),
-            fix="delete or restore what is damaged; a run resumes from the newest whole one",
-        )
+        why = "; ".join(f"{checkpoint.name}: {', '.join(found)}" for checkpoint, found in damaged.items())
+        fix = "delete or restore what is damaged; a run resumes from the newest whole one"
+        raise DamagedError(f"{len(damaged)} of {len(checkpoints)} checkpoints damaged", why=why, fix=fix)
     return "\n".join(f"{checkpoint}: whole" for checkpoint in checkpoints)
 
 
@@ -139,10 +135,8 @@ def checkpoints_at(path: Path) -> list[CheckpointPath]:
     for directory in elsewhere or [path / "checkpoints", path]:
         if found := list_checkpoints(directory):
             return found
-    raise UsageError(
-        f"there is no checkpoint in {path}" if path.exists() or elsewhere else f"{path} does not exist",
-        fix="give a run directory, its folder checkpoints/, or one checkpoint in it",
-    )
+    what = f"there is no checkpoint in {path}" if path.exists() or elsewhere else f"{path} does not exist"
+    raise UsageError(what, fix="give a run directory, its folder checkpoints/, or one checkpoint in it")
 
 
 def newest_at(path: Path) -> CheckpointPath:

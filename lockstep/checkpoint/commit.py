@@ -183,10 +183,8 @@ def new_draft(storage: Storage, name: str) -> Iterator[Location]:
 
 def _within_limit(file: str, data: bytes) -> bytes:
     if len(data) > JSON_LIMIT:
-        raise UsageError(
-            f"{file} of the checkpoint would have {len(data) >> 20} MiB, and {JSON_LIMIT >> 20} MiB are read at most",
-            fix="keep large data in tensors, in `extra`, or in a file of your own",
-        )
+        what = f"{file} of the checkpoint would have {len(data) >> 20} MiB, and {JSON_LIMIT >> 20} MiB are read at most"
+        raise UsageError(what, fix="keep large data in tensors, in `extra`, or in a file of your own")
     return data
 
 

@@ -172,10 +172,8 @@ def _safetensors_header(manifest: Manifest) -> bytes:
     position = 0
     for name, info in sorted(manifest.parameters.items()):
         if info.dtype not in _SAFETENSORS_DTYPES:
-            raise UsageError(
-                f"{name} is {info.dtype}, which safetensors can't hold",
-                fix="lockstep checkpoint convert --to torch, or change its dtype before saving",
-            )
+            what = f"{name} is {info.dtype}, which safetensors can't hold"
+            raise UsageError(what, fix="lockstep checkpoint convert --to torch, or change its dtype before saving")
         size = torch.Size(info.shape).numel() * dtype_of(info.dtype).itemsize
         dtype, offsets = _SAFETENSORS_DTYPES[info.dtype], [position, position + size]
         header[name] = {"dtype": dtype, "shape": list(info.shape), "data_offsets": offsets}
@@ -258,10 +256,8 @@ def _read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UsageError(f"{file} is not an index of weights", why=_first_line(error)) from None
         if any(Path(part).name != part or part in ("", "..") or "\0" in part for part in parts):
-            raise UsageError(
-                f"{file} names files outside of its folder",
-                why="an index that reaches elsewhere is not one that a trainer wrote",
-            )
+            what = f"{file} names files outside of its folder"
+            raise UsageError(what, why="an index that reaches elsewhere is not one that a trainer wrote")
         read = [_safetensors(file.with_name(part)) for part in parts]
         weights = {name: tensor for found, _ in read for name, tensor in found.items()}
         return weights, {alias: name for _, ties in read for alias, name in ties.items()}
@@ -278,15 +274,10 @@ def _file_of(source: Path) -> Path:
         if file.is_file():
             return file
     if not source.exists():
-        raise UsageError(
-            f"there is no file or folder {str(source)!r}",
-            fix="give the file with the weights, or the folder that the other trainer wrote",
-        )
-    raise UsageError(
-        f"there are no weights in {source}",
-        why=f"none of {', '.join(_IN_FOLDERS)} is there",
-        fix="give the file with the weights; shards of Accelerate's FSDP become one by `accelerate merge-weights`",
-    )
+        what = f"there is no file or folder {str(source)!r}"
+        raise UsageError(what, fix="give the file with the weights, or the folder that the other trainer wrote")
+    fix = "give the file with the weights; shards of Accelerate's FSDP become one by `accelerate merge-weights`"
+    raise UsageError(f"there are no weights in {source}", why=f"none of {', '.join(_IN_FOLDERS)} is there", fix=fix)
 
 
 def _safetensors(file: Path) -> tuple[Weights, dict[str, str]]:
@@ -322,15 +313,11 @@ def _pickled(file: Path) -> Weights:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
     if not isinstance(found, Mapping) or not found:
-        raise UsageError(
-            f"{file} holds a {type(found).__name__}, where weights by name are needed",
-            fix="save the weights alone: torch.save(model.state_dict(), FILE)",
-        )
+        what = f"{file} holds a {type(found).__name__}, where weights by name are needed"
+        raise UsageError(what, fix="save the weights alone: torch.save(model.state_dict(), FILE)")
     if strange := [n for n, value in found.items() if not (isinstance(n, str) and isinstance(value, Tensor))]:
-        raise UsageError(
-            f"{file} holds {strange[0]!r}, which is not the name of a tensor, among {len(found)} entries",
-            fix="save the weights alone: torch.save(model.state_dict(), FILE)",
-        )
+        what = f"{file} holds {strange[0]!r}, which is not the name of a tensor, among {len(found)} entries"
+        raise UsageError(what, fix="save the weights alone: torch.save(model.state_dict(), FILE)")
     return dict(found)
 
 
@@ -338,22 +325,16 @@ def _check(weights: Weights, source: str | Path) -> None:
     """Refuse tensors that can't be stored or would be larger in memory than in the file, and names that collide."""
     for name, tensor in weights.items():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
-            raise UsageError(
-                f"{name} in {source} can't be imported",
-                why="only dense tensors with values are stored",
-                fix="convert it (Tensor.dequantize, Tensor.to_dense) and save the weights again",
-            )
+            what = f"{name} in {source} can't be imported"
+            fix = "convert it (Tensor.dequantize, Tensor.to_dense) and save the weights again"
+            raise UsageError(what, why="only dense tensors with values are stored", fix=fix)
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise UsageError(
-                f"{name} in {source} has {tensor.numel()} elements, and only some of them are stored",
-                why="it is an expanded view, which would grow in memory",
-                fix="save the weights again with Tensor.contiguous()",
-            )
+            what = f"{name} in {source} has {tensor.numel()} elements, and only some of them are stored"
+            why = "it is an expanded view, which would grow in memory"
+            raise UsageError(what, why=why, fix="save the weights again with Tensor.contiguous()")
     if len({_canonical(name) for name in weights}) < len(weights):
-        raise UsageError(
-            f"two names in {source} differ only in what wrappers add to them ({', '.join(WRAPPER_NAMES)})",
-            fix="save the weights of the model alone: torch.save(model.state_dict(), FILE)",
-        )
+        what = f"two names in {source} differ only in what wrappers add to them ({', '.join(WRAPPER_NAMES)})"
+        raise UsageError(what, fix="save the weights of the model alone: torch.save(model.state_dict(), FILE)")
 
 
 def _first_line(error: Exception) -> str:

@@ -88,11 +88,9 @@ def _choose(directory: Directory, damage: Callable[[Location], str | None], on_d
         on_damaged(checkpoint.path, reason)
         reasons.append(f"{checkpoint.name}: {reason}")
     if reasons:
-        raise RunError(
-            f"none of the {len(reasons)} checkpoints in {directory} is whole",
-            why="; ".join(reasons[:4]),
-            fix="restore one from a backup; or, to start afresh on purpose, move them away or pass --resume never",
-        )
+        what = f"none of the {len(reasons)} checkpoints in {directory} is whole"
+        fix = "restore one from a backup; or, to start afresh on purpose, move them away or pass --resume never"
+        raise RunError(what, why="; ".join(reasons[:4]), fix=fix)
     return None
 
 

@@ -47,10 +47,8 @@ def raw_file(part: str, rank: int) -> str:
 def checked_part(part: str) -> str:
     """Return a folder of tensors, `optimizer/NAME` or `extra/NAME`, or raise a UsageError if NAME can't be one."""
     if not _PART.fullmatch(part):
-        raise UsageError(
-            f"{part.partition('/')[2]!r} can't name a part of a checkpoint",
-            why="it becomes a folder: letters, digits, '_', '-' and '.', not starting with '-' or '.'",
-        )
+        why = "it becomes a folder: letters, digits, '_', '-' and '.', not starting with '-' or '.'"
+        raise UsageError(f"{part.partition('/')[2]!r} can't name a part of a checkpoint", why=why)
     return part
 
 
@@ -143,10 +141,8 @@ class Manifest:
         content = parse_json(data)
         version = content.get("format_version")
         if version != FORMAT_VERSION:
-            raise UsageError(
-                f"the checkpoint has format version {version}; this Lockstep reads version {FORMAT_VERSION}",
-                fix="use the version of Lockstep that wrote it, or a newer one",
-            )
+            what = f"the checkpoint has format version {version}; this Lockstep reads version {FORMAT_VERSION}"
+            raise UsageError(what, fix="use the version of Lockstep that wrote it, or a newer one")
         ranks = content.get("ranks")
         manifest = cls(
             step=count_of(content["step"]),
@@ -211,10 +207,8 @@ def read_manifest(path: Checkpoint) -> Manifest:
         manifest = Manifest.from_bytes(checkpoint.read(MANIFEST, JSON_LIMIT))
     except (FileNotFoundError, NotADirectoryError) as error:
         if isinstance(error, NotADirectoryError) or not checkpoint.storage.exists(checkpoint.name):
-            raise UsageError(
-                f"there is no checkpoint at {checkpoint}",
-                fix="give a folder checkpoints/step-…; `lockstep checkpoint list RUN_DIR` names them",
-            ) from None
+            fix = "give a folder checkpoints/step-…; `lockstep checkpoint list RUN_DIR` names them"
+            raise UsageError(f"there is no checkpoint at {checkpoint}", fix=fix) from None
         raise DamagedError(
             f"{checkpoint} has no {MANIFEST}", why="it is not a checkpoint, or was only partly copied"
         ) from None

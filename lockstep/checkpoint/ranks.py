@@ -190,11 +190,8 @@ def scatter(
             if name in whole and tuple(whole[name].shape) != shape
         ]
         if whys := whys + reshaped[:4]:
-            raise UsageError(
-                "the state that was given is another model's",
-                why="; ".join(whys),
-                fix="give rank 0 the state_dict of this model, with the names that it has without wrappers",
-            )
+            fix = "give rank 0 the state_dict of this model, with the names that it has without wrappers"
+            raise UsageError("the state that was given is another model's", why="; ".join(whys), fix=fix)
         return sorted(wanted)
 
     for name in ranks.all_reduce(failure, lambda: (shapes, mine.aliases), check):

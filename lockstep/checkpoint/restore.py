@@ -95,11 +95,8 @@ def verify_together(checkpoint: Location, ranks: Ranks) -> Manifest:
         lambda shares: sorted(problem for share in shares for problem in share),
     )
     if problems:
-        raise DamagedError(
-            f"the checkpoint {checkpoint} is damaged",
-            why=listed(problems),
-            fix="resume from an older one: lockstep checkpoint list shows which are whole",
-        )
+        fix = "resume from an older one: lockstep checkpoint list shows which are whole"
+        raise DamagedError(f"the checkpoint {checkpoint} is damaged", why=listed(problems), fix=fix)
     return manifest
 
 
@@ -145,16 +142,12 @@ def _check_ties(checkpoint: Location, model: _Target, declared: Collection[str])
         kept = model.owner.get(name, name)
         first = in_memory.setdefault(block.memory, name)
         if model.owner.get(first, first) != kept:
-            raise UsageError(
-                f"{first} and {name} are tied in the model, but two parameters in {checkpoint}",
-                fix="untie them before loading, or build the model as it was built for the run that saved",
-            )
+            fix = "untie them before loading, or build the model as it was built for the run that saved"
+            raise UsageError(f"{first} and {name} are tied in the model, but two parameters in {checkpoint}", fix=fix)
         other = stored.setdefault(kept, name)
         if model.blocks[other].memory != block.memory and not {name, other} & set(declared):
-            raise UsageError(
-                f"{other} and {name} are two parameters in the model, but tied in {checkpoint}",
-                fix="tie them before loading: training would pull them apart",
-            )
+            what = f"{other} and {name} are two parameters in the model, but tied in {checkpoint}"
+            raise UsageError(what, fix="tie them before loading: training would pull them apart")
 
 
 def _compare(checkpoint: Location, stored: dict[str, _Infos], ranks: list[dict[str, _Infos]]) -> None:
@@ -177,11 +170,8 @@ def _compare(checkpoint: Location, stored: dict[str, _Infos], ranks: list[dict[s
             if dtype != stored_dtype:
                 dtypes.add(f"{prefix}{name} (stored {stored_dtype}, wanted {dtype})")
     if differing := [f"{kind}: {listed(sorted(names))}" for kind, names in found.items() if names]:
-        raise UsageError(
-            f"{checkpoint} does not fit this model",
-            why="; ".join(differing),
-            fix="build the model and the optimizer from the config beside the checkpoint's state, config.yaml",
-        )
+        fix = "build the model and the optimizer from the config beside the checkpoint's state, config.yaml"
+        raise UsageError(f"{checkpoint} does not fit this model", why="; ".join(differing), fix=fix)
 
 
 def unreadable(path: Checkpoint) -> list[str]:
@@ -262,10 +252,8 @@ def restore_optimizer(
     """
     stored_groups = groups["groups"]
     if len(stored_groups) != len(optimizer.param_groups):
-        raise UsageError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(stored_groups)}",
-            fix=_AS_BUILT,
-        )
+        what = f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(stored_groups)}"
+        raise UsageError(what, fix=_AS_BUILT)
     home = {name: i for i, group in enumerate(stored_groups) for name in group["params"]}
     for i, group in enumerate(optimizer.param_groups):
         for name in (_name(parameter, names) for parameter in group["params"]):

@@ -124,10 +124,8 @@ def blocks_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
                 f"{name} is a {type(tensor).__name__}, where a checkpoint holds tensors", fix="put it in `state`"
             )
         if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
-            raise UsageError(
-                f"{name} can't be in a checkpoint: it is on device {tensor.device} with layout {tensor.layout}",
-                why="only dense tensors with values are stored",
-            )
+            what = f"{name} can't be in a checkpoint: it is on device {tensor.device} with layout {tensor.layout}"
+            raise UsageError(what, why="only dense tensors with values are stored")
         with torch.no_grad():
             if isinstance(tensor, DTensor):
                 offset = tuple(chunks_of(tensor).offsets)
@@ -230,10 +228,8 @@ def merge(ranks: Sequence[Description]) -> CheckpointPlan:
                 first = whole[part].setdefault(name, info)
                 if first != info:
                     one, another = (f"{dtype}{list(shape)}" for shape, dtype in (first, info))
-                    raise UsageError(
-                        f"ranks disagree about {name}: {one} on one, {another} on another",
-                        why="a name means one tensor, whichever ranks hold it",
-                    )
+                    what = f"ranks disagree about {name}: {one} on one, {another} on another"
+                    raise UsageError(what, why="a name means one tensor, whichever ranks hold it")
     aliases = _merged_aliases([rank.aliases for rank in ranks], whole[MODEL])
     parameters = {name: ParameterInfo(*info, aliases.get(name, ())) for name, info in whole[MODEL].items()}
     return CheckpointPlan(parts, parameters, _merged_groups([rank.groups for rank in ranks]))
@@ -247,10 +243,8 @@ def _merged_aliases(ranks: Sequence[_Aliases], names: Collection[str]) -> dict[s
             merged[name] = tuple(dict.fromkeys((*merged.get(name, ()), *others)))
     for name, others in merged.items():
         if both := [other for other in others if other in names]:
-            raise UsageError(
-                f"{name} and {both[0]} are one parameter on one rank and two on another",
-                fix="give every rank's snapshot aliases={canonical name: (further names,)}",
-            )
+            what = f"{name} and {both[0]} are one parameter on one rank and two on another"
+            raise UsageError(what, fix="give every rank's snapshot aliases={canonical name: (further names,)}")
     return merged
 
 

@@ -85,11 +85,9 @@ def writer_of(format: Format, staged: Staged, ranks: Ranks, failure: str) -> For
 
 def _require_seen(draft: Location) -> None:
     if not draft.storage.sees(draft.name):
-        raise RunError(
-            f"{draft} was made by rank 0, but this rank does not see it",
-            why="the folder of checkpoints is not shared between the hosts",
-            fix="choose an --output-dir on a file system that all hosts mount",
-        )
+        what = f"{draft} was made by rank 0, but this rank does not see it"
+        why = "the folder of checkpoints is not shared between the hosts"
+        raise RunError(what, why=why, fix="choose an --output-dir on a file system that all hosts mount")
 
 
 class ShardedWriter(FormatWriter):

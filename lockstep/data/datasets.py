@@ -58,19 +58,13 @@ def _check_arguments(builder: Callable[..., Any], args: Mapping[str, Any], name:
     accepted = keywords_of(signature)
     unknown = [key for key in args if accepted is not None and key not in accepted]
     if unknown and accepted is not None:
-        raise UsageError(
-            f"{name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}",
-            where=f"data.args.{unknown[0]}",
-            fix=f"it takes {', '.join(accepted) or 'none'}",
-        )
+        what = f"{name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}"
+        raise UsageError(what, where=f"data.args.{unknown[0]}", fix=f"it takes {', '.join(accepted) or 'none'}")
     for parameter in signature.parameters.values():
         variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if parameter.default is parameter.empty and not variable and parameter.name not in args:
-            raise UsageError(
-                f"{name} needs the argument {parameter.name!r}",
-                where=f"data.args.{parameter.name}",
-                fix=f"set data.args.{parameter.name}",
-            )
+            what = f"{name} needs the argument {parameter.name!r}"
+            raise UsageError(what, where=f"data.args.{parameter.name}", fix=f"set data.args.{parameter.name}")
 
 
 def _signature(builder: Callable[..., Any]) -> inspect.Signature:
@@ -98,11 +92,9 @@ def _users(builder: Callable[..., Any], args: dict[str, Any], name: str, seed: i
     for part, role in ((train, "training"), (validation, "validation")):
         readable = hasattr(part, "__iter__") or (hasattr(part, "__getitem__") and hasattr(part, "__len__"))
         if not readable and not (part is None and role == "validation"):
-            raise UsageError(
-                f"{name} gave {type(part).__name__} for its {role} data, which is not a dataset",
-                where="data.name",
-                fix="return something with __len__ and __getitem__, an iterable, or a pair (training, validation)",
-            )
+            what = f"{name} gave {type(part).__name__} for its {role} data, which is not a dataset"
+            fix = "return something with __len__ and __getitem__, an iterable, or a pair (training, validation)"
+            raise UsageError(what, where="data.name", fix=fix)
     return Data(train, validation, facts=dict(getattr(train, "facts", {})))
 
 
@@ -137,11 +129,9 @@ def hugging_face(
     wanted = [text_field] if columns is None else list(columns)
     for column in wanted:
         if column not in train.column_names:
-            raise UsageError(
-                f"hf:{name} has no column {column!r}",
-                where="data.args.text_field" if columns is None else "data.args.columns",
-                fix=f"it has {', '.join(train.column_names)}; `columns` takes rows of any of them as samples",
-            )
+            what = f"hf:{name} has no column {column!r}"
+            fix = f"it has {', '.join(train.column_names)}; `columns` takes rows of any of them as samples"
+            raise UsageError(what, where="data.args.text_field" if columns is None else "data.args.columns", fix=fix)
     if columns is not None:
         train = train.with_format("torch", columns=wanted)
         if validation is not None:
@@ -172,12 +162,9 @@ def _load(name: str, config: str | None) -> Any:
     try:
         return datasets.load_dataset(name, config)
     except Exception as error:  # the package and its dependencies raise many kinds
-        raise UsageError(
-            f"hf:{name} can't be loaded",
-            where="data.name",
-            why=f"{type(error).__name__}: {error}".splitlines()[0],
-            fix="check the name, data.args.config and the network; a local folder works without one: hf:./folder",
-        ) from error
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        fix = "check the name, data.args.config and the network; a local folder works without one: hf:./folder"
+        raise UsageError(f"hf:{name} can't be loaded", where="data.name", why=why, fix=fix) from error
 
 
 SIZES = (8, 16, 32)
@@ -209,19 +196,13 @@ def digits(*, image_size: int = 32, validation_fraction: float = 0.1) -> Data:
     """
     check_fraction(validation_fraction)
     if image_size not in SIZES:
-        raise UsageError(
-            f"digits has no image_size {image_size!r}",
-            where="data.args.image_size",
-            fix=f"choose {', '.join(map(str, SIZES))}",
-        )
+        what = f"digits has no image_size {image_size!r}"
+        raise UsageError(what, where="data.args.image_size", fix=f"choose {', '.join(map(str, SIZES))}")
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise UsageError(
-            "the data set digits needs scikit-learn",
-            where="data.name: digits",
-            fix="pip install 'lockstep-train[digits]'",
-        ) from None
+        what = "the data set digits needs scikit-learn"
+        raise UsageError(what, where="data.name: digits", fix="pip install 'lockstep-train[digits]'") from None
     loaded = load_digits()
     small = torch.from_numpy(loaded.images).float().div(16)[:, None]  # pixels are 0 … 16
     images = small if image_size == 8 else F.interpolate(small, size=(image_size, image_size), mode="bilinear")

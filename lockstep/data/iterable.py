@@ -106,10 +106,8 @@ class IterableSteps:
             self._stream = Stream(self._iterable, self._seed, epoch, position, inner, key)
             if not self._any(self._stream.more):
                 if step == 0:
-                    raise UsageError(
-                        f"the {type(self._iterable).__name__} is empty: there is nothing to train on",
-                        fix="give it batches, or check what it reads",
-                    )
+                    what = f"the {type(self._iterable).__name__} is empty: there is nothing to train on"
+                    raise UsageError(what, fix="give it batches, or check what it reads")
                 return
             last = False
             while not last and (self._stop is None or step < self._stop):
@@ -140,12 +138,9 @@ class IterableSteps:
                 if piece is not None:
                     self._latest = (piece, step, index)
                 if self._latest is None:
-                    raise RunError(
-                        "this rank's share of the data is empty",
-                        where=f"step {step}",
-                        why="a rank whose stream has ended repeats its latest batch, with weight zero; it had none",
-                        fix="give each rank at least one batch",
-                    )
+                    what = "this rank's share of the data is empty"
+                    why = "a rank whose stream has ended repeats its latest batch, with weight zero; it had none"
+                    raise RunError(what, where=f"step {step}", why=why, fix="give each rank at least one batch")
                 shared.append((self._latest, piece is not None))
         else:
             pieces = stream.take(self._micro_batches, self._batch_size)
@@ -165,11 +160,8 @@ class IterableSteps:
                     seed_from("collate", self._seed, step, index)
                     batch = self._collate(piece)
             except Exception as error:
-                raise RunError(
-                    f"collating micro-batch {index} of step {step} failed",
-                    where=users_line(error),
-                    why=f"{type(error).__name__}: {error}",
-                ) from error
+                what = f"collating micro-batch {index} of step {step} failed"
+                raise RunError(what, where=users_line(error), why=f"{type(error).__name__}: {error}") from error
         return MicroBatch(index, batch if self._device.type == "cpu" else move(batch, self._device), real)
 
 
@@ -245,8 +237,6 @@ class Stream:
         except LockstepError:
             raise
         except Exception as error:
-            raise RunError(
-                f"item {self.position} of the {type(self._iterable).__name__} failed in epoch {self._keys[2]}",
-                where=users_line(error),
-                why=f"{type(error).__name__}: {error}".splitlines()[0],
-            ) from error
+            what = f"item {self.position} of the {type(self._iterable).__name__} failed in epoch {self._keys[2]}"
+            where = users_line(error)
+            raise RunError(what, where=where, why=f"{type(error).__name__}: {error}".splitlines()[0]) from error

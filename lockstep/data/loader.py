@@ -281,12 +281,10 @@ class StepLoader:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             return f"process {worker.pid} {how}"
 
-        return RunError(
-            "a data worker died" if dead else "a data worker gave no answer",
-            where=f"while it read {reading}" if reading else None,
-            why=", ".join(end_of(workers[number]) for number in dead) or text.splitlines()[0],
-            fix="set data.num_workers: 0 to see the dataset's own error; a killed worker was often out of memory",
-        )
+        what = "a data worker died" if dead else "a data worker gave no answer"
+        why = ", ".join(end_of(workers[number]) for number in dead) or text.splitlines()[0]
+        fix = "set data.num_workers: 0 to see the dataset's own error; a killed worker was often out of memory"
+        return RunError(what, where=f"while it read {reading}" if reading else None, why=why, fix=fix)
 
     def _planned(self) -> Iterator[_Plan]:
         for step in itertools.count(self._start) if self._stop is None else range(self._start, self._stop):

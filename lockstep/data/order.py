@@ -118,11 +118,8 @@ class SampleOrder:
     ) -> None:  # fmt: skip
         check_batch_sizes(batch_size, global_batch_size)
         if num_samples < 1:
-            raise UsageError(
-                "the dataset is empty: there is nothing to train on",
-                where="data",
-                fix="check what it reads: its __len__ is 0",
-            )
+            what = "the dataset is empty: there is nothing to train on"
+            raise UsageError(what, where="data", fix="check what it reads: its __len__ is 0")
         self.dropped_per_epoch = num_samples % global_batch_size if drop_last else 0
         if self.dropped_per_epoch == num_samples:
             raise UsageError(
@@ -229,11 +226,9 @@ class SamplerOrder:
             self._iterator = iter(self._sampler)
             self._ahead = self._pull()
             if self._ahead is None:
-                raise UsageError(
-                    f"the sampler {type(self._sampler).__name__} yields nothing in epoch {self._epoch}",
-                    why="each epoch iterates it anew" if self._epoch else None,
-                    fix="give a sampler that can be iterated more than once" if self._epoch else None,
-                )
+                what = f"the sampler {type(self._sampler).__name__} yields nothing in epoch {self._epoch}"
+                fix = "give a sampler that can be iterated more than once" if self._epoch else None
+                raise UsageError(what, why="each epoch iterates it anew" if self._epoch else None, fix=fix)
         taken: list[list[int]] = []
         while self._ahead is not None and len(taken) < self._micro_batches:
             taken.append(self._ahead)
@@ -289,16 +284,12 @@ class DistributedSampler(Sampler[int]):
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0  # of the next iteration
         if not 0 <= self.rank < self.num_replicas:
-            raise UsageError(
-                f"rank {self.rank} is not below num_replicas {self.num_replicas}",
-                fix="ranks count from 0; leave both out, and they are those of the process group",
-            )
+            what = f"rank {self.rank} is not below num_replicas {self.num_replicas}"
+            raise UsageError(what, fix="ranks count from 0; leave both out, and they are those of the process group")
         self.dropped_per_epoch = self.num_samples % self.num_replicas if drop_last else 0
         if self.num_samples - self.dropped_per_epoch < 1:
-            raise UsageError(
-                f"{self.num_samples} samples leave nothing for {self.num_replicas} ranks to share",
-                fix="use fewer ranks, more samples, or drop_last=False",
-            )
+            what = f"{self.num_samples} samples leave nothing for {self.num_replicas} ranks to share"
+            raise UsageError(what, fix="use fewer ranks, more samples, or drop_last=False")
 
     def __len__(self) -> int:
         return len(range(self.rank, self.num_samples - self.dropped_per_epoch, self.num_replicas))

@@ -89,12 +89,9 @@ def read_chunks(file: Path) -> Iterator[str]:
             while chunk := opened.read(CHUNK):
                 yield chunk + opened.readline()
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{file} is not UTF-8 text",
-            where="data.args.path",
-            why=f"{error.reason}: byte 0x{error.object[error.start]:02x}",
-            fix="convert it (`iconv -t utf-8`), or move files without text out of the folder",
-        ) from None
+        why = f"{error.reason}: byte 0x{error.object[error.start]:02x}"
+        fix = "convert it (`iconv -t utf-8`), or move files without text out of the folder"
+        raise UsageError(f"{file} is not UTF-8 text", where="data.args.path", why=why, fix=fix) from None
 
 
 def topics() -> list[str]:
@@ -102,11 +99,9 @@ def topics() -> list[str]:
     try:
         from pydoc_data.topics import topics as texts
     except ImportError:
-        raise UsageError(
-            "this Python comes without its documentation (the module pydoc_data)",
-            where="data.name: python-docs",
-            fix="use another data set (text, with a path of your own), or a Python with its whole library",
-        ) from None
+        what = "this Python comes without its documentation (the module pydoc_data)"
+        fix = "use another data set (text, with a path of your own), or a Python with its whole library"
+        raise UsageError(what, where="data.name: python-docs", fix=fix) from None
     return [texts[name] for name in sorted(texts)]
 
 

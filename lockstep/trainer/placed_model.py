@@ -146,11 +146,9 @@ class PlacedModel:
         placed = self._placed
         self._cluster.check()
         if any(parameter.grad is not None for parameter in placed.parameters.values()):
-            raise UsageError(
-                "the gradients of the last backward are still there",
-                why="one call is one step: its mean is over all that it is given, and does not add up over calls",
-                fix="pass all micro-batches of a step to one backward(…), and zero_grad() after the update",
-            )
+            why = "one call is one step: its mean is over all that it is given, and does not add up over calls"
+            fix = "pass all micro-batches of a step to one backward(…), and zero_grad() after the update"
+            raise UsageError("the gradients of the last backward are still there", why=why, fix=fix)
         for look in placed.checks:
             look(self.step)
         micro_batches, micro_batches_per_step = self._assigner.assign(batches, self.step, "backward")
@@ -292,11 +290,9 @@ def _configured(config: Config, settings: dict[str, Any]) -> Config:
     for key in dotted:
         section, _, name = key.partition(".")
         if section not in _SECTIONS and not (section == "training" and name in _OF_TRAINING):
-            raise UsageError(
-                f"{key} means nothing to lockstep.place",
-                why="data, optimizers, schedules, clipping and checkpoints are the loop's own",
-                fix="leave it out, or let lockstep.Trainer run the step",
-            )
+            what = f"{key} means nothing to lockstep.place"
+            why = "data, optimizers, schedules, clipping and checkpoints are the loop's own"
+            raise UsageError(what, why=why, fix="leave it out, or let lockstep.Trainer run the step")
     return with_settings(config, dotted)
 
 

@@ -448,12 +448,10 @@ class Trainer:
             return True
         shared = checkpoint.is_shared(folder)
         if not shared and config.format != "full":
-            raise UsageError(
-                f"the hosts do not share {folder}",
-                where="checkpoint.format: " + config.format,
-                why="each rank writes its part of a checkpoint, and they belong into one folder",
-                fix="choose an --output-dir that all hosts mount, or checkpoint.format: full, which rank 0 writes",
-            )
+            what = f"the hosts do not share {folder}"
+            why = "each rank writes its part of a checkpoint, and they belong into one folder"
+            fix = "choose an --output-dir that all hosts mount, or checkpoint.format: full, which rank 0 writes"
+            raise UsageError(what, where="checkpoint.format: " + config.format, why=why, fix=fix)
         return shared
 
     @property
