@@ -26,55 +26,13 @@ from lockstep.checkpoint.manifest import DamagedError, config_text, read_manifes
 from lockstep.checkpoint.ranks import Ranks, gather, scatter
 from lockstep.checkpoint.restore import load, optimizer_state, optimizer_targets, optimizers_in, restore_optimizer
 from lockstep.checkpoint.snapshot import Snapshot
-from lockstep.checkpoint.storage import (
-    MANIFEST,
-    Checkpoint,
-    CheckpointPath,
-    Directory,
-    Location,
-    Storage,
-    build_storage,
-    step_name,
-    step_of,
-)
+from lockstep.checkpoint.storage import Checkpoint, CheckpointPath, Directory, Location, Storage, build_storage, step_of
+from lockstep.checkpoint.values import MANIFEST
 
 __all__ = [
-    "MANIFEST",
-    "AsyncSaver",
-    "Checkpoint",
-    "CheckpointPath",
-    "DamagedError",
-    "Directory",
-    "Location",
-    "Ranks",
-    "SaveOptions",
-    "Snapshot",
-    "Storage",
-    "build_storage",
-    "config_text",
-    "copy_to_hosts",
-    "digest",
-    "digest_tensors",
-    "export_safetensors",
-    "gather",
-    "import_weights",
-    "is_shared",
-    "list_checkpoints",
-    "load",
-    "newest",
-    "optimizer_state",
-    "optimizer_targets",
-    "optimizers_in",
-    "read_manifest",
-    "read_state",
-    "restore_optimizer",
-    "resume_point",
-    "rotate",
-    "save",
-    "scatter",
-    "set_aside",
-    "step_name",
-    "step_of",
-    "verify",
-    "weights",
-]
+    "MANIFEST", "AsyncSaver", "Checkpoint", "CheckpointPath", "DamagedError", "Directory", "Location", "Ranks",
+    "SaveOptions", "Snapshot", "Storage", "build_storage", "config_text", "copy_to_hosts", "digest", "digest_tensors",
+    "export_safetensors", "gather", "import_weights", "is_shared", "list_checkpoints", "load", "newest",
+    "optimizer_state", "optimizer_targets", "optimizers_in", "read_manifest", "read_state", "restore_optimizer",
+    "resume_point", "rotate", "save", "scatter", "set_aside", "step_of", "verify", "weights",
+]  # fmt: skip

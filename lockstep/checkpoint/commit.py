@@ -17,34 +17,17 @@ import torch
 import torch.distributed as dist
 
 from lockstep import accelerator
-from lockstep.checkpoint.manifest import CONFIG, JSON_LIMIT, MODEL, STATE, Manifest, verify
+from lockstep.checkpoint.manifest import CONFIG, MODEL, STATE, Manifest, verify
 from lockstep.checkpoint.posix import storage_at
 from lockstep.checkpoint.ranks import Ranks
-from lockstep.checkpoint.snapshot import (
-    GROUPS_KEY,
-    CheckpointPlan,
-    Description,
-    Part,
-    Snapshot,
-    Staged,
-    TensorBlock,
-    merge,
-    stage,
-)
-from lockstep.checkpoint.storage import (
-    SHARED_MARK,
-    CheckpointPath,
-    Directory,
-    Location,
-    Storage,
-    aside_name,
-    step_name,
-    step_of,
-)
+from lockstep.checkpoint.snapshot import CheckpointPlan, Description, Part, Snapshot, Staged, TensorBlock, merge, stage
+from lockstep.checkpoint.storage import CheckpointPath, Directory, Location, Storage, aside_name, step_name, step_of
+from lockstep.checkpoint.values import GROUPS_KEY, JSON_LIMIT
 from lockstep.checkpoint.write import Format, WrittenFiles, writer_of
 from lockstep.collectives import create_once
 from lockstep.errors import RunError, UsageError
 
+SHARED_MARK = ".shared"  # the name of the draft that `is_shared` makes, to find out whether ranks see one storage
 _FIRST_PAUSE = 0.5  # seconds before the second try; doubled for each further one
 _ATTEMPTS, _SECONDS_BETWEEN_ATTEMPTS = 5, 0.2  # a network file system may show a new folder a moment later
 

@@ -11,10 +11,11 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 from lockstep.checkpoint.posix import locate
-from lockstep.checkpoint.storage import MANIFEST, Checkpoint, FileInfo, Location, step_of
+from lockstep.checkpoint.storage import Checkpoint, FileInfo, Location, step_of
+from lockstep.checkpoint.values import JSON_LIMIT, MANIFEST, count_of, counts_of, parse_json, text_of
 from lockstep.errors import RunError, UsageError
 from lockstep.progress import Advance, progress_of
 
@@ -23,8 +24,6 @@ STATE = "state.json"
 CONFIG = "config.yaml"
 METADATA = ".metadata"  # in each part: where each block lies in its tensor files
 MODEL = "model"
-JSON_LIMIT = 256 << 20  # bytes: about two million parameters in a manifest
-METADATA_LIMIT = 1 << 30  # bytes of DCP's `.metadata`, which names every block of every tensor
 
 _PART = re.compile(r"model|(?:optimizer|extra)/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TENSOR_FILE = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp|rank-[0-9]{5,}\.raw")
@@ -50,45 +49,6 @@ def checked_part(part: str) -> str:
         why = "it becomes a folder: letters, digits, '_', '-' and '.', not starting with '-' or '.'"
         raise UsageError(f"{part.partition('/')[2]!r} can't name a part of a checkpoint", why=why)
     return part
-
-
-def parse_json(data: bytes, *, finite: bool = True) -> dict[str, Any]:
-    """Parse a JSON object; raise a ValueError if it is none, or is nested too deeply for Python.
-
-    With `finite`, NaN and Infinity are refused, which JSON does not have, though Python writes and reads them.
-    """
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"it holds {constant}, which is not a number")
-
-    try:
-        found = json.loads(data, parse_constant=refuse if finite else None)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if type(found) is not dict:
-        raise ValueError(f"it holds a {type(found).__name__}, where an object is needed")
-    return found
-
-
-def count_of(value: Any) -> int:
-    """Return a size, an offset or a number of things; ValueError unless it is whole, from 0 to 2⁶³ - 1."""
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"it holds {str(value)[:40]!r}, where a count is needed")
-    return value
-
-
-def counts_of(values: Any) -> tuple[int, ...]:
-    """Return a list of counts as a tuple; ValueError unless it is one."""
-    if type(values) is not list:
-        raise ValueError(f"it holds {str(values)[:40]!r}, where counts are needed")
-    return tuple(count_of(value) for value in values)
-
-
-def text_of(value: Any) -> str:
-    """Return a string as it is; ValueError unless it is one."""
-    if type(value) is not str:
-        raise ValueError(f"it holds {str(value)[:40]!r}, where a text is needed")
-    return value
 
 
 @dataclass(frozen=True)

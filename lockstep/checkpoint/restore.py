@@ -13,14 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.manifest import (
-    MODEL,
-    DamagedError,
-    Manifest,
-    problems_of_files,
-    read_manifest,
-    read_state,
-)
+from lockstep.checkpoint.manifest import MODEL, DamagedError, Manifest, problems_of_files, read_manifest, read_state
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.read import LocalReader, PartReader, open_part

@@ -6,7 +6,6 @@ of the whole. Each rank then sends a `Description`, without values. Rank 0 merge
 raises one error on all ranks. The format decides which rank writes which bytes (`write.FormatWriter.plan`).
 """
 
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +20,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.manifest import MODEL, ParameterInfo, checked_part
+from lockstep.checkpoint.values import GROUPS_KEY, dtype_name
 from lockstep.errors import UsageError
 from lockstep.torch_compat.checkpoint_format import chunks_of
-
-GROUPS_KEY = "optimizer_groups"  # the key of state.json for the parameter groups of the optimizers
 
 
 @dataclass(frozen=True)
@@ -173,26 +171,6 @@ def as_json(value: Any, place: str) -> Any:
         return value
     fix = "put tensors in `extra`" if isinstance(value, Tensor) else "turn it into numbers, strings, lists and dicts"
     raise UsageError(f"{place} is a {type(value).__name__}, which JSON can't hold", fix=fix)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return `bfloat16` for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return torch.bfloat16 for `bfloat16`; raise a ValueError for a name that is not a dtype."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or dtype_name(dtype) != name:
-        raise ValueError(f"{name!r} is not a dtype")
-    return dtype
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the elements of a tensor, row by row, as bytes; no copy if it is contiguous on CPU."""
-    assert sys.byteorder == "little"
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
 
 
 _Aliases = Mapping[str, tuple[str, ...]]

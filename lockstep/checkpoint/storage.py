@@ -24,8 +24,6 @@ from lockstep.errors import UsageError
 from lockstep.progress import Advance
 from lockstep.registry import require_methods
 
-MANIFEST = "manifest.json"  # files with a manifest are a checkpoint
-SHARED_MARK = ".shared"  # the name of the draft that `is_shared` makes, to find out whether ranks see one storage
 _STEP = re.compile(r"step-([0-9]{8,})")
 _CHUNK = 4 << 20  # bytes read at a time for a checksum
 

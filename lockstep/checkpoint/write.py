@@ -27,18 +27,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from lockstep.checkpoint.manifest import METADATA, raw_file
 from lockstep.checkpoint.ranks import Ranks, TensorSource, gather_tensor, held_blocks, sources_of
-from lockstep.checkpoint.snapshot import (
-    CheckpointPlan,
-    Description,
-    Part,
-    Staged,
-    TensorBlock,
-    dtype_name,
-    global_plan,
-    local_plan,
-    tensor_bytes,
-)
+from lockstep.checkpoint.snapshot import CheckpointPlan, Description, Part, Staged, TensorBlock, global_plan, local_plan
 from lockstep.checkpoint.storage import ChecksumStream, FileInfo, Location
+from lockstep.checkpoint.values import dtype_name, tensor_bytes
 from lockstep.errors import RunError
 
 Format = Literal["sharded", "full", "local"]
