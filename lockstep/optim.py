@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.config import TrainingConfig
-from lockstep.errors import RunError, UsageError, did_you_mean
-from lockstep.registry import OPTIMIZERS, SCHEDULES, require_call
+from lockstep.errors import RunError, UsageError
+from lockstep.registry import OPTIMIZERS, SCHEDULES, keywords_of, require_arguments, require_call
 
 # In these optimizers the update of each element depends on that element alone, so a shard is updated like the whole.
 _ELEMENTWISE: set[type[Optimizer]] = {
@@ -109,17 +109,12 @@ def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
     if isinstance(kind, type) and not issubclass(kind, Optimizer):
         fix = "name a class that is one, or a function (params, lr, …) that returns an object of one"
         raise UsageError(f"{name} is not a subclass of torch.optim.Optimizer", where=OPTIMIZERS.where, fix=fix)
-    parameters = inspect.signature(kind).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    accepted = [key for key in parameters if key not in ("params", "self")]
-    if "lr" not in accepted and not takes_any:
-        what = f"the optimizer {name} takes no argument 'lr'"
+    accepted = keywords_of(kind)
+    if accepted is not None and "lr" not in accepted:
         why = "it is made with lr=training.learning_rate, and the schedule sets lr of its groups"
+        what = f"the optimizer {name} takes no argument 'lr'"
         raise UsageError(what, where=OPTIMIZERS.where, why=why, fix="let __init__ take (params, lr, …)")
-    unknown = [key for key in args if key not in accepted]
-    if unknown and not takes_any:
-        what = f"the optimizer {name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}"
-        raise UsageError(what, where=f"training.optimizer_args.{unknown[0]}", fix=f"it takes {', '.join(accepted)}")
+    require_arguments(kind, {"lr": 0.0, **args}, f"the optimizer {name}", "training.optimizer_args", [])
 
 
 def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, nn.Parameter]) -> None:

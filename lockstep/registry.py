@@ -8,6 +8,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,35 @@ def require_call(found: Any, arguments: Sequence[str], name: str, where: str, *,
             f"{name} can't be called with {listed if arguments else 'no arguments'}",
             where=where, why=str(error), fix=fix or f"write def {definition}",
         ) from None  # fmt: skip
+
+
+def keywords_of(found: Any) -> list[str] | None:
+    """Return the names of a callable's keyword arguments; None if it accepts any name."""
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except ValueError:  # a builtin without a signature
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [parameter.name for parameter in parameters if parameter.kind in by_name]
+
+
+def require_arguments(found: Any, keywords: Mapping[str, Any], name: str, where: str, *positional: Any) -> None:
+    """Check that a class or function takes a config's arguments, which stand at `where`; it is not called.
+
+    Raises:
+        UsageError: it does not; with the nearest name for one that it does not know.
+    """
+    accepted = keywords_of(found)
+    if accepted is not None and (unknown := [key for key in keywords if key not in accepted]):
+        what = f"{name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}"
+        raise UsageError(what, where=f"{where}.{unknown[0]}", fix=f"it takes {', '.join(accepted) or 'none'}")
+    with suppress(ValueError):  # a builtin without a signature, which checks its arguments when it is called
+        try:
+            inspect.signature(found).bind(*positional, **keywords)
+        except TypeError as error:
+            raise UsageError(f"{name} does not take these arguments", where=where, why=str(error)) from None
 
 
 def require_methods(found: Any, interface: type, name: str, where: str, *, required: Collection[str] = ()) -> None:

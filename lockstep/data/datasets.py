@@ -5,8 +5,7 @@ tokenizes the text itself and holds the tokens in memory: for large data sets wr
 `lockstep data prepare`.
 """
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.config import DataConfig
-from lockstep.config.objects import keywords_of
 from lockstep.data.batches import CollatingDataset, Data
 from lockstep.data.language import TextOptions, Tokenizer, check_fraction, language_data
 from lockstep.data.loader import users_line
-from lockstep.errors import LockstepError, UsageError, did_you_mean
-from lockstep.registry import DATA_SETS
+from lockstep.errors import LockstepError, UsageError
+from lockstep.registry import DATA_SETS, keywords_of, require_arguments
 
 
 def build_data(data: DataConfig, *, seed: int = 0) -> Data:
@@ -41,7 +39,7 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
         builder = DATA_SETS.load_callable(name)
         if ":" in name:
             return _users(builder, args, name, seed)
-    _check_arguments(builder, args, name)
+    require_arguments(builder, args, name, "data.args")
     made: Data = builder(**args)
     return made
 
@@ -50,35 +48,14 @@ def check_data(data: DataConfig) -> None:
     """Raise the UsageError that `build_data` would for an unknown name or argument, without making the data."""
     if data.name is None or data.name.startswith("hf:"):
         return
-    _check_arguments(DATA_SETS.load_callable(data.name), data.args, data.name)
-
-
-def _check_arguments(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> None:
-    signature = _signature(builder)
-    accepted = keywords_of(signature)
-    unknown = [key for key in args if accepted is not None and key not in accepted]
-    if unknown and accepted is not None:
-        what = f"{name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}"
-        raise UsageError(what, where=f"data.args.{unknown[0]}", fix=f"it takes {', '.join(accepted) or 'none'}")
-    for parameter in signature.parameters.values():
-        variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        if parameter.default is parameter.empty and not variable and parameter.name not in args:
-            what = f"{name} needs the argument {parameter.name!r}"
-            raise UsageError(what, where=f"data.args.{parameter.name}", fix=f"set data.args.{parameter.name}")
-
-
-def _signature(builder: Callable[..., Any]) -> inspect.Signature:
-    try:
-        return inspect.signature(builder)
-    except (TypeError, ValueError):  # a builtin without one
-        return inspect.signature(lambda **_args: None)
+    require_arguments(DATA_SETS.load_callable(data.name), data.args, data.name, "data.args")
 
 
 def _users(builder: Callable[..., Any], args: dict[str, Any], name: str, seed: int) -> Data:
     """Return data made by a user's class or function: a dataset, a pair (training, validation), or a `Data`."""
-    if "seed" in (keywords_of(_signature(builder)) or ()):
+    if "seed" in (keywords_of(builder) or ()):
         args.setdefault("seed", seed)
-    _check_arguments(builder, args, name)
+    require_arguments(builder, args, name, "data.args")
     try:
         made = builder(**args)
     except LockstepError:
