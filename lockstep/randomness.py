@@ -196,13 +196,6 @@ def key_segments(random_state: RandomState, segments: Sequence[tuple[str, nn.Mod
     """
     for segment, module in segments:
         name = str(getattr(module, "random_key", segment))
-
-        def before(_module: nn.Module, _args: object, *, name: str = name) -> None:
-            random_state.enter(name)
-
-        def after(_module: nn.Module, _args: object, _output: object, *, name: str = name) -> None:
-            random_state.enter(f"{name}/after")
-
-        module.register_forward_pre_hook(before, prepend=True)
+        module.register_forward_pre_hook(lambda _module, _args, name=name: random_state.enter(name), prepend=True)
         if not chain:
-            module.register_forward_hook(after)
+            module.register_forward_hook(lambda _module, _args, _output, name=name: random_state.enter(f"{name}/after"))

@@ -32,9 +32,8 @@ def load_object(name: str, where: str) -> Any:
         fix = advice_for_object(name) or "set PYTHONPATH to the folder that holds it, or install it"
         raise UsageError(what, where=where, fix=fix) from None
     except Exception as error:  # a user's module may raise anything
-        raise UsageError(
-            f"the module {module_name} does not import", where=where, why=f"{type(error).__name__}: {error}"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"the module {module_name} does not import", where=where, why=why) from error
     for part in attribute.split("."):
         if not hasattr(here, part):
             near = difflib.get_close_matches(part, [n for n in dir(here) if not n.startswith("_")], n=1)

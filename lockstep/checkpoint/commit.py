@@ -127,9 +127,9 @@ def write_once(target: Location, step: int, staged: Staged, config_yaml: str, fo
         ranks.all_reduce(failure, lambda: writer.write(Location(target.storage, draft), share), finish)
 
 
-def is_shared(directory: Directory, group: dist.ProcessGroup | None = None) -> bool:
+def is_shared(directory: Directory) -> bool:
     """Return whether all ranks see the storage that rank 0 sees, which they can write to; every rank calls it."""
-    ranks, storage = Ranks(group), storage_at(directory)
+    ranks, storage = Ranks(), storage_at(directory)
     failure = f"the folder {storage} could not be tested"
 
     def appears(draft: str) -> bool:

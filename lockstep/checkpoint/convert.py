@@ -129,7 +129,7 @@ def _unread_part(checkpoint: Location, manifest: Manifest, part: str, advance: A
     """Return a part of whole tensors by name, each of which is read when its values are needed."""
     reader = open_part(checkpoint, manifest, part)
     blocks = {
-        name: TensorBlock.whole(torch.empty(stored.size, dtype=stored.properties.dtype, device="meta"))
+        name: TensorBlock.unread(stored.size, stored.properties.dtype)
         for name, stored in sorted(reader.stored.tensors.items())
     }
 

@@ -6,8 +6,6 @@ import socket
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
-import torch.distributed as dist
-
 from lockstep.checkpoint.commit import new_draft
 from lockstep.checkpoint.manifest import DamagedError, problems_of_files, read_manifest
 from lockstep.checkpoint.posix import locate, storage_at
@@ -50,14 +48,12 @@ def newest(directory: Directory, *, thorough: bool = False, on_damaged: OnDamage
     return None if found is None else found.path
 
 
-def resume_point(
-    directory: Directory, *, on_damaged: OnDamaged = _warn, group: dist.ProcessGroup | None = None
-) -> CheckpointPath | None:
+def resume_point(directory: Directory, *, on_damaged: OnDamaged = _warn) -> CheckpointPath | None:
     """Return the newest checkpoint with correct checksums; every rank calls it, and reads a share of the files.
 
     Rank 0 alone calls `on_damaged`.
     """
-    ranks, storage = Ranks(group), storage_at(directory)
+    ranks, storage = Ranks(), storage_at(directory)
     damaged: dict[str, str] = {}
     reported: set[str] = set()
 
@@ -144,12 +140,12 @@ def set_aside(directory: Directory, after: int) -> list[CheckpointPath]:
     return [checkpoint.path for checkpoint in later]
 
 
-def copy_to_hosts(path: Checkpoint | None, group: dist.ProcessGroup | None = None) -> CheckpointPath | None:
+def copy_to_hosts(path: Checkpoint | None) -> CheckpointPath | None:
     """Copy the checkpoint of rank 0 to each host that lacks it, where hosts share no folder; every rank calls it.
 
     The `path` of rank 0 counts, and is returned: every rank finds the checkpoint there now.
     """
-    ranks = Ranks(group)
+    ranks = Ranks()
     path = ranks.broadcast("no checkpoint was chosen", lambda: path)
     if path is None:
         return None

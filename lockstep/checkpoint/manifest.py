@@ -169,13 +169,11 @@ def read_manifest(path: Checkpoint) -> Manifest:
         if isinstance(error, NotADirectoryError) or not checkpoint.storage.exists(checkpoint.name):
             fix = "give a folder checkpoints/step-…; `lockstep checkpoint list RUN_DIR` names them"
             raise UsageError(f"there is no checkpoint at {checkpoint}", fix=fix) from None
-        raise DamagedError(
-            f"{checkpoint} has no {MANIFEST}", why="it is not a checkpoint, or was only partly copied"
-        ) from None
+        what = f"{checkpoint} has no {MANIFEST}"
+        raise DamagedError(what, why="it is not a checkpoint, or was only partly copied") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(
-            "the manifest of a checkpoint is damaged", where=f"{checkpoint}/{MANIFEST}", why=str(error)
-        ) from None
+        what = "the manifest of a checkpoint is damaged"
+        raise DamagedError(what, where=f"{checkpoint}/{MANIFEST}", why=str(error)) from None
     named = step_of(checkpoint.name)
     if named is not None and named != manifest.step:
         raise DamagedError(f"{checkpoint} holds step {manifest.step}, not the step of its name", fix="rename it back")

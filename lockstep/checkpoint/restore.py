@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -32,10 +31,8 @@ _STEP_ON_DEVICE = ("capturable", "fused")
 _KERNEL_OPTIONS = ("foreach", "fused", "capturable")
 
 
-def load(
-    path: Checkpoint, snapshot: Snapshot, *, only: Collection[str] | None = None, group: dist.ProcessGroup | None = None
-) -> dict[str, Any]:
-    """Fill the snapshot's tensors, in place, from a checkpoint; every rank of the group calls it.
+def load(path: Checkpoint, snapshot: Snapshot, *, only: Collection[str] | None = None) -> dict[str, Any]:
+    """Fill the snapshot's tensors, in place, from a checkpoint; every rank calls it.
 
     The ranks, the mesh and the placements may differ from those that saved. Nothing is changed before every checksum
     was compared (each rank reads a share of the files) and every name, shape and dtype agrees.
@@ -50,7 +47,7 @@ def load(
         UsageError: there is no checkpoint, or it has other names, shapes, dtypes or ties than the snapshot.
         DamagedError: a file is not what was written.
     """
-    ranks, checkpoint = Ranks(group), locate(path)
+    ranks, checkpoint = Ranks(), locate(path)
     manifest = verify_together(checkpoint, ranks)
     targets: dict[str, _Target] = {}
 
@@ -252,9 +249,8 @@ def restore_optimizer(
         for name in (_name(parameter, names) for parameter in group["params"]):
             if home.get(name) != i:
                 where = f"in group {home[name]}" if name in home else "in none"
-                raise UsageError(
-                    f"{name} is in group {i} of the optimizer, and {where} in the checkpoint", fix=_AS_BUILT
-                )
+                fix = _AS_BUILT
+                raise UsageError(f"{name} is in group {i} of the optimizer, and {where} in the checkpoint", fix=fix)
     for group, stored in zip(optimizer.param_groups, (one["options"] for one in stored_groups), strict=True):
         for key, value in stored.items():
             current = group.get(key)
@@ -283,8 +279,7 @@ def restore_optimizer(
 
 def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
     if id(parameter) not in names:
-        raise UsageError(
-            f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model does not have",
-            why="it was made before the model was placed, or from another model: what it updates is not trained on",
-        )
+        what = f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model does not have"
+        why = "it was made before the model was placed, or from another model: what it updates is not trained on"
+        raise UsageError(what, why=why)
     return names[id(parameter)]

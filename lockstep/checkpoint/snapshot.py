@@ -37,6 +37,11 @@ class TensorBlock:
     def whole(cls, tensor: Tensor) -> "TensorBlock":
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
+    @classmethod
+    def unread(cls, shape: Sequence[int], dtype: torch.dtype) -> "TensorBlock":
+        """Return a whole tensor without values."""
+        return cls.whole(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+
     @property
     def is_empty(self) -> bool:
         """Whether it has no elements though the whole tensor has some; it is then not written."""
@@ -118,9 +123,8 @@ def blocks_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
     blocks = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise UsageError(
-                f"{name} is a {type(tensor).__name__}, where a checkpoint holds tensors", fix="put it in `state`"
-            )
+            fix = "put it in `state`"
+            raise UsageError(f"{name} is a {type(tensor).__name__}, where a checkpoint holds tensors", fix=fix)
         if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
             what = f"{name} can't be in a checkpoint: it is on device {tensor.device} with layout {tensor.layout}"
             raise UsageError(what, why="only dense tensors with values are stored")
@@ -161,9 +165,8 @@ def as_json(value: Any, place: str) -> Any:
     """
     if isinstance(value, Mapping):
         if stray := [key for key in value if type(key) is not str]:
-            raise UsageError(
-                f"{place} has the key {stray[0]!r}; JSON knows only strings as keys", fix="write the key as text"
-            )
+            what = f"{place} has the key {stray[0]!r}; JSON knows only strings as keys"
+            raise UsageError(what, fix="write the key as text")
         return {key: as_json(item, f"{place}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_json(item, f"{place}[{i}]") for i, item in enumerate(value)]
@@ -237,10 +240,9 @@ def _merged_groups(ranks: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict
                 if i == len(whole["groups"]):
                     whole["groups"].append({"params": [], "options": group["options"]})
                 if whole["groups"][i]["options"] != group["options"]:
-                    raise UsageError(
-                        f"group {i} of optimizer {name!r} has different options on different ranks",
-                        fix="make the optimizer alike on every rank: options must not depend on the rank",
-                    )
+                    what = f"group {i} of optimizer {name!r} has different options on different ranks"
+                    fix = "make the optimizer alike on every rank: options must not depend on the rank"
+                    raise UsageError(what, fix=fix)
                 known = whole["groups"][i]["params"]
                 known += [param for param in group["params"] if param not in set(known)]
     return merged

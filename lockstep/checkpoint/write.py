@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
@@ -206,11 +205,7 @@ class FullWriter(ShardedWriter):
         """Return parts of whole tensors without values; `_read` gathers the values when DCP asks for them."""
         return {
             part: Part(
-                {
-                    name: TensorBlock.whole(torch.empty(s.shape, dtype=s.dtype, device="meta"))
-                    for name, s in sources.items()
-                },
-                read=partial(self._read, part),
+                {n: TensorBlock.unread(s.shape, s.dtype) for n, s in sources.items()}, read=partial(self._read, part)
             )
             for part, sources in self._sources.items()
         }

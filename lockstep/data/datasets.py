@@ -98,9 +98,8 @@ def hugging_face(
     options = TextOptions(block_size, stride, validation_fraction)
     loaded = _load(name, config)
     if split not in loaded:
-        raise UsageError(
-            f"hf:{name} has no split {split!r}", where="data.args.split", fix=f"it has {', '.join(loaded)}"
-        )
+        where = "data.args.split"
+        raise UsageError(f"hf:{name} has no split {split!r}", where=where, fix=f"it has {', '.join(loaded)}")
     train, validation = loaded[split], loaded.get(validation_split)
     source = f"hf:{name}" + (f" ({config})" if config else "")
     wanted = [text_field] if columns is None else list(columns)
@@ -133,9 +132,8 @@ def _load(name: str, config: str | None) -> Any:
     try:
         import datasets
     except ImportError:
-        raise UsageError(
-            f"hf:{name} needs the package datasets", where="data.name", fix="pip install 'lockstep-train[datasets]'"
-        ) from None
+        what = f"hf:{name} needs the package datasets"
+        raise UsageError(what, where="data.name", fix="pip install 'lockstep-train[datasets]'") from None
     try:
         return datasets.load_dataset(name, config)
     except Exception as error:  # the package and its dependencies raise many kinds

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lockstep.data.batches import Assign, MicroBatch, StepBatches, batch_length, known_length, move
-from lockstep.data.loader import Collate, users_line
+from lockstep.data.loader import users_line
 from lockstep.data.order import preserve_states, seed_from, set_epoch
 from lockstep.errors import LockstepError, RunError, UsageError
 
@@ -30,7 +30,6 @@ class IterableSteps:
         iterable: of samples, or (`ready`) of batches. It is iterated again each epoch, after `set_epoch(epoch)` if it
             has that method. If it yields nothing the second time (a generator), the steps end.
         ready: the items are collated batches; arguments that are not listed here are those of `adopt`.
-        collate_fn: list of samples → batch; unset: torch's `default_collate`.
         state: a `state_dict` from a step before `start_step`. The steps between are read and discarded; without a state
             all from step 0 on.
         any_left: for a rank-sharded iterable: whether any rank passes True; called by all ranks, once per step.
@@ -43,13 +42,12 @@ class IterableSteps:
     def __init__(
         self, iterable: Iterable[Any], batch_size: int, global_batch_size: int, assign: Assign, *, start_step: int,
         stop_step: int | None, seed: int, device: torch.device | str, ready: bool = False,
-        collate_fn: Collate | None = None, epochs: int | None = None, wanted: bool = True,
+        epochs: int | None = None, wanted: bool = True,
         state: dict[str, Any] | None = None, any_left: Callable[[bool], bool] | None = None, notice: str | None = None,
     ) -> None:  # fmt: skip
         self._iterable, self._assign, self._seed, self._device = iterable, assign, seed, torch.device(device)
         self._start, self._stop, self._epochs = start_step, stop_step, epochs
         self._batch_size, self._micro_batches = 1 if ready else batch_size, global_batch_size // batch_size
-        self._collate: Collate = collate_fn or default_collate
         self._ready, self._wanted, self._any_left = ready, wanted, any_left
         self._stream: Stream | None = None
         self._latest: tuple[list[Any], int, int] | None = None  # piece, step, index: for dummies
@@ -62,10 +60,9 @@ class IterableSteps:
             )
         self._state: dict[str, Any] = {"step": 0, "epoch": 0, "position": 0, "iterable": None, **(state or {})}
         if self._state["step"] > start_step:
-            raise UsageError(
-                f"the state of the data is that of step {self._state['step']}, after step {start_step}",
-                why="the data have gone further than the run; they are restored together, from one checkpoint",
-            )
+            what = f"the state of the data is that of step {self._state['step']}, after step {start_step}"
+            why = "the data have gone further than the run; they are restored together, from one checkpoint"
+            raise UsageError(what, why=why)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -158,7 +155,7 @@ class IterableSteps:
             try:
                 with preserve_states():
                     seed_from("collate", self._seed, step, index)
-                    batch = self._collate(piece)
+                    batch = default_collate(piece)
             except Exception as error:
                 what = f"collating micro-batch {index} of step {step} failed"
                 raise RunError(what, where=users_line(error), why=f"{type(error).__name__}: {error}") from error
@@ -225,11 +222,10 @@ class Stream:
         try:
             json.dumps(self.state)
         except TypeError as error:
-            raise UsageError(
-                f"the state_dict of {type(self._iterable).__name__} can't be saved",
-                why=f"a checkpoint holds numbers, texts, lists and dicts of such: {error}",
-                fix="return such from state_dict, or leave it out: a resumed run then reads again what it had read",
-            ) from None
+            what = f"the state_dict of {type(self._iterable).__name__} can't be saved"
+            why = f"a checkpoint holds numbers, texts, lists and dicts of such: {error}"
+            fix = "return such from state_dict, or leave it out: a resumed run then reads again what it had read"
+            raise UsageError(what, why=why, fix=fix) from None
 
     def _guarded(self, read: Callable[[], Any]) -> Any:
         try:

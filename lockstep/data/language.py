@@ -67,9 +67,8 @@ def _load(path: Path) -> Any:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exception
-        raise UsageError(
-            f"{path} is not a Hugging Face tokenizer.json", where="data.args.tokenizer", why=str(error)
-        ) from None
+        where = "data.args.tokenizer"
+        raise UsageError(f"{path} is not a Hugging Face tokenizer.json", where=where, why=str(error)) from None
 
 
 IGNORED = -100  # torch's cross entropy skips targets of this value

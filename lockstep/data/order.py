@@ -82,11 +82,6 @@ class StepSamples:
 
 def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
     """Check that a global batch can be cut into whole micro-batches, or raise a UsageError with the equation."""
-    for name, value in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
-        if value < 1:
-            raise UsageError(
-                f"{name} should be at least 1, but is {value}", where=f"training.{name}", why="a step needs samples"
-            )
     whole, rest = divmod(global_batch_size, batch_size)
     if rest:
         near = sorted({max(1, whole) * batch_size, (whole + 1) * batch_size})

@@ -16,7 +16,6 @@ import platform
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -169,9 +168,8 @@ def read_header(folder: Path) -> dict[str, Any]:
     try:
         header = json.loads((folder / HEADER).read_text())
     except FileNotFoundError:
-        raise UsageError(
-            f"{folder} has no {HEADER}", where="data.args.path", fix=f"lockstep data prepare SOURCE --out {folder}"
-        ) from None
+        what = f"{folder} has no {HEADER}"
+        raise UsageError(what, where="data.args.path", fix=f"lockstep data prepare SOURCE --out {folder}") from None
     except (OSError, ValueError) as error:
         raise _damaged(folder, f"{HEADER}: {error}") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -189,29 +187,22 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 def _damaged(folder: Path, why: str) -> UsageError:
-    return UsageError(
-        f"the tokens in {folder} can't be used", where="data.args.path", why=why, fix="prepare them again"
-    )
-
-
-@dataclass(frozen=True)
-class PreparedTokens:
-    """The result of `prepare`."""
-
-    path: Path
-    num_tokens: int
-    vocab_size: int
+    what = f"the tokens in {folder} can't be used"
+    return UsageError(what, where="data.args.path", why=why, fix="prepare them again")
 
 
 def prepare(
     source: Path | str, out: Path | str, tokenizer: str = "bytes", *,
     advance: Advance = lambda _bytes: None,
-) -> PreparedTokens:  # fmt: skip
+) -> tuple[int, int]:  # fmt: skip
     """Write the tokens of `source` (a text file, a folder of them, or `python-docs`) into the new folder `out`.
 
     Args:
         tokenizer: `bytes`, or the path of a Hugging Face `tokenizer.json`, which is copied.
         advance: called after each piece with its bytes of text.
+
+    Returns:
+        the number of tokens, and the size of the vocabulary.
     """
     out, chosen = Path(out), Tokenizer(tokenizer)
     if out.exists():
@@ -243,7 +234,7 @@ def prepare(
         raise UsageError(f"{out} can't be written", where="--out", why=str(error)) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return PreparedTokens(out, count, chosen.vocab_size)
+    return count, chosen.vocab_size
 
 
 def prepare_command(argv: Sequence[str]) -> int:
@@ -261,9 +252,9 @@ def prepare_command(argv: Sequence[str]) -> int:
     given = parser.parse_args(list(argv))
     files = [] if given.source == "python-docs" else text_files(Path(given.source))
     with progress_of(f"tokens of {given.source}", sum(file.stat().st_size for file in files)) as advance:
-        made = prepare(given.source, given.out, given.tokenizer, advance=advance)
-    print(f"{made.path}: {made.num_tokens:,} tokens of {made.vocab_size:,} kinds")
-    print(f"use it with   data: {{name: tokens, args: {{path: {made.path}}}}}")
+        num_tokens, vocab_size = prepare(given.source, given.out, given.tokenizer, advance=advance)
+    print(f"{given.out}: {num_tokens:,} tokens of {vocab_size:,} kinds")
+    print(f"use it with   data: {{name: tokens, args: {{path: {given.out}}}}}")
     return 0
 
 

@@ -251,9 +251,8 @@ class PlacedModel:
         path, optimizers = Path(path), optimizers or {}
         found = path if (path / checkpoint.MANIFEST).exists() else checkpoint.resume_point(path)
         if found is None:
-            raise UsageError(
-                f"there is no checkpoint in {path}", fix="give a checkpoint, or the folder that was saved to"
-            )
+            what = f"there is no checkpoint in {path}"
+            raise UsageError(what, fix="give a checkpoint, or the folder that was saved to")
         target, names = self._snapshot(), _names(self._placed)
         for name, optimizer in optimizers.items():
             if name not in checkpoint.optimizers_in(found):

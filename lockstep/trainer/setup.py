@@ -60,19 +60,9 @@ def with_batch_size_of(data: Any, config: Config) -> Config:
     own = getattr(data, "batch_size", None) if isinstance(data, DataLoader) else None
     if own is None or own == config.training.batch_size or "batch_size" in config.training.model_fields_set:
         return config
-    whole = config.training.global_batch_size
     if config.training.batch_norm_samples is not None:  # the ranks of a row have been counted
         what = f"batch_norm_samples is made of micro-batches of batch_size, and the DataLoader has its own: {own}"
         raise UsageError(what, where="training.batch_norm_samples", fix=f"give the trainer batch_size={own}, too")
-    if whole is not None and whole % own:
-        raise UsageError(
-            f"global_batch_size {whole} is not a multiple of the DataLoader's batch_size {own}: "
-            f"{whole} = {whole // own} × {own} + {whole % own}",
-            where="the training data",
-            why="a step is made of whole micro-batches of batch_size samples",
-            fix=f"give the DataLoader a batch_size that divides {whole}, or the trainer global_batch_size="
-            f"{(whole // own + 1) * own}",
-        )
     return config.replaced({"training.batch_size": own})
 
 

@@ -400,9 +400,8 @@ class Trainer:
         """
         found = find(self, str(path))
         if found is None:
-            raise UsageError(
-                f"there is no checkpoint in {path}", fix="give a checkpoint, a run directory or its folder checkpoints/"
-            )
+            what = f"there is no checkpoint in {path}"
+            raise UsageError(what, fix="give a checkpoint, a run directory or its folder checkpoints/")
         self._start_is_decided = True
         loaded = self.state.load(found)
         self._start_lines += loaded.log_lines
