@@ -161,11 +161,9 @@ def wrongly_computed(
 ) -> str:
     """Return a sentence on a step that was bad at first and good when it was computed again; every rank calls it.
 
-    What a step computes follows from its weights, its samples and keyed random numbers. If it is bad once and then
-    good, a processor computed wrongly; recomputing the last step undoes most such faults (arXiv:2604.00726).
-
-    `loss` is the step's, the second time; `losses` are those of each micro-batch, both times; `own` the numbers of the
-    micro-batches that this rank runs.
+    A step follows from its weights, its samples and keyed random numbers: a processor computed wrongly, which
+    recomputing mostly undoes (arXiv:2604.00726). `loss` is the step's, the second time; `losses` are those of each
+    micro-batch, both times; `own` the numbers of the micro-batches that this rank runs.
     """
     changed = [number for number, (one, other) in enumerate(zip(*losses, strict=True)) if repr(one) != repr(other)]
     mine = (socket.gethostname(), [number for number in changed if number in own])

@@ -1,13 +1,9 @@
 """Makes random numbers depend on what is computed, and never on where.
 
 A number drawn inside the model is a function of (seed, phase, step, micro-batch, segment, call index): before each
-segment of a forward pass, the device's generator is seeded from that key. The code between blocks is a segment too.
-Keys are captured in the forward pass for recomputation (`RandomState.recomputing`): when activation checkpointing
-recomputes a block under a pipeline, another micro-batch is current.
-
-Only the device's own generator is seeded (2 µs; `torch.manual_seed` seeds every backend, 250 µs). `HostRandom` does the
-same for models that draw from Python's `random` or NumPy's global generator. That takes longer, so a run continues with
-it after its first step only if a rank has seen a draw.
+segment of a forward pass (the code between blocks is one too), the device's generator is seeded from that key: that
+alone, because `torch.manual_seed` seeds every backend, in 250 µs. `HostRandom` does the same for models that draw from
+Python's or NumPy's global generator; a run continues with it after its first step only if a rank has seen a draw.
 """
 
 import hashlib

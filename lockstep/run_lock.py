@@ -1,12 +1,9 @@
 """Allows one run at a time in a run directory, by `lock.json`, which names the run that holds it.
 
-The holder keeps a POSIX lock on the file, which the kernel, or the server of a network file system, releases when the
-process dies. Child processes do not inherit it. Some shared file systems have no such locks, or keep them on one
-machine only, and a server may keep the lock of a machine that is gone. The file therefore also names its holder, which
-rewrites it every few seconds: a run on another machine is alive if the file changes meanwhile. Clocks are not compared.
-Does not import torch.
-
-Source: fcntl(2), F_SETLK; nfs(5) on locks and cache consistency.
+The holder keeps a POSIX lock on the file (fcntl(2), F_SETLK), which is released when the process dies. Some shared file
+systems have no such locks, or keep them on one machine only, and a server may keep the lock of a machine that is gone.
+The file therefore also names its holder, which rewrites it every few seconds: a run on another machine is alive if the
+file changes meanwhile. Clocks are not compared. Does not import torch.
 """
 
 import fcntl

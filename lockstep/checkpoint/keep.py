@@ -105,11 +105,8 @@ def rotate(
 ) -> list[CheckpointPath]:
     """Delete all but the newest `keep` whole checkpoints, once the newest is verified, and drafts of dead writers.
 
-    One process of a run calls it (rank 0, after a save). A damaged checkpoint neither counts nor is deleted. A kill
-    half-way leaves no half checkpoint.
-
-    Checkpoints to `protect`, such as the best one, stay in any case. If the newest is damaged, `on_damaged` is called,
-    and nothing is deleted. The deleted checkpoints are returned.
+    One process of a run calls it; it returns what it deleted. A damaged checkpoint neither counts nor is deleted, and
+    those to `protect` stay. If the newest is damaged, `on_damaged` is called, and nothing is deleted.
     """
     assert keep is None or keep >= 1, "the only checkpoint is never deleted"
     storage = storage_at(directory)

@@ -39,8 +39,6 @@ def adopt(
             iterable of ready batches. A plain list is an iterable of ready batches.
         config: order and workers for data other than a DataLoader, which has its own.
         batch_size, global_batch_size: samples in a micro-batch and in a step; for ready batches the quotient counts.
-        assign: M → this rank's micro-batches, in running order.
-        stop_step: the first step not taken; None: no limit.
         epochs: how many times to go through the data at most; None: until `stop_step`.
         wanted: False on a rank that reads no data.
         state: the source's `state_dict` from when the run was saved.

@@ -1,11 +1,8 @@
 """Makes steps of data that can only be iterated.
 
 Every rank iterates all data and keeps its micro-batches, so that a step is the same on any number of ranks. A dataset
-with `rank_sharded = True` reads a different stream on each rank; then the content of a step depends on the number of
-ranks, and `notice` says so. If streams end at different times, ranks run dummies with weight zero.
-
-One item is read ahead, to detect the end of an epoch in time. Items are read with generators seeded by (seed, epoch,
-position), so a resumed run draws the same numbers as an uninterrupted one.
+with `rank_sharded = True` reads a different stream on each rank; ranks whose stream has ended run dummies with weight
+zero. Items are read with generators seeded by (seed, epoch, position), as an uninterrupted run does.
 """
 
 import copy
@@ -24,14 +21,12 @@ from lockstep.errors import LockstepError, RunError, UsageError
 
 
 class IterableSteps:
-    """Iterates over the steps `start_step` … `stop_step` − 1 of an iterable.
+    """Iterates over the steps `start_step` … `stop_step` − 1 of an iterable; see `adopt` for further arguments.
 
     Args:
-        iterable: of samples, or (`ready`) of batches. It is iterated again each epoch, after `set_epoch(epoch)` if it
-            has that method. If it yields nothing the second time (a generator), the steps end.
-        ready: the items are collated batches; arguments that are not listed here are those of `adopt`.
-        state: a `state_dict` from a step before `start_step`. The steps between are read and discarded; without a state
-            all from step 0 on.
+        iterable: of samples, or (`ready`) of collated batches. It is iterated again each epoch, after
+            `set_epoch(epoch)` if it has that method, until it yields nothing (a generator).
+        state: a `state_dict` from a step before `start_step` (unset: step 0); those between are read and discarded.
         any_left: for a rank-sharded iterable: whether any rank passes True; called by all ranks, once per step.
 
     Raises:
@@ -165,10 +160,8 @@ class IterableSteps:
 class Stream:
     """Reads one epoch of an iterable, one item ahead, to detect its end in time.
 
-    Args:
-        position: number of items read before, which `state` includes.
-        state: the iterable's own `state_dict`; None: from the start of the epoch.
-        key: distinguishes this stream's random numbers from those of other ranks' streams.
+    `position` items were read before, which `state`, the iterable's own `state_dict`, includes; `key` distinguishes the
+    random numbers of ranks that read different streams.
     """
 
     def __init__(self, iterable: Any, seed: int, epoch: int, position: int, state: Any, key: int) -> None:

@@ -1,9 +1,8 @@
 """Makes steps of a map-style dataset, with torch's DataLoader.
 
-One DataLoader lives as long as the loader, so that workers are started once and prefetch across steps and epochs. A
-worker reads a whole micro-batch (`ReadRequest`) and returns it collated; a rank reads only the samples that it runs.
-The content of a sample is a function of (seed, epoch, dataset index), and a collate function draws from (seed, step,
-micro-batch): see `order`.
+Its workers are started once and prefetch across epochs. A worker reads a whole micro-batch (`ReadRequest`) and returns
+it collated; a rank reads only the samples that it runs. The content of a sample is a function of (seed, epoch,
+dataset index), and a collate function draws from (seed, step, micro-batch): see `order`.
 """
 
 import itertools
@@ -198,11 +197,9 @@ class StepLoader:
     Args:
         dataset: anything with `__getitem__`. With an attribute `deterministic = True` (it draws no random numbers) it
             is read without seeding, and in one call per micro-batch if it has `__getitems__`.
-        num_workers, prefetch_factor, persistent_workers and others: as in torch's DataLoader. Workers live as long as
-            one iteration over any number of epochs; `persistent_workers` keeps them for the next. `prefetch_factor`
-            unset: at least one step ahead.
-        pin_memory: copy batches to page-locked memory, for devices that profit (not the CPU).
-        wanted, and others that are not listed: as in `adopt`; epochs are counted from step 0.
+        num_workers, pin_memory and others: as in torch's DataLoader, or in `adopt`. Workers live as long as one
+            iteration over any number of epochs, or longer (`persistent_workers`). `prefetch_factor` unset: at least one
+            step ahead.
 
     Raises:
         RunError: while iterating: the dataset raised, or a worker died; names the dataset index.

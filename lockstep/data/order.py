@@ -1,10 +1,8 @@
 """Defines which samples make up which step, as a pure function of (seed, step), and seeds the reading of a sample.
 
 An epoch's order is one permutation, from (seed, epoch). A step takes the next `global_batch_size` samples of it, cut
-into micro-batches; ranks and workers only divide these among themselves. Steps do not cross epochs.
-
-The random numbers that a dataset draws depend on the data that is read, not on the reading process: Python's, NumPy's
-and torch's global generators are seeded before each sample is read. Generators that a dataset makes itself
+into micro-batches; ranks and workers only divide these among themselves. Steps do not cross epochs. Python's, NumPy's
+and torch's global generators are seeded before each sample is read; generators that a dataset makes itself
 (`numpy.random.default_rng()`) are not covered.
 """
 
@@ -97,11 +95,8 @@ def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
 class SampleOrder:
     """The order of samples over a dataset whose length is known.
 
-    Args:
-        batch_size: samples in a micro-batch.
-        global_batch_size: samples in a step, over all ranks; a multiple of `batch_size`.
-        shuffle: a different order in each epoch; else always 0, 1, 2 …
-        drop_last: leave out the incomplete step at the end of each epoch (`dropped_per_epoch` samples).
+    With `shuffle` it is another one in each epoch, else always 0, 1, 2 …; `drop_last` leaves out the incomplete step at
+    the end of each epoch (`dropped_per_epoch` samples).
 
     Raises:
         UsageError: sizes that do not multiply, an empty dataset, or one of which nothing would be left.
@@ -163,16 +158,11 @@ def epoch_permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 class SamplerOrder:
-    """The order of samples that a user's batch sampler gives.
+    """The order of samples that a user's batch sampler gives; a step takes its next `micro_batches` lists of indices.
 
-    Every rank goes through the whole sampler, which is cheap: it yields indices, not data. Each batch of indices is a
-    micro-batch, and a step takes the next ones. The sampler draws from generators seeded by (seed, epoch), the same on
-    every rank. There is no random access: a resumed run fast-forwards through the indices.
-
-    Args:
-        batch_sampler: yields lists of dataset indices; iterated again each epoch, after `set_epoch(epoch)` if it, or
-            the sampler within it, has that method.
-        micro_batches: how many of these lists make up a step.
+    Every rank goes through the whole sampler, with generators seeded by (seed, epoch): that is cheap, since it yields
+    indices, not data. A resumed run fast-forwards. Each epoch iterates it again, after `set_epoch(epoch)` if it, or the
+    sampler within it, has that method.
 
     Raises:
         UsageError: while iterating: the sampler yields nothing.

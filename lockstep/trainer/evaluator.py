@@ -173,15 +173,10 @@ def evaluate(
     placed: ParallelModel, source: StepSource | Generator[StepBatches, None, None], *, limit: int | None = None,
     asked: Callable[[], bool] = lambda: False, collector: "OutputCollector | None" = None,
 ) -> float:  # fmt: skip
-    """Return the mean loss over the source, or over its first micro-batches.
-
-    Args:
-        source: one epoch, in windows of at most `WINDOW` micro-batches, assigned by `placed.assign`.
-        limit: number of micro-batches that count, over all ranks.
-        asked: whether this rank was asked to stop; called after each window.
+    """Return the mean loss over an epoch, in windows of at most `WINDOW` micro-batches, or over its first `limit` ones.
 
     Raises:
-        EvaluationStoppedError: some rank was asked; on every rank, after the same window.
+        EvaluationStoppedError: some rank was `asked` to stop; on every rank, after the same window.
     """
     loss_sum: Number = 0.0
     count: Number = 0.0
