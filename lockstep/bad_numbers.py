@@ -92,8 +92,7 @@ class AnomalyDetector:
     def check(self, step: int, loss: Number, norm: Number, stop_votes: Number, out_of_step: Number) -> StepCheck:
         """Check the numbers of `step`, after its gradients and before its update; return what is known by now.
 
-        Raises:
-            RunError: the ranks are in different steps: `out_of_step` is not 0.
+        A RunError is raised if the ranks are in different steps: `out_of_step` is not 0.
         """
         given, device = (loss, norm, stop_votes, out_of_step), None
         for value in given:  # a loop, since it runs in each step and generators are slower

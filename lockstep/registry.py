@@ -17,11 +17,7 @@ from lockstep.errors import UsageError, did_you_mean
 
 
 def load_object(name: str, where: str) -> Any:
-    """Return the object named `package.module:Name`; `where` is the config key, for the message.
-
-    Raises:
-        UsageError: there is no such module, it does not import, or it has no such name.
-    """
+    """Return the object named `package.module:Name`, or raise a UsageError that names `where`, the config key."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise UsageError(f"{name!r} does not name an object", where=where, fix="write package.module:Name")
@@ -43,10 +39,9 @@ def load_object(name: str, where: str) -> Any:
 
 
 def require_call(found: Any, arguments: Sequence[str], name: str, where: str, *, fix: str | None = None) -> None:
-    """Check that a user's class or function takes these positional arguments; it is not called.
+    """Raise a UsageError unless a user's class or function, which is not called, takes these positional arguments.
 
-    Raises:
-        UsageError: it can't be called with them; `fix`, or the definition with the arguments, says what to write.
+    Its `fix`, or the definition with the arguments, says what to write.
     """
     listed = f"({', '.join(arguments)})"
     try:
@@ -76,11 +71,7 @@ def keywords_of(found: Any) -> list[str] | None:
 
 
 def require_arguments(found: Any, keywords: Mapping[str, Any], name: str, where: str, *positional: Any) -> None:
-    """Check that a class or function takes a config's arguments, which stand at `where`; it is not called.
-
-    Raises:
-        UsageError: it does not; with the nearest name for one that it does not know.
-    """
+    """Raise a UsageError unless a class or function, which is not called, takes the arguments of a config's `where`."""
     accepted = keywords_of(found)
     if accepted is not None and (unknown := [key for key in keywords if key not in accepted]):
         what = f"{name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}"
@@ -150,83 +141,55 @@ class Registry:
 
 # ---- what ships: a line for each ----
 
-STRATEGIES = Registry(
-    "strategy",
-    "distributed.strategy",
-    {
-        "single": "lockstep.parallel.single:Single",
-        "dp": "lockstep.parallel.data_parallel:DP",
-        "ddp": "lockstep.parallel.ddp:DDP",
-        "fsdp": "lockstep.parallel.fsdp:FSDP",
-        "context": "lockstep.parallel.single:ContextParallel",
-        "tensor": "lockstep.parallel.single:TensorParallel",
-        "pipeline": "lockstep.parallel.pipeline.strategy:Pipeline",
-        "accelerate": "lockstep.parallel.accelerate:Accelerate",
-        "diloco": "lockstep.parallel.diloco:DiLoCo",
-    },
-)
+STRATEGIES = Registry("strategy", "distributed.strategy", {
+    "single": "lockstep.parallel.single:Single",
+    "dp": "lockstep.parallel.data_parallel:DP",
+    "ddp": "lockstep.parallel.ddp:DDP",
+    "fsdp": "lockstep.parallel.fsdp:FSDP",
+    "context": "lockstep.parallel.single:ContextParallel",
+    "tensor": "lockstep.parallel.single:TensorParallel",
+    "pipeline": "lockstep.parallel.pipeline.strategy:Pipeline",
+    "accelerate": "lockstep.parallel.accelerate:Accelerate",
+    "diloco": "lockstep.parallel.diloco:DiLoCo",
+})  # fmt: skip
 
-MODELS = Registry(
-    "model",
-    "model.name",
-    {
-        "bdh": "lockstep.models.bdh:BDH",
-        "transformer": "lockstep.models.transformer:Transformer",
-        "free_transformer": "lockstep.models.free_transformer:FreeTransformer",
-        "mixture": "lockstep.models.mixture:Mixture",
-        "vae": "lockstep.models.vae:VAE",
-    },
-    further="hf:FOLDER_OR_TYPE or package.module:Class",
-)
+MODELS = Registry("model", "model.name", {
+    "bdh": "lockstep.models.bdh:BDH",
+    "transformer": "lockstep.models.transformer:Transformer",
+    "free_transformer": "lockstep.models.free_transformer:FreeTransformer",
+    "mixture": "lockstep.models.mixture:Mixture",
+    "vae": "lockstep.models.vae:VAE",
+}, further="hf:FOLDER_OR_TYPE or package.module:Class")  # fmt: skip
 
-DATA_SETS = Registry(
-    "data set",
-    "data.name",
-    {
-        "python-docs": "lockstep.data.text:python_docs",
-        "text": "lockstep.data.text:text",
-        "tokens": "lockstep.data.text:tokens",
-        "digits": "lockstep.data.datasets:digits",
-    },
-    further="hf:NAME or package.module:Class",
-)
+DATA_SETS = Registry("data set", "data.name", {
+    "python-docs": "lockstep.data.text:python_docs",
+    "text": "lockstep.data.text:text",
+    "tokens": "lockstep.data.text:tokens",
+    "digits": "lockstep.data.datasets:digits",
+}, further="hf:NAME or package.module:Class")  # fmt: skip
 
-OPTIMIZERS = Registry(
-    "optimizer",
-    "training.optimizer",
-    {"adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"},
-)
+OPTIMIZERS = Registry("optimizer", "training.optimizer", {
+    "adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"
+})  # fmt: skip
 
-SCHEDULES = Registry(
-    "schedule",
-    "training.lr_schedule",
-    {
-        "constant": "lockstep.optim:constant",
-        "linear": "lockstep.optim:linear",
-        "cosine": "lockstep.optim:cosine",
-        "wsd": "lockstep.optim:warmup_stable_decay",
-    },
-)
+SCHEDULES = Registry("schedule", "training.lr_schedule", {
+    "constant": "lockstep.optim:constant",
+    "linear": "lockstep.optim:linear",
+    "cosine": "lockstep.optim:cosine",
+    "wsd": "lockstep.optim:warmup_stable_decay",
+})  # fmt: skip
 
-LOSSES = Registry(
-    "loss",
-    "loss_fn",
-    {
-        "cross_entropy": "torch.nn:CrossEntropyLoss",
-        "mse": "torch.nn:MSELoss",
-        "l1": "torch.nn:L1Loss",
-        "bce_with_logits": "torch.nn:BCEWithLogitsLoss",
-    },
-)
+LOSSES = Registry("loss", "loss_fn", {
+    "cross_entropy": "torch.nn:CrossEntropyLoss",
+    "mse": "torch.nn:MSELoss",
+    "l1": "torch.nn:L1Loss",
+    "bce_with_logits": "torch.nn:BCEWithLogitsLoss",
+})  # fmt: skip
 
-SINKS = Registry(
-    "sink",
-    "monitor.sinks",
-    {
-        "console": "lockstep.monitor.console:Console",
-        "jsonl": "lockstep.monitor.sinks:Jsonl",
-        "tensorboard": "lockstep.monitor.exporters:TensorBoard",
-        "wandb": "lockstep.monitor.exporters:WeightsAndBiases",
-        "mlflow": "lockstep.monitor.exporters:Mlflow",
-    },
-)
+SINKS = Registry("sink", "monitor.sinks", {
+    "console": "lockstep.monitor.console:Console",
+    "jsonl": "lockstep.monitor.sinks:Jsonl",
+    "tensorboard": "lockstep.monitor.exporters:TensorBoard",
+    "wandb": "lockstep.monitor.exporters:WeightsAndBiases",
+    "mlflow": "lockstep.monitor.exporters:Mlflow",
+})  # fmt: skip

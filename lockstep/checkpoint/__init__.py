@@ -1,11 +1,7 @@
 """Save, load and look after checkpoints: a committed one is whole, and one that is not whole is invisible.
 
-A save takes four stops from a state dict to disk; the first two are in `snapshot`, the others in files of their names:
-
-    snapshot   named tensors and JSON of this rank            → blocks of whole tensors
-    plan       descriptions from every rank, merged on rank 0 → each rank's share, in one of three formats
-    write      each rank its files, into an invisible draft   → sizes and checksums
-    commit     state, config and, last, the manifest          → the checkpoint exists
+A save takes four stops: this rank's blocks (`snapshot`), each rank's share (planned on rank 0), files in an invisible
+draft (`write`), and state, config and, last, the manifest (`commit`): then the checkpoint exists.
 
     checkpoints/step-00000100/
       manifest.json        format version, files {size, crc32}, parameters {shape, dtype, aliases}; last its checksum

@@ -21,7 +21,7 @@ FORMATS = ("full", "torch")
 
 
 def run(verb: str, path: str | Path, **options: Any) -> str:
-    """Run one of VERBS, with the options of `_OPTIONS`, and return the text to print.
+    """Run one of VERBS, with its options, and return the text to print.
 
     Args:
         path: a run directory, a folder of checkpoints, one checkpoint, or another storage, `package.module:Name`;
@@ -35,11 +35,11 @@ def run(verb: str, path: str | Path, **options: Any) -> str:
         near = did_you_mean(verb, VERBS)
         raise UsageError(f"there is no `lockstep checkpoint {verb}`{near}", fix="one of: " + ", ".join(VERBS))
     chosen = {key: value for key, value in options.items() if value is not None}
-    accepted = _OPTIONS.get(verb, ())
+    action, accepted = _ACTIONS[verb]
     if stray := [key for key in chosen if key not in accepted]:
         what = f"`lockstep checkpoint {verb}` takes no {stray[0]}"
         raise UsageError(what, fix=f"`lockstep checkpoint {verb}` takes {', '.join(accepted) or 'a path alone'}")
-    return _ACTIONS[verb](Path(path), **chosen)
+    return action(Path(path), **chosen)
 
 
 def _list(path: Path) -> str:
@@ -109,21 +109,16 @@ def _import(path: Path, output: str | Path = "imported", prefix: str = "") -> st
     )
 
 
-_ACTIONS: dict[str, Callable[..., str]] = {
-    "list": _list,
-    "inspect": _inspect,
-    "verify": _verify,
-    "digest": lambda path: digest(newest_at(path)),
-    "export": _export,
-    "convert": _convert,
-    "import": _import,
+_ACTIONS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {  # with the options that each takes
+    "list": (_list, ()),
+    "inspect": (_inspect, ()),
+    "verify": (_verify, ()),
+    "digest": (lambda path: digest(newest_at(path)), ()),
+    "export": (_export, ("output",)),
+    "convert": (_convert, ("output", "to")),
+    "import": (_import, ("output", "prefix")),
 }
 VERBS = tuple(_ACTIONS)
-_OPTIONS: dict[str, tuple[str, ...]] = {
-    "export": ("output",),
-    "convert": ("output", "to"),
-    "import": ("output", "prefix"),
-}
 
 
 def checkpoints_at(path: Path) -> list[CheckpointPath]:

@@ -199,10 +199,8 @@ class AsyncSaver:
     ) -> CheckpointPath | None:  # fmt: skip
         """Start a save, after the previous one; the snapshot's tensors may be changed as soon as this returns.
 
-        On an accelerator the copy runs on the current stream into pinned memory, and the host does not wait for it.
-
-        Returns:
-            the checkpoint of the previous save, if no call has returned it yet.
+        On an accelerator the copy runs on the current stream into pinned memory, and the host does not wait for it. The
+        checkpoint of the previous save is returned, if no call has returned it yet.
         """
         previous = self.wait()
         staged, copied = self._control.run(_failure(step), lambda: self._copy(stage(snapshot)))

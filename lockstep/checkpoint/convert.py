@@ -187,9 +187,7 @@ def import_weights(source: str | Path, output: Checkpoint, *, prefix: str = "") 
     """Write the weights of another trainer as a checkpoint of step 0.
 
     Args:
-        source: a file or a folder; the module docstring lists the kinds. Pickles are read by torch's restricted
-            unpickler.
-        output: the folder of the new checkpoint; must not exist.
+        source: a file or a folder of a kind above. Pickles are read by torch's restricted unpickler.
         prefix: the prefix to remove from names, such as `model.` of a LightningModule; names without it are left out.
 
     Returns:

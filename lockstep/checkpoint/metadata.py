@@ -1,9 +1,8 @@
 """Read `.metadata` of torch.distributed.checkpoint (DCP) without trusting it.
 
-The file is a pickle, and a pickle is a program. Here every class that DCP's metadata names is replaced by an inert
-record, every other name is refused, and each field of a record is checked before DCP's class is made of it. So a
-hostile file can call no function, point at no file but the tensor files beside it, and claim no more memory than the
-files have bytes.
+The file is a pickle, which is a program. Every class that DCP's metadata names is replaced by an inert record, every
+other name is refused, and each field is checked. So a hostile file can call no function, point at no file but the
+tensor files beside it, and claim no more memory than the files have bytes.
 """
 
 import io

@@ -167,9 +167,7 @@ def gather(tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]) 
     return model
 
 
-def scatter(
-    whole: Mapping[str, Tensor], tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]
-) -> None:  # fmt: skip
+def scatter(whole: Mapping[str, Tensor], tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]) -> None:
     """Copy whole tensors of rank 0 into the tensors of each rank; every rank calls it.
 
     Values are cast to the dtype of the target, as by `load_state_dict` of a plain module. If `whole` has other names or

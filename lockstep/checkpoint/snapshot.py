@@ -1,8 +1,7 @@
 """Take a snapshot of a run and plan its checkpoint, the first two stops of a save.
 
-`stage` turns each tensor into a block: a plain tensor is one block, the whole; a DTensor is the block of this rank.
-A rank without elements of a tensor (dimension 0 is shorter than the mesh) has an empty block, and still knows the shape
-of the whole. Each rank then sends a `Description`, without values. Rank 0 merges them into one `CheckpointPlan`, or
+`stage` turns each tensor into a block: a plain tensor is one block, the whole; a DTensor is the block of this rank, or
+an empty one. Each rank then sends a `Description`, without values. Rank 0 merges them into one `CheckpointPlan`, or
 raises one error on all ranks. The format decides which rank writes which bytes (`write.FormatWriter.plan`).
 """
 
@@ -115,11 +114,7 @@ def stage(snapshot: Snapshot) -> Staged:
 
 
 def blocks_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
-    """Return this rank's block of each tensor.
-
-    Raises:
-        UsageError: a value is not a tensor, or has no memory to save (meta, sparse, quantized, pending reduction).
-    """
+    """Return this rank's block of each tensor, or raise a UsageError if a value has no memory to save."""
     blocks = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -158,11 +153,7 @@ def part_of(tensors: Mapping[str, Tensor], declared: Mapping[str, Sequence[str]]
 
 
 def as_json(value: Any, place: str) -> Any:
-    """Return a copy in the types of JSON; tuples become lists.
-
-    Raises:
-        UsageError: JSON has no such type, or would return another one (a key that is not a string).
-    """
+    """Return a copy in the types of JSON, tuples as lists; raise a UsageError for what JSON would change or lacks."""
     if isinstance(value, Mapping):
         if stray := [key for key in value if type(key) is not str]:
             what = f"{place} has the key {stray[0]!r}; JSON knows only strings as keys"

@@ -2,8 +2,7 @@
 
 A checkpoint is a set of files (`model/__0_0.distcp`) and its manifest. It is written as a *draft*, which no reader
 sees, and becomes visible whole: begin → write, write, … (every rank its files) → commit. A folder commits by renaming
-the draft (`posix.PosixStorage`). An object store, which can't rename, writes the files where they will stay and the
-manifest last, on the condition that there is none yet; files without a manifest are not a checkpoint.
+the draft (`posix.PosixStorage`); an object store writes the manifest last, on the condition that there is none yet.
 """
 
 import io

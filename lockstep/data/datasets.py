@@ -1,8 +1,7 @@
 """Makes the data that a `data:` section names: one that ships (text has `text.py`), `hf:NAME`, `package.module:Name`.
 
 `hf:NAME` is a data set of the Hugging Face hub, or a local folder of its files (parquet, JSON, text …). Every process
-tokenizes the text itself and holds the tokens in memory: for large data sets write the text out once and use
-`lockstep data prepare`.
+tokenizes the text and holds the tokens in memory: for large data sets use `lockstep data prepare`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,12 +22,9 @@ from lockstep.registry import DATA_SETS, keywords_of, require_arguments
 
 
 def build_data(data: DataConfig, *, seed: int = 0) -> Data:
-    """Return the data that `data.name` and `data.args` describe.
+    """Return the data that `data.name` and `data.args` describe, or raise a UsageError.
 
     A user's class with an argument `seed` that `data.args` leaves unset gets `seed`.
-
-    Raises:
-        UsageError: an unknown name or argument, or data that can't be used.
     """
     name, args = data.name, dict(data.args)
     if name is None:
@@ -80,12 +76,10 @@ def hugging_face(
     text_field: str = "text", columns: Sequence[str] | None = None, block_size: int = 256, stride: int | None = None,
     validation_fraction: float = 0.1, tokenizer: str = "bytes", documents: bool = False,
 ) -> Data:  # fmt: skip
-    """Return the data set.
+    """Return the data set of this name, or the folder's.
 
     Args:
-        name: of the data set or folder.
         config: one of its configurations, e.g. `wikitext-2-raw-v1`.
-        split: the training split.
         validation_split: used if the data set has it; else `validation_fraction` of `split` is held out.
         text_field: the column with the text. Rows are joined, each ending its line; with `documents`, a row is a
             document, padded to `block_size`.

@@ -19,11 +19,7 @@ from lockstep.errors import UsageError
 
 
 class Tokenizer:
-    """A tokenizer: `bytes` (256 tokens, no file) or the path of a `tokenizer.json`.
-
-    Raises:
-        UsageError: there is no such file, it is not a tokenizer, or the package that reads it is missing.
-    """
+    """A tokenizer: `bytes` (256 tokens, no file) or the path of a `tokenizer.json`, else it raises a UsageError."""
 
     def __init__(self, name: str = "bytes") -> None:
         self.name = name
@@ -85,11 +81,7 @@ class Tokens(Protocol):
 
 
 class TokenWindows(CollatingDataset):
-    """Windows of `block_size` + 1 tokens, one every `stride` (unset: `block_size`) tokens of the text named `where`.
-
-    Raises:
-        UsageError: the text is shorter than one sample.
-    """
+    """Windows of `block_size` + 1 tokens, one every `stride` (unset: `block_size`); a shorter text is a UsageError."""
 
     def __init__(self, tokens: Tokens, block_size: int, stride: int | None = None, *, where: str = "the text") -> None:
         self.tokens = tokens
@@ -127,10 +119,7 @@ class Documents(Dataset[Sample]):
     """Samples of one document each, padded to `block_size` with targets that do not count.
 
     A document longer than `block_size` + 1 tokens makes several samples, of which the last is padded; a document
-    shorter than two tokens has no target, and makes none. So samples have different numbers of valid targets.
-
-    Raises:
-        UsageError: no document has two tokens.
+    shorter than two tokens has no target, and makes none. Without any, UsageError.
     """
 
     deterministic = True
@@ -189,11 +178,7 @@ class TextOptions:
 def language_data(
     train: Any, validation: Any, options: TextOptions, source: str, tokenizer: Tokenizer, *, documents: bool = False
 ) -> Data:
-    """Return data whose samples are windows of one long text, or of one document each; `validation` may be empty.
-
-    Raises:
-        UsageError: there are too few tokens for one sample, or documents are to be cut by a stride.
-    """
+    """Return data of windows of a long text, or of documents, or raise a UsageError; `validation` may be empty."""
     if documents and options.stride is not None:
         raise UsageError("documents are not cut by a stride", where="data.args.stride", fix="drop it, or documents")
 

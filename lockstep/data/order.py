@@ -237,16 +237,13 @@ class DistributedSampler(Sampler[int]):
     """Yields this rank's samples of each epoch, in the trainer's own order.
 
     Rank r of W takes the places r, r + W, r + 2W … of the epoch's order, so that the W ranks' k-th batches together
-    hold the samples of the trainer's k-th step. No sample is repeated or left out: if the number of ranks does not
-    divide the number of samples, the first ranks have one sample more (`len` differs by one), and a loop that
-    communicates at each batch must allow for that (`torch.distributed.algorithms.Join`) or set `drop_last`.
-
-    Each iteration moves on to the next epoch by itself; `set_epoch` sets the next one (after a resume).
+    hold the samples of the trainer's k-th step. No sample is repeated or left out: the first ranks may have one sample
+    more (`len` differs by one), for which a loop that communicates at each batch must allow
+    (`torch.distributed.algorithms.Join`), or set `drop_last`. Each iteration moves on to the next epoch by itself;
+    `set_epoch` sets the next one (after a resume).
 
     Args:
-        dataset_or_size: the dataset, or its number of samples.
         num_replicas, rank: unset: those of the process group, else of the environment.
-        shuffle: a different order in each epoch.
         seed: the same on all ranks.
         drop_last: leave out samples that the ranks can't share evenly: `dropped_per_epoch` samples.
 

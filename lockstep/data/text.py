@@ -36,12 +36,9 @@ def text(
     *, path: str, block_size: int = 256, stride: int | None = None, validation_fraction: float = 0.1,
     tokenizer: str = "bytes", documents: bool = False,
 ) -> Data:  # fmt: skip
-    """Return the text of a file, or of all files in a folder, sorted by name.
+    """Return the text of a file, or of all files in a folder, sorted by name; raise a UsageError if it can't be used.
 
     With `documents`, each file of a folder, or each line of a single file, is a document, padded to `block_size`.
-
-    Raises:
-        UsageError: no such path, no text in it, text that is not UTF-8, or too little for one sample.
     """
     options, chosen = TextOptions(block_size, stride, validation_fraction), Tokenizer(tokenizer)
     files = text_files(Path(path))
@@ -147,11 +144,7 @@ class TokenFile:
 
 
 def tokens(*, path: str, block_size: int = 256, stride: int | None = None, validation_fraction: float = 0.1) -> Data:
-    """Return the tokens in the folder `path`, which `lockstep data prepare` made.
-
-    Raises:
-        UsageError: there is no such folder, it is damaged, or it has too few tokens for one sample.
-    """
+    """Return the tokens in the folder `path`, which `lockstep data prepare` made; or raise a UsageError."""
     options, folder = TextOptions(block_size, stride, validation_fraction), Path(path)
     header = read_header(folder)
     count, dtype = header["num_tokens"], header["dtype"]
@@ -192,17 +185,12 @@ def _damaged(folder: Path, why: str) -> UsageError:
 
 
 def prepare(
-    source: Path | str, out: Path | str, tokenizer: str = "bytes", *,
-    advance: Advance = lambda _bytes: None,
-) -> tuple[int, int]:  # fmt: skip
+    source: Path | str, out: Path | str, tokenizer: str = "bytes", *, advance: Advance = lambda _bytes: None
+) -> tuple[int, int]:
     """Write the tokens of `source` (a text file, a folder of them, or `python-docs`) into the new folder `out`.
 
-    Args:
-        tokenizer: `bytes`, or the path of a Hugging Face `tokenizer.json`, which is copied.
-        advance: called after each piece with its bytes of text.
-
-    Returns:
-        the number of tokens, and the size of the vocabulary.
+    A `tokenizer.json` is copied. Call `advance` after each piece with its bytes of text; return the number of tokens,
+    and the size of the vocabulary.
     """
     out, chosen = Path(out), Tokenizer(tokenizer)
     if out.exists():

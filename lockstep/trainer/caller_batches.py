@@ -162,11 +162,7 @@ class MicroBatchAssigner:
         self._last: list[Any] = []  # the newest micro-batch, once there is one
 
     def assign(self, batches: Sequence[Any], step: int, call: str) -> tuple[list[MicroBatch], int]:
-        """Assign numbers to this rank's micro-batches in `backward` or `evaluate`; every rank calls it.
-
-        Returns:
-            this rank's micro-batches, and their number over all ranks; none and 0 if no rank passes any.
-        """
+        """Return this rank's micro-batches in `backward` or `evaluate` with numbers, and how many all ranks have."""
         batches = [move(batch, self.placed.random_state.device) for batch in batches]
         self._last = batches[-1:] or self._last
         first = bool(batches) and self.nominal == 0 and self.placed.wants_data
@@ -198,10 +194,7 @@ def _reported(mine: _Report, placed: ParallelModel) -> list[_Report]:
     table[dist.get_rank()] = torch.tensor(mine, dtype=torch.float64)
     table = table.to(object_device(placed.random_state.device))
     dist.all_reduce(table)
-    return [
-        _Report(int(step), int(call), int(dp_rank), int(batches), int(has_batch), targets)
-        for step, call, dp_rank, batches, has_batch, targets in table.tolist()
-    ]
+    return [_Report(*map(int, row[:-1]), row[-1]) for row in table.tolist()]
 
 
 def _require_agreement(rows: Sequence[_Report]) -> None:

@@ -38,9 +38,7 @@ class Change:
         return f"{self.key} {before} → {now}"
 
 
-def compare(
-    config: Config, global_batch_size: int, found: checkpoint.CheckpointPath, *, is_main: bool
-) -> list[Change]:  # fmt: skip
+def compare(config: Config, global_batch_size: int, found: checkpoint.CheckpointPath, *, is_main: bool) -> list[Change]:
     """Return the keys whose values differ from a checkpoint's, which rank 0 reads; all ranks call it.
 
     Raises:

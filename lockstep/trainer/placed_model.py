@@ -218,14 +218,11 @@ class PlacedModel:
         self, path: str | Path, optimizers: Mapping[str, Optimizer] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> Path:  # fmt: skip
-        """Write a checkpoint into the folder `path`, which all ranks share. It is whole on return, or not there.
+        """Write the checkpoint `path/step-00000100`, and return it; all ranks share the folder. On return it is whole.
 
         Args:
             optimizers: by names of your own.
             metadata: further data to restore; JSON.
-
-        Returns:
-            the checkpoint, `path/step-00000100`.
         """
         snapshot, names = self._snapshot(), _names(self._placed)
         for name, optimizer in (optimizers or {}).items():
@@ -236,9 +233,7 @@ class PlacedModel:
         return saved
 
     @called_by_all_ranks
-    def load_checkpoint(
-        self, path: str | Path, optimizers: Mapping[str, Optimizer] | None = None
-    ) -> dict[str, Any]:  # fmt: skip
+    def load_checkpoint(self, path: str | Path, optimizers: Mapping[str, Optimizer] | None = None) -> dict[str, Any]:
         """Load a checkpoint of `save_checkpoint` of any layout; set `step`, and return the checkpoint's metadata.
 
         Args:

@@ -1,7 +1,7 @@
 """Trains with a loss over all samples of a step together, such as CLIP's or SimCLR's (`WholeBatch`).
 
 A sample's loss depends on all others of the global batch. So a step runs its micro-batches twice: forward passes
-without a graph give rank 0 all outputs, for the loss and its gradient with respect to each output; then forward and backward
+without a graph give rank 0 all outputs, for the loss and its gradient with respect to each; then forward and backward
 passes start from that gradient. The random numbers of a micro-batch follow from its number, so both compute the same.
 Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (arXiv:2101.06983).
 """
