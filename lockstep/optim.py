@@ -118,10 +118,9 @@ def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
 
 
 def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, nn.Parameter]) -> None:
-    """Replace the parameters of an optimizer that was created before placement by the placed ones, in place.
+    """Replace the parameters of an optimizer that was created before placement by the `placed` ones that train.
 
-    `names` has the canonical name by the id of each unplaced parameter, `placed` the parameters that train, without
-    those that this rank does not hold.
+    `names` has the canonical name by the id of each unplaced parameter.
     """
     there = {id(parameter) for parameter in placed.values()}
     if all(id(p) in there for group in optimizer.param_groups for p in group["params"]):

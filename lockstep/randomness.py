@@ -182,13 +182,11 @@ class RandomState:
 
 
 def key_segments(random_state: RandomState, segments: Sequence[tuple[str, nn.Module]], *, chain: bool) -> None:
-    """Seed every call of a segment from its own key.
+    """Seed every call of a segment, given by its canonical name, from its own key.
 
-    Args:
-        segments: by canonical name. Hooks go on the modules, outside of a replaced `forward`, so that compiled and
-            recomputed code is inside of them.
-        chain: whether the segments are the whole forward pass; otherwise the code after each of them is a segment, too.
-            Segments made from a model that is keyed in that way bring their keys along, as `random_key`.
+    Hooks go on the modules, outside of a replaced `forward`, so that compiled and recomputed code is inside of them. In
+    a `chain` the segments are the whole forward pass; otherwise the code after each of them is a segment, too. Segments
+    made from a model that is keyed in that way bring their keys along, as `random_key`.
     """
     for segment, module in segments:
         name = str(getattr(module, "random_key", segment))

@@ -4,9 +4,8 @@
     → scale to the mean over valid targets → norm → clip → update
 
 Backward runs on sums divided by a nominal count, a power of two, so that the actual count need not be known before it.
-On a GPU the host waits for the step before, no more, so that it always has queued a step. Exceptions: a run's first
-steps, which check the loss and agree on the nominal count; fp16, `bad_numbers.action: skip` and `recompute`, where the
-update depends on a number of this step. Each line where the host waits says so: "host waits".
+On a GPU the host waits for the step before, no more, except in a run's first steps, and where the update depends on a
+number of this step: fp16, `bad_numbers.action: skip` and `recompute`. Each line where it waits says: "host waits".
 """
 
 import math

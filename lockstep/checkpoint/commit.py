@@ -45,16 +45,13 @@ def save(
     directory: Directory, step: int, snapshot: Snapshot, *, config_yaml: str, options: SaveOptions | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> CheckpointPath:  # fmt: skip
-    """Write a checkpoint, and return once it is committed; every rank of the group calls it.
+    """Write the checkpoint `directory/step-00000100`, and return it once it is committed; every rank calls it.
 
     Args:
         directory: the folder of checkpoints, created if missing, or another storage. All ranks share it, except in
             the format `full`.
         options: unset: sharded, tried once.
         group: the ranks that hold the state; the default group if None. Gloo or NCCL.
-
-    Returns:
-        the new checkpoint, `directory/step-00000100`.
 
     Raises:
         UsageError: the snapshot can't be stored, or a checkpoint of this step exists already and is whole.

@@ -50,11 +50,7 @@ def digest(path: Checkpoint) -> str:
 
     It is over the tensors in the order of their canonical names (by code points). For each: a line of JSON,
     `["name", "dtype", [shape]]`, and the elements of the whole tensor, row by row, little-endian. Tied names count
-    once.
-
-    Raises:
-        UsageError: there is no checkpoint at `path`.
-        DamagedError: a file that the digest depends on is not what was written.
+    once. A DamagedError is raised for a file that is not what was written.
     """
     checkpoint = locate(path)
     return digest_tensors(_whole_tensors(checkpoint, verified_manifest(checkpoint, MODEL)))

@@ -39,10 +39,8 @@ def newest(directory: Directory, *, thorough: bool = False, on_damaged: OnDamage
     """Return the newest whole checkpoint, or None if there are no checkpoints; without collectives.
 
     With `thorough`, the checksums of all files are compared; else that of the manifest, and all sizes. `on_damaged` is
-    called with each newer checkpoint that is passed over, and the reason.
-
-    Raises:
-        RunError: there are checkpoints, but none is whole. Only a person may decide to start afresh then.
+    called with each newer checkpoint that is passed over, and the reason. If none is whole, a RunError is raised: only
+    a person may decide to start afresh then.
     """
     found = _choose(directory, lambda checkpoint: _damage(checkpoint, thorough=thorough), on_damaged)
     return None if found is None else found.path

@@ -180,12 +180,9 @@ def unreadable(path: Checkpoint) -> list[str]:
 def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the state of an optimizer, for a `Snapshot`; `names` has the canonical name by the id of each parameter.
 
-    Returns:
-        (the tensors, `"<parameter>//<key>"` → tensor, sharing the optimizer's memory; the rest as JSON:
-        `{"groups": [{"params": [names], "options": {…}}], "values": {parameter: {key: number}}}`).
-
-    Raises:
-        UsageError: a parameter has no name, or a value is neither a tensor nor JSON.
+    These are the tensors, `"<parameter>//<key>"` → tensor, which share the optimizer's memory, and the rest as JSON:
+    `{"groups": [{"params": [names], "options": {…}}], "values": {parameter: {key: number}}}`. A UsageError is raised
+    for a parameter without a name, and a value that is neither a tensor nor JSON.
     """
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -210,13 +207,10 @@ def optimizers_in(path: Checkpoint) -> list[str]:
 
 
 def optimizer_targets(path: Checkpoint, name: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return empty tensors for the stored state of one optimizer, for the parameters of this rank.
+    """Return empty tensors for the stored state of one optimizer, for the parameters of this rank, by canonical name.
 
-    A new optimizer has no state to load into. A state tensor with the shape of its parameter gets the device, mesh and
-    placements of the parameter; any other (`step`) is a plain tensor on CPU. The dtype is the stored one.
-
-    Args:
-        parameters: this rank's, by canonical name.
+    A state tensor with the shape of its parameter gets the device, mesh and placements of the parameter; any other
+    (`step`) is a plain tensor on CPU. The dtype is the stored one.
     """
     checkpoint = locate(path)
     targets = {}
@@ -235,10 +229,8 @@ def restore_optimizer(
 ) -> None:
     """Give an optimizer the state that `load` has read, or raise a UsageError if it has other groups.
 
-    Args:
-        names: id of a parameter of this rank → its canonical name.
-        tensors: the filled tensors of `optimizer_targets`; the optimizer takes them over.
-        groups: the stored groups and values; they may list parameters of other ranks too.
+    It takes over the `tensors` of `optimizer_targets`. The stored `groups` may list parameters of other ranks too;
+    `names` has the canonical name by the id of each parameter of this rank.
     """
     stored_groups = groups["groups"]
     if len(stored_groups) != len(optimizer.param_groups):

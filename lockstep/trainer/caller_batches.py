@@ -194,7 +194,7 @@ def _reported(mine: _Report, placed: ParallelModel) -> list[_Report]:
     table[dist.get_rank()] = torch.tensor(mine, dtype=torch.float64)
     table = table.to(object_device(placed.random_state.device))
     dist.all_reduce(table)
-    return [_Report(*map(int, row[:-1]), row[-1]) for row in table.tolist()]
+    return [_Report._make([*map(int, row[:-1]), row[-1]]) for row in table.tolist()]
 
 
 def _require_agreement(rows: Sequence[_Report]) -> None:

@@ -7,8 +7,7 @@
     optimizer.step()
     optimizer.zero_grad()
 
-`backward` is a step without its update: afterwards `.grad` holds the gradient of the mean loss over all valid targets
-of all ranks, as in the `Trainer`. Everything else is up to the caller: data, optimizers, schedules, saving.
+After `backward`, `.grad` holds the gradient of the mean loss over all valid targets of all ranks, as in the `Trainer`.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -67,11 +66,9 @@ def place(
     here = cluster.setup(config.distributed)
     mode, _ = resolve_mode(config.precision.mode, here.device)
     layout = layout_of(config.distributed, here.facts)
+    own_loops = strategy_named(layout.strategy).own_loops
     whys = {
-        f"strategy {layout.strategy}": (
-            not strategy_named(layout.strategy).own_loops,
-            "each worker updates a model of its own",
-        ),
+        f"strategy {layout.strategy}": (not own_loops, "each worker updates a model of its own"),
         "distributed.reproducible": (config.distributed.reproducible, "the same bits need the same update, too"),
         "precision fp16": (mode == "fp16", "its loss scale decides which updates are skipped"),
     }

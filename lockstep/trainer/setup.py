@@ -25,11 +25,9 @@ def make_optimizer(
     given: Optimizer | MakeOptimizer | None, before: dict[int, str], placed: ParallelModel, config: Config,
     global_batch_size: int,
 ) -> tuple[Optimizer, str]:  # fmt: skip
-    """Return an optimizer over the placed parameters, and the log line of its learning rate.
+    """Return an optimizer over the placed parameters (None: the config's), and the log line of its learning rate.
 
-    Args:
-        given: an optimizer over the unplaced model, or a function that makes one; None: the config's.
-        before: id of each unplaced parameter → its name.
+    `before` has the name by the id of each unplaced parameter.
     """
     training = config.training
     rate, line = optim.scaled_learning_rate(training, global_batch_size)
