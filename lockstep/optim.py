@@ -215,10 +215,7 @@ def _left(shape: float, schedule: Schedule) -> float:
 
 
 class CallersRate:
-    """Keeps the caller's learning rate, for a caller's optimizer without a schedule.
-
-    A scheduler in the caller's own loop, or a line that sets `group["lr"]`, then works as in plain PyTorch.
-    """
+    """Keeps the learning rate that the caller's own loop, or a scheduler in it, sets, as in plain PyTorch."""
 
     def rates(self, groups: Sequence[dict[str, Any]], updates: int) -> list[Any]:
         """Return the learning rate of each parameter group, unchanged."""
@@ -226,10 +223,7 @@ class CallersRate:
 
 
 class PlateauSchedule(CallersRate):
-    """A torch scheduler whose `step` takes a metric: it changes the learning rate after an evaluation.
-
-    The rate is the optimizer's, which a checkpoint holds; so is the scheduler's state.
-    """
+    """A torch scheduler whose `step` takes a metric: it changes the optimizer's rate after an evaluation."""
 
     def __init__(self, scheduler: ReduceLROnPlateau, metric: str) -> None:
         self._scheduler, self.metric = scheduler, metric
@@ -248,10 +242,7 @@ class PlateauSchedule(CallersRate):
 
 
 class TorchSchedule:
-    """A new torch scheduler as a function of the number of updates: it is stepped up to them.
-
-    A checkpoint therefore needs nothing from it. After a rollback it starts again.
-    """
+    """A new torch scheduler that is stepped up to the number of updates, so that a checkpoint needs nothing from it."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler, self._made = scheduler, 0

@@ -191,10 +191,7 @@ class RunLock:
 
 
 def require_free(directory: Path) -> None:
-    """Raise a UsageError if a run on this machine has the lock, before ranks are started.
-
-    Only taking the lock shows whether a run on another machine is alive.
-    """
+    """Raise a UsageError if a run on this machine (only taking the lock shows others) has it, before ranks start."""
     path = directory / FILE
     if (os.getpid(), os.path.realpath(path)) in _held:
         return

@@ -168,10 +168,9 @@ def gather(tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]) 
 
 
 def scatter(whole: Mapping[str, Tensor], tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]) -> None:
-    """Copy whole tensors of rank 0 into the tensors of each rank; every rank calls it.
+    """Copy whole tensors of rank 0 into the tensors of each rank, cast to their dtypes; every rank calls it.
 
-    Values are cast to the dtype of the target, as by `load_state_dict` of a plain module. If `whole` has other names or
-    shapes, every rank raises a UsageError before anything is written.
+    If `whole` has other names or shapes, every rank raises a UsageError before anything is written.
     """
     ranks, failure, mine = Ranks(), "the model was not loaded", part_of(tensors, aliases)
     shapes = {name: block.shape for name, block in mine.blocks.items()}

@@ -83,10 +83,7 @@ def user_schedule(
 
 
 def schedule_before_data(training: TrainingConfig, *, own_optimizer: bool) -> Schedule | CallersRate:
-    """Return the schedule while the number of steps is unknown: the warm-up alone.
-
-    Without a warm-up the learning rate of a user's own optimizer is not changed.
-    """
+    """Return the schedule while the number of steps is unknown: the warm-up alone, or a user's own optimizer's rate."""
     if own_optimizer and training.warmup_steps == 0:
         return CallersRate()
     return Schedule("constant", 0, training.warmup_steps)
@@ -146,10 +143,7 @@ AfterUpdate = Callable[[int], None]
 
 
 def frozen_until(asked: Mapping[str, int], names: list[str]) -> dict[str, int]:
-    """Return the number of the first step that trains each parameter that is frozen at first.
-
-    `asked` has numbers of modules, too; `names` are those of all parameters, before placement.
-    """
+    """Return the first step that trains each parameter that is frozen at first; `asked` has those of modules, too."""
     found: dict[str, int] = {}
     for prefix, step in asked.items():
         inside = [name for name in names if name == prefix or name.startswith(f"{prefix.rstrip('.')}.")]
