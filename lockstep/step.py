@@ -286,12 +286,11 @@ class Step:
         self._raise_if_bad(numbers.anomaly)
 
     def _raise_if_bad(self, anomaly: Anomaly | None) -> None:
-        if anomaly is None or (
-            self.anomaly_detector.skips and self.anomaly_detector.consecutive < self.anomaly_detector.config.patience
-        ):
+        detector = self.anomaly_detector
+        if anomaly is None or (detector.skips and detector.consecutive < detector.config.patience):
             return
-        rolls_back = self.anomaly_detector.config.action == "rollback"
-        raise BadNumbersError(anomaly, rolls_back=rolls_back, consecutive=self.anomaly_detector.consecutive)
+        rolls_back = detector.config.action == "rollback"
+        raise BadNumbersError(anomaly, rolls_back=rolls_back, consecutive=detector.consecutive)
 
     def _clip_and_update(self, gradients: list[Tensor], to_mean: Number, norm: Number) -> Number | None:
         """Scale the gradients to the mean loss, clip them, and update; return `StepRecord.clipped`."""

@@ -181,11 +181,8 @@ def scatter(whole: Mapping[str, Tensor], tensors: Mapping[str, Tensor], aliases:
         missing, unknown = sorted(set(wanted) - set(whole)), sorted(set(whole) - set(wanted) - others)
         whys = [f"it lacks {listed(missing)}"] * bool(missing)
         whys += [f"the model has no {listed(unknown)}"] * bool(unknown)
-        reshaped = [
-            f"{name} has the shape {tuple(whole[name].shape)}, not {shape}"
-            for name, shape in wanted.items()
-            if name in whole and tuple(whole[name].shape) != shape
-        ]
+        given = {name: tuple(whole[name].shape) for name in wanted if name in whole}
+        reshaped = [f"{n} has the shape {shape}, not {wanted[n]}" for n, shape in given.items() if shape != wanted[n]]
         if whys := whys + reshaped[:4]:
             fix = "give rank 0 the state_dict of this model, with the names that it has without wrappers"
             raise UsageError("the state that was given is another model's", why="; ".join(whys), fix=fix)

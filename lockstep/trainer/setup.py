@@ -61,6 +61,13 @@ def with_batch_size_of(data: Any, config: Config) -> Config:
     if config.training.batch_norm_samples is not None:  # the ranks of a row have been counted
         what = f"batch_norm_samples is made of micro-batches of batch_size, and the DataLoader has its own: {own}"
         raise UsageError(what, where="training.batch_norm_samples", fix=f"give the trainer batch_size={own}, too")
+    whole = config.training.global_batch_size
+    if whole is not None and whole % own:
+        equation, more = f"{whole} = {whole // own} × {own} + {whole % own}", (whole // own + 1) * own
+        what = f"global_batch_size {whole} is not a multiple of the DataLoader's batch_size {own}: {equation}"
+        why = "a step is made of whole micro-batches of batch_size samples"
+        fix = f"give the DataLoader a batch_size that divides {whole}, or the trainer global_batch_size={more}"
+        raise UsageError(what, where="the training data", why=why, fix=fix)
     return config.replaced({"training.batch_size": own})
 
 
