@@ -92,8 +92,7 @@ class AnomalyDetector:
     def check(self, step: int, loss: Number, norm: Number, stop_votes: Number, out_of_step: Number) -> StepCheck:
         """Check the numbers of `step`, after its gradients and before its update; return what is known by now.
 
-        Raises:
-            RunError: the ranks are in different steps: `out_of_step` is not 0.
+        A RunError is raised if the ranks are in different steps: `out_of_step` is not 0.
         """
         given, device = (loss, norm, stop_votes, out_of_step), None
         for value in given:  # a loop, since it runs in each step and generators are slower
@@ -129,12 +128,9 @@ class AnomalyDetector:
 
     def _evaluate(self, step: int, loss: float, norm: float, stop_votes: float, out_of_step: float) -> StepCheck:
         if out_of_step != 0:
-            raise RunError(
-                f"the ranks did not meet in step {step}",
-                where=f"step {step}",
-                why="a rank made a collective call that the others did not make, and theirs were taken for it",
-                fix="look for a collective inside of `if rank == 0`; distributed.debug: detail shows which it was",
-            )
+            why = "a rank made a collective call that the others did not make, and theirs were taken for it"
+            fix = "look for a collective inside of `if rank == 0`; distributed.debug: detail shows which it was"
+            raise RunError(f"the ranks did not meet in step {step}", where=f"step {step}", why=why, fix=fix)
         what = self._problem(step, loss, norm)
         if what is None:
             self.consecutive = 0
@@ -164,11 +160,9 @@ def wrongly_computed(
 ) -> str:
     """Return a sentence on a step that was bad at first and good when it was computed again; every rank calls it.
 
-    What a step computes follows from its weights, its samples and keyed random numbers. If it is bad once and then
-    good, a processor computed wrongly; recomputing the last step undoes most such faults (arXiv:2604.00726).
-
-    `loss` is the step's, the second time; `losses` are those of each micro-batch, both times; `own` the numbers of the
-    micro-batches that this rank runs.
+    A step follows from its weights, its samples and keyed random numbers: a processor computed wrongly, which
+    recomputing mostly undoes (arXiv:2604.00726). `loss` is the step's, the second time; `losses` are those of each
+    micro-batch, both times; `own` the numbers of the micro-batches that this rank runs.
     """
     changed = [number for number, (one, other) in enumerate(zip(*losses, strict=True)) if repr(one) != repr(other)]
     mine = (socket.gethostname(), [number for number in changed if number in own])

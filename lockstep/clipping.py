@@ -1,10 +1,9 @@
 """Clips gradients by value and per unit; clipping to a global norm is part of the step's own scaling.
 
 Adaptive clipping bounds each unit's gradient by its weights: g is multiplied by min(1, λ · max(‖w‖, ε) / ‖g‖). A unit
-computes one output: a row of a matrix (the first dim), a whole vector. Norms are those of whole units: if sharding
-splits a unit, its squares are summed over the shards.
-
-Source: Brock, De, Smith, Simonyan 2021, "High-Performance Large-Scale Image Recognition Without Normalization".
+computes one output: a row of a matrix (the first dim), a whole vector. If sharding splits a unit, its squares are
+summed over the shards. Source: Brock, De, Smith, Simonyan 2021, "High-Performance Large-Scale Image Recognition Without
+Normalization".
 """
 
 import math
@@ -26,11 +25,7 @@ _LEAST_WEIGHT_NORM = 1e-3  # ε: units that start at zero can still grow
 def clip_by_value(
     gradients: Sequence[Tensor], limit: float, groups: Sequence[dist.ProcessGroup], device: torch.device
 ) -> Tensor:
-    """Clip every element of this rank's gradients to [−limit, limit], in place.
-
-    Returns:
-        the fraction of all elements that were changed, 0-dim, over all ranks of `groups`.
-    """
+    """Clip each element to [−limit, limit], in place; return the fraction of changed ones on all ranks, 0-dim."""
     counts = torch.zeros(2, dtype=accelerator.widest_float(device), device=device)
     for gradient in gradients:
         counts[0] += (gradient.abs() > limit).sum()
@@ -48,15 +43,10 @@ def clip_adaptively(
     parameters: Iterable[nn.Parameter], ratio: float, groups: Sequence[dist.ProcessGroup], device: torch.device, *,
     exact: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Clip `.grad` of each parameter, unit by unit, in place; every rank of the groups calls it.
+    """Clip `.grad` of each parameter by λ = `ratio`, in place; return the fraction of changed units, 0-dim.
 
-    Args:
-        parameters: whole, or DTensors. Those without a gradient are left out, the same on every rank.
-        ratio: λ.
-        exact: whether the result has the same bits however units are split: squares are summed as integers.
-
-    Returns:
-        the fraction of all units that were changed, 0-dim.
+    Every rank of the groups calls it. Parameters are whole, or DTensors; those without a gradient are left out. With
+    `exact`, squares are summed as integers: the result has the same bits however units are split.
     """
     tensors = [_Units.of(p) for p in parameters if p.grad is not None]
     weights = _norms([t.weight for t in tensors], tensors, exact)

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.config import TrainingConfig
-from lockstep.errors import RunError, UsageError, did_you_mean
-from lockstep.registry import OPTIMIZERS, SCHEDULES, require_call
+from lockstep.errors import RunError, UsageError
+from lockstep.registry import OPTIMIZERS, SCHEDULES, keywords_of, require_arguments, require_call
 
 # In these optimizers the update of each element depends on that element alone, so a shard is updated like the whole.
 _ELEMENTWISE: set[type[Optimizer]] = {
@@ -44,11 +44,9 @@ def check_shardable(optimizer: Optimizer) -> None:
     Fused kernels that torch cannot run on shards are replaced by plain ones, in place.
     """
     if type(optimizer) not in _ELEMENTWISE:
-        raise UsageError(
-            f"{type(optimizer).__name__} is not known to update each element on its own",
-            why="under sharding it would see pieces of parameters and train another model",
-            fix="use ddp, or call lockstep.optim.register_elementwise(TheOptimizer) if it is elementwise",
-        )
+        what = f"{type(optimizer).__name__} is not known to update each element on its own"
+        fix = "use ddp, or call lockstep.optim.register_elementwise(TheOptimizer) if it is elementwise"
+        raise UsageError(what, why="under sharding it would see pieces of parameters and train another model", fix=fix)
     if not isinstance(optimizer, _FUSED_ON_SHARDS):
         unfuse(optimizer)
 
@@ -57,11 +55,9 @@ def check_no_closure(optimizer: Optimizer) -> None:
     """Reject an optimizer that evaluates the loss several times in an update, by a closure (LBFGS)."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UsageError(
-            f"{type(optimizer).__name__} evaluates the loss again within an update, by a closure",
-            why="a step here is one forward and backward pass over its micro-batches, and one update",
-            fix="use an optimizer that updates from the gradients alone, such as AdamW",
-        )
+        what = f"{type(optimizer).__name__} evaluates the loss again within an update, by a closure"
+        why = "a step here is one forward and backward pass over its micro-batches, and one update"
+        raise UsageError(what, why=why, fix="use an optimizer that updates from the gradients alone, such as AdamW")
 
 
 def unfuse(optimizer: Optimizer) -> bool:
@@ -85,11 +81,9 @@ def build_optimizer(
     Kernels are fused if the optimizer has them; with `reproducible` they are plain (see `unfuse`).
     """
     if reproducible and args.get("fused"):
-        raise UsageError(
-            "fused optimizer kernels round shards differently, so the bits can't be equal on any number of ranks",
-            where="training.optimizer_args.fused, distributed.reproducible",
-            fix="leave fused out, or set reproducible: false",
-        )
+        what = "fused optimizer kernels round shards differently, so the bits can't be equal on any number of ranks"
+        where = "training.optimizer_args.fused, distributed.reproducible"
+        raise UsageError(what, where=where, fix="leave fused out, or set reproducible: false")
     kind: Callable[..., Optimizer] = OPTIMIZERS.load(name)
     accepted = inspect.signature(kind).parameters
     over = list(parameters)
@@ -104,56 +98,37 @@ def build_optimizer(
     try:
         return kind(over, **{**settings, **args})
     except TypeError as error:
-        raise UsageError(
-            f"the optimizer {name} does not accept these arguments: {error}",
-            where="training.optimizer_args",
-            fix=f"it accepts {', '.join(n for n in accepted if n != 'params')}",
-        ) from None
+        what = f"the optimizer {name} does not accept these arguments: {error}"
+        fix = f"it accepts {', '.join(n for n in accepted if n != 'params')}"
+        raise UsageError(what, where="training.optimizer_args", fix=fix) from None
 
 
 def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
     """Raise the UsageError that `build_optimizer` would for a config's optimizer, without creating it."""
     kind = OPTIMIZERS.load_callable(name)
     if isinstance(kind, type) and not issubclass(kind, Optimizer):
-        raise UsageError(
-            f"{name} is not a subclass of torch.optim.Optimizer",
-            where=OPTIMIZERS.where,
-            fix="name a class that is one, or a function (params, lr, …) that returns an object of one",
-        )
-    parameters = inspect.signature(kind).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    accepted = [key for key in parameters if key not in ("params", "self")]
-    if "lr" not in accepted and not takes_any:
-        raise UsageError(
-            f"the optimizer {name} takes no argument 'lr'",
-            where=OPTIMIZERS.where,
-            why="it is made with lr=training.learning_rate, and the schedule sets lr of its groups",
-            fix="let __init__ take (params, lr, …)",
-        )
-    unknown = [key for key in args if key not in accepted]
-    if unknown and not takes_any:
-        raise UsageError(
-            f"the optimizer {name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}",
-            where=f"training.optimizer_args.{unknown[0]}",
-            fix=f"it takes {', '.join(accepted)}",
-        )
+        fix = "name a class that is one, or a function (params, lr, …) that returns an object of one"
+        raise UsageError(f"{name} is not a subclass of torch.optim.Optimizer", where=OPTIMIZERS.where, fix=fix)
+    accepted = keywords_of(kind)
+    if accepted is not None and "lr" not in accepted:
+        why = "it is made with lr=training.learning_rate, and the schedule sets lr of its groups"
+        what = f"the optimizer {name} takes no argument 'lr'"
+        raise UsageError(what, where=OPTIMIZERS.where, why=why, fix="let __init__ take (params, lr, …)")
+    require_arguments(kind, {"lr": 0.0, **args}, f"the optimizer {name}", "training.optimizer_args", [])
 
 
 def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, nn.Parameter]) -> None:
-    """Replace the parameters of an optimizer that was created before placement by the placed ones, in place.
+    """Replace the parameters of an optimizer that was created before placement by the `placed` ones that train.
 
-    `names` has the canonical name by the id of each unplaced parameter, `placed` the parameters that train, without
-    those that this rank does not hold.
+    `names` has the canonical name by the id of each unplaced parameter.
     """
     there = {id(parameter) for parameter in placed.values()}
     if all(id(p) in there for group in optimizer.param_groups for p in group["params"]):
         return
     if optimizer.state:
-        raise UsageError(
-            "the optimizer already has state from before the model was placed",
-            why="its state belongs to parameters that placement replaces",
-            fix="pass a fresh optimizer, or a function `parameters -> optimizer`; to go on, load a checkpoint",
-        )
+        what = "the optimizer already has state from before the model was placed"
+        fix = "pass a fresh optimizer, or a function `parameters -> optimizer`; to go on, load a checkpoint"
+        raise UsageError(what, why="its state belongs to parameters that placement replaces", fix=fix)
     for group in optimizer.param_groups:
         unknown = [p for p in group["params"] if id(p) not in names]
         if unknown:
@@ -189,11 +164,9 @@ class Schedule:
         except (TypeError, ValueError):
             factor = math.nan
         if not math.isfinite(factor):
-            raise RunError(
-                f"the schedule {self.kind} returned {found!r} after {updates} updates",
-                where=SCHEDULES.where,
-                fix="let it return a number, the factor of the peak learning rate",
-            )
+            what = f"the schedule {self.kind} returned {found!r} after {updates} updates"
+            where = SCHEDULES.where
+            raise RunError(what, where=where, fix="let it return a number, the factor of the peak learning rate")
         return factor
 
     def rates(self, groups: Sequence[dict[str, Any]], updates: int) -> list[float]:
@@ -242,10 +215,7 @@ def _left(shape: float, schedule: Schedule) -> float:
 
 
 class CallersRate:
-    """Keeps the caller's learning rate, for a caller's optimizer without a schedule.
-
-    A scheduler in the caller's own loop, or a line that sets `group["lr"]`, then works as in plain PyTorch.
-    """
+    """Keeps the learning rate that the caller's own loop, or a scheduler in it, sets, as in plain PyTorch."""
 
     def rates(self, groups: Sequence[dict[str, Any]], updates: int) -> list[Any]:
         """Return the learning rate of each parameter group, unchanged."""
@@ -253,10 +223,7 @@ class CallersRate:
 
 
 class PlateauSchedule(CallersRate):
-    """A torch scheduler whose `step` takes a metric: it changes the learning rate after an evaluation.
-
-    The rate is the optimizer's, which a checkpoint holds; so is the scheduler's state.
-    """
+    """A torch scheduler whose `step` takes a metric: it changes the optimizer's rate after an evaluation."""
 
     def __init__(self, scheduler: ReduceLROnPlateau, metric: str) -> None:
         self._scheduler, self.metric = scheduler, metric
@@ -275,10 +242,7 @@ class PlateauSchedule(CallersRate):
 
 
 class TorchSchedule:
-    """A new torch scheduler as a function of the number of updates: it is stepped up to them.
-
-    A checkpoint therefore needs nothing from it. After a rollback it starts again.
-    """
+    """A new torch scheduler that is stepped up to the number of updates, so that a checkpoint needs nothing from it."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler, self._made = scheduler, 0
@@ -311,11 +275,8 @@ def scaled_learning_rate(training: TrainingConfig, global_batch: int) -> tuple[f
     if rule == "none":
         return rate, f"learning rate {rate:g} at a global batch of {global_batch}"
     if base_batch is None:
-        raise UsageError(
-            f"lr_scaling: {rule} needs the batch at which learning_rate was chosen",
-            where="training.base_batch_size",
-            fix="set training.base_batch_size",
-        )
+        what = f"lr_scaling: {rule} needs the batch at which learning_rate was chosen"
+        raise UsageError(what, where="training.base_batch_size", fix="set training.base_batch_size")
     ratio = global_batch / base_batch
     scaled = rate * (ratio if rule == "linear" else math.sqrt(ratio))
     return scaled, (

@@ -62,9 +62,8 @@ class Precision:
 class LossScale:
     """A factor that keeps fp16 gradients from underflowing; it halves on overflow and grows after steps without one.
 
-    Every rank has its own copy and sees the same overflows, so the copies stay equal without communication.
-
-    The factors, in steps and with bounds, are those of torch's `GradScaler`.
+    Every rank has its own copy and sees the same overflows, so the copies stay equal without communication. The factors
+    are those of torch's `GradScaler`.
     """
 
     dynamic: bool = True  # whether the scale changes

@@ -1,13 +1,9 @@
 """Makes random numbers depend on what is computed, and never on where.
 
 A number drawn inside the model is a function of (seed, phase, step, micro-batch, segment, call index): before each
-segment of a forward pass, the device's generator is seeded from that key. The code between blocks is a segment too.
-Keys are captured in the forward pass for recomputation (`RandomState.recomputing`): when activation checkpointing
-recomputes a block under a pipeline, another micro-batch is current.
-
-Only the device's own generator is seeded (2 µs; `torch.manual_seed` seeds every backend, 250 µs). `HostRandom` does the
-same for models that draw from Python's `random` or NumPy's global generator. That takes longer, so a run continues with
-it after its first step only if a rank has seen a draw.
+segment of a forward pass (the code between blocks is one too), the device's generator is seeded from that key: that
+alone, because `torch.manual_seed` seeds every backend, in 250 µs. `HostRandom` does the same for models that draw from
+Python's or NumPy's global generator; a run continues with it after its first step only if a rank has seen a draw.
 """
 
 import hashlib
@@ -186,23 +182,14 @@ class RandomState:
 
 
 def key_segments(random_state: RandomState, segments: Sequence[tuple[str, nn.Module]], *, chain: bool) -> None:
-    """Seed every call of a segment from its own key.
+    """Seed every call of a segment, given by its canonical name, from its own key.
 
-    Args:
-        segments: by canonical name. Hooks go on the modules, outside of a replaced `forward`, so that compiled and
-            recomputed code is inside of them.
-        chain: whether the segments are the whole forward pass; otherwise the code after each of them is a segment, too.
-            Segments made from a model that is keyed in that way bring their keys along, as `random_key`.
+    Hooks go on the modules, outside of a replaced `forward`, so that compiled and recomputed code is inside of them. In
+    a `chain` the segments are the whole forward pass; otherwise the code after each of them is a segment, too. Segments
+    made from a model that is keyed in that way bring their keys along, as `random_key`.
     """
     for segment, module in segments:
         name = str(getattr(module, "random_key", segment))
-
-        def before(_module: nn.Module, _args: object, *, name: str = name) -> None:
-            random_state.enter(name)
-
-        def after(_module: nn.Module, _args: object, _output: object, *, name: str = name) -> None:
-            random_state.enter(f"{name}/after")
-
-        module.register_forward_pre_hook(before, prepend=True)
+        module.register_forward_pre_hook(lambda _module, _args, name=name: random_state.enter(name), prepend=True)
         if not chain:
-            module.register_forward_hook(after)
+            module.register_forward_hook(lambda _module, _args, _output, name=name: random_state.enter(f"{name}/after"))

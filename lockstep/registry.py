@@ -8,6 +8,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,26 +17,19 @@ from lockstep.errors import UsageError, did_you_mean
 
 
 def load_object(name: str, where: str) -> Any:
-    """Return the object named `package.module:Name`; `where` is the config key, for the message.
-
-    Raises:
-        UsageError: there is no such module, it does not import, or it has no such name.
-    """
+    """Return the object named `package.module:Name`, or raise a UsageError that names `where`, the config key."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise UsageError(f"{name!r} does not name an object", where=where, fix="write package.module:Name")
     try:
         here: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"there is no module {error.name or module_name!r}, needed by {name}",
-            where=where,
-            fix=advice_for_object(name) or "set PYTHONPATH to the folder that holds it, or install it",
-        ) from None
+        what = f"there is no module {error.name or module_name!r}, needed by {name}"
+        fix = advice_for_object(name) or "set PYTHONPATH to the folder that holds it, or install it"
+        raise UsageError(what, where=where, fix=fix) from None
     except Exception as error:  # a user's module may raise anything
-        raise UsageError(
-            f"the module {module_name} does not import", where=where, why=f"{type(error).__name__}: {error}"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"the module {module_name} does not import", where=where, why=why) from error
     for part in attribute.split("."):
         if not hasattr(here, part):
             near = difflib.get_close_matches(part, [n for n in dir(here) if not n.startswith("_")], n=1)
@@ -45,10 +39,9 @@ def load_object(name: str, where: str) -> Any:
 
 
 def require_call(found: Any, arguments: Sequence[str], name: str, where: str, *, fix: str | None = None) -> None:
-    """Check that a user's class or function takes these positional arguments; it is not called.
+    """Raise a UsageError unless a user's class or function, which is not called, takes these positional arguments.
 
-    Raises:
-        UsageError: it can't be called with them; `fix`, or the definition with the arguments, says what to write.
+    Its `fix`, or the definition with the arguments, says what to write.
     """
     listed = f"({', '.join(arguments)})"
     try:
@@ -63,6 +56,31 @@ def require_call(found: Any, arguments: Sequence[str], name: str, where: str, *,
             f"{name} can't be called with {listed if arguments else 'no arguments'}",
             where=where, why=str(error), fix=fix or f"write def {definition}",
         ) from None  # fmt: skip
+
+
+def keywords_of(found: Any) -> list[str] | None:
+    """Return the names of a callable's keyword arguments; None if it accepts any name."""
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except ValueError:  # a builtin without a signature
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [parameter.name for parameter in parameters if parameter.kind in by_name]
+
+
+def require_arguments(found: Any, keywords: Mapping[str, Any], name: str, where: str, *positional: Any) -> None:
+    """Raise a UsageError unless a class or function, which is not called, takes the arguments of a config's `where`."""
+    accepted = keywords_of(found)
+    if accepted is not None and (unknown := [key for key in keywords if key not in accepted]):
+        what = f"{name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}"
+        raise UsageError(what, where=f"{where}.{unknown[0]}", fix=f"it takes {', '.join(accepted) or 'none'}")
+    with suppress(ValueError):  # a builtin without a signature, which checks its arguments when it is called
+        try:
+            inspect.signature(found).bind(*positional, **keywords)
+        except TypeError as error:
+            raise UsageError(f"{name} does not take these arguments", where=where, why=str(error)) from None
 
 
 def require_methods(found: Any, interface: type, name: str, where: str, *, required: Collection[str] = ()) -> None:
@@ -104,22 +122,16 @@ class Registry:
         """Return the class or function called `name`, or raise a UsageError if it is something else."""
         found = self.load(name)
         if not callable(found):
-            raise UsageError(
-                f"{name} is a {type(found).__name__}, not a class or a function",
-                where=self.where,
-                fix="name a class or a function, as package.module:Name",
-            )
+            what = f"{name} is a {type(found).__name__}, not a class or a function"
+            raise UsageError(what, where=self.where, fix="name a class or a function, as package.module:Name")
         checked: Callable[..., Any] = found
         return checked
 
     def require(self, name: str) -> None:
         """Raise a UsageError unless `name` ships or has the form `package.module:Name`; nothing is imported."""
         if name not in self.shipped and ":" not in name:
-            raise UsageError(
-                f"there is no {self.kind} {name!r}{did_you_mean(name, self.shipped)}",
-                where=self.where,
-                fix=f"write {self.names()}",
-            )
+            what = f"there is no {self.kind} {name!r}{did_you_mean(name, self.shipped)}"
+            raise UsageError(what, where=self.where, fix=f"write {self.names()}")
 
     def names(self) -> str:
         """Return the possible names, for messages and help."""
@@ -129,83 +141,55 @@ class Registry:
 
 # ---- what ships: a line for each ----
 
-STRATEGIES = Registry(
-    "strategy",
-    "distributed.strategy",
-    {
-        "single": "lockstep.parallel.single:Single",
-        "dp": "lockstep.parallel.data_parallel:DP",
-        "ddp": "lockstep.parallel.ddp:DDP",
-        "fsdp": "lockstep.parallel.fsdp:FSDP",
-        "context": "lockstep.parallel.single:ContextParallel",
-        "tensor": "lockstep.parallel.single:TensorParallel",
-        "pipeline": "lockstep.parallel.pipeline.strategy:Pipeline",
-        "accelerate": "lockstep.parallel.accelerate:Accelerate",
-        "diloco": "lockstep.parallel.diloco:DiLoCo",
-    },
-)
+STRATEGIES = Registry("strategy", "distributed.strategy", {
+    "single": "lockstep.parallel.single:Single",
+    "dp": "lockstep.parallel.data_parallel:DP",
+    "ddp": "lockstep.parallel.ddp:DDP",
+    "fsdp": "lockstep.parallel.fsdp:FSDP",
+    "context": "lockstep.parallel.single:ContextParallel",
+    "tensor": "lockstep.parallel.single:TensorParallel",
+    "pipeline": "lockstep.parallel.pipeline.strategy:Pipeline",
+    "accelerate": "lockstep.parallel.accelerate:Accelerate",
+    "diloco": "lockstep.parallel.diloco:DiLoCo",
+})  # fmt: skip
 
-MODELS = Registry(
-    "model",
-    "model.name",
-    {
-        "bdh": "lockstep.models.bdh:BDH",
-        "transformer": "lockstep.models.transformer:Transformer",
-        "free_transformer": "lockstep.models.free_transformer:FreeTransformer",
-        "mixture": "lockstep.models.mixture:Mixture",
-        "vae": "lockstep.models.vae:VAE",
-    },
-    further="hf:FOLDER_OR_TYPE or package.module:Class",
-)
+MODELS = Registry("model", "model.name", {
+    "bdh": "lockstep.models.bdh:BDH",
+    "transformer": "lockstep.models.transformer:Transformer",
+    "free_transformer": "lockstep.models.free_transformer:FreeTransformer",
+    "mixture": "lockstep.models.mixture:Mixture",
+    "vae": "lockstep.models.vae:VAE",
+}, further="hf:FOLDER_OR_TYPE or package.module:Class")  # fmt: skip
 
-DATA_SETS = Registry(
-    "data set",
-    "data.name",
-    {
-        "python-docs": "lockstep.data.text:python_docs",
-        "text": "lockstep.data.text:text",
-        "tokens": "lockstep.data.text:tokens",
-        "digits": "lockstep.data.datasets:digits",
-    },
-    further="hf:NAME or package.module:Class",
-)
+DATA_SETS = Registry("data set", "data.name", {
+    "python-docs": "lockstep.data.text:python_docs",
+    "text": "lockstep.data.text:text",
+    "tokens": "lockstep.data.text:tokens",
+    "digits": "lockstep.data.datasets:digits",
+}, further="hf:NAME or package.module:Class")  # fmt: skip
 
-OPTIMIZERS = Registry(
-    "optimizer",
-    "training.optimizer",
-    {"adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"},
-)
+OPTIMIZERS = Registry("optimizer", "training.optimizer", {
+    "adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"
+})  # fmt: skip
 
-SCHEDULES = Registry(
-    "schedule",
-    "training.lr_schedule",
-    {
-        "constant": "lockstep.optim:constant",
-        "linear": "lockstep.optim:linear",
-        "cosine": "lockstep.optim:cosine",
-        "wsd": "lockstep.optim:warmup_stable_decay",
-    },
-)
+SCHEDULES = Registry("schedule", "training.lr_schedule", {
+    "constant": "lockstep.optim:constant",
+    "linear": "lockstep.optim:linear",
+    "cosine": "lockstep.optim:cosine",
+    "wsd": "lockstep.optim:warmup_stable_decay",
+})  # fmt: skip
 
-LOSSES = Registry(
-    "loss",
-    "loss_fn",
-    {
-        "cross_entropy": "torch.nn:CrossEntropyLoss",
-        "mse": "torch.nn:MSELoss",
-        "l1": "torch.nn:L1Loss",
-        "bce_with_logits": "torch.nn:BCEWithLogitsLoss",
-    },
-)
+LOSSES = Registry("loss", "loss_fn", {
+    "cross_entropy": "torch.nn:CrossEntropyLoss",
+    "mse": "torch.nn:MSELoss",
+    "l1": "torch.nn:L1Loss",
+    "bce_with_logits": "torch.nn:BCEWithLogitsLoss",
+})  # fmt: skip
 
-SINKS = Registry(
-    "sink",
-    "monitor.sinks",
-    {
-        "console": "lockstep.monitor.console:Console",
-        "jsonl": "lockstep.monitor.sinks:Jsonl",
-        "tensorboard": "lockstep.monitor.exporters:TensorBoard",
-        "wandb": "lockstep.monitor.exporters:WeightsAndBiases",
-        "mlflow": "lockstep.monitor.exporters:Mlflow",
-    },
-)
+SINKS = Registry("sink", "monitor.sinks", {
+    "console": "lockstep.monitor.console:Console",
+    "jsonl": "lockstep.monitor.sinks:Jsonl",
+    "tensorboard": "lockstep.monitor.exporters:TensorBoard",
+    "wandb": "lockstep.monitor.exporters:WeightsAndBiases",
+    "mlflow": "lockstep.monitor.exporters:Mlflow",
+})  # fmt: skip

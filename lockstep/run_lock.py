@@ -1,12 +1,9 @@
 """Allows one run at a time in a run directory, by `lock.json`, which names the run that holds it.
 
-The holder keeps a POSIX lock on the file, which the kernel, or the server of a network file system, releases when the
-process dies. Child processes do not inherit it. Some shared file systems have no such locks, or keep them on one
-machine only, and a server may keep the lock of a machine that is gone. The file therefore also names its holder, which
-rewrites it every few seconds: a run on another machine is alive if the file changes meanwhile. Clocks are not compared.
-Does not import torch.
-
-Source: fcntl(2), F_SETLK; nfs(5) on locks and cache consistency.
+The holder keeps a POSIX lock on the file (fcntl(2), F_SETLK), which is released when the process dies. Some shared file
+systems have no such locks, or keep them on one machine only, and a server may keep the lock of a machine that is gone.
+The file therefore also names its holder, which rewrites it every few seconds: a run on another machine is alive if the
+file changes meanwhile. Clocks are not compared. Does not import torch.
 """
 
 import fcntl
@@ -102,12 +99,9 @@ class RunLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = self._take(self._me)
         except OSError as error:
-            raise UsageError(
-                f"the run directory {self._path.parent} can't be locked",
-                where=str(self._path),
-                why=error.strerror,
-                fix="choose another with --output-dir DIR",
-            ) from None
+            what = f"the run directory {self._path.parent} can't be locked"
+            why = error.strerror
+            raise UsageError(what, where=str(self._path), why=why, fix="choose another with --output-dir DIR") from None
         _held[os.getpid(), self._key] = self
         self._ended.clear()
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
@@ -116,11 +110,9 @@ class RunLock:
     def check(self) -> None:
         """Raise a RunError if another run has taken over because it took this one for dead."""
         if self._lost is not None:
-            raise RunError(
-                f"another run has taken over {self._path.parent}: {self._lost}",
-                why=f"this one gave no sign of life for {PATIENCE:g} s",
-                fix="let the other one go on, or end it and start this one again",
-            )
+            what = f"another run has taken over {self._path.parent}: {self._lost}"
+            why = f"this one gave no sign of life for {PATIENCE:g} s"
+            raise RunError(what, why=why, fix="let the other one go on, or end it and start this one again")
 
     def release(self) -> None:
         """Release the lock; nothing happens if this object does not have it."""
@@ -199,10 +191,7 @@ class RunLock:
 
 
 def require_free(directory: Path) -> None:
-    """Raise a UsageError if a run on this machine has the lock, before ranks are started.
-
-    Only taking the lock shows whether a run on another machine is alive.
-    """
+    """Raise a UsageError if a run on this machine (only taking the lock shows others) has it, before ranks start."""
     path = directory / FILE
     if (os.getpid(), os.path.realpath(path)) in _held:
         return
@@ -225,12 +214,9 @@ def require_free(directory: Path) -> None:
 
 def _refusal(directory: Path, holder: Holder | None) -> UsageError:
     who = "another process" if holder is None else str(holder)
-    return UsageError(
-        f"another run is writing to {directory}: {who}",
-        where=str(directory / FILE),
-        why="two runs in one run directory would overwrite each other's checkpoints and metrics",
-        fix="wait for it or end it; or give this one a folder of its own with --output-dir DIR",
-    )
+    why = "two runs in one run directory would overwrite each other's checkpoints and metrics"
+    fix = "wait for it or end it; or give this one a folder of its own with --output-dir DIR"
+    return UsageError(f"another run is writing to {directory}: {who}", where=str(directory / FILE), why=why, fix=fix)
 
 
 def _is_elsewhere(holder: Holder, me: Holder, locked: bool | None) -> bool:

@@ -4,9 +4,8 @@
     → scale to the mean over valid targets → norm → clip → update
 
 Backward runs on sums divided by a nominal count, a power of two, so that the actual count need not be known before it.
-On a GPU the host waits for the step before, no more, so that it always has queued a step. Exceptions: a run's first
-steps, which check the loss and agree on the nominal count; fp16, `bad_numbers.action: skip` and `recompute`, where the
-update depends on a number of this step. Each line where the host waits says so: "host waits".
+On a GPU the host waits for the step before, no more, except in a run's first steps, and where the update depends on a
+number of this step: fp16, `bad_numbers.action: skip` and `recompute`. Each line where it waits says: "host waits".
 """
 
 import math
@@ -276,11 +275,9 @@ class Step:
         if now == self._trained or (placed.layout.world_size == 1 and not placed.reproducible):
             return
         names = [n for n, was, is_now in zip(placed.parameters, self._trained, now, strict=True) if was != is_now]
-        raise UsageError(
-            f"requires_grad of {listed(names)} was changed after the model was placed",
-            why="gradients are reduced for the parameters that wanted one when the model was placed",
-            fix="leave requires_grad as it was, and write Trainer(…, freeze_until={'module.name': first_step})",
-        )
+        why = "gradients are reduced for the parameters that wanted one when the model was placed"
+        fix = "leave requires_grad as it was, and write Trainer(…, freeze_until={'module.name': first_step})"
+        raise UsageError(f"requires_grad of {listed(names)} was changed after the model was placed", why=why, fix=fix)
 
     def flush(self) -> None:
         """Read pending numbers before a checkpoint, which must contain no bad ones; the host waits for the device."""
@@ -289,12 +286,11 @@ class Step:
         self._raise_if_bad(numbers.anomaly)
 
     def _raise_if_bad(self, anomaly: Anomaly | None) -> None:
-        if anomaly is None or (
-            self.anomaly_detector.skips and self.anomaly_detector.consecutive < self.anomaly_detector.config.patience
-        ):
+        detector = self.anomaly_detector
+        if anomaly is None or (detector.skips and detector.consecutive < detector.config.patience):
             return
-        rolls_back = self.anomaly_detector.config.action == "rollback"
-        raise BadNumbersError(anomaly, rolls_back=rolls_back, consecutive=self.anomaly_detector.consecutive)
+        rolls_back = detector.config.action == "rollback"
+        raise BadNumbersError(anomaly, rolls_back=rolls_back, consecutive=detector.consecutive)
 
     def _clip_and_update(self, gradients: list[Tensor], to_mean: Number, norm: Number) -> Number | None:
         """Scale the gradients to the mean loss, clip them, and update; return `StepRecord.clipped`."""

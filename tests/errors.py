@@ -46,10 +46,12 @@ def sites() -> list[Site]:
     found = []
     for path in sorted((REPOSITORY / "lockstep").rglob("*.py")):
         name = str(path.relative_to(REPOSITORY))
-        for node in ast.walk(ast.parse(path.read_text())):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+        for node in nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in KINDS:
                 parts = frozenset(keyword.arg or "**" for keyword in node.keywords)
-                pieces = tuple(_constants(node.args[0])) if node.args else ()
+                pieces = tuple(_constants(_worded(node.args[0], assigned))) if node.args else ()
                 found.append(Site(name, node.lineno, node.func.id, pieces, parts))
     return sorted(found, key=lambda site: (site.file, site.line))
 
@@ -62,6 +64,15 @@ def with_tests() -> list[Site]:
     for site in found:
         site.tests = [name for name, strings in texts.items() if _meets(site.pieces, strings)]
     return found
+
+
+def _worded(what: ast.expr, assigned: list[ast.Assign]) -> ast.expr:
+    """Return the message, or what was assigned to its name just before."""
+    if not isinstance(what, ast.Name):
+        return what
+    targets = [node for node in assigned if isinstance(node.targets[0], ast.Name) and node.targets[0].id == what.id]
+    before = [node for node in targets if 0 < what.lineno - node.lineno < 12]
+    return max(before, key=lambda node: node.lineno).value if before else what
 
 
 def _constants(node: ast.expr) -> Iterator[str]:

@@ -64,7 +64,7 @@ def raw(content: bytes) -> Callable[[], Any]:
 
 
 def named_step() -> Any:
-    from lockstep.checkpoint import step_name
+    from lockstep.checkpoint.storage import step_name
 
     return step_name(-1)
 

@@ -1,11 +1,7 @@
 """Save, load and look after checkpoints: a committed one is whole, and one that is not whole is invisible.
 
-A save takes four stops from a state dict to disk; the first two are in `snapshot`, the others in files of their names:
-
-    snapshot   named tensors and JSON of this rank            → blocks of whole tensors
-    plan       descriptions from every rank, merged on rank 0 → each rank's share, in one of three formats
-    write      each rank its files, into an invisible draft   → sizes and checksums
-    commit     state, config and, last, the manifest          → the checkpoint exists
+A save takes four stops: this rank's blocks (`snapshot`), each rank's share (planned on rank 0), files in an invisible
+draft (`write`), and state, config and, last, the manifest (`commit`): then the checkpoint exists.
 
     checkpoints/step-00000100/
       manifest.json        format version, files {size, crc32}, parameters {shape, dtype, aliases}; last its checksum
@@ -26,55 +22,13 @@ from lockstep.checkpoint.manifest import DamagedError, config_text, read_manifes
 from lockstep.checkpoint.ranks import Ranks, gather, scatter
 from lockstep.checkpoint.restore import load, optimizer_state, optimizer_targets, optimizers_in, restore_optimizer
 from lockstep.checkpoint.snapshot import Snapshot
-from lockstep.checkpoint.storage import (
-    MANIFEST,
-    Checkpoint,
-    CheckpointPath,
-    Directory,
-    Location,
-    Storage,
-    build_storage,
-    step_name,
-    step_of,
-)
+from lockstep.checkpoint.storage import Checkpoint, CheckpointPath, Directory, Location, Storage, build_storage, step_of
+from lockstep.checkpoint.values import MANIFEST
 
 __all__ = [
-    "MANIFEST",
-    "AsyncSaver",
-    "Checkpoint",
-    "CheckpointPath",
-    "DamagedError",
-    "Directory",
-    "Location",
-    "Ranks",
-    "SaveOptions",
-    "Snapshot",
-    "Storage",
-    "build_storage",
-    "config_text",
-    "copy_to_hosts",
-    "digest",
-    "digest_tensors",
-    "export_safetensors",
-    "gather",
-    "import_weights",
-    "is_shared",
-    "list_checkpoints",
-    "load",
-    "newest",
-    "optimizer_state",
-    "optimizer_targets",
-    "optimizers_in",
-    "read_manifest",
-    "read_state",
-    "restore_optimizer",
-    "resume_point",
-    "rotate",
-    "save",
-    "scatter",
-    "set_aside",
-    "step_name",
-    "step_of",
-    "verify",
-    "weights",
-]
+    "MANIFEST", "AsyncSaver", "Checkpoint", "CheckpointPath", "DamagedError", "Directory", "Location", "Ranks",
+    "SaveOptions", "Snapshot", "Storage", "build_storage", "config_text", "copy_to_hosts", "digest", "digest_tensors",
+    "export_safetensors", "gather", "import_weights", "is_shared", "list_checkpoints", "load", "newest",
+    "optimizer_state", "optimizer_targets", "optimizers_in", "read_manifest", "read_state", "restore_optimizer",
+    "resume_point", "rotate", "save", "scatter", "set_aside", "step_of", "verify", "weights",
+]  # fmt: skip

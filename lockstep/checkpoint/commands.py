@@ -12,7 +12,8 @@ from lockstep.checkpoint.keep import list_checkpoints, newest
 from lockstep.checkpoint.manifest import DamagedError, read_manifest, read_state, verify
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.restore import unreadable
-from lockstep.checkpoint.storage import MANIFEST, CheckpointPath, Directory, build_storage, step_of
+from lockstep.checkpoint.storage import CheckpointPath, Directory, build_storage, step_of
+from lockstep.checkpoint.values import MANIFEST
 from lockstep.config import ObjectSpec
 from lockstep.errors import UsageError, did_you_mean
 
@@ -20,7 +21,7 @@ FORMATS = ("full", "torch")
 
 
 def run(verb: str, path: str | Path, **options: Any) -> str:
-    """Run one of VERBS, with the options of `_OPTIONS`, and return the text to print.
+    """Run one of VERBS, with its options, and return the text to print.
 
     Args:
         path: a run directory, a folder of checkpoints, one checkpoint, or another storage, `package.module:Name`;
@@ -34,13 +35,11 @@ def run(verb: str, path: str | Path, **options: Any) -> str:
         near = did_you_mean(verb, VERBS)
         raise UsageError(f"there is no `lockstep checkpoint {verb}`{near}", fix="one of: " + ", ".join(VERBS))
     chosen = {key: value for key, value in options.items() if value is not None}
-    accepted = _OPTIONS.get(verb, ())
+    action, accepted = _ACTIONS[verb]
     if stray := [key for key in chosen if key not in accepted]:
-        raise UsageError(
-            f"`lockstep checkpoint {verb}` takes no {stray[0]}",
-            fix=f"`lockstep checkpoint {verb}` takes {', '.join(accepted) or 'a path alone'}",
-        )
-    return _ACTIONS[verb](Path(path), **chosen)
+        what = f"`lockstep checkpoint {verb}` takes no {stray[0]}"
+        raise UsageError(what, fix=f"`lockstep checkpoint {verb}` takes {', '.join(accepted) or 'a path alone'}")
+    return action(Path(path), **chosen)
 
 
 def _list(path: Path) -> str:
@@ -78,11 +77,9 @@ def _verify(path: Path) -> str:
     problems = {checkpoint: verify(checkpoint) or unreadable(checkpoint) for checkpoint in checkpoints}
     damaged = {checkpoint: found for checkpoint, found in problems.items() if found}
     if damaged:
-        raise DamagedError(
-            f"{len(damaged)} of {len(checkpoints)} checkpoints damaged",
-            why="; ".join(f"{checkpoint.name}: {', '.join(found)}" for checkpoint, found in damaged.items()),
-            fix="delete or restore what is damaged; a run resumes from the newest whole one",
-        )
+        why = "; ".join(f"{checkpoint.name}: {', '.join(found)}" for checkpoint, found in damaged.items())
+        fix = "delete or restore what is damaged; a run resumes from the newest whole one"
+        raise DamagedError(f"{len(damaged)} of {len(checkpoints)} checkpoints damaged", why=why, fix=fix)
     return "\n".join(f"{checkpoint}: whole" for checkpoint in checkpoints)
 
 
@@ -112,21 +109,16 @@ def _import(path: Path, output: str | Path = "imported", prefix: str = "") -> st
     )
 
 
-_ACTIONS: dict[str, Callable[..., str]] = {
-    "list": _list,
-    "inspect": _inspect,
-    "verify": _verify,
-    "digest": lambda path: digest(newest_at(path)),
-    "export": _export,
-    "convert": _convert,
-    "import": _import,
+_ACTIONS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {  # with the options that each takes
+    "list": (_list, ()),
+    "inspect": (_inspect, ()),
+    "verify": (_verify, ()),
+    "digest": (lambda path: digest(newest_at(path)), ()),
+    "export": (_export, ("output",)),
+    "convert": (_convert, ("output", "to")),
+    "import": (_import, ("output", "prefix")),
 }
 VERBS = tuple(_ACTIONS)
-_OPTIONS: dict[str, tuple[str, ...]] = {
-    "export": ("output",),
-    "convert": ("output", "to"),
-    "import": ("output", "prefix"),
-}
 
 
 def checkpoints_at(path: Path) -> list[CheckpointPath]:
@@ -139,10 +131,8 @@ def checkpoints_at(path: Path) -> list[CheckpointPath]:
     for directory in elsewhere or [path / "checkpoints", path]:
         if found := list_checkpoints(directory):
             return found
-    raise UsageError(
-        f"there is no checkpoint in {path}" if path.exists() or elsewhere else f"{path} does not exist",
-        fix="give a run directory, its folder checkpoints/, or one checkpoint in it",
-    )
+    what = f"there is no checkpoint in {path}" if path.exists() or elsewhere else f"{path} does not exist"
+    raise UsageError(what, fix="give a run directory, its folder checkpoints/, or one checkpoint in it")
 
 
 def newest_at(path: Path) -> CheckpointPath:

@@ -17,34 +17,17 @@ import torch
 import torch.distributed as dist
 
 from lockstep import accelerator
-from lockstep.checkpoint.manifest import CONFIG, JSON_LIMIT, MODEL, STATE, Manifest, verify
+from lockstep.checkpoint.manifest import CONFIG, MODEL, STATE, Manifest, verify
 from lockstep.checkpoint.posix import storage_at
 from lockstep.checkpoint.ranks import Ranks
-from lockstep.checkpoint.snapshot import (
-    GROUPS_KEY,
-    CheckpointPlan,
-    Description,
-    Part,
-    Snapshot,
-    Staged,
-    TensorBlock,
-    merge,
-    stage,
-)
-from lockstep.checkpoint.storage import (
-    SHARED_MARK,
-    CheckpointPath,
-    Directory,
-    Location,
-    Storage,
-    aside_name,
-    step_name,
-    step_of,
-)
+from lockstep.checkpoint.snapshot import CheckpointPlan, Description, Part, Snapshot, Staged, TensorBlock, merge, stage
+from lockstep.checkpoint.storage import CheckpointPath, Directory, Location, Storage, aside_name, step_name, step_of
+from lockstep.checkpoint.values import GROUPS_KEY, JSON_LIMIT
 from lockstep.checkpoint.write import Format, WrittenFiles, writer_of
 from lockstep.collectives import create_once
 from lockstep.errors import RunError, UsageError
 
+SHARED_MARK = ".shared"  # the name of the draft that `is_shared` makes, to find out whether ranks see one storage
 _FIRST_PAUSE = 0.5  # seconds before the second try; doubled for each further one
 _ATTEMPTS, _SECONDS_BETWEEN_ATTEMPTS = 5, 0.2  # a network file system may show a new folder a moment later
 
@@ -62,16 +45,13 @@ def save(
     directory: Directory, step: int, snapshot: Snapshot, *, config_yaml: str, options: SaveOptions | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> CheckpointPath:  # fmt: skip
-    """Write a checkpoint, and return once it is committed; every rank of the group calls it.
+    """Write the checkpoint `directory/step-00000100`, and return it once it is committed; every rank calls it.
 
     Args:
         directory: the folder of checkpoints, created if missing, or another storage. All ranks share it, except in
             the format `full`.
         options: unset: sharded, tried once.
         group: the ranks that hold the state; the default group if None. Gloo or NCCL.
-
-    Returns:
-        the new checkpoint, `directory/step-00000100`.
 
     Raises:
         UsageError: the snapshot can't be stored, or a checkpoint of this step exists already and is whole.
@@ -144,9 +124,9 @@ def write_once(target: Location, step: int, staged: Staged, config_yaml: str, fo
         ranks.all_reduce(failure, lambda: writer.write(Location(target.storage, draft), share), finish)
 
 
-def is_shared(directory: Directory, group: dist.ProcessGroup | None = None) -> bool:
+def is_shared(directory: Directory) -> bool:
     """Return whether all ranks see the storage that rank 0 sees, which they can write to; every rank calls it."""
-    ranks, storage = Ranks(group), storage_at(directory)
+    ranks, storage = Ranks(), storage_at(directory)
     failure = f"the folder {storage} could not be tested"
 
     def appears(draft: str) -> bool:
@@ -183,10 +163,8 @@ def new_draft(storage: Storage, name: str) -> Iterator[Location]:
 
 def _within_limit(file: str, data: bytes) -> bytes:
     if len(data) > JSON_LIMIT:
-        raise UsageError(
-            f"{file} of the checkpoint would have {len(data) >> 20} MiB, and {JSON_LIMIT >> 20} MiB are read at most",
-            fix="keep large data in tensors, in `extra`, or in a file of your own",
-        )
+        what = f"{file} of the checkpoint would have {len(data) >> 20} MiB, and {JSON_LIMIT >> 20} MiB are read at most"
+        raise UsageError(what, fix="keep large data in tensors, in `extra`, or in a file of your own")
     return data
 
 
@@ -218,10 +196,8 @@ class AsyncSaver:
     ) -> CheckpointPath | None:  # fmt: skip
         """Start a save, after the previous one; the snapshot's tensors may be changed as soon as this returns.
 
-        On an accelerator the copy runs on the current stream into pinned memory, and the host does not wait for it.
-
-        Returns:
-            the checkpoint of the previous save, if no call has returned it yet.
+        On an accelerator the copy runs on the current stream into pinned memory, and the host does not wait for it. The
+        checkpoint of the previous save is returned, if no call has returned it yet.
         """
         previous = self.wait()
         staged, copied = self._control.run(_failure(step), lambda: self._copy(stage(snapshot)))

@@ -21,32 +21,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lockstep.checkpoint.commit import write_once
-from lockstep.checkpoint.manifest import (
-    JSON_LIMIT,
-    MODEL,
-    Manifest,
-    config_text,
-    parse_json,
-    read_manifest,
-    read_state,
-    text_of,
-    verified_manifest,
-)
+from lockstep.checkpoint.manifest import MODEL, Manifest, config_text, read_manifest, read_state, verified_manifest
 from lockstep.checkpoint.posix import locate, sync_folder
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.read import check_block, open_part
-from lockstep.checkpoint.snapshot import (
-    GROUPS_KEY,
-    Part,
-    Snapshot,
-    Staged,
-    TensorBlock,
-    dtype_name,
-    dtype_of,
-    stage,
-    tensor_bytes,
-)
+from lockstep.checkpoint.snapshot import Part, Snapshot, Staged, TensorBlock, stage
 from lockstep.checkpoint.storage import Checkpoint, CheckpointPath, Location
+from lockstep.checkpoint.values import GROUPS_KEY, JSON_LIMIT, dtype_name, dtype_of, parse_json, tensor_bytes, text_of
 from lockstep.errors import UsageError
 from lockstep.progress import Advance, progress_of
 from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
@@ -69,11 +50,7 @@ def digest(path: Checkpoint) -> str:
 
     It is over the tensors in the order of their canonical names (by code points). For each: a line of JSON,
     `["name", "dtype", [shape]]`, and the elements of the whole tensor, row by row, little-endian. Tied names count
-    once.
-
-    Raises:
-        UsageError: there is no checkpoint at `path`.
-        DamagedError: a file that the digest depends on is not what was written.
+    once. A DamagedError is raised for a file that is not what was written.
     """
     checkpoint = locate(path)
     return digest_tensors(_whole_tensors(checkpoint, verified_manifest(checkpoint, MODEL)))
@@ -148,7 +125,7 @@ def _unread_part(checkpoint: Location, manifest: Manifest, part: str, advance: A
     """Return a part of whole tensors by name, each of which is read when its values are needed."""
     reader = open_part(checkpoint, manifest, part)
     blocks = {
-        name: TensorBlock.whole(torch.empty(stored.size, dtype=stored.properties.dtype, device="meta"))
+        name: TensorBlock.unread(stored.size, stored.properties.dtype)
         for name, stored in sorted(reader.stored.tensors.items())
     }
 
@@ -172,10 +149,8 @@ def _safetensors_header(manifest: Manifest) -> bytes:
     position = 0
     for name, info in sorted(manifest.parameters.items()):
         if info.dtype not in _SAFETENSORS_DTYPES:
-            raise UsageError(
-                f"{name} is {info.dtype}, which safetensors can't hold",
-                fix="lockstep checkpoint convert --to torch, or change its dtype before saving",
-            )
+            what = f"{name} is {info.dtype}, which safetensors can't hold"
+            raise UsageError(what, fix="lockstep checkpoint convert --to torch, or change its dtype before saving")
         size = torch.Size(info.shape).numel() * dtype_of(info.dtype).itemsize
         dtype, offsets = _SAFETENSORS_DTYPES[info.dtype], [position, position + size]
         header[name] = {"dtype": dtype, "shape": list(info.shape), "data_offsets": offsets}
@@ -208,9 +183,7 @@ def import_weights(source: str | Path, output: Checkpoint, *, prefix: str = "") 
     """Write the weights of another trainer as a checkpoint of step 0.
 
     Args:
-        source: a file or a folder; the module docstring lists the kinds. Pickles are read by torch's restricted
-            unpickler.
-        output: the folder of the new checkpoint; must not exist.
+        source: a file or a folder of a kind above. Pickles are read by torch's restricted unpickler.
         prefix: the prefix to remove from names, such as `model.` of a LightningModule; names without it are left out.
 
     Returns:
@@ -258,10 +231,8 @@ def _read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UsageError(f"{file} is not an index of weights", why=_first_line(error)) from None
         if any(Path(part).name != part or part in ("", "..") or "\0" in part for part in parts):
-            raise UsageError(
-                f"{file} names files outside of its folder",
-                why="an index that reaches elsewhere is not one that a trainer wrote",
-            )
+            what = f"{file} names files outside of its folder"
+            raise UsageError(what, why="an index that reaches elsewhere is not one that a trainer wrote")
         read = [_safetensors(file.with_name(part)) for part in parts]
         weights = {name: tensor for found, _ in read for name, tensor in found.items()}
         return weights, {alias: name for _, ties in read for alias, name in ties.items()}
@@ -278,15 +249,10 @@ def _file_of(source: Path) -> Path:
         if file.is_file():
             return file
     if not source.exists():
-        raise UsageError(
-            f"there is no file or folder {str(source)!r}",
-            fix="give the file with the weights, or the folder that the other trainer wrote",
-        )
-    raise UsageError(
-        f"there are no weights in {source}",
-        why=f"none of {', '.join(_IN_FOLDERS)} is there",
-        fix="give the file with the weights; shards of Accelerate's FSDP become one by `accelerate merge-weights`",
-    )
+        what = f"there is no file or folder {str(source)!r}"
+        raise UsageError(what, fix="give the file with the weights, or the folder that the other trainer wrote")
+    fix = "give the file with the weights; shards of Accelerate's FSDP become one by `accelerate merge-weights`"
+    raise UsageError(f"there are no weights in {source}", why=f"none of {', '.join(_IN_FOLDERS)} is there", fix=fix)
 
 
 def _safetensors(file: Path) -> tuple[Weights, dict[str, str]]:
@@ -322,15 +288,11 @@ def _pickled(file: Path) -> Weights:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
     if not isinstance(found, Mapping) or not found:
-        raise UsageError(
-            f"{file} holds a {type(found).__name__}, where weights by name are needed",
-            fix="save the weights alone: torch.save(model.state_dict(), FILE)",
-        )
+        what = f"{file} holds a {type(found).__name__}, where weights by name are needed"
+        raise UsageError(what, fix="save the weights alone: torch.save(model.state_dict(), FILE)")
     if strange := [n for n, value in found.items() if not (isinstance(n, str) and isinstance(value, Tensor))]:
-        raise UsageError(
-            f"{file} holds {strange[0]!r}, which is not the name of a tensor, among {len(found)} entries",
-            fix="save the weights alone: torch.save(model.state_dict(), FILE)",
-        )
+        what = f"{file} holds {strange[0]!r}, which is not the name of a tensor, among {len(found)} entries"
+        raise UsageError(what, fix="save the weights alone: torch.save(model.state_dict(), FILE)")
     return dict(found)
 
 
@@ -338,22 +300,16 @@ def _check(weights: Weights, source: str | Path) -> None:
     """Refuse tensors that can't be stored or would be larger in memory than in the file, and names that collide."""
     for name, tensor in weights.items():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
-            raise UsageError(
-                f"{name} in {source} can't be imported",
-                why="only dense tensors with values are stored",
-                fix="convert it (Tensor.dequantize, Tensor.to_dense) and save the weights again",
-            )
+            what = f"{name} in {source} can't be imported"
+            fix = "convert it (Tensor.dequantize, Tensor.to_dense) and save the weights again"
+            raise UsageError(what, why="only dense tensors with values are stored", fix=fix)
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise UsageError(
-                f"{name} in {source} has {tensor.numel()} elements, and only some of them are stored",
-                why="it is an expanded view, which would grow in memory",
-                fix="save the weights again with Tensor.contiguous()",
-            )
+            what = f"{name} in {source} has {tensor.numel()} elements, and only some of them are stored"
+            why = "it is an expanded view, which would grow in memory"
+            raise UsageError(what, why=why, fix="save the weights again with Tensor.contiguous()")
     if len({_canonical(name) for name in weights}) < len(weights):
-        raise UsageError(
-            f"two names in {source} differ only in what wrappers add to them ({', '.join(WRAPPER_NAMES)})",
-            fix="save the weights of the model alone: torch.save(model.state_dict(), FILE)",
-        )
+        what = f"two names in {source} differ only in what wrappers add to them ({', '.join(WRAPPER_NAMES)})"
+        raise UsageError(what, fix="save the weights of the model alone: torch.save(model.state_dict(), FILE)")
 
 
 def _first_line(error: Exception) -> str:

@@ -6,14 +6,13 @@ import socket
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
-import torch.distributed as dist
-
 from lockstep.checkpoint.commit import new_draft
 from lockstep.checkpoint.manifest import DamagedError, problems_of_files, read_manifest
 from lockstep.checkpoint.posix import locate, storage_at
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.restore import verify_together
-from lockstep.checkpoint.storage import MANIFEST, Checkpoint, CheckpointPath, Directory, Location, aside_name, step_of
+from lockstep.checkpoint.storage import Checkpoint, CheckpointPath, Directory, Location, aside_name, step_of
+from lockstep.checkpoint.values import MANIFEST
 from lockstep.errors import RunError
 
 _log = logging.getLogger(__name__)
@@ -40,23 +39,19 @@ def newest(directory: Directory, *, thorough: bool = False, on_damaged: OnDamage
     """Return the newest whole checkpoint, or None if there are no checkpoints; without collectives.
 
     With `thorough`, the checksums of all files are compared; else that of the manifest, and all sizes. `on_damaged` is
-    called with each newer checkpoint that is passed over, and the reason.
-
-    Raises:
-        RunError: there are checkpoints, but none is whole. Only a person may decide to start afresh then.
+    called with each newer checkpoint that is passed over, and the reason. If none is whole, a RunError is raised: only
+    a person may decide to start afresh then.
     """
     found = _choose(directory, lambda checkpoint: _damage(checkpoint, thorough=thorough), on_damaged)
     return None if found is None else found.path
 
 
-def resume_point(
-    directory: Directory, *, on_damaged: OnDamaged = _warn, group: dist.ProcessGroup | None = None
-) -> CheckpointPath | None:
+def resume_point(directory: Directory, *, on_damaged: OnDamaged = _warn) -> CheckpointPath | None:
     """Return the newest checkpoint with correct checksums; every rank calls it, and reads a share of the files.
 
     Rank 0 alone calls `on_damaged`.
     """
-    ranks, storage = Ranks(group), storage_at(directory)
+    ranks, storage = Ranks(), storage_at(directory)
     damaged: dict[str, str] = {}
     reported: set[str] = set()
 
@@ -88,11 +83,9 @@ def _choose(directory: Directory, damage: Callable[[Location], str | None], on_d
         on_damaged(checkpoint.path, reason)
         reasons.append(f"{checkpoint.name}: {reason}")
     if reasons:
-        raise RunError(
-            f"none of the {len(reasons)} checkpoints in {directory} is whole",
-            why="; ".join(reasons[:4]),
-            fix="restore one from a backup; or, to start afresh on purpose, move them away or pass --resume never",
-        )
+        what = f"none of the {len(reasons)} checkpoints in {directory} is whole"
+        fix = "restore one from a backup; or, to start afresh on purpose, move them away or pass --resume never"
+        raise RunError(what, why="; ".join(reasons[:4]), fix=fix)
     return None
 
 
@@ -110,11 +103,8 @@ def rotate(
 ) -> list[CheckpointPath]:
     """Delete all but the newest `keep` whole checkpoints, once the newest is verified, and drafts of dead writers.
 
-    One process of a run calls it (rank 0, after a save). A damaged checkpoint neither counts nor is deleted. A kill
-    half-way leaves no half checkpoint.
-
-    Checkpoints to `protect`, such as the best one, stay in any case. If the newest is damaged, `on_damaged` is called,
-    and nothing is deleted. The deleted checkpoints are returned.
+    One process of a run calls it; it returns what it deleted. A damaged checkpoint neither counts nor is deleted, and
+    those to `protect` stay. If the newest is damaged, `on_damaged` is called, and nothing is deleted.
     """
     assert keep is None or keep >= 1, "the only checkpoint is never deleted"
     storage = storage_at(directory)
@@ -145,12 +135,12 @@ def set_aside(directory: Directory, after: int) -> list[CheckpointPath]:
     return [checkpoint.path for checkpoint in later]
 
 
-def copy_to_hosts(path: Checkpoint | None, group: dist.ProcessGroup | None = None) -> CheckpointPath | None:
+def copy_to_hosts(path: Checkpoint | None) -> CheckpointPath | None:
     """Copy the checkpoint of rank 0 to each host that lacks it, where hosts share no folder; every rank calls it.
 
     The `path` of rank 0 counts, and is returned: every rank finds the checkpoint there now.
     """
-    ranks = Ranks(group)
+    ranks = Ranks()
     path = ranks.broadcast("no checkpoint was chosen", lambda: path)
     if path is None:
         return None

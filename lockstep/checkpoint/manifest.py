@@ -11,10 +11,11 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 from lockstep.checkpoint.posix import locate
-from lockstep.checkpoint.storage import MANIFEST, Checkpoint, FileInfo, Location, step_of
+from lockstep.checkpoint.storage import Checkpoint, FileInfo, Location, step_of
+from lockstep.checkpoint.values import JSON_LIMIT, MANIFEST, count_of, counts_of, parse_json, text_of
 from lockstep.errors import RunError, UsageError
 from lockstep.progress import Advance, progress_of
 
@@ -23,8 +24,6 @@ STATE = "state.json"
 CONFIG = "config.yaml"
 METADATA = ".metadata"  # in each part: where each block lies in its tensor files
 MODEL = "model"
-JSON_LIMIT = 256 << 20  # bytes: about two million parameters in a manifest
-METADATA_LIMIT = 1 << 30  # bytes of DCP's `.metadata`, which names every block of every tensor
 
 _PART = re.compile(r"model|(?:optimizer|extra)/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TENSOR_FILE = re.compile(r"\.metadata|__[0-9]+_[0-9]+\.distcp|rank-[0-9]{5,}\.raw")
@@ -47,50 +46,9 @@ def raw_file(part: str, rank: int) -> str:
 def checked_part(part: str) -> str:
     """Return a folder of tensors, `optimizer/NAME` or `extra/NAME`, or raise a UsageError if NAME can't be one."""
     if not _PART.fullmatch(part):
-        raise UsageError(
-            f"{part.partition('/')[2]!r} can't name a part of a checkpoint",
-            why="it becomes a folder: letters, digits, '_', '-' and '.', not starting with '-' or '.'",
-        )
+        why = "it becomes a folder: letters, digits, '_', '-' and '.', not starting with '-' or '.'"
+        raise UsageError(f"{part.partition('/')[2]!r} can't name a part of a checkpoint", why=why)
     return part
-
-
-def parse_json(data: bytes, *, finite: bool = True) -> dict[str, Any]:
-    """Parse a JSON object; raise a ValueError if it is none, or is nested too deeply for Python.
-
-    With `finite`, NaN and Infinity are refused, which JSON does not have, though Python writes and reads them.
-    """
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"it holds {constant}, which is not a number")
-
-    try:
-        found = json.loads(data, parse_constant=refuse if finite else None)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if type(found) is not dict:
-        raise ValueError(f"it holds a {type(found).__name__}, where an object is needed")
-    return found
-
-
-def count_of(value: Any) -> int:
-    """Return a size, an offset or a number of things; ValueError unless it is whole, from 0 to 2⁶³ - 1."""
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"it holds {str(value)[:40]!r}, where a count is needed")
-    return value
-
-
-def counts_of(values: Any) -> tuple[int, ...]:
-    """Return a list of counts as a tuple; ValueError unless it is one."""
-    if type(values) is not list:
-        raise ValueError(f"it holds {str(values)[:40]!r}, where counts are needed")
-    return tuple(count_of(value) for value in values)
-
-
-def text_of(value: Any) -> str:
-    """Return a string as it is; ValueError unless it is one."""
-    if type(value) is not str:
-        raise ValueError(f"it holds {str(value)[:40]!r}, where a text is needed")
-    return value
 
 
 @dataclass(frozen=True)
@@ -143,10 +101,8 @@ class Manifest:
         content = parse_json(data)
         version = content.get("format_version")
         if version != FORMAT_VERSION:
-            raise UsageError(
-                f"the checkpoint has format version {version}; this Lockstep reads version {FORMAT_VERSION}",
-                fix="use the version of Lockstep that wrote it, or a newer one",
-            )
+            what = f"the checkpoint has format version {version}; this Lockstep reads version {FORMAT_VERSION}"
+            raise UsageError(what, fix="use the version of Lockstep that wrote it, or a newer one")
         ranks = content.get("ranks")
         manifest = cls(
             step=count_of(content["step"]),
@@ -211,17 +167,13 @@ def read_manifest(path: Checkpoint) -> Manifest:
         manifest = Manifest.from_bytes(checkpoint.read(MANIFEST, JSON_LIMIT))
     except (FileNotFoundError, NotADirectoryError) as error:
         if isinstance(error, NotADirectoryError) or not checkpoint.storage.exists(checkpoint.name):
-            raise UsageError(
-                f"there is no checkpoint at {checkpoint}",
-                fix="give a folder checkpoints/step-…; `lockstep checkpoint list RUN_DIR` names them",
-            ) from None
-        raise DamagedError(
-            f"{checkpoint} has no {MANIFEST}", why="it is not a checkpoint, or was only partly copied"
-        ) from None
+            fix = "give a folder checkpoints/step-…; `lockstep checkpoint list RUN_DIR` names them"
+            raise UsageError(f"there is no checkpoint at {checkpoint}", fix=fix) from None
+        what = f"{checkpoint} has no {MANIFEST}"
+        raise DamagedError(what, why="it is not a checkpoint, or was only partly copied") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(
-            "the manifest of a checkpoint is damaged", where=f"{checkpoint}/{MANIFEST}", why=str(error)
-        ) from None
+        what = "the manifest of a checkpoint is damaged"
+        raise DamagedError(what, where=f"{checkpoint}/{MANIFEST}", why=str(error)) from None
     named = step_of(checkpoint.name)
     if named is not None and named != manifest.step:
         raise DamagedError(f"{checkpoint} holds step {manifest.step}, not the step of its name", fix="rename it back")

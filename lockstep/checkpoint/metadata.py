@@ -1,9 +1,8 @@
 """Read `.metadata` of torch.distributed.checkpoint (DCP) without trusting it.
 
-The file is a pickle, and a pickle is a program. Here every class that DCP's metadata names is replaced by an inert
-record, every other name is refused, and each field of a record is checked before DCP's class is made of it. So a
-hostile file can call no function, point at no file but the tensor files beside it, and claim no more memory than the
-files have bytes.
+The file is a pickle, which is a program. Every class that DCP's metadata names is replaced by an inert record, every
+other name is refused, and each field is checked. So a hostile file can call no function, point at no file but the
+tensor files beside it, and claim no more memory than the files have bytes.
 """
 
 import io
@@ -23,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lockstep.checkpoint.manifest import count_of, text_of
-from lockstep.checkpoint.snapshot import TensorInfo, dtype_name, dtype_of
+from lockstep.checkpoint.snapshot import TensorInfo
+from lockstep.checkpoint.values import count_of, dtype_name, dtype_of, text_of
 from lockstep.torch_compat.checkpoint_format import GET_LAYOUT, METADATA_MODULE, METADATA_RECORDS, STORAGE_INFO
 
 _TENSOR_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")

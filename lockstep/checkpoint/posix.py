@@ -29,7 +29,8 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from lockstep.checkpoint.storage import MANIFEST, Checkpoint, Directory, Location, Storage
+from lockstep.checkpoint.storage import Checkpoint, Directory, Location, Storage
+from lockstep.checkpoint.values import MANIFEST
 
 _BUFFER = 4 << 20  # bytes written at a time
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
@@ -197,8 +198,8 @@ def sync_folder(path: Path) -> None:
 class UncachedFile(io.RawIOBase):
     """A new file, written from start to end, without the page cache where the file system supports direct writes.
 
-    In the cache a checkpoint would push out the data, and each page costs time. `fileno`, which `fsync` needs, and
-    `close` hand all bytes to the system; `flush` does not.
+    In the cache a checkpoint would push out the data. `fileno`, which `fsync` needs, and `close` hand all bytes to the
+    system; `flush` does not.
     """
 
     def __init__(self, path: Path) -> None:

@@ -167,13 +167,10 @@ def gather(tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]) 
     return model
 
 
-def scatter(
-    whole: Mapping[str, Tensor], tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]
-) -> None:  # fmt: skip
-    """Copy whole tensors of rank 0 into the tensors of each rank; every rank calls it.
+def scatter(whole: Mapping[str, Tensor], tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]) -> None:
+    """Copy whole tensors of rank 0 into the tensors of each rank, cast to their dtypes; every rank calls it.
 
-    Values are cast to the dtype of the target, as by `load_state_dict` of a plain module. If `whole` has other names or
-    shapes, every rank raises a UsageError before anything is written.
+    If `whole` has other names or shapes, every rank raises a UsageError before anything is written.
     """
     ranks, failure, mine = Ranks(), "the model was not loaded", part_of(tensors, aliases)
     shapes = {name: block.shape for name, block in mine.blocks.items()}
@@ -184,17 +181,11 @@ def scatter(
         missing, unknown = sorted(set(wanted) - set(whole)), sorted(set(whole) - set(wanted) - others)
         whys = [f"it lacks {listed(missing)}"] * bool(missing)
         whys += [f"the model has no {listed(unknown)}"] * bool(unknown)
-        reshaped = [
-            f"{name} has the shape {tuple(whole[name].shape)}, not {shape}"
-            for name, shape in wanted.items()
-            if name in whole and tuple(whole[name].shape) != shape
-        ]
+        given = {name: tuple(whole[name].shape) for name in wanted if name in whole}
+        reshaped = [f"{n} has the shape {shape}, not {wanted[n]}" for n, shape in given.items() if shape != wanted[n]]
         if whys := whys + reshaped[:4]:
-            raise UsageError(
-                "the state that was given is another model's",
-                why="; ".join(whys),
-                fix="give rank 0 the state_dict of this model, with the names that it has without wrappers",
-            )
+            fix = "give rank 0 the state_dict of this model, with the names that it has without wrappers"
+            raise UsageError("the state that was given is another model's", why="; ".join(whys), fix=fix)
         return sorted(wanted)
 
     for name in ranks.all_reduce(failure, lambda: (shapes, mine.aliases), check):

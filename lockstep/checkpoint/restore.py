@@ -9,18 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.manifest import (
-    MODEL,
-    DamagedError,
-    Manifest,
-    problems_of_files,
-    read_manifest,
-    read_state,
-)
+from lockstep.checkpoint.manifest import MODEL, DamagedError, Manifest, problems_of_files, read_manifest, read_state
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.read import LocalReader, PartReader, open_part
@@ -39,10 +31,8 @@ _STEP_ON_DEVICE = ("capturable", "fused")
 _KERNEL_OPTIONS = ("foreach", "fused", "capturable")
 
 
-def load(
-    path: Checkpoint, snapshot: Snapshot, *, only: Collection[str] | None = None, group: dist.ProcessGroup | None = None
-) -> dict[str, Any]:
-    """Fill the snapshot's tensors, in place, from a checkpoint; every rank of the group calls it.
+def load(path: Checkpoint, snapshot: Snapshot, *, only: Collection[str] | None = None) -> dict[str, Any]:
+    """Fill the snapshot's tensors, in place, from a checkpoint; every rank calls it.
 
     The ranks, the mesh and the placements may differ from those that saved. Nothing is changed before every checksum
     was compared (each rank reads a share of the files) and every name, shape and dtype agrees.
@@ -57,7 +47,7 @@ def load(
         UsageError: there is no checkpoint, or it has other names, shapes, dtypes or ties than the snapshot.
         DamagedError: a file is not what was written.
     """
-    ranks, checkpoint = Ranks(group), locate(path)
+    ranks, checkpoint = Ranks(), locate(path)
     manifest = verify_together(checkpoint, ranks)
     targets: dict[str, _Target] = {}
 
@@ -95,11 +85,8 @@ def verify_together(checkpoint: Location, ranks: Ranks) -> Manifest:
         lambda shares: sorted(problem for share in shares for problem in share),
     )
     if problems:
-        raise DamagedError(
-            f"the checkpoint {checkpoint} is damaged",
-            why=listed(problems),
-            fix="resume from an older one: lockstep checkpoint list shows which are whole",
-        )
+        fix = "resume from an older one: lockstep checkpoint list shows which are whole"
+        raise DamagedError(f"the checkpoint {checkpoint} is damaged", why=listed(problems), fix=fix)
     return manifest
 
 
@@ -145,16 +132,12 @@ def _check_ties(checkpoint: Location, model: _Target, declared: Collection[str])
         kept = model.owner.get(name, name)
         first = in_memory.setdefault(block.memory, name)
         if model.owner.get(first, first) != kept:
-            raise UsageError(
-                f"{first} and {name} are tied in the model, but two parameters in {checkpoint}",
-                fix="untie them before loading, or build the model as it was built for the run that saved",
-            )
+            fix = "untie them before loading, or build the model as it was built for the run that saved"
+            raise UsageError(f"{first} and {name} are tied in the model, but two parameters in {checkpoint}", fix=fix)
         other = stored.setdefault(kept, name)
         if model.blocks[other].memory != block.memory and not {name, other} & set(declared):
-            raise UsageError(
-                f"{other} and {name} are two parameters in the model, but tied in {checkpoint}",
-                fix="tie them before loading: training would pull them apart",
-            )
+            what = f"{other} and {name} are two parameters in the model, but tied in {checkpoint}"
+            raise UsageError(what, fix="tie them before loading: training would pull them apart")
 
 
 def _compare(checkpoint: Location, stored: dict[str, _Infos], ranks: list[dict[str, _Infos]]) -> None:
@@ -177,11 +160,8 @@ def _compare(checkpoint: Location, stored: dict[str, _Infos], ranks: list[dict[s
             if dtype != stored_dtype:
                 dtypes.add(f"{prefix}{name} (stored {stored_dtype}, wanted {dtype})")
     if differing := [f"{kind}: {listed(sorted(names))}" for kind, names in found.items() if names]:
-        raise UsageError(
-            f"{checkpoint} does not fit this model",
-            why="; ".join(differing),
-            fix="build the model and the optimizer from the config beside the checkpoint's state, config.yaml",
-        )
+        fix = "build the model and the optimizer from the config beside the checkpoint's state, config.yaml"
+        raise UsageError(f"{checkpoint} does not fit this model", why="; ".join(differing), fix=fix)
 
 
 def unreadable(path: Checkpoint) -> list[str]:
@@ -200,12 +180,9 @@ def unreadable(path: Checkpoint) -> list[str]:
 def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the state of an optimizer, for a `Snapshot`; `names` has the canonical name by the id of each parameter.
 
-    Returns:
-        (the tensors, `"<parameter>//<key>"` → tensor, sharing the optimizer's memory; the rest as JSON:
-        `{"groups": [{"params": [names], "options": {…}}], "values": {parameter: {key: number}}}`).
-
-    Raises:
-        UsageError: a parameter has no name, or a value is neither a tensor nor JSON.
+    These are the tensors, `"<parameter>//<key>"` → tensor, which share the optimizer's memory, and the rest as JSON:
+    `{"groups": [{"params": [names], "options": {…}}], "values": {parameter: {key: number}}}`. A UsageError is raised
+    for a parameter without a name, and a value that is neither a tensor nor JSON.
     """
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -230,13 +207,10 @@ def optimizers_in(path: Checkpoint) -> list[str]:
 
 
 def optimizer_targets(path: Checkpoint, name: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return empty tensors for the stored state of one optimizer, for the parameters of this rank.
+    """Return empty tensors for the stored state of one optimizer, for the parameters of this rank, by canonical name.
 
-    A new optimizer has no state to load into. A state tensor with the shape of its parameter gets the device, mesh and
-    placements of the parameter; any other (`step`) is a plain tensor on CPU. The dtype is the stored one.
-
-    Args:
-        parameters: this rank's, by canonical name.
+    A state tensor with the shape of its parameter gets the device, mesh and placements of the parameter; any other
+    (`step`) is a plain tensor on CPU. The dtype is the stored one.
     """
     checkpoint = locate(path)
     targets = {}
@@ -255,25 +229,20 @@ def restore_optimizer(
 ) -> None:
     """Give an optimizer the state that `load` has read, or raise a UsageError if it has other groups.
 
-    Args:
-        names: id of a parameter of this rank → its canonical name.
-        tensors: the filled tensors of `optimizer_targets`; the optimizer takes them over.
-        groups: the stored groups and values; they may list parameters of other ranks too.
+    It takes over the `tensors` of `optimizer_targets`. The stored `groups` may list parameters of other ranks too;
+    `names` has the canonical name by the id of each parameter of this rank.
     """
     stored_groups = groups["groups"]
     if len(stored_groups) != len(optimizer.param_groups):
-        raise UsageError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(stored_groups)}",
-            fix=_AS_BUILT,
-        )
+        what = f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(stored_groups)}"
+        raise UsageError(what, fix=_AS_BUILT)
     home = {name: i for i, group in enumerate(stored_groups) for name in group["params"]}
     for i, group in enumerate(optimizer.param_groups):
         for name in (_name(parameter, names) for parameter in group["params"]):
             if home.get(name) != i:
                 where = f"in group {home[name]}" if name in home else "in none"
-                raise UsageError(
-                    f"{name} is in group {i} of the optimizer, and {where} in the checkpoint", fix=_AS_BUILT
-                )
+                fix = _AS_BUILT
+                raise UsageError(f"{name} is in group {i} of the optimizer, and {where} in the checkpoint", fix=fix)
     for group, stored in zip(optimizer.param_groups, (one["options"] for one in stored_groups), strict=True):
         for key, value in stored.items():
             current = group.get(key)
@@ -302,8 +271,7 @@ def restore_optimizer(
 
 def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
     if id(parameter) not in names:
-        raise UsageError(
-            f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model does not have",
-            why="it was made before the model was placed, or from another model: what it updates is not trained on",
-        )
+        what = f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model does not have"
+        why = "it was made before the model was placed, or from another model: what it updates is not trained on"
+        raise UsageError(what, why=why)
     return names[id(parameter)]

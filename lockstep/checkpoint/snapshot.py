@@ -1,12 +1,10 @@
 """Take a snapshot of a run and plan its checkpoint, the first two stops of a save.
 
-`stage` turns each tensor into a block: a plain tensor is one block, the whole; a DTensor is the block of this rank.
-A rank without elements of a tensor (dimension 0 is shorter than the mesh) has an empty block, and still knows the shape
-of the whole. Each rank then sends a `Description`, without values. Rank 0 merges them into one `CheckpointPlan`, or
+`stage` turns each tensor into a block: a plain tensor is one block, the whole; a DTensor is the block of this rank, or
+an empty one. Each rank then sends a `Description`, without values. Rank 0 merges them into one `CheckpointPlan`, or
 raises one error on all ranks. The format decides which rank writes which bytes (`write.FormatWriter.plan`).
 """
 
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +19,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.manifest import MODEL, ParameterInfo, checked_part
+from lockstep.checkpoint.values import GROUPS_KEY, dtype_name
 from lockstep.errors import UsageError
 from lockstep.torch_compat.checkpoint_format import chunks_of
-
-GROUPS_KEY = "optimizer_groups"  # the key of state.json for the parameter groups of the optimizers
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,11 @@ class TensorBlock:
     @classmethod
     def whole(cls, tensor: Tensor) -> "TensorBlock":
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+
+    @classmethod
+    def unread(cls, shape: Sequence[int], dtype: torch.dtype) -> "TensorBlock":
+        """Return a whole tensor without values."""
+        return cls.whole(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
     @property
     def is_empty(self) -> bool:
@@ -112,22 +114,15 @@ def stage(snapshot: Snapshot) -> Staged:
 
 
 def blocks_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
-    """Return this rank's block of each tensor.
-
-    Raises:
-        UsageError: a value is not a tensor, or has no memory to save (meta, sparse, quantized, pending reduction).
-    """
+    """Return this rank's block of each tensor, or raise a UsageError if a value has no memory to save."""
     blocks = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise UsageError(
-                f"{name} is a {type(tensor).__name__}, where a checkpoint holds tensors", fix="put it in `state`"
-            )
+            fix = "put it in `state`"
+            raise UsageError(f"{name} is a {type(tensor).__name__}, where a checkpoint holds tensors", fix=fix)
         if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
-            raise UsageError(
-                f"{name} can't be in a checkpoint: it is on device {tensor.device} with layout {tensor.layout}",
-                why="only dense tensors with values are stored",
-            )
+            what = f"{name} can't be in a checkpoint: it is on device {tensor.device} with layout {tensor.layout}"
+            raise UsageError(what, why="only dense tensors with values are stored")
         with torch.no_grad():
             if isinstance(tensor, DTensor):
                 offset = tuple(chunks_of(tensor).offsets)
@@ -158,16 +153,11 @@ def part_of(tensors: Mapping[str, Tensor], declared: Mapping[str, Sequence[str]]
 
 
 def as_json(value: Any, place: str) -> Any:
-    """Return a copy in the types of JSON; tuples become lists.
-
-    Raises:
-        UsageError: JSON has no such type, or would return another one (a key that is not a string).
-    """
+    """Return a copy in the types of JSON, tuples as lists; raise a UsageError for what JSON would change or lacks."""
     if isinstance(value, Mapping):
         if stray := [key for key in value if type(key) is not str]:
-            raise UsageError(
-                f"{place} has the key {stray[0]!r}; JSON knows only strings as keys", fix="write the key as text"
-            )
+            what = f"{place} has the key {stray[0]!r}; JSON knows only strings as keys"
+            raise UsageError(what, fix="write the key as text")
         return {key: as_json(item, f"{place}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_json(item, f"{place}[{i}]") for i, item in enumerate(value)]
@@ -175,26 +165,6 @@ def as_json(value: Any, place: str) -> Any:
         return value
     fix = "put tensors in `extra`" if isinstance(value, Tensor) else "turn it into numbers, strings, lists and dicts"
     raise UsageError(f"{place} is a {type(value).__name__}, which JSON can't hold", fix=fix)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return `bfloat16` for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return torch.bfloat16 for `bfloat16`; raise a ValueError for a name that is not a dtype."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or dtype_name(dtype) != name:
-        raise ValueError(f"{name!r} is not a dtype")
-    return dtype
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the elements of a tensor, row by row, as bytes; no copy if it is contiguous on CPU."""
-    assert sys.byteorder == "little"
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
 
 
 _Aliases = Mapping[str, tuple[str, ...]]
@@ -230,10 +200,8 @@ def merge(ranks: Sequence[Description]) -> CheckpointPlan:
                 first = whole[part].setdefault(name, info)
                 if first != info:
                     one, another = (f"{dtype}{list(shape)}" for shape, dtype in (first, info))
-                    raise UsageError(
-                        f"ranks disagree about {name}: {one} on one, {another} on another",
-                        why="a name means one tensor, whichever ranks hold it",
-                    )
+                    what = f"ranks disagree about {name}: {one} on one, {another} on another"
+                    raise UsageError(what, why="a name means one tensor, whichever ranks hold it")
     aliases = _merged_aliases([rank.aliases for rank in ranks], whole[MODEL])
     parameters = {name: ParameterInfo(*info, aliases.get(name, ())) for name, info in whole[MODEL].items()}
     return CheckpointPlan(parts, parameters, _merged_groups([rank.groups for rank in ranks]))
@@ -247,10 +215,8 @@ def _merged_aliases(ranks: Sequence[_Aliases], names: Collection[str]) -> dict[s
             merged[name] = tuple(dict.fromkeys((*merged.get(name, ()), *others)))
     for name, others in merged.items():
         if both := [other for other in others if other in names]:
-            raise UsageError(
-                f"{name} and {both[0]} are one parameter on one rank and two on another",
-                fix="give every rank's snapshot aliases={canonical name: (further names,)}",
-            )
+            what = f"{name} and {both[0]} are one parameter on one rank and two on another"
+            raise UsageError(what, fix="give every rank's snapshot aliases={canonical name: (further names,)}")
     return merged
 
 
@@ -265,10 +231,9 @@ def _merged_groups(ranks: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict
                 if i == len(whole["groups"]):
                     whole["groups"].append({"params": [], "options": group["options"]})
                 if whole["groups"][i]["options"] != group["options"]:
-                    raise UsageError(
-                        f"group {i} of optimizer {name!r} has different options on different ranks",
-                        fix="make the optimizer alike on every rank: options must not depend on the rank",
-                    )
+                    what = f"group {i} of optimizer {name!r} has different options on different ranks"
+                    fix = "make the optimizer alike on every rank: options must not depend on the rank"
+                    raise UsageError(what, fix=fix)
                 known = whole["groups"][i]["params"]
                 known += [param for param in group["params"] if param not in set(known)]
     return merged

@@ -2,8 +2,7 @@
 
 A checkpoint is a set of files (`model/__0_0.distcp`) and its manifest. It is written as a *draft*, which no reader
 sees, and becomes visible whole: begin → write, write, … (every rank its files) → commit. A folder commits by renaming
-the draft (`posix.PosixStorage`). An object store, which can't rename, writes the files where they will stay and the
-manifest last, on the condition that there is none yet; files without a manifest are not a checkpoint.
+the draft (`posix.PosixStorage`); an object store writes the manifest last, on the condition that there is none yet.
 """
 
 import io
@@ -24,8 +23,6 @@ from lockstep.errors import UsageError
 from lockstep.progress import Advance
 from lockstep.registry import require_methods
 
-MANIFEST = "manifest.json"  # files with a manifest are a checkpoint
-SHARED_MARK = ".shared"  # the name of the draft that `is_shared` makes, to find out whether ranks see one storage
 _STEP = re.compile(r"step-([0-9]{8,})")
 _CHUNK = 4 << 20  # bytes read at a time for a checksum
 

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
@@ -27,18 +26,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from lockstep.checkpoint.manifest import METADATA, raw_file
 from lockstep.checkpoint.ranks import Ranks, TensorSource, gather_tensor, held_blocks, sources_of
-from lockstep.checkpoint.snapshot import (
-    CheckpointPlan,
-    Description,
-    Part,
-    Staged,
-    TensorBlock,
-    dtype_name,
-    global_plan,
-    local_plan,
-    tensor_bytes,
-)
+from lockstep.checkpoint.snapshot import CheckpointPlan, Description, Part, Staged, TensorBlock, global_plan, local_plan
 from lockstep.checkpoint.storage import ChecksumStream, FileInfo, Location
+from lockstep.checkpoint.values import dtype_name, tensor_bytes
 from lockstep.errors import RunError
 
 Format = Literal["sharded", "full", "local"]
@@ -85,11 +75,9 @@ def writer_of(format: Format, staged: Staged, ranks: Ranks, failure: str) -> For
 
 def _require_seen(draft: Location) -> None:
     if not draft.storage.sees(draft.name):
-        raise RunError(
-            f"{draft} was made by rank 0, but this rank does not see it",
-            why="the folder of checkpoints is not shared between the hosts",
-            fix="choose an --output-dir on a file system that all hosts mount",
-        )
+        what = f"{draft} was made by rank 0, but this rank does not see it"
+        why = "the folder of checkpoints is not shared between the hosts"
+        raise RunError(what, why=why, fix="choose an --output-dir on a file system that all hosts mount")
 
 
 class ShardedWriter(FormatWriter):
@@ -217,11 +205,7 @@ class FullWriter(ShardedWriter):
         """Return parts of whole tensors without values; `_read` gathers the values when DCP asks for them."""
         return {
             part: Part(
-                {
-                    name: TensorBlock.whole(torch.empty(s.shape, dtype=s.dtype, device="meta"))
-                    for name, s in sources.items()
-                },
-                read=partial(self._read, part),
+                {n: TensorBlock.unread(s.shape, s.dtype) for n, s in sources.items()}, read=partial(self._read, part)
             )
             for part, sources in self._sources.items()
         }

@@ -1,12 +1,11 @@
 """Build the objects that a config names, `package.module:Name` with arguments."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from lockstep.config.schema_training import ObjectSpec
-from lockstep.errors import UsageError, did_you_mean
-from lockstep.registry import load_object
+from lockstep.errors import UsageError
+from lockstep.registry import load_object, require_arguments
 
 
 def build_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
@@ -35,32 +34,8 @@ def check_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
         )
     for value in (*spec.positional, *spec.args.values()):
         _each_spec(value, lambda inner: check_object(inner, where))
-    try:
-        signature = inspect.signature(target)
-    except ValueError:
-        return target  # a builtin without a signature, which checks its arguments when it is called
-    accepted = keywords_of(signature)
-    unknown = [key for key in spec.args if accepted is not None and key not in accepted]
-    if unknown and accepted is not None:
-        raise UsageError(
-            f"{spec.name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}",
-            where=f"{where}.args.{unknown[0]}",
-            fix=f"it takes {', '.join(accepted)}" if accepted else "leave args out: it takes none",
-        )
-    try:
-        signature.bind(*spec.positional, **spec.args | further)
-    except TypeError as error:
-        raise UsageError(f"{spec.name} does not take these arguments", where=where, why=str(error)) from None
+    require_arguments(target, spec.args | further, spec.name, f"{where}.args", *spec.positional)
     return target
-
-
-def keywords_of(signature: inspect.Signature) -> list[str] | None:
-    """Return the names of keyword arguments; None if any name is accepted."""
-    parameters = signature.parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [parameter.name for parameter in parameters if parameter.kind in by_name]
 
 
 def _each_spec(value: Any, work: Callable[[ObjectSpec], Any]) -> Any:

@@ -12,19 +12,6 @@ from lockstep.data.loader import StepLoader
 from lockstep.data.order import DistributedSampler, SampleOrder
 
 __all__ = [
-    "Assign",
-    "Data",
-    "DistributedSampler",
-    "IterableSteps",
-    "MicroBatch",
-    "SampleOrder",
-    "StepBatches",
-    "StepLoader",
-    "StepSource",
-    "adopt",
-    "batch_length",
-    "build_data",
-    "check_data",
-    "holds_token_ids",
-    "move",
-]
+    "Assign", "Data", "DistributedSampler", "IterableSteps", "MicroBatch", "SampleOrder", "StepBatches", "StepLoader",
+    "StepSource", "adopt", "batch_length", "build_data", "check_data", "holds_token_ids", "move",
+]  # fmt: skip

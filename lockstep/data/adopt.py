@@ -39,8 +39,6 @@ def adopt(
             iterable of ready batches. A plain list is an iterable of ready batches.
         config: order and workers for data other than a DataLoader, which has its own.
         batch_size, global_batch_size: samples in a micro-batch and in a step; for ready batches the quotient counts.
-        assign: M → this rank's micro-batches, in running order.
-        stop_step: the first step not taken; None: no limit.
         epochs: how many times to go through the data at most; None: until `stop_step`.
         wanted: False on a rank that reads no data.
         state: the source's `state_dict` from when the run was saved.
@@ -54,12 +52,9 @@ def adopt(
     found = _understand(data, config or DataConfig())
     if found.batch_size is not None and found.batch_size != batch_size:
         if not for_evaluation:
-            raise UsageError(
-                f"the DataLoader has batch_size {found.batch_size}, training.batch_size is {batch_size}",
-                where="the training data",
-                why="both mean the samples in a micro-batch",
-                fix=f"give the trainer batch_size={found.batch_size}",
-            )
+            what = f"the DataLoader has batch_size {found.batch_size}, training.batch_size is {batch_size}"
+            fix = f"give the trainer batch_size={found.batch_size}"
+            raise UsageError(what, where="the training data", why="both mean the samples in a micro-batch", fix=fix)
         global_batch_size, batch_size = global_batch_size // batch_size * found.batch_size, found.batch_size
     found.drop_last = found.drop_last and not for_evaluation
     common: dict[str, Any] = {
@@ -107,11 +102,9 @@ def _understand(data: Any, config: DataConfig) -> _UserData:
         return _UserData(data, iterated=True, notice=notice if config.num_workers else None)
     has_length = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, torch.Tensor | dict | str | bytes) or not (has_length or hasattr(data, "__iter__")):
-        raise UsageError(
-            f"data of type {type(data).__name__} can't be trained on",
-            where="the training or validation data",
-            fix="give a dataset, a DataLoader or an iterable of batches (for tensors: torch.utils.data.TensorDataset)",
-        )
+        what = f"data of type {type(data).__name__} can't be trained on"
+        fix = "give a dataset, a DataLoader or an iterable of batches (for tensors: torch.utils.data.TensorDataset)"
+        raise UsageError(what, where="the training or validation data", fix=fix)
     if isinstance(data, list | tuple) or not has_length:
         return _UserData(data, iterated=True, ready=True)
     reading = {name: getattr(config, name) for name in _OF_THE_CONFIG}

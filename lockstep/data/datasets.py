@@ -1,12 +1,10 @@
 """Makes the data that a `data:` section names: one that ships (text has `text.py`), `hf:NAME`, `package.module:Name`.
 
 `hf:NAME` is a data set of the Hugging Face hub, or a local folder of its files (parquet, JSON, text …). Every process
-tokenizes the text itself and holds the tokens in memory: for large data sets write the text out once and use
-`lockstep data prepare`.
+tokenizes the text and holds the tokens in memory: for large data sets use `lockstep data prepare`.
 """
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,21 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.config import DataConfig
-from lockstep.config.objects import keywords_of
 from lockstep.data.batches import CollatingDataset, Data
 from lockstep.data.language import TextOptions, Tokenizer, check_fraction, language_data
 from lockstep.data.loader import users_line
-from lockstep.errors import LockstepError, UsageError, did_you_mean
-from lockstep.registry import DATA_SETS
+from lockstep.errors import LockstepError, UsageError
+from lockstep.registry import DATA_SETS, keywords_of, require_arguments
 
 
 def build_data(data: DataConfig, *, seed: int = 0) -> Data:
-    """Return the data that `data.name` and `data.args` describe.
+    """Return the data that `data.name` and `data.args` describe, or raise a UsageError.
 
     A user's class with an argument `seed` that `data.args` leaves unset gets `seed`.
-
-    Raises:
-        UsageError: an unknown name or argument, or data that can't be used.
     """
     name, args = data.name, dict(data.args)
     if name is None:
@@ -41,7 +35,7 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
         builder = DATA_SETS.load_callable(name)
         if ":" in name:
             return _users(builder, args, name, seed)
-    _check_arguments(builder, args, name)
+    require_arguments(builder, args, name, "data.args")
     made: Data = builder(**args)
     return made
 
@@ -50,41 +44,14 @@ def check_data(data: DataConfig) -> None:
     """Raise the UsageError that `build_data` would for an unknown name or argument, without making the data."""
     if data.name is None or data.name.startswith("hf:"):
         return
-    _check_arguments(DATA_SETS.load_callable(data.name), data.args, data.name)
-
-
-def _check_arguments(builder: Callable[..., Any], args: Mapping[str, Any], name: str) -> None:
-    signature = _signature(builder)
-    accepted = keywords_of(signature)
-    unknown = [key for key in args if accepted is not None and key not in accepted]
-    if unknown and accepted is not None:
-        raise UsageError(
-            f"{name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}",
-            where=f"data.args.{unknown[0]}",
-            fix=f"it takes {', '.join(accepted) or 'none'}",
-        )
-    for parameter in signature.parameters.values():
-        variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        if parameter.default is parameter.empty and not variable and parameter.name not in args:
-            raise UsageError(
-                f"{name} needs the argument {parameter.name!r}",
-                where=f"data.args.{parameter.name}",
-                fix=f"set data.args.{parameter.name}",
-            )
-
-
-def _signature(builder: Callable[..., Any]) -> inspect.Signature:
-    try:
-        return inspect.signature(builder)
-    except (TypeError, ValueError):  # a builtin without one
-        return inspect.signature(lambda **_args: None)
+    require_arguments(DATA_SETS.load_callable(data.name), data.args, data.name, "data.args")
 
 
 def _users(builder: Callable[..., Any], args: dict[str, Any], name: str, seed: int) -> Data:
     """Return data made by a user's class or function: a dataset, a pair (training, validation), or a `Data`."""
-    if "seed" in (keywords_of(_signature(builder)) or ()):
+    if "seed" in (keywords_of(builder) or ()):
         args.setdefault("seed", seed)
-    _check_arguments(builder, args, name)
+    require_arguments(builder, args, name, "data.args")
     try:
         made = builder(**args)
     except LockstepError:
@@ -98,11 +65,9 @@ def _users(builder: Callable[..., Any], args: dict[str, Any], name: str, seed: i
     for part, role in ((train, "training"), (validation, "validation")):
         readable = hasattr(part, "__iter__") or (hasattr(part, "__getitem__") and hasattr(part, "__len__"))
         if not readable and not (part is None and role == "validation"):
-            raise UsageError(
-                f"{name} gave {type(part).__name__} for its {role} data, which is not a dataset",
-                where="data.name",
-                fix="return something with __len__ and __getitem__, an iterable, or a pair (training, validation)",
-            )
+            what = f"{name} gave {type(part).__name__} for its {role} data, which is not a dataset"
+            fix = "return something with __len__ and __getitem__, an iterable, or a pair (training, validation)"
+            raise UsageError(what, where="data.name", fix=fix)
     return Data(train, validation, facts=dict(getattr(train, "facts", {})))
 
 
@@ -111,12 +76,10 @@ def hugging_face(
     text_field: str = "text", columns: Sequence[str] | None = None, block_size: int = 256, stride: int | None = None,
     validation_fraction: float = 0.1, tokenizer: str = "bytes", documents: bool = False,
 ) -> Data:  # fmt: skip
-    """Return the data set.
+    """Return the data set of this name, or the folder's.
 
     Args:
-        name: of the data set or folder.
         config: one of its configurations, e.g. `wikitext-2-raw-v1`.
-        split: the training split.
         validation_split: used if the data set has it; else `validation_fraction` of `split` is held out.
         text_field: the column with the text. Rows are joined, each ending its line; with `documents`, a row is a
             document, padded to `block_size`.
@@ -129,19 +92,16 @@ def hugging_face(
     options = TextOptions(block_size, stride, validation_fraction)
     loaded = _load(name, config)
     if split not in loaded:
-        raise UsageError(
-            f"hf:{name} has no split {split!r}", where="data.args.split", fix=f"it has {', '.join(loaded)}"
-        )
+        where = "data.args.split"
+        raise UsageError(f"hf:{name} has no split {split!r}", where=where, fix=f"it has {', '.join(loaded)}")
     train, validation = loaded[split], loaded.get(validation_split)
     source = f"hf:{name}" + (f" ({config})" if config else "")
     wanted = [text_field] if columns is None else list(columns)
     for column in wanted:
         if column not in train.column_names:
-            raise UsageError(
-                f"hf:{name} has no column {column!r}",
-                where="data.args.text_field" if columns is None else "data.args.columns",
-                fix=f"it has {', '.join(train.column_names)}; `columns` takes rows of any of them as samples",
-            )
+            what = f"hf:{name} has no column {column!r}"
+            fix = f"it has {', '.join(train.column_names)}; `columns` takes rows of any of them as samples"
+            raise UsageError(what, where="data.args.text_field" if columns is None else "data.args.columns", fix=fix)
     if columns is not None:
         train = train.with_format("torch", columns=wanted)
         if validation is not None:
@@ -166,18 +126,14 @@ def _load(name: str, config: str | None) -> Any:
     try:
         import datasets
     except ImportError:
-        raise UsageError(
-            f"hf:{name} needs the package datasets", where="data.name", fix="pip install 'lockstep-train[datasets]'"
-        ) from None
+        what = f"hf:{name} needs the package datasets"
+        raise UsageError(what, where="data.name", fix="pip install 'lockstep-train[datasets]'") from None
     try:
         return datasets.load_dataset(name, config)
     except Exception as error:  # the package and its dependencies raise many kinds
-        raise UsageError(
-            f"hf:{name} can't be loaded",
-            where="data.name",
-            why=f"{type(error).__name__}: {error}".splitlines()[0],
-            fix="check the name, data.args.config and the network; a local folder works without one: hf:./folder",
-        ) from error
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        fix = "check the name, data.args.config and the network; a local folder works without one: hf:./folder"
+        raise UsageError(f"hf:{name} can't be loaded", where="data.name", why=why, fix=fix) from error
 
 
 SIZES = (8, 16, 32)
@@ -209,19 +165,13 @@ def digits(*, image_size: int = 32, validation_fraction: float = 0.1) -> Data:
     """
     check_fraction(validation_fraction)
     if image_size not in SIZES:
-        raise UsageError(
-            f"digits has no image_size {image_size!r}",
-            where="data.args.image_size",
-            fix=f"choose {', '.join(map(str, SIZES))}",
-        )
+        what = f"digits has no image_size {image_size!r}"
+        raise UsageError(what, where="data.args.image_size", fix=f"choose {', '.join(map(str, SIZES))}")
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise UsageError(
-            "the data set digits needs scikit-learn",
-            where="data.name: digits",
-            fix="pip install 'lockstep-train[digits]'",
-        ) from None
+        what = "the data set digits needs scikit-learn"
+        raise UsageError(what, where="data.name: digits", fix="pip install 'lockstep-train[digits]'") from None
     loaded = load_digits()
     small = torch.from_numpy(loaded.images).float().div(16)[:, None]  # pixels are 0 … 16
     images = small if image_size == 8 else F.interpolate(small, size=(image_size, image_size), mode="bilinear")

@@ -1,11 +1,8 @@
 """Makes steps of data that can only be iterated.
 
 Every rank iterates all data and keeps its micro-batches, so that a step is the same on any number of ranks. A dataset
-with `rank_sharded = True` reads a different stream on each rank; then the content of a step depends on the number of
-ranks, and `notice` says so. If streams end at different times, ranks run dummies with weight zero.
-
-One item is read ahead, to detect the end of an epoch in time. Items are read with generators seeded by (seed, epoch,
-position), so a resumed run draws the same numbers as an uninterrupted one.
+with `rank_sharded = True` reads a different stream on each rank; ranks whose stream has ended run dummies with weight
+zero. Items are read with generators seeded by (seed, epoch, position), as an uninterrupted run does.
 """
 
 import copy
@@ -18,21 +15,18 @@ import torch
 from torch.utils.data import default_collate
 
 from lockstep.data.batches import Assign, MicroBatch, StepBatches, batch_length, known_length, move
-from lockstep.data.loader import Collate, users_line
+from lockstep.data.loader import users_line
 from lockstep.data.order import preserve_states, seed_from, set_epoch
 from lockstep.errors import LockstepError, RunError, UsageError
 
 
 class IterableSteps:
-    """Iterates over the steps `start_step` … `stop_step` − 1 of an iterable.
+    """Iterates over the steps `start_step` … `stop_step` − 1 of an iterable; see `adopt` for further arguments.
 
     Args:
-        iterable: of samples, or (`ready`) of batches. It is iterated again each epoch, after `set_epoch(epoch)` if it
-            has that method. If it yields nothing the second time (a generator), the steps end.
-        ready: the items are collated batches; arguments that are not listed here are those of `adopt`.
-        collate_fn: list of samples → batch; unset: torch's `default_collate`.
-        state: a `state_dict` from a step before `start_step`. The steps between are read and discarded; without a state
-            all from step 0 on.
+        iterable: of samples, or (`ready`) of collated batches. It is iterated again each epoch, after
+            `set_epoch(epoch)` if it has that method, until it yields nothing (a generator).
+        state: a `state_dict` from a step before `start_step` (unset: step 0); those between are read and discarded.
         any_left: for a rank-sharded iterable: whether any rank passes True; called by all ranks, once per step.
 
     Raises:
@@ -43,13 +37,12 @@ class IterableSteps:
     def __init__(
         self, iterable: Iterable[Any], batch_size: int, global_batch_size: int, assign: Assign, *, start_step: int,
         stop_step: int | None, seed: int, device: torch.device | str, ready: bool = False,
-        collate_fn: Collate | None = None, epochs: int | None = None, wanted: bool = True,
+        epochs: int | None = None, wanted: bool = True,
         state: dict[str, Any] | None = None, any_left: Callable[[bool], bool] | None = None, notice: str | None = None,
     ) -> None:  # fmt: skip
         self._iterable, self._assign, self._seed, self._device = iterable, assign, seed, torch.device(device)
         self._start, self._stop, self._epochs = start_step, stop_step, epochs
         self._batch_size, self._micro_batches = 1 if ready else batch_size, global_batch_size // batch_size
-        self._collate: Collate = collate_fn or default_collate
         self._ready, self._wanted, self._any_left = ready, wanted, any_left
         self._stream: Stream | None = None
         self._latest: tuple[list[Any], int, int] | None = None  # piece, step, index: for dummies
@@ -62,10 +55,9 @@ class IterableSteps:
             )
         self._state: dict[str, Any] = {"step": 0, "epoch": 0, "position": 0, "iterable": None, **(state or {})}
         if self._state["step"] > start_step:
-            raise UsageError(
-                f"the state of the data is that of step {self._state['step']}, after step {start_step}",
-                why="the data have gone further than the run; they are restored together, from one checkpoint",
-            )
+            what = f"the state of the data is that of step {self._state['step']}, after step {start_step}"
+            why = "the data have gone further than the run; they are restored together, from one checkpoint"
+            raise UsageError(what, why=why)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -106,10 +98,8 @@ class IterableSteps:
             self._stream = Stream(self._iterable, self._seed, epoch, position, inner, key)
             if not self._any(self._stream.more):
                 if step == 0:
-                    raise UsageError(
-                        f"the {type(self._iterable).__name__} is empty: there is nothing to train on",
-                        fix="give it batches, or check what it reads",
-                    )
+                    what = f"the {type(self._iterable).__name__} is empty: there is nothing to train on"
+                    raise UsageError(what, fix="give it batches, or check what it reads")
                 return
             last = False
             while not last and (self._stop is None or step < self._stop):
@@ -140,12 +130,9 @@ class IterableSteps:
                 if piece is not None:
                     self._latest = (piece, step, index)
                 if self._latest is None:
-                    raise RunError(
-                        "this rank's share of the data is empty",
-                        where=f"step {step}",
-                        why="a rank whose stream has ended repeats its latest batch, with weight zero; it had none",
-                        fix="give each rank at least one batch",
-                    )
+                    what = "this rank's share of the data is empty"
+                    why = "a rank whose stream has ended repeats its latest batch, with weight zero; it had none"
+                    raise RunError(what, where=f"step {step}", why=why, fix="give each rank at least one batch")
                 shared.append((self._latest, piece is not None))
         else:
             pieces = stream.take(self._micro_batches, self._batch_size)
@@ -163,23 +150,18 @@ class IterableSteps:
             try:
                 with preserve_states():
                     seed_from("collate", self._seed, step, index)
-                    batch = self._collate(piece)
+                    batch = default_collate(piece)
             except Exception as error:
-                raise RunError(
-                    f"collating micro-batch {index} of step {step} failed",
-                    where=users_line(error),
-                    why=f"{type(error).__name__}: {error}",
-                ) from error
+                what = f"collating micro-batch {index} of step {step} failed"
+                raise RunError(what, where=users_line(error), why=f"{type(error).__name__}: {error}") from error
         return MicroBatch(index, batch if self._device.type == "cpu" else move(batch, self._device), real)
 
 
 class Stream:
     """Reads one epoch of an iterable, one item ahead, to detect its end in time.
 
-    Args:
-        position: number of items read before, which `state` includes.
-        state: the iterable's own `state_dict`; None: from the start of the epoch.
-        key: distinguishes this stream's random numbers from those of other ranks' streams.
+    `position` items were read before, which `state`, the iterable's own `state_dict`, includes; `key` distinguishes the
+    random numbers of ranks that read different streams.
     """
 
     def __init__(self, iterable: Any, seed: int, epoch: int, position: int, state: Any, key: int) -> None:
@@ -233,11 +215,10 @@ class Stream:
         try:
             json.dumps(self.state)
         except TypeError as error:
-            raise UsageError(
-                f"the state_dict of {type(self._iterable).__name__} can't be saved",
-                why=f"a checkpoint holds numbers, texts, lists and dicts of such: {error}",
-                fix="return such from state_dict, or leave it out: a resumed run then reads again what it had read",
-            ) from None
+            what = f"the state_dict of {type(self._iterable).__name__} can't be saved"
+            why = f"a checkpoint holds numbers, texts, lists and dicts of such: {error}"
+            fix = "return such from state_dict, or leave it out: a resumed run then reads again what it had read"
+            raise UsageError(what, why=why, fix=fix) from None
 
     def _guarded(self, read: Callable[[], Any]) -> Any:
         try:
@@ -245,8 +226,6 @@ class Stream:
         except LockstepError:
             raise
         except Exception as error:
-            raise RunError(
-                f"item {self.position} of the {type(self._iterable).__name__} failed in epoch {self._keys[2]}",
-                where=users_line(error),
-                why=f"{type(error).__name__}: {error}".splitlines()[0],
-            ) from error
+            what = f"item {self.position} of the {type(self._iterable).__name__} failed in epoch {self._keys[2]}"
+            where = users_line(error)
+            raise RunError(what, where=where, why=f"{type(error).__name__}: {error}".splitlines()[0]) from error

@@ -19,11 +19,7 @@ from lockstep.errors import UsageError
 
 
 class Tokenizer:
-    """A tokenizer: `bytes` (256 tokens, no file) or the path of a `tokenizer.json`.
-
-    Raises:
-        UsageError: there is no such file, it is not a tokenizer, or the package that reads it is missing.
-    """
+    """A tokenizer: `bytes` (256 tokens, no file) or the path of a `tokenizer.json`, else it raises a UsageError."""
 
     def __init__(self, name: str = "bytes") -> None:
         self.name = name
@@ -56,25 +52,19 @@ class Tokenizer:
 
 def _load(path: Path) -> Any:
     if not path.is_file():
-        raise UsageError(
-            f"there is no tokenizer {str(path)!r}",
-            where="data.args.tokenizer",
-            fix="write bytes, or the path of a Hugging Face tokenizer.json",
-        )
+        fix = "write bytes, or the path of a Hugging Face tokenizer.json"
+        raise UsageError(f"there is no tokenizer {str(path)!r}", where="data.args.tokenizer", fix=fix)
     try:
         import tokenizers
     except ImportError:
-        raise UsageError(
-            "reading a tokenizer.json needs the package tokenizers",
-            where="data.args.tokenizer",
-            fix="pip install 'lockstep-train[transformers]', or use tokenizer: bytes",
-        ) from None
+        what = "reading a tokenizer.json needs the package tokenizers"
+        fix = "pip install 'lockstep-train[transformers]', or use tokenizer: bytes"
+        raise UsageError(what, where="data.args.tokenizer", fix=fix) from None
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exception
-        raise UsageError(
-            f"{path} is not a Hugging Face tokenizer.json", where="data.args.tokenizer", why=str(error)
-        ) from None
+        where = "data.args.tokenizer"
+        raise UsageError(f"{path} is not a Hugging Face tokenizer.json", where=where, why=str(error)) from None
 
 
 IGNORED = -100  # torch's cross entropy skips targets of this value
@@ -91,11 +81,7 @@ class Tokens(Protocol):
 
 
 class TokenWindows(CollatingDataset):
-    """Windows of `block_size` + 1 tokens, one every `stride` (unset: `block_size`) tokens of the text named `where`.
-
-    Raises:
-        UsageError: the text is shorter than one sample.
-    """
+    """Windows of `block_size` + 1 tokens, one every `stride` (unset: `block_size`); a shorter text is a UsageError."""
 
     def __init__(self, tokens: Tokens, block_size: int, stride: int | None = None, *, where: str = "the text") -> None:
         self.tokens = tokens
@@ -103,12 +89,10 @@ class TokenWindows(CollatingDataset):
         self.stride = at_least_one("stride", stride if stride is not None else block_size)
         spare = len(tokens) - (block_size + 1)
         if spare < 0:
-            raise UsageError(
-                f"{where} has {len(tokens)} tokens, but one sample needs {block_size + 1}",
-                where="data.args",
-                why=f"a sample is block_size + 1 = {block_size} + 1 tokens: inputs, and targets one further",
-                fix="give more text, or a smaller block_size (for validation: a larger validation_fraction)",
-            )
+            what = f"{where} has {len(tokens)} tokens, but one sample needs {block_size + 1}"
+            why = f"a sample is block_size + 1 = {block_size} + 1 tokens: inputs, and targets one further"
+            fix = "give more text, or a smaller block_size (for validation: a larger validation_fraction)"
+            raise UsageError(what, where="data.args", why=why, fix=fix)
         self._length = spare // self.stride + 1
 
     def __len__(self) -> int:
@@ -135,10 +119,7 @@ class Documents(Dataset[Sample]):
     """Samples of one document each, padded to `block_size` with targets that do not count.
 
     A document longer than `block_size` + 1 tokens makes several samples, of which the last is padded; a document
-    shorter than two tokens has no target, and makes none. So samples have different numbers of valid targets.
-
-    Raises:
-        UsageError: no document has two tokens.
+    shorter than two tokens has no target, and makes none. Without any, UsageError.
     """
 
     deterministic = True
@@ -148,11 +129,8 @@ class Documents(Dataset[Sample]):
         self.block_size = at_least_one("block_size", block_size)
         self._pieces = [(n, start) for n, each in enumerate(documents) for start in range(0, len(each) - 1, block_size)]
         if not self._pieces:
-            raise UsageError(
-                f"{where} has {len(documents)} documents, none of at least 2 tokens",
-                where="data.args",
-                why="a document needs a token to read and one to predict",
-            )
+            what = f"{where} has {len(documents)} documents, none of at least 2 tokens"
+            raise UsageError(what, where="data.args", why="a document needs a token to read and one to predict")
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -170,11 +148,8 @@ class Documents(Dataset[Sample]):
 def at_least_one(name: str, value: Any) -> int:
     """Return `value`, or raise a UsageError if it is not a whole number above 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(
-            f"{name} should be a whole number of at least 1, but is {value!r}",
-            where=f"data.args.{name}",
-            fix="write a whole number: 256",
-        )
+        what = f"{name} should be a whole number of at least 1, but is {value!r}"
+        raise UsageError(what, where=f"data.args.{name}", fix="write a whole number: 256")
     return value
 
 
@@ -203,11 +178,7 @@ class TextOptions:
 def language_data(
     train: Any, validation: Any, options: TextOptions, source: str, tokenizer: Tokenizer, *, documents: bool = False
 ) -> Data:
-    """Return data whose samples are windows of one long text, or of one document each; `validation` may be empty.
-
-    Raises:
-        UsageError: there are too few tokens for one sample, or documents are to be cut by a stride.
-    """
+    """Return data of windows of a long text, or of documents, or raise a UsageError; `validation` may be empty."""
     if documents and options.stride is not None:
         raise UsageError("documents are not cut by a stride", where="data.args.stride", fix="drop it, or documents")
 
@@ -226,8 +197,6 @@ def language_data(
 def check_fraction(fraction: Any) -> None:
     """Raise a UsageError unless `validation_fraction` is from 0 to below 1."""
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
-        raise UsageError(
-            f"validation_fraction should be from 0 to below 1, but is {fraction!r}",
-            where="data.args.validation_fraction",
-            fix="0.1 keeps a tenth of the text for validation",
-        )
+        what = f"validation_fraction should be from 0 to below 1, but is {fraction!r}"
+        where = "data.args.validation_fraction"
+        raise UsageError(what, where=where, fix="0.1 keeps a tenth of the text for validation")

@@ -1,9 +1,8 @@
 """Makes steps of a map-style dataset, with torch's DataLoader.
 
-One DataLoader lives as long as the loader, so that workers are started once and prefetch across steps and epochs. A
-worker reads a whole micro-batch (`ReadRequest`) and returns it collated; a rank reads only the samples that it runs.
-The content of a sample is a function of (seed, epoch, dataset index), and a collate function draws from (seed, step,
-micro-batch): see `order`.
+Its workers are started once and prefetch across epochs. A worker reads a whole micro-batch (`ReadRequest`) and returns
+it collated; a rank reads only the samples that it runs. The content of a sample is a function of (seed, epoch,
+dataset index), and a collate function draws from (seed, step, micro-batch): see `order`.
 """
 
 import itertools
@@ -170,8 +169,7 @@ def users_line(error: BaseException) -> str | None:
 class InlineBatch:
     """Sends a batch from a worker to the training process, where it arrives as `batch` itself.
 
-    torch moves every tensor through shared memory: about 0.15 ms of the training process each. A small tensor is faster
-    inside the message itself, as a NumPy array: 0.02 ms for 16 KiB.
+    Small tensors are faster inside the message, as NumPy arrays, than through shared memory, as torch sends them.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -198,11 +196,9 @@ class StepLoader:
     Args:
         dataset: anything with `__getitem__`. With an attribute `deterministic = True` (it draws no random numbers) it
             is read without seeding, and in one call per micro-batch if it has `__getitems__`.
-        num_workers, prefetch_factor, persistent_workers and others: as in torch's DataLoader. Workers live as long as
-            one iteration over any number of epochs; `persistent_workers` keeps them for the next. `prefetch_factor`
-            unset: at least one step ahead.
-        pin_memory: copy batches to page-locked memory, for devices that profit (not the CPU).
-        wanted, and others that are not listed: as in `adopt`; epochs are counted from step 0.
+        num_workers, pin_memory and others: as in torch's DataLoader, or in `adopt`. Workers live as long as one
+            iteration over any number of epochs, or longer (`persistent_workers`). `prefetch_factor` unset: at least one
+            step ahead.
 
     Raises:
         RunError: while iterating: the dataset raised, or a worker died; names the dataset index.
@@ -281,12 +277,10 @@ class StepLoader:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             return f"process {worker.pid} {how}"
 
-        return RunError(
-            "a data worker died" if dead else "a data worker gave no answer",
-            where=f"while it read {reading}" if reading else None,
-            why=", ".join(end_of(workers[number]) for number in dead) or text.splitlines()[0],
-            fix="set data.num_workers: 0 to see the dataset's own error; a killed worker was often out of memory",
-        )
+        what = "a data worker died" if dead else "a data worker gave no answer"
+        why = ", ".join(end_of(workers[number]) for number in dead) or text.splitlines()[0]
+        fix = "set data.num_workers: 0 to see the dataset's own error; a killed worker was often out of memory"
+        return RunError(what, where=f"while it read {reading}" if reading else None, why=why, fix=fix)
 
     def _planned(self) -> Iterator[_Plan]:
         for step in itertools.count(self._start) if self._stop is None else range(self._start, self._stop):

@@ -1,10 +1,8 @@
 """Defines which samples make up which step, as a pure function of (seed, step), and seeds the reading of a sample.
 
 An epoch's order is one permutation, from (seed, epoch). A step takes the next `global_batch_size` samples of it, cut
-into micro-batches; ranks and workers only divide these among themselves. Steps do not cross epochs.
-
-The random numbers that a dataset draws depend on the data that is read, not on the reading process: Python's, NumPy's
-and torch's global generators are seeded before each sample is read. Generators that a dataset makes itself
+into micro-batches; ranks and workers only divide these among themselves. Steps do not cross epochs. Python's, NumPy's
+and torch's global generators are seeded before each sample is read; generators that a dataset makes itself
 (`numpy.random.default_rng()`) are not covered.
 """
 
@@ -82,11 +80,6 @@ class StepSamples:
 
 def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
     """Check that a global batch can be cut into whole micro-batches, or raise a UsageError with the equation."""
-    for name, value in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
-        if value < 1:
-            raise UsageError(
-                f"{name} should be at least 1, but is {value}", where=f"training.{name}", why="a step needs samples"
-            )
     whole, rest = divmod(global_batch_size, batch_size)
     if rest:
         near = sorted({max(1, whole) * batch_size, (whole + 1) * batch_size})
@@ -102,11 +95,8 @@ def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
 class SampleOrder:
     """The order of samples over a dataset whose length is known.
 
-    Args:
-        batch_size: samples in a micro-batch.
-        global_batch_size: samples in a step, over all ranks; a multiple of `batch_size`.
-        shuffle: a different order in each epoch; else always 0, 1, 2 …
-        drop_last: leave out the incomplete step at the end of each epoch (`dropped_per_epoch` samples).
+    With `shuffle` it is another one in each epoch, else always 0, 1, 2 …; `drop_last` leaves out the incomplete step at
+    the end of each epoch (`dropped_per_epoch` samples).
 
     Raises:
         UsageError: sizes that do not multiply, an empty dataset, or one of which nothing would be left.
@@ -118,11 +108,8 @@ class SampleOrder:
     ) -> None:  # fmt: skip
         check_batch_sizes(batch_size, global_batch_size)
         if num_samples < 1:
-            raise UsageError(
-                "the dataset is empty: there is nothing to train on",
-                where="data",
-                fix="check what it reads: its __len__ is 0",
-            )
+            what = "the dataset is empty: there is nothing to train on"
+            raise UsageError(what, where="data", fix="check what it reads: its __len__ is 0")
         self.dropped_per_epoch = num_samples % global_batch_size if drop_last else 0
         if self.dropped_per_epoch == num_samples:
             raise UsageError(
@@ -171,16 +158,11 @@ def epoch_permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 class SamplerOrder:
-    """The order of samples that a user's batch sampler gives.
+    """The order of samples that a user's batch sampler gives; a step takes its next `micro_batches` lists of indices.
 
-    Every rank goes through the whole sampler, which is cheap: it yields indices, not data. Each batch of indices is a
-    micro-batch, and a step takes the next ones. The sampler draws from generators seeded by (seed, epoch), the same on
-    every rank. There is no random access: a resumed run fast-forwards through the indices.
-
-    Args:
-        batch_sampler: yields lists of dataset indices; iterated again each epoch, after `set_epoch(epoch)` if it, or
-            the sampler within it, has that method.
-        micro_batches: how many of these lists make up a step.
+    Every rank goes through the whole sampler, with generators seeded by (seed, epoch): that is cheap, since it yields
+    indices, not data. A resumed run fast-forwards. Each epoch iterates it again, after `set_epoch(epoch)` if it, or the
+    sampler within it, has that method.
 
     Raises:
         UsageError: while iterating: the sampler yields nothing.
@@ -229,11 +211,9 @@ class SamplerOrder:
             self._iterator = iter(self._sampler)
             self._ahead = self._pull()
             if self._ahead is None:
-                raise UsageError(
-                    f"the sampler {type(self._sampler).__name__} yields nothing in epoch {self._epoch}",
-                    why="each epoch iterates it anew" if self._epoch else None,
-                    fix="give a sampler that can be iterated more than once" if self._epoch else None,
-                )
+                what = f"the sampler {type(self._sampler).__name__} yields nothing in epoch {self._epoch}"
+                fix = "give a sampler that can be iterated more than once" if self._epoch else None
+                raise UsageError(what, why="each epoch iterates it anew" if self._epoch else None, fix=fix)
         taken: list[list[int]] = []
         while self._ahead is not None and len(taken) < self._micro_batches:
             taken.append(self._ahead)
@@ -257,16 +237,13 @@ class DistributedSampler(Sampler[int]):
     """Yields this rank's samples of each epoch, in the trainer's own order.
 
     Rank r of W takes the places r, r + W, r + 2W … of the epoch's order, so that the W ranks' k-th batches together
-    hold the samples of the trainer's k-th step. No sample is repeated or left out: if the number of ranks does not
-    divide the number of samples, the first ranks have one sample more (`len` differs by one), and a loop that
-    communicates at each batch must allow for that (`torch.distributed.algorithms.Join`) or set `drop_last`.
-
-    Each iteration moves on to the next epoch by itself; `set_epoch` sets the next one (after a resume).
+    hold the samples of the trainer's k-th step. No sample is repeated or left out: the first ranks may have one sample
+    more (`len` differs by one), for which a loop that communicates at each batch must allow
+    (`torch.distributed.algorithms.Join`), or set `drop_last`. Each iteration moves on to the next epoch by itself;
+    `set_epoch` sets the next one (after a resume).
 
     Args:
-        dataset_or_size: the dataset, or its number of samples.
         num_replicas, rank: unset: those of the process group, else of the environment.
-        shuffle: a different order in each epoch.
         seed: the same on all ranks.
         drop_last: leave out samples that the ranks can't share evenly: `dropped_per_epoch` samples.
 
@@ -289,16 +266,12 @@ class DistributedSampler(Sampler[int]):
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0  # of the next iteration
         if not 0 <= self.rank < self.num_replicas:
-            raise UsageError(
-                f"rank {self.rank} is not below num_replicas {self.num_replicas}",
-                fix="ranks count from 0; leave both out, and they are those of the process group",
-            )
+            what = f"rank {self.rank} is not below num_replicas {self.num_replicas}"
+            raise UsageError(what, fix="ranks count from 0; leave both out, and they are those of the process group")
         self.dropped_per_epoch = self.num_samples % self.num_replicas if drop_last else 0
         if self.num_samples - self.dropped_per_epoch < 1:
-            raise UsageError(
-                f"{self.num_samples} samples leave nothing for {self.num_replicas} ranks to share",
-                fix="use fewer ranks, more samples, or drop_last=False",
-            )
+            what = f"{self.num_samples} samples leave nothing for {self.num_replicas} ranks to share"
+            raise UsageError(what, fix="use fewer ranks, more samples, or drop_last=False")
 
     def __len__(self) -> int:
         return len(range(self.rank, self.num_samples - self.dropped_per_epoch, self.num_replicas))

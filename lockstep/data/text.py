@@ -16,7 +16,6 @@ import platform
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,12 +36,9 @@ def text(
     *, path: str, block_size: int = 256, stride: int | None = None, validation_fraction: float = 0.1,
     tokenizer: str = "bytes", documents: bool = False,
 ) -> Data:  # fmt: skip
-    """Return the text of a file, or of all files in a folder, sorted by name.
+    """Return the text of a file, or of all files in a folder, sorted by name; raise a UsageError if it can't be used.
 
     With `documents`, each file of a folder, or each line of a single file, is a document, padded to `block_size`.
-
-    Raises:
-        UsageError: no such path, no text in it, text that is not UTF-8, or too little for one sample.
     """
     options, chosen = TextOptions(block_size, stride, validation_fraction), Tokenizer(tokenizer)
     files = text_files(Path(path))
@@ -89,12 +85,9 @@ def read_chunks(file: Path) -> Iterator[str]:
             while chunk := opened.read(CHUNK):
                 yield chunk + opened.readline()
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{file} is not UTF-8 text",
-            where="data.args.path",
-            why=f"{error.reason}: byte 0x{error.object[error.start]:02x}",
-            fix="convert it (`iconv -t utf-8`), or move files without text out of the folder",
-        ) from None
+        why = f"{error.reason}: byte 0x{error.object[error.start]:02x}"
+        fix = "convert it (`iconv -t utf-8`), or move files without text out of the folder"
+        raise UsageError(f"{file} is not UTF-8 text", where="data.args.path", why=why, fix=fix) from None
 
 
 def topics() -> list[str]:
@@ -102,11 +95,9 @@ def topics() -> list[str]:
     try:
         from pydoc_data.topics import topics as texts
     except ImportError:
-        raise UsageError(
-            "this Python comes without its documentation (the module pydoc_data)",
-            where="data.name: python-docs",
-            fix="use another data set (text, with a path of your own), or a Python with its whole library",
-        ) from None
+        what = "this Python comes without its documentation (the module pydoc_data)"
+        fix = "use another data set (text, with a path of your own), or a Python with its whole library"
+        raise UsageError(what, where="data.name: python-docs", fix=fix) from None
     return [texts[name] for name in sorted(texts)]
 
 
@@ -153,11 +144,7 @@ class TokenFile:
 
 
 def tokens(*, path: str, block_size: int = 256, stride: int | None = None, validation_fraction: float = 0.1) -> Data:
-    """Return the tokens in the folder `path`, which `lockstep data prepare` made.
-
-    Raises:
-        UsageError: there is no such folder, it is damaged, or it has too few tokens for one sample.
-    """
+    """Return the tokens in the folder `path`, which `lockstep data prepare` made; or raise a UsageError."""
     options, folder = TextOptions(block_size, stride, validation_fraction), Path(path)
     header = read_header(folder)
     count, dtype = header["num_tokens"], header["dtype"]
@@ -174,9 +161,8 @@ def read_header(folder: Path) -> dict[str, Any]:
     try:
         header = json.loads((folder / HEADER).read_text())
     except FileNotFoundError:
-        raise UsageError(
-            f"{folder} has no {HEADER}", where="data.args.path", fix=f"lockstep data prepare SOURCE --out {folder}"
-        ) from None
+        what = f"{folder} has no {HEADER}"
+        raise UsageError(what, where="data.args.path", fix=f"lockstep data prepare SOURCE --out {folder}") from None
     except (OSError, ValueError) as error:
         raise _damaged(folder, f"{HEADER}: {error}") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -194,29 +180,17 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 def _damaged(folder: Path, why: str) -> UsageError:
-    return UsageError(
-        f"the tokens in {folder} can't be used", where="data.args.path", why=why, fix="prepare them again"
-    )
-
-
-@dataclass(frozen=True)
-class PreparedTokens:
-    """The result of `prepare`."""
-
-    path: Path
-    num_tokens: int
-    vocab_size: int
+    what = f"the tokens in {folder} can't be used"
+    return UsageError(what, where="data.args.path", why=why, fix="prepare them again")
 
 
 def prepare(
-    source: Path | str, out: Path | str, tokenizer: str = "bytes", *,
-    advance: Advance = lambda _bytes: None,
-) -> PreparedTokens:  # fmt: skip
+    source: Path | str, out: Path | str, tokenizer: str = "bytes", *, advance: Advance = lambda _bytes: None
+) -> tuple[int, int]:
     """Write the tokens of `source` (a text file, a folder of them, or `python-docs`) into the new folder `out`.
 
-    Args:
-        tokenizer: `bytes`, or the path of a Hugging Face `tokenizer.json`, which is copied.
-        advance: called after each piece with its bytes of text.
+    A `tokenizer.json` is copied. Call `advance` after each piece with its bytes of text; return the number of tokens,
+    and the size of the vocabulary.
     """
     out, chosen = Path(out), Tokenizer(tokenizer)
     if out.exists():
@@ -248,7 +222,7 @@ def prepare(
         raise UsageError(f"{out} can't be written", where="--out", why=str(error)) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return PreparedTokens(out, count, chosen.vocab_size)
+    return count, chosen.vocab_size
 
 
 def prepare_command(argv: Sequence[str]) -> int:
@@ -266,9 +240,9 @@ def prepare_command(argv: Sequence[str]) -> int:
     given = parser.parse_args(list(argv))
     files = [] if given.source == "python-docs" else text_files(Path(given.source))
     with progress_of(f"tokens of {given.source}", sum(file.stat().st_size for file in files)) as advance:
-        made = prepare(given.source, given.out, given.tokenizer, advance=advance)
-    print(f"{made.path}: {made.num_tokens:,} tokens of {made.vocab_size:,} kinds")
-    print(f"use it with   data: {{name: tokens, args: {{path: {made.path}}}}}")
+        num_tokens, vocab_size = prepare(given.source, given.out, given.tokenizer, advance=advance)
+    print(f"{given.out}: {num_tokens:,} tokens of {vocab_size:,} kinds")
+    print(f"use it with   data: {{name: tokens, args: {{path: {given.out}}}}}")
     return 0
 
 

@@ -29,15 +29,11 @@ class WeightAverage:
         UsageError: a number is out of its range.
     """
 
-    def __init__(
-        self, decay: float | None = 0.999, *, start: int = 1, every: int = 1, evaluate: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, decay: float | None = 0.999, *, start: int = 1, every: int = 1, evaluate: bool = False) -> None:
         if start < 1 or every < 1 or not (decay is None or 0 <= decay < 1):
-            raise UsageError(
-                f"there is no average with decay={decay}, start={start}, every={every}",
-                where="WeightAverage",
-                fix="write a decay from 0 to below 1 or None, and start and every of 1 or more",
-            )
+            what = f"there is no average with decay={decay}, start={start}, every={every}"
+            fix = "write a decay from 0 to below 1 or None, and start and every of 1 or more"
+            raise UsageError(what, where="WeightAverage", fix=fix)
         self._decay, self._start, self._every = decay, start, every
         self.evaluates = evaluate
         self._placed: ParallelModel | None = None

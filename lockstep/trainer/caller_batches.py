@@ -162,11 +162,7 @@ class MicroBatchAssigner:
         self._last: list[Any] = []  # the newest micro-batch, once there is one
 
     def assign(self, batches: Sequence[Any], step: int, call: str) -> tuple[list[MicroBatch], int]:
-        """Assign numbers to this rank's micro-batches in `backward` or `evaluate`; every rank calls it.
-
-        Returns:
-            this rank's micro-batches, and their number over all ranks; none and 0 if no rank passes any.
-        """
+        """Return this rank's micro-batches in `backward` or `evaluate` with numbers, and how many all ranks have."""
         batches = [move(batch, self.placed.random_state.device) for batch in batches]
         self._last = batches[-1:] or self._last
         first = bool(batches) and self.nominal == 0 and self.placed.wants_data
@@ -178,11 +174,9 @@ class MicroBatchAssigner:
         if rounds == 0:
             return [], 0
         if (unable := next((rank for rank, row in enumerate(rows) if not row.has_batch), None)) is not None:
-            raise UsageError(
-                f"rank {unable} brings no micro-batch, and has had none before",
-                why="every rank takes part in each step, if only with a weightless copy of a micro-batch",
-                fix="give each rank at least one micro-batch in its first step",
-            )
+            what = f"rank {unable} brings no micro-batch, and has had none before"
+            why = "every rank takes part in each step, if only with a weightless copy of a micro-batch"
+            raise UsageError(what, why=why, fix="give each rank at least one micro-batch in its first step")
         micro_batches_per_step = rounds * self.dp_size
         self.nominal = self.nominal or nominal_count(rows[0].targets, micro_batches_per_step)
         runs = [*batches, *self._last * (rounds - len(batches))]
@@ -210,11 +204,9 @@ def _require_agreement(rows: Sequence[_Report]) -> None:
     places = [f"{_CALLS[row.call]} after step {row.step}" for row in rows]
     other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
     if other is not None:
-        raise RunError(
-            f"rank 0 is in {places[0]}, rank {other} in {places[other]}",
-            why="every rank goes through the same calls, or they wait for each other for ever",
-            fix="make the same number of calls on all ranks; one that has no samples left calls backward()",
-        )
+        why = "every rank goes through the same calls, or they wait for each other for ever"
+        fix = "make the same number of calls on all ranks; one that has no samples left calls backward()"
+        raise RunError(f"rank 0 is in {places[0]}, rank {other} in {places[other]}", why=why, fix=fix)
     for rank, row in enumerate(rows):
         first = next(other for other, its in enumerate(rows) if its.dp_rank == row.dp_rank)
         if rows[first].num_batches != row.num_batches:

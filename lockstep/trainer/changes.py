@@ -38,13 +38,10 @@ class Change:
         return f"{self.key} {before} → {now}"
 
 
-def compare(
-    config: Config, global_batch_size: int, found: checkpoint.CheckpointPath, *, is_main: bool
-) -> list[Change]:  # fmt: skip
+def compare(config: Config, global_batch_size: int, found: checkpoint.CheckpointPath, *, is_main: bool) -> list[Change]:
     """Return the keys whose values differ from a checkpoint's, which rank 0 reads; all ranks call it.
 
-    Raises:
-        UsageError: the run would become another training, and the config does not allow it.
+    A UsageError is raised if the run would become another training, and the config does not allow it.
     """
     mine = list(_changes(config, global_batch_size, found)) if is_main else []
     changes: list[Change] = gather_objects(mine)[0]

@@ -221,12 +221,9 @@ def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
         return path
     if path.is_dir() and (found := checkpoint.resume_point(path)) is not None:
         return found
-    raise UsageError(
-        f"{how} is not a checkpoint",
-        where="--resume",
-        why=f"there is no {checkpoint.MANIFEST} in it" if path.is_dir() else "there is no such folder",
-        fix="give a folder checkpoints/step-…, a run directory, auto or never",
-    )
+    why = f"there is no {checkpoint.MANIFEST} in it" if path.is_dir() else "there is no such folder"
+    fix = "give a folder checkpoints/step-…, a run directory, auto or never"
+    raise UsageError(f"{how} is not a checkpoint", where="--resume", why=why, fix=fix)
 
 
 def evaluations(directory: RunDirectory, metric: str | None) -> dict[int, float]:

@@ -37,10 +37,7 @@ class MetricObject(Protocol):
 
 
 Metric = Callable[[Any, Any], Any] | MetricObject
-"""An object, or (outputs, targets) → values, whose mean over the data is the metric.
-
-The values are a tensor, or one number, the mean over the samples of the micro-batch.
-"""
+"""An object, or (outputs, targets) → values (a tensor, or a micro-batch's mean), whose mean is the metric."""
 Metrics = Mapping[str, Metric] | MetricObject
 """Metrics by name, or an object whose `compute` returns them by name (torchmetrics' `MetricCollection`)."""
 
@@ -120,10 +117,7 @@ def _evaluated_weights(trainer: "Trainer") -> AbstractContextManager[None]:
 
 
 def validation_source(trainer: "Trainer", data: Any, limit: int | None) -> StepSource:
-    """Return an epoch of `data` in its own order, up to the window with micro-batch `limit`.
-
-    A DataLoader keeps its own batch size.
-    """
+    """Return an epoch of `data` in its own order, up to the window with micro-batch `limit`."""
     config, training = trainer.config, trainer.config.training
     size = training.eval_batch_size or training.batch_size
     window = min(WINDOW, limit or WINDOW)
@@ -139,8 +133,7 @@ def validation_source(trainer: "Trainer", data: Any, limit: int | None) -> StepS
 def evaluating(placed: ParallelModel) -> Iterator[None]:
     """Put the model into evaluation mode for the length of the block.
 
-    Parameters that FSDP2 has gathered for a forward pass are freed: an update, or loading a checkpoint, writes to the
-    shards, and the next forward pass has to gather the new values.
+    Parameters that FSDP2 has gathered are freed: the next forward pass has to gather what is written to the shards.
     """
     before = [(module, module.training) for part in placed.parts for module in part.modules()]
     for part in placed.parts:
@@ -173,15 +166,10 @@ def evaluate(
     placed: ParallelModel, source: StepSource | Generator[StepBatches, None, None], *, limit: int | None = None,
     asked: Callable[[], bool] = lambda: False, collector: "OutputCollector | None" = None,
 ) -> float:  # fmt: skip
-    """Return the mean loss over the source, or over its first micro-batches.
-
-    Args:
-        source: one epoch, in windows of at most `WINDOW` micro-batches, assigned by `placed.assign`.
-        limit: number of micro-batches that count, over all ranks.
-        asked: whether this rank was asked to stop; called after each window.
+    """Return the mean loss over an epoch, in windows of at most `WINDOW` micro-batches, or over its first `limit` ones.
 
     Raises:
-        EvaluationStoppedError: some rank was asked; on every rank, after the same window.
+        EvaluationStoppedError: some rank was `asked` to stop; on every rank, after the same window.
     """
     loss_sum: Number = 0.0
     count: Number = 0.0

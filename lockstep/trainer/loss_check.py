@@ -1,11 +1,9 @@
 """Checks in a run's first steps that the loss of a micro-batch is that of its two halves.
 
 A mean whose weights differ from its divisor gives another loss, and another gradient, for every split of the same
-samples. All topologies agree on it, so only another split shows it. The check runs in evaluation mode; it does not
-change buffers, random numbers and the counters of modules.
-
-Nothing is checked if an update is made from one micro-batch, since then no split matters; if the forward pass draws
-random numbers even in evaluation mode, or returns no loss there; and for batches that cannot be halved.
+samples. All topologies agree on it, so only another split shows it. The check runs in evaluation mode and changes no
+state. Nothing is checked if an update is made from one micro-batch, since then no split matters; if the forward pass
+draws random numbers even in evaluation mode, or returns no loss there; and for batches that cannot be halved.
 """
 
 import math
@@ -52,12 +50,7 @@ class _Finding:
 
 
 class LossCheck:
-    """Checks the loss in the first steps of a run; every rank has one, and calls it before each step.
-
-    Args:
-        compiled: whether the model's blocks are compiled.
-        coarse: whether it computes in low precision.
-    """
+    """Checks the loss in the first steps of a run; every rank has one. `coarse`: it computes in low precision."""
 
     def __init__(self, placed: ParallelModel, *, compiled: bool, coarse: bool) -> None:
         self._placed, self._compiled = placed, compiled

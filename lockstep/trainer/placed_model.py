@@ -7,8 +7,7 @@
     optimizer.step()
     optimizer.zero_grad()
 
-`backward` is a step without its update: afterwards `.grad` holds the gradient of the mean loss over all valid targets
-of all ranks, as in the `Trainer`. Everything else is up to the caller: data, optimizers, schedules, saving.
+After `backward`, `.grad` holds the gradient of the mean loss over all valid targets of all ranks, as in the `Trainer`.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -67,11 +66,9 @@ def place(
     here = cluster.setup(config.distributed)
     mode, _ = resolve_mode(config.precision.mode, here.device)
     layout = layout_of(config.distributed, here.facts)
+    own_loops = strategy_named(layout.strategy).own_loops
     whys = {
-        f"strategy {layout.strategy}": (
-            not strategy_named(layout.strategy).own_loops,
-            "each worker updates a model of its own",
-        ),
+        f"strategy {layout.strategy}": (not own_loops, "each worker updates a model of its own"),
         "distributed.reproducible": (config.distributed.reproducible, "the same bits need the same update, too"),
         "precision fp16": (mode == "fp16", "its loss scale decides which updates are skipped"),
     }
@@ -146,11 +143,9 @@ class PlacedModel:
         placed = self._placed
         self._cluster.check()
         if any(parameter.grad is not None for parameter in placed.parameters.values()):
-            raise UsageError(
-                "the gradients of the last backward are still there",
-                why="one call is one step: its mean is over all that it is given, and does not add up over calls",
-                fix="pass all micro-batches of a step to one backward(…), and zero_grad() after the update",
-            )
+            why = "one call is one step: its mean is over all that it is given, and does not add up over calls"
+            fix = "pass all micro-batches of a step to one backward(…), and zero_grad() after the update"
+            raise UsageError("the gradients of the last backward are still there", why=why, fix=fix)
         for look in placed.checks:
             look(self.step)
         micro_batches, micro_batches_per_step = self._assigner.assign(batches, self.step, "backward")
@@ -220,14 +215,11 @@ class PlacedModel:
         self, path: str | Path, optimizers: Mapping[str, Optimizer] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> Path:  # fmt: skip
-        """Write a checkpoint into the folder `path`, which all ranks share. It is whole on return, or not there.
+        """Write the checkpoint `path/step-00000100`, and return it; all ranks share the folder. On return it is whole.
 
         Args:
             optimizers: by names of your own.
             metadata: further data to restore; JSON.
-
-        Returns:
-            the checkpoint, `path/step-00000100`.
         """
         snapshot, names = self._snapshot(), _names(self._placed)
         for name, optimizer in (optimizers or {}).items():
@@ -238,9 +230,7 @@ class PlacedModel:
         return saved
 
     @called_by_all_ranks
-    def load_checkpoint(
-        self, path: str | Path, optimizers: Mapping[str, Optimizer] | None = None
-    ) -> dict[str, Any]:  # fmt: skip
+    def load_checkpoint(self, path: str | Path, optimizers: Mapping[str, Optimizer] | None = None) -> dict[str, Any]:
         """Load a checkpoint of `save_checkpoint` of any layout; set `step`, and return the checkpoint's metadata.
 
         Args:
@@ -253,9 +243,8 @@ class PlacedModel:
         path, optimizers = Path(path), optimizers or {}
         found = path if (path / checkpoint.MANIFEST).exists() else checkpoint.resume_point(path)
         if found is None:
-            raise UsageError(
-                f"there is no checkpoint in {path}", fix="give a checkpoint, or the folder that was saved to"
-            )
+            what = f"there is no checkpoint in {path}"
+            raise UsageError(what, fix="give a checkpoint, or the folder that was saved to")
         target, names = self._snapshot(), _names(self._placed)
         for name, optimizer in optimizers.items():
             if name not in checkpoint.optimizers_in(found):
@@ -292,11 +281,9 @@ def _configured(config: Config, settings: dict[str, Any]) -> Config:
     for key in dotted:
         section, _, name = key.partition(".")
         if section not in _SECTIONS and not (section == "training" and name in _OF_TRAINING):
-            raise UsageError(
-                f"{key} means nothing to lockstep.place",
-                why="data, optimizers, schedules, clipping and checkpoints are the loop's own",
-                fix="leave it out, or let lockstep.Trainer run the step",
-            )
+            what = f"{key} means nothing to lockstep.place"
+            why = "data, optimizers, schedules, clipping and checkpoints are the loop's own"
+            raise UsageError(what, why=why, fix="leave it out, or let lockstep.Trainer run the step")
     return with_settings(config, dotted)
 
 

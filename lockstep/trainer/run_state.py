@@ -232,11 +232,9 @@ class RunState:
         if begins:
             del target.extra[WORKERS]
         elif local is not None and (stored := checkpoint.read_state(path).get("workers")) != local.total:
-            raise UsageError(
-                f"{path} holds {stored} workers, and this run has {local.total}",
-                why="each worker goes on from its own parameters and its own optimizer state",
-                fix=f"set distributed.diloco.workers: {stored}, on a number of ranks that divides it",
-            )
+            why = "each worker goes on from its own parameters and its own optimizer state"
+            fix = f"set distributed.diloco.workers: {stored}, on a number of ranks that divides it"
+            raise UsageError(f"{path} holds {stored} workers, and this run has {local.total}", why=why, fix=fix)
         optimizer = _optimizer_in(path)
         named = {
             prefix: {("" if begins else prefix) + name: p for name, p in placed.parameters.items()}

@@ -25,11 +25,9 @@ def make_optimizer(
     given: Optimizer | MakeOptimizer | None, before: dict[int, str], placed: ParallelModel, config: Config,
     global_batch_size: int,
 ) -> tuple[Optimizer, str]:  # fmt: skip
-    """Return an optimizer over the placed parameters, and the log line of its learning rate.
+    """Return an optimizer over the placed parameters (None: the config's), and the log line of its learning rate.
 
-    Args:
-        given: an optimizer over the unplaced model, or a function that makes one; None: the config's.
-        before: id of each unplaced parameter → its name.
+    `before` has the name by the id of each unplaced parameter.
     """
     training = config.training
     rate, line = optim.scaled_learning_rate(training, global_batch_size)
@@ -42,11 +40,9 @@ def make_optimizer(
     elif isinstance(given, Optimizer):
         optim.rebind(optimizer := given, before, placed.parameters)
     elif isinstance(given, nn.Module):
-        raise UsageError(
-            f"Trainer's second argument is the optimizer, and {type(given).__name__} is a module",
-            where="Trainer",
-            fix="write Trainer(model, optimizer, loss_fn), or loss_fn=…; without an optimizer it is AdamW",
-        )
+        what = f"Trainer's second argument is the optimizer, and {type(given).__name__} is a module"
+        fix = "write Trainer(model, optimizer, loss_fn), or loss_fn=…; without an optimizer it is AdamW"
+        raise UsageError(what, where="Trainer", fix=fix)
     else:
         optimizer = given(list(placed.parameters.values()))
     optim.check_no_closure(optimizer)
@@ -62,22 +58,16 @@ def with_batch_size_of(data: Any, config: Config) -> Config:
     own = getattr(data, "batch_size", None) if isinstance(data, DataLoader) else None
     if own is None or own == config.training.batch_size or "batch_size" in config.training.model_fields_set:
         return config
-    whole = config.training.global_batch_size
     if config.training.batch_norm_samples is not None:  # the ranks of a row have been counted
-        raise UsageError(
-            f"batch_norm_samples is made of micro-batches of batch_size, and the DataLoader has its own: {own}",
-            where="training.batch_norm_samples",
-            fix=f"give the trainer batch_size={own}, too",
-        )
+        what = f"batch_norm_samples is made of micro-batches of batch_size, and the DataLoader has its own: {own}"
+        raise UsageError(what, where="training.batch_norm_samples", fix=f"give the trainer batch_size={own}, too")
+    whole = config.training.global_batch_size
     if whole is not None and whole % own:
-        raise UsageError(
-            f"global_batch_size {whole} is not a multiple of the DataLoader's batch_size {own}: "
-            f"{whole} = {whole // own} × {own} + {whole % own}",
-            where="the training data",
-            why="a step is made of whole micro-batches of batch_size samples",
-            fix=f"give the DataLoader a batch_size that divides {whole}, or the trainer global_batch_size="
-            f"{(whole // own + 1) * own}",
-        )
+        equation, more = f"{whole} = {whole // own} × {own} + {whole % own}", (whole // own + 1) * own
+        what = f"global_batch_size {whole} is not a multiple of the DataLoader's batch_size {own}: {equation}"
+        why = "a step is made of whole micro-batches of batch_size samples"
+        fix = f"give the DataLoader a batch_size that divides {whole}, or the trainer global_batch_size={more}"
+        raise UsageError(what, where="the training data", why=why, fix=fix)
     return config.replaced({"training.batch_size": own})
 
 
@@ -89,26 +79,18 @@ def user_schedule(
         return None
     scheduler = given if isinstance(given, LRScheduler) else given(optimizer)
     if scheduler.optimizer is not optimizer:
-        raise UsageError(
-            f"the {type(scheduler).__name__} is over another optimizer than the trainer's",
-            where="Trainer(scheduler=…)",
-            fix="pass its optimizer to the trainer too, or a function `optimizer -> scheduler`",
-        )
+        what = f"the {type(scheduler).__name__} is over another optimizer than the trainer's"
+        fix = "pass its optimizer to the trainer too, or a function `optimizer -> scheduler`"
+        raise UsageError(what, where="Trainer(scheduler=…)", fix=fix)
     asked = {"lr_schedule": training.lr_schedule != "constant", "warmup_steps": training.warmup_steps > 0}
     if both := next((key for key, is_asked in asked.items() if is_asked), None):
-        raise UsageError(
-            f"the learning rate follows {type(scheduler).__name__} or training.{both}, not both",
-            where="Trainer(scheduler=…)",
-            fix=f"write {both}=None",
-        )
+        what = f"the learning rate follows {type(scheduler).__name__} or training.{both}, not both"
+        raise UsageError(what, where="Trainer(scheduler=…)", fix=f"write {both}=None")
     return PlateauSchedule(scheduler, metric) if isinstance(scheduler, ReduceLROnPlateau) else TorchSchedule(scheduler)
 
 
 def schedule_before_data(training: TrainingConfig, *, own_optimizer: bool) -> Schedule | CallersRate:
-    """Return the schedule while the number of steps is unknown: the warm-up alone.
-
-    Without a warm-up the learning rate of a user's own optimizer is not changed.
-    """
+    """Return the schedule while the number of steps is unknown: the warm-up alone, or a user's own optimizer's rate."""
     if own_optimizer and training.warmup_steps == 0:
         return CallersRate()
     return Schedule("constant", 0, training.warmup_steps)
@@ -117,11 +99,8 @@ def schedule_before_data(training: TrainingConfig, *, own_optimizer: bool) -> Sc
 def schedule_over(training: TrainingConfig, total: int | None, *, own_optimizer: bool) -> Schedule | CallersRate:
     """Return the config's schedule; `total`: steps of the run, None if unknown."""
     if total is None and training.lr_schedule != "constant":
-        raise UsageError(
-            f"lr_schedule {training.lr_schedule} needs the number of steps, and the data do not say their length",
-            where="training.max_steps",
-            fix="set training.max_steps, or lr_schedule: constant",
-        )
+        what = f"lr_schedule {training.lr_schedule} needs the number of steps, and the data do not say their length"
+        raise UsageError(what, where="training.max_steps", fix="set training.max_steps, or lr_schedule: constant")
     if training.lr_schedule == "constant":
         return schedule_before_data(training, own_optimizer=own_optimizer)
     return Schedule(
@@ -171,20 +150,14 @@ AfterUpdate = Callable[[int], None]
 
 
 def frozen_until(asked: Mapping[str, int], names: list[str]) -> dict[str, int]:
-    """Return the number of the first step that trains each parameter that is frozen at first.
-
-    `asked` has numbers of modules, too; `names` are those of all parameters, before placement.
-    """
+    """Return the first step that trains each parameter that is frozen at first; `asked` has those of modules, too."""
     found: dict[str, int] = {}
     for prefix, step in asked.items():
         inside = [name for name in names if name == prefix or name.startswith(f"{prefix.rstrip('.')}.")]
         if not inside:
             modules = {name.rpartition(".")[0] for name in names}
-            raise UsageError(
-                f"no parameter is named {prefix}, or lies in a module of that name{did_you_mean(prefix, modules)}",
-                where="Trainer(freeze_until=…)",
-                fix="write names as model.named_modules() has them",
-            )
+            what = f"no parameter is named {prefix}, or lies in a module of that name{did_you_mean(prefix, modules)}"
+            raise UsageError(what, where="Trainer(freeze_until=…)", fix="write names as model.named_modules() has them")
         found |= {name: max(step, found.get(name, 0)) for name in inside}
     return found
 
@@ -195,12 +168,9 @@ def after_update_calls(
     """Return the calls after each update, attached to the placed model."""
     calls = given if isinstance(given, list) else [given] if given is not None else []
     if placed.local_training is not None and (calls or freeze_until):
-        raise UsageError(
-            f"{'after_update' if calls else 'freeze_until'} is not supported under diloco",
-            where="Trainer",
-            why="each worker makes updates of its own, on parameters of its own",
-            fix="use ddp or fsdp",
-        )
+        what = f"{'after_update' if calls else 'freeze_until'} is not supported under diloco"
+        why = "each worker makes updates of its own, on parameters of its own"
+        raise UsageError(what, where="Trainer", why=why, fix="use ddp or fsdp")
     for call in calls:
         if attach := getattr(call, "attach", None):
             attach(placed)

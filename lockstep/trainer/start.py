@@ -41,8 +41,7 @@ def lock_run_directory(trainer: "Trainer") -> None:
 def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]) -> tuple[Monitor, AroundStep]:
     """Create the monitor of a run, observe its steps, and log how it starts; all ranks call it.
 
-    Returns:
-        the monitor, and a context for each step, which counts the operations of the first.
+    The context for each step, which is returned too, counts the operations of the first.
     """
     directory, config, training = trainer.run_directory, trainer.config.monitor, trainer.config.training
     if directory is not None and trainer.is_main_process:

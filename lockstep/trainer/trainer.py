@@ -138,7 +138,7 @@ class Trainer:
     def train(
         self, train_data: Any, val_data: Any = None, epochs: int | None = None, *, metrics: Metrics | None = None
     ) -> StepRecord | None:
-        """Train to the end, with logs, evaluations and checkpoints.
+        """Train to the end, with logs, evaluations and checkpoints; return the last step's record, if there was one.
 
         A run with a run directory that was not resumed or loaded yet resumes by `checkpoint.resume`.
 
@@ -147,9 +147,6 @@ class Trainer:
             val_data: the same, to evaluate every `eval_steps` and at the end.
             epochs: passes over the data; unset: the config's.
             metrics: computed by each evaluation, and recorded as `eval_NAME`; see `evaluate`.
-
-        Returns:
-            the last step's record, or None if there was nothing left to do.
         """
         start.lock_run_directory(self)
         with ExitStack() as ending:
@@ -279,15 +276,10 @@ class Trainer:
 
     @called_by_all_ranks
     def training_step(self, batch: Any) -> Tensor:
-        """Run forward and backward of one micro-batch, and update with the last one of a step.
+        """Run forward and backward of one micro-batch of this rank; return its mean loss, 0-dim, detached.
 
-        A step has `gradient_accumulation_steps` calls, or those that fill a `global_batch_size`.
-
-        Args:
-            batch: this rank's micro-batch. Ranks must make the same number of calls.
-
-        Returns:
-            its mean loss, 0-dim, detached.
+        The last one of a step updates. A step has `gradient_accumulation_steps` calls, or those that fill a
+        `global_batch_size`; ranks must make the same number of calls.
         """
         loss, record = self._window.add(batch)
         self.last_record = record or self.last_record
@@ -358,10 +350,7 @@ class Trainer:
     def save_checkpoint(
         self, path: str | Path, include_optimizer: bool = True, metadata: dict[str, Any] | None = None
     ) -> Path:
-        """Write a checkpoint into the folder `path`; all ranks call it. It is whole when this returns, or not there.
-
-        Returns:
-            the checkpoint, `path/step-00000100`.
+        """Write the checkpoint `path/step-00000100`, and return it; all ranks call it. On return it is whole.
 
         Raises:
             BadNumbersError: the last step's numbers are bad; on a GPU they are read only here.
@@ -390,19 +379,14 @@ class Trainer:
 
     @called_by_all_ranks
     def load_checkpoint(self, path: str | Path) -> tuple[int, dict[str, Any]]:
-        """Load a checkpoint, whatever strategy and number of ranks wrote it; all ranks call it.
+        """Load a checkpoint of any strategy and number of ranks; return its step, and its metadata; all ranks call it.
 
-        Args:
-            path: a checkpoint, or a folder of them, whose newest whole one is loaded.
-
-        Returns:
-            its step, and the metadata that it was saved with.
+        The path is a checkpoint, or a folder of them, whose newest whole one is loaded.
         """
         found = find(self, str(path))
         if found is None:
-            raise UsageError(
-                f"there is no checkpoint in {path}", fix="give a checkpoint, a run directory or its folder checkpoints/"
-            )
+            what = f"there is no checkpoint in {path}"
+            raise UsageError(what, fix="give a checkpoint, a run directory or its folder checkpoints/")
         self._start_is_decided = True
         loaded = self.state.load(found)
         self._start_lines += loaded.log_lines
@@ -410,11 +394,7 @@ class Trainer:
 
     @called_by_all_ranks
     def resume(self, how: str) -> checkpoint.CheckpointPath | None:
-        """Resume from the run directory's newest whole checkpoint (`auto`), from nowhere (`never`), or from a path.
-
-        Returns:
-            the checkpoint; None for a fresh start.
-        """
+        """Resume from the run directory's newest whole checkpoint (`auto`), nowhere (`never`) or a path; return it."""
         start.lock_run_directory(self)
         self._resumed_from, log_lines = resume(self, how)
         self._start_is_decided = True
@@ -448,12 +428,10 @@ class Trainer:
             return True
         shared = checkpoint.is_shared(folder)
         if not shared and config.format != "full":
-            raise UsageError(
-                f"the hosts do not share {folder}",
-                where="checkpoint.format: " + config.format,
-                why="each rank writes its part of a checkpoint, and they belong into one folder",
-                fix="choose an --output-dir that all hosts mount, or checkpoint.format: full, which rank 0 writes",
-            )
+            what = f"the hosts do not share {folder}"
+            why = "each rank writes its part of a checkpoint, and they belong into one folder"
+            fix = "choose an --output-dir that all hosts mount, or checkpoint.format: full, which rank 0 writes"
+            raise UsageError(what, where="checkpoint.format: " + config.format, why=why, fix=fix)
         return shared
 
     @property

@@ -1,13 +1,8 @@
 """Trains with a loss over all samples of a step together, such as CLIP's or SimCLR's (`WholeBatch`).
 
-A sample's loss depends on all others of the global batch, which lie on other ranks and in other micro-batches. So a
-step runs its micro-batches twice:
-
-    1. forward passes without a graph → the outputs of all micro-batches, on rank 0 → the loss, and its gradient with
-       respect to each output
-    2. forward and backward passes, each from its outputs' gradient
-
-The random numbers of a micro-batch follow from its number, so both passes compute the same outputs.
+A sample's loss depends on all others of the global batch. So a step runs its micro-batches twice: forward passes
+without a graph give rank 0 all outputs, for the loss and its gradient with respect to each; then forward and backward
+passes start from that gradient. The random numbers of a micro-batch follow from its number, so both compute the same.
 Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (arXiv:2101.06983).
 """
 

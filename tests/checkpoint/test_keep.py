@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lockstep import checkpoint
+from lockstep.checkpoint.commit import SHARED_MARK
 from lockstep.checkpoint.posix import PosixStorage, draft_name
-from lockstep.checkpoint.storage import SHARED_MARK
 from tests.checkpoint.places import Place
 
 

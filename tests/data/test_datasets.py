@@ -188,16 +188,16 @@ def test_a_text_larger_than_a_chunk_is_read_whole(tmp_path, monkeypatch):
 def test_prepared_tokens_are_the_texts_samples(tmp_path, book, tokenizer, kind):
     chosen = "bytes" if kind == "bytes" else str(tokenizer)
     told: list[int] = []
-    made = prepare(book, tmp_path / "out", chosen, advance=told.append)
+    num_tokens, vocab_size = prepare(book, tmp_path / "out", chosen, advance=told.append)
     assert sum(told) == book.stat().st_size
     direct = build("text", path=str(book), tokenizer=chosen, block_size=16)
     data = build("tokens", path=str(tmp_path / "out"), block_size=16)
-    assert made.num_tokens == len(direct.train.tokens) + len(direct.validation.tokens)
+    assert num_tokens == len(direct.train.tokens) + len(direct.validation.tokens)
     for part, expected in ((data.train, direct.train), (data.validation, direct.validation)):
         assert len(part) == len(expected)
         for index in (0, len(part) - 1):
             assert torch.equal(part[index]["targets"], expected[index]["targets"])
-    assert data.facts["vocab_size"] == made.vocab_size == direct.facts["vocab_size"]
+    assert data.facts["vocab_size"] == vocab_size == direct.facts["vocab_size"]
     assert data.decode is not None
     assert data.encode is not None
     assert data.decode(data.encode("gray goose")) == "gray goose"
@@ -388,14 +388,14 @@ def test_classes_and_functions_of_ones_own():
         ("python-docs", {"documents": True, "stride": 4}, "not cut by a stride"),
         ("python-docs", {"tokenizer": "gpt2"}, "there is no tokenizer 'gpt2'"),
         ("python-docs", {"block_size": 600_000}, r"tokens, but one sample needs 600001"),
-        ("text", {}, "needs the argument 'path'"),
+        ("text", {}, "missing a required argument: 'path'"),
         ("text", {"path": "/no/such/place"}, "there is no file or folder"),
         ("tokens", {"path": "/no/such/place"}, "has no tokens.json"),
         ("digits", {"image_size": 17}, "no image_size 17"),
         ("no_such_module:Thing", {}, "there is no module 'no_such_module'"),
         (f"{__name__}:Owm", {}, "has no Owm"),
         (f"{__name__}:Own", {"sice": 5}, "did you mean 'size'"),
-        (f"{__name__}:Own", {}, "needs the argument 'size'"),
+        (f"{__name__}:Own", {}, "missing a required argument: 'size'"),
         (f"{__name__}:own_failure", {}, "can't be made"),
         (f"{__name__}:own_nonsense", {}, "gave int for its training data"),
     ],

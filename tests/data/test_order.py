@@ -112,8 +112,6 @@ def test_drop_last_gives_whole_steps_only(size, step):
         ((10, 4, 10), r"10 = 2 × 4 \+ 2"),
         ((10, 8, 4), r"4 = 0 × 8 \+ 4"),
         ((0, 1, 1), "empty"),
-        ((10, 0, 4), "batch_size should be at least 1"),
-        ((10, 1, -4), "global_batch_size should be at least 1"),
     ],
 )
 def test_sizes_that_do_not_multiply_out_are_one_clear_message(arguments, message):
