@@ -1,10 +1,8 @@
 """Normalises batches over the micro-batches that neighbouring ranks run at the same time (a row).
 
-`training.batch_norm_samples: 32` with `batch_size: 8` is a row of four ranks: the step of one process with `batch_size:
-32`, on any number of ranks that has whole rows. Mean and variance are those of `torch.nn.SyncBatchNorm`, in fp32, from
-the ranks' own means and squared deviations (Chan, Golub, LeVeque 1979), with one exchange in the forward pass and one
-in the backward pass of each module; torch's own class refuses CPUs. Dummies count nothing. Outside of a micro-batch of
-a step (evaluation, `forward`) a module is torch's own.
+Mean and variance are those of `torch.nn.SyncBatchNorm`, which refuses CPUs, from the ranks' own means and squared
+deviations (Chan, Golub, LeVeque 1979). Dummies count nothing. Outside of a step's micro-batches a module is torch's
+own.
 """
 
 from dataclasses import dataclass, field

@@ -1,16 +1,12 @@
 """Buffers that a forward pass changes: running statistics of batch normalisation, and others.
 
 A running average depends on the order in which micro-batches update it. So during a forward pass empty statistics
-replace the running ones and collect what this micro-batch adds (recomputed passes and dummies write to statistics that
-nobody reads), and after the last backward pass the records of all ranks are replayed in the order of the micro-batches.
+collect what this micro-batch adds, and after the last backward pass the records of all ranks are replayed in order.
 With n earlier calls, momentum m and a module called k times in a forward pass, one micro-batch changes the average r to
 (1 - m)^k r + c, where c is the result for an average of zero; without momentum (cumulative) to (n r + k c) / (n + k).
 
-The vectors of spectral normalisation make one power iteration in each forward pass. Here each micro-batch begins with
-those that the step began with, and the step ends with one iteration made, as a plain loop over the whole batch does.
-What a module counts over a step (`step_counts`, see `lockstep.models.protocol`) is added up over micro-batches and
-ranks, as integers, and handed to its `end_step`. Changes to any other buffer can't be replayed: ranks take rank 0's
-after each step, with a warning, or the model is refused where the same bits are asked for.
+Spectral normalisation makes one power iteration a step, as a plain loop over the whole batch does. `step_counts` are
+added up and handed to `end_step` (`lockstep.models.protocol`). Other buffers can't be replayed: ranks take rank 0's.
 """
 
 import logging

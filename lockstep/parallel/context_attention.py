@@ -1,12 +1,8 @@
 """Attention over sequences that are cut over the axis `context` (`lockstep.parallel.context`), in three ways.
 
-    gathered     each rank gathers keys and values, and its queries attend (Llama 3, arXiv:2407.21783, section 3.3.2)
-    all_to_all   each rank gives away its part of most heads for the whole sequence of some (Jacobs et al. 2023,
-                 DeepSpeed-Ulysses, arXiv:2309.14509); they attend, and travel back
-    ring         keys and values travel from rank to rank (Liu et al. 2023, arXiv:2310.01889)
-
-Where bits count, the first two compute the same: queries chunk by chunk, and the gradients of keys and values as one
-tree over the chunks of queries. Heads are independent of each other.
+`gathered`: Llama 3, arXiv:2407.21783, section 3.3.2. `all_to_all`: DeepSpeed-Ulysses, Jacobs et al. 2023,
+arXiv:2309.14509. `ring`: Liu et al. 2023, arXiv:2310.01889. Where bits count, the first two compute the same: queries
+chunk by chunk, and the gradients of keys and values as one tree over the chunks of queries.
 """
 
 from collections.abc import Iterator

@@ -14,11 +14,9 @@ from lockstep.parallel.tensor_blocks import SEQUENCE, Cut, with_backward
 
 
 class Context(Cut):
-    """The way in which sequences are cut.
+    """The way in which sequences are cut: `blocks` chunks in each where bits count, else two for each rank.
 
-    Args:
-        blocks: chunks in a sequence where bits count; else two for each rank.
-        method: how positions of several ranks meet in attention (`lockstep.parallel.context_attention`).
+    `method`: how positions of several ranks meet in attention (`lockstep.parallel.context_attention`).
     """
 
     def __init__(self, group: dist.ProcessGroup | None, blocks: int | None, method: str = "gathered") -> None:

@@ -1,10 +1,7 @@
 """Linear layers that multiply in float8, by torchao: operands in e4m3, gradients of outputs in e5m2.
 
-Each tensor has one scale, which is read from its own largest magnitude as it is multiplied: a whole weight, or one
-micro-batch's activations or their gradients. None of that depends on where a micro-batch runs, so every strategy takes
-the same step. Parameters stay as they are, and so do their names: a checkpoint knows nothing of float8.
-
-Scaling "per tensor" is that of Micikevicius et al., FP8 Formats for Deep Learning, 2022 (arXiv:2209.05433).
+Each tensor has one scale, of a whole weight or of one micro-batch's activations, which does not depend on where it
+runs. Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022 (arXiv:2209.05433).
 """
 
 import logging

@@ -1,10 +1,8 @@
 """Hooks on parameters: `parameter.register_hook(function)`.
 
-A hook expects the whole gradient of the loss. In a distributed backward pass it would see the gradient of one
-micro-batch, in another scale, under FSDP2 nothing at all. So hooks are removed when a model is placed, and called once
-a step, on the gradient of the step's mean loss, before it is clipped, as in a plain loop over the whole batch.
-
-`register_post_accumulate_grad_hook` is refused: it is there to update, or to send, while the backward pass goes on.
+A hook expects the whole gradient of the loss, and in a distributed backward pass would see one micro-batch's, or none.
+So hooks are removed when a model is placed, and called once a step, on the gradient of the step's mean loss, before it
+is clipped, as in a plain loop over the whole batch.
 """
 
 from collections.abc import Callable, Mapping

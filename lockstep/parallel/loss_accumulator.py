@@ -1,8 +1,7 @@
 """Sums the losses and valid targets of a step's micro-batches over all ranks.
 
-Each rank writes what it ran into its own columns of a table; one small all-reduce adds zeros to them, which changes no
-bit; the columns are then summed in the order of the micro-batches. So the loss of a step is the same number on every
-topology. One more column carries the ranks' votes to stop and the step that each is in, without traffic of its own.
+One small all-reduce adds zeros to what each rank wrote, which changes no bit; micro-batches are then summed in order,
+so the loss is the same number on every topology. One more column carries votes to stop and the step that a rank is in.
 """
 
 import math
@@ -66,10 +65,7 @@ class Loss(NamedTuple):
 class LossAccumulator:
     """Accumulates the losses and target counts of one step on the device; the host does not wait for it.
 
-    Args:
-        micro_batches_per_step: micro-batches in the step, over all ranks.
-        shared: whether other ranks run some of the micro-batches.
-        adds: whether this rank's count; else another rank runs the same ones.
+    `shared`: other ranks run some of the micro-batches. `adds`: this rank's count; else another runs the same ones.
     """
 
     def __init__(self, micro_batches_per_step: int, device: torch.device, *, shared: bool, adds: bool = True) -> None:

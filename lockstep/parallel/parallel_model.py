@@ -6,10 +6,10 @@ the random numbers, the loss and its normalisation are the same for all of them.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from lockstep.parallel.reproducible.exact_norm import exact_norm, gradient_norm
 from lockstep.randomness import RandomState
 from lockstep.torch_compat import foreach
 
+if TYPE_CHECKING:
+    from lockstep.parallel.local_workers import LocalWorkers
+
 _NOTHING = nullcontext()  # one for all uses: making it is a call
 
 
@@ -43,30 +46,6 @@ class ModelUpdate:
     norm: Number  # of that gradient, before clipping
     gradients: list[Tensor] | None = None  # None: as they are while it is in place
     in_place: Callable[[Optimizer], AbstractContextManager[None]] = _always  # puts its tensors and state in place
-
-
-class LocalTraining(Protocol):
-    """Models that train by themselves and synchronize now and then (`lockstep.parallel.diloco`)."""
-
-    total: int  # models over all ranks
-    common: dict[str, Tensor]  # name → parameter or buffer of the model that all of them go on from
-
-    def loss_accumulator(self, micro_batches_per_step: int) -> LossAccumulator: ...
-
-    def model_updates(self, accumulator: LossAccumulator) -> tuple[list[ModelUpdate], Number]:
-        """Return the updates of this rank's models, and the mean norm over all models' gradients, after `totals`."""
-
-    def synchronize(self, step: int, *, last: bool) -> None:
-        """Exchange what is due after `step` steps; everything at the end of the run."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps beside the common model."""
-
-    def each(self, optimizer: Optimizer) -> Iterator[str]:
-        """Yield the prefix of each model's names in a checkpoint; its optimizer state is in place meanwhile."""
-
-    def begin_from_common(self) -> None:
-        """Let all models begin from the common one."""
 
 
 @dataclass
@@ -95,7 +74,7 @@ class ParallelModel:
     log_lines: list[str] = field(default_factory=list)  # logged at start
     later_log_lines: list[str] = field(default_factory=list)  # see `take_log_lines`
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # kept in checkpoints: the strategy's
-    local_training: LocalTraining | None = None  # where models train by themselves
+    local_training: "LocalWorkers | None" = None  # where models train by themselves
     reproducible: bool = False  # the step must be the same in every bit on any layout
     gradient_hooks: GradientHooks = field(default_factory=dict)  # the user's hooks on parameters, called once a step
     num_parameters: int = 0  # of the whole model, tied ones counted once

@@ -32,7 +32,7 @@ from lockstep.parallel.initial import FirstValues, broadcast_values, canonical_n
 from lockstep.parallel.loss_parallel import with_whole_logits
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.placement import Blocks, DryRun, PlacementContext
-from lockstep.parallel.reproducible.determinism import extra_traffic, join_uses_of_inputs, switch_on
+from lockstep.parallel.reproducible.determinism import join_uses_of_inputs, switch_on
 from lockstep.parallel.tensor_blocks import Cut
 from lockstep.parallel.tensor_cuts import TensorCuts, apply_tensor, train_cuts
 from lockstep.parallel.tensor_plan import checked_plan
@@ -133,7 +133,7 @@ def prepared(
         log_lines.append(f"compile: {len(blocks) or 1} block(s), at their first forward pass")
     if config.distributed.reproducible:
         join_uses_of_inputs(units_of(model, config.distributed.fsdp, blocks))
-        log_lines += switch_on(device) + extra_traffic(config, layout)
+        log_lines += switch_on(device)
     if first is None and dry_run is None and shared and not broadcast_values(model):
         log_lines.append(
             "the model's values differed between ranks: all took rank 0's (seed ranks alike before the model is made)"

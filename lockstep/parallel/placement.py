@@ -110,7 +110,7 @@ class PlacementContext:
             return  # it has storage already
         to_empty(self.model, self.device)
         if self.first is not None:
-            materialise(self.model, self.first, self.model.named_parameters())
+            materialise(self.model, self.first)
 
     def compress(self) -> Compression:
         """Return the compression of gradients that the config asks for; the model is whole, and on its device."""
@@ -195,9 +195,7 @@ def _check(applied: AppliedStrategy, p: PlacementContext) -> None:
         )
 
 
-def around_micro_batches(
-    p: PlacementContext, applied: AppliedStrategy, log_lines: list[str]
-) -> list[AroundMicroBatch]:  # fmt: skip
+def around_micro_batches(p: PlacementContext, applied: AppliedStrategy, log_lines: list[str]) -> list[AroundMicroBatch]:
     """Return the steps around a micro-batch, outermost first; their order is decided here alone."""
     around: list[AroundMicroBatch] = []
     if applied.tree is not None:

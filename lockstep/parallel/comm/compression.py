@@ -1,10 +1,7 @@
 """Gradients in half precision on the link, and the steps that decide whether this pays.
 
-A compression is a communication hook of DDP, which averages over ranks. Both types lose digits; fp16 also loses
-elements below 6e-8 and turns those above 65504 into inf. torch's own bf16 hook refuses gloo, though gloo reduces bf16.
-
-gloo reduces on the CPU, where a byte of fp16 takes 2.6 times as long as one of fp32, and the backward pass may hide the
-traffic. Under `auto` the first steps therefore alternate between both (`Trial`): other load then falls on both.
+A compression is a communication hook of DDP, which averages over ranks. torch's own bf16 hook refuses gloo, though gloo
+reduces bf16. Whether it pays depends on the link: under `auto` the first steps alternate between both (`Trial`).
 """
 
 import time
@@ -95,12 +92,9 @@ class Compression:
 
 
 def compress(model: nn.Module, replicas: DeviceMesh, config: StepConfig, *, undoable: bool) -> Compression:
-    """Return the compression that the config asks for; every rank calls it.
+    """Return the compression that the config asks for, of a model that is not wrapped yet; every rank calls it.
 
-    Args:
-        model: before it is wrapped, on its device.
-        replicas: the ranks that hold it.
-        undoable: steps may be skipped, or computed again, once their gradients are reduced.
+    `undoable`: steps may be skipped, or computed again, once their gradients are reduced.
     """
     asked = config.distributed.ddp.compression
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -1,9 +1,8 @@
 """FSDP2's messages over gloo: sent while the model computes, with no more bytes than a ring sends.
 
 A CPU has no streams: each collective would block the caller, and gloo's reduce-scatter is an all-reduce of which a part
-is kept, twice the bytes. Here a unit's parameters are gathered in pieces and waited for where they are used, the next
-unit's asked for before; its gradient goes by an all-to-all in pieces, and each rank adds up its share when the next
-unit's gradient is there, so that one unit's gradient is under way at a time, as on a GPU.
+is kept. Here parameters are gathered in pieces and waited for where they are used; a unit's gradient goes by an
+all-to-all in pieces, which a rank adds up when the next unit's gradient is there.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,13 +1,10 @@
 """PowerSGD: gradients as products of two thin matrices, a hook of DDP.
 
-A gradient matrix M [n, m], the mean over ranks of M_r, is approximated by P Q^T with P = orth(mean M_r Q) and
-Q = mean M_r^T P, so that r (n + m) numbers are sent instead of n m. What is lost, M_r - P Q^T, is remembered on each
-rank and added to its next gradient (error feedback); Q of one step is where the next one starts (warm start).
-
-The memory belongs to parameters, not to DDP's buckets, whose cut changes after the first step and after a resume.
-Gradients are compressed *unscaled*: a loss scale would give the memory another weight whenever it changes. A step that
-overflows leaves the memory as it was. All collectives are issued by one thread, in the same order on every rank: P when
-a bucket is ready, Q when the last one is (callbacks, as in torch's hook, may run in another order on another rank).
+A gradient matrix M [n, m], the mean over ranks of M_r, is approximated by P Q^T with P = orth(mean M_r Q) and Q = mean
+M_r^T P, so that r (n + m) numbers are sent instead of n m. What is lost, M_r - P Q^T, is added to the rank's next
+gradient (error feedback); Q of one step is where the next one starts (warm start). Gradients are compressed unscaled: a
+loss scale would give the memory another weight whenever it changes. All collectives are issued in the same order on
+every rank: P when a bucket is ready, Q when the last one is.
 
 Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD: Practical Low-Rank Gradient Compression".
 """
@@ -55,12 +52,9 @@ class PowerSGD(AroundMicroBatch):
     """PowerSGD's communication hook for DDP, and its memory.
 
     Args:
-        parameters: canonical name → parameter of the wrapped model.
         mesh: 1-D, of the replicas.
         rank: r; a matrix with fewer rows or columns takes as many as it has.
-        start_step: the first step that is compressed; those before it are sent whole.
-        warm_start: keep Q from step to step.
-        error_feedback: remember what is lost.
+        start_step: the first step that is compressed.
         undoable: steps may be skipped after the hook has run, or be computed again; costs another memory of the
             model's size.
     """

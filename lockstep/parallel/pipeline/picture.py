@@ -1,9 +1,7 @@
 """Schedules as text: what each rank computes when, and the share of the time in which ranks wait.
 
-The order of passes is torch's, as it runs them; the times are calculated here. A pass starts when its rank is free
-and its input has arrived: for a forward pass from the previous stage, for a backward pass from the next one. Sending
-takes no time. Theory: with p ranks, m micro-batches and V stages a rank, GPipe and 1F1B both wait (p-1)/(m+p-1) of the
-time, and looped schedules (p-1)/(V·m+p-1). What 1F1B saves is memory.
+The order of passes is torch's, as it runs them; the times are calculated here, sending taking none. Theory: with p
+ranks, m micro-batches and V stages a rank, ranks wait (p-1)/(V·m+p-1) of the time. What 1F1B saves is memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +11,7 @@ from itertools import accumulate
 from lockstep.config import StepConfig, require_equation
 from lockstep.costs.steps import ScheduledPass, pipeline
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.schedules import actions, facts_of, rank_of
+from lockstep.parallel.pipeline.schedules import SCHEDULES, actions, rank_of
 from lockstep.strategy import AUTO, resolve, strategy_named
 
 UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # a backward pass costs as much as two forward
@@ -54,7 +52,7 @@ class ScheduleTimeline:
 def timeline(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> ScheduleTimeline:
     """Return the run of a schedule over `micro_batches`, padded to a number that it accepts."""
     stages = ranks * stages_per_rank
-    count = facts_of(name, stages_per_rank).padded(micro_batches, ranks, stages)
+    count = SCHEDULES[name].padded(micro_batches, ranks, stages)
     seconds = {(kind, stage): cost for kind, cost in UNITS.items() for stage in range(stages)}
     return simulate(actions(name, ranks, stages_per_rank, count), seconds)
 
@@ -93,7 +91,7 @@ def picture_of(config: StepConfig, ranks: int | None = None) -> str:
 def picture(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> str:
     """Return a schedule as text: a line per rank, time to the right, one column for each forward pass's time."""
     run = timeline(schedule, ranks, stages_per_rank, micro_batches)
-    facts = facts_of(schedule, stages_per_rank)
+    facts = SCHEDULES[schedule]
     count = facts.padded(micro_batches, ranks, ranks * stages_per_rank)
     laps = stages_per_rank > 1
     width = len(str(count - 1)) + 1 + laps

@@ -1,9 +1,4 @@
-"""Plans a pipeline before anything is built: cuts of the chain of segments, stages of each rank, time of a step.
-
-split_spec   {layers.4: end} cuts behind segment layers.4, so layers.0 … layers.4, five of them, and all that comes
-             before them are in the first stage; {layers.4: beginning} cuts in front of it
-auto         without a split_spec: the most expensive stage is as cheap as contiguous pieces allow
-"""
+"""Plans a pipeline before anything is built: cuts of the chain of segments, stages of each rank, time of a step."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -19,7 +14,7 @@ from lockstep.costs.steps import StepTime, agreements, pipeline
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import require_segments
-from lockstep.parallel.pipeline.schedules import ScheduleFacts, actions, facts_of, rank_of
+from lockstep.parallel.pipeline.schedules import SCHEDULES, ScheduleFacts, actions, rank_of
 from lockstep.parallel.pipeline.stage_parameters import Segments, Survey, survey
 from lockstep.parallel.pipeline.trees import Uses
 
@@ -180,7 +175,7 @@ def plan_of(model: nn.Module, ranks: int, config: StepConfig) -> PipelinePlan:
     """Decide on the stages of an unsplit model."""
     pipeline = config.distributed.pipeline
     segments = require_segments(model)
-    facts = facts_of(pipeline.schedule, pipeline.stages_per_rank)
+    facts = SCHEDULES[pipeline.schedule]
     read = survey(model, segments)
     names = [name for name, _ in segments]
     parts = partition(
@@ -234,7 +229,7 @@ def pipeline_step(
 ) -> StepTime:  # fmt: skip
     """Return the time of a pipeline's step, with stages replicated or sharded over the data-parallel ranks."""
     options = config.distributed.pipeline
-    facts = facts_of(options.schedule, options.stages_per_rank)
+    facts = SCHEDULES[options.schedule]
     count = facts.padded(micro_batches, layout.pipeline, len(stages))
     orders = actions(options.schedule, layout.pipeline, options.stages_per_rank, count)
     seconds: dict[tuple[str, int], float] = {}

@@ -1,13 +1,9 @@
 """Forward passes alone, over all stages (for evaluation, sampling and to learn shapes), and the shapes of what is sent.
 
-torch's schedules can run forward only, but not where stages are placed back and forth. Micro-batches whose shapes are
-known go through a window at a time; all sends follow the order (window, stage, micro-batch), so that no two ranks wait
-for each other. Others go one by one, a description ahead of each tensor.
-
 A receiver must know the shape of a tensor, and stages in the middle never see a batch. So each shape of batch gets a
 *signature*, a number that the first stage sends to all others before a run, and a new one is sent through the stages
 once. The signatures of all data-parallel ranks are gathered together: FSDP2's collectives need these ranks to do the
-same things, and one of them may see a shape that the others do not.
+same things. Micro-batches of known shapes go through a window at a time, others one by one, a description before each.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,10 +49,7 @@ class Relay:
     ) -> Any:  # fmt: skip
         """Run one micro-batch of any shape; return the last stage's result, None on ranks that do not hold it.
 
-        Args:
-            place: of the micro-batch, for `start`.
-            learn: called with (stage, received, sent) descriptions.
-            to_last: run the last stage, too.
+        `learn` is called with (stage, received, sent) descriptions; `to_last`: run the last stage, too.
         """
         result, kept = None, ()
         for part in self.parts:

@@ -17,11 +17,8 @@ from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleDualPipeV, get_schedule_class
 
 from lockstep.costs.steps import ScheduledPass
-from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.torch_stage import Stage
 from lockstep.torch_compat.pipeline_schedules import UnpairedDualPipeV, skip_shape_inference
-
-KEY = "distributed.pipeline"
 
 
 @dataclass(frozen=True)
@@ -54,23 +51,6 @@ SCHEDULES = {
         ScheduleFacts("DualPipeV", stages_per_rank=2, v_shaped=True, splits_backward=True),
     )
 }
-
-
-def facts_of(name: str, stages_per_rank: int) -> ScheduleFacts:
-    """Return the facts of a schedule, after checking that there is one, and that it takes `stages_per_rank`."""
-    if name not in SCHEDULES:
-        raise UsageError(
-            f"there is no schedule {name!r}", where=f"{KEY}.schedule", fix=f"write one of {', '.join(SCHEDULES)}"
-        )
-    facts = SCHEDULES[name]
-    if facts.stages_per_rank not in (None, stages_per_rank):
-        raise UsageError(
-            f"{name} takes {facts.stages_per_rank} stage{'s' * (facts.stages_per_rank != 1)} a rank, "
-            f"not {stages_per_rank}",
-            where=f"{KEY}.stages_per_rank",
-            fix=f"set {KEY}.stages_per_rank: {facts.stages_per_rank}",
-        )
-    return facts
 
 
 def rank_of(stage: int, ranks: int, *, v_shaped: bool) -> int:

@@ -1,9 +1,7 @@
 """One stage's module: a run of the model's segments, and the parameters that they borrow.
 
-`StageModule.forward` folds tensors through its segments, as the whole model's forward pass does. The first stage takes
-its inputs from the micro-batch that the rank works on, the last one turns outputs into what the pass is for (a loss, or
-the outputs themselves), as `CurrentMicroBatch` says. So nothing but tensors travels between stages, and the batch stays
-where it is. Where there are replicas or shards, FSDP2 gets the stages.
+The first stage takes its inputs from the micro-batch that the rank works on, the last one turns outputs into a loss or
+returns them, as `CurrentMicroBatch` says: nothing but tensors travels between stages.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

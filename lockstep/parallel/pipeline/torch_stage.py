@@ -1,10 +1,8 @@
-"""The seam to torch.distributed.pipelining: its schedules drive the stages defined here.
+"""The seam to torch.distributed.pipelining: its schedules drive the stages defined here, through public names only.
 
-A schedule of torch's is a list of actions for each rank and a loop that calls a stage's methods for them. `Stage`
-implements these itself, through public names only. In contrast to torch's own stage, receive buffers are made when a
-receive is posted, in its micro-batch's own shapes, which are never inferred by running the model on uninitialised
-memory; gradients that are sent are contiguous, as gloo refuses others and the peer would wait for ever; and gradients
-are reduced over replicas and shards once a step, not once a run of the schedule.
+In contrast to torch's own stage, receive buffers are made in each micro-batch's own shapes, which are never inferred by
+running the model on uninitialised memory; gradients that are sent are contiguous, as gloo refuses others and the peer
+would wait for ever; and gradients are reduced once a step, not once a run of the schedule.
 """
 
 from collections.abc import Callable, Sequence
