@@ -137,8 +137,6 @@ class _Previous:
 
 @dataclass(frozen=True)
 class _Call:
-    """One block's call in a forward pass."""
-
     block: nn.Module
     forward: Callable[..., Any]
     arguments: Any  # (positional, keyword); tensors are detached, and those from the block before are left out
@@ -185,8 +183,6 @@ class _Runs:
 
 @dataclass(eq=False)
 class _Run:
-    """Blocks that are recomputed at once."""
-
     random_state: RandomState
     calls: list[_Call] = field(default_factory=list)
     _saved: int = 0

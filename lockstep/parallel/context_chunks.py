@@ -38,7 +38,6 @@ class Context(Cut):
         return [chunk for pair in zip(range(count), reversed(range(count)), strict=True) for chunk in pair][:count]
 
     def here(self, length: int) -> list[int]:
-        """Return the numbers of this rank's chunks of a sequence."""
         order = self.order(length)
         share = len(order) // self.ranks
         return order[self.rank * share : (self.rank + 1) * share]

@@ -98,7 +98,6 @@ class DiLoCo(Strategy):
         return self
 
     def place(self, placement: PlacementContext) -> ParallelModel:
-        """Let the workers of this rank train a placed model."""
         p, config = placement, placement.config.distributed.diloco
         placed = self.rehearse(p)
         mine, total = _worker_numbers(p)
@@ -126,7 +125,6 @@ class DiLoCo(Strategy):
 
 
 def _worker_numbers(p: PlacementContext) -> tuple[range, int]:
-    """Return (the numbers of this rank's workers, workers over all ranks)."""
     total = p.layout.workers or p.ranks
     each = total // p.ranks
     return range(p.rank * each, (p.rank + 1) * each), total

@@ -185,7 +185,6 @@ class PlacedExperts(AroundMicroBatch):
         return with_backward(lambda p: tuple(p.view_as(p) for _ in range(self.ranks)), keep, parameter)
 
     def begin(self, micro_batches: int) -> None:
-        """Begin a step of this many micro-batches over all ranks."""
         self._micro_batches = micro_batches
         self._partials.clear()
 
@@ -307,7 +306,6 @@ def train_experts(
 def _by_rank(
     plain: nn.Module, copies: Mapping[str, Tensor], parts: tuple[Tensor, ...], counts: list[list[int]]
 ) -> Tensor:  # fmt: skip
-    """Return what the experts make of the rows of each rank, each with its copies of the parameters."""
     made = []
     for rank, (part, numbers) in enumerate(zip(parts, counts, strict=True)):
         held = {name.partition("@")[0]: copy for name, copy in copies.items() if name.endswith(f"@{rank}")}

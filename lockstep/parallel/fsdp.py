@@ -270,7 +270,6 @@ def _refuse_mixture(unit: nn.Module, own: Sequence[nn.Parameter]) -> None:
 def _precision_of(
     parameters: Sequence[nn.Parameter], config: FSDPConfig, param_dtype: str, *, exact: bool
 ) -> MixedPrecisionPolicy:
-    """Return the types in which a unit with these parameters computes and its gradients are summed over ranks."""
     low = None if param_dtype == "fp32" else torch.float32
     reduce_dtype: torch.dtype | None = low if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
     # Gradients of low-precision parameters are summed in fp32 by default; those of float64 never are, and

@@ -158,7 +158,6 @@ class UnitUsage(AroundMicroBatch):
             self._order, self._first_step = 0, False
 
     def failed(self, error: BaseException) -> Exception | None:
-        """Return an error if parameters of a unit were used that was not called."""
         self._forward = False
         self._calls.clear()
         return explain_mixing(error, self._not_called)

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lockstep.errors import UsageError, listed
 from lockstep.torch_compat.gradient_hooks import has_hooks_after_accumulation, hooks_of, remove_hooks
 
-GradientHooks = dict[str, list[Callable[[Tensor], Any]]]
-"""Canonical name of a parameter → the functions that its gradient goes through, in order."""
+GradientHooks = dict[str, list[Callable[[Tensor], Any]]]  # parameter → what its gradient goes through, in order
 
 
 def take_hooks(model: nn.Module, *, workers: bool = False) -> GradientHooks:

@@ -42,7 +42,6 @@ class FlatParameters:
         }
 
     def named(self, prefix: str) -> dict[str, Tensor]:
-        """Return prefix/name → view, for a checkpoint."""
         return {f"{prefix}/{name}": view for name, view in self.views.items()}
 
 
@@ -208,7 +207,6 @@ class LocalWorkers:
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
     ) -> None:
-        """Run this rank's micro-batches of a step, worker by worker."""
         left = iter(micro_batches)
         for worker in self._workers:
             count = len(assign_contiguous(accumulator.micro_batches_per_step, worker.number, self.total))

@@ -57,7 +57,6 @@ class Loss(NamedTuple):
     targets: int | Tensor  # how many are valid
 
     def summed(self) -> Tensor:
-        """Return the sum, detached."""
         value = self.value.detach()
         return value if self.times == 1 else value * self.times
 

@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 _NOTHING = nullcontext()  # one for all uses: making it is a call
 
 
-def _always(_optimizer: Optimizer) -> AbstractContextManager[None]:
-    return _NOTHING
-
-
 @dataclass(frozen=True)
 class ModelUpdate:
     """One update of the optimizer: of the only model, or of each model that trains by itself on this rank."""
@@ -45,7 +41,8 @@ class ModelUpdate:
     to_mean: Number  # what its gradients are multiplied by to be those of its mean loss
     norm: Number  # of that gradient, before clipping
     gradients: list[Tensor] | None = None  # None: as they are while it is in place
-    in_place: Callable[[Optimizer], AbstractContextManager[None]] = _always  # puts its tensors and state in place
+    # Puts its tensors and state in place.
+    in_place: Callable[[Optimizer], AbstractContextManager[None]] = lambda _optimizer: _NOTHING
 
 
 @dataclass
@@ -130,7 +127,6 @@ class ParallelModel:
 
     @property
     def named_aliases(self) -> dict[str, tuple[str, ...]]:
-        """Further names of this rank's parameters."""
         return {name: tuple(others) for name, others in self.aliases.items() if name in self.parameters}
 
     def gradients(self) -> list[Tensor]:

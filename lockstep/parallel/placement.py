@@ -21,7 +21,6 @@ from lockstep.models.protocol import Objective
 from lockstep.parallel.batch_norm import BatchNormRows
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.comm.compression import Compression, compress
-from lockstep.parallel.compiled import ColdStart
 from lockstep.parallel.context_chunks import Context
 from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.initial import FirstValues, materialise, on_meta, to_empty
@@ -152,9 +151,8 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
     """Return the placed model of a strategy that runs a step's micro-batches in order."""
     p, model = placement, placement.model
     _check(applied, p)
-    later_log_lines = applied.compression.later_log_lines
     objective, runs = applied.objective or p.objective, applied.runs or model
-    around = around_micro_batches(p, applied, later_log_lines)
+    around = around_micro_batches(p, applied)
     micro_step = micro_step_of(runs, objective, p.random_state, p.precision, around, multiplier=applied.multiplier)
     persistent = model.state_dict(keep_vars=True)
     return ParallelModel(
@@ -174,7 +172,7 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
         norm_groups=applied.norm_groups,
         counted=applied.counted,
         log_lines=p.log_lines,
-        later_log_lines=later_log_lines,
+        later_log_lines=applied.compression.later_log_lines,
         state=applied.compression.state,
         reproducible=p.reproducible,
     )
@@ -195,7 +193,7 @@ def _check(applied: AppliedStrategy, p: PlacementContext) -> None:
         )
 
 
-def around_micro_batches(p: PlacementContext, applied: AppliedStrategy, log_lines: list[str]) -> list[AroundMicroBatch]:
+def around_micro_batches(p: PlacementContext, applied: AppliedStrategy) -> list[AroundMicroBatch]:
     """Return the steps around a micro-batch, outermost first; their order is decided here alone."""
     around: list[AroundMicroBatch] = []
     if applied.tree is not None:
@@ -204,8 +202,6 @@ def around_micro_batches(p: PlacementContext, applied: AppliedStrategy, log_line
         p.experts.scale = 1.0 / applied.multiplier
         if p.experts.exact:
             around.append(p.experts)
-    if p.config.training.compile:
-        around.append(ColdStart(len(p.blocks) or 1, log_lines))
     if applied.compression.powersgd is not None:
         around.append(applied.compression.powersgd)
     around += applied.around

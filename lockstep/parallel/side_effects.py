@@ -90,8 +90,6 @@ def _decide_host_generators(placed: ParallelModel, _step: int) -> None:
 
 @dataclass
 class _Watch:
-    """The comparison of a model before and after its forward passes."""
-
     placed: ParallelModel
     handles: list[Any] = field(default_factory=list)
     _seen: dict[int, set[int]] = field(default_factory=dict)  # root → steps whose first forward pass was watched

@@ -62,7 +62,6 @@ class GlooMessages(AroundMicroBatch):
             exchange.add_up(output)
 
     def wait(self) -> None:
-        """Wait for the gradient under way, and add it up."""
         if self._under_way is None:
             return
         (exchange, output, parameters), self._under_way = self._under_way, None
@@ -138,8 +137,6 @@ class _ReduceScatter:
 
 
 class _Works(dist.Work):
-    """Several works as one."""
-
     def __init__(self, works: list[Any]) -> None:
         super().__init__()
         self._works = works

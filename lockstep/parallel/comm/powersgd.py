@@ -186,7 +186,6 @@ class PowerSGD(AroundMicroBatch):
 
 
 def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]], like: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Cut a flat tensor into views of `shapes`, then of the shapes of `like`."""
     all_shapes = [*shapes, *(tuple(t.shape) for t in like)]
     pieces = flat.split([math.prod(shape) for shape in all_shapes])  # type: ignore[no-untyped-call]
     views = [piece.view(shape) for piece, shape in zip(pieces, all_shapes, strict=True)]

@@ -39,7 +39,6 @@ class ScheduleTimeline:
 
     @property
     def bubble(self) -> float:
-        """Share of all ranks' time in which they wait."""
         busy = sum(timed.end - timed.start for rank in self.ranks for timed in rank)
         return 1.0 - busy / (self.end * len(self.ranks))
 

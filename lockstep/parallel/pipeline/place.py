@@ -23,7 +23,7 @@ from lockstep.parallel.pipeline import stage_parameters
 from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, splits_backward
 from lockstep.parallel.pipeline.relay import Relay, Shapes
 from lockstep.parallel.pipeline.runner import Runner
-from lockstep.parallel.pipeline.schedules import PipelineSchedule
+from lockstep.parallel.pipeline.schedules import run_of
 from lockstep.parallel.pipeline.stage_module import CurrentMicroBatch, StageModule, shard_stages, stage_module_of
 from lockstep.parallel.pipeline.torch_stage import Stage
 from lockstep.parallel.pipeline.trees import StageTrees
@@ -84,8 +84,8 @@ def place(placement: PlacementContext) -> ParallelModel:
         objective=p.objective,
         random_state=p.random_state,
         assign=partial(assign, rank=cut.dp_rank, ranks=layout.data_parallel_size),
-        forward_backward=explained(runner.forward_backward, explanations),
-        evaluate=explained(runner.evaluate, explanations),
+        forward_backward=explained(explanations)(runner.forward_backward),
+        evaluate=explained(explanations)(runner.evaluate),
         forward=runner.forward,
         buffers={n: b for n, b in cut.held.named_buffers().items() if n in plan.model.persistent},
         finish_gradients=finish,
@@ -129,7 +129,7 @@ def _runner(p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, 
         cut.work,
         Relay(parts, plan.parts.ranks, group, p.device, objects_on),
         Shapes(cut.dp_rank, dp_size, knows_batches, objects_on, together=p.experts is not None),
-        make_schedule=partial(PipelineSchedule, plan.facts.name),
+        make_run=partial(run_of, plan.facts.name),
         padded=lambda count: plan.facts.padded(count, p.layout.pipeline, stages),
         per_run=p.config.distributed.pipeline.n_microbatches,
         shared_unit=cut.unit,

@@ -29,7 +29,6 @@ class Partition:
     ranks: tuple[int, ...]  # of each stage, the pipeline rank that holds it
 
     def of_rank(self, rank: int) -> list[int]:
-        """Return the stages that a rank holds, ascending."""
         return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
 
 

@@ -20,8 +20,8 @@ from lockstep.parallel.pipeline.torch_stage import Meta, Metas
 from lockstep.randomness import derive_key
 from lockstep.torch_compat.pytree import tree_flatten, tree_leaves, tree_map
 
+# (stage, place among the micro-batches): called before the stage's forward pass of this micro-batch
 Start = Callable[[StageModule, int], None]
-"""(stage, place among the micro-batches): called before the stage's forward pass of this micro-batch."""
 
 
 @dataclass
@@ -174,11 +174,9 @@ class Shapes:
         return Agreement(mine, new, anyone)
 
     def learn(self, key: int, stage: int, received: Metas, sent: Metas) -> None:
-        """Store what a stage receives and sends for micro-batches of a signature."""
         self._metas[key, stage] = (received, sent)
 
     def of(self, key: int, stage: int) -> tuple[Metas, Metas]:
-        """Return (received, sent) descriptions of a stage for a micro-batch of this signature."""
         return self._metas[key, stage]
 
 

@@ -7,8 +7,9 @@ A stage that is placed `loop` goes to rank (stage mod ranks); placed `v`, the ra
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,19 +64,11 @@ def rank_of(stage: int, ranks: int, *, v_shaped: bool) -> int:
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
-class PipelineSchedule:
-    """A schedule of torch's over this rank's stages, ascending, for a fixed number of micro-batches."""
-
-    def __init__(self, name: str, stages: Sequence[Stage], count: int) -> None:
-        self._schedule = build(name, stages, count)
-        self._has_last = any(stage.is_last for stage in stages)
-        self._count = count
-
-    def run(self) -> None:
-        """Run forward and backward of `count` micro-batches on this rank's stages, after their `begin`."""
-        # The last stage returns its loss, made from a micro-batch that it knows: what is passed here is only counted.
-        targets = {"target": torch.arange(self._count)} if self._has_last else {}
-        self._schedule.step(**targets, return_outputs=False)
+def run_of(name: str, stages: Sequence[Stage], count: int) -> Callable[[], None]:
+    """Return what runs `count` micro-batches on this rank's stages, ascending, by a schedule, after their `begin`."""
+    # The last stage returns its loss, made from a micro-batch that it knows: what is passed here is only counted.
+    targets = {"target": torch.arange(count)} if any(stage.is_last for stage in stages) else {}
+    return partial(build(name, stages, count).step, **targets, return_outputs=False)
 
 
 def build(name: str, stages: Sequence[Any], count: int) -> Any:

@@ -59,7 +59,6 @@ class StageModule(nn.Module):
         self._work, self._precision = work, precision
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """Return the model's repeated blocks in this stage."""
         return list(self._blocks)
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:

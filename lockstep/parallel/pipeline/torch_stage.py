@@ -51,7 +51,6 @@ class Backward:
         self.nothing: Gradients = (None,) * len(self.inputs)
 
     def arguments(self) -> dict[str, Any]:
-        """Return torch's arguments for a whole backward pass."""
         sent_back = (None,) if self.sent_back is None else self.sent_back
         return {"stage_output": self.outputs, "output_grads": sent_back, "input_values": list(self.inputs)}
 
@@ -87,7 +86,6 @@ class Backward:
         return tuple(next(found) if is_used else None for is_used in uses)
 
     def weights_anew(self, weights: list[Tensor]) -> None:
-        """Compute the gradients of the weights, starting from the outputs."""
         found = torch.autograd.grad(self._edges, weights, self._gradients, allow_unused=True)
         for weight, gradient in zip(weights, found, strict=True):
             if gradient is not None:

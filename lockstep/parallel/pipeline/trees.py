@@ -27,9 +27,7 @@ from lockstep.parallel.pipeline.stage_parameters import StageParameters
 from lockstep.parallel.reproducible.tree import Partials, TreeReduceScatter, clear_zero_signs, tree_assignment
 
 _BUCKET = 25 << 20  # bytes of gradients that are sent at once
-
-Bucket = Sequence[tuple[str, list[Tensor | None]]]
-"""Parameters, with the sums of their gradients over each node."""
+Bucket = Sequence[tuple[str, list[Tensor | None]]]  # parameters, with the sums of their gradients over each node
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class Uses:
         return sorted(name for name, used in self.stages.items() if used[0] <= stage < used[-1])
 
     def of(self, stage: int) -> list[str]:
-        """Return the parameters that a stage uses."""
         return sorted(name for name, used in self.stages.items() if stage in used)
 
 
@@ -72,7 +69,6 @@ class StageTrees:
         self._complete = {s: [n for n in self.uses.of(s) if self.uses.stages[n][0] == s] for s in self.stages}
 
     def begin(self, leaves: int) -> None:
-        """Begin a step of `leaves` micro-batches over all ranks."""
         self.leaves = leaves
         self._partials = {stage: Partials(leaves) for stage in self.stages}
         if self.experts is not None:

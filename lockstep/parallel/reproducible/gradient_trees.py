@@ -225,12 +225,10 @@ class ShardTree(GradientTree):
                 )
 
     def _of_replica(self, replica: int) -> Sequence[Sequence[Node]]:
-        """Return the nodes of each of a replica's groups."""
         of_groups = tree_assignment(self.leaves, self.replicas.size() * self._groups)
         return of_groups[replica * self._groups : (replica + 1) * self._groups]
 
     def nodes(self) -> list[list[Node]]:
-        """Return the nodes that each replica runs in the step."""
         return [
             nodes_that_cover(set(leaves_of(node for nodes in self._of_replica(replica) for node in nodes)), self.leaves)
             for replica in range(self.replicas.size())

@@ -24,14 +24,9 @@ from torch import Tensor
 from lockstep.parallel.comm import MESSAGE, all_gather_flat
 from lockstep.torch_compat import foreach
 
-Node = tuple[int, int]
-"""A run [lo, hi) of micro-batches that the tree sums as one."""
-
-Nodes = Sequence[Sequence[Node]]
-"""The nodes of each rank."""
-
-Values = list[Tensor | None]
-"""One partial sum for each parameter (or one flat tensor for all of them); None where nothing was added."""
+Node = tuple[int, int]  # a run [lo, hi) of micro-batches that the tree sums as one
+Nodes = Sequence[Sequence[Node]]  # of each rank
+Values = list[Tensor | None]  # partial sums of each parameter (or of one flat tensor); None where nothing was added
 
 
 def children(node: Node) -> tuple[Node, Node]:
@@ -146,7 +141,6 @@ class Partials:
 
     @torch.no_grad()
     def put(self, node: Node, values: Values) -> None:
-        """Hold the sum of a whole node, computed elsewhere."""
         assert node not in self._held
         self._held[node] = values
 
@@ -185,7 +179,6 @@ class Partials:
 
 
 def _added(into: Values, values: Values, owned: bool) -> Values:
-    """Return into + values, added in place."""
     both = [i for i, (a, b) in enumerate(zip(into, values, strict=True)) if a is not None and b is not None]
     if both:
         foreach.add_([into[i] for i in both], [values[i] for i in both])  # type: ignore[misc]
@@ -276,7 +269,6 @@ class TreeAllReduce:
             self._scatters.append(TreeReduceScatter(rows, part, share, leaves, group, nodes))
 
     def fold(self) -> None:
-        """Add up this rank's share."""
         self._gathers: list[tuple[Any, Tensor, Tensor]] = []  # works, with what they receive and send
         for scatter in self._scatters:
             total = scatter.finish()
