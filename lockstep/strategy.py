@@ -35,8 +35,7 @@ SINGLE, REPLICAS = "single", "ddp"  # the meaning of `auto` in Python: on one ra
 class Strategy(ABC):
     """The distribution of micro-batches and parameters over ranks. The defaults are those of plain replicas.
 
-    A subclass needs only `place`. It is created without arguments, once per process; each method gets the config that
-    applies.
+    A subclass needs only `place`. It is created without arguments, once per process.
     """
 
     name: str = ""  # as in the config; set when the strategy is loaded
@@ -68,8 +67,8 @@ class Strategy(ABC):
         return layout_of_sizes(self.name, sizes, world_size, given_sizes(config))
 
     def describe(self, layout: Layout) -> str:
-        """Return the layout as a topology."""
-        return f"{self.name}:{layout.world_size}"
+        """Return the layout as a topology; one whose name has no axes has no number."""
+        return f"{self.name}:{layout.world_size}" if any(_topologies(self).values()) else self.name
 
     def contradictions(self, config: "StepConfig", layout: Layout | None = None) -> Iterator[Contradiction]:
         """Yield the settings that contradict this strategy; `layout`: None while a config is loaded."""

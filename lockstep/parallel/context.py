@@ -27,8 +27,7 @@ from lockstep.layout import Layout
 from lockstep.models.attention import Attend, SequenceBernoulli, SequenceMean
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.protocol import Objective, offered
-from lockstep.parallel.context_attention import cut_attention
-from lockstep.parallel.context_chunks import Context
+from lockstep.parallel.context_attention import Context, cut_attention
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.tensor_blocks import SEQUENCE, by_pieces, cut_dropout, spread
 from lockstep.parallel.tensor_cuts import sum_over_ranks
@@ -119,8 +118,7 @@ def _by_chunk(outputs: Any, length: int, count: int, context: Context) -> list[A
 
 def train_context(placed: ParallelModel, context: Context) -> None:
     """Let a placed model sum gradients over the axis, and its losses count once."""
-    group, finish = context.group, placed.finish_gradients
-    own, sums_itself = list(placed.parameters.values()), context.blocks is not None
+    group, finish, own = context.group, placed.finish_gradients, list(placed.parameters.values())
 
     def finish_gradients() -> None:
         finish()
@@ -130,7 +128,7 @@ def train_context(placed: ParallelModel, context: Context) -> None:
             numbers = sum(local(p.grad).numel() for p in own if p.grad is not None)
             context.on_send(2 * 4 * numbers * (context.ranks - 1) // context.ranks)
 
-    if group is not None and not sums_itself:
+    if group is not None and context.blocks is None:  # in blocks, each product sums its own
         placed.finish_gradients = finish_gradients
     placed.forward, placed.context = context.outside()(placed.forward), context
     placed.adds_losses &= context.rank == 0

@@ -36,9 +36,6 @@ class DP(Strategy):
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
         return Layout(self.name)
 
-    def describe(self, layout: Layout) -> str:
-        return self.name
-
     def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
         if config.precision.fp8 != "none":
             yield Contradiction(

@@ -22,16 +22,11 @@ _CAPABILITY = (8, 9)  # of the first NVIDIA GPUs that multiply in float8
 
 
 def apply_fp8(model: nn.Module, blocks: Blocks, kind: str, device: torch.device) -> list[str]:
-    """Let the linears inside `blocks` multiply in float8; call it before anything wraps them.
+    """Let the linears inside `blocks` multiply in float8, before anything wraps them; return lines to log at start.
 
     This converts linears of torch's own class with both dims multiples of 16 and without hooks, which would be lost.
-    Modules outside blocks (embedding, head) and a block that is a linear itself stay as they are.
-
-    Args:
-        kind: `precision.fp8`: none, linears, or emulated, which rounds to float8 and multiplies in float32.
-
-    Returns:
-        a line to log at start, unless the kind is none.
+    Modules outside blocks (embedding, head) and a block that is a linear itself stay as they are. The kind `emulated`
+    rounds to float8 and multiplies in float32.
     """
     if kind == "none":
         return []

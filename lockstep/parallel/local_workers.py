@@ -101,14 +101,6 @@ class WorkersLossAccumulator(LossAccumulator):
         norms, noted = self._table[:, self.micro_batches_per_step : -1].sum(dim=1)
         return number(norms / noted.clamp(min=1))
 
-    @property
-    def stop_votes(self) -> Number:
-        return number(self._table[0, -1])
-
-    @property
-    def step_marks(self) -> Number:
-        return number(self._table[1, -1])
-
 
 class OuterStep:
     """The rule and the state of the exchange, after which all workers go on from `common` and `buffers`."""
@@ -165,9 +157,7 @@ class OuterStep:
 class LocalWorkers:
     """The workers of this rank, and the common model that they begin from. Every rank makes the same calls.
 
-    Args:
-        micro_step: forward and backward of one micro-batch on the model as it stands.
-        mine: the numbers of this rank's workers, of `total` over all ranks.
+    `mine`: the numbers of this rank's workers, of `total` over all ranks.
 
     Raises:
         UsageError: the parameters are not of one floating type.

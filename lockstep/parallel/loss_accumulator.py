@@ -113,12 +113,12 @@ class LossAccumulator:
     @property
     def stop_votes(self) -> Number:
         """Number of ranks that voted to stop; known after `totals`, equal on all ranks."""
-        return self._table[0, -1]
+        return number(self._table[0, -1])
 
     @property
     def step_marks(self) -> Number:
         """Sum of the steps that the ranks are in, after `totals`; equal on all ranks if they reduced together."""
-        return self._table[1, -1]
+        return number(self._table[1, -1])
 
     def _finish(self) -> None:
         self.start_reduce()

@@ -18,10 +18,9 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.mesh import data_parallel_group
 from lockstep.models.protocol import Objective
-from lockstep.parallel.batch_norm import BatchNormRows
-from lockstep.parallel.buffers import RunningBuffers
+from lockstep.parallel.buffers import BatchNormRows, RunningBuffers
 from lockstep.parallel.comm.compression import Compression, compress
-from lockstep.parallel.context_chunks import Context
+from lockstep.parallel.context_attention import Context
 from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.initial import FirstValues, materialise, on_meta, to_empty
 from lockstep.parallel.micro_step import AroundMicroBatch, evaluation_of, in_order, micro_step_of, plain_forward

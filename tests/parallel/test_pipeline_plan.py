@@ -14,10 +14,9 @@ from lockstep.config import config_from
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from lockstep.models import get_model
-from lockstep.parallel.pipeline.picture import picture, timeline
 from lockstep.parallel.pipeline.plan import Partition, balanced_cuts, cuts_of, partition, plan_of, table
 from lockstep.parallel.pipeline.runner import cut_into_runs
-from lockstep.parallel.pipeline.schedules import SCHEDULES, actions, rank_of
+from lockstep.parallel.pipeline.schedules import SCHEDULES, actions, picture, rank_of, timeline
 
 NAMES = ["embed", *(f"layers.{i}" for i in range(10)), "head"]
 ONE_OR_TWO = [(name, facts.stages_per_rank or 2) for name, facts in SCHEDULES.items()]

@@ -24,9 +24,7 @@ from lockstep.parallel.parallel_model import local
 class GlooMessages(AroundMicroBatch):
     """The gathers and reduce-scatters of a sharded model's units; every rank makes the same calls in the same order.
 
-    Args:
-        model: sharded by FSDP2 over gloo.
-        may_wait: gradients may be complete only after the micro-batch; then it is one of the steps around it.
+    `may_wait`: gradients may be complete only after the micro-batch; then it is one of the steps around it.
     """
 
     def __init__(self, model: nn.Module, *, may_wait: bool = False) -> None:

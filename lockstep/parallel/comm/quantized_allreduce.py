@@ -63,9 +63,7 @@ def _blocks(values: Tensor) -> Tensor:
 class QuantizedAllReduce:
     """The all-reduce by which the ranks of a group exchange what their workers changed.
 
-    Args:
-        kind: fp32, fp16, bf16, int8 or int4.
-        group: ranks that hold as many workers each, in the ranks' order; None: this one holds all.
+    `group`: ranks that hold as many workers each, in the ranks' order; None: this one holds all.
     """
 
     def __init__(self, kind: str, group: dist.ProcessGroup | None) -> None:

@@ -122,16 +122,13 @@ def table(parts: Partition, names: Sequence[str], costs: Sequence[float], unit: 
         first, last = names[positions[0]], names[positions[-1]]
         cost = sum(costs[i] for i in positions)
         span = first if len(positions) == 1 else f"{first} … {last} ({len(positions)})"
-        rows.append((str(stage), str(rank), span, _number(cost), f"{cost / total:.0%}"))
+        number = f"{cost:,.0f}" if cost >= 100 or cost == int(cost) else f"{cost:.3g}"
+        rows.append((str(stage), str(rank), span, number, f"{cost / total:.0%}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     for row, cells in zip(rows, aligned, strict=True):
         cells[2] = row[2].ljust(widths[2])
     return "\n".join("  ".join(cells) for cells in aligned)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
 @dataclass(frozen=True)

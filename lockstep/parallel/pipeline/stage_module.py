@@ -36,9 +36,7 @@ class StageModule(nn.Module):
     """Stage `index` of `count`.
 
     Args:
-        segments: (name, module) in order.
         borrowed: segment name → {keyword: where the parameter is}, for each call.
-        blocks: the model's repeated blocks among the segments.
         earlier: segment name → how often a module that draws under this name ran in earlier stages.
         owns: registers parameters that only segments of this stage borrow.
     """

@@ -137,7 +137,6 @@ class Stage(PipelineStage):
 
     Args:
         part: the stage's module: tensors in, a tuple of tensors out; the last stage returns its loss.
-        index, count: of the stage, and how many there are in the whole pipeline.
         forward_at, backward_at: entered around every forward and backward pass.
         trees: take the gradients of each micro-batch; None: they add up.
         halves: compute the gradients of weights apart from those of inputs, when a schedule wants them apart; else
@@ -255,7 +254,12 @@ class Stage(PipelineStage):
         call = Backward(outputs, sent_back, inputs)
         whole = full_backward or not self._halves
         with self._backward_at(self.stage_index, bwd_chunk_id):
-            gradients = self._whole(call, carried) if whole else self._first_half(bwd_chunk_id, call)
+            if whole:
+                gradients = self._whole(call, carried)
+            else:  # gradients of the weights wait for `backward_weight_one_chunk`
+                self._half_done[bwd_chunk_id], gradients = call, call.nothing
+                if call.differentiable and not self.is_first:
+                    gradients = call.first_half(partial(self.backward_maybe_with_nosync, "input"))
         handed_on = self._done(bwd_chunk_id, carried) if whole else ()
         self._input_gradients[bwd_chunk_id] = (*map(_sendable, inputs, gradients), *handed_on)
 
@@ -274,13 +278,6 @@ class Stage(PipelineStage):
         if self.is_last:
             call.outputs[0].detach_()  # or the schedule keeps the loss's graph until the end of the run
         return gradients
-
-    def _first_half(self, chunk: int, call: Backward) -> Gradients:
-        """Compute gradients of the inputs; those of the weights wait for `backward_weight_one_chunk`."""
-        self._half_done[chunk] = call
-        if self.is_first or not call.differentiable:
-            return call.nothing
-        return call.first_half(partial(self.backward_maybe_with_nosync, "input"))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self._halves:
