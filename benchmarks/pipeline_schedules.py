@@ -4,7 +4,7 @@
 
 A stage sleeps in its forward pass, in the gradient of its input and in that of its weight, each for `--seconds`. It is
 trained through `lockstep.parallel.place`, as any model is. Theory is the schedule's own list of actions with these
-times (`lockstep.parallel.pipeline.picture`), sending being free. The first stage has no input to differentiate: under
+times (`lockstep.parallel.pipeline.schedules`), sending being free. The first stage has no input to differentiate: under
 a schedule that splits the backward pass, both of its halves come with the second.
 """
 
@@ -24,8 +24,7 @@ from lockstep.config import config_from
 from lockstep.data.batches import MicroBatch
 from lockstep.models.protocol import Objective
 from lockstep.parallel.loss_accumulator import LossAccumulator
-from lockstep.parallel.pipeline.picture import UNITS, ScheduleTimeline, simulate
-from lockstep.parallel.pipeline.schedules import SCHEDULES, actions
+from lockstep.parallel.pipeline.schedules import SCHEDULES, UNITS, ScheduleTimeline, actions, simulate
 from lockstep.parallel.place import place
 from lockstep.precision import Precision
 from lockstep.strategy import resolve

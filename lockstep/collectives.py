@@ -1,7 +1,7 @@
 """Gives a rank its number, sums over all ranks, and process groups, which are created once for each purpose.
 
-A gloo group keeps threads that wake up many times a second for the rest of the process, even when the group is no
-longer used. A process that places many models (a test, a notebook, `lockstep verify`) would soon have too many.
+A gloo group keeps threads for the rest of the process, even when the group is no longer used: a process that places
+many models would soon have too many.
 """
 
 import os
@@ -158,14 +158,10 @@ def object_device(device: torch.device) -> torch.device:
 
 
 def leave_world(*, destroy: bool) -> None:
-    """Leave the process group, and wait until its threads hold no Python objects.
+    """Leave the process group, destroy it if that is wanted, and wait until its threads hold no Python objects.
 
     The thread that ran a collective releases its tensors slightly later, for which it needs Python. If the interpreter
-    ends first, the process dies with "terminate called without an active exception" after its work was done
-    (pytorch/pytorch#190489). A user's model may hold the group until then; idle threads do no harm.
-
-    Args:
-        destroy: whether Lockstep created the group and destroys it; False: it is the user's, and stays.
+    ends first, the process dies with "terminate called without an active exception" (pytorch/pytorch#190489).
     """
     global _world
     _made.clear()

@@ -40,9 +40,8 @@ def _mesh(layout: Layout, device_type: str, names: tuple[str, ...], replicas: in
 def _mesh_of(ranks: torch.Tensor, device_type: str, names: tuple[str, ...]) -> DeviceMesh:
     """Return the mesh of these ranks.
 
-    Where a group is no part of a communicator that is there already, torch creates one for each axis and each of its
-    rows, one after the other and waiting for all ranks each time, and gloo gives each three threads, one of which wakes
-    up a hundred times a second. Here ranks create only those that they are in, and one for all axes of a single rank.
+    torch creates a group for each axis and each of its rows, waiting for all ranks each time, and gloo gives each three
+    threads. Here ranks create only those that they are in, and one for all axes of a single rank.
     """
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         return DeviceMesh(device_type, ranks, mesh_dim_names=names)  # one call splits the communicator along an axis

@@ -35,17 +35,12 @@ SINGLE, REPLICAS = "single", "ddp"  # the meaning of `auto` in Python: on one ra
 class Strategy(ABC):
     """The distribution of micro-batches and parameters over ranks. The defaults are those of plain replicas.
 
-    A subclass needs only `place`. It is created without arguments, once per process; each method gets the config that
-    applies.
-
-    Attributes:
-        topologies: its names in `--against` and tables → the axes whose sizes are the numbers after the colon. Unset:
-            the strategy's own name, with the number of replicas.
-        runs_rows: whether neighbouring ranks run neighbouring micro-batches at the same time, if
-            `PlacementContext.batch_norm` wants that.
+    A subclass needs only `place`. It is created without arguments, once per process.
     """
 
     name: str = ""  # as in the config; set when the strategy is loaded
+    # Its names in `--against` and tables → the axes whose sizes are the numbers after the colon; None: its own name,
+    # with the number of replicas.
     topologies: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
     values: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # topology → further keys of `distributed` that it implies
     divides: ClassVar[frozenset[str]] = frozenset()  # axes of topologies after `*`, as in `pipeline:2*fsdp:2`
@@ -58,16 +53,12 @@ class Strategy(ABC):
     own_loops: ClassVar[bool] = True  # `lockstep.place` supports it in a user's own loop
     shares_batches: ClassVar[bool] = False  # ranks along `context` and `tensor` may work on the same micro-batches
     places_experts: ClassVar[bool] = False  # it places models whose experts are spread over the axis `expert`
-    runs_rows: ClassVar[bool] = False
+    runs_rows: ClassVar[bool] = False  # neighbours run neighbouring micro-batches at once where `batch_norm` wants it
 
     # ---- before ranks start ----
 
     def layout(self, config: "DistributedConfig", world_size: int, per_node: int) -> Layout:
-        """Return the number of ranks along each axis.
-
-        Args:
-            config: unset sizes follow from the number of ranks.
-            per_node: ranks on each machine.
+        """Return the number of ranks along each axis; unset sizes follow from the number of ranks.
 
         Raises:
             UsageError: the product of the sizes is not the number of ranks.
@@ -76,17 +67,11 @@ class Strategy(ABC):
         return layout_of_sizes(self.name, sizes, world_size, given_sizes(config))
 
     def describe(self, layout: Layout) -> str:
-        """Return the layout as a topology."""
-        return f"{self.name}:{layout.world_size}"
+        """Return the layout as a topology; one whose name has no axes has no number."""
+        return f"{self.name}:{layout.world_size}" if any(_topologies(self).values()) else self.name
 
-    def contradictions(
-        self, config: "StepConfig", layout: Layout | None = None, device_type: str | None = None
-    ) -> Iterator[Contradiction]:
-        """Yield the settings that contradict this strategy.
-
-        Args:
-            layout, device_type: None while a config is loaded; known at placement.
-        """
+    def contradictions(self, config: "StepConfig", layout: Layout | None = None) -> Iterator[Contradiction]:
+        """Yield the settings that contradict this strategy; `layout`: None while a config is loaded."""
         yield from ()
 
     def instead_of_compression(self, kind: str) -> str | None:
@@ -120,10 +105,6 @@ class Strategy(ABC):
     def casts_parameters(self, layout: Layout) -> bool:
         """Return whether `precision.param_dtype` is supported: parameters are cast when they are gathered."""
         return False
-
-    def replicas(self, layout: Layout) -> int:
-        """Return the number of ranks over which whole gradients are summed."""
-        return layout.data_parallel_size
 
     def message_type(self, config: "StepConfig") -> str | None:
         """Return the type in which gradients are sent (`bf16`); None if they are not rounded."""

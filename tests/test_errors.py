@@ -23,8 +23,8 @@ REQUIREMENT = ("is not", "is no", "is neither", "is below", "needs", "is outside
 ONLY_A_LAUNCH = ("lockstep/launch/", "lockstep/collectives.py", "lockstep/submit/")  # say what is wanted in the message
 
 # Of all errors, those that no test provokes by words of ten letters: on a GPU, on a machine or storage that fails, in a
-# process of another's. `python -m tests.errors --untested` lists them, and those that are worded elsewhere, which are not
-# counted; the number is to go down.
+# process of another's. `python -m tests.errors --untested` lists them, and those worded elsewhere, which do not
+# count; the number is to go down.
 NOT_PROVOKED = 76
 
 

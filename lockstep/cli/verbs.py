@@ -149,7 +149,7 @@ def config(argv: list[str]) -> int:
     path, overrides = config_and_overrides(given, required=given.schedule)
     if given.schedule:
         from lockstep.config import load_config
-        from lockstep.parallel.pipeline.picture import picture_of
+        from lockstep.parallel.pipeline.schedules import picture_of
 
         assert path is not None
         print(picture_of(load_config(path, overrides).step, given.ranks))

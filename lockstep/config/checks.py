@@ -66,7 +66,7 @@ def step_contradictions(
     if device_type == "mps":
         yield from _mps(config, name)
     if name != AUTO:
-        yield from _of_strategy(strategy_named(name), config, layout, device_type)
+        yield from _of_strategy(strategy_named(name), config, layout)
 
 
 def _ranks(config: StepConfig, layout: Layout | None, axis: str) -> int:
@@ -203,9 +203,7 @@ def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradic
             )
 
 
-def _of_strategy(
-    strategy: Strategy, config: StepConfig, layout: Layout | None, device_type: str
-) -> Iterator[Contradiction]:
+def _of_strategy(strategy: Strategy, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
     compression, dtype = config.distributed.ddp.compression.kind, config.precision.param_dtype
     instead = None if compression in ("none", "auto") else strategy.instead_of_compression(compression)
     if instead is not None:
@@ -235,7 +233,7 @@ def _of_strategy(
             f"write precision.mode: {dtype}, which computes in it under every strategy",
             "FSDP keeps fp32 shards and casts parameters as it gathers them; elsewhere nothing is gathered",
         )
-    yield from strategy.contradictions(config, layout, device_type)
+    yield from strategy.contradictions(config, layout)
 
 
 def _sizes(config: Config) -> Iterator[Contradiction]:

@@ -1,29 +1,21 @@
-"""Replicas by Hugging Face Accelerate, which wraps the model and synchronises its gradients.
+"""Replicas by Hugging Face Accelerate, which wraps the model in DistributedDataParallel.
 
-On several processes Accelerate wraps the model in DistributedDataParallel, under its own state, which finds the process
-group that exists. It works under Lockstep's launcher and under `accelerate launch`, whose other settings (precision,
-accumulation) are not read from its environment: the config decides. Accelerate's samplers, which repeat samples to
-fill a batch, and its `join_uneven_inputs` are not used: a rank that lacks a micro-batch runs a dummy.
+It works under Lockstep's launcher and under `accelerate launch`, whose other settings (precision, accumulation) are not
+read from its environment: the config decides. Its samplers and its `join_uneven_inputs` are not used.
 """
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
 
-import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import StepConfig
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
-from lockstep.parallel.ddp import Replicas
-from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
-from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
-from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
+from lockstep.parallel.ddp import Replicas, ddp_settings
 
 _OTHER_ENGINES = {
     "ACCELERATE_USE_FSDP": "write strategy: fsdp",
@@ -39,9 +31,7 @@ class Accelerate(Replicas):
     topologies = {"accelerate": ("replicate",)}
     equal_bits = False
 
-    def contradictions(
-        self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None
-    ) -> Iterator[Contradiction]:
+    def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
         yield from super().contradictions(config, layout)
         if config.distributed.ddp.compression.kind == "powersgd":
             yield Contradiction(
@@ -53,44 +43,13 @@ class Accelerate(Replicas):
     def topologies_to_verify(self, config: StepConfig) -> list[str]:
         return ["accelerate:2"]
 
-    def place(self, placement: PlacementContext) -> ParallelModel:
-        p = placement
-        p.materialise()
-        compression = p.compress()
-        prepared = prepare(p.model, p.config, p.device, compression.hook)
-        applied = AppliedStrategy(
-            shared_out(assign_contiguous, p),
-            runs=prepared.model,
-            gradient_sync=prepared,
-            multiplier=float(p.ranks),
-            compression=compression,
-        )
-        return placed_in_order(p, applied)
+    def wrap(self, model: nn.Module, config: StepConfig, group: dist.ProcessGroup) -> DistributedDataParallel:
+        refuse_other_engines()
+        return prepare(model, config)
 
 
-@dataclass
-class AcceleratedModel(AroundMicroBatch):
-    """A model as Accelerate runs it."""
-
-    model: DistributedDataParallel  # wrapped
-    no_sync: Callable[[], AbstractContextManager[Any]]  # Accelerate's context in which backward passes only accumulate
-    _open: ExitStack = field(default_factory=ExitStack)
-
-    def __post_init__(self) -> None:
-        self._learns = self.model.static_graph  # in the first backward pass of all, which has to synchronise
-
-    def before(self, run: MicroBatchPass) -> None:
-        if not run.last and not self._learns:
-            self._open.enter_context(self.no_sync())
-        self._learns = False
-
-    def after(self, run: MicroBatchPass) -> None:
-        self._open.close()
-
-
-def prepare(model: nn.Module, config: StepConfig, device: torch.device, hook: Any = None) -> AcceleratedModel:
-    """Hand a model over to Accelerate, whole, its values already equal on all ranks; `hook` is for DDP."""
-    refuse_other_engines()
+def prepare(model: nn.Module, config: StepConfig) -> DistributedDataParallel:
+    """Hand a model over to Accelerate."""
     try:
         from accelerate import Accelerator
         from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
@@ -100,29 +59,18 @@ def prepare(model: nn.Module, config: StepConfig, device: torch.device, hook: An
             where="distributed.strategy",
             fix="pip install 'lockstep-train[accelerate]', or write strategy: ddp",
         ) from None
-    ddp = config.distributed.ddp
     accelerator = Accelerator(
-        cpu=device.type == "cpu",
+        cpu=next(model.parameters()).device.type == "cpu",
         device_placement=config.distributed.accelerate.device_placement,
         mixed_precision="no",  # autocast is the step's, as under every strategy
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(
-                broadcast_buffers=False,
-                bucket_cap_mb=ddp.bucket_cap_mb,
-                find_unused_parameters=ddp.find_unused_parameters,
-                gradient_as_bucket_view=ddp.gradient_as_bucket_view,
-                static_graph=ddp.static_graph,
-            )
-        ],
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, **ddp_settings(config))],
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         wrapped = accelerator.prepare_model(model)
     assert isinstance(wrapped, DistributedDataParallel)
-    if hook is not None:
-        wrapped.register_comm_hook(None, hook)
-    return AcceleratedModel(wrapped, lambda: accelerator.no_sync(wrapped))
+    return wrapped
 
 
 def refuse_other_engines() -> None:

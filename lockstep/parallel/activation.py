@@ -1,9 +1,8 @@
 """Activation checkpointing: drop what a block saves, and recompute it in the backward pass.
 
 A block's `forward` is replaced on the instance, so canonical names stay, and hooks on the block (keyed random numbers,
-FSDP's gathering) run outside of what is recomputed, in the random state of the forward pass. `sequential` keeps only
-the input of the first of several blocks in a row, and computes all of them again the first time that the backward pass
-asks for what they would have saved. A block continues a run if it is given what the block before returned.
+FSDP's gathering) run outside of what is recomputed. `sequential` keeps only the input of the first of several blocks in
+a row, and computes all of them again at once; a block continues a run if it is given what the block before returned.
 """
 
 import weakref
@@ -106,11 +105,8 @@ def _recomputing(
     """Repeat a block's random numbers in its recomputation.
 
     torch does so by itself where the block has tensors among its positional arguments and the device's module has
-    `_initialized`, which those of MPS and of registered devices lack.
-
-    Args:
-        drawn: state of the device's generator as the forward pass began; None: torch restores it.
-        reuse: what selective checkpointing wants around the recomputation.
+    `_initialized`, which those of MPS and of registered devices lack. `drawn`: the generator's state as the forward
+    pass began; None: torch restores it.
     """
     drawing = nullcontext() if drawn is None else drawing_from(drawn, random_state)
     with random_state.recomputing(captured), drawing, reuse:
@@ -141,8 +137,6 @@ class _Previous:
 
 @dataclass(frozen=True)
 class _Call:
-    """One block's call in a forward pass."""
-
     block: nn.Module
     forward: Callable[..., Any]
     arguments: Any  # (positional, keyword); tensors are detached, and those from the block before are left out
@@ -189,8 +183,6 @@ class _Runs:
 
 @dataclass(eq=False)
 class _Run:
-    """Blocks that are recomputed at once."""
-
     random_state: RandomState
     calls: list[_Call] = field(default_factory=list)
     _saved: int = 0

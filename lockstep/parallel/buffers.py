@@ -1,16 +1,12 @@
 """Buffers that a forward pass changes: running statistics of batch normalisation, and others.
 
 A running average depends on the order in which micro-batches update it. So during a forward pass empty statistics
-replace the running ones and collect what this micro-batch adds (recomputed passes and dummies write to statistics that
-nobody reads), and after the last backward pass the records of all ranks are replayed in the order of the micro-batches.
+collect what this micro-batch adds, and after the last backward pass the records of all ranks are replayed in order.
 With n earlier calls, momentum m and a module called k times in a forward pass, one micro-batch changes the average r to
 (1 - m)^k r + c, where c is the result for an average of zero; without momentum (cumulative) to (n r + k c) / (n + k).
 
-The vectors of spectral normalisation make one power iteration in each forward pass. Here each micro-batch begins with
-those that the step began with, and the step ends with one iteration made, as a plain loop over the whole batch does.
-What a module counts over a step (`step_counts`, see `lockstep.models.protocol`) is added up over micro-batches and
-ranks, as integers, and handed to its `end_step`. Changes to any other buffer can't be replayed: ranks take rank 0's
-after each step, with a warning, or the model is refused where the same bits are asked for.
+Spectral normalisation makes one power iteration a step, as a plain loop over the whole batch does. `step_counts` are
+added up and handed to `end_step` (`lockstep.models.protocol`). Other buffers can't be replayed: ranks take rank 0's.
 """
 
 import logging
@@ -19,14 +15,19 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from lockstep.collectives import create_group
 from lockstep.errors import UsageError, listed
+from lockstep.parallel.comm import all_gather_flat
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.tensor_blocks import with_backward
 from lockstep.torch_compat.module_hooks import forward_pre_hooks
 from lockstep.torch_compat.normalizations import BatchNorm, SpectralNormParametrization
 from lockstep.torch_compat.tensor_versions import version_of
@@ -266,3 +267,102 @@ def _replay(modules: list[BatchNorm], records: Tensor) -> None:
             begin += module.num_features
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.copy_(counted)
+
+
+@dataclass
+class BatchNormRows(AroundMicroBatch):
+    """The modules whose statistics are those of a row: the micro-batches that neighbouring ranks run at the same time.
+
+    Mean and variance are those of `torch.nn.SyncBatchNorm`, which refuses CPUs, from the ranks' own means and squared
+    deviations (Chan, Golub, LeVeque 1979). Outside of a step's micro-batches a module is torch's own.
+    """
+
+    ranks: int  # of a row
+    group: dist.ProcessGroup  # of this rank's row
+    _inside: bool = field(default=False, init=False)
+    _real: bool = field(default=False, init=False)
+
+    def before(self, run: MicroBatchPass) -> None:
+        self._inside, self._real = True, run.micro_batch.real
+
+    def after(self, run: MicroBatchPass) -> None:
+        self._inside = False
+
+    def failed(self, error: BaseException) -> None:
+        self._inside = False
+
+    def forward(self, module: BatchNorm, inputs: Tensor) -> Tensor:
+        """Return a module's outputs for [samples, channels, …], and update its running statistics as torch does."""
+        if not (self._inside and module.training):
+            return type(module).forward(module, inputs)
+        x = inputs.float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs
+        dims, channels = [0, *range(2, x.dim())], x.shape[1]
+        count = x.new_full((1,), float(x.numel() // channels * self._real))
+        mean = x.mean(dims)
+        deviations = (x - _spread(mean, x)).square().sum(dims) * float(self._real)
+        table = with_backward(self._gather, self._pull_back, torch.cat([mean, deviations, count]))
+        means, deviations, counts = table[:, :channels], table[:, channels:-1].sum(0), table[:, -1:].detach()
+        total = counts.sum().clamp(min=1.0)
+        mean = (counts * means).sum(0) / total
+        variance = (deviations + (counts * (means - mean).square()).sum(0)) / total
+        _update(module, mean.detach(), variance.detach() * (total / (total - 1.0).clamp(min=1.0)))
+        outputs = (x - _spread(mean, x)) * _spread((variance + module.eps).rsqrt(), x)
+        if module.affine:
+            outputs = outputs * _spread(module.weight, x) + _spread(module.bias, x)
+        return outputs.to(inputs.dtype)
+
+    def _gather(self, mine: Tensor) -> Tensor:
+        """Return [numbers] of each rank as [ranks, numbers]."""
+        table = mine.new_empty(self.ranks * mine.numel())
+        all_gather_flat(table, mine.contiguous(), group=self.group)
+        return table.view(self.ranks, -1)
+
+    def _pull_back(self, pull: Tensor) -> Tensor:
+        """Add up what the ranks say of this one's."""
+        whole = pull.contiguous().clone()
+        dist.all_reduce(whole, group=self.group)
+        return whole[dist.get_rank(self.group)]
+
+
+def _spread(values: Tensor, like: Tensor) -> Tensor:
+    """Return [channels] as [channels, 1, …], to be used with [samples, channels, …]."""
+    return values.view(-1, *[1] * (like.dim() - 2))
+
+
+@torch.no_grad()
+def _update(module: BatchNorm, mean: Tensor, variance: Tensor) -> None:
+    if module.running_mean is None or module.running_var is None:
+        return
+    share: Any = module.momentum
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        share = share if share is not None else 1.0 / module.num_batches_tracked
+    module.running_mean.lerp_(mean.to(module.running_mean.dtype), share)
+    module.running_var.lerp_(variance.to(module.running_var.dtype), share)
+
+
+def apply_batch_norm_rows(model: nn.Module, samples: int | None, batch_size: int, ranks: int) -> BatchNormRows | None:
+    """Have batch normalisation cover rows of ranks, of so many samples; None where a row is one micro-batch."""
+    in_row = 1 if samples is None else samples // batch_size
+    if in_row == 1:
+        return None
+    found = {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
+    other = next((name for name, module in found.items() if type(module).forward is not BatchNorm.forward), None)
+    if other is not None or not found:
+        what = f"{other} ({type(found[other]).__name__}) has a forward of its own" if other else "the model has none"
+        raise UsageError(
+            f"batch normalisation can't cover {samples} samples: {what}",
+            where="training.batch_norm_samples",
+            fix=f"leave it out, or write training.batch_size: {samples}"
+            + (", or use nn.BatchNorm1d, 2d or 3d" if other else ""),
+        )
+    group = create_group("batch_norm", [range(first, first + in_row) for first in range(0, ranks, in_row)])
+    assert group is not None
+    rows = BatchNormRows(in_row, group)
+
+    def forward(self: BatchNorm, input: Tensor) -> Tensor:
+        return rows.forward(self, input)
+
+    for module in found.values():
+        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    return rows

@@ -1,16 +1,13 @@
 """Context parallel: ranks of the axis `context` work on the same micro-batches, each on its part of every sequence.
 
-Sequences are cut into chunks, two for each rank. A rank has one from the front and one from the back, as causal
-attention needs more work the later its queries are: of eight chunks, four ranks have 0 7, 1 6, 2 5 and 3 4. Positions
-meet in attention only (`lockstep.parallel.context_attention`). A rank's gradients of parameters are those of its
-positions, and are summed over the axis after the last backward pass of a step. A model's `context_plan()` says along
-which dim the parts of a batch are cut; what it does not name stays whole on every rank.
+Sequences are cut into chunks, two for each rank, one from the front and one from the back, as causal attention needs
+more work the later its queries are. A model's `context_plan()` says along which dim the parts of a batch are cut.
 
 Under `reproducible` sequences are cut into `context_blocks` chunks on any number of ranks, also on one, and each layer
-runs chunk by chunk: what several chunks add up to (gradients of parameters, of keys and values; losses) is summed as
-one tree over the chunks, in the order above. A module that does more than a product of each position names its
-products: `products = {"method": "parameter"}`, for methods (x [B, T, …], …, parameter), where the parameter may be a
-module of parameters, or, with `to_lend() -> {name: tensor}`, of what stands for them.
+runs chunk by chunk: what several chunks add up to is summed as one tree over them. A module that does more than a
+product of each position names its products: `products = {"method": "parameter"}`, for methods (x [B, T, …], …,
+parameter), where the parameter may be a module of parameters, or, with `to_lend() -> {name: tensor}`, of what stands
+for them.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,8 +27,7 @@ from lockstep.layout import Layout
 from lockstep.models.attention import Attend, SequenceBernoulli, SequenceMean
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.protocol import Objective, offered
-from lockstep.parallel.context_attention import cut_attention
-from lockstep.parallel.context_chunks import Context
+from lockstep.parallel.context_attention import Context, cut_attention
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.tensor_blocks import SEQUENCE, by_pieces, cut_dropout, spread
 from lockstep.parallel.tensor_cuts import sum_over_ranks
@@ -122,8 +118,7 @@ def _by_chunk(outputs: Any, length: int, count: int, context: Context) -> list[A
 
 def train_context(placed: ParallelModel, context: Context) -> None:
     """Let a placed model sum gradients over the axis, and its losses count once."""
-    group, finish = context.group, placed.finish_gradients
-    own, sums_itself = list(placed.parameters.values()), context.blocks is not None
+    group, finish, own = context.group, placed.finish_gradients, list(placed.parameters.values())
 
     def finish_gradients() -> None:
         finish()
@@ -133,9 +128,9 @@ def train_context(placed: ParallelModel, context: Context) -> None:
             numbers = sum(local(p.grad).numel() for p in own if p.grad is not None)
             context.on_send(2 * 4 * numbers * (context.ranks - 1) // context.ranks)
 
-    if group is not None and not sums_itself:
+    if group is not None and context.blocks is None:  # in blocks, each product sums its own
         placed.finish_gradients = finish_gradients
-    placed.forward, placed.context = context.outside(placed.forward), context
+    placed.forward, placed.context = context.outside()(placed.forward), context
     placed.adds_losses &= context.rank == 0
 
 
@@ -179,11 +174,7 @@ def _mean(module: SequenceMean, context: Context) -> None:
 def _by_chunks(name: str, module: nn.Module, context: Context, lent: set[str]) -> set[nn.Module]:
     """Let a layer run chunk by chunk: a weight's gradient is the same sum over chunks on any number of ranks.
 
-    Args:
-        lent: names of parameters that layers borrow.
-
-    Returns:
-        the modules that are handed to the layer's products.
+    `lent`: names of parameters that layers borrow. Returns the modules that are handed to the layer's products.
     """
     products = getattr(module, "products", {"product": "weight"} if hasattr(module, "product") else {})
     own = {each for each, _ in module.named_parameters(name, recurse=False)}

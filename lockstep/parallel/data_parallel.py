@@ -1,11 +1,8 @@
 """torch.nn.DataParallel: one process copies the model to its GPUs for each forward pass, and divides the batch.
 
-It needs no launcher, and is slower than ddp: one Python process drives all GPUs, the model is copied each time, and the
-first GPU holds all outputs. Here it divides each micro-batch. Running statistics of batch normalisation are
-those of the first GPU's part.
-
-The GPUs are driven by threads, in which keyed random numbers can't be seeded one segment after the other: a model that
-draws random numbers is repeatable on the same number of GPUs, but draws others than under the other strategies.
+Here it divides each micro-batch. Running statistics of batch normalisation are those of the first GPU's part. The GPUs
+are driven by threads, in which keyed random numbers can't be seeded one segment after the other: a model that draws is
+repeatable on the same number of GPUs, but draws other numbers than under the other strategies.
 """
 
 from collections.abc import Iterator
@@ -39,12 +36,7 @@ class DP(Strategy):
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
         return Layout(self.name)
 
-    def describe(self, layout: Layout) -> str:
-        return self.name
-
-    def contradictions(
-        self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None
-    ) -> Iterator[Contradiction]:
+    def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
         if config.precision.fp8 != "none":
             yield Contradiction(
                 ("precision.fp8", "distributed.strategy"),

@@ -6,6 +6,7 @@ Buffers are not broadcast here: `lockstep.parallel.buffers` keeps them equal.
 
 import inspect
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -13,16 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.config import DDPConfig, StepConfig
+from lockstep.config import StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, replicated_step
 from lockstep.errors import Contradiction, RunError, listed
 from lockstep.layout import Layout
 from lockstep.monitor.meters import watch_ddp
-from lockstep.parallel.comm.compression import Hook
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous, assign_strided
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
@@ -42,9 +41,7 @@ class Replicas(Strategy):
 
     reduces_by_ddp = True
 
-    def contradictions(
-        self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None
-    ) -> Iterator[Contradiction]:
+    def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
         level = dist.get_debug_level()  # type: ignore[attr-defined]  # torch's stubs lack it
         several = layout is not None and layout.world_size > 1
         if several and torch.__version__.startswith("2.13.") and level.name == "DETAIL":
@@ -62,6 +59,36 @@ class Replicas(Strategy):
         sizes = {"fp16": whole / 2, "bf16": whole / 2, "powersgd": pieces.low_rank_bytes}
         sent, bucket = sizes.get(ddp.compression.kind, whole), ddp.bucket_cap_mb * 2**20
         return replicated_step(pieces, layout, cluster, micro_batches, sent=sent, bucket_bytes=bucket)
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, config: StepConfig, group: dist.ProcessGroup) -> DistributedDataParallel:
+        """Wrap a whole model, on its device, its values already equal on all ranks of the group."""
+
+    def place(self, placement: PlacementContext) -> ParallelModel:
+        p, mesh = placement, placement.mesh
+        assert mesh is not None
+        p.materialise()
+        compression, replicas = p.compress(), mesh["replicate"].get_group()
+        how: Callable[..., list[tuple[int, bool]]] = assign_tree if p.reproducible else assign_contiguous
+        if p.batch_norm is not None:
+            how = assign_strided
+        if p.experts is not None:  # ranks run the same number of micro-batches, since they exchange rows in each
+            how = p.experts.assign = partial(assign_tree, even=True) if p.reproducible else assign_strided
+        with p.without_experts():
+            wrapped = self.wrap(p.model, p.config, replicas)
+            if compression.hook is not None:
+                wrapped.register_comm_hook(None, compression.hook)
+            sync = DDPSync(wrapped)
+            tree = ReplicaTree(wrapped, replicas) if p.reproducible else None
+        applied = AppliedStrategy(
+            shared_out(how, p),
+            runs=wrapped,
+            gradient_sync=sync,
+            multiplier=1.0 if p.reproducible else float(p.ranks),  # the tree is a sum; DDP's own reduction is a mean
+            tree=tree,
+            compression=compression,
+        )
+        return placed_in_order(p, applied)
 
     def rehearse(self, placement: PlacementContext) -> ParallelModel:
         assert placement.dry_run is not None
@@ -86,63 +113,30 @@ class DDP(Replicas):
         if cluster.num_gpus > 1:
             yield {STRATEGIES.where: self.name}
 
-    def place(self, placement: PlacementContext) -> ParallelModel:
-        p, mesh = placement, placement.mesh
-        assert mesh is not None
-        p.materialise()
-        compression = p.compress()
-        how: Callable[..., list[tuple[int, bool]]] = assign_tree if p.reproducible else assign_contiguous
-        if p.batch_norm is not None:
-            how = assign_strided
-        if p.experts is not None:  # ranks run the same number of micro-batches, since they exchange rows in each
-            how = p.experts.assign = partial(assign_tree, even=True) if p.reproducible else assign_strided
-        with p.without_experts():
-            wrapped = apply_ddp(p.model, mesh, p.config.distributed.ddp, compression.hook)
-            sync = DDPSync(wrapped)
-            tree = ReplicaTree(wrapped, mesh["replicate"].get_group()) if p.reproducible else None
-        applied = AppliedStrategy(
-            shared_out(how, p),
-            runs=wrapped,
-            gradient_sync=sync,
-            multiplier=1.0 if p.reproducible else float(p.ranks),  # the tree is a sum; DDP's own reduction is a mean
-            tree=tree,
-            compression=compression,
-        )
-        return placed_in_order(p, applied)
+    def wrap(self, model: nn.Module, config: StepConfig, group: dist.ProcessGroup) -> DistributedDataParallel:
+        device = next(model.parameters()).device
+        settings = ddp_settings(config) | _BUFFERS_STAY
+        if device.type != "cpu":
+            settings["device_ids"] = [device.index]
+        wrapped = DistributedDataParallel(model, process_group=group, init_sync=False, **settings)
+        watch_ddp(wrapped)
+        return wrapped
 
 
-def apply_ddp(
-    model: nn.Module, mesh: DeviceMesh, config: DDPConfig, hook: Hook | None = None
-) -> DistributedDataParallel:
-    """Wrap a whole model, its values already equal on all ranks; `hook` replaces DDP's own reduction."""
-    device = next(model.parameters()).device
-    settings: dict[str, Any] = {"device_ids": [device.index]} if device.type != "cpu" else {}
-    wrapped = DistributedDataParallel(
-        model,
-        process_group=mesh["replicate"].get_group(),
-        init_sync=False,
-        **_BUFFERS_STAY,
-        bucket_cap_mb=config.bucket_cap_mb,
-        find_unused_parameters=config.find_unused_parameters,
-        gradient_as_bucket_view=config.gradient_as_bucket_view,
-        static_graph=config.static_graph,
-        **settings,
-    )
-    if hook is not None:
-        wrapped.register_comm_hook(None, hook)
-    watch_ddp(wrapped)
-    return wrapped
+def ddp_settings(config: StepConfig) -> dict[str, Any]:
+    """Return the options of torch's DDP that the config sets."""
+    names = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+    return {name: getattr(config.distributed.ddp, name) for name in names}
 
 
 class DDPSync(AroundMicroBatch):
     """The switch between backward passes that reduce gradients (`last`) and those that accumulate, as in `no_sync()`.
 
-    With a static graph DDP learns the graph in the very first backward pass, and fails if that one does not reduce. So
-    that one reduces, too: gradients that are reduced twice are the same on all ranks, and their mean does not change
-    them.
+    With a static graph DDP fails if the very first backward pass does not reduce. So that one reduces, too: gradients
+    that are reduced twice are the same on all ranks, and their mean does not change them.
 
-    After a backward pass that reduces, it checks that DDP has reduced all gradients. A parameter without a gradient
-    keeps its bucket from being sent. DDP itself reports this only in the next step's forward pass, by number at best.
+    A parameter without a gradient keeps its bucket from being sent, which DDP itself reports only in the next step's
+    forward pass, by number at best.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:

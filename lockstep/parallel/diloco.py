@@ -1,14 +1,8 @@
 """Local updates: workers train by themselves and synchronize every H steps, for slow links.
 
-DiLoCo (Douillard et al. 2023, arXiv:2311.08105): each worker takes H inner steps with the run's optimizer on its own
-part of every global batch; the mean over workers of what they changed, θ − θ_w, is an outer gradient, along which a
-step of SGD with Nesterov's momentum takes the common parameters θ; all workers go on from there, each with its own
-optimizer state. With momentum 0 and learning rate 1 it is local SGD (Stich 2018, arXiv:1805.09767). Fragments
-(Douillard et al. 2025, arXiv:2501.18512) are exchanged at different steps, H apart each. W workers in one process,
-which runs them in turn, take the same steps as W workers on W ranks.
-
-Memory beyond a plain replica: the common parameters and the momentum; under int8 and int4 the rounding errors; and for
-each further worker on a rank all that a worker has.
+DiLoCo (Douillard et al. 2023, arXiv:2311.08105); with momentum 0 and learning rate 1 it is local SGD (Stich 2018,
+arXiv:1805.09767). Fragments (Douillard et al. 2025, arXiv:2501.18512) are exchanged at different steps, H apart each. W
+workers in one process, which runs them in turn, take the same steps as W workers on W ranks.
 """
 
 from collections.abc import Iterator
@@ -58,9 +52,7 @@ class DiLoCo(Strategy):
         more = f" ({layout.workers} workers)" if layout.workers != layout.replicate else ""
         return f"{self.name}:{layout.replicate}{more}"
 
-    def contradictions(
-        self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None
-    ) -> Iterator[Contradiction]:
+    def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
         diloco, training = config.distributed.diloco, config.training
         if diloco.fragments > diloco.inner_steps:
             yield Contradiction(
@@ -106,7 +98,6 @@ class DiLoCo(Strategy):
         return self
 
     def place(self, placement: PlacementContext) -> ParallelModel:
-        """Let the workers of this rank train a placed model."""
         p, config = placement, placement.config.distributed.diloco
         placed = self.rehearse(p)
         mine, total = _worker_numbers(p)
@@ -116,7 +107,7 @@ class DiLoCo(Strategy):
         workers = LocalWorkers(placed, placed.micro_step, mine, total, config, all_reduce)
         placed.local_training = workers
         placed.forward_backward, placed.micro_step = workers.forward_backward, workers.micro_step
-        placed.evaluate, placed.forward = workers.on_common(placed.evaluate), workers.on_common(placed.forward)
+        placed.evaluate, placed.forward = workers.on_common()(placed.evaluate), workers.on_common()(placed.forward)
         placed.buffers = workers.buffers
         placed.log_lines += _log_lines(config, total, p.ranks, placed)
         return placed
@@ -134,7 +125,6 @@ class DiLoCo(Strategy):
 
 
 def _worker_numbers(p: PlacementContext) -> tuple[range, int]:
-    """Return (the numbers of this rank's workers, workers over all ranks)."""
     total = p.layout.workers or p.ranks
     each = total // p.ranks
     return range(p.rank * each, (p.rank + 1) * each), total

@@ -1,10 +1,8 @@
 """The guard against replicas that drift apart: a flipped bit, or a parameter that is not synchronised.
 
-Replicas make the same update from the same gradients, so they are equal in every bit. Every K steps each adds up the
-bits of its parameters and buffers as integers, and ranks compare one number; the host waits for the device. Where it
-differs, elements are compared: a bit that flipped in memory leaves one element apart, a fault of software whole
-tensors. All ranks then stop with the same error, or, if the config says so, a flipped bit is put back. Bits that flip
-in a gradient before it is reduced, and those that a later update has rounded away, are seen by no comparison.
+Every K steps each replica adds up the bits of its parameters and buffers as integers, and ranks compare one number.
+Where it differs, elements are compared: a bit that flipped in memory leaves one element apart, a fault of software
+whole tensors. Bits that flip in a gradient before it is reduced are seen by no comparison.
 """
 
 import socket

@@ -1,15 +1,12 @@
-"""Expert parallel: the experts of each layer are spread over the ranks of the axis `expert`.
+"""Expert parallel: the experts of each layer are spread over the ranks of the axis `expert` (arXiv:2006.16668).
 
-These ranks share out the step's micro-batches, too: the axis divides replicate × shard (Lepikhin et al. 2020, GShard,
-arXiv:2006.16668). A model's `experts()` names modules that are called with rows in the order of their experts and the
-number of each one's, and whose parameters are stacked over experts in dim 0; a rank holds a run of them:
+These ranks share out the step's micro-batches, too: the axis divides replicate × shard. A rank holds a run of experts:
 
     rows → all-to-all → the rows of my experts, from each rank → experts → all-to-all → rows
 
-No row is dropped, so the ranks exchange numbers of rows first, for which the host waits. Replicas and shards leave
-these parameters alone: their gradients are summed over the ranks that hold the same experts after the last backward
-pass, or, under `reproducible`, up the tree, for which an expert runs the rows of each rank by themselves. The axis
-`tensor` deals out experts first: each of its ranks has a run of them, of which a rank along `expert` has a part.
+No row is dropped, so the ranks exchange numbers of rows first, for which the host waits. Gradients of experts are
+summed over the ranks that hold the same ones after the last backward pass, or, under `reproducible`, up the tree, for
+which an expert runs the rows of each rank by themselves. The axis `tensor` deals out experts first.
 """
 
 import copy
@@ -44,10 +41,7 @@ Assign = Callable[..., list[tuple[int, bool]]]
 class PlacedExperts(AroundMicroBatch):
     """The experts of a model that this rank holds, and the sums of their gradients.
 
-    Args:
-        mesh: with the axes `expert_replicate`, `expert` and `tensor`.
-        shapes: canonical name → whole shape of each parameter of experts.
-        exact: gradients are summed up the tree.
+    `mesh` has the axes `expert_replicate`, `expert` and `tensor`; `exact`: gradients are summed up the tree.
     """
 
     def __init__(self, mesh: DeviceMesh, shapes: Mapping[str, torch.Size], layout: Layout, *, exact: bool) -> None:
@@ -191,7 +185,6 @@ class PlacedExperts(AroundMicroBatch):
         return with_backward(lambda p: tuple(p.view_as(p) for _ in range(self.ranks)), keep, parameter)
 
     def begin(self, micro_batches: int) -> None:
-        """Begin a step of this many micro-batches over all ranks."""
         self._micro_batches = micro_batches
         self._partials.clear()
 
@@ -296,12 +289,9 @@ def parameters_of_experts(model: nn.Module) -> list[nn.Parameter]:
 def train_experts(
     placed: ParallelModel, experts: PlacedExperts, replicas: dist.ProcessGroup, *, others: bool
 ) -> None:  # fmt: skip
-    """Let a placed model train DTensors in place of this rank's experts, and count each element once.
+    """Let a placed model train DTensors in place of this rank's experts (with `others`, of all plain parameters).
 
-    Args:
-        placed: by a strategy that leaves these parameters alone.
-        replicas: the ranks that hold the same shards of all else.
-        others: make DTensors of plain parameters that are not of experts, too.
+    Each element counts once; `replicas` hold the same shards of all that is not of experts.
     """
     own = placed.parameters
     names = [n for n, p in own.items() if n in experts.shapes or (others and not isinstance(p, DTensor))]
@@ -316,7 +306,6 @@ def train_experts(
 def _by_rank(
     plain: nn.Module, copies: Mapping[str, Tensor], parts: tuple[Tensor, ...], counts: list[list[int]]
 ) -> Tensor:  # fmt: skip
-    """Return what the experts make of the rows of each rank, each with its copies of the parameters."""
     made = []
     for rank, (part, numbers) in enumerate(zip(parts, counts, strict=True)):
         held = {name.partition("@")[0]: copy for name, copy in copies.items() if name.endswith(f"@{rank}")}

@@ -1,10 +1,7 @@
 """Linear layers that multiply in float8, by torchao: operands in e4m3, gradients of outputs in e5m2.
 
-Each tensor has one scale, which is read from its own largest magnitude as it is multiplied: a whole weight, or one
-micro-batch's activations or their gradients. None of that depends on where a micro-batch runs, so every strategy takes
-the same step. Parameters stay as they are, and so do their names: a checkpoint knows nothing of float8.
-
-Scaling "per tensor" is that of Micikevicius et al., FP8 Formats for Deep Learning, 2022 (arXiv:2209.05433).
+Each tensor has one scale, of a whole weight or of one micro-batch's activations, which does not depend on where it
+runs. Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022 (arXiv:2209.05433).
 """
 
 import logging
@@ -25,16 +22,11 @@ _CAPABILITY = (8, 9)  # of the first NVIDIA GPUs that multiply in float8
 
 
 def apply_fp8(model: nn.Module, blocks: Blocks, kind: str, device: torch.device) -> list[str]:
-    """Let the linears inside `blocks` multiply in float8; call it before anything wraps them.
+    """Let the linears inside `blocks` multiply in float8, before anything wraps them; return lines to log at start.
 
     This converts linears of torch's own class with both dims multiples of 16 and without hooks, which would be lost.
-    Modules outside blocks (embedding, head) and a block that is a linear itself stay as they are.
-
-    Args:
-        kind: `precision.fp8`: none, linears, or emulated, which rounds to float8 and multiplies in float32.
-
-    Returns:
-        a line to log at start, unless the kind is none.
+    Modules outside blocks (embedding, head) and a block that is a linear itself stay as they are. The kind `emulated`
+    rounds to float8 and multiplies in float32.
     """
     if kind == "none":
         return []

@@ -1,12 +1,8 @@
 """Fully sharded data parallelism on FSDP2: each rank holds a share of every parameter, gradient and optimizer state.
 
 A *unit* is gathered at once: a repeated block, or what a wrap policy picks; all other parameters belong to the root.
-Gradients are summed, not averaged. Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.fully_shard.
-
-FSDP2 can't cut parameters without a dim (CLIP's `logit_scale`). Every rank holds them whole and FSDP2 ignores them; the
-optimizer and checkpoints see a replicated DTensor that shares the memory, because torch's fused updates take DTensors
-or plain tensors, not both. The ranks collect the step's gradients in one table with a row for each micro-batch, which
-each rank adds up the tree: the same bits as in one process, for a few bytes.
+Gradients are summed, not averaged. FSDP2 can't cut parameters without a dim (CLIP's `logit_scale`), so every rank holds
+them whole and FSDP2 ignores them (`Scalars`). Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +33,7 @@ from lockstep.parallel.reproducible.tree import Partials, assign_in_groups, clea
 from lockstep.precision import DTYPES
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy, given_sizes
-from lockstep.torch_compat.views import return_no_views
+from lockstep.torch_compat.tensor_versions import return_no_views
 
 
 class FSDP(Strategy):
@@ -75,9 +71,7 @@ class FSDP(Strategy):
     def describe(self, layout: Layout) -> str:
         return describe_shards(layout)
 
-    def contradictions(
-        self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None
-    ) -> Iterator[Contradiction]:
+    def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
         distributed = config.distributed
         if distributed.reproducible and distributed.fsdp.accumulate != "sharded":
             yield Contradiction(
@@ -93,11 +87,7 @@ class FSDP(Strategy):
     def cuts_parameters(self, layout: Layout) -> bool:
         return layout.world_size > 1
 
-    def casts_parameters(self, layout: Layout) -> bool:
-        return layout.world_size > 1
-
-    def replicas(self, layout: Layout) -> int:
-        return layout.replicate
+    casts_parameters = cuts_parameters
 
     def message_type(self, config: StepConfig) -> str | None:
         return config.distributed.fsdp.reduce_dtype
@@ -215,19 +205,14 @@ def apply_fsdp(
     param_dtype: str = "fp32", reshard_after_forward: bool | None = None, replicas_apart: bool = False,
     foreign: set[nn.Parameter] | None = None, device_type: str | None = None,
 ) -> list[str]:  # fmt: skip
-    """Shard `model` in place over the axes `replicate` and `shard` of `mesh`.
+    """Shard `model` in place over the axes `replicate` and `shard` of `mesh`; return lines to log at start.
 
     Args:
         model: whole, real or on meta, after checkpointing and compilation.
-        blocks: its repeated blocks, for the policy `transformer`.
-        param_dtype: in which parameters are gathered and computed with.
         reshard_after_forward: overrides what the sharding strategy says.
         replicas_apart: the caller adds up the replicas' gradients; FSDP2 only shards.
         foreign: parameters that stay as they are.
         device_type: on which it will run; unset: the mesh's.
-
-    Returns:
-        lines to log at start.
     """
     # FSDP2 takes a 1-D mesh to shard, and for hybrids a 2-D one, whose first dim replicates.
     over = mesh["shard"] if replicas_apart or mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
@@ -285,7 +270,6 @@ def _refuse_mixture(unit: nn.Module, own: Sequence[nn.Parameter]) -> None:
 def _precision_of(
     parameters: Sequence[nn.Parameter], config: FSDPConfig, param_dtype: str, *, exact: bool
 ) -> MixedPrecisionPolicy:
-    """Return the types in which a unit with these parameters computes and its gradients are summed over ranks."""
     low = None if param_dtype == "fp32" else torch.float32
     reduce_dtype: torch.dtype | None = low if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
     # Gradients of low-precision parameters are summed in fp32 by default; those of float64 never are, and

@@ -1,10 +1,9 @@
 """Units of FSDP2: which modules are gathered at once, and which of them the forward passes use.
 
 FSDP2 requires that every rank calls the same units in the same order, and that the same parameters get gradients on all
-ranks. Where a model routes by its data this does not hold. `UnitUsage` gives a parameter that only other ranks use a
-gradient of zeros, and one that no rank uses none. Ranks compare in the first step which unit is called before they
-gather it, and after each step the order in which they called the units (on GPUs only where a model left something
-unused: a comparison holds up the host): a difference is an error, not a hang or another unit's values.
+ranks. `UnitUsage` gives a parameter that only other ranks use a gradient of zeros, and one that no rank uses none.
+Ranks compare which units they call: a difference is an error, not a hang or another unit's values. (On GPUs, after the
+first step, only where a model left something unused: a comparison holds up the host.)
 """
 
 import inspect
@@ -126,10 +125,7 @@ def own_parameters(unit: nn.Module) -> list[nn.Parameter]:
 class UnitUsage(AroundMicroBatch):
     """The record of which units and parameters of a sharded model a step uses.
 
-    Args:
-        device: on which ranks exchange their records.
-        shards: the ranks that gather units together; None: each rank holds the whole model. Ranks of other replicas may
-            run another number of micro-batches.
+    `shards` gather units together; None: each rank holds the whole model. Other replicas may run fewer micro-batches.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, shards: dist.ProcessGroup | None) -> None:
@@ -162,7 +158,6 @@ class UnitUsage(AroundMicroBatch):
             self._order, self._first_step = 0, False
 
     def failed(self, error: BaseException) -> Exception | None:
-        """Return an error if parameters of a unit were used that was not called."""
         self._forward = False
         self._calls.clear()
         return explain_mixing(error, self._not_called)

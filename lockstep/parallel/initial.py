@@ -1,13 +1,12 @@
 """First values: each parameter is a function of (seed, its canonical name), whatever the strategy.
 
-A model with `init_weights()` is built on `meta`, placed, and filled one parameter at a time: `init_weights()` runs on a
-copy in which only that parameter is real and all others are meta, where random functions draw nothing. The value is
-made in full on the CPU and cut as the parameter is placed, so no rank ever holds more than one whole parameter beside
-its own share. Any other module is built whole on every rank under one seed, compared, and cut.
+`init_weights()` of a model on meta runs on a copy in which one parameter is real and all others are meta, where random
+functions draw nothing. So no rank ever holds more than one whole parameter beside its own share. Any other module is
+built whole on every rank under one seed, compared, and cut.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -115,9 +114,9 @@ class _SkipMeta(TorchFunctionMode):
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, first: FirstValues, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Fill a placed model, whose storage exists but holds nothing yet: its `parameters`, and its buffers."""
-    for name, parameter in parameters:
+def materialise(model: nn.Module, first: FirstValues) -> None:
+    """Fill a placed model, whose storage exists but holds nothing yet."""
+    for name, parameter in model.named_parameters():
         whole = first.parameter(name)
         if isinstance(parameter, DTensor):
             mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()

@@ -2,12 +2,10 @@
 
 The mean over workers of what they changed, θ − θ_w, is an outer gradient; a step of SGD along it, with momentum
 (Nesterov's or plain), moves the common parameters θ, and every worker continues from there.
-
-Assumes parameters of one floating type (`require_one_type`).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +42,6 @@ class FlatParameters:
         }
 
     def named(self, prefix: str) -> dict[str, Tensor]:
-        """Return prefix/name → view, for a checkpoint."""
         return {f"{prefix}/{name}": view for name, view in self.views.items()}
 
 
@@ -104,23 +101,9 @@ class WorkersLossAccumulator(LossAccumulator):
         norms, noted = self._table[:, self.micro_batches_per_step : -1].sum(dim=1)
         return number(norms / noted.clamp(min=1))
 
-    @property
-    def stop_votes(self) -> Number:
-        return number(self._table[0, -1])
-
-    @property
-    def step_marks(self) -> Number:
-        return number(self._table[1, -1])
-
 
 class OuterStep:
-    """The rule and the state of the exchange; every rank makes the same calls.
-
-    Args:
-        common: the parameters from which all workers go on.
-        momentum: of the outer step.
-        buffers: the running statistics that go with `common`.
-    """
+    """The rule and the state of the exchange, after which all workers go on from `common` and `buffers`."""
 
     def __init__(
         self, common: FlatParameters, momentum: FlatParameters, buffers: dict[str, Tensor], config: DiLoCoConfig,
@@ -172,13 +155,9 @@ class OuterStep:
 
 
 class LocalWorkers:
-    """The workers of this rank, and the common model; see `LocalTraining`. Every rank makes the same calls.
+    """The workers of this rank, and the common model that they begin from. Every rank makes the same calls.
 
-    Args:
-        placed: the model that they train in turn.
-        micro_step: forward and backward of one micro-batch on the model as it stands.
-        mine: the numbers of this rank's workers.
-        total: their number over all ranks.
+    `mine`: the numbers of this rank's workers, of `total` over all ranks.
 
     Raises:
         UsageError: the parameters are not of one floating type.
@@ -218,7 +197,6 @@ class LocalWorkers:
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
     ) -> None:
-        """Run this rank's micro-batches of a step, worker by worker."""
         left = iter(micro_batches)
         for worker in self._workers:
             count = len(assign_contiguous(accumulator.micro_batches_per_step, worker.number, self.total))
@@ -301,15 +279,13 @@ class LocalWorkers:
 
     # ---- what is evaluated and saved ----
 
-    def on_common(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def run_on_common(*args: Any, **kwargs: Any) -> Any:
-            self._put(self._values.views, self._common_buffers)
-            try:
-                return run(*args, **kwargs)
-            finally:
-                self._put(self._in_place.values.views, self._in_place.buffers)
-
-        return run_on_common
+    @contextmanager
+    def on_common(self) -> Iterator[None]:
+        self._put(self._values.views, self._common_buffers)
+        try:
+            yield
+        finally:
+            self._put(self._in_place.values.views, self._in_place.buffers)
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -324,6 +300,7 @@ class LocalWorkers:
         return kept
 
     def each(self, optimizer: Optimizer) -> Iterator[str]:
+        """Yield the prefix of each model's names in a checkpoint; its optimizer state is in place meanwhile."""
         for worker in self._workers:
             with self._entered(worker, optimizer):
                 yield f"{worker.prefix}/"

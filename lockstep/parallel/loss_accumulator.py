@@ -1,8 +1,7 @@
 """Sums the losses and valid targets of a step's micro-batches over all ranks.
 
-Each rank writes what it ran into its own columns of a table; one small all-reduce adds zeros to them, which changes no
-bit; the columns are then summed in the order of the micro-batches. So the loss of a step is the same number on every
-topology. One more column carries the ranks' votes to stop and the step that each is in, without traffic of its own.
+One small all-reduce adds zeros to what each rank wrote, which changes no bit; micro-batches are then summed in order,
+so the loss is the same number on every topology. One more column carries votes to stop and the step that a rank is in.
 """
 
 import math
@@ -58,7 +57,6 @@ class Loss(NamedTuple):
     targets: int | Tensor  # how many are valid
 
     def summed(self) -> Tensor:
-        """Return the sum, detached."""
         value = self.value.detach()
         return value if self.times == 1 else value * self.times
 
@@ -66,10 +64,7 @@ class Loss(NamedTuple):
 class LossAccumulator:
     """Accumulates the losses and target counts of one step on the device; the host does not wait for it.
 
-    Args:
-        micro_batches_per_step: micro-batches in the step, over all ranks.
-        shared: whether other ranks run some of the micro-batches.
-        adds: whether this rank's count; else another rank runs the same ones.
+    `shared`: other ranks run some of the micro-batches. `adds`: this rank's count; else another runs the same ones.
     """
 
     def __init__(self, micro_batches_per_step: int, device: torch.device, *, shared: bool, adds: bool = True) -> None:
@@ -118,12 +113,12 @@ class LossAccumulator:
     @property
     def stop_votes(self) -> Number:
         """Number of ranks that voted to stop; known after `totals`, equal on all ranks."""
-        return self._table[0, -1]
+        return number(self._table[0, -1])
 
     @property
     def step_marks(self) -> Number:
         """Sum of the steps that the ranks are in, after `totals`; equal on all ranks if they reduced together."""
-        return self._table[1, -1]
+        return number(self._table[1, -1])
 
     def _finish(self) -> None:
         self.start_reduce()

@@ -1,9 +1,7 @@
 """Loss parallel: the cross entropy of logits whose vocabulary is cut over the axis `tensor`; no rank has them whole.
 
-A block of the vocabulary gives two numbers for each position: the logarithm of its sum of exponentials, and the logit
-of the target if that is in it. Ranks gather these (Shoeybi et al. 2019, Megatron-LM, section 3). The gradient of a
-rank's logits is their softmax, less 1 at the target, and needs no message. Where bits count, each block is computed in
-memory of its own, and the sums of all blocks are added alike on every number of ranks, also on one.
+For each position ranks gather the logarithm of each block's sum of exponentials, and the logit of the target if it is
+there (Shoeybi et al. 2019, Megatron-LM, section 3). The gradient of a rank's logits needs no message.
 """
 
 from dataclasses import replace

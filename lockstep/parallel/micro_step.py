@@ -5,9 +5,10 @@
 What wraps a micro-batch is a list of `AroundMicroBatch` (see `lockstep.parallel.placement.around_micro_batches`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +19,6 @@ from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 ForwardBackward = Callable[[Sequence[MicroBatch], LossAccumulator, float], None]
 """(this rank's micro-batches of a step, the step's accumulator, factor).
 
@@ -28,14 +26,10 @@ Adds `factor` × the gradient of the summed loss of the *whole* step to `.grad` 
 all ranks once `finish_gradients` has run.
 """
 
+# (micro-batch, accumulator, factor, last): runs forward and backward; `last` reduces the gradients over ranks.
 MicroStep = Callable[[MicroBatch, LossAccumulator, float, bool], Loss]
-"""(micro-batch, accumulator, factor, last): runs forward and backward; `last` reduces the gradients over ranks."""
-
-Evaluate = Callable[[Sequence[MicroBatch], LossAccumulator], None]
-"""(this rank's micro-batches, accumulator): runs forward passes only."""
-
-Explain = Callable[[BaseException], Exception | None]
-"""Returns a clearer error for one that torch raised; None where it knows none."""
+Evaluate = Callable[[Sequence[MicroBatch], LossAccumulator], None]  # runs forward passes only
+Explain = Callable[[BaseException], Exception | None]  # → a clearer error for one of torch's; None: it knows none
 
 
 @dataclass
@@ -139,16 +133,13 @@ def plain_forward(model: nn.Module, precision: Precision) -> Callable[..., Any]:
     return forward
 
 
-def explained(run: Callable[P, R], explanations: Sequence[Explain]) -> Callable[P, R]:
-    """Return `run`, which raises the first explanation of an error that there is."""
-
-    def explained_run(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return run(*args, **kwargs)
-        except RuntimeError as error:
-            clearer = next((found for explain in explanations if (found := explain(error)) is not None), None)
-            if clearer is None:
-                raise
-            raise clearer from error
-
-    return explained_run
+@contextmanager
+def explained(explanations: Sequence[Explain]) -> Iterator[None]:
+    """Raise the first explanation that there is of an error inside of the block."""
+    try:
+        yield
+    except RuntimeError as error:
+        clearer = next((found for explain in explanations if (found := explain(error)) is not None), None)
+        if clearer is None:
+            raise
+        raise clearer from error

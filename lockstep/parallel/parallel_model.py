@@ -6,33 +6,89 @@ the random numbers, the loss and its normalisation are the same for all of them.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lockstep import accelerator
+from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
-from lockstep.parallel.context_chunks import Context
-from lockstep.parallel.gradient_hooks import GradientHooks, run_hooks
+from lockstep.parallel.context_attention import Context
 from lockstep.parallel.loss_accumulator import HostLossAccumulator, LossAccumulator, Number, number, tensor_of
 from lockstep.parallel.micro_step import Evaluate, ForwardBackward, MicroStep
 from lockstep.parallel.reproducible.exact_norm import exact_norm, gradient_norm
 from lockstep.randomness import RandomState
 from lockstep.torch_compat import foreach
+from lockstep.torch_compat.gradient_hooks import has_hooks_after_accumulation, hooks_of, remove_hooks
+
+GradientHooks = dict[str, list[Callable[[Tensor], Any]]]  # parameter → what its gradient goes through, in order
+
+
+def take_hooks(model: nn.Module, *, workers: bool = False) -> GradientHooks:
+    """Remove and return the gradient hooks of a model that is about to be placed: `parameter.register_hook(function)`.
+
+    A hook expects the whole gradient of the loss, and in a distributed backward pass would see one micro-batch's, or
+    none. So `run_hooks` calls them once a step, on the gradient of the step's mean loss, before it is clipped.
+    If `workers` train by themselves on its parameters, there is no gradient of a step, and hooks are refused.
+    """
+    named = dict(model.named_parameters())
+    if early := [name for name, p in named.items() if has_hooks_after_accumulation(p)]:
+        raise UsageError(
+            f"the parameter {listed(early)} has a hook from register_post_accumulate_grad_hook",
+            why="it would run on a rank's own micro-batches before gradients are reduced, and never under FSDP",
+            fix="remove it, and let Trainer update; register_hook may change a gradient, Trainer(…, after_update=…) "
+            "runs after the update (docs/how_to/teachers.md)",
+        )
+    hooks: GradientHooks = {name: found for name, p in named.items() if (found := hooks_of(p))}
+    if hooks and workers:
+        raise UsageError(
+            f"the parameter {listed(list(hooks))} has a gradient hook",
+            why="under diloco each worker makes an update from a gradient of its own",
+            fix="remove the hook, or use ddp or fsdp",
+        )
+    for name in hooks:
+        remove_hooks(named[name])
+    return hooks
+
+
+@torch.no_grad()
+def run_hooks(hooks: GradientHooks, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Let gradients, of the mean loss, go through their hooks, whole; all ranks call it."""
+    for name, functions in hooks.items():
+        parameter = parameters.get(name)
+        if parameter is None or parameter.grad is None:
+            continue
+        grad = parameter.grad
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for function in functions:
+            result = function(whole)
+            whole = whole if result is None else result
+        if whole.shape != grad.shape:
+            raise UsageError(
+                f"the gradient hook of {name} returns the shape {list(whole.shape)}, and the gradient has "
+                f"{list(grad.shape)}",
+                fix="return a tensor of the gradient's shape, or None",
+            )
+        if isinstance(grad, DTensor):
+            everywhere = [Replicate()] * grad.device_mesh.ndim
+            same = DTensor.from_local(whole, grad.device_mesh, everywhere, run_check=False)
+            grad.to_local().copy_(same.redistribute(grad.device_mesh, grad.placements).to_local())
+        elif whole is not grad:
+            grad.copy_(whole)
+
+
+if TYPE_CHECKING:
+    from lockstep.parallel.local_workers import LocalWorkers
 
 _NOTHING = nullcontext()  # one for all uses: making it is a call
-
-
-def _always(_optimizer: Optimizer) -> AbstractContextManager[None]:
-    return _NOTHING
 
 
 @dataclass(frozen=True)
@@ -42,31 +98,8 @@ class ModelUpdate:
     to_mean: Number  # what its gradients are multiplied by to be those of its mean loss
     norm: Number  # of that gradient, before clipping
     gradients: list[Tensor] | None = None  # None: as they are while it is in place
-    in_place: Callable[[Optimizer], AbstractContextManager[None]] = _always  # puts its tensors and state in place
-
-
-class LocalTraining(Protocol):
-    """Models that train by themselves and synchronize now and then (`lockstep.parallel.diloco`)."""
-
-    total: int  # models over all ranks
-    common: dict[str, Tensor]  # name → parameter or buffer of the model that all of them go on from
-
-    def loss_accumulator(self, micro_batches_per_step: int) -> LossAccumulator: ...
-
-    def model_updates(self, accumulator: LossAccumulator) -> tuple[list[ModelUpdate], Number]:
-        """Return the updates of this rank's models, and the mean norm over all models' gradients, after `totals`."""
-
-    def synchronize(self, step: int, *, last: bool) -> None:
-        """Exchange what is due after `step` steps; everything at the end of the run."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps beside the common model."""
-
-    def each(self, optimizer: Optimizer) -> Iterator[str]:
-        """Yield the prefix of each model's names in a checkpoint; its optimizer state is in place meanwhile."""
-
-    def begin_from_common(self) -> None:
-        """Let all models begin from the common one."""
+    # Puts its tensors and state in place.
+    in_place: Callable[[Optimizer], AbstractContextManager[None]] = lambda _optimizer: _NOTHING
 
 
 @dataclass
@@ -95,7 +128,7 @@ class ParallelModel:
     log_lines: list[str] = field(default_factory=list)  # logged at start
     later_log_lines: list[str] = field(default_factory=list)  # see `take_log_lines`
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # kept in checkpoints: the strategy's
-    local_training: LocalTraining | None = None  # where models train by themselves
+    local_training: "LocalWorkers | None" = None  # where models train by themselves
     reproducible: bool = False  # the step must be the same in every bit on any layout
     gradient_hooks: GradientHooks = field(default_factory=dict)  # the user's hooks on parameters, called once a step
     num_parameters: int = 0  # of the whole model, tied ones counted once
@@ -151,7 +184,6 @@ class ParallelModel:
 
     @property
     def named_aliases(self) -> dict[str, tuple[str, ...]]:
-        """Further names of this rank's parameters."""
         return {name: tuple(others) for name, others in self.aliases.items() if name in self.parameters}
 
     def gradients(self) -> list[Tensor]:

@@ -20,19 +20,17 @@ from lockstep.mesh import device_mesh
 from lockstep.models.protocol import Objective, blocks_of, require_segments, segments_of
 from lockstep.parallel import divergence, side_effects
 from lockstep.parallel.activation import apply_activation_checkpointing
-from lockstep.parallel.batch_norm import apply_batch_norm_rows
-from lockstep.parallel.buffers import refuse_synchronised
+from lockstep.parallel.buffers import apply_batch_norm_rows, refuse_synchronised
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.context import apply_context, context_of, cut_objective, plan_of, train_context
 from lockstep.parallel.expert import apply_experts, train_experts
 from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.fsdp_units import units_of
-from lockstep.parallel.gradient_hooks import take_hooks
 from lockstep.parallel.initial import FirstValues, broadcast_values, canonical_names, on_meta, to_empty
 from lockstep.parallel.loss_parallel import with_whole_logits
-from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.parallel_model import ParallelModel, take_hooks
 from lockstep.parallel.placement import Blocks, DryRun, PlacementContext
-from lockstep.parallel.reproducible.determinism import extra_traffic, join_uses_of_inputs, switch_on
+from lockstep.parallel.reproducible.determinism import join_uses_of_inputs, switch_on
 from lockstep.parallel.tensor_blocks import Cut
 from lockstep.parallel.tensor_cuts import TensorCuts, apply_tensor, train_cuts
 from lockstep.parallel.tensor_plan import checked_plan
@@ -133,7 +131,7 @@ def prepared(
         log_lines.append(f"compile: {len(blocks) or 1} block(s), at their first forward pass")
     if config.distributed.reproducible:
         join_uses_of_inputs(units_of(model, config.distributed.fsdp, blocks))
-        log_lines += switch_on(device) + extra_traffic(config, layout)
+        log_lines += switch_on(device)
     if first is None and dry_run is None and shared and not broadcast_values(model):
         log_lines.append(
             "the model's values differed between ranks: all took rank 0's (seed ranks alike before the model is made)"

@@ -18,11 +18,9 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.mesh import data_parallel_group
 from lockstep.models.protocol import Objective
-from lockstep.parallel.batch_norm import BatchNormRows
-from lockstep.parallel.buffers import RunningBuffers
+from lockstep.parallel.buffers import BatchNormRows, RunningBuffers
 from lockstep.parallel.comm.compression import Compression, compress
-from lockstep.parallel.compiled import ColdStart
-from lockstep.parallel.context_chunks import Context
+from lockstep.parallel.context_attention import Context
 from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.initial import FirstValues, materialise, on_meta, to_empty
 from lockstep.parallel.micro_step import AroundMicroBatch, evaluation_of, in_order, micro_step_of, plain_forward
@@ -110,7 +108,7 @@ class PlacementContext:
             return  # it has storage already
         to_empty(self.model, self.device)
         if self.first is not None:
-            materialise(self.model, self.first, self.model.named_parameters())
+            materialise(self.model, self.first)
 
     def compress(self) -> Compression:
         """Return the compression of gradients that the config asks for; the model is whole, and on its device."""
@@ -152,9 +150,8 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
     """Return the placed model of a strategy that runs a step's micro-batches in order."""
     p, model = placement, placement.model
     _check(applied, p)
-    later_log_lines = applied.compression.later_log_lines
     objective, runs = applied.objective or p.objective, applied.runs or model
-    around = around_micro_batches(p, applied, later_log_lines)
+    around = around_micro_batches(p, applied)
     micro_step = micro_step_of(runs, objective, p.random_state, p.precision, around, multiplier=applied.multiplier)
     persistent = model.state_dict(keep_vars=True)
     return ParallelModel(
@@ -174,7 +171,7 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
         norm_groups=applied.norm_groups,
         counted=applied.counted,
         log_lines=p.log_lines,
-        later_log_lines=later_log_lines,
+        later_log_lines=applied.compression.later_log_lines,
         state=applied.compression.state,
         reproducible=p.reproducible,
     )
@@ -195,9 +192,7 @@ def _check(applied: AppliedStrategy, p: PlacementContext) -> None:
         )
 
 
-def around_micro_batches(
-    p: PlacementContext, applied: AppliedStrategy, log_lines: list[str]
-) -> list[AroundMicroBatch]:  # fmt: skip
+def around_micro_batches(p: PlacementContext, applied: AppliedStrategy) -> list[AroundMicroBatch]:
     """Return the steps around a micro-batch, outermost first; their order is decided here alone."""
     around: list[AroundMicroBatch] = []
     if applied.tree is not None:
@@ -206,8 +201,6 @@ def around_micro_batches(
         p.experts.scale = 1.0 / applied.multiplier
         if p.experts.exact:
             around.append(p.experts)
-    if p.config.training.compile:
-        around.append(ColdStart(len(p.blocks) or 1, log_lines))
     if applied.compression.powersgd is not None:
         around.append(applied.compression.powersgd)
     around += applied.around

@@ -1,10 +1,9 @@
 """Side effects of a forward pass, detected in the first steps of a run.
 
-A rank runs its own micro-batches only, and under FSDP2 sees parameters that are gathered for the moment. So parameters
-that a forward pass writes (`nn.Embedding(max_norm=…)`), counters among the attributes of modules and the model's own
-generators differ from one process, without an error. On several ranks, and under `reproducible`, such a model is
-refused with what to write instead; one process trains it as plain PyTorch does, with a warning. A parameter counts as
-written if its version, its storage or the sum of its bits has changed: `.data` hides a write from the version.
+Parameters that a forward pass writes (`nn.Embedding(max_norm=…)`), counters among the attributes of modules and the
+model's own generators differ from one process, without an error. On several ranks, and under `reproducible`, such a
+model is refused; one process trains it with a warning. A parameter counts as written if its version, its storage or the
+sum of its bits has changed: `.data` hides a write from the version.
 """
 
 import logging
@@ -91,8 +90,6 @@ def _decide_host_generators(placed: ParallelModel, _step: int) -> None:
 
 @dataclass
 class _Watch:
-    """The comparison of a model before and after its forward passes."""
-
     placed: ParallelModel
     handles: list[Any] = field(default_factory=list)
     _seen: dict[int, set[int]] = field(default_factory=dict)  # root → steps whose first forward pass was watched

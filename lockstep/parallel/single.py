@@ -27,18 +27,12 @@ class Single(Strategy):
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
         return Layout(self.name)
 
-    def describe(self, layout: Layout) -> str:
-        return self.name
-
     def instead_of_compression(self, kind: str) -> str | None:
         return None  # nothing is sent
 
     def layouts_to_plan(self, model: ModelSize, config: StepConfig, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
         if cluster.num_gpus == 1:
             yield {STRATEGIES.where: self.name}
-
-    def on(self, layout: Layout) -> Strategy:
-        return self
 
     def place(self, placement: PlacementContext) -> ParallelModel:
         asked = placement.layout.strategy

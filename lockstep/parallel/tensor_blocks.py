@@ -1,23 +1,16 @@
 """What a layer that is cut over the axis `tensor` computes and sends: products, in blocks where bits count, and sums.
 
 Outside the cut layers, activations are whole on every rank, or each rank has a part of the sequence (sequence parallel:
-Korthikanti et al. 2022, arXiv:2205.05198). `enter` brings them into cut layers, `leave` sums what those return:
-
-    sequence parallel    enter                               leave
-    no                   as it is; backward: all-reduce      all-reduce; backward: as it is
-    yes                  all-gather; backward: reduce-       reduce-scatter; backward: all-gather
-                         scatter
-
-Cut over columns, a matrix product has other bits in some shapes; as fixed blocks it has the same however the blocks are
-dealt to ranks. What several blocks add up to is summed as one tree over the blocks, each rank its run of them, and then
-over the ranks (`lockstep.parallel.reproducible.tree`). Then each product's backward pass sums its own blocks, so that
-`enter` has nothing left to sum.
+Korthikanti et al. 2022, arXiv:2205.05198). `enter` brings them into cut layers, `leave` sums what those return. As
+fixed blocks a matrix product has the same bits however the blocks are dealt to ranks, and what several blocks add up to
+is one tree over them. Then each product's backward pass sums its own blocks, so that `enter` has nothing left to sum.
 """
 
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -39,10 +32,8 @@ SEQUENCE = 1  # the dim of activations [B, T, …] that sequence parallel cuts
 class Cut:
     """The way in which layers are cut, and the messages between their ranks.
 
-    Args:
-        group: the ranks over which; None: one.
-        blocks: in a whole layer; None: each rank's part is one product, and sums are plain.
-        sequence: outside the cut layers a rank has a part of the sequence.
+    `blocks` in a whole layer; None: each rank's part is one product, and sums are plain. `sequence`: outside of the cut
+    layers a rank has a part of the sequence.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, blocks: int | None, *, sequence: bool) -> None:
@@ -55,17 +46,14 @@ class Cut:
         self.keeps_logits = False  # the loss takes a rank's part of the logits
         self.whole = False  # the model is called from outside of the step: sequences and logits are whole everywhere
 
-    def outside(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `forward`, called from outside of the step."""
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            self.whole = True
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self.whole = False
-
-        return called
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Call the model, inside of the block, from outside of the step."""
+        self.whole = True
+        try:
+            yield
+        finally:
+            self.whole = False
 
     def blocks_of(self, size: int) -> int:
         """Return the number of blocks of this rank in a dim of which it holds `size`."""
@@ -174,10 +162,7 @@ def _tree_sum(parts: Tensor) -> Tensor:
     partials = Partials(len(parts))
     for place, part in enumerate(parts):
         partials.add(place, [part], owned=False)
-    total = partials.total()
-    assert total is not None
-    assert total[0] is not None
-    return total[0]
+    return partials.single()
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Tensor:
@@ -259,9 +244,7 @@ def enter_heads(x: Tensor, heads: int, cut: Cut) -> Tensor:
     """Return x for each of this rank's heads, [B, T, D] → [heads, B · T, D]; gradients are summed over all heads."""
     shape = x.shape
     return with_backward(
-        lambda x: x.reshape(1, -1, shape[-1]).expand(heads, -1, -1),
-        lambda pull: _over_heads(pull, cut).view(shape),
-        x,
+        lambda x: x.reshape(1, -1, shape[-1]).expand(heads, -1, -1), lambda pull: _over_heads(pull, cut).view(shape), x
     )
 
 
@@ -350,7 +333,7 @@ class _Column(torch.autograd.Function):
         if cut.blocks is None:
             y = x @ weight.t()
         else:
-            blocks = _products(_alike(x, ctx.count), _in_rows(weight, ctx.count).transpose(1, 2))
+            blocks = _products(_alike(x, ctx.count), weight.reshape(ctx.count, -1, weight.shape[-1]).transpose(1, 2))
             y = blocks.transpose(0, 1).reshape(*x.shape[:-1], -1)
             if cut.group is not None and y.device.type == "cpu" and y.numel() % VECTORS:
                 # torch computes exp, tanh … for whole vectors of a CPU in one way, and for what remains in another.
@@ -373,7 +356,8 @@ class _Column(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             of_bias = pulls.sum(1).flatten()
         if ctx.needs_input_grad[0]:
-            products = _products(pulls, _in_rows(weight, ctx.count)).view(-1, *x.shape)
+            rows = weight.reshape(ctx.count, -1, weight.shape[-1])
+            products = _products(pulls, rows).view(-1, *x.shape)
             of_x = products[0] if ctx.cut.blocks is None else ctx.cut.sum(products)  # else: by `enter`
         return of_x, of_weight, of_bias, None
 
@@ -414,11 +398,6 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 def _alike(x: Tensor, count: int) -> Tensor:
     """Return [..., K] as [count, rows, K], the same for each block."""
     return x.contiguous().view(-1, x.shape[-1]).expand(count, -1, -1)
-
-
-def _in_rows(weight: Tensor, count: int) -> Tensor:
-    """Return [count · N, K] as [count, N, K]."""
-    return weight.reshape(count, -1, weight.shape[-1])
 
 
 def in_blocks(x: Tensor, count: int) -> Tensor:

@@ -1,10 +1,7 @@
-"""Tensor parallel: layers are cut over the ranks of the axis `tensor`, which work on the same micro-batches.
-
-Which, and how, a model's plan says (`lockstep.parallel.tensor_plan`).
+"""Tensor parallel: layers are cut over the ranks of the axis `tensor`, by a model's plan (`tensor_plan`).
 
 Under `reproducible` the layers of the plan are computed in `tensor_blocks` blocks on any number of ranks, also on one,
-and the blocks' sums are added as one tree: the product of a block has the same bits wherever it runs
-(`lockstep.parallel.tensor_blocks`).
+and the blocks' sums are added as one tree.
 """
 
 import copy
@@ -352,7 +349,7 @@ def train_cuts(placed: ParallelModel, cuts: TensorCuts, elsewhere: Set[str] = fr
     incomplete = [own[name] for name in sorted(cuts.partial & set(own))]
     names = [n for n, p in own.items() if n not in elsewhere and (n in cuts.dims or not isinstance(p, DTensor))]
     train_whole(placed, names, cuts.whole, lambda: sum_over_ranks(incomplete, group))
-    placed.forward = cuts.cut.outside(placed.forward)
+    placed.forward = cuts.cut.outside()(placed.forward)
     placed.norm_groups = [*placed.norm_groups, group]
     placed.adds_losses &= cuts.cut.rank == 0
     if cuts.cut.rank:  # of what all ranks along the axis hold whole, the first counts it

@@ -1,25 +1,7 @@
 """The plan by which a model's layers are cut over ranks: its ways, and what can't be followed.
 
-A model's `tensor_plan()` says how, by patterns of module names (Shoeybi et al. 2019, Megatron-LM, section 3):
-
-    column      a linear layer's outputs are cut; its input is whole
-    heads       the same, between heads: the module around it has `head_width` (or `head_dim`)
-    fused       several layers in one weight, of `fused_sizes` outputs: each is cut as by `column`, and held whole
-    fused_heads the same, between heads: queries, keys and values
-    row         its inputs are cut; what it returns is summed over ranks
-    vocabulary  an embedding's rows are cut; a rank looks up its own ids, and the results are summed
-    head        an output layer's rows are cut; the logits are gathered
-    loss        a `TokenLosses`, through which alone the model's `loss` reads the logits: they are not gathered
-    routed      a module of experts that is given tokens, their experts and weights: each rank has some of the experts
-    experts     a module of experts (`lockstep.models.protocol`): each rank has some of them; their rows are whole
-    scope       a module calls `enter` on what its cut layers take, and `leave` on what they return
-    inner       a norm between cut layers, over the width of a head: whole, with the gradients of all ranks' heads
-    sequence    a norm or a dropout between cut layers: sequence parallel gives a rank a part of each sequence there,
-                if the plan also has `vocabulary`, where sequences are cut, and `head`, where they are whole again
-
-A pattern may also name a parameter: `column` cuts its first dim. Between a column cut and a row cut nothing is sent:
-heads of attention and units of a feed-forward layer are apart. A module that does more than its product has it as a
-method, `product(x, weight)`.
+docs/how_to/tensor.md lists what each way of a `tensor_plan()` cuts (Shoeybi et al. 2019, Megatron-LM, section 3).
+A fused weight is held whole. Between a column cut and a row cut nothing is sent.
 """
 
 import re

@@ -20,11 +20,9 @@ from lockstep.config import DDPConfig
 from lockstep.costs.hardware import Cost
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.torch_compat.dispatch_mode import UntracedDispatchMode, without_modes
-from lockstep.torch_compat.fake_tensors import FakeTensor, FakeTensorMode, OutputCache
-from lockstep.torch_compat.local_tensor import local_tensor
+from lockstep.torch_compat.fake_tensors import FakeTensor, FakeTensorMode, OutputCache, local_tensor, resizes_watched
 from lockstep.torch_compat.operators import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, SHARDING, UNSAFE_VIEW
 from lockstep.torch_compat.pytree import tree_leaves
-from lockstep.torch_compat.storage_resize import resizes_watched
 
 KINDS = ("activations", "parameters", "gradients", "optimizer", "gathered", "buckets", "stashes")
 INDEX_OF_KIND = {kind: index for index, kind in enumerate(KINDS)}

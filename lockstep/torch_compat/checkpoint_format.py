@@ -1,8 +1,7 @@
 """The records of `torch.distributed.checkpoint`'s metadata file, and the blocks in which a DTensor is stored.
 
-Public torch: `FileSystemReader` unpickles the metadata, which can run any code. Lockstep reads it without, and so
-has to know the classes in it by name. A DTensor's block comes from the method that `torch.distributed.checkpoint`
-calls itself, which alone knows uneven and strided shards.
+Public torch: `FileSystemReader` unpickles the metadata, which can run any code. Of a DTensor's block only the method
+knows that `torch.distributed.checkpoint` calls itself: shards may be uneven or strided.
 Seen to work: torch 2.11.0 to 2.15.0, whose files have version 1.0 of the format.
 When gone: metadata with an unknown record is refused with its name, and nothing is loaded; a save of a DTensor raises.
 """

@@ -3,12 +3,16 @@
 torch's cache builds a key and an output in 100 µs. `OutputCache` stands in front of it, takes 15 µs, and leaves to
 torch whatever it does not know: operators that communicate or read values, complex and sparse tensors, constants.
 
-Public torch: tensors on meta have no device of their own, and their storages no bytes to count.
+Public torch: tensors on meta have no device of their own, and their storages no bytes to count. `DTensor.to_local()` is
+an operation of autograd, which a dispatch mode would count. FSDP2 frees gathered parameters by a storage's `resize_`,
+which no dispatch mode sees, so it is replaced on the class.
 Seen to work: torch 2.13.0.
-When gone: importing this file raises ImportError: no `lockstep plan`, and no model `mixture`.
+When gone: importing this file raises ImportError: no `lockstep plan`, and no model `mixture`. Or the plan takes a
+sharded tensor for a whole one, and gathered parameters as if they were never freed.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +29,7 @@ from lockstep.torch_compat.operators import SHARDING
 # Raised where a program asks a fake tensor for its values.
 UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
-__all__ = ["UNKNOWN_VALUES", "FakeTensor", "FakeTensorMode", "OutputCache"]
+__all__ = ["UNKNOWN_VALUES", "FakeTensor", "FakeTensorMode", "OutputCache", "local_tensor", "resizes_watched"]
 
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _SHAPES_UNKNOWN = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -162,3 +166,25 @@ def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> b
         else:
             return False
     return True
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """Return what the tensor holds on this rank, without an operation; a plain tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def resizes_watched(resized: Callable[[Any], None]) -> Iterator[None]:
+    """Call `resized(storage)` after each change of a storage's size, while the block runs."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: Any, size: Any) -> Any:
+        result = original(storage, size)
+        resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]

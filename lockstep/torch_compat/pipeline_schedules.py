@@ -1,11 +1,10 @@
 """Reads what is private in torch's pipeline schedules: whether shapes are known, and DualPipeV's pairs of actions.
 
-Public torch: a schedule infers shapes by running the model on uninitialised memory, unless it takes itself to have done
-so. DualPipeV runs a pair's passes one after the other, and sends what the first put out after the second: the next
-stage would wait for nothing. It draws up its actions in a private method.
+Public torch: a schedule infers shapes by running the model on uninitialised memory. DualPipeV sends what the first pass
+of a pair put out after the second: the next stage would wait for nothing.
 Seen to work: torch 2.11.0 to 2.15.0.
-When gone: without its flag a schedule calls the stage's inference of shapes, which Lockstep's does not have; without
-the method DualPipeV runs in pairs: the same numbers, more waiting.
+When gone: a schedule calls the stage's inference of shapes, which Lockstep's does not have; DualPipeV runs in pairs:
+the same numbers, more waiting.
 """
 
 import re

@@ -1,8 +1,7 @@
 """Functions of torch that a training script calls, replaced so that an observer sees the calls.
 
-Public torch: hooks for modules and optimizers; none for the start of a backward pass, for clipping, for collectives,
-or for the making of a loader, a pipeline's stage or a tensor-parallel module. A script is observed unchanged, so the
-functions themselves are replaced, in a process that only observes.
+Public torch: hooks for modules and optimizers alone. A script is observed unchanged, so the functions themselves are
+replaced, in a process that only observes.
 Seen to work: torch 2.13.0.
 When gone: importing this file raises ImportError, or `lockstep verify SCRIPT` says that it saw no step.
 """

@@ -27,9 +27,8 @@ from lockstep.errors import UsageError
 from lockstep.heartbeat import called_by_all_ranks
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import objective_of
-from lockstep.parallel.gradient_hooks import run_hooks
 from lockstep.parallel.loss_accumulator import at_least, at_most, tensor_of
-from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.parallel_model import ParallelModel, run_hooks
 from lockstep.parallel.place import place as place_over
 from lockstep.precision import Precision, resolve_mode
 from lockstep.strategy import strategy_named

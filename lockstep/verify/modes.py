@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep.environment import RANK_0_OF_1
 from lockstep.models.attention import Attend
 from lockstep.monitor.figures import gather_objects
-from lockstep.parallel.context_chunks import Context
+from lockstep.parallel.context_attention import Context
 from lockstep.parallel.tensor_blocks import SEQUENCE
 from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten

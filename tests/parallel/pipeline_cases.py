@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.data import Dataset
 
 from lockstep.config import config_from
-from lockstep.parallel.pipeline.schedules import PipelineSchedule
+from lockstep.parallel.pipeline import schedules
 from lockstep.trainer import Trainer
 from tests.parity import pipelines
 from tests.parity.toy import RECIPE, VOCAB, Tokens, language_model, unchecked
@@ -328,23 +328,30 @@ def reductions(settings: dict[str, Any]) -> dict[str, int]:
     trainer = trainer_of(deep(), settings)
     # From torch 2.15 on the first is called, by itself or by the second.
     name = "start_gradient_reduction" if hasattr(PipelineStage, "start_gradient_reduction") else "perform_reduce_grad"
-    reduce, run = getattr(PipelineStage, name), PipelineSchedule.run
+    reduce, build = getattr(PipelineStage, name), schedules.build
 
     def counted_reduce(self: Any, *factor: int) -> None:
         counts["reductions"] += 1
         reduce(self, *factor)
 
-    def counted_run(self: Any) -> None:
-        counts["runs"] += 1
-        run(self)
+    def counted_build(*args: Any) -> Any:
+        schedule = build(*args)
+        step = schedule.step
+
+        def counted_step(**kwargs: Any) -> None:
+            counts["runs"] += 1
+            step(**kwargs)
+
+        schedule.step = counted_step
+        return schedule
 
     setattr(PipelineStage, name, counted_reduce)
-    PipelineSchedule.run = counted_run  # type: ignore[method-assign]
+    schedules.build = counted_build
     try:
         next(iter(trainer.steps(Tokens())))
     finally:
         setattr(PipelineStage, name, reduce)
-        PipelineSchedule.run = run  # type: ignore[method-assign]
+        schedules.build = build
     return counts
 
 

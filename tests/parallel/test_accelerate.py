@@ -65,7 +65,7 @@ def test_other_engines_of_accelerate_launch_are_refused(
 
 
 def test_without_its_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch import device, nn
+    from torch import nn
 
     from lockstep.config import config_from
     from lockstep.parallel.accelerate import prepare
@@ -74,4 +74,4 @@ def test_without_its_package_one_line_says_what_to_install(monkeypatch: pytest.M
     for module in absent:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UsageError, match="pip install"):
-        prepare(nn.Linear(1, 1), config_from({}).step, device("cpu"))
+        prepare(nn.Linear(1, 1), config_from({}).step)

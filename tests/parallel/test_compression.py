@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
-from lockstep.parallel.comm.compression import ROUNDS, WARM_UP_STEPS, Trial, sent_numbers
-from lockstep.parallel.comm.powersgd import matrix_of
+from lockstep.parallel.comm.compression import ROUNDS, WARM_UP_STEPS, Trial, matrix_of, sent_numbers
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model, losses, worst
 from tests.ranks import run_ranks

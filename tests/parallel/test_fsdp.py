@@ -271,9 +271,6 @@ def test_a_module_whose_parameter_is_used_outside_is_no_unit() -> None:
     [("aten.mm: got mixed torch.Tensor and DTensor, need to convert", UsageError), ("out of memory", RuntimeError)],
 )
 def test_a_parameter_that_is_used_while_it_is_sharded_is_explained(says: str, raises: type[Exception]) -> None:
-    def run() -> None:
+    with pytest.raises(raises) as found, explained([partial(explain_mixing, explanation=used_elsewhere)]):
         raise RuntimeError(says)
-
-    with pytest.raises(raises) as found:
-        explained(run, [partial(explain_mixing, explanation=used_elsewhere)])()
     assert ("outside of the module that it belongs to" in str(found.value)) == (raises is UsageError)

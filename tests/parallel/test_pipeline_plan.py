@@ -14,10 +14,9 @@ from lockstep.config import config_from
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from lockstep.models import get_model
-from lockstep.parallel.pipeline.picture import picture, timeline
 from lockstep.parallel.pipeline.plan import Partition, balanced_cuts, cuts_of, partition, plan_of, table
 from lockstep.parallel.pipeline.runner import cut_into_runs
-from lockstep.parallel.pipeline.schedules import SCHEDULES, actions, facts_of, rank_of
+from lockstep.parallel.pipeline.schedules import SCHEDULES, actions, picture, rank_of, timeline
 
 NAMES = ["embed", *(f"layers.{i}" for i in range(10)), "head"]
 ONE_OR_TWO = [(name, facts.stages_per_rank or 2) for name, facts in SCHEDULES.items()]
@@ -178,7 +177,10 @@ def test_trap_23_every_number_of_micro_batches_is_filled_up_to_one_that_the_sche
 @pytest.mark.parametrize(("name", "wrong"), [("1F1B", 2), ("GPipe", 2), ("ZBVZeroBubble", 1), ("DualPipeV", 3)])
 def test_trap_23_stages_per_rank_that_a_schedule_does_not_take(name: str, wrong: int) -> None:
     with pytest.raises(UsageError, match=rf"{name} takes . stages? a rank, not {wrong}"):
-        facts_of(name, wrong)
+        config_from({
+            "distributed.strategy": "pipeline", "distributed.pipeline.schedule": name,
+            "distributed.pipeline.stages_per_rank": wrong,
+        })  # fmt: skip
 
 
 def test_runs_are_filled_up_with_copies_of_no_weight() -> None:

@@ -15,8 +15,7 @@ from lockstep.models.attention import Attend
 from lockstep.models.bdh import PastAttention
 from lockstep.models.protocol import objective_of
 from lockstep.parallel.context import apply_context, cut_objective, plan_of
-from lockstep.parallel.context_attention import cut_attention
-from lockstep.parallel.context_chunks import Context
+from lockstep.parallel.context_attention import Context, cut_attention
 from lockstep.strategy import parse_topology, resolve
 from lockstep.trainer import Trainer
 from tests.parity.axes import Model, check_against_one_process, every, uneven

@@ -68,4 +68,4 @@ def test_parameters_that_are_tied_by_assignment_stay_one() -> None:
     first = FirstValues(model, 1)
     to_empty(model, torch.device("cpu"))
     assert model.head.weight is model.embed.weight
-    materialise(model, first, model.named_parameters())
+    materialise(model, first)

@@ -130,7 +130,7 @@ def test_a_loss_that_the_config_names_counts_unless_another_is_given() -> None:
 
 
 def test_what_becomes_known_in_the_first_steps_is_said_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """How long compiling took; whether a compression paid."""
+    """Whether a compression paid."""
     trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=5, max_steps=3, output_dir=tmp_path)
     trainer.placed.later_log_lines.append("known by now")
     trainer.train(regression())

@@ -1,14 +1,12 @@
-"""Gradients in half precision on the link, and the steps that decide whether this pays.
+"""Compressed gradients on the link, by communication hooks of DDP, which averages over ranks: half precision, PowerSGD.
 
-A compression is a communication hook of DDP, which averages over ranks. Both types lose digits; fp16 also loses
-elements below 6e-8 and turns those above 65504 into inf. torch's own bf16 hook refuses gloo, though gloo reduces bf16.
-
-gloo reduces on the CPU, where a byte of fp16 takes 2.6 times as long as one of fp32, and the backward pass may hide the
-traffic. Under `auto` the first steps therefore alternate between both (`Trial`): other load then falls on both.
+torch's own bf16 hook refuses gloo, though gloo reduces bf16. Whether half precision pays depends on the link: under
+`auto` the first steps alternate between both (`Trial`).
 """
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -18,11 +16,187 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch's stubs lack it
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from lockstep import accelerator
 from lockstep.config import StepConfig
-from lockstep.parallel.comm.powersgd import PowerSGD, matrix_of
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.precision import DTYPES
+from lockstep.randomness import derive_key
+from lockstep.torch_compat import foreach
+
+_LEAST_GAIN = 2  # a tensor is compressed if it then takes at most one number in so many
+
+
+def matrix_of(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
+    """Return (n, m), of least n + m, of a parameter's gradient as a matrix; None where compressing it does not pay."""
+    splits = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
+    best = min(splits, key=sum, default=(0, 0))
+    return best if best[0] * best[1] >= _LEAST_GAIN * rank * sum(best) > 0 else None
+
+
+@dataclass
+class _PendingBucket:
+    """A bucket between its hook and the last bucket's."""
+
+    names: list[str]  # of the compressed ones
+    matrices: list[Tensor]  # [n, m], views into the bucket; gradients plus memory
+    plain: list[Tensor]  # views of the others
+    sent: Tensor  # P of each matrix, then the others, flat
+    work: dist.Work
+    buffer: Tensor
+    done: torch.futures.Future[Tensor]
+
+
+class PowerSGD(AroundMicroBatch):
+    """PowerSGD's communication hook for DDP, and its memory (Vogels, Karimireddy, Jaggi 2019).
+
+    A gradient matrix M [n, m], the mean over ranks of M_r, is approximated by P Q^T with P = orth(mean M_r Q) and
+    Q = mean M_r^T P, so that r (n + m) numbers are sent instead of n m. What is lost, M_r - P Q^T, is added to the
+    rank's next gradient (error feedback); Q of one step is where the next one starts (warm start). Gradients are
+    compressed unscaled: a loss scale would give the memory another weight whenever it changes. All collectives are
+    issued in the same order on every rank: P when a bucket is ready, Q when the last one is.
+
+    Args:
+        mesh: 1-D, of the replicas.
+        rank: r; a matrix with fewer rows or columns takes as many as it has.
+        start_step: the first step that is compressed.
+        undoable: steps may be skipped after the hook has run, or be computed again; costs another memory of the
+            model's size.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, *, rank: int, start_step: int,
+        warm_start: bool, error_feedback: bool, seed: int, undoable: bool,
+    ) -> None:  # fmt: skip
+        self.group, self.ranks = mesh.get_group(), mesh.size()
+        self.rank, self.start_step, self.seed = rank, start_step, seed
+        self.warm_start, self.undoable = warm_start, undoable
+        self.factor = 1.0  # what this step's gradients were multiplied by
+        self._names = {id(p): name for name, p in parameters.items() if p.requires_grad}
+        self._matrix: dict[str, tuple[int, int]] = {}  # name → (n, m) of those that are compressed
+        self._errors: dict[str, Tensor] = {}
+        self._qs: dict[str, Tensor] = {}
+        self._steps = torch.zeros(1, dtype=torch.int64)  # in host memory
+        self.state: dict[str, Tensor] = {"steps": self._steps}  # what a checkpoint keeps; the tensors are live
+        for name, parameter in parameters.items():
+            matrix = matrix_of(tuple(parameter.shape), rank)
+            if matrix is None or not parameter.requires_grad or not parameter.is_contiguous():
+                continue
+            self._matrix[name] = matrix
+            self._qs[name] = self._first_q(name).to(parameter.device)
+            if warm_start:
+                self.state[f"{name}//q"] = self._qs[name]
+            if error_feedback:
+                error = torch.zeros(matrix, device=parameter.device)
+                self._errors[name] = error
+                # Each rank has an error of its own: together, a stack of them, of which a rank holds one slice.
+                self.state[f"{name}//error"] = DTensor.from_local(error.unsqueeze(0), mesh, [Shard(0)], run_check=False)
+        self._waiting: list[_PendingBucket] = []
+        self._undo: dict[str, tuple[Tensor | None, Tensor]] = {}  # name → (error, Q) before this step
+
+    def before(self, run: MicroBatchPass) -> None:
+        self.factor = run.factor
+
+    @property
+    def steps(self) -> int:
+        """Number of times that gradients were reduced for an update."""
+        return int(self._steps.item())
+
+    def hook(self, _state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Reduce a bucket, when DDP has its gradients; the result is their mean over ranks."""
+        buffer, last = bucket.buffer(), bucket.is_last()
+        if self.steps < self.start_step:
+            if last:
+                self._steps += 1
+            sent = dist.all_reduce(buffer.div_(self.ranks), group=self.group, async_op=True).get_future()
+            return sent.then(lambda future: future.value()[0])  # type: ignore[no-any-return]
+        waiting = self._begin(bucket, buffer)
+        self._waiting.append(waiting)
+        if last:
+            self._steps += 1
+            self._finish()
+        return waiting.done
+
+    def finish_update(self, skipped: bool) -> None:
+        """Restore the memory and the count if the step was skipped, or will be computed again."""
+        if skipped:
+            self._steps -= 1
+            for name, (error, q) in self._undo.items():
+                self._qs[name].copy_(q)
+                if error is not None:
+                    self._errors[name].copy_(error)
+        self._undo.clear()
+
+    def _begin(self, bucket: GradBucket, buffer: Tensor) -> _PendingBucket:
+        names, matrices, plain = [], [], []
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            name = self._names[id(parameter)]
+            if name in self._qs:
+                names.append(name)
+                matrices.append(gradient.view(self._matrix[name]))
+            else:
+                plain.append(gradient)
+        foreach.div_(matrices, self.factor)
+        if self._errors:
+            foreach.add_(matrices, [self._errors[name] for name in names])
+        if not self.warm_start:
+            for name in names:
+                self._qs[name].copy_(self._first_q(name))
+        products = [matrix @ self._qs[name] for name, matrix in zip(names, matrices, strict=True)]
+        sent = torch.cat([t.reshape(-1) for t in (*products, *plain)])
+        work = dist.all_reduce(sent, group=self.group, async_op=True)
+        assert work is not None
+        devices: list[int | str | torch.device] | None = [buffer.device] if buffer.device.type != "cpu" else None
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        return _PendingBucket(names, matrices, plain, sent, work, buffer, done)
+
+    def _finish(self) -> None:
+        """Reduce Q of each bucket, and write the approximations; all buckets have been reduced to P."""
+        second = []
+        for bucket in self._waiting:
+            bucket.work.wait()
+            ps, plain = _split(
+                bucket.sent, [(self._matrix[n][0], self._qs[n].shape[1]) for n in bucket.names], bucket.plain
+            )
+            for gradient, reduced in zip(bucket.plain, plain, strict=True):
+                torch.div(reduced, self.ranks, out=gradient)
+            ps = [torch.linalg.qr(p)[0] for p in ps]  # of a zero matrix, too, it gives columns of length 1
+            qs = [matrix.T @ p for matrix, p in zip(bucket.matrices, ps, strict=True)]
+            flat = torch.cat([q.reshape(-1) for q in qs]) if qs else bucket.sent.new_zeros(0)
+            work = dist.all_reduce(flat, group=self.group, async_op=True) if qs else None
+            second.append((bucket, ps, flat, work))
+        for bucket, ps, flat, work in second:
+            if work is not None:
+                work.wait()
+            qs, _ = _split(flat.div_(self.ranks), [self._qs[n].shape for n in bucket.names], [])
+            for name, matrix, p, q in zip(bucket.names, bucket.matrices, ps, qs, strict=True):
+                error = self._errors.get(name)
+                if self.undoable:
+                    self._undo[name] = (None if error is None else error.clone(), self._qs[name].clone())
+                if error is not None:
+                    error.copy_(matrix)
+                torch.mm(p, q.T, out=matrix)
+                if error is not None:
+                    error.sub_(matrix)
+                matrix.mul_(self.factor)
+                self._qs[name].copy_(q)
+            bucket.done.set_result(bucket.buffer)
+        self._waiting.clear()
+
+    def _first_q(self, name: str) -> Tensor:
+        """Return [m, r] with orthonormal columns, a function of (seed, name, step), drawn on the CPU."""
+        generator = torch.Generator().manual_seed(derive_key(self.seed, "powersgd", name, self.steps))
+        n, m = self._matrix[name]
+        return torch.linalg.qr(torch.randn(m, min(self.rank, n), generator=generator))[0]  # type: ignore[no-any-return]
+
+
+def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]], like: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    all_shapes = [*shapes, *(tuple(t.shape) for t in like)]
+    pieces = flat.split([math.prod(shape) for shape in all_shapes])  # type: ignore[no-untyped-call]
+    views = [piece.view(shape) for piece, shape in zip(pieces, all_shapes, strict=True)]
+    return views[: len(shapes)], views[len(shapes) :]
+
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -95,12 +269,9 @@ class Compression:
 
 
 def compress(model: nn.Module, replicas: DeviceMesh, config: StepConfig, *, undoable: bool) -> Compression:
-    """Return the compression that the config asks for; every rank calls it.
+    """Return the compression that the config asks for, of a model that is not wrapped yet; every rank calls it.
 
-    Args:
-        model: before it is wrapped, on its device.
-        replicas: the ranks that hold it.
-        undoable: steps may be skipped, or computed again, once their gradients are reduced.
+    `undoable`: steps may be skipped, or computed again, once their gradients are reduced.
     """
     asked = config.distributed.ddp.compression
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

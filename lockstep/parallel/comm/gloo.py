@@ -1,9 +1,8 @@
 """FSDP2's messages over gloo: sent while the model computes, with no more bytes than a ring sends.
 
 A CPU has no streams: each collective would block the caller, and gloo's reduce-scatter is an all-reduce of which a part
-is kept, twice the bytes. Here a unit's parameters are gathered in pieces and waited for where they are used, the next
-unit's asked for before; its gradient goes by an all-to-all in pieces, and each rank adds up its share when the next
-unit's gradient is there, so that one unit's gradient is under way at a time, as on a GPU.
+is kept. Here parameters are gathered in pieces and waited for where they are used; a unit's gradient goes by an
+all-to-all in pieces, which a rank adds up when the next unit's gradient is there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,9 +24,7 @@ from lockstep.parallel.parallel_model import local
 class GlooMessages(AroundMicroBatch):
     """The gathers and reduce-scatters of a sharded model's units; every rank makes the same calls in the same order.
 
-    Args:
-        model: sharded by FSDP2 over gloo.
-        may_wait: gradients may be complete only after the micro-batch; then it is one of the steps around it.
+    `may_wait`: gradients may be complete only after the micro-batch; then it is one of the steps around it.
     """
 
     def __init__(self, model: nn.Module, *, may_wait: bool = False) -> None:
@@ -63,7 +60,6 @@ class GlooMessages(AroundMicroBatch):
             exchange.add_up(output)
 
     def wait(self) -> None:
-        """Wait for the gradient under way, and add it up."""
         if self._under_way is None:
             return
         (exchange, output, parameters), self._under_way = self._under_way, None
@@ -139,8 +135,6 @@ class _ReduceScatter:
 
 
 class _Works(dist.Work):
-    """Several works as one."""
-
     def __init__(self, works: list[Any]) -> None:
         super().__init__()
         self._works = works

@@ -1,11 +1,9 @@
 """All-reduce with few bits: the mean over workers of one flat tensor each, for slow links.
 
-Each worker has a share of the numbers. An all-to-all brings a rank its workers' shares of every worker's tensor; it
-adds them in the order of the workers; an all-gather brings the shares of the mean together. With one worker a rank
-these are the bytes of a ring all-reduce, and the sum is the same expression on any number of ranks, in the same bits:
-numbers are rounded in blocks that do not depend on the ranks. `int8` and `int4` send a block of 256 numbers as its
-largest absolute value (fp32) and one signed byte, or half of one, each. Rounding errors are returned, to be added to
-the next exchange (error feedback: Seide et al. 2014; four bits: Douillard et al. 2025, arXiv:2501.18512).
+An all-to-all brings a rank its workers' shares of every worker's tensor; it adds them in the order of the workers; an
+all-gather brings the shares of the mean together. Numbers are rounded in blocks that do not depend on the ranks, so the
+bits do not either. Rounding errors are returned, to be added to the next exchange (error feedback: Seide et al. 2014;
+four bits: Douillard et al. 2025, arXiv:2501.18512).
 """
 
 from collections.abc import Callable
@@ -65,9 +63,7 @@ def _blocks(values: Tensor) -> Tensor:
 class QuantizedAllReduce:
     """The all-reduce by which the ranks of a group exchange what their workers changed.
 
-    Args:
-        kind: fp32, fp16, bf16, int8 or int4.
-        group: ranks that hold as many workers each, in the ranks' order; None: this one holds all.
+    `group`: ranks that hold as many workers each, in the ranks' order; None: this one holds all.
     """
 
     def __init__(self, kind: str, group: dist.ProcessGroup | None) -> None:

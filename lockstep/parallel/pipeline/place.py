@@ -1,8 +1,7 @@
 """Placing a model under a pipeline: each rank keeps its stages, shards or replicates them, and builds its runner.
 
-The schedules are torch.distributed.pipelining's. Under replicas or shards each stage is FSDP2's: on a mesh of
-(replicas, 1) it replicates, and all schedules give correct gradients with it, which does not hold for DDP. FSDP2 holds
-the full gradients of a rank's stages until the end of a step here.
+Under replicas or shards each stage is FSDP2's: on a mesh of (replicas, 1) it replicates, and all schedules give correct
+gradients with it, which does not hold for DDP. FSDP2 holds the full gradients of a rank's stages until a step's end.
 """
 
 from dataclasses import dataclass
@@ -20,19 +19,12 @@ from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.fsdp_units import explain_mixing, units_of, used_elsewhere
 from lockstep.parallel.micro_step import Explain, explained
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
+from lockstep.parallel.pipeline import stage_parameters
 from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, splits_backward
 from lockstep.parallel.pipeline.relay import Relay, Shapes
 from lockstep.parallel.pipeline.runner import Runner
-from lockstep.parallel.pipeline.schedules import PipelineSchedule
+from lockstep.parallel.pipeline.schedules import run_of
 from lockstep.parallel.pipeline.stage_module import CurrentMicroBatch, StageModule, shard_stages, stage_module_of
-from lockstep.parallel.pipeline.stage_parameters import (
-    StageParameters,
-    groups_that_share,
-    materialise,
-    release,
-    stage_parameters_of,
-    sum_shared,
-)
 from lockstep.parallel.pipeline.torch_stage import Stage
 from lockstep.parallel.pipeline.trees import StageTrees
 from lockstep.parallel.placement import PlacementContext
@@ -45,7 +37,7 @@ class LocalStages:
     """This rank's stages, and the objects that run them."""
 
     plan: PipelinePlan
-    held: StageParameters
+    held: stage_parameters.StageParameters
     parts: list[StageModule]
     work: CurrentMicroBatch
     frees: bool  # FSDP2 frees gathered parameters after each forward pass
@@ -73,7 +65,7 @@ def place(placement: PlacementContext) -> ParallelModel:
     cut = local_stages(p, mesh, plan)
     cut.dp_rank = mesh["replicate"].get_local_rank() * layout.shard + mesh["shard"].get_local_rank()
     cut.dp_group = data_parallel_group(mesh) if layout.data_parallel_size > 1 else None
-    groups = groups_that_share(plan.across(), mesh.mesh.flatten(1).T.tolist())
+    groups = stage_parameters.groups_that_share(plan.across(), mesh.mesh.flatten(1).T.tolist())
     if p.reproducible:
         here = [part.index for part in cut.parts]
         cut.trees = StageTrees(cut.held, uses, here, p.device, mesh, cut.dp_group, groups, p.experts)
@@ -81,6 +73,7 @@ def place(placement: PlacementContext) -> ParallelModel:
     explanations: list[Explain] = [explain_kernel] if p.reproducible else []
     if layout.data_parallel_size > 1:  # the stages are FSDP2's
         explanations.append(partial(explain_mixing, explanation=used_elsewhere))
+    finish = partial(stage_parameters.sum_shared, cut.held, groups) if cut.trees is None else cut.trees.finish
     assign = partial(assign_tree, even=True) if p.reproducible else assign_strided
     if p.experts is not None:
         p.experts.assign = assign
@@ -91,15 +84,13 @@ def place(placement: PlacementContext) -> ParallelModel:
         objective=p.objective,
         random_state=p.random_state,
         assign=partial(assign, rank=cut.dp_rank, ranks=layout.data_parallel_size),
-        forward_backward=explained(runner.forward_backward, explanations),
-        evaluate=explained(runner.evaluate, explanations),
+        forward_backward=explained(explanations)(runner.forward_backward),
+        evaluate=explained(explanations)(runner.evaluate),
         forward=runner.forward,
         buffers={n: b for n, b in cut.held.named_buffers().items() if n in plan.model.persistent},
-        finish_gradients=partial(sum_shared, cut.held, groups) if cut.trees is None else cut.trees.finish,
+        finish_gradients=finish,
         norm_groups=([mesh["shard"].get_group()] if layout.shard > 1 else []) + [group],
-        counted={
-            name for name in cut.held.parameters if cut.held.across.get(name, [rank])[0] == rank
-        },  # the first does
+        counted={n for n in cut.held.parameters if cut.held.across.get(n, [rank])[0] == rank},  # the first does
         wants_data=any(part.is_first or part.is_last for part in cut.parts),
         log_lines=p.log_lines,
         reproducible=p.reproducible,
@@ -110,11 +101,11 @@ def local_stages(p: PlacementContext, mesh: DeviceMesh, plan: PipelinePlan) -> L
     """Keep this rank's stages, release the others, and shard or replicate the kept ones."""
     rank, layout = mesh["pipeline"].get_local_rank(), p.layout
     units = units_of(p.model, p.config.distributed.fsdp, p.blocks)  # in the unsplit model
-    held = stage_parameters_of(rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
+    held = stage_parameters.stage_parameters_of(rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
     work = CurrentMicroBatch(observes=p.objective.in_outputs and p.objective.observed is not None)
     parts = [stage_module_of(plan, stage, held, p.blocks, work, p.precision) for stage in plan.parts.of_rank(rank)]
-    release(plan.model, held)
-    materialise(held, p.device, p.first, empty=p.dry_run is not None)
+    stage_parameters.release(plan.model, held)
+    stage_parameters.materialise(held, p.device, p.first, empty=p.dry_run is not None)
     strategy = p.config.distributed.fsdp.sharding_strategy
     frees = layout.shard > 1 and strategy in ("full_shard", "hybrid_shard")
     cut = LocalStages(plan, held, parts, work, frees)
@@ -138,7 +129,7 @@ def _runner(p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, 
         cut.work,
         Relay(parts, plan.parts.ranks, group, p.device, objects_on),
         Shapes(cut.dp_rank, dp_size, knows_batches, objects_on, together=p.experts is not None),
-        make_schedule=partial(PipelineSchedule, plan.facts.name),
+        make_run=partial(run_of, plan.facts.name),
         padded=lambda count: plan.facts.padded(count, p.layout.pipeline, stages),
         per_run=p.config.distributed.pipeline.n_microbatches,
         shared_unit=cut.unit,

@@ -1,9 +1,4 @@
-"""Plans a pipeline before anything is built: cuts of the chain of segments, stages of each rank, time of a step.
-
-split_spec   {layers.4: end} cuts behind segment layers.4, so layers.0 … layers.4, five of them, and all that comes
-             before them are in the first stage; {layers.4: beginning} cuts in front of it
-auto         without a split_spec: the most expensive stage is as cheap as contiguous pieces allow
-"""
+"""Plans a pipeline before anything is built: cuts of the chain of segments, stages of each rank, time of a step."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -19,7 +14,7 @@ from lockstep.costs.steps import StepTime, agreements, pipeline
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import require_segments
-from lockstep.parallel.pipeline.schedules import ScheduleFacts, actions, facts_of, rank_of
+from lockstep.parallel.pipeline.schedules import SCHEDULES, ScheduleFacts, actions, rank_of
 from lockstep.parallel.pipeline.stage_parameters import Segments, Survey, survey
 from lockstep.parallel.pipeline.trees import Uses
 
@@ -34,7 +29,6 @@ class Partition:
     ranks: tuple[int, ...]  # of each stage, the pipeline rank that holds it
 
     def of_rank(self, rank: int) -> list[int]:
-        """Return the stages that a rank holds, ascending."""
         return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
 
 
@@ -128,16 +122,13 @@ def table(parts: Partition, names: Sequence[str], costs: Sequence[float], unit: 
         first, last = names[positions[0]], names[positions[-1]]
         cost = sum(costs[i] for i in positions)
         span = first if len(positions) == 1 else f"{first} … {last} ({len(positions)})"
-        rows.append((str(stage), str(rank), span, _number(cost), f"{cost / total:.0%}"))
+        number = f"{cost:,.0f}" if cost >= 100 or cost == int(cost) else f"{cost:.3g}"
+        rows.append((str(stage), str(rank), span, number, f"{cost / total:.0%}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     for row, cells in zip(rows, aligned, strict=True):
         cells[2] = row[2].ljust(widths[2])
     return "\n".join("  ".join(cells) for cells in aligned)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
 @dataclass(frozen=True)
@@ -180,7 +171,7 @@ def plan_of(model: nn.Module, ranks: int, config: StepConfig) -> PipelinePlan:
     """Decide on the stages of an unsplit model."""
     pipeline = config.distributed.pipeline
     segments = require_segments(model)
-    facts = facts_of(pipeline.schedule, pipeline.stages_per_rank)
+    facts = SCHEDULES[pipeline.schedule]
     read = survey(model, segments)
     names = [name for name, _ in segments]
     parts = partition(
@@ -234,7 +225,7 @@ def pipeline_step(
 ) -> StepTime:  # fmt: skip
     """Return the time of a pipeline's step, with stages replicated or sharded over the data-parallel ranks."""
     options = config.distributed.pipeline
-    facts = facts_of(options.schedule, options.stages_per_rank)
+    facts = SCHEDULES[options.schedule]
     count = facts.padded(micro_batches, layout.pipeline, len(stages))
     orders = actions(options.schedule, layout.pipeline, options.stages_per_rank, count)
     seconds: dict[tuple[str, int], float] = {}

@@ -1,13 +1,9 @@
 """Forward passes alone, over all stages (for evaluation, sampling and to learn shapes), and the shapes of what is sent.
 
-torch's schedules can run forward only, but not where stages are placed back and forth. Micro-batches whose shapes are
-known go through a window at a time; all sends follow the order (window, stage, micro-batch), so that no two ranks wait
-for each other. Others go one by one, a description ahead of each tensor.
-
 A receiver must know the shape of a tensor, and stages in the middle never see a batch. So each shape of batch gets a
 *signature*, a number that the first stage sends to all others before a run, and a new one is sent through the stages
 once. The signatures of all data-parallel ranks are gathered together: FSDP2's collectives need these ranks to do the
-same things, and one of them may see a shape that the others do not.
+same things. Micro-batches of known shapes go through a window at a time, others one by one, a description before each.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +20,8 @@ from lockstep.parallel.pipeline.torch_stage import Meta, Metas
 from lockstep.randomness import derive_key
 from lockstep.torch_compat.pytree import tree_flatten, tree_leaves, tree_map
 
+# (stage, place among the micro-batches): called before the stage's forward pass of this micro-batch
 Start = Callable[[StageModule, int], None]
-"""(stage, place among the micro-batches): called before the stage's forward pass of this micro-batch."""
 
 
 @dataclass
@@ -53,10 +49,7 @@ class Relay:
     ) -> Any:  # fmt: skip
         """Run one micro-batch of any shape; return the last stage's result, None on ranks that do not hold it.
 
-        Args:
-            place: of the micro-batch, for `start`.
-            learn: called with (stage, received, sent) descriptions.
-            to_last: run the last stage, too.
+        `learn` is called with (stage, received, sent) descriptions; `to_last`: run the last stage, too.
         """
         result, kept = None, ()
         for part in self.parts:
@@ -181,11 +174,9 @@ class Shapes:
         return Agreement(mine, new, anyone)
 
     def learn(self, key: int, stage: int, received: Metas, sent: Metas) -> None:
-        """Store what a stage receives and sends for micro-batches of a signature."""
         self._metas[key, stage] = (received, sent)
 
     def of(self, key: int, stage: int) -> tuple[Metas, Metas]:
-        """Return (received, sent) descriptions of a stage for a micro-batch of this signature."""
         return self._metas[key, stage]
 
 

@@ -15,7 +15,6 @@ from lockstep.models.protocol import Objective
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.pipeline.relay import Agreement, Relay, Shapes
-from lockstep.parallel.pipeline.schedules import PipelineSchedule
 from lockstep.parallel.pipeline.stage_module import CurrentMicroBatch, StageModule
 from lockstep.parallel.pipeline.torch_stage import Stage, reduce_gradients
 from lockstep.parallel.pipeline.trees import StageTrees
@@ -33,14 +32,14 @@ class Runner:
     work: CurrentMicroBatch  # the micro-batch that the parts work on
     relay: Relay  # forward passes alone
     shapes: Shapes  # of the tensors that are sent
-    make_schedule: Callable[[Sequence[Stage], int], PipelineSchedule]  # (stages, number of micro-batches) → schedule
+    make_run: Callable[[Sequence[Stage], int], Callable[[], None]]  # (stages, number of micro-batches) → a run of them
     padded: Callable[[int], int]  # number of micro-batches → the number that the schedule takes
     per_run: int | None = None  # micro-batches that one run takes; None: all of a step
     shared_unit: nn.Module | None = None  # FSDP2's unit of parameters that several stages use
     frees: bool = False  # FSDP2 frees gathered parameters after each forward pass
     trees: StageTrees | None = None  # take the gradients of each micro-batch; None: they add up
     stages: list[Stage] = field(default_factory=list)
-    _schedules: dict[int, PipelineSchedule] = field(default_factory=dict)
+    _runs: dict[int, Callable[[], None]] = field(default_factory=dict)  # number of micro-batches → a run of them
     _run: Sequence[MicroBatch] = ()
     _accumulator: LossAccumulator | None = None
     _factor: float = 1.0
@@ -67,9 +66,9 @@ class Runner:
             for stage in self.stages:
                 metas = [self.shapes.of(keys[micro_batch.index], stage.stage_index) for micro_batch in run]
                 stage.begin([m[0] for m in metas], [m[1] for m in metas], reduces=number == len(runs) - 1)
-            if len(run) not in self._schedules:
-                self._schedules[len(run)] = self.make_schedule(self.stages, len(run))
-            self._schedules[len(run)].run()
+            if len(run) not in self._runs:
+                self._runs[len(run)] = self.make_run(self.stages, len(run))
+            self._runs[len(run)]()
         if self.shared_unit is not None:
             reduce_gradients(self.shared_unit)
         for buffers in self.buffers:
@@ -179,7 +178,6 @@ class Runner:
 
 
 def _unshard(root: nn.Module) -> None:
-    """Gather all parameters of a root of FSDP2, unless they are gathered already."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -187,7 +185,6 @@ def _unshard(root: nn.Module) -> None:
 
 @contextmanager
 def _restored_buffers(parts: Sequence[StageModule]) -> Iterator[None]:
-    """Restore all buffers after the forward passes inside."""
     buffers = [buffer for part in parts for buffer in part.buffers()]
     before = [buffer.clone() for buffer in buffers]
     try:

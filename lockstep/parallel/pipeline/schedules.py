@@ -1,14 +1,15 @@
-"""Describes each schedule (stages per rank, their placement, numbers of micro-batches), and builds or lists torch's.
+"""Describes each schedule (stages per rank, their placement, numbers of micro-batches), builds torch's, and draws it.
 
-A stage that is placed `loop` goes to rank (stage mod ranks); placed `v`, the ranks are walked back and forth:
-
-    loop, 2 ranks × 2    rank 0: stages 0, 2    rank 1: stages 1, 3
-    v                    rank 0: stages 0, 3    rank 1: stages 1, 2
+A stage that is placed `loop` goes to rank (stage mod ranks); placed `v`, the ranks are walked back and forth. In a
+picture sending takes no time. Theory: with p ranks, m micro-batches and V stages a rank, ranks wait (p-1)/(V·m+p-1) of
+the time. What 1F1B saves is memory.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +17,12 @@ import torch
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleDualPipeV, get_schedule_class
 
-from lockstep.costs.steps import ScheduledPass
+from lockstep.config import StepConfig, require_equation
+from lockstep.costs.steps import ScheduledPass, pipeline
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.torch_stage import Stage
+from lockstep.strategy import AUTO, resolve, strategy_named
 from lockstep.torch_compat.pipeline_schedules import UnpairedDualPipeV, skip_shape_inference
-
-KEY = "distributed.pipeline"
 
 
 @dataclass(frozen=True)
@@ -56,23 +57,6 @@ SCHEDULES = {
 }
 
 
-def facts_of(name: str, stages_per_rank: int) -> ScheduleFacts:
-    """Return the facts of a schedule, after checking that there is one, and that it takes `stages_per_rank`."""
-    if name not in SCHEDULES:
-        raise UsageError(
-            f"there is no schedule {name!r}", where=f"{KEY}.schedule", fix=f"write one of {', '.join(SCHEDULES)}"
-        )
-    facts = SCHEDULES[name]
-    if facts.stages_per_rank not in (None, stages_per_rank):
-        raise UsageError(
-            f"{name} takes {facts.stages_per_rank} stage{'s' * (facts.stages_per_rank != 1)} a rank, "
-            f"not {stages_per_rank}",
-            where=f"{KEY}.stages_per_rank",
-            fix=f"set {KEY}.stages_per_rank: {facts.stages_per_rank}",
-        )
-    return facts
-
-
 def rank_of(stage: int, ranks: int, *, v_shaped: bool) -> int:
     """Return the pipeline rank that holds a stage."""
     lap, place = divmod(stage, ranks)
@@ -83,19 +67,11 @@ def rank_of(stage: int, ranks: int, *, v_shaped: bool) -> int:
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
-class PipelineSchedule:
-    """A schedule of torch's over this rank's stages, ascending, for a fixed number of micro-batches."""
-
-    def __init__(self, name: str, stages: Sequence[Stage], count: int) -> None:
-        self._schedule = build(name, stages, count)
-        self._has_last = any(stage.is_last for stage in stages)
-        self._count = count
-
-    def run(self) -> None:
-        """Run forward and backward of `count` micro-batches on this rank's stages, after their `begin`."""
-        # The last stage returns its loss, made from a micro-batch that it knows: what is passed here is only counted.
-        targets = {"target": torch.arange(self._count)} if self._has_last else {}
-        self._schedule.step(**targets, return_outputs=False)
+def run_of(name: str, stages: Sequence[Stage], count: int) -> Callable[[], None]:
+    """Return what runs `count` micro-batches on this rank's stages, ascending, by a schedule, after their `begin`."""
+    # The last stage returns its loss, made from a micro-batch that it knows: what is passed here is only counted.
+    targets = {"target": torch.arange(count)} if any(stage.is_last for stage in stages) else {}
+    return partial(build(name, stages, count).step, **targets, return_outputs=False)
 
 
 def build(name: str, stages: Sequence[Any], count: int) -> Any:
@@ -141,3 +117,117 @@ def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[lis
         ]
         for rank in range(ranks)
     ]
+
+
+UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # a backward pass costs as much as two forward
+_COLUMNS = 240  # of text; a schedule that takes more of them is cut off
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A pass with its time, in units of a stage's forward pass."""
+
+    work: ScheduledPass
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class ScheduleTimeline:
+    """A run of a schedule."""
+
+    ranks: tuple[tuple[Timed, ...], ...]  # the passes of each rank, in order
+
+    @property
+    def end(self) -> float:
+        return max(timed.end for rank in self.ranks for timed in rank)
+
+    @property
+    def bubble(self) -> float:
+        busy = sum(timed.end - timed.start for rank in self.ranks for timed in rank)
+        return 1.0 - busy / (self.end * len(self.ranks))
+
+    def kept(self) -> list[int]:
+        """Return the largest number of activations (of one micro-batch on one stage) that each rank keeps at a time."""
+        change = {"F": 1, "B": -1, "I": 0, "W": -1}
+        return [max(accumulate(change[timed.work.kind] for timed in rank)) for rank in self.ranks]
+
+
+def timeline(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> ScheduleTimeline:
+    """Return the run of a schedule over `micro_batches`, padded to a number that it accepts."""
+    stages = ranks * stages_per_rank
+    count = SCHEDULES[name].padded(micro_batches, ranks, stages)
+    seconds = {(kind, stage): cost for kind, cost in UNITS.items() for stage in range(stages)}
+    return simulate(actions(name, ranks, stages_per_rank, count), seconds)
+
+
+def simulate(orders: Sequence[Sequence[ScheduledPass]], seconds: dict[tuple[str, int], float]) -> ScheduleTimeline:
+    """Simulate a run of each rank's passes in order, which take (kind, stage) → seconds, and sending no time."""
+    holders = dict(sorted((each.stage, rank) for rank, order in enumerate(orders) for each in order))
+    line = pipeline(orders, seconds, [0.0] * len(holders), rank_of=list(holders.values()))
+    tasks = [[task for task in line.tasks if task.stream == ("compute", rank)] for rank in range(len(orders))]
+    return ScheduleTimeline(
+        tuple(
+            tuple(Timed(each, task.begin, task.end) for each, task in zip(order, done, strict=True))
+            for order, done in zip(orders, tasks, strict=True)
+        )
+    )
+
+
+def picture_of(config: StepConfig, ranks: int | None = None) -> str:
+    """Return `picture` of one run of a config's schedule; on as many ranks as its sizes multiply to, or two."""
+    distributed, training = config.distributed, config.training
+    kind = distributed.pipeline
+    if distributed.strategy == AUTO or not strategy_named(distributed.strategy).splits_model:
+        raise UsageError(
+            f"strategy {distributed.strategy} has no schedule", where="distributed.strategy", fix="write pipeline"
+        )
+    named = (distributed.pipeline_size or 2) * (distributed.replicate_size or 1) * (distributed.shard_size or 1)
+    layout = resolve(distributed, ranks or named)
+    micro_batches = training.accumulation
+    if training.global_batch_size is not None:
+        require_equation(training, layout.batch_shares)
+        micro_batches = -(-training.global_batch_size // (training.batch_size * layout.data_parallel_size))
+    of_a_run = min(micro_batches, kind.n_microbatches or micro_batches)
+    return picture(kind.schedule, layout.pipeline, kind.stages_per_rank, of_a_run)
+
+
+def picture(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> str:
+    """Return a schedule as text: a line per rank, time to the right, one column for each forward pass's time."""
+    run = timeline(schedule, ranks, stages_per_rank, micro_batches)
+    facts = SCHEDULES[schedule]
+    count = facts.padded(micro_batches, ranks, ranks * stages_per_rank)
+    laps = stages_per_rank > 1
+    width = len(str(count - 1)) + 1 + laps
+    left = len(f"rank {ranks - 1}  ")
+    shown = min(int(run.end), (_COLUMNS - left) // (width + 1))
+    kinds = "F forward, B backward, twice as long"
+    if facts.splits_backward:
+        kinds += "; I of inputs, W of weights, half a backward each"
+    each = f" × {stages_per_rank} stages" if laps else ""
+    extra = f", filled up to {count} with copies of no weight" if count > micro_batches else ""
+    lines = [f"{facts.name}, {ranks} ranks{each}, {micro_batches} micro-batches{extra} ({kinds})"]
+    for rank, done in enumerate(run.ranks):
+        cells = ["·".ljust(width)] * int(run.end)
+        for timed in done:
+            lap = chr(ord("a") + timed.work.stage // ranks) if laps else ""
+            text = f"{timed.work.kind}{lap}{timed.work.micro_batch}".ljust(width)
+            for column in range(int(timed.start), int(timed.end)):
+                cells[column] = text
+        lines.append(f"rank {rank}".ljust(left) + " ".join(cells[:shown]).rstrip())
+    if shown < run.end:
+        lines.append(f"(the first {shown} of {run.end:.0f} columns)")
+    if laps:
+        stages = ranks * stages_per_rank
+        held = [
+            f"{rank}: {', '.join(str(s) for s in range(stages) if rank_of(s, ranks, v_shaped=facts.v_shaped) == rank)}"
+            for rank in range(ranks)
+        ]
+        lines.append(f"stages of rank {'; '.join(held)} (a, b … from the first to the last)")
+    theory = ""
+    if not facts.splits_backward:
+        times = f"{stages_per_rank}·" if laps else ""
+        theory = f" = (p-1)/({times}m+p-1) = {ranks - 1}/{stages_per_rank * count + ranks - 1}"
+    lines.append(f"bubble: ranks wait {run.bubble:.1%} of the time{theory}")
+    lines.append(f"kept at most: {', '.join(map(str, run.kept()))} activations of a micro-batch, by rank")
+    return "\n".join(lines)

@@ -1,9 +1,7 @@
 """One stage's module: a run of the model's segments, and the parameters that they borrow.
 
-`StageModule.forward` folds tensors through its segments, as the whole model's forward pass does. The first stage takes
-its inputs from the micro-batch that the rank works on, the last one turns outputs into what the pass is for (a loss, or
-the outputs themselves), as `CurrentMicroBatch` says. So nothing but tensors travels between stages, and the batch stays
-where it is. Where there are replicas or shards, FSDP2 gets the stages.
+The first stage takes its inputs from the micro-batch that the rank works on, the last one turns outputs into a loss or
+returns them, as `CurrentMicroBatch` says: nothing but tensors travels between stages.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,9 +36,7 @@ class StageModule(nn.Module):
     """Stage `index` of `count`.
 
     Args:
-        segments: (name, module) in order.
         borrowed: segment name → {keyword: where the parameter is}, for each call.
-        blocks: the model's repeated blocks among the segments.
         earlier: segment name → how often a module that draws under this name ran in earlier stages.
         owns: registers parameters that only segments of this stage borrow.
     """
@@ -61,7 +57,6 @@ class StageModule(nn.Module):
         self._work, self._precision = work, precision
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        """Return the model's repeated blocks in this stage."""
         return list(self._blocks)
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:

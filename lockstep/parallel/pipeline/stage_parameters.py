@@ -92,7 +92,6 @@ class Borrowed(nn.Module):
     """Registers parameters of which this rank has uses, but not the module that owns them."""
 
     def add(self, parameter: nn.Parameter) -> Registration:
-        """Register a parameter; return where."""
         attribute = f"parameter_{sum(1 for _ in self.named_parameters(remove_duplicate=False))}"
         self.register_parameter(attribute, parameter)
         return Registration(self, attribute)
@@ -114,11 +113,9 @@ class StageParameters:
         return {name: registrations[0].tensor() for name, registrations in self.parameters.items()}
 
     def named_buffers(self) -> dict[str, Tensor]:
-        """Return name → the tensor that is registered now."""
         return {name: registrations[0].tensor() for name, registrations in self.buffers.items()}
 
     def replace(self, name: str, parameter: nn.Parameter) -> None:
-        """Put another parameter in all places of one."""
         for registration in self.parameters[name]:
             registration.put(parameter)
 

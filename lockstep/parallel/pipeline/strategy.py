@@ -1,7 +1,7 @@
 """The strategy `pipeline`: stages along one axis of the mesh, replicas or shards of them along the others."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.config import DistributedConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
@@ -9,13 +9,11 @@ from lockstep.costs.steps import ModelSize
 from lockstep.errors import Contradiction
 from lockstep.layout import Layout, layout_of_sizes
 from lockstep.parallel.fsdp import describe_shards
+from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.pipeline.schedules import SCHEDULES
+from lockstep.parallel.placement import PlacementContext
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy, given_sizes
-
-if TYPE_CHECKING:
-    from lockstep.parallel.parallel_model import ParallelModel
-    from lockstep.parallel.placement import PlacementContext
 
 
 class Pipeline(Strategy):
@@ -44,9 +42,7 @@ class Pipeline(Strategy):
             return whole
         return f"{whole}*" + (f"ddp:{layout.replicate}" if layout.shard == 1 else describe_shards(layout))
 
-    def contradictions(
-        self, config: StepConfig, layout: Layout | None = None, device_type: str | None = None
-    ) -> Iterator[Contradiction]:
+    def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
         distributed, pipeline = config.distributed, config.distributed.pipeline
         facts, sharding = SCHEDULES[pipeline.schedule], distributed.fsdp.sharding_strategy
         if facts.splits_backward and config.training.compile:
@@ -91,7 +87,7 @@ class Pipeline(Strategy):
         ranks = stages // pipeline.stages_per_rank if stages > 1 else config.distributed.pipeline_size or 2
         return [f"{self.name}:{ranks}"]
 
-    def place(self, placement: "PlacementContext") -> "ParallelModel":
+    def place(self, placement: PlacementContext) -> ParallelModel:
         from lockstep.parallel.pipeline.place import place  # torch's pipelining loads its compiler, which takes seconds
 
         return place(placement)

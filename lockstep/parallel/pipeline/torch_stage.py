@@ -1,10 +1,8 @@
-"""The seam to torch.distributed.pipelining: its schedules drive the stages defined here.
+"""The seam to torch.distributed.pipelining: its schedules drive the stages defined here, through public names only.
 
-A schedule of torch's is a list of actions for each rank and a loop that calls a stage's methods for them. `Stage`
-implements these itself, through public names only. In contrast to torch's own stage, receive buffers are made when a
-receive is posted, in its micro-batch's own shapes, which are never inferred by running the model on uninitialised
-memory; gradients that are sent are contiguous, as gloo refuses others and the peer would wait for ever; and gradients
-are reduced over replicas and shards once a step, not once a run of the schedule.
+In contrast to torch's own stage, receive buffers are made in each micro-batch's own shapes, which are never inferred by
+running the model on uninitialised memory; gradients that are sent are contiguous, as gloo refuses others and the peer
+would wait for ever; and gradients are reduced once a step, not once a run of the schedule.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +51,6 @@ class Backward:
         self.nothing: Gradients = (None,) * len(self.inputs)
 
     def arguments(self) -> dict[str, Any]:
-        """Return torch's arguments for a whole backward pass."""
         sent_back = (None,) if self.sent_back is None else self.sent_back
         return {"stage_output": self.outputs, "output_grads": sent_back, "input_values": list(self.inputs)}
 
@@ -89,7 +86,6 @@ class Backward:
         return tuple(next(found) if is_used else None for is_used in uses)
 
     def weights_anew(self, weights: list[Tensor]) -> None:
-        """Compute the gradients of the weights, starting from the outputs."""
         found = torch.autograd.grad(self._edges, weights, self._gradients, allow_unused=True)
         for weight, gradient in zip(weights, found, strict=True):
             if gradient is not None:
@@ -141,7 +137,6 @@ class Stage(PipelineStage):
 
     Args:
         part: the stage's module: tensors in, a tuple of tensors out; the last stage returns its loss.
-        index, count: of the stage, and how many there are in the whole pipeline.
         forward_at, backward_at: entered around every forward and backward pass.
         trees: take the gradients of each micro-batch; None: they add up.
         halves: compute the gradients of weights apart from those of inputs, when a schedule wants them apart; else
@@ -259,7 +254,12 @@ class Stage(PipelineStage):
         call = Backward(outputs, sent_back, inputs)
         whole = full_backward or not self._halves
         with self._backward_at(self.stage_index, bwd_chunk_id):
-            gradients = self._whole(call, carried) if whole else self._first_half(bwd_chunk_id, call)
+            if whole:
+                gradients = self._whole(call, carried)
+            else:  # gradients of the weights wait for `backward_weight_one_chunk`
+                self._half_done[bwd_chunk_id], gradients = call, call.nothing
+                if call.differentiable and not self.is_first:
+                    gradients = call.first_half(partial(self.backward_maybe_with_nosync, "input"))
         handed_on = self._done(bwd_chunk_id, carried) if whole else ()
         self._input_gradients[bwd_chunk_id] = (*map(_sendable, inputs, gradients), *handed_on)
 
@@ -278,13 +278,6 @@ class Stage(PipelineStage):
         if self.is_last:
             call.outputs[0].detach_()  # or the schedule keeps the loss's graph until the end of the run
         return gradients
-
-    def _first_half(self, chunk: int, call: Backward) -> Gradients:
-        """Compute gradients of the inputs; those of the weights wait for `backward_weight_one_chunk`."""
-        self._half_done[chunk] = call
-        if self.is_first or not call.differentiable:
-            return call.nothing
-        return call.first_half(partial(self.backward_maybe_with_nosync, "input"))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self._halves:

@@ -1,12 +1,9 @@
 """The same bits under a pipeline: the sums of each stage, and their sum over parallel pipelines.
 
 A stage's gradients of one micro-batch are a leaf of the tree. After the last backward pass an all-to-all among the
-ranks with the same stages brings each its share of the nodes' sums, cut as the parameters are, and replicas gather what
-they share. FSDP2 finds no gradients left to reduce.
-
-**Weights that several stages use.** One process adds up a weight's gradient of a micro-batch use by use, from the last
-segment to the first. So stages send the running sum with the gradient of their input, and the stage with the first use
-has the leaf: M·(boundaries crossed) gradients of these weights are sent a step. At its end the sum goes to all holders.
+ranks with the same stages brings each its share of the nodes' sums, cut as the parameters are. Weights that several
+stages use: one process adds up the gradient of a micro-batch use by use, from the last segment to the first, so stages
+send the running sum with the gradient of their input, and the stage with the first use has the leaf.
 """
 
 import math
@@ -30,6 +27,7 @@ from lockstep.parallel.pipeline.stage_parameters import StageParameters
 from lockstep.parallel.reproducible.tree import Partials, TreeReduceScatter, clear_zero_signs, tree_assignment
 
 _BUCKET = 25 << 20  # bytes of gradients that are sent at once
+Bucket = Sequence[tuple[str, list[Tensor | None]]]  # parameters, with the sums of their gradients over each node
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class Uses:
         return sorted(name for name, used in self.stages.items() if used[0] <= stage < used[-1])
 
     def of(self, stage: int) -> list[str]:
-        """Return the parameters that a stage uses."""
         return sorted(name for name, used in self.stages.items() if stage in used)
 
 
@@ -67,11 +64,11 @@ class StageTrees:
     leaves: int = 0  # micro-batches in the step, over all ranks
 
     def __post_init__(self) -> None:
+        self._replicas, self._shards = self.mesh["replicate"], self.mesh["shard"].size()
         # Of a stage: whose leaves are complete there.
         self._complete = {s: [n for n in self.uses.of(s) if self.uses.stages[n][0] == s] for s in self.stages}
 
     def begin(self, leaves: int) -> None:
-        """Begin a step of `leaves` micro-batches over all ranks."""
         self.leaves = leaves
         self._partials = {stage: Partials(leaves) for stage in self.stages}
         if self.experts is not None:
@@ -123,7 +120,7 @@ class StageTrees:
                 for name, total in zip(names, self._partials[stage].total() or [], strict=False):
                     self._parameter(name).grad = total
         else:
-            _DataParallelSum(self, self.dp_group).run()
+            self._sum_over_pipelines(self.dp_group)
         for name, group in sorted((n, g) for n, g in self.shared_groups.items() if n in self.uses.stages):
             parameter = self._parameter(name)
             if parameter.grad is None:
@@ -133,47 +130,41 @@ class StageTrees:
             dist.broadcast(local(parameter.grad), src=dist.get_global_rank(group, first), group=group)
         clear_zero_signs([local(p.grad) for p in self.held.named_parameters().values() if p.grad is not None])
 
-    def of_nodes(self, dp_rank: int, dp_size: int) -> Iterator[tuple[str, list[Tensor | None]]]:
+    def _of_nodes(self, group: dist.ProcessGroup) -> Iterator[tuple[str, list[Tensor | None]]]:
         """Yield each parameter that is complete here, with its sums over the nodes that this pipeline ran."""
-        nodes = tree_assignment(self.leaves, dp_size)[dp_rank]
+        nodes = tree_assignment(self.leaves, group.size())[group.rank()]
         for stage, names in self._complete.items():
             values = [self._partials[stage].take(node) for node in nodes]
             for place, name in enumerate(names):
                 yield name, [None if value is None else value[place] for value in values]
 
+    # ---- the sum over parallel pipelines, of all parameters that are complete on a rank ----
 
-class _DataParallelSum:
-    """The sum of one step over parallel pipelines, of all parameters that are complete on a rank."""
-
-    def __init__(self, trees: StageTrees, group: dist.ProcessGroup) -> None:
-        self._trees, self._group = trees, group
-        self._replicas, self._shards = trees.mesh["replicate"], trees.mesh["shard"].size()
-
-    def run(self) -> None:
-        sums = list(self._trees.of_nodes(self._group.rank(), self._group.size()))
+    def _sum_over_pipelines(self, group: dist.ProcessGroup) -> None:
+        sums = list(self._of_nodes(group))
         # A parameter that no micro-batch of any pipeline used stays without a gradient.
         seen = [any(value is not None for value in values) for _, values in sums]
-        used = torch.tensor(seen, dtype=torch.uint8, device=self._trees.device)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
+        used = torch.tensor(seen, dtype=torch.uint8, device=self.device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
         wanted = [item for item, was_used in zip(sums, used.tolist(), strict=True) if was_used]
         waiting: tuple[list[str], TreeReduceScatter] | None = None
-        for bucket in _buckets(wanted, self._trees.held):
-            started = [name for name, _ in bucket], self._start(bucket)
+        for bucket in _buckets(wanted, self.held):
+            started = [name for name, _ in bucket], self._start(bucket, group)
             if waiting is not None:
                 self._write(*waiting)
             waiting = started
         if waiting is not None:
             self._write(*waiting)
 
-    def _start(self, bucket: Sequence[tuple[str, list[Tensor | None]]]) -> TreeReduceScatter:
-        like = torch.empty(0, device=self._trees.device)
+    def _start(self, bucket: Bucket, group: dist.ProcessGroup) -> TreeReduceScatter:
+        like = torch.empty(0, device=self.device)
         widths = [self._width(name) for name, _ in bucket]
         nodes = range(len(bucket[0][1]))
         rows: list[Tensor | None] = [
             torch.cat([self._rows(name, values[node], w) for (name, values), w in zip(bucket, widths, strict=True)], 1)
             for node in nodes
         ]
-        return TreeReduceScatter(rows, like, sum(widths), self._trees.leaves, self._group)
+        return TreeReduceScatter(rows, like, sum(widths), self.leaves, group)
 
     def _width(self, name: str) -> int:
         """Return the number of elements of a parameter that a rank gets: its replica's part of the largest shard."""
@@ -185,7 +176,7 @@ class _DataParallelSum:
         """Return a whole gradient as [ranks, width]: row (replica, shard) in the order of the ranks."""
         _, dim = self._cut(name)
         replicas = self._replicas.size()
-        rows = torch.zeros(replicas, self._shards, width, device=self._trees.device)
+        rows = torch.zeros(replicas, self._shards, width, device=self.device)
         if value is not None:
             for shard in range(self._shards):
                 flat = local_chunk(value, dim, self._shards, shard).reshape(-1)
@@ -194,7 +185,7 @@ class _DataParallelSum:
 
     def _cut(self, name: str) -> tuple[tuple[int, ...], int]:
         """Return a parameter's whole shape, and the dim along which it is sharded."""
-        parameter = self._trees.held.named_parameters()[name]
+        parameter = self.held.named_parameters()[name]
         assert isinstance(parameter, DTensor)
         dims = [placement.dim for placement in parameter.placements if isinstance(placement, Shard)]
         return tuple(parameter.shape), dims[0] if dims else 0
@@ -209,7 +200,7 @@ class _DataParallelSum:
             whole = mine
         widths = [self._width(name) for name in names]
         for name, columns in zip(names, torch.split(whole.view(replicas, -1), widths, dim=1), strict=True):
-            parameter = self._trees.held.named_parameters()[name]
+            parameter = self.held.named_parameters()[name]
             assert isinstance(parameter, DTensor)
             piece = parameter.to_local()
             gradient = columns.reshape(-1)[: piece.numel()].view(piece.shape)
@@ -219,9 +210,7 @@ class _DataParallelSum:
             )  # fmt: skip
 
 
-def _buckets(
-    sums: Sequence[tuple[str, list[Tensor | None]]], held: StageParameters
-) -> list[list[tuple[str, list[Tensor | None]]]]:  # fmt: skip
+def _buckets(sums: Bucket, held: StageParameters) -> list[Bucket]:
     """Return runs of neighbours of about `_BUCKET` bytes; the same on every rank with the same stages."""
     parameters = held.named_parameters()
     starts = accumulate((parameters[name].numel() * 4 for name, _ in sums), initial=0)

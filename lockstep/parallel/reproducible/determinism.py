@@ -1,12 +1,9 @@
 """Settings for the same bits on any number of ranks: deterministic kernels, and one expression for each gradient.
 
-Each gradient is the same (the same kernels on the same shapes: this file), they are added as one expression
-(`lockstep.parallel.reproducible.tree`), and so is what the step computes from the sum. This holds among processors of
-one kind: a CPU with wider vectors, or another GPU, has other kernels.
-
-The gradient of a unit's input has to be one expression, too. FSDP2 passes a unit's inputs through one autograd node, so
-the contributions of several uses inside the unit are added there, before those of other units: (v2 + k2) + (v1 + k1)
-where one process adds v2, k2, v1, k1 in a row. `join_uses_of_inputs` gives each unit such a node on every topology.
+This holds among processors of one kind: a CPU with wider vectors, or another GPU, has other kernels. FSDP2 passes a
+unit's inputs through one autograd node, where the contributions of several uses inside the unit are added before those
+of other units: (v2 + k2) + (v1 + k1) where one process adds v2, k2, v1, k1 in a row. `join_uses_of_inputs` gives each
+unit such a node on every topology.
 """
 
 import dataclasses
@@ -18,12 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import StepConfig
 from lockstep.errors import UsageError
-from lockstep.layout import Layout
 from lockstep.parallel.micro_step import AroundMicroBatch
-from lockstep.parallel.reproducible.tree import traffic
-from lockstep.strategy import strategy_named
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -39,22 +32,6 @@ def switch_on(device: torch.device) -> list[str]:
     # Reductions (LayerNorm's and embedding's gradients, sums) are cut by the number of threads.
     torch.set_num_threads(1)
     return ["reproducible: deterministic kernels, one thread a rank"]
-
-
-def extra_traffic(config: StepConfig, layout: Layout) -> list[str]:
-    """Return a line to log at start where the tree sends more than a plain reduction: never on 2ⁿ replicas."""
-    replicas = strategy_named(layout.strategy).replicas(layout)
-    training = config.training
-    micro_batches = training.accumulation * layout.data_parallel_size
-    if training.global_batch_size is not None:
-        micro_batches = -(-training.global_batch_size // training.batch_size)
-    more = traffic(micro_batches, replicas) - 1
-    if replicas < 2 or more <= 0:
-        return []
-    return [
-        f"reproducible: on {replicas} replicas gradients take {more:.0%} more traffic than in a plain step: the sum of "
-        f"{micro_batches} micro-batches has no {replicas} equal parts. On 2, 4, 8 … replicas it takes no more"
-    ]
 
 
 class DeterministicKernels(AroundMicroBatch):

@@ -1,9 +1,8 @@
 """Sums of gradients up the tree, while backward passes run: one process, ddp, and FSDP2.
 
-Where a rank holds whole gradients (one process, ddp), they become a leaf after each backward pass. In round k of a
-step, the S shards of an FSDP2 replica run S neighbouring micro-batches: the reduce-scatter of a unit's gradients is an
-all-to-all, which brings a rank its shard of these S leaves in as many bytes, and the rank adds them up. FSDP2 gets the
-shard axis alone: its all-reduce over replicas can't be replaced, but a hook after the reduce-scatter takes its place.
+In round k of a step, the S shards of an FSDP2 replica run S neighbouring micro-batches: the reduce-scatter of a unit's
+gradients is an all-to-all, which brings a rank its shard of these S leaves in as many bytes. FSDP2 gets the shard axis
+alone: its all-reduce over replicas can't be replaced, but a hook after the reduce-scatter takes its place.
 """
 
 from collections.abc import Sequence
@@ -182,12 +181,9 @@ def _flat(values: Sequence[Tensor | None], bucket: GradBucket) -> Tensor:
 
 
 class ShardTree(GradientTree):
-    """A tree over the gradients of FSDP2 units.
+    """A tree over the gradients of FSDP2 units, of a model that is sharded over the axis `shard` of `mesh` alone.
 
-    Args:
-        model: sharded over the axis `shard` of `mesh` alone.
-        mesh: with the axes `replicate` and `shard`.
-        groups: of neighbouring shards, each of which runs whole nodes (`assign_in_groups`).
+    Each of the `groups` of neighbouring shards runs whole nodes (`assign_in_groups`).
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, groups: int = 1) -> None:
@@ -215,25 +211,10 @@ class ShardTree(GradientTree):
 
     def after(self, run: MicroBatchPass) -> None:
         self._rounds = 0 if run.last else self._rounds + 1
-        if run.last:
-            self._check()
-        else:
+        if not run.last:
             for parameter in self.parameters:
                 parameter.grad = None  # held in the units' trees
-
-    def _of_replica(self, replica: int) -> Sequence[Sequence[Node]]:
-        """Return the nodes of each of a replica's groups."""
-        of_groups = tree_assignment(self.leaves, self.replicas.size() * self._groups)
-        return of_groups[replica * self._groups : (replica + 1) * self._groups]
-
-    def nodes(self) -> list[list[Node]]:
-        """Return the nodes that each replica runs in the step."""
-        return [
-            nodes_that_cover(set(leaves_of(node for nodes in self._of_replica(replica) for node in nodes)), self.leaves)
-            for replica in range(self.replicas.size())
-        ]
-
-    def _check(self) -> None:
+            return
         for unit in self._units:
             if len(unit.partials):
                 raise UsageError(
@@ -242,6 +223,16 @@ class ShardTree(GradientTree):
                     why="FSDP2 reduces a unit in those backward passes that use it, so the sum would miss leaves",
                     fix="let every micro-batch use them, or use ddp with find_unused_parameters",
                 )
+
+    def _of_replica(self, replica: int) -> Sequence[Sequence[Node]]:
+        of_groups = tree_assignment(self.leaves, self.replicas.size() * self._groups)
+        return of_groups[replica * self._groups : (replica + 1) * self._groups]
+
+    def nodes(self) -> list[list[Node]]:
+        return [
+            nodes_that_cover(set(leaves_of(node for nodes in self._of_replica(replica) for node in nodes)), self.leaves)
+            for replica in range(self.replicas.size())
+        ]
 
 
 class _Unit:
@@ -260,7 +251,7 @@ class _Unit:
     ) -> None:
         self._add(list(torch.cat(list(AllToAll(input_tensor, group).received()), dim=1)))
         if self._tree.last and self._tree.replicas.size() == 1:
-            self._write(output_tensor)
+            output_tensor.copy_(self.partials.single())
 
     def all_reduce(self, reduced: Tensor) -> None:
         """Add the output of the reduce-scatter; in the last round write the sum over replicas to it."""
@@ -275,7 +266,7 @@ class _Unit:
             sums = [None if values is None else values[0] for values in held]
             tree_all_reduce(sums, reduced, tree.leaves, tree.replicas, nodes)
         elif tree.shards.size() == 1:
-            self._write(reduced)
+            reduced.copy_(self.partials.single())
 
     def _add(self, leaves: list[Tensor]) -> None:
         if not len(self.partials):
@@ -283,9 +274,3 @@ class _Unit:
         for index, leaf in zip(self._tree.round, leaves, strict=True):
             if index is not None:
                 self.partials.add(index, [leaf], owned=False)
-
-    def _write(self, output: Tensor) -> None:
-        total = self.partials.total()
-        assert total is not None
-        assert total[0] is not None
-        output.copy_(total[0])

@@ -3,17 +3,13 @@
 Additions of floats do not associate, so a sum is the same in every bit only where it is the same expression. The tree
 depends on M, the number of micro-batches in the step, alone: a *node* is a run of neighbours [lo, hi); a run of more
 than one splits into halves, the first of which is the longer one where they differ. M = 7: ((0+1)+(2+3)) + ((4+5)+6).
+Ranks that reduce once a step (ddp, replicas, pipelines) run whole nodes: one each on 2ⁿ ranks, because the n-th level
+of the tree has 2ⁿ nodes whose sizes differ by one at most. Ranks that reduce each micro-batch (fsdp) run every S-th
+one.
 
-One process adds leaves as they come: of K leaves it holds ⌈log₂ K⌉ + 1 partial sums at most (`Partials`). Ranks that
-reduce once a step (ddp, replicas, pipelines) run whole nodes: on 2ⁿ ranks one each, because the n-th level of the tree
-has 2ⁿ nodes whose sizes differ by one at most, so each sends one partial sum, as in any all-reduce; on 3, 5, 6 … ranks
-maybe several. Ranks that reduce each micro-batch (fsdp) run every S-th one, and the reduce-scatter brings a rank its
-shard of S neighbours, which it adds as one process would.
-
-**Missing leaves** (a zero-weight dummy; a parameter that a micro-batch did not use) are left out, or stand as +0 where
-a buffer has a place for them. The two differ in the sign of a zero at most, and `clear_zero_signs` gives every zero the
-sign +. A dummy's gradient is never added: 0 × inf is nan. **Weights that several segments use** have one leaf a
-micro-batch: the uses' gradients, added from the last use to the first, as autograd does within one process.
+Missing leaves (a dummy; a parameter that a micro-batch did not use) are left out, or stand as +0 where a buffer has a
+place for them: the sign of a zero may differ, and `clear_zero_signs` makes it +. A dummy's gradient is never added: 0 ×
+inf is nan. Weights that several segments use have one leaf a micro-batch, added from the last use to the first.
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -28,14 +24,9 @@ from torch import Tensor
 from lockstep.parallel.comm import MESSAGE, all_gather_flat
 from lockstep.torch_compat import foreach
 
-Node = tuple[int, int]
-"""A run [lo, hi) of micro-batches that the tree sums as one."""
-
-Nodes = Sequence[Sequence[Node]]
-"""The nodes of each rank."""
-
-Values = list[Tensor | None]
-"""One partial sum for each parameter (or one flat tensor for all of them); None where nothing was added."""
+Node = tuple[int, int]  # a run [lo, hi) of micro-batches that the tree sums as one
+Nodes = Sequence[Sequence[Node]]  # of each rank
+Values = list[Tensor | None]  # partial sums of each parameter (or of one flat tensor); None where nothing was added
 
 
 def children(node: Node) -> tuple[Node, Node]:
@@ -76,15 +67,6 @@ def tree_assignment(leaves: int, ranks: int) -> tuple[tuple[Node, ...], ...]:
         room[rank] -= size
     # In the order of their first leaves: rank 0 has micro-batch 0.
     return tuple(sorted((tuple(sorted(held)) for held in mine), key=lambda held: held[:1] or ((leaves, leaves),)))
-
-
-def traffic(leaves: int, ranks: int) -> float:
-    """Return the bytes that the busiest rank sends with one reduction a step, relative to a plain all-reduce.
-
-    Half of an all-reduce brings together partial sums, of which a rank has one for each of its nodes; the other half
-    hands out the result. So 1 on 2ⁿ ranks.
-    """
-    return (max(map(len, tree_assignment(leaves, ranks))) + 1) / 2
 
 
 def leaves_of(nodes: Iterable[Node]) -> list[int]:
@@ -142,12 +124,9 @@ class Partials:
 
     @torch.no_grad()
     def add(self, index: int, values: Values, *, owned: bool = True) -> None:
-        """Add the leaf of one micro-batch.
+        """Add the leaf of one micro-batch, `values` of the same parameters in the same order each time.
 
-        Args:
-            index: of the micro-batch in the step.
-            values: its gradients; always of the same parameters in the same order.
-            owned: the tensors may be kept and written to. Else they are copied if they have to wait.
+        If they are `owned`, the tensors may be kept and written to. Else they are copied if they have to wait.
         """
         node = (index, index + 1)
         for at, other in path_to(index, self.leaves):
@@ -162,7 +141,6 @@ class Partials:
 
     @torch.no_grad()
     def put(self, node: Node, values: Values) -> None:
-        """Hold the sum of a whole node, computed elsewhere."""
         assert node not in self._held
         self._held[node] = values
 
@@ -181,6 +159,12 @@ class Partials:
     def total(self) -> Values | None:
         return self.take((0, self.leaves))
 
+    def single(self) -> Tensor:
+        """Return the total of leaves of one tensor each, of which there is one at least."""
+        [total] = self.total() or [None]
+        assert total is not None
+        return total
+
     def move_out(self, places: Sequence[int]) -> "Partials":
         """Move what is held for some of the parameters to an object of its own, and return it."""
         moved = Partials(self.leaves)
@@ -195,7 +179,6 @@ class Partials:
 
 
 def _added(into: Values, values: Values, owned: bool) -> Values:
-    """Return into + values, added in place."""
     both = [i for i, (a, b) in enumerate(zip(into, values, strict=True)) if a is not None and b is not None]
     if both:
         foreach.add_([into[i] for i in both], [values[i] for i in both])  # type: ignore[misc]
@@ -249,11 +232,8 @@ class TreeReduceScatter:
         nodes: list[Node] = [node for held in self._nodes for node in held]
         for node, values in zip(nodes, self._received, strict=True):
             partials.put(node, [values])
-        total = partials.total()
-        assert total is not None
-        assert total[0] is not None
         del self._sent, self._received
-        return total[0].contiguous()
+        return partials.single().contiguous()
 
 
 class TreeAllReduce:
@@ -289,7 +269,6 @@ class TreeAllReduce:
             self._scatters.append(TreeReduceScatter(rows, part, share, leaves, group, nodes))
 
     def fold(self) -> None:
-        """Add up this rank's share."""
         self._gathers: list[tuple[Any, Tensor, Tensor]] = []  # works, with what they receive and send
         for scatter in self._scatters:
             total = scatter.finish()
