@@ -61,6 +61,11 @@ class StepCheck:
     anomaly: Anomaly | None = None
 
 
+def _on_device(value: Number, device: torch.device) -> Tensor:
+    """Return a 0-dim float64 tensor; `full` fills it there, where `as_tensor` would copy, and wait for the device."""
+    return value.double() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
+
+
 @dataclass
 class AnomalyDetector:
     """Reads each step's numbers and detects anomalies.
@@ -101,12 +106,7 @@ class AnomalyDetector:
                 break
         if device is None or device.type in _READ_AT_ONCE or self.decides_at_once:
             return self._evaluate(step, *map(float, given))  # host waits for the device, on a GPU
-        # `full` fills a number there, where `as_tensor` would copy, and wait for the device.
-        on_device = [
-            value.double() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
-            for value in given
-        ]
-        copy = torch.stack(on_device).to("cpu", non_blocking=True)
+        copy = torch.stack([_on_device(value, device) for value in given]).to("cpu", non_blocking=True)
         earlier, self._pending = self._pending, (step, copy, accelerator.record_event(device))
         return self._read(earlier)
 

@@ -192,11 +192,13 @@ class RunningBuffers(AroundMicroBatch):
         """Find the other buffers that change, after the first step; broadcast rank 0's after each step."""
         if self._changing is None:
             names = list(self._others)
-            flags = torch.tensor([name in self._changed for name in names], dtype=torch.int32)
             if self.ranks > 1:
+                flags = torch.tensor([name in self._changed for name in names], dtype=torch.int32)
                 flags = flags.to(self._other(names[0]).device)
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-            self._changing = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+                self._changing = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+            else:
+                self._changing = [name for name in names if name in self._changed]
             if self._changing:
                 self._report(self._changing)
         if self._changing and self.ranks > 1:

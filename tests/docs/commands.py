@@ -117,14 +117,12 @@ def _submit(_scheduler: str, given: Any, path: Path, overrides: list[str], _opti
 
 
 def _checkpoint(verb: str, _path: Path, **options: Any) -> str:
-    from lockstep.checkpoint.commands import _OPTIONS, VERBS
+    from lockstep.checkpoint.commands import _ACTIONS
 
-    assert verb in VERBS
-    assert {name for name, value in options.items() if value is not None} <= set(_OPTIONS.get(verb, ()))
+    _, taken = _ACTIONS[verb]
+    assert {name for name, value in options.items() if value is not None} <= set(taken)
     return ""
 
 
-def _prepared(*_args: Any, **_options: Any) -> Any:
-    from lockstep.data.text import PreparedTokens
-
-    return PreparedTokens(Path("tokens"), 1, 256)
+def _prepared(*_args: Any, **_options: Any) -> tuple[int, int]:
+    return 1, 256

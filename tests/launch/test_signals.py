@@ -50,7 +50,7 @@ def test_signals_while_a_run_starts(tmp_path: Path) -> None:
         "--master-port", str(free_port()), "script.py", **own,
     )  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGINT):
-        early = start(tmp_path, "launch", "--nproc-per-node", "2", "script.py", **own)
+        early = start(tmp_path, "launch", "--nproc-per-node", "2", "script.py", fresh=True, **own)
         wait_for(lambda pid=early.pid: listens(pid))  # type: ignore[misc]
         ended, seconds = told(early, tmp_path, number)
         assert ended.code == 75
