@@ -70,11 +70,9 @@ def _require_free(folder: Path, data: Path | None) -> None:
     own = None if data is None else data.resolve()
     present = [path.name for path in inside if not path.name.startswith(".") and path.resolve() != own]
     if present:
-        raise UsageError(
-            f"{folder.resolve()} has files already: {listed(present)}",
-            why="a starter project is written into an empty folder, so that nothing of yours is overwritten",
-            fix="name a new folder: lockstep init DIR",
-        )
+        fix = "name a new folder: lockstep init DIR"
+        why = "a starter project is written into an empty folder, so that nothing of yours is overwritten"
+        raise UsageError(f"{folder.resolve()} has files already: {listed(present)}", why=why, fix=fix)
 
 
 def _filled(template: str, **values: str) -> str:
@@ -99,10 +97,8 @@ def _documentation() -> str:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise UsageError(
-            "this Python comes without its documentation, the text that a project begins with",
-            fix="name a text of yours: lockstep init DIR --data FILE",
-        ) from None
+        text = "this Python comes without its documentation, the text that a project begins with"
+        raise UsageError(text, fix="name a text of yours: lockstep init DIR --data FILE") from None
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 

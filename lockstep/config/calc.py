@@ -105,21 +105,15 @@ class _Resolver:
         if not isinstance(node.value, Calc):
             return _number(node.value)
         if path in self.busy:
-            raise UsageError(
-                f'!calc "{node.value.expression}" refers to itself',
-                where=str(node.origin),
-                fix="give one of its names a number",
-            )
+            fix = "give one of its names a number"
+            raise UsageError(f'!calc "{node.value.expression}" refers to itself', where=str(node.origin), fix=fix)
         self.busy.append(path)
         try:
             variables = node.value.variables
             return evaluate(node.value.expression, lambda name: self.lookup(name, path, variables))
         except ValueError as error:
-            raise UsageError(
-                f'!calc "{node.value.expression}": {error}',
-                where=str(node.origin),
-                fix="names, numbers and + - * / // % ** with parentheses make an expression",
-            ) from None
+            fix = "names, numbers and + - * / // % ** with parentheses make an expression"
+            raise UsageError(f'!calc "{node.value.expression}": {error}', where=str(node.origin), fix=fix) from None
         finally:
             self.busy.pop()
 

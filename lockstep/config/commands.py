@@ -35,7 +35,7 @@ def run(verb: str, config: str | Path | None, overrides: Sequence[str] = ()) -> 
         require_runnable(loaded)
         return f"ok: {summary(loaded)}"
     if verb == "schema":
-        return json.dumps(_schema(), indent=2)
+        return json.dumps(_schema(), indent=2).replace("\\n", " ")  # descriptions have line breaks
     if verb == "list":
         return _list()
     near = difflib.get_close_matches(verb, VERBS, n=1)

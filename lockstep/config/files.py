@@ -51,11 +51,9 @@ def parent_file(name: str, child: ResolvedFile, where: str) -> ResolvedFile:
         return shipped
     names = [*shipped_names(), *ALIASES]
     near = difflib.get_close_matches(name, names, n=1)
-    raise UsageError(
-        f"{name!r} is neither beside {child.path.name} nor among the files that ship",
-        where=where,
-        fix=f"write {near[0]}" if near else f"the trainers that ship are {', '.join(shipped_names())}",
-    )
+    fix = f"write {near[0]}" if near else f"the trainers that ship are {', '.join(shipped_names())}"
+    text = f"{name!r} is neither beside {child.path.name} nor among the files that ship"
+    raise UsageError(text, where=where, fix=fix)
 
 
 def read(file: ResolvedFile) -> str:
@@ -66,19 +64,15 @@ def read(file: ResolvedFile) -> str:
     name = file.shown
     if os.path.isdir(file.path):
         inside = sorted(p.name for p in file.path.glob("*.y*ml"))
-        raise UsageError(
-            f"{name} is a directory",
-            fix=f"name a file in it: {', '.join(inside[:5])}" if inside else "name a YAML file",
-        )
+        fix = f"name a file in it: {', '.join(inside[:5])}" if inside else "name a YAML file"
+        raise UsageError(f"{name} is a directory", fix=fix)
     try:
         status = file.path.stat()
         if not stat.S_ISREG(status.st_mode):  # a device or a pipe may never end, and ranks read the file again
             raise UsageError(f"{name} is not a regular file", fix="write the config to a file, and name that")
         if status.st_size > MAX_BYTES:
-            raise UsageError(
-                f"{name} has more than {MAX_BYTES // 10**6} MB: it is not a config",
-                fix="give the YAML file of a config",
-            )
+            fix = "give the YAML file of a config"
+            raise UsageError(f"{name} has more than {MAX_BYTES // 10**6} MB: it is not a config", fix=fix)
         data = file.path.read_bytes()
     except FileNotFoundError:
         raise UsageError(f"there is no file {name}", fix=_near_file(file.path)) from None

@@ -92,7 +92,7 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[KeyInfo]:
         if default is PydanticUndefined or (section is not None and field.default_factory is not None):
             default = None
         choices = named.choices if named is not None else _literals(field.annotation)
-        description = field.description or ""
+        description = " ".join((field.description or "").split())
         yield KeyInfo(key, _takes(field), default, description, choices, section is not None, _free(field.annotation))
         if section is not None:
             yield from _walk(section, f"{key}.")

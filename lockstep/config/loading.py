@@ -118,11 +118,8 @@ def _with_override(tree: Node, override: str) -> Node:
     key = key.strip()
     shown = f"the override {override!r}"
     if not equals or not key or any(not part for part in key.split(".")):
-        raise UsageError(
-            f"{override!r} is not an override",
-            where="the command line",
-            fix="write section.key=VALUE, training.max_steps=100",
-        )
+        fix = "write section.key=VALUE, training.max_steps=100"
+        raise UsageError(f"{override!r} is not an override", where="the command line", fix=fix)
     try:
         value = parse(text, lambda _line: Origin(shown))
     except UsageError as error:

@@ -174,11 +174,9 @@ def _check_blocks(chain: list[ResolvedFile], library: _TemplateFiles) -> None:
         blocks = library.prepared[str(member.path)].blocks
         for block in blocks:
             if block.expands and block.name not in known:
-                raise UsageError(
-                    f"the parent has no block {block.name}",
-                    where=f"{member.shown}:{block.start + 1}",
-                    fix=f"its blocks are {', '.join(known)}" if known else "it is plain YAML: write `extends: NAME`",
-                )
+                fix = f"its blocks are {', '.join(known)}" if known else "it is plain YAML: write `extends: NAME`"
+                text = f"the parent has no block {block.name}"
+                raise UsageError(text, where=f"{member.shown}:{block.start + 1}", fix=fix)
         known += [block.name for block in blocks if block.name not in known]
 
 
@@ -189,20 +187,15 @@ def _checked(library: _TemplateFiles, work: Any, file: ResolvedFile | None = Non
     except jinja2.TemplateSyntaxError as error:
         path = error.filename or error.name
         shown = (library.by_path.get(str(Path(path)) if path else "") or file or library.files[0]).shown
-        raise UsageError(
-            f"the template can't be read: {error.message}",
-            where=f"{shown}:{error.lineno}",
-            fix="mend the statement, or write {% raw %} around text that is not a template",
-        ) from None
+        fix = "mend the statement, or write {% raw %} around text that is not a template"
+        text = f"the template can't be read: {error.message}"
+        raise UsageError(text, where=f"{shown}:{error.lineno}", fix=fix) from None
     except (jinja2.TemplateError, ArithmeticError, TypeError, ValueError, LookupError, RecursionError) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in library.by_path]
         where = f"{library.by_path[frames[-1].filename].shown}:{frames[-1].lineno}" if frames else None
         shown = where or (file or library.files[0]).shown
-        raise UsageError(
-            f"the template can't be filled in: {error}",
-            where=shown,
-            fix="define what it uses with `-- set NAME = VALUE`, or mend the expression",
-        ) from None
+        fix = "define what it uses with `-- set NAME = VALUE`, or mend the expression"
+        raise UsageError(f"the template can't be filled in: {error}", where=shown, fix=fix) from None
 
 
 def _expand(tree: Node) -> Node:
@@ -243,11 +236,8 @@ def _trainer_args(node: Node) -> Node:
     for name, child in node.value.items():
         shallow = shallowest(info.key for info in all_keys().values() if info.name == name)
         if len(shallow) > 1:
-            raise UsageError(
-                f"{name} could be {' or '.join(shallow)}",
-                where=str(child.origin),
-                fix=f"write the section too: {shallow[0].replace('.', ': {', 1)}: …}}",
-            )
+            fix = f"write the section too: {shallow[0].replace('.', ': {', 1)}: …}}"
+            raise UsageError(f"{name} could be {' or '.join(shallow)}", where=str(child.origin), fix=fix)
         # The schema refuses keys that stay in `trainer_args`, with advice.
         path = shallow[0].split(".") if shallow else ["trainer_args", name]
         for part in reversed(path):
@@ -261,11 +251,8 @@ def _distributed_env(node: Node) -> Node:
     if isinstance(node.value, dict) and "name" in node.value:
         name = str(node.value["name"].value)
         if name.rpartition(":")[2] != "DistributedEnvironment":
-            raise UsageError(
-                f"the block distributed_env can't be {name}",
-                where=str(node.origin),
-                fix="write keys of `distributed`: backend, init_method, timeout_seconds …",
-            )
+            fix = "write keys of `distributed`: backend, init_method, timeout_seconds …"
+            raise UsageError(f"the block distributed_env can't be {name}", where=str(node.origin), fix=fix)
         inside = node.value.get("args", Node({}, node.origin))
     return Node({"distributed": inside}, node.origin)
 
@@ -304,12 +291,9 @@ def within_limits(work: Callable[[], T], what: str) -> T:
 
 
 def _too_much(what: str, of: str) -> UsageError:
-    return UsageError(
-        f"the template takes too much {of}",
-        where=what,
-        why="a config is some pages of text: a loop or an expression in it grows without end",
-        fix="mend its loops (`-- for`), repetitions (`*`) and macros that call themselves",
-    )
+    fix = "mend its loops (`-- for`), repetitions (`*`) and macros that call themselves"
+    why = "a config is some pages of text: a loop or an expression in it grows without end"
+    return UsageError(f"the template takes too much {of}", where=what, why=why, fix=fix)
 
 
 def _run_in_child(work: Callable[[], object], writes: int) -> NoReturn:

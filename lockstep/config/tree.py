@@ -140,11 +140,8 @@ def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False)
     except yaml.YAMLError as error:
         raise _not_yaml(error, origins) from None
     except RecursionError:
-        raise UsageError(
-            "the YAML is nested too deeply",
-            where=str(origins(0).file),
-            fix="a config is a few levels deep; mend the brackets",
-        ) from None
+        fix = "a config is a few levels deep; mend the brackets"
+        raise UsageError("the YAML is nested too deeply", where=str(origins(0).file), fix=fix) from None
     if document is None:
         return Node(None, origins(0))
     return _Builder(origins, overlay).build(document)
@@ -182,17 +179,11 @@ class _Builder:
         origin = self.origins(node.start_mark.line)
         self.count += 1
         if self.count > MAX_VALUES:
-            raise UsageError(
-                f"more than {MAX_VALUES:,} values, aliases followed",
-                where=str(origin),
-                fix="write fewer aliases (*name)",
-            )
+            fix = "write fewer aliases (*name)"
+            raise UsageError(f"more than {MAX_VALUES:,} values, aliases followed", where=str(origin), fix=fix)
         if id(node) in self.open:
-            raise UsageError(
-                "an alias refers to the value that it is part of",
-                where=str(origin),
-                fix="let the alias (*name) stand outside of the value that it names (&name)",
-            )
+            fix = "let the alias (*name) stand outside of the value that it names (&name)"
+            raise UsageError("an alias refers to the value that it is part of", where=str(origin), fix=fix)
         self.open.add(id(node))
         try:
             content = self._content(node, origin)
@@ -230,11 +221,8 @@ class _Builder:
             key = str(key_node.value)
             value = replace(self.build(value_node), origin=where)  # a value has the origin of its key
             if key in built and not (self.overlay and lines[key].file != where.file):
-                raise UsageError(
-                    f"the key {key!r} is written twice, first in line {lines[key].line}",
-                    where=str(where),
-                    fix="keep one of the two",
-                )
+                text = f"the key {key!r} is written twice, first in line {lines[key].line}"
+                raise UsageError(text, where=str(where), fix="keep one of the two")
             if key in built:
                 value = merge(built[key], value)
             built[key], lines[key] = value, where
@@ -261,11 +249,8 @@ def _scalar(tag: str, text: str, origin: Origin) -> Any:
         ) from None
     if kind in ("str", "merge"):
         return text
-    raise UsageError(
-        f"the tag !!{kind} is not known here",
-        where=str(origin),
-        fix="leave the tag out, or write !singleton, !list or !calc",
-    )
+    fix = "leave the tag out, or write !singleton, !list or !calc"
+    raise UsageError(f"the tag !!{kind} is not known here", where=str(origin), fix=fix)
 
 
 _SINGLETON = re.compile(r"^!singleton:(?P<name>[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)(?:@[\w.-]*)?$")
@@ -290,11 +275,8 @@ def build_tagged(tag: str, content: Node, origin: Origin) -> Node:
                 "!calc takes an expression", where=str(origin), fix='write !calc "max(1, 64 // batch_size)"'
             )
         return Node(Calc(content.value), origin)
-    raise UsageError(
-        f"the tag {tag} is not known",
-        where=str(origin),
-        fix='the tags are !singleton:module:Name, !list and !calc "expression"',
-    )
+    fix = 'the tags are !singleton:module:Name, !list and !calc "expression"'
+    raise UsageError(f"the tag {tag} is not known", where=str(origin), fix=fix)
 
 
 def _singleton(name: str, content: Node, origin: Origin) -> Node:
@@ -315,11 +297,9 @@ def _singleton(name: str, content: Node, origin: Origin) -> Node:
             else:
                 keywords[key] = child
     elif content.value not in (None, ""):
-        raise UsageError(
-            f"!singleton:{name} takes arguments as a mapping or a list under it, not {content.value!r}",
-            where=str(origin),
-            fix="write them under it, indented: `key: value` lines or `- value` lines",
-        )
+        fix = "write them under it, indented: `key: value` lines or `- value` lines"
+        text = f"!singleton:{name} takes arguments as a mapping or a list under it, not {content.value!r}"
+        raise UsageError(text, where=str(origin), fix=fix)
     inside = {"name": Node(name, origin), "args": Node(keywords, origin)}
     if positional:
         inside["positional"] = Node(positional, origin)
