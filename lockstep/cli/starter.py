@@ -49,10 +49,9 @@ def model(name: str) -> str:
     Raises UsageError: the name is no name of a module, or a file exists.
     """
     name = name.removesuffix(".py").replace("-", "_")
-    words = name.split("_")
-    if not name.isidentifier() or keyword.iskeyword(name) or not any(words):
+    class_name = "".join(word[:1].upper() + word[1:] for word in name.split("_"))
+    if not name.isidentifier() or keyword.iskeyword(name) or not class_name:
         raise UsageError(f"{name} is not a name for a Python module", fix="letters, digits and _, as in my_model")
-    class_name = "".join(word[:1].upper() + word[1:] for word in words)
     made = {f"{name}.py": "model.py", f"{name}.yaml": "model.yaml", f"test_{name}.py": "test_model.py"}
     present = [file for file in made if Path(file).exists()]
     if present:

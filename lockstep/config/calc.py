@@ -20,14 +20,9 @@ MAX_BITS = 1024
 MAX_LENGTH = 1000
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+}  # fmt: skip
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
 
 
@@ -147,5 +142,4 @@ class _Resolver:
         if len(keys) == 1:
             return _number(all_keys()[keys[0]].default)
         near = near_keys(name, "")
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"no key is named {name!r}{hint}")
+        raise ValueError(f"no key is named {name!r}" + (f"; did you mean {near[0]}?" if near else ""))

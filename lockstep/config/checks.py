@@ -34,8 +34,8 @@ def contradictions(
     config: Config, layout: Layout | None = None, device_type: str | None = None
 ) -> Iterator[Contradiction]:
     """Yield all contradictions, between sections and in the step; without a layout those seen on loading."""
-    for part in (_sizes, _schedule, _loader, _saving):
-        yield from part(config)
+    yield from _sizes(config)
+    yield from _data_and_checkpoint(config)
     yield from step_contradictions(config.step, layout, device_type)
 
 
@@ -43,13 +43,17 @@ def step_contradictions(
     config: StepConfig, layout: Layout | None = None, device_type: str | None = None
 ) -> Iterator[Contradiction]:
     """Yield the contradictions in the step: general ones, and those of the config's strategy."""
-    for part in (_precision, _compression, _reproducible, _accelerate, _backend):
+    for part in (_numbers, _reproducible, _accelerate):
         yield from part(config)
-    device_type = device_type or config.distributed.device
-    if config.distributed.fsdp.cpu_offload and device_type == "cpu":
+    distributed = config.distributed
+    if distributed.backend in ("nccl", "xccl") and distributed.device == "cpu":
+        what = f"{distributed.backend} is for GPUs, and the device is the CPU"
+        yield Contradiction(("distributed.backend", "distributed.device"), what, "write backend: gloo")
+    device_type = device_type or distributed.device
+    if distributed.fsdp.cpu_offload and device_type == "cpu":
         what = "cpu_offload: the device is the CPU, where there is nothing to offload"
         yield Contradiction(("distributed.fsdp.cpu_offload", "distributed.device"), what, "write cpu_offload: false")
-    name = config.distributed.strategy if layout is None else layout.strategy
+    name = distributed.strategy if layout is None else layout.strategy
     yield from _context(config, layout)
     yield from _tensor(config, layout)
     yield from _expert(config, layout)
@@ -79,11 +83,10 @@ def _context(config: StepConfig, layout: Layout | None) -> Iterator[Contradictio
     where, distributed = "distributed.context_size", config.distributed
     ranks, tensor = _ranks(config, layout, "context"), _ranks(config, layout, "tensor")
     if distributed.reproducible and distributed.context_blocks % ranks:
-        yield Contradiction(
-            (where, "distributed.context_blocks"),
-            f"reproducible cuts sequences into {distributed.context_blocks} chunk(s), which {ranks} ranks can't share",
-            f"write context_blocks: {2 * ranks}, here and in the runs that are to have the same bits",
-        )
+        blocks = distributed.context_blocks
+        what = f"reproducible cuts sequences into {blocks} chunk(s), which {ranks} ranks can't share"
+        fix = f"write context_blocks: {2 * ranks}, here and in the runs that are to have the same bits"
+        yield Contradiction((where, "distributed.context_blocks"), what, fix)
     if distributed.reproducible and distributed.context_method == "ring":
         what = "ring merges the parts of a softmax in an order that depends on the rank, which reproducible can't"
         fix = "write context_method: gathered or all_to_all, or reproducible: false"
@@ -99,11 +102,10 @@ def _tensor(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction
     where, distributed = "distributed.tensor_size", config.distributed
     ranks = _ranks(config, layout, "tensor")
     if distributed.reproducible and distributed.tensor_blocks % ranks:
-        yield Contradiction(
-            (where, "distributed.tensor_blocks"),
-            f"{ranks} ranks can't share the {distributed.tensor_blocks} blocks in which reproducible computes a layer",
-            f"write tensor_blocks: {distributed.tensor_blocks * ranks}, or another tensor_size",
-        )
+        blocks = distributed.tensor_blocks
+        what = f"{ranks} ranks can't share the {blocks} blocks in which reproducible computes a layer"
+        fix = f"write tensor_blocks: {blocks * ranks}, or another tensor_size"
+        yield Contradiction((where, "distributed.tensor_blocks"), what, fix)
     compression, offload = distributed.ddp.compression.kind, distributed.fsdp.cpu_offload
     if ranks > 1:
         yield from _excluded("tensor", f"layers are cut over {ranks} ranks", (
@@ -182,24 +184,20 @@ def _of_strategy(strategy: Strategy, config: StepConfig, layout: Layout | None) 
         keys = ("distributed.ddp.compression.kind", "distributed.strategy")
         yield Contradiction(keys, f"compression ({compression}) is DDP's, and the strategy is {strategy.name}", instead)
     if config.distributed.reproducible and not strategy.equal_bits:
-        yield Contradiction(
-            ("distributed.reproducible", "distributed.strategy"),
-            f"equal bits are offered for single, ddp, fsdp and pipeline, not for {strategy.name}",
-            "write strategy: ddp, or reproducible: false",
-        )
-    for axis, what in (("context", "sequences"), ("tensor", "layers")):
+        what = f"equal bits are offered for single, ddp, fsdp and pipeline, not for {strategy.name}"
+        fix = "write strategy: ddp, or reproducible: false"
+        yield Contradiction(("distributed.reproducible", "distributed.strategy"), what, fix)
+    for axis, cut in (("context", "sequences"), ("tensor", "layers")):
         ranks = _ranks(config, layout, axis)
         if ranks > 1 and not strategy.shares_batches:
             fix = f"write strategy: {axis}, ddp, fsdp or pipeline, or {axis}_size: 1"
             keys = (f"distributed.{axis}_size", "distributed.strategy")
-            yield Contradiction(keys, f"{what} can't be cut over {ranks} ranks under strategy {strategy.name}", fix)
+            yield Contradiction(keys, f"{cut} can't be cut over {ranks} ranks under strategy {strategy.name}", fix)
     if layout is not None and dtype != "fp32" and not strategy.casts_parameters(layout):
-        yield Contradiction(
-            ("precision.param_dtype",),
-            f"precision.param_dtype: {dtype} needs strategy fsdp on two ranks or more, and this is {layout}",
-            f"write precision.mode: {dtype}, which computes in it under every strategy",
-            "FSDP keeps fp32 shards and casts parameters as it gathers them; elsewhere nothing is gathered",
-        )
+        what = f"precision.param_dtype: {dtype} needs strategy fsdp on two ranks or more, and this is {layout}"
+        fix = f"write precision.mode: {dtype}, which computes in it under every strategy"
+        why = "FSDP keeps fp32 shards and casts parameters as it gathers them; elsewhere nothing is gathered"
+        yield Contradiction(("precision.param_dtype",), what, fix, why)
     yield from strategy.contradictions(config, layout)
 
 
@@ -214,12 +212,11 @@ def _sizes(config: Config) -> Iterator[Contradiction]:
     if t.global_batch_size is not None and t.global_batch_size % t.batch_size and not from_loader:
         whole, rest = divmod(t.global_batch_size, t.batch_size)
         below = f"{whole * t.batch_size} or " if whole else ""
-        what = "global_batch_size is not a multiple of batch_size: "
-        what += f"{t.global_batch_size} = {whole} × {t.batch_size} + {rest}"
+        equation = f"{t.global_batch_size} = {whole} × {t.batch_size} + {rest}"
+        what = f"global_batch_size is not a multiple of batch_size: {equation}"
         fix = f"write global_batch_size {below}{(whole + 1) * t.batch_size}, or a batch_size that divides "
         fix += f"{t.global_batch_size}: {', '.join(map(str, _divisors(t.global_batch_size, t.batch_size)))}"
         yield Contradiction(("training.global_batch_size", "training.batch_size"), what, fix)
-
     elif t.global_batch_size is not None and t.global_batch_size % (t.batch_size * t.accumulation) and not from_loader:
         whole, rest = divmod(t.global_batch_size, t.batch_size * t.accumulation)
         what = f"no number of ranks makes batch_size {t.batch_size} × gradient_accumulation_steps {t.accumulation} × "
@@ -228,6 +225,10 @@ def _sizes(config: Config) -> Iterator[Contradiction]:
         fix = "leave gradient_accumulation_steps out, since it follows from global_batch_size; or, to keep it, write "
         fix += "training.global_batch_size=null"
         yield Contradiction(("training.gradient_accumulation_steps", "training.global_batch_size"), what, fix)
+    if t.lr_scaling != "none" and t.base_batch_size is None:
+        what = f"lr_scaling: {t.lr_scaling} needs the global batch that learning_rate was chosen for"
+        fix = "write base_batch_size, or lr_scaling: none"
+        yield Contradiction(("training.lr_scaling", "training.base_batch_size"), what, fix)
 
 
 def require_equation(training: TrainingConfig, ranks: int, batch_size: int | None = None) -> None:
@@ -255,37 +256,26 @@ def _divisors(number: int, near: int) -> list[int]:
     return sorted(sorted(all_of_them, key=lambda d: abs(d - near))[:3])
 
 
-def _schedule(config: Config) -> Iterator[Contradiction]:
-    t = config.training
-    if t.lr_scaling != "none" and t.base_batch_size is None:
-        what = f"lr_scaling: {t.lr_scaling} needs the global batch that learning_rate was chosen for"
-        fix = "write base_batch_size, or lr_scaling: none"
-        yield Contradiction(("training.lr_scaling", "training.base_batch_size"), what, fix)
-
-
-def _loader(config: Config) -> Iterator[Contradiction]:
-    data = config.data
+def _data_and_checkpoint(config: Config) -> Iterator[Contradiction]:
+    data, checkpoint = config.data, config.checkpoint
     if data.num_workers == 0 and data.prefetch_factor is not None:
         fix = "write num_workers: 1 or more, or leave prefetch_factor out"
         yield Contradiction(("data.prefetch_factor", "data.num_workers"), "there are no workers to read ahead", fix)
     if data.num_workers == 0 and data.persistent_workers:
         fix = "write num_workers: 1 or more, or persistent_workers: false"
         yield Contradiction(("data.persistent_workers", "data.num_workers"), "there are no workers to keep", fix)
-
-
-def _saving(config: Config) -> Iterator[Contradiction]:
-    if config.checkpoint.keep_best is not None and config.checkpoint.save_strategy == "none":
+    if checkpoint.keep_best is not None and checkpoint.save_strategy == "none":
         what = "no checkpoint is saved, so the best can't be kept"
         fix = "write save_strategy: steps, or leave keep_best out"
         yield Contradiction(("checkpoint.keep_best", "checkpoint.save_strategy"), what, fix)
-    if config.checkpoint.load_best and config.checkpoint.keep_best is None:
+    if checkpoint.load_best and checkpoint.keep_best is None:
         what = "nothing says which checkpoint is the best"
         fix = "write keep_best: eval_loss, or load_best: false"
         yield Contradiction(("checkpoint.load_best", "checkpoint.keep_best"), what, fix)
 
 
-def _precision(config: StepConfig) -> Iterator[Contradiction]:
-    precision, scale = config.precision, config.precision.loss_scale
+def _numbers(config: StepConfig) -> Iterator[Contradiction]:
+    precision, scale, compression = config.precision, config.precision.loss_scale, config.distributed.ddp.compression
     if precision.mode == "fp16" and precision.param_dtype == "bf16":
         what = "fp16 autocast over bf16 parameters has the range of neither"
         yield Contradiction(("precision.mode", "precision.param_dtype"), what, "write mode: bf16, or param_dtype: fp32")
@@ -294,16 +284,10 @@ def _precision(config: StepConfig) -> Iterator[Contradiction]:
         why = "what the loss scale lifts into fp16's range, float8 scales again; nothing has compared the two"
         yield Contradiction(("precision.fp8", "precision.mode"), what, "write mode: bf16, or fp8: none", why)
     if not scale.min_scale <= scale.initial_scale <= scale.max_scale:
-        yield Contradiction(
-            ("precision.loss_scale.min_scale", "precision.loss_scale.initial_scale", "precision.loss_scale.max_scale"),
-            f"initial_scale {scale.initial_scale:g} is not between min_scale {scale.min_scale:g} and max_scale "
-            f"{scale.max_scale:g}",
-            "write an initial_scale between them",
-        )
-
-
-def _compression(config: StepConfig) -> Iterator[Contradiction]:
-    compression = config.distributed.ddp.compression
+        keys = tuple(f"precision.loss_scale.{name}" for name in ("min_scale", "initial_scale", "max_scale"))
+        bounds = f"min_scale {scale.min_scale:g} and max_scale {scale.max_scale:g}"
+        what = f"initial_scale {scale.initial_scale:g} is not between {bounds}"
+        yield Contradiction(keys, what, "write an initial_scale between them")
     feedback = compression.error_feedback or compression.warm_start
     if compression.kind == "powersgd" and feedback and compression.start_step < 2:
         what = f"PowerSGD with error feedback or a warm start can't start at step {compression.start_step}"
@@ -358,10 +342,3 @@ def _accelerate(config: StepConfig) -> Iterator[Contradiction]:
     if accelerate.cpu and config.distributed.device not in ("auto", "cpu"):
         what = f"accelerate.cpu: true and device: {config.distributed.device} disagree"
         yield Contradiction(("distributed.accelerate.cpu", "distributed.device"), what, "leave accelerate.cpu out")
-
-
-def _backend(config: StepConfig) -> Iterator[Contradiction]:
-    distributed = config.distributed
-    if distributed.backend in ("nccl", "xccl") and distributed.device == "cpu":
-        what = f"{distributed.backend} is for GPUs, and the device is the CPU"
-        yield Contradiction(("distributed.backend", "distributed.device"), what, "write backend: gloo")

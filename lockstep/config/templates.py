@@ -14,7 +14,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -43,39 +43,30 @@ def render(file: ResolvedFile) -> Node:
 
     Raises UsageError: the template or the YAML has a mistake; with file and line.
     """
-    rendered = within_limits(lambda: _render_chain(file), file.shown)
-    plain, origins = strip_marks(rendered.text)
+    text, variables, files = within_limits(lambda: _render_chain(file), file.shown)
+    plain, origins = strip_marks(text)
 
     def origin(line: int) -> Origin:
         index, number = origins[min(line, len(origins) - 1)]
-        return Origin(rendered.files[index], number)
+        return Origin(files[index], number)
 
-    return _expand(_with_variables(parse(plain, origin, overlay=True), rendered.variables))
-
-
-@dataclass(frozen=True)
-class _Rendered:
-    """The rendered text with marks, the numbers that the template sets, and the files that marks refer to."""
-
-    text: str
-    variables: dict[str, int | float]
-    files: list[str]
+    return _expand(_with_variables(parse(plain, origin, overlay=True), variables))
 
 
-def _render_chain(file: ResolvedFile) -> _Rendered:
+def _render_chain(file: ResolvedFile) -> tuple[str, dict[str, int | float], list[str]]:
+    """Return the text with marks, the numbers that the template sets, and the files that marks refer to."""
     library = _TemplateFiles()
     chain = library.chain(file)
     _check_blocks(chain, library)
     variables: dict[str, Any] = {}
+    from_string = library.environment.from_string
     texts = [_checked(library, lambda: _fill(library.environment.get_template(str(file.path)), variables))]
     for member in reversed(chain):
         outside = library.prepared[str(member.path)].outside
         if outside:
-            texts.append(
-                _checked(library, lambda text=outside: _fill(library.environment.from_string(text), variables), member)
-            )
+            texts.append(_checked(library, lambda text=outside: _fill(from_string(text), variables), member))
     numbers = {name: value for name, value in variables.items() if type(value) in (int, float)}
-    return _Rendered("\n".join(texts), numbers, [member.shown for member in library.files])
+    return "\n".join(texts), numbers, [member.shown for member in library.files]
 
 
 def _fill(template: jinja2.Template, variables: dict[str, Any]) -> str:
@@ -147,10 +138,8 @@ class _TemplateFiles:
         following: ResolvedFile | None = file
         while following is not None:
             if following.path in [member.path for member in chain]:
-                names = " → ".join(member.path.name for member in [*chain, following])
-                raise UsageError(
-                    f"`-- extends` goes round in a circle: {names}", where=file.shown, fix="take one `-- extends` out"
-                )
+                text = f"`-- extends` goes round in a circle: {' → '.join(m.path.name for m in [*chain, following])}"
+                raise UsageError(text, where=file.shown, fix="take one `-- extends` out")
             chain.append(following)
             following = self._parent(following)
         return chain
@@ -210,12 +199,11 @@ def _expand(tree: Node) -> Node:
         if node.value is None:
             continue
         if name == "trainer_args":
-            placed = _trainer_args(node)
+            rest = merge(rest, _trainer_args(node))
         elif name == "distributed_env":
-            placed = _distributed_env(node)
+            rest = merge(rest, _distributed_env(node))
         else:
-            placed = Node({"monitor": Node({"callbacks": node}, node.origin)}, node.origin)
-        rest = merge(rest, placed)
+            rest = merge(rest, Node({"monitor": Node({"callbacks": node}, node.origin)}, node.origin))
     return rest
 
 
@@ -229,9 +217,8 @@ def _unwrapped(name: str, node: Node) -> Node:
 
 def _trainer_args(node: Node) -> Node:
     if not isinstance(node.value, dict):
-        raise UsageError(
-            "the block trainer_args holds keys and values", where=str(node.origin), fix="write lines `key: value` in it"
-        )
+        fix = "write lines `key: value` in it"
+        raise UsageError("the block trainer_args holds keys and values", where=str(node.origin), fix=fix)
     placed = Node({}, node.origin)
     for name, child in node.value.items():
         shallow = shallowest(info.key for info in all_keys().values() if info.name == name)

@@ -49,10 +49,8 @@ class Node:
         here = self
         for part in path:
             inside = here.value
-            if isinstance(inside, list) and isinstance(part, int) and part < len(inside):
-                here = inside[part]
-                continue
-            if not isinstance(inside, dict) or part not in inside:
+            in_list = isinstance(inside, list) and isinstance(part, int) and part < len(inside)
+            if not in_list and not (isinstance(inside, dict) and part in inside):
                 break
             here = inside[part]
         return here
@@ -150,12 +148,10 @@ def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False)
 def _not_yaml(error: yaml.YAMLError, origins: Callable[[int], Origin]) -> UsageError:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     origin = origins(mark.line) if mark is not None else origins(0)
-    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it can't be parsed"
-    problem = str(problem)
+    problem = str(getattr(error, "problem", None) or getattr(error, "reason", None) or "it can't be parsed")
     if "single document" in problem or "another document" in problem:
-        return UsageError(
-            "a config is one YAML document, and this is a second one", where=str(origin), fix="delete the `---` line"
-        )
+        text = "a config is one YAML document, and this is a second one"
+        return UsageError(text, where=str(origin), fix="delete the `---` line")
     if "\\t" in problem or "'\t'" in problem:
         return UsageError("not YAML: a tab where spaces should be", where=str(origin), fix="indent with spaces")
     fix = "look for a bracket or a quote that is not closed, and for uneven indentation"
@@ -166,14 +162,14 @@ def _not_yaml(error: yaml.YAMLError, origins: Callable[[int], Origin]) -> UsageE
     return UsageError(f"not YAML: {problem}", where=str(origin), fix=fix)
 
 
+@dataclass
 class _Builder:
     """Builds the tree of nodes with origins from PyYAML's nodes."""
 
-    def __init__(self, origins: Callable[[int], Origin], overlay: bool) -> None:
-        self.origins = origins
-        self.overlay = overlay
-        self.count = 0
-        self.open: set[int] = set()
+    origins: Callable[[int], Origin]
+    overlay: bool
+    count: int = 0
+    open: set[int] = field(default_factory=set)
 
     def build(self, node: yaml.Node) -> Node:
         origin = self.origins(node.start_mark.line)
@@ -244,9 +240,8 @@ def _scalar(tag: str, text: str, origin: Origin) -> Any:
         if kind == "float":
             return float(re.sub(r"^([-+]?)\.(inf|nan)$", r"\1\2", text.lower()))
     except (ValueError, KeyError):
-        raise UsageError(
-            f"{text!r} does not have the type of its tag, {kind}", where=str(origin), fix="leave the tag out"
-        ) from None
+        what = f"{text!r} does not have the type of its tag, {kind}"
+        raise UsageError(what, where=str(origin), fix="leave the tag out") from None
     if kind in ("str", "merge"):
         return text
     fix = "leave the tag out, or write !singleton, !list or !calc"
@@ -271,9 +266,8 @@ def build_tagged(tag: str, content: Node, origin: Origin) -> Node:
         return Node(content.value, origin)
     if _CALC.match(tag):
         if not isinstance(content.value, str) or not content.value.strip():
-            raise UsageError(
-                "!calc takes an expression", where=str(origin), fix='write !calc "max(1, 64 // batch_size)"'
-            )
+            fix = 'write !calc "max(1, 64 // batch_size)"'
+            raise UsageError("!calc takes an expression", where=str(origin), fix=fix)
         return Node(Calc(content.value), origin)
     fix = 'the tags are !singleton:module:Name, !list and !calc "expression"'
     raise UsageError(f"the tag {tag} is not known", where=str(origin), fix=fix)
