@@ -33,14 +33,13 @@ def project(folder: Path, *, script: bool, data: Path | None) -> str:
         place = os.path.relpath(data, folder)
     main = "train.py" if script else "train.yaml"
     files[main] = _filled(main, DATA=repr(place) if script else place)
-    _write(folder, files)
     steps = [] if folder.resolve() == Path.cwd() else [f"cd {folder}"]
     if script:
         steps += ["python train.py", "lockstep launch --nproc-per-node 2 train.py", "lockstep verify train.py"]
     else:
         sample = 'lockstep sample runs/train --prompt "The "'
         steps += ["lockstep train train.yaml", "lockstep verify train.yaml", sample]
-    return _told(folder, files, [*steps, "lockstep report runs/train"])
+    return _write(folder, files, [*steps, "lockstep report runs/train"])
 
 
 def model(name: str) -> str:
@@ -57,8 +56,7 @@ def model(name: str) -> str:
     if present:
         raise UsageError(f"{listed(present)} is here already", fix="choose another name, or move the file away")
     files = {file: _filled(template, NAME=name, CLASS=class_name) for file, template in made.items()}
-    _write(Path("."), files)
-    return _told(Path("."), files, [f"lockstep train {name}.yaml", f"pytest test_{name}.py"])
+    return _write(Path("."), files, [f"lockstep train {name}.yaml", f"pytest test_{name}.py"])
 
 
 def _require_free(folder: Path, data: Path | None) -> None:
@@ -81,13 +79,11 @@ def _filled(template: str, **values: str) -> str:
     return text
 
 
-def _write(folder: Path, files: Mapping[str, str]) -> None:
+def _write(folder: Path, files: Mapping[str, str], steps: list[str]) -> str:
+    """Write the files; return their names and the steps to take next."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-
-
-def _told(folder: Path, files: Mapping[str, str], steps: list[str]) -> str:
     written = ", ".join(str(folder / name) for name in files)
     return "\n".join([f"lockstep: wrote {written}; next:", *(f"  {step}" for step in steps)])
 

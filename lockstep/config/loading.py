@@ -32,7 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     file = find(path)
     later = with_overrides(Node({}, Origin("the overrides")), overrides)
     tree = without_replaced_length(load_tree(file, ()), later)
-    return _config(with_overrides(tree, overrides), str(file.shown))
+    return _config(with_overrides(tree, overrides), file.shown)
 
 
 def config_from(settings: Mapping[str, Any], base: Config | None = None) -> Config:
@@ -51,9 +51,22 @@ def load_tree(file: ResolvedFile, chain: tuple[Path, ...]) -> Node:
     """Return the merged tree of a file and its parents; `chain` has the files that led here."""
     if file.path in chain:
         names = " → ".join(p.name for p in (*chain[chain.index(file.path) :], file.path))
-        text = f"`extends` goes round in a circle: {names}"
-        raise UsageError(text, where=str(file.shown), fix="take one `extends` out")
-    tree = _document(file)
+        what, fix = f"`extends` goes round in a circle: {names}", "take one `extends` out"
+        raise UsageError(what, where=file.shown, fix=fix)
+    text, name = read(file), file.shown
+    if is_template(text):
+        from lockstep.config.templates import render  # loads Jinja
+
+        tree = render(file)
+    else:
+        tree = parse(text, lambda line: Origin(name, line + 1))
+    if tree.value is None:
+        fix = "`lockstep config show trainers/single.yaml` prints all keys"
+        raise UsageError(f"{name} is empty", where=name, fix=fix)
+    if not isinstance(tree.value, dict):
+        kind = "a list" if isinstance(tree.value, list) else "text"
+        fix = "write sections: model, data, training …; `lockstep config show` prints them all"
+        raise UsageError(f"a config is a mapping with sections, and this is {kind}", where=str(tree.origin), fix=fix)
     if "extends" not in tree.value:
         return tree
     rest = {key: node for key, node in tree.value.items() if key != "extends"}
@@ -79,25 +92,6 @@ def without_replaced_length(tree: Node, later: Node) -> Node:
 def _with_settings(tree: Node, settings: Mapping[str, Any]) -> Node:
     for key, value in settings.items():
         tree = _put(tree, key_path(key, key), node_of(value, Origin(f"the setting {key}")), f"the setting {key}")
-    return tree
-
-
-def _document(file: ResolvedFile) -> Node:
-    text = read(file)
-    name = str(file.shown)
-    if is_template(text):
-        from lockstep.config.templates import render  # loads Jinja
-
-        tree = render(file)
-    else:
-        tree = parse(text, lambda line: Origin(name, line + 1))
-    if tree.value is None:
-        fix = "`lockstep config show trainers/single.yaml` prints all keys"
-        raise UsageError(f"{name} is empty", where=name, fix=fix)
-    if not isinstance(tree.value, dict):
-        kind = "a list" if isinstance(tree.value, list) else "text"
-        fix = "write sections: model, data, training …; `lockstep config show` prints them all"
-        raise UsageError(f"a config is a mapping with sections, and this is {kind}", where=str(tree.origin), fix=fix)
     return tree
 
 
