@@ -97,20 +97,23 @@ def _with_settings(tree: Node, settings: Mapping[str, Any]) -> Node:
 
 def with_overrides(tree: Node, overrides: Sequence[str]) -> Node:
     """Return `tree` with each `section.key=VALUE` applied, in order."""
-    where = "the command line"
     for override in overrides:
-        key, equals, text = override.partition("=")
-        key = key.strip()
-        origin = Origin(f"the override {override!r}")
-        if not equals or not all(key.split(".")):
-            fix = "write section.key=VALUE, training.max_steps=100"
-            raise UsageError(f"{override!r} is not an override", where=where, fix=fix)
-        try:
-            value = parse(text, lambda _line, origin=origin: origin)
-        except UsageError as error:
-            raise UsageError(f"the value of {origin.file} is {error.what}", where=where, fix=error.fix) from None
-        tree = _put(tree, key_path(key, origin.file), value, origin.file)
+        tree = _with_override(tree, override)
     return tree
+
+
+def _with_override(tree: Node, override: str) -> Node:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    shown, where = f"the override {override!r}", "the command line"
+    if not equals or not all(key.split(".")):
+        fix = "write section.key=VALUE, training.max_steps=100"
+        raise UsageError(f"{override!r} is not an override", where=where, fix=fix)
+    try:
+        value = parse(text, lambda _line: Origin(shown))
+    except UsageError as error:
+        raise UsageError(f"the value of {shown} is {error.what}", where=where, fix=error.fix) from None
+    return _put(tree, key_path(key, shown), value, shown)
 
 
 def key_path(dotted: str, shown: str) -> KeyPath:

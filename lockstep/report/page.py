@@ -235,7 +235,7 @@ def _histograms(run: RunData) -> list[Figure]:
     drawn = []
     named = [(name, rows) for name, rows in run.media.items() if rows[-1]["kind"] == "histogram"]
     for number, (name, rows) in enumerate(named[-NAMES:]):
-        marks = []
+        marks: list[Row] = []
         for row in (*rows[:1], *rows[1:][-NEWEST + 1 :]):
             counts, edges = row.get("counts"), row.get("edges")
             if isinstance(counts, list) and isinstance(edges, list) and len(edges) == len(counts) + 1:
