@@ -65,9 +65,8 @@ def _dispatch(argv: list[str]) -> int:
         width = max(map(len, VERBS))
         verbs = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in VERBS.items())
         codes = textwrap.fill(EPILOG, shutil.get_terminal_size().columns)
-        print(
-            f"usage: lockstep VERB …\n\n{_DESCRIPTION}\n\n{verbs}\n\n`lockstep VERB --help` lists its options.\n{codes}"
-        )
+        print(f"usage: lockstep VERB …\n\n{_DESCRIPTION}\n\n{verbs}\n")
+        print(f"`lockstep VERB --help` lists its options.\n{codes}")
         return EXIT_DONE
     if verb == "--version":
         from importlib.metadata import version
@@ -75,10 +74,8 @@ def _dispatch(argv: list[str]) -> int:
         print(f"lockstep {version('lockstep-train')}")
         return EXIT_DONE
     if verb not in VERBS:
-        near = did_you_mean(verb, VERBS)
-        raise UsageError(
-            f"there is no verb {verb!r}{near}", fix=f"one of {', '.join(VERBS)}; `lockstep --help` lists them"
-        )
+        fix = f"one of {', '.join(VERBS)}; `lockstep --help` lists them"
+        raise UsageError(f"there is no verb {verb!r}{did_you_mean(verb, VERBS)}", fix=fix)
     return VERBS[verb][0](argv[1:])
 
 

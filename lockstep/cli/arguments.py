@@ -123,10 +123,8 @@ def config_and_overrides(given: argparse.Namespace, *, required: bool = True) ->
     files = [Path(word) for word in given.words if word not in overrides]
     files += [given.config] if given.config is not None else []
     if len(files) > 1:
-        raise UsageError(
-            f"one config is expected, not {len(files)}: {', '.join(map(str, files))}",
-            fix="a key is overridden as KEY=VALUE, without spaces; files are composed with `extends:`",
-        )
+        fix = "a key is overridden as KEY=VALUE, without spaces; files are composed with `extends:`"
+        raise UsageError(f"one config is expected, not {len(files)}: {', '.join(map(str, files))}", fix=fix)
     if not files and required:
         raise UsageError("no config is given", fix="name a YAML file, or one that ships: `lockstep config list`")
     return (files[0] if files else None), short + overrides
@@ -155,11 +153,9 @@ def launch_options(given: argparse.Namespace, *, at_once: bool = True) -> "Launc
     from lockstep.launch.options import LaunchOptions
 
     if given.rdzv_backend not in (None, "", "c10d", "static"):
-        raise UsageError(
-            f"--rdzv-backend {given.rdzv_backend} is not supported",
-            why="machines meet at a store that the first one hosts, as with torchrun's c10d; etcd is not needed",
-            fix="leave it out: --rdzv-endpoint HOST:PORT, or --master-addr HOST with --node-rank N",
-        )
+        fix = "leave it out: --rdzv-endpoint HOST:PORT, or --master-addr HOST with --node-rank N"
+        why = "machines meet at a store that the first one hosts, as with torchrun's c10d; etcd is not needed"
+        raise UsageError(f"--rdzv-backend {given.rdzv_backend} is not supported", why=why, fix=fix)
     chosen = {field.name: vars(given)[field.name] for field in fields(LaunchOptions) if field.name in given}
     chosen["rdzv_conf"] = dict(pair.partition("=")[::2] for pair in given.rdzv_conf.split(",") if pair)
     options = LaunchOptions(**chosen)

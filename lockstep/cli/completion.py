@@ -33,12 +33,9 @@ autoload -U +X bashcompinit && bashcompinit
 
 
 def completion_script(shell: str, verbs: Iterable[str]) -> str:
-    """Return the script that a shell sources, with which it completes verbs, subcommands, options and files.
+    """Return the script, which reads options from `lockstep VERB --help` once per shell, so they are never out of date.
 
-    It reads options from `lockstep VERB --help` once per shell, so they are never out of date.
-
-    Raises:
-        UsageError: the shell is not supported.
+    Raises UsageError: the shell is not supported.
     """
     if shell not in SHELLS:
         raise UsageError(f"there is no completion for {shell!r}", fix=f"lockstep completion {'|'.join(SHELLS)}")

@@ -33,14 +33,13 @@ def project(folder: Path, *, script: bool, data: Path | None) -> str:
         place = os.path.relpath(data, folder)
     main = "train.py" if script else "train.yaml"
     files[main] = _filled(main, DATA=repr(place) if script else place)
-    _write(folder, files)
     steps = [] if folder.resolve() == Path.cwd() else [f"cd {folder}"]
     if script:
         steps += ["python train.py", "lockstep launch --nproc-per-node 2 train.py", "lockstep verify train.py"]
     else:
         sample = 'lockstep sample runs/train --prompt "The "'
         steps += ["lockstep train train.yaml", "lockstep verify train.yaml", sample]
-    return _told(folder, files, [*steps, "lockstep report runs/train"])
+    return _write(folder, files, [*steps, "lockstep report runs/train"])
 
 
 def model(name: str) -> str:
@@ -49,17 +48,15 @@ def model(name: str) -> str:
     Raises UsageError: the name is no name of a module, or a file exists.
     """
     name = name.removesuffix(".py").replace("-", "_")
-    words = name.split("_")
-    if not name.isidentifier() or keyword.iskeyword(name) or not any(words):
+    class_name = "".join(word[:1].upper() + word[1:] for word in name.split("_"))
+    if not name.isidentifier() or keyword.iskeyword(name) or not class_name:
         raise UsageError(f"{name} is not a name for a Python module", fix="letters, digits and _, as in my_model")
-    class_name = "".join(word[:1].upper() + word[1:] for word in words)
     made = {f"{name}.py": "model.py", f"{name}.yaml": "model.yaml", f"test_{name}.py": "test_model.py"}
     present = [file for file in made if Path(file).exists()]
     if present:
         raise UsageError(f"{listed(present)} is here already", fix="choose another name, or move the file away")
     files = {file: _filled(template, NAME=name, CLASS=class_name) for file, template in made.items()}
-    _write(Path("."), files)
-    return _told(Path("."), files, [f"lockstep train {name}.yaml", f"pytest test_{name}.py"])
+    return _write(Path("."), files, [f"lockstep train {name}.yaml", f"pytest test_{name}.py"])
 
 
 def _require_free(folder: Path, data: Path | None) -> None:
@@ -70,11 +67,9 @@ def _require_free(folder: Path, data: Path | None) -> None:
     own = None if data is None else data.resolve()
     present = [path.name for path in inside if not path.name.startswith(".") and path.resolve() != own]
     if present:
-        raise UsageError(
-            f"{folder.resolve()} has files already: {listed(present)}",
-            why="a starter project is written into an empty folder, so that nothing of yours is overwritten",
-            fix="name a new folder: lockstep init DIR",
-        )
+        fix = "name a new folder: lockstep init DIR"
+        why = "a starter project is written into an empty folder, so that nothing of yours is overwritten"
+        raise UsageError(f"{folder.resolve()} has files already: {listed(present)}", why=why, fix=fix)
 
 
 def _filled(template: str, **values: str) -> str:
@@ -84,13 +79,11 @@ def _filled(template: str, **values: str) -> str:
     return text
 
 
-def _write(folder: Path, files: Mapping[str, str]) -> None:
+def _write(folder: Path, files: Mapping[str, str], steps: list[str]) -> str:
+    """Write the files; return their names and the steps to take next."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-
-
-def _told(folder: Path, files: Mapping[str, str], steps: list[str]) -> str:
     written = ", ".join(str(folder / name) for name in files)
     return "\n".join([f"lockstep: wrote {written}; next:", *(f"  {step}" for step in steps)])
 
@@ -99,10 +92,8 @@ def _documentation() -> str:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise UsageError(
-            "this Python comes without its documentation, the text that a project begins with",
-            fix="name a text of yours: lockstep init DIR --data FILE",
-        ) from None
+        text = "this Python comes without its documentation, the text that a project begins with"
+        raise UsageError(text, fix="name a text of yours: lockstep init DIR --data FILE") from None
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 

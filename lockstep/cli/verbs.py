@@ -33,7 +33,6 @@ def init(argv: list[str]) -> int:
     text = "your own: a text file or a folder of them; with --script a CSV file whose last column is the class"
     parser.add_argument("--data", metavar="PATH", type=Path, help=text)
     given = parser.parse(argv)
-
     from lockstep.cli import starter
 
     print(starter.project(given.folder, script=given.script, data=given.data))
@@ -42,15 +41,11 @@ def init(argv: list[str]) -> int:
 
 def new_model(argv: list[str]) -> int:
     """Run `lockstep new-model NAME`."""
-    parser = Parser(
-        "new-model",
-        "Write a language model of your own to change, a config that trains it, and a test that it takes the same "
-        "steps on two ranks as in one process.",
-        ["lockstep new-model my_model && lockstep train my_model.yaml"],
-    )
+    text = "Write a language model of your own to change, a config that trains it, and a test that it takes the same "
+    text += "steps on two ranks as in one process."
+    parser = Parser("new-model", text, ["lockstep new-model my_model && lockstep train my_model.yaml"])
     parser.add_argument("name", metavar="NAME", help="my_model makes my_model.py with the class MyModel")
     given = parser.parse(argv)
-
     from lockstep.cli import starter
 
     print(starter.model(given.name))
@@ -75,7 +70,6 @@ def train(argv: list[str]) -> int:
     given = parser.parse(argv)
     path, overrides = config_and_overrides(given)
     assert path is not None
-
     from lockstep.launch.train import train as start
 
     output = given.output_dir or Path("runs", path.stem)
@@ -84,11 +78,8 @@ def train(argv: list[str]) -> int:
 
 def launch(argv: list[str]) -> int:
     """Run `lockstep launch [options] SCRIPT.py [ARGS …]`."""
-    parser = Parser(
-        "launch",
-        "Run any script of yours on several ranks, with restarts and one message for a failure.",
-        ["lockstep launch --nproc-per-node 2 train.py --my-option 3"],
-    )
+    text = "Run any script of yours on several ranks, with restarts and one message for a failure."
+    parser = Parser("launch", text, ["lockstep launch --nproc-per-node 2 train.py --my-option 3"])
     add_launch_options(parser)
     add_torchrun_options(parser)
     add = parser.add_argument
@@ -112,9 +103,8 @@ def launch(argv: list[str]) -> int:
         from lockstep.verify.watch import inject
 
         if given.watch_training < 1:
-            raise UsageError(
-                f"--watch-training {given.watch_training} is not a number from 1 on", fix="leave it out: 100"
-            )
+            text = f"--watch-training {given.watch_training} is not a number from 1 on"
+            raise UsageError(text, fix="leave it out: 100")
         inject(LOCKSTEP_WATCHED_TRAINING=str(given.watch_training))
     kind = "module" if given.module else "program" if given.no_python else "file"
     shown = ConsoleOutput(given.tee, given.redirects, given.local_ranks_filter)
@@ -133,12 +123,8 @@ _CONFIG_VERBS: Subverbs = {
 
 def config(argv: list[str]) -> int:
     """Run `lockstep config show|check|schema|list [CONFIG] [KEY=VALUE …]`."""
-    parser = Parser(
-        "config",
-        "Show a config as it resolves, check it, print its schema, list those that ship.",
-        ["lockstep config check run.yaml training.max_steps=10"],
-        _CONFIG_VERBS,
-    )
+    text = "Show a config as it resolves, check it, print its schema, list those that ship."
+    parser = Parser("config", text, ["lockstep config check run.yaml training.max_steps=10"], _CONFIG_VERBS)
     parser.add_argument("verb", metavar="|".join(_CONFIG_VERBS))
     add_config(parser)
     parser.add_argument("--schedule", action="store_true", help="show: draw the schedule of a pipeline")
@@ -180,12 +166,9 @@ _CHECKPOINT_VERBS: Subverbs = {
 
 def checkpoint(argv: list[str]) -> int:
     """Run `lockstep checkpoint list|inspect|verify|digest|export|convert|import PATH`."""
-    parser = Parser(
-        "checkpoint",
-        "Inspect and verify checkpoints, export weights from one or import them into one.",
-        ["lockstep checkpoint export runs/run --output model.safetensors"],
-        _CHECKPOINT_VERBS,
-    )
+    text = "Inspect and verify checkpoints, export weights from one or import them into one."
+    examples = ["lockstep checkpoint export runs/run --output model.safetensors"]
+    parser = Parser("checkpoint", text, examples, _CHECKPOINT_VERBS)
     parser.add_argument("verb", metavar="|".join(_CHECKPOINT_VERBS))
     text = "a run directory, its checkpoints, or one of them; import: another trainer's file or folder"
     parser.add_argument("path", metavar="PATH", type=Path, help=text)
@@ -195,7 +178,6 @@ def checkpoint(argv: list[str]) -> int:
     text = "import: a prefix of names in the file that the model's names lack, such as model. in a LightningModule"
     parser.add_argument("--prefix", metavar="TEXT", help=text)
     given = parser.parse(argv)
-
     from lockstep.checkpoint import commands
 
     print(commands.run(given.verb, given.path, output=given.output, to=given.to, prefix=given.prefix))
@@ -219,7 +201,6 @@ def report(argv: list[str]) -> int:
     parser.add_argument("--live", action="store_true", help="serve the page on loopback instead, following the run")
     parser.add_argument("--port", metavar="N", type=int, default=0, help="with --live (default: any free port)")
     given = parser.parse(argv)
-
     from lockstep.report.index import run
 
     return run(given.runs, output=given.output, live=given.live, port=given.port)
@@ -227,15 +208,12 @@ def report(argv: list[str]) -> int:
 
 def top(argv: list[str]) -> int:
     """Run `lockstep top RUN [RUN2 …] [--once]`."""
-    parser = Parser(
-        "top",
-        "What every rank of a running run does: host, phases of its step, memory, GPU.",
-        ["lockstep top runs/run", "ssh -t MACHINE lockstep top runs/run   # a run on another machine"],
-    )
+    text = "What every rank of a running run does: host, phases of its step, memory, GPU."
+    examples = ["lockstep top runs/run", "ssh -t MACHINE lockstep top runs/run   # a run on another machine"]
+    parser = Parser("top", text, examples)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directories")
     parser.add_argument("--once", action="store_true", help="print the table once, for scripts")
     given = parser.parse(argv)
-
     from lockstep.report.top import run
 
     return run(given.runs, once=given.once)
@@ -243,11 +221,8 @@ def top(argv: list[str]) -> int:
 
 def bench(argv: list[str]) -> int:
     """Run `lockstep bench scaling CONFIG --ranks 1,2,4`."""
-    parser = Parser(
-        "bench",
-        "Weak and strong scaling of a config on this machine, measured against the ideal.",
-        ["lockstep bench scaling run.yaml --ranks 1,2 --steps 20"],
-    )
+    text = "Weak and strong scaling of a config on this machine, measured against the ideal."
+    parser = Parser("bench", text, ["lockstep bench scaling run.yaml --ranks 1,2 --steps 20"])
     parser.add_argument("study", metavar="scaling")
     add_config(parser)
     parser.add_argument("--ranks", metavar="N,N,…", default="1,2,4", help="numbers of ranks (default: 1,2,4)")
@@ -256,7 +231,6 @@ def bench(argv: list[str]) -> int:
     given = parser.parse(argv)
     path, overrides = config_and_overrides(given)
     assert path is not None
-
     from lockstep.report.scaling import bench as measure
 
     return measure(given.study, path, overrides, ranks=given.ranks, steps=given.steps, output=given.output)
@@ -307,11 +281,8 @@ def plan(argv: list[str]) -> int:
 
 
 def _plan_parser() -> Parser:
-    parser = Parser(
-        "plan",
-        "Predict the memory and time of a run, and which layout is best. Nothing is trained.",
-        ["lockstep plan run.yaml --gpus 8 --gpu-type A100-80GB"],
-    )
+    text = "Predict the memory and time of a run, and which layout is best. Nothing is trained."
+    parser = Parser("plan", text, ["lockstep plan run.yaml --gpus 8 --gpu-type A100-80GB"])
     add_config(parser)
     add = parser.add_argument
     add("--gpus", metavar="N", type=int, help="number of GPUs (default: those that are here, or 1)")
@@ -343,10 +314,8 @@ def verify(argv: list[str]) -> int:
         ["lockstep verify run.yaml --against ddp:2,fsdp:2", "lockstep verify train.py --nproc-per-node 1,2"],
     )
     add_config(parser)
-    parser.add_argument(
-        "--against", metavar="TOPOLOGY,…",
-        help="ddp:2, fsdp:4, hybrid:2x2, pipeline:2*fsdp:2 … (default: ddp:2, fsdp:2 and the config's own strategy)",
-    )  # fmt: skip
+    text = "ddp:2, fsdp:4, hybrid:2x2, pipeline:2*fsdp:2 … (default: ddp:2, fsdp:2 and the config's own strategy)"
+    parser.add_argument("--against", metavar="TOPOLOGY,…", help=text)
     text = "of a script: numbers of ranks, each compared with one process (default: 2)"
     parser.add_argument("--nproc-per-node", "--ranks", metavar="N,…", help=text)
     text = "how many steps are compared (default: 5, of a script 3)"
@@ -359,19 +328,14 @@ def verify(argv: list[str]) -> int:
     if given.words and (given.words[0].endswith(".py") or len(given.words[0].split()) > 1):
         from lockstep.verify.command import run_script
 
-        arguments = [*given.words[1:], *argv[end + 1 :]]
+        script, arguments = given.words[0], [*given.words[1:], *argv[end + 1 :]]
         ranks = given.nproc_per_node or given.against
-        return run_script(
-            given.words[0], arguments, ranks=ranks, steps=given.steps, in_json=given.json, page=given.html
-        )
+        return run_script(script, arguments, ranks=ranks, steps=given.steps, in_json=given.json, page=given.html)
     if given.nproc_per_node is not None or argv[end:]:
-        raise UsageError(
-            "--nproc-per-node and arguments after -- are for a script", fix="name one, as in lockstep verify train.py; "
-            "topologies of a config are written --against ddp:2",
-        )  # fmt: skip
+        fix = "name one, as in lockstep verify train.py; topologies of a config are written --against ddp:2"
+        raise UsageError("--nproc-per-node and arguments after -- are for a script", fix=fix)
     path, overrides = config_and_overrides(given)
     assert path is not None
-
     from lockstep.verify import command
 
     return command.run(path, overrides, against=given.against, steps=given.steps, in_json=given.json, page=given.html)
@@ -379,33 +343,25 @@ def verify(argv: list[str]) -> int:
 
 def sample(argv: list[str]) -> int:
     """Run `lockstep sample RUN_DIR [--prompt TEXT] [--tokens N] [--temperature T] [--seed N]`."""
-    parser = Parser(
-        "sample",
-        "Generate text with a run's language model, from its newest whole checkpoint.",
-        ['lockstep sample runs/run --prompt "The " --tokens 60'],
-    )
+    text = "Generate text with a run's language model, from its newest whole checkpoint."
+    parser = Parser("sample", text, ['lockstep sample runs/run --prompt "The " --tokens 60'])
     parser.add_argument("run", metavar="RUN_DIR", type=Path)
     parser.add_argument("--prompt", metavar="TEXT", default="The ", help="the text to continue")
     parser.add_argument("--tokens", metavar="N", type=int, default=200, help="number of tokens to add (default: 200)")
     parser.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token")
     parser.add_argument("--seed", metavar="N", type=int, default=0)
     given = parser.parse(argv)
-
     from lockstep.sample import sample as write
 
-    print(
-        write(given.run, prompt=given.prompt, num_tokens=given.tokens, temperature=given.temperature, seed=given.seed)
-    )
+    length, temperature = given.tokens, given.temperature
+    print(write(given.run, prompt=given.prompt, num_tokens=length, temperature=temperature, seed=given.seed))
     return EXIT_DONE
 
 
 def doctor(argv: list[str]) -> int:
     """Run `lockstep doctor [CONFIG] [launch options] [--json]`."""
-    parser = Parser(
-        "doctor",
-        "Check machines, network and ranks before a run: ✓ good, ⚠ warning, ✗ will not work.",
-        ["lockstep doctor run.yaml --nproc-per-node 2"],
-    )
+    text = "Check machines, network and ranks before a run: ✓ good, ⚠ warning, ✗ will not work."
+    parser = Parser("doctor", text, ["lockstep doctor run.yaml --nproc-per-node 2"])
     add_config(parser)
     add_launch_options(parser)
     text = "where runs write (default: runs)"
@@ -413,7 +369,6 @@ def doctor(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     given = parser.parse(argv)
     path, overrides = config_and_overrides(given, required=False)
-
     from lockstep.launch.doctor import doctor as examine
 
     return examine(path, overrides, launch_options(given), output_dir=given.output_dir, as_json=given.json, argv=argv)
@@ -424,17 +379,14 @@ def submit(argv: list[str]) -> int:
     from lockstep.submit import command
 
     if argv[:1] in (["-h"], ["--help"]):
-        overview = Parser(
-            "submit",
-            "Make a job of a run; `lockstep submit slurm --help` lists the options.",
-            ["lockstep submit slurm run.yaml --nproc-per-node 8 --nnodes 2 --dry-run"],
-        )
+        description = "Make a job of a run; `lockstep submit slurm --help` lists the options."
+        example = "lockstep submit slurm run.yaml --nproc-per-node 8 --nnodes 2 --dry-run"
+        overview = Parser("submit", description, [example])
         overview.add_argument("scheduler", metavar="slurm|kubernetes", help="the scheduler")
         overview.parse(argv)
     if not argv or argv[0] not in command.SCHEDULERS:
-        raise UsageError(
-            "no scheduler is given", fix="lockstep submit slurm|kubernetes CONFIG [KEY=VALUE …] [--dry-run]"
-        )
+        fix = "lockstep submit slurm|kubernetes CONFIG [KEY=VALUE …] [--dry-run]"
+        raise UsageError("no scheduler is given", fix=fix)
     parser = Parser(f"submit {argv[0]}", "Make a job of a run, and submit it to the scheduler.")
     add_config(parser)
     add_launch_options(parser)
@@ -449,11 +401,8 @@ def submit(argv: list[str]) -> int:
 
 def completion(argv: list[str]) -> int:
     """Run `lockstep completion bash|zsh`."""
-    parser = Parser(
-        "completion",
-        "Print a script with which the shell completes verbs, options and files.",
-        ["source <(lockstep completion bash)"],
-    )
+    text = "Print a script with which the shell completes verbs, options and files."
+    parser = Parser("completion", text, ["source <(lockstep completion bash)"])
     parser.add_argument("shell", metavar="bash|zsh")
     given = parser.parse(argv)
     from lockstep.cli.completion import completion_script

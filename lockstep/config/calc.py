@@ -20,14 +20,9 @@ MAX_BITS = 1024
 MAX_LENGTH = 1000
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+}  # fmt: skip
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
 
 
@@ -105,21 +100,15 @@ class _Resolver:
         if not isinstance(node.value, Calc):
             return _number(node.value)
         if path in self.busy:
-            raise UsageError(
-                f'!calc "{node.value.expression}" refers to itself',
-                where=str(node.origin),
-                fix="give one of its names a number",
-            )
+            fix = "give one of its names a number"
+            raise UsageError(f'!calc "{node.value.expression}" refers to itself', where=str(node.origin), fix=fix)
         self.busy.append(path)
         try:
             variables = node.value.variables
             return evaluate(node.value.expression, lambda name: self.lookup(name, path, variables))
         except ValueError as error:
-            raise UsageError(
-                f'!calc "{node.value.expression}": {error}',
-                where=str(node.origin),
-                fix="names, numbers and + - * / // % ** with parentheses make an expression",
-            ) from None
+            fix = "names, numbers and + - * / // % ** with parentheses make an expression"
+            raise UsageError(f'!calc "{node.value.expression}": {error}', where=str(node.origin), fix=fix) from None
         finally:
             self.busy.pop()
 
@@ -153,5 +142,4 @@ class _Resolver:
         if len(keys) == 1:
             return _number(all_keys()[keys[0]].default)
         near = near_keys(name, "")
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"no key is named {name!r}{hint}")
+        raise ValueError(f"no key is named {name!r}" + (f"; did you mean {near[0]}?" if near else ""))

@@ -23,25 +23,19 @@ def require_runnable(config: Config) -> None:
     Raises UsageError: with the missing key.
     """
     if config.model.name is None:
-        raise UsageError(
-            "the config names no model",
-            where="model.name",
-            fix="write bdh, transformer, free_transformer, mixture, vae, hf:NAME or package.module:Class",
-        )
+        fix = "write bdh, transformer, free_transformer, mixture, vae, hf:NAME or package.module:Class"
+        raise UsageError("the config names no model", where="model.name", fix=fix)
     if config.data.name is None:
-        raise UsageError(
-            "the config names no data",
-            where="data.name",
-            fix="write python-docs, text, tokens, digits, hf:NAME or package.module:Class",
-        )
+        fix = "write python-docs, text, tokens, digits, hf:NAME or package.module:Class"
+        raise UsageError("the config names no data", where="data.name", fix=fix)
 
 
 def contradictions(
     config: Config, layout: Layout | None = None, device_type: str | None = None
 ) -> Iterator[Contradiction]:
     """Yield all contradictions, between sections and in the step; without a layout those seen on loading."""
-    for part in (_sizes, _schedule, _loader, _saving):
-        yield from part(config)
+    yield from _sizes(config)
+    yield from _data_and_checkpoint(config)
     yield from step_contradictions(config.step, layout, device_type)
 
 
@@ -49,16 +43,17 @@ def step_contradictions(
     config: StepConfig, layout: Layout | None = None, device_type: str | None = None
 ) -> Iterator[Contradiction]:
     """Yield the contradictions in the step: general ones, and those of the config's strategy."""
-    for part in (_precision, _compression, _reproducible, _accelerate, _backend):
+    for part in (_numbers, _reproducible, _accelerate):
         yield from part(config)
-    device_type = device_type or config.distributed.device
-    if config.distributed.fsdp.cpu_offload and device_type == "cpu":
-        yield Contradiction(
-            ("distributed.fsdp.cpu_offload", "distributed.device"),
-            "cpu_offload: the device is the CPU, where there is nothing to offload",
-            "write cpu_offload: false",
-        )
-    name = config.distributed.strategy if layout is None else layout.strategy
+    distributed = config.distributed
+    if distributed.backend in ("nccl", "xccl") and distributed.device == "cpu":
+        what = f"{distributed.backend} is for GPUs, and the device is the CPU"
+        yield Contradiction(("distributed.backend", "distributed.device"), what, "write backend: gloo")
+    device_type = device_type or distributed.device
+    if distributed.fsdp.cpu_offload and device_type == "cpu":
+        what = "cpu_offload: the device is the CPU, where there is nothing to offload"
+        yield Contradiction(("distributed.fsdp.cpu_offload", "distributed.device"), what, "write cpu_offload: false")
+    name = distributed.strategy if layout is None else layout.strategy
     yield from _context(config, layout)
     yield from _tensor(config, layout)
     yield from _expert(config, layout)
@@ -75,52 +70,42 @@ def _ranks(config: StepConfig, layout: Layout | None, axis: str) -> int:
 
 def _mps(config: StepConfig, strategy: str) -> Iterator[Contradiction]:
     if strategy != AUTO and not strategy_named(strategy).one_process:
-        yield Contradiction(
-            ("distributed.device", "distributed.strategy"),
-            f"device: mps has no process groups, which strategy {strategy} needs",
-            "write strategy: single, or device: cpu",
-        )
+        what = f"device: mps has no process groups, which strategy {strategy} needs"
+        fix = "write strategy: single, or device: cpu"
+        yield Contradiction(("distributed.device", "distributed.strategy"), what, fix)
     if config.distributed.reproducible:
-        yield Contradiction(
-            ("distributed.device", "distributed.reproducible"),
-            "device: mps has no float64, with which reproducible computes the norm",
-            "write reproducible: false, or device: cpu",
-        )
+        what = "device: mps has no float64, with which reproducible computes the norm"
+        fix = "write reproducible: false, or device: cpu"
+        yield Contradiction(("distributed.device", "distributed.reproducible"), what, fix)
 
 
 def _context(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
     where, distributed = "distributed.context_size", config.distributed
     ranks, tensor = _ranks(config, layout, "context"), _ranks(config, layout, "tensor")
     if distributed.reproducible and distributed.context_blocks % ranks:
-        yield Contradiction(
-            (where, "distributed.context_blocks"),
-            f"reproducible cuts sequences into {distributed.context_blocks} chunk(s), which {ranks} ranks can't share",
-            f"write context_blocks: {2 * ranks}, here and in the runs that are to have the same bits",
-        )
+        blocks = distributed.context_blocks
+        what = f"reproducible cuts sequences into {blocks} chunk(s), which {ranks} ranks can't share"
+        fix = f"write context_blocks: {2 * ranks}, here and in the runs that are to have the same bits"
+        yield Contradiction((where, "distributed.context_blocks"), what, fix)
     if distributed.reproducible and distributed.context_method == "ring":
-        yield Contradiction(
-            ("distributed.context_method", "distributed.reproducible"),
-            "ring merges the parts of a softmax in an order that depends on the rank, which reproducible can't",
-            "write context_method: gathered or all_to_all, or reproducible: false",
-        )
+        what = "ring merges the parts of a softmax in an order that depends on the rank, which reproducible can't"
+        fix = "write context_method: gathered or all_to_all, or reproducible: false"
+        yield Contradiction(("distributed.context_method", "distributed.reproducible"), what, fix)
     cuts_twice = distributed.sequence_parallel and max(ranks, distributed.context_blocks) > 1
     if distributed.reproducible and cuts_twice and tensor > 1:
-        yield Contradiction(
-            (where, "distributed.sequence_parallel"),
-            "sequence_parallel cuts across the chunks in which reproducible computes a sequence",
-            "write sequence_parallel: false, here and in the runs that are to have the same bits",
-        )
+        what = "sequence_parallel cuts across the chunks in which reproducible computes a sequence"
+        fix = "write sequence_parallel: false, here and in the runs that are to have the same bits"
+        yield Contradiction((where, "distributed.sequence_parallel"), what, fix)
 
 
 def _tensor(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
     where, distributed = "distributed.tensor_size", config.distributed
     ranks = _ranks(config, layout, "tensor")
     if distributed.reproducible and distributed.tensor_blocks % ranks:
-        yield Contradiction(
-            (where, "distributed.tensor_blocks"),
-            f"{ranks} ranks can't share the {distributed.tensor_blocks} blocks in which reproducible computes a layer",
-            f"write tensor_blocks: {distributed.tensor_blocks * ranks}, or another tensor_size",
-        )
+        blocks = distributed.tensor_blocks
+        what = f"{ranks} ranks can't share the {blocks} blocks in which reproducible computes a layer"
+        fix = f"write tensor_blocks: {blocks * ranks}, or another tensor_size"
+        yield Contradiction((where, "distributed.tensor_blocks"), what, fix)
     compression, offload = distributed.ddp.compression.kind, distributed.fsdp.cpu_offload
     if ranks > 1:
         yield from _excluded("tensor", f"layers are cut over {ranks} ranks", (
@@ -134,11 +119,8 @@ def _excluded(axis: str, cut: str, settings: Iterable[tuple[str, object, object,
     """Yield the settings that a cut does not go with: key, value, what it has to be, why."""
     for key, value, off, why in settings:
         if value not in (off, "auto"):
-            yield Contradiction(
-                (f"distributed.{axis}_size", key),
-                f"{key} is {value}, and {cut}: {why}",
-                f"write {key.rpartition('.')[2]}: {str(off).lower()}, or {axis}_size: 1",
-            )
+            fix = f"write {key.rpartition('.')[2]}: {str(off).lower()}, or {axis}_size: 1"
+            yield Contradiction((f"distributed.{axis}_size", key), f"{key} is {value}, and {cut}: {why}", fix)
 
 
 def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
@@ -148,11 +130,9 @@ def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction
         return
     name = distributed.strategy if layout is None else layout.strategy
     if name != AUTO and not strategy_named(name).places_experts:
-        yield Contradiction(
-            (where, "distributed.strategy"),
-            f"experts can't be spread over {ranks} ranks under strategy {name}",
-            "write strategy: ddp, fsdp or pipeline, or expert_size: 1",
-        )
+        what = f"experts can't be spread over {ranks} ranks under strategy {name}"
+        fix = "write strategy: ddp, fsdp or pipeline, or expert_size: 1"
+        yield Contradiction((where, "distributed.strategy"), what, fix)
     yield from _excluded("expert", f"experts are spread over {ranks} ranks", (
         ("precision.param_dtype", config.precision.param_dtype, "fp32", "experts are not gathered, and so not cast"),
         ("precision.fp8", config.precision.fp8, "none", "products in fp8 have not been made for experts"),
@@ -172,11 +152,9 @@ def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradic
     ranks = None if layout is None else layout.data_parallel_size
     if rest:
         nearest = ", ".join(map(str, _divisors(samples, size)))
-        yield Contradiction(
-            (where, "training.batch_size"),
-            f"micro-batches of {size} don't make the {samples} samples of batch_norm_samples",
-            f"write a batch_size that divides {samples}: {nearest}",
-        )
+        what = f"micro-batches of {size} don't make the {samples} samples of batch_norm_samples"
+        fix = f"write a batch_size that divides {samples}: {nearest}"
+        yield Contradiction((where, "training.batch_size"), what, fix)
     elif name != AUTO and not strategy_named(name).runs_rows:
         yield Contradiction(
             (where, "distributed.strategy"),
@@ -186,87 +164,71 @@ def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradic
         )
     elif ranks is not None and ranks % in_row:
         fitting = f"batch_size: {samples // ranks}, or " if samples % ranks == 0 else ""
-        yield Contradiction(
-            (where, "training.batch_size"),
-            f"batch normalisation over {samples} samples takes rows of {in_row} ranks, and there are {ranks}",
-            f"write {fitting}a number of ranks that is a multiple of {in_row}, {alone}",
-        )
+        what = f"batch normalisation over {samples} samples takes rows of {in_row} ranks, and there are {ranks}"
+        fix = f"write {fitting}a number of ranks that is a multiple of {in_row}, {alone}"
+        yield Contradiction((where, "training.batch_size"), what, fix)
     for key, value in (
         ("training.compile", config.training.compile), ("distributed.reproducible", config.distributed.reproducible),
         *((f"distributed.{axis}_size", _ranks(config, None, axis) > 1) for axis in ("tensor", "context", "expert")),
     ):  # fmt: skip
         if value:
-            yield Contradiction(
-                (where, key),
-                f"batch normalisation over ranks is not offered with {key.rpartition('.')[2]}",
-                f"write {key.rpartition('.')[2]}: {'1' if key.endswith('size') else 'false'}, {alone}",
-            )
+            what = f"batch normalisation over ranks is not offered with {key.rpartition('.')[2]}"
+            fix = f"write {key.rpartition('.')[2]}: {'1' if key.endswith('size') else 'false'}, {alone}"
+            yield Contradiction((where, key), what, fix)
 
 
 def _of_strategy(strategy: Strategy, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
     compression, dtype = config.distributed.ddp.compression.kind, config.precision.param_dtype
     instead = None if compression in ("none", "auto") else strategy.instead_of_compression(compression)
     if instead is not None:
-        yield Contradiction(
-            ("distributed.ddp.compression.kind", "distributed.strategy"),
-            f"compression ({compression}) is DDP's, and the strategy is {strategy.name}",
-            instead,
-        )
+        keys = ("distributed.ddp.compression.kind", "distributed.strategy")
+        yield Contradiction(keys, f"compression ({compression}) is DDP's, and the strategy is {strategy.name}", instead)
     if config.distributed.reproducible and not strategy.equal_bits:
-        yield Contradiction(
-            ("distributed.reproducible", "distributed.strategy"),
-            f"equal bits are offered for single, ddp, fsdp and pipeline, not for {strategy.name}",
-            "write strategy: ddp, or reproducible: false",
-        )
-    for axis, what in (("context", "sequences"), ("tensor", "layers")):
+        what = f"equal bits are offered for single, ddp, fsdp and pipeline, not for {strategy.name}"
+        fix = "write strategy: ddp, or reproducible: false"
+        yield Contradiction(("distributed.reproducible", "distributed.strategy"), what, fix)
+    for axis, cut in (("context", "sequences"), ("tensor", "layers")):
         ranks = _ranks(config, layout, axis)
         if ranks > 1 and not strategy.shares_batches:
-            yield Contradiction(
-                (f"distributed.{axis}_size", "distributed.strategy"),
-                f"{what} can't be cut over {ranks} ranks under strategy {strategy.name}",
-                f"write strategy: {axis}, ddp, fsdp or pipeline, or {axis}_size: 1",
-            )
+            fix = f"write strategy: {axis}, ddp, fsdp or pipeline, or {axis}_size: 1"
+            keys = (f"distributed.{axis}_size", "distributed.strategy")
+            yield Contradiction(keys, f"{cut} can't be cut over {ranks} ranks under strategy {strategy.name}", fix)
     if layout is not None and dtype != "fp32" and not strategy.casts_parameters(layout):
-        yield Contradiction(
-            ("precision.param_dtype",),
-            f"precision.param_dtype: {dtype} needs strategy fsdp on two ranks or more, and this is {layout}",
-            f"write precision.mode: {dtype}, which computes in it under every strategy",
-            "FSDP keeps fp32 shards and casts parameters as it gathers them; elsewhere nothing is gathered",
-        )
+        what = f"precision.param_dtype: {dtype} needs strategy fsdp on two ranks or more, and this is {layout}"
+        fix = f"write precision.mode: {dtype}, which computes in it under every strategy"
+        why = "FSDP keeps fp32 shards and casts parameters as it gathers them; elsewhere nothing is gathered"
+        yield Contradiction(("precision.param_dtype",), what, fix, why)
     yield from strategy.contradictions(config, layout)
 
 
 def _sizes(config: Config) -> Iterator[Contradiction]:
     t = config.training
     if t.max_steps is not None and t.num_train_epochs is not None:
-        yield Contradiction(
-            ("training.max_steps", "training.num_train_epochs"),
-            f"the run can't end both after {t.max_steps} steps and after {t.num_train_epochs} epochs",
-            "keep one of the two and write null for the other",
-        )
+        what = f"the run can't end both after {t.max_steps} steps and after {t.num_train_epochs} epochs"
+        fix = "keep one of the two and write null for the other"
+        yield Contradiction(("training.max_steps", "training.num_train_epochs"), what, fix)
     # In Python the batch size may still come from a DataLoader; `lockstep.data.adopt` then makes this comparison.
     from_loader = config.model.name is None and "batch_size" not in t.model_fields_set
     if t.global_batch_size is not None and t.global_batch_size % t.batch_size and not from_loader:
         whole, rest = divmod(t.global_batch_size, t.batch_size)
         below = f"{whole * t.batch_size} or " if whole else ""
-        yield Contradiction(
-            ("training.global_batch_size", "training.batch_size"),
-            "global_batch_size is not a multiple of batch_size: "
-            f"{t.global_batch_size} = {whole} × {t.batch_size} + {rest}",
-            f"write global_batch_size {below}{(whole + 1) * t.batch_size}, or a batch_size that divides "
-            f"{t.global_batch_size}: {', '.join(map(str, _divisors(t.global_batch_size, t.batch_size)))}",
-        )
-
+        equation = f"{t.global_batch_size} = {whole} × {t.batch_size} + {rest}"
+        what = f"global_batch_size is not a multiple of batch_size: {equation}"
+        fix = f"write global_batch_size {below}{(whole + 1) * t.batch_size}, or a batch_size that divides "
+        fix += f"{t.global_batch_size}: {', '.join(map(str, _divisors(t.global_batch_size, t.batch_size)))}"
+        yield Contradiction(("training.global_batch_size", "training.batch_size"), what, fix)
     elif t.global_batch_size is not None and t.global_batch_size % (t.batch_size * t.accumulation) and not from_loader:
         whole, rest = divmod(t.global_batch_size, t.batch_size * t.accumulation)
-        yield Contradiction(
-            ("training.gradient_accumulation_steps", "training.global_batch_size"),
-            f"no number of ranks makes batch_size {t.batch_size} × gradient_accumulation_steps {t.accumulation} × "
-            f"data-parallel size = global_batch_size {t.global_batch_size}: {t.global_batch_size} = {whole} × "
-            f"{t.batch_size * t.accumulation} + {rest}",
-            "leave gradient_accumulation_steps out, since it follows from global_batch_size; or, to keep it, write "
-            "training.global_batch_size=null",
-        )
+        what = f"no number of ranks makes batch_size {t.batch_size} × gradient_accumulation_steps {t.accumulation} × "
+        what += f"data-parallel size = global_batch_size {t.global_batch_size}: {t.global_batch_size} = {whole} × "
+        what += f"{t.batch_size * t.accumulation} + {rest}"
+        fix = "leave gradient_accumulation_steps out, since it follows from global_batch_size; or, to keep it, write "
+        fix += "training.global_batch_size=null"
+        yield Contradiction(("training.gradient_accumulation_steps", "training.global_batch_size"), what, fix)
+    if t.lr_scaling != "none" and t.base_batch_size is None:
+        what = f"lr_scaling: {t.lr_scaling} needs the global batch that learning_rate was chosen for"
+        fix = "write base_batch_size, or lr_scaling: none"
+        yield Contradiction(("training.lr_scaling", "training.base_batch_size"), what, fix)
 
 
 def require_equation(training: TrainingConfig, ranks: int, batch_size: int | None = None) -> None:
@@ -294,81 +256,43 @@ def _divisors(number: int, near: int) -> list[int]:
     return sorted(sorted(all_of_them, key=lambda d: abs(d - near))[:3])
 
 
-def _schedule(config: Config) -> Iterator[Contradiction]:
-    t = config.training
-    if t.lr_scaling != "none" and t.base_batch_size is None:
-        yield Contradiction(
-            ("training.lr_scaling", "training.base_batch_size"),
-            f"lr_scaling: {t.lr_scaling} needs the global batch that learning_rate was chosen for",
-            "write base_batch_size, or lr_scaling: none",
-        )
-
-
-def _loader(config: Config) -> Iterator[Contradiction]:
-    data = config.data
+def _data_and_checkpoint(config: Config) -> Iterator[Contradiction]:
+    data, checkpoint = config.data, config.checkpoint
     if data.num_workers == 0 and data.prefetch_factor is not None:
-        yield Contradiction(
-            ("data.prefetch_factor", "data.num_workers"),
-            "there are no workers to read ahead",
-            "write num_workers: 1 or more, or leave prefetch_factor out",
-        )
+        fix = "write num_workers: 1 or more, or leave prefetch_factor out"
+        yield Contradiction(("data.prefetch_factor", "data.num_workers"), "there are no workers to read ahead", fix)
     if data.num_workers == 0 and data.persistent_workers:
-        yield Contradiction(
-            ("data.persistent_workers", "data.num_workers"),
-            "there are no workers to keep",
-            "write num_workers: 1 or more, or persistent_workers: false",
-        )
+        fix = "write num_workers: 1 or more, or persistent_workers: false"
+        yield Contradiction(("data.persistent_workers", "data.num_workers"), "there are no workers to keep", fix)
+    if checkpoint.keep_best is not None and checkpoint.save_strategy == "none":
+        what = "no checkpoint is saved, so the best can't be kept"
+        fix = "write save_strategy: steps, or leave keep_best out"
+        yield Contradiction(("checkpoint.keep_best", "checkpoint.save_strategy"), what, fix)
+    if checkpoint.load_best and checkpoint.keep_best is None:
+        what = "nothing says which checkpoint is the best"
+        fix = "write keep_best: eval_loss, or load_best: false"
+        yield Contradiction(("checkpoint.load_best", "checkpoint.keep_best"), what, fix)
 
 
-def _saving(config: Config) -> Iterator[Contradiction]:
-    if config.checkpoint.keep_best is not None and config.checkpoint.save_strategy == "none":
-        yield Contradiction(
-            ("checkpoint.keep_best", "checkpoint.save_strategy"),
-            "no checkpoint is saved, so the best can't be kept",
-            "write save_strategy: steps, or leave keep_best out",
-        )
-    if config.checkpoint.load_best and config.checkpoint.keep_best is None:
-        yield Contradiction(
-            ("checkpoint.load_best", "checkpoint.keep_best"),
-            "nothing says which checkpoint is the best",
-            "write keep_best: eval_loss, or load_best: false",
-        )
-
-
-def _precision(config: StepConfig) -> Iterator[Contradiction]:
-    precision, scale = config.precision, config.precision.loss_scale
+def _numbers(config: StepConfig) -> Iterator[Contradiction]:
+    precision, scale, compression = config.precision, config.precision.loss_scale, config.distributed.ddp.compression
     if precision.mode == "fp16" and precision.param_dtype == "bf16":
-        yield Contradiction(
-            ("precision.mode", "precision.param_dtype"),
-            "fp16 autocast over bf16 parameters has the range of neither",
-            "write mode: bf16, or param_dtype: fp32",
-        )
+        what = "fp16 autocast over bf16 parameters has the range of neither"
+        yield Contradiction(("precision.mode", "precision.param_dtype"), what, "write mode: bf16, or param_dtype: fp32")
     if precision.fp8 != "none" and precision.mode == "fp16":
-        yield Contradiction(
-            ("precision.fp8", "precision.mode"),
-            f"fp8: {precision.fp8} is not offered under fp16",
-            "write mode: bf16, or fp8: none",
-            "what the loss scale lifts into fp16's range, float8 scales again; nothing has compared the two",
-        )
+        what = f"fp8: {precision.fp8} is not offered under fp16"
+        why = "what the loss scale lifts into fp16's range, float8 scales again; nothing has compared the two"
+        yield Contradiction(("precision.fp8", "precision.mode"), what, "write mode: bf16, or fp8: none", why)
     if not scale.min_scale <= scale.initial_scale <= scale.max_scale:
-        yield Contradiction(
-            ("precision.loss_scale.min_scale", "precision.loss_scale.initial_scale", "precision.loss_scale.max_scale"),
-            f"initial_scale {scale.initial_scale:g} is not between min_scale {scale.min_scale:g} and max_scale "
-            f"{scale.max_scale:g}",
-            "write an initial_scale between them",
-        )
-
-
-def _compression(config: StepConfig) -> Iterator[Contradiction]:
-    compression = config.distributed.ddp.compression
+        keys = tuple(f"precision.loss_scale.{name}" for name in ("min_scale", "initial_scale", "max_scale"))
+        bounds = f"min_scale {scale.min_scale:g} and max_scale {scale.max_scale:g}"
+        what = f"initial_scale {scale.initial_scale:g} is not between {bounds}"
+        yield Contradiction(keys, what, "write an initial_scale between them")
     feedback = compression.error_feedback or compression.warm_start
     if compression.kind == "powersgd" and feedback and compression.start_step < 2:
-        yield Contradiction(
-            ("distributed.ddp.compression.start_step",),
-            f"PowerSGD with error feedback or a warm start can't start at step {compression.start_step}",
-            "write start_step: 2 or more",
-            "DDP rebuilds its buckets after the first step",
-        )
+        what = f"PowerSGD with error feedback or a warm start can't start at step {compression.start_step}"
+        why = "DDP rebuilds its buckets after the first step"
+        yield Contradiction(("distributed.ddp.compression.start_step",), what, "write start_step: 2 or more", why)
 
 
 def _reproducible(config: StepConfig) -> Iterator[Contradiction]:
@@ -382,23 +306,17 @@ def _reproducible(config: StepConfig) -> Iterator[Contradiction]:
     )
     for key, value, needed in rounding:
         if value != needed:
-            yield Contradiction(
-                ("distributed.reproducible", key),
-                f"{key}: {value} rounds differently on another number of ranks, so the bits can't be equal",
-                f"write {key}: {needed}, or reproducible: false",
-            )
+            what = f"{key}: {value} rounds differently on another number of ranks, so the bits can't be equal"
+            fix = f"write {key}: {needed}, or reproducible: false"
+            yield Contradiction(("distributed.reproducible", key), what, fix)
     if config.precision.fp8 != "none":
-        yield Contradiction(
-            ("distributed.reproducible", "precision.fp8"),
-            f"equal bits are not shown for precision.fp8: {config.precision.fp8}",
-            "write precision.fp8: none, or reproducible: false",
-        )
+        what = f"equal bits are not shown for precision.fp8: {config.precision.fp8}"
+        fix = "write precision.fp8: none, or reproducible: false"
+        yield Contradiction(("distributed.reproducible", "precision.fp8"), what, fix)
     if distributed.ddp.static_graph:
-        yield Contradiction(
-            ("distributed.reproducible", "distributed.ddp.static_graph"),
-            "with a static graph DDP reduces the first micro-batch by itself, not up the tree that gives equal bits",
-            "write static_graph: false, or reproducible: false",
-        )
+        what = "with a static graph DDP reduces the first micro-batch by itself, not up the tree that gives equal bits"
+        fix = "write static_graph: false, or reproducible: false"
+        yield Contradiction(("distributed.reproducible", "distributed.ddp.static_graph"), what, fix)
 
 
 _REFUSED_ACCELERATE_OPTIONS = {
@@ -418,24 +336,9 @@ def _accelerate(config: StepConfig) -> Iterator[Contradiction]:
             yield Contradiction((key,), f"{key} is about data or accumulation, which Lockstep's own keys say", fix)
     mode = {"no": "fp32", None: config.precision.mode}.get(accelerate.mixed_precision, accelerate.mixed_precision)
     if mode != config.precision.mode:
-        yield Contradiction(
-            ("distributed.accelerate.mixed_precision", "precision.mode"),
-            f"mixed_precision: {accelerate.mixed_precision} and precision.mode: {config.precision.mode} disagree",
-            "leave mixed_precision out",
-        )
+        what = f"mixed_precision: {accelerate.mixed_precision} and precision.mode: {config.precision.mode} disagree"
+        keys = ("distributed.accelerate.mixed_precision", "precision.mode")
+        yield Contradiction(keys, what, "leave mixed_precision out")
     if accelerate.cpu and config.distributed.device not in ("auto", "cpu"):
-        yield Contradiction(
-            ("distributed.accelerate.cpu", "distributed.device"),
-            f"accelerate.cpu: true and device: {config.distributed.device} disagree",
-            "leave accelerate.cpu out",
-        )
-
-
-def _backend(config: StepConfig) -> Iterator[Contradiction]:
-    distributed = config.distributed
-    if distributed.backend in ("nccl", "xccl") and distributed.device == "cpu":
-        yield Contradiction(
-            ("distributed.backend", "distributed.device"),
-            f"{distributed.backend} is for GPUs, and the device is the CPU",
-            "write backend: gloo",
-        )
+        what = f"accelerate.cpu: true and device: {config.distributed.device} disagree"
+        yield Contradiction(("distributed.accelerate.cpu", "distributed.device"), what, "leave accelerate.cpu out")

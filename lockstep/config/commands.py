@@ -23,11 +23,10 @@ def run(verb: str, config: str | Path | None, overrides: Sequence[str] = ()) -> 
     Raises UsageError: there is no such verb, or the config is missing or wrong.
     """
     if verb == "show":
-        if config is None:
-            found = config_from(with_overrides(Node({}, Origin("the defaults")), overrides).plain())
-        else:
-            found = load_config(config, overrides)
-        return found.to_yaml().rstrip("\n")
+        if config is not None:
+            return load_config(config, overrides).to_yaml().rstrip("\n")
+        settings = with_overrides(Node({}, Origin("the defaults")), overrides).plain()
+        return config_from(settings).to_yaml().rstrip("\n")
     if verb == "check":
         if config is None:
             raise UsageError("which config?", where="lockstep config check", fix="lockstep config check CONFIG")
@@ -35,13 +34,12 @@ def run(verb: str, config: str | Path | None, overrides: Sequence[str] = ()) -> 
         require_runnable(loaded)
         return f"ok: {summary(loaded)}"
     if verb == "schema":
-        return json.dumps(_schema(), indent=2)
+        return json.dumps(_schema(), indent=2).replace("\\n", " ")  # descriptions have line breaks
     if verb == "list":
         return _list()
     near = difflib.get_close_matches(verb, VERBS, n=1)
-    raise UsageError(
-        f"{verb!r} is not one of {', '.join(VERBS)}", where="lockstep config", fix=f"write {near[0]}" if near else None
-    )
+    fix = f"write {near[0]}" if near else None
+    raise UsageError(f"{verb!r} is not one of {', '.join(VERBS)}", where="lockstep config", fix=fix)
 
 
 def _schema() -> dict[str, Any]:

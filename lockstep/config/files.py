@@ -44,18 +44,14 @@ def parent_file(name: str, child: ResolvedFile, where: str) -> ResolvedFile:
     _require_no_null(name, where)
     beside = (child.path.parent / name).resolve()
     if os.path.exists(beside):
-        shown = os.path.join(os.path.dirname(child.shown), name)
-        return ResolvedFile(beside, os.path.normpath(shown))
+        return ResolvedFile(beside, os.path.normpath(os.path.join(os.path.dirname(child.shown), name)))
     shipped = _shipped(name)
     if shipped is not None:
         return shipped
-    names = [*shipped_names(), *ALIASES]
-    near = difflib.get_close_matches(name, names, n=1)
-    raise UsageError(
-        f"{name!r} is neither beside {child.path.name} nor among the files that ship",
-        where=where,
-        fix=f"write {near[0]}" if near else f"the trainers that ship are {', '.join(shipped_names())}",
-    )
+    near = difflib.get_close_matches(name, [*shipped_names(), *ALIASES], n=1)
+    fix = f"write {near[0]}" if near else f"the trainers that ship are {', '.join(shipped_names())}"
+    text = f"{name!r} is neither beside {child.path.name} nor among the files that ship"
+    raise UsageError(text, where=where, fix=fix)
 
 
 def read(file: ResolvedFile) -> str:
@@ -66,26 +62,21 @@ def read(file: ResolvedFile) -> str:
     name = file.shown
     if os.path.isdir(file.path):
         inside = sorted(p.name for p in file.path.glob("*.y*ml"))
-        raise UsageError(
-            f"{name} is a directory",
-            fix=f"name a file in it: {', '.join(inside[:5])}" if inside else "name a YAML file",
-        )
+        fix = f"name a file in it: {', '.join(inside[:5])}" if inside else "name a YAML file"
+        raise UsageError(f"{name} is a directory", fix=fix)
     try:
         status = file.path.stat()
         if not stat.S_ISREG(status.st_mode):  # a device or a pipe may never end, and ranks read the file again
             raise UsageError(f"{name} is not a regular file", fix="write the config to a file, and name that")
         if status.st_size > MAX_BYTES:
-            raise UsageError(
-                f"{name} has more than {MAX_BYTES // 10**6} MB: it is not a config",
-                fix="give the YAML file of a config",
-            )
+            fix = "give the YAML file of a config"
+            raise UsageError(f"{name} has more than {MAX_BYTES // 10**6} MB: it is not a config", fix=fix)
         data = file.path.read_bytes()
     except FileNotFoundError:
         raise UsageError(f"there is no file {name}", fix=_near_file(file.path)) from None
     except OSError as error:
-        raise UsageError(
-            f"{name} can't be read: {error.strerror}", fix="let the file be readable, or name another"
-        ) from None
+        fix = "let the file be readable, or name another"
+        raise UsageError(f"{name} can't be read: {error.strerror}", fix=fix) from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -108,13 +99,12 @@ def _shipped(name: str) -> ResolvedFile | None:
     return None
 
 
-def _near_file(path: Path) -> str | None:
+def _near_file(path: Path) -> str:
     beside = [p.name for p in path.parent.glob("*.y*ml")] if os.path.isdir(path.parent) else []
     near = difflib.get_close_matches(path.name, beside, n=1)
     if near:
         return f"did you mean {near[0]}?"
     if beside:
-        return (
-            f"name a file that is there, such as {listed(sorted(beside))}; `lockstep config list` has those that ship"
-        )
+        there = listed(sorted(beside))
+        return f"name a file that is there, such as {there}; `lockstep config list` has those that ship"
     return "`lockstep config list` names those that ship"

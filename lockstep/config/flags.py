@@ -58,9 +58,8 @@ def apply_flags(settings: Mapping[str, Any], where: str = "the settings") -> dic
     for name, value in settings.items():
         key = _key(name.replace("-", "_"), where)
         if key in found:
-            raise UsageError(
-                f"{given[key]} and {name} are both {key}", where=where, fix=f"leave {given[key]} or {name} out"
-            )
+            fix = f"leave {given[key]} or {name} out"
+            raise UsageError(f"{given[key]} and {name} are both {key}", where=where, fix=fix)
         found[key], given[key] = value, name
     return found
 

@@ -1,6 +1,7 @@
 """The keys of the schema as data, with what each accepts in words, and the error messages for mistakes in a config."""
 
 import difflib
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -67,9 +68,8 @@ def near_keys(name: str, section: str) -> list[str]:
         return elsewhere
     here = _close(name, children(section), 0.6)
     if here:
-        return [f"{section}.{found}" if section else found for found in here[:1]]
-    names = {info.name for info in all_keys().values() if not info.is_section}
-    close = _close(name, sorted(names), 0.75)
+        return [f"{section}.{here[0]}" if section else here[0]]
+    close = _close(name, sorted({info.name for info in all_keys().values() if not info.is_section}), 0.75)
     return keys_named(close[0])[:1] if close else []
 
 
@@ -92,8 +92,12 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[KeyInfo]:
         if default is PydanticUndefined or (section is not None and field.default_factory is not None):
             default = None
         choices = named.choices if named is not None else _literals(field.annotation)
-        description = field.description or ""
-        yield KeyInfo(key, _takes(field), default, description, choices, section is not None, _free(field.annotation))
+        description = " ".join((field.description or "").split())
+        if named is not None:
+            takes = named.takes() if field.annotation is str else f"a list, each {named.takes()}"
+        else:
+            takes = " or ".join(_words(option, field) for option in _options(field.annotation))
+        yield KeyInfo(key, takes, default, description, choices, section is not None, _free(field.annotation))
         if section is not None:
             yield from _walk(section, f"{key}.")
 
@@ -129,12 +133,6 @@ def _named(field: FieldInfo) -> Named | None:
     return next((mark for mark in marks if isinstance(mark, Named)), None)
 
 
-def _takes(field: FieldInfo) -> str:
-    if (named := _named(field)) is not None:
-        return named.takes() if field.annotation is str else f"a list, each {named.takes()}"
-    return " or ".join(_words(option, field) for option in _options(field.annotation))
-
-
 _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 
@@ -146,27 +144,18 @@ def _words(annotation: Any, field: FieldInfo) -> str:
         if getattr(limit, name, None) is not None
     ]
     suffix = " " + " and ".join(bounds) if bounds else ""
-    if annotation is type(None):
-        return "null"
-    if annotation is bool:
-        return "true or false"
-    if annotation is int:
-        return "a whole number" + suffix
-    if annotation is float:
-        return "a number" + suffix
-    if annotation is str:
-        return "text"
+    of_types: dict[Any, str] = {
+        type(None): "null", bool: "true or false", int: f"a whole number{suffix}", float: f"a number{suffix}",
+        str: "text", ObjectSpec: "package.module:Name, or {name: package.module:Name, args: {…}}",
+        GradientClipConfig: "a number (0: off), or {strategy: …, value: …}",
+    }  # fmt: skip
     origin = get_origin(annotation)
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(annotation))
     if origin is list:
         words = _words(get_args(annotation)[0], field)
         return f"a list of {({'text': 'texts', 'a whole number': 'whole numbers'}).get(words, words)}"
-    if annotation is ObjectSpec:
-        return "package.module:Name, or {name: package.module:Name, args: {…}}"
-    if annotation is GradientClipConfig:
-        return "a number (0: off), or {strategy: …, value: …}"
-    return "a mapping"
+    return of_types.get(annotation, "a mapping")
 
 
 @dataclass(frozen=True)
@@ -223,12 +212,9 @@ def _unknown_in_block(path: Path, tree: Node) -> list[Mistake]:
     if isinstance(node.value, dict):
         return unknown_key(path, tree)
     advice = advice_for(dotted_name(path))
-    if advice is None:
-        near = near_keys(name, _BLOCKS[block])
-        if near:
-            advice = f"write {' or '.join(near)} (in the block {block}: {near[0].rpartition('.')[2]})"
-        else:
-            advice = f"the keys of {_BLOCKS[block]} are {', '.join(children(_BLOCKS[block]))}"
+    if advice is None and (near := near_keys(name, _BLOCKS[block])):
+        advice = f"write {' or '.join(near)} (in the block {block}: {near[0].rpartition('.')[2]})"
+    advice = advice or f"the keys of {_BLOCKS[block]} are {', '.join(children(_BLOCKS[block]))}"
     return [Mistake(str(node.origin), f"unknown key {dotted_name(path)}", advice)]
 
 
@@ -260,8 +246,7 @@ def _path_in_file(loc: Sequence[str | int], tree: Node) -> Path:
     """Return the part of pydantic's location that is in the file, without branches of unions."""
     path: Path = ()
     for part in loc:
-        here = tree.find(path)
-        inside = here.value
+        inside = tree.find(path).value
         if not ((isinstance(inside, dict) and part in inside) or (isinstance(inside, list) and isinstance(part, int))):
             break
         path = (*path, part)
@@ -280,9 +265,12 @@ def _mistakes(details: ErrorDetails, path: Path, tree: Node) -> list[Mistake]:
         return [Mistake(str(node.origin), f"{key}: {details['msg'].removeprefix('Value error, ')}")]
     beginnings = [dotted_name(path[:end]) for end in range(len(path), 0, -1)]
     info = next((all_keys()[name] for name in beginnings if name in all_keys()), None)
-    takes = _takes_in_words(
-        details, info.takes if info is not None else None, same=info is not None and info.key == key
-    )
+    if info is not None and info.key == key:
+        takes = info.takes
+    else:
+        words = {"string_type": "text", "dict_type": "a mapping", "list_type": "a list", "int_type": "a whole number"}
+        words["string_pattern_mismatch"] = "package.module:Name"
+        takes = words.get(details["type"]) or (info.takes if info is not None else details["msg"].lower())
     value = node.plain()
     fix = advice_for_value(info.key if info is not None else key, value)
     if fix is None and key == "distributed.device" and str(value)[-1:].isdecimal():
@@ -298,23 +286,8 @@ def _mistakes(details: ErrorDetails, path: Path, tree: Node) -> list[Mistake]:
     return [Mistake(str(node.origin), f"{key} should be {takes}, but is {_show(value)}", fix)]
 
 
-def _takes_in_words(details: ErrorDetails, takes: str | None, *, same: bool) -> str:
-    if takes is not None and same:
-        return takes
-    if details["type"] == "string_pattern_mismatch":
-        return "package.module:Name"
-    words = {"string_type": "text", "dict_type": "a mapping", "list_type": "a list", "int_type": "a whole number"}
-    return words.get(details["type"]) or takes or str(details["msg"]).lower()
-
-
 def _show(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list"
-    text = repr(value)
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "…"

@@ -32,7 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     file = find(path)
     later = with_overrides(Node({}, Origin("the overrides")), overrides)
     tree = without_replaced_length(load_tree(file, ()), later)
-    return _config(with_overrides(tree, overrides), str(file.shown))
+    return _config(with_overrides(tree, overrides), file.shown)
 
 
 def config_from(settings: Mapping[str, Any], base: Config | None = None) -> Config:
@@ -51,18 +51,29 @@ def load_tree(file: ResolvedFile, chain: tuple[Path, ...]) -> Node:
     """Return the merged tree of a file and its parents; `chain` has the files that led here."""
     if file.path in chain:
         names = " → ".join(p.name for p in (*chain[chain.index(file.path) :], file.path))
-        raise UsageError(
-            f"`extends` goes round in a circle: {names}", where=str(file.shown), fix="take one `extends` out"
-        )
-    tree = _document(file)
+        what, fix = f"`extends` goes round in a circle: {names}", "take one `extends` out"
+        raise UsageError(what, where=file.shown, fix=fix)
+    text, name = read(file), file.shown
+    if is_template(text):
+        from lockstep.config.templates import render  # loads Jinja
+
+        tree = render(file)
+    else:
+        tree = parse(text, lambda line: Origin(name, line + 1))
+    if tree.value is None:
+        fix = "`lockstep config show trainers/single.yaml` prints all keys"
+        raise UsageError(f"{name} is empty", where=name, fix=fix)
+    if not isinstance(tree.value, dict):
+        kind = "a list" if isinstance(tree.value, list) else "text"
+        fix = "write sections: model, data, training …; `lockstep config show` prints them all"
+        raise UsageError(f"a config is a mapping with sections, and this is {kind}", where=str(tree.origin), fix=fix)
     if "extends" not in tree.value:
         return tree
     rest = {key: node for key, node in tree.value.items() if key != "extends"}
     extends = tree.value["extends"]
     if not isinstance(extends.value, str) or not extends.value:
-        raise UsageError(
-            "`extends` takes the name of one file", where=str(extends.origin), fix="extends: trainers/fsdp.yaml"
-        )
+        fix = "extends: trainers/fsdp.yaml"
+        raise UsageError("`extends` takes the name of one file", where=str(extends.origin), fix=fix)
     parent = parent_file(extends.value, file, str(extends.origin))
     over = Node(rest, tree.origin)
     return merge(without_replaced_length(load_tree(parent, (*chain, file.path)), over), over)
@@ -84,28 +95,6 @@ def _with_settings(tree: Node, settings: Mapping[str, Any]) -> Node:
     return tree
 
 
-def _document(file: ResolvedFile) -> Node:
-    text = read(file)
-    name = str(file.shown)
-    if is_template(text):
-        from lockstep.config.templates import render  # loads Jinja
-
-        tree = render(file)
-    else:
-        tree = parse(text, lambda line: Origin(name, line + 1))
-    if tree.value is None:
-        raise UsageError(
-            f"{name} is empty", where=name, fix="`lockstep config show trainers/single.yaml` prints all keys"
-        )
-    if not isinstance(tree.value, dict):
-        raise UsageError(
-            f"a config is a mapping with sections, and this is {'a list' if isinstance(tree.value, list) else 'text'}",
-            where=str(tree.origin),
-            fix="write sections: model, data, training …; `lockstep config show` prints them all",
-        )
-    return tree
-
-
 def with_overrides(tree: Node, overrides: Sequence[str]) -> Node:
     """Return `tree` with each `section.key=VALUE` applied, in order."""
     for override in overrides:
@@ -116,17 +105,14 @@ def with_overrides(tree: Node, overrides: Sequence[str]) -> Node:
 def _with_override(tree: Node, override: str) -> Node:
     key, equals, text = override.partition("=")
     key = key.strip()
-    shown = f"the override {override!r}"
-    if not equals or not key or any(not part for part in key.split(".")):
-        raise UsageError(
-            f"{override!r} is not an override",
-            where="the command line",
-            fix="write section.key=VALUE, training.max_steps=100",
-        )
+    shown, where = f"the override {override!r}", "the command line"
+    if not equals or not all(key.split(".")):
+        fix = "write section.key=VALUE, training.max_steps=100"
+        raise UsageError(f"{override!r} is not an override", where=where, fix=fix)
     try:
         value = parse(text, lambda _line: Origin(shown))
     except UsageError as error:
-        raise UsageError(f"the value of {shown} is {error.what}", where="the command line", fix=error.fix) from None
+        raise UsageError(f"the value of {shown} is {error.what}", where=where, fix=error.fix) from None
     return _put(tree, key_path(key, shown), value, shown)
 
 
@@ -171,14 +157,10 @@ def _config(tree: Node, source: str) -> Config:
     found = list(contradictions(config))
     paths = {key: tuple(key.split(".")) for one in found for key in one.keys}
     places = {key: tree.find(path).origin if tree.has(path) else "unset" for key, path in paths.items()}
-    mistakes = [
-        Mistake(
-            ", ".join(f"{key} ({places[key]})" for key in one.keys),
-            one.what + (f" ({one.why})" if one.why else ""),
-            one.fix,
-        )
-        for one in found
-    ]
+    mistakes = []
+    for one in found:
+        where = ", ".join(f"{key} ({places[key]})" for key in one.keys)
+        mistakes.append(Mistake(where, one.what + (f" ({one.why})" if one.why else ""), one.fix))
     if mistakes:
         raise usage_error(mistakes, source)
     return config

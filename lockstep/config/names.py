@@ -111,8 +111,7 @@ def advice_for_value(key: str, value: object) -> str | None:
     word = _normalized(str(value))
     for row in table():
         if row.kind == "value" and row.ours == key and _normalized(row.theirs) == word:
-            note = f" ({row.note})" if row.note else ""
-            return f"write {row.value}{note}"
+            return f"write {row.value}" + (f" ({row.note})" if row.note else "")
     return None
 
 

@@ -29,9 +29,8 @@ def check_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
     """
     target = load_object(spec.name, where)
     if not callable(target):
-        raise UsageError(
-            f"{spec.name} can't be called", where=where, fix="name a class or a function, as package.module:Name"
-        )
+        fix = "name a class or a function, as package.module:Name"
+        raise UsageError(f"{spec.name} can't be called", where=where, fix=fix)
     for value in (*spec.positional, *spec.args.values()):
         _each_spec(value, lambda inner: check_object(inner, where))
     require_arguments(target, spec.args | further, spec.name, f"{where}.args", *spec.positional)

@@ -104,11 +104,8 @@ def _blocks(lines: list[str], shown: str) -> list[TemplateBlock]:
         where = f"{shown}:{number + 1}"
         if word not in STATEMENTS:
             near = difflib.get_close_matches(word, STATEMENTS, n=1)
-            raise UsageError(
-                f"`-- {word}` is not a statement of the template language",
-                where=where,
-                fix=f"write -- {near[0]}" if near else f"the statements are {', '.join(STATEMENTS)}",
-            )
+            fix = f"write -- {near[0]}" if near else f"the statements are {', '.join(STATEMENTS)}"
+            raise UsageError(f"`-- {word}` is not a statement of the template language", where=where, fix=fix)
         if word == "block":
             if not rest:
                 raise UsageError("`-- block` needs a name", where=where, fix="write -- block trainer_args")
@@ -117,26 +114,17 @@ def _blocks(lines: list[str], shown: str) -> list[TemplateBlock]:
             open_blocks.append(block)
         elif word == "endblock":
             if not open_blocks:
-                raise UsageError(
-                    f"`-- endblock {rest}` ends a block that was not begun".replace(" `", "`"),
-                    where=where,
-                    fix="begin it with `-- block NAME`, or take the line out",
-                )
+                text = f"`-- endblock {rest}` ends a block that was not begun".replace(" `", "`")
+                raise UsageError(text, where=where, fix="begin it with `-- block NAME`, or take the line out")
             block = open_blocks.pop()
             if rest and rest != block.name:
-                raise UsageError(
-                    f"`-- endblock {rest}` ends the block {block.name} of line {block.start + 1}",
-                    where=where,
-                    fix=f"write -- endblock {block.name}",
-                )
+                text = f"`-- endblock {rest}` ends the block {block.name} of line {block.start + 1}"
+                raise UsageError(text, where=where, fix=f"write -- endblock {block.name}")
             block.end = number
     if open_blocks:
         block = open_blocks[-1]
-        raise UsageError(
-            f"the block {block.name} has no end",
-            where=f"{shown}:{block.start + 1}",
-            fix=f"add -- endblock {block.name}",
-        )
+        fix = f"add -- endblock {block.name}"
+        raise UsageError(f"the block {block.name} has no end", where=f"{shown}:{block.start + 1}", fix=fix)
     return found
 
 

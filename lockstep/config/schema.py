@@ -31,48 +31,32 @@ SinkName = Annotated[str, Named(SINKS)]
 class CheckpointConfig(Section):
     """Times of saves, checkpoints to keep, and the checkpoint to resume from."""
 
-    save_strategy: Literal["steps", "epoch", "none"] = key(
-        "steps", "Save every `save_steps` steps, at the end of each epoch, or never."
-    )
+    save_strategy: Literal["steps", "epoch", "none"] = key("steps")
+    """Save every `save_steps` steps, at the end of each epoch, or never."""
     save_steps: int = key(100, "Steps between checkpoints.", ge=1)
-    save_total_limit: int | None = key(
-        3,
-        "The number of newest checkpoints to keep; null: all. One is deleted only when a newer one is verified.",
-        ge=1,
-    )
-    keep_best: str | None = key(
-        None,
-        "Also keep the best by this metric: `eval_loss`, `loss`, `grad_norm`, or one of the evaluation, `eval_NAME`; "
-        "each evaluation that is better than all before is saved.",
-        min_length=1,
-    )
+    save_total_limit: int | None = key(3, ge=1)
+    """The number of newest checkpoints to keep; null: all. One is deleted only when a newer one is verified."""
+    keep_best: str | None = key(None, min_length=1)
+    """Also keep the best by this metric: `eval_loss`, `loss`, `grad_norm`, or one of the evaluation, `eval_NAME`; each
+    evaluation that is better than all before is saved."""
     keep_best_mode: Literal["min", "max"] = key("min", "Whether the least or the most `keep_best` is the best.")
     load_best: bool = key(False, "Load the best checkpoint when the training is done. Needs `keep_best`.")
-    format: Literal["sharded", "full", "local"] = key(
-        "sharded",
-        "`sharded`: every rank writes its part, any number of ranks can load it; `full`: one file of whole tensors; "
-        "`local`: every rank's part as it is, for the same topology only.",
-    )
-    storage: ObjectSpec | None = key(
-        None,
-        "`package.module:Name`, or with `args`: a `lockstep.checkpoint.Storage` of your own; unset: the folder "
-        "`checkpoints/` of the run directory.",
-    )
+    format: Literal["sharded", "full", "local"] = key("sharded")
+    """`sharded`: every rank writes its part, any number of ranks can load it; `full`: one file of whole tensors;
+    `local`: every rank's part as it is, for the same topology only."""
+    storage: ObjectSpec | None = key(None)
+    """`package.module:Name`, or with `args`: a `lockstep.checkpoint.Storage` of your own; unset: the folder
+    `checkpoints/` of the run directory."""
     async_: bool = key(True, "Write while training goes on; a save waits for the previous one.", alias="async")
     retries: int = key(3, "Further tries of a save that the storage refuses, after 0.5 s, 1 s, 2 s …", ge=0)
-    on_failure: Literal["continue", "stop"] = key(
-        "continue",
-        "After the last try: `continue` logs the failure, trains on and keeps the last good checkpoint; `stop` ends "
-        "the run. The save at the end of a run must succeed.",
-    )
-    resume: str = key(
-        "auto", "`auto`: from the newest whole checkpoint, if there is one; `never`; or a path.", min_length=1
-    )
-    allow_changes: bool = key(
-        False,
-        "Resume though the model, the data, the seed or the global batch changed since the checkpoint; otherwise a "
-        "resume refuses such changes and lists them.",
-    )
+    on_failure: Literal["continue", "stop"] = key("continue")
+    """After the last try: `continue` logs the failure, trains on and keeps the last good checkpoint; `stop` ends the
+    run. The save at the end of a run must succeed."""
+    resume: str = key("auto", min_length=1)
+    """`auto`: from the newest whole checkpoint, if there is one; `never`; or a path."""
+    allow_changes: bool = key(False)
+    """Resume though the model, the data, the seed or the global batch changed since the checkpoint; otherwise a resume
+    refuses such changes and lists them."""
 
 
 class ProfileConfig(Section):
@@ -98,9 +82,8 @@ class MemoryConfig(Section):
 class StragglerConfig(Section):
     """Warnings about slow ranks."""
 
-    threshold: float = key(
-        1.3, "A rank's own time in a step, without waiting, as a multiple of the median of the other ranks.", gt=1
-    )
+    threshold: float = key(1.3, gt=1)
+    """A rank's own time in a step, without waiting, as a multiple of the median of the other ranks."""
     patience: int = key(3, "The number of times in a row before a warning; checked about once a second.", ge=1)
 
 
@@ -115,20 +98,16 @@ class MonitorConfig(Section):
     """Logging, profiles and warnings."""
 
     log_steps: int = key(10, "Steps between records.", ge=1)
-    sinks: list[SinkName] = Field(
-        default_factory=lambda: ["console", "jsonl", "tensorboard"],
-        description="Where records go; `package.module:Name`: a sink of your own.",
-    )
-    callbacks: list[ObjectSpec] = Field(
-        default_factory=list, description="Objects of your own, `package.module:Name`, called with every record."
-    )
+    sinks: list[SinkName] = Field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
+    """Where records go; `package.module:Name`: a sink of your own."""
+    callbacks: list[ObjectSpec] = Field(default_factory=list)
+    """Objects of your own, `package.module:Name`, called with every record."""
     profile: ProfileConfig | None = key(None, "Trace a few steps; unset: off; `{}`: defaults.")
     memory: MemoryConfig = section(MemoryConfig, "Warnings about memory.")
     straggler: StragglerConfig = section(StragglerConfig, "Warnings about a slow rank.")
     prometheus: PrometheusConfig | None = key(None, "Serve `/metrics` on rank 0; unset: off; `{}`: defaults.")
-    gradient_norms: bool = key(
-        False, "Record the norm of each layer's gradient on logged steps. Waits for other ranks."
-    )
+    gradient_norms: bool = key(False)
+    """Record the norm of each layer's gradient on logged steps. Waits for other ranks."""
     experiment: str | None = key(None, "The project (W&B) or experiment (MLflow); unset: `lockstep`.", min_length=1)
 
 
@@ -145,11 +124,9 @@ class Config(Section):
     """The config of a run."""
 
     model: ModelConfig = section(ModelConfig, "The model.")
-    loss_fn: ObjectSpec | None = key(
-        None,
-        "`cross_entropy`, `mse`, `l1`, `bce_with_logits`, `package.module:Name`, or one with `args`; unset: the "
-        "model's own loss.",
-    )
+    loss_fn: ObjectSpec | None = key(None)
+    """`cross_entropy`, `mse`, `l1`, `bce_with_logits`, `package.module:Name`, or one with `args`; unset: the model's
+    own loss."""
     data: DataConfig = section(DataConfig, "The data.")
     training: TrainingConfig = section(TrainingConfig, "The step and the optimizer.")
     precision: PrecisionConfig = section(PrecisionConfig, "Numbers.")

@@ -1,7 +1,7 @@
 """Define the sections `model`, `data`, `training` and `precision` of the config.
 
-Field descriptions are the documentation of the keys. The defaults are those of a plain loop in PyTorch, in float32,
-without a schedule and without clipping; the configs that ship spell out their recipes.
+Descriptions of fields, long ones in a docstring below, are the documentation of the keys. The defaults are those of a
+plain loop in PyTorch, in float32, without a schedule and without clipping; the configs that ship spell out recipes.
 """
 
 from typing import Annotated, Any, Literal
@@ -50,7 +50,9 @@ class Named:
 class Section(BaseModel):
     """A part of the config, which refuses unknown keys and values of other types."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, ser_json_inf_nan="constants")
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, ser_json_inf_nan="constants", use_attribute_docstrings=True
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -62,12 +64,12 @@ class Section(BaseModel):
         return {key: inside for key, inside in value.items() if inside is not None or key not in containers}
 
 
-def key(default: Any, description: str, **limits: Any) -> Any:
+def key(default: Any, description: str | None = None, **limits: Any) -> Any:
     """Return the field of a key, with pydantic's limits of its value, such as `ge=1`."""
     return Field(default=default, description=description, **limits)
 
 
-def section(kind: type[Section], description: str) -> Any:
+def section(kind: type[Section], description: str | None = None) -> Any:
     """Return the field of a section within another, with all defaults."""
     return Field(default_factory=kind, description=description)
 
@@ -75,10 +77,8 @@ def section(kind: type[Section], description: str) -> Any:
 class ObjectSpec(Section):
     """An object of the user's own code: the class or function to import, and its arguments."""
 
-    name: str = Field(
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$",
-        description="`package.module:Name`: a class, or a function that returns the object.",
-    )
+    name: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+    """`package.module:Name`: a class, or a function that returns the object."""
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments.")
     positional: list[Any] = Field(default_factory=list, description="Positional arguments, before the keywords.")
 
@@ -91,49 +91,37 @@ class ObjectSpec(Section):
 class ModelConfig(Section):
     """The model."""
 
-    name: str | None = key(
-        None,
-        "`bdh`, `transformer`, `free_transformer`, `vae`, `hf:NAME-OR-FOLDER`, or `package.module:Class`. Unset only "
-        "where the model is handed over in Python.",
-        min_length=1,
-    )
+    name: str | None = key(None, min_length=1)
+    """`bdh`, `transformer`, `free_transformer`, `vae`, `hf:NAME-OR-FOLDER`, or `package.module:Class`. Unset only where
+    the model is handed over in Python."""
     args: dict[str, Any] = Field(default_factory=dict, description="Constructor arguments of the model.")
 
 
 class DataConfig(Section):
     """The training data, and how samples are read."""
 
-    name: str | None = key(
-        None,
-        "`python-docs`, `text`, `tokens`, `digits`, `hf:NAME`, or `package.module:Class`. Unset only where the data "
-        "are handed over in Python.",
-        min_length=1,
-    )
-    args: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments of the dataset, for example `block_size` for text."
-    )
+    name: str | None = key(None, min_length=1)
+    """`python-docs`, `text`, `tokens`, `digits`, `hf:NAME`, or `package.module:Class`. Unset only where the data are
+    handed over in Python."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the dataset, for example `block_size` for text."""
     num_workers: int = key(0, "Processes that read samples, per rank; 0: the rank itself.", ge=0)
-    prefetch_factor: int | None = key(
-        None, "Micro-batches each worker reads ahead; unset: 2. Needs `num_workers`.", ge=1
-    )
+    prefetch_factor: int | None = key(None, ge=1)
+    """Micro-batches each worker reads ahead; unset: 2. Needs `num_workers`."""
     pin_memory: bool = key(False, "Read into page-locked memory, for faster copies to a GPU.")
     persistent_workers: bool = key(False, "Keep the workers from one epoch to the next. Needs `num_workers`.")
     shuffle: bool = key(True, "A new order each epoch, a function of (seed, epoch); false: the order of the data.")
-    drop_last: bool = key(
-        False,
-        "Drop the samples at the end of an epoch that do not fill a global batch, and log their number; false: train "
-        "on them, weighted by their count.",
-    )
+    drop_last: bool = key(False)
+    """Drop the samples at the end of an epoch that do not fill a global batch, and log their number; false: train on
+    them, weighted by their count."""
 
 
 class GradientClipConfig(Section):
     """Clipping of the global gradient, over all shards and stages; a number alone is a norm, and 0 is off."""
 
-    strategy: Literal["norm", "value", "adaptive", "none"] = key(
-        "norm",
-        "`norm`: scale to the global 2-norm `value`; `value`: cut each element; `adaptive`: AGC, per unit, against "
-        "the norm of the weights; `none`: off.",
-    )
+    strategy: Literal["norm", "value", "adaptive", "none"] = key("norm")
+    """`norm`: scale to the global 2-norm `value`; `value`: cut each element; `adaptive`: AGC, per unit, against the
+    norm of the weights; `none`: off."""
     value: float = key(1.0, "The norm, the largest element, or AGC's ratio (about 0.01).", gt=0)
 
     @model_validator(mode="before")
@@ -147,20 +135,15 @@ class GradientClipConfig(Section):
 class BadNumbersConfig(Section):
     """The reaction to a loss or a gradient norm that is not finite, and to a spike of the loss."""
 
-    action: Literal["stop", "skip", "rollback"] = key(
-        "stop",
-        "`stop` ends the run; `skip` makes no update from that step, on any rank (the host waits for the loss of each "
-        "step); `rollback` goes back to the newest checkpoint and passes over that step's data.",
-    )
-    recompute: bool = key(
-        False,
-        "A bad step is computed once more, from the same weights and random numbers, before `action`. If its numbers "
-        "are good then, a processor has computed wrongly: the run names the host, and goes on with them. The host "
-        "waits for the loss of each step. Not in loops that call `backward` themselves.",
-    )
-    spike_factor: float | None = key(
-        None, "A loss above this many times the running median counts as bad, too; unset: off.", gt=1
-    )
+    action: Literal["stop", "skip", "rollback"] = key("stop")
+    """`stop` ends the run; `skip` makes no update from that step, on any rank (the host waits for the loss of each
+    step); `rollback` goes back to the newest checkpoint and passes over that step's data."""
+    recompute: bool = key(False)
+    """A bad step is computed once more, from the same weights and random numbers, before `action`. If its numbers are
+    good then, a processor has computed wrongly: the run names the host, and goes on with them. The host waits for the
+    loss of each step. Not in loops that call `backward` themselves."""
+    spike_factor: float | None = key(None, gt=1)
+    """A loss above this many times the running median counts as bad, too; unset: off."""
     window: int = key(50, "Steps in the running median; spikes are detected once it is full.", ge=3)
     patience: int = key(5, "The run stops after this many bad steps, or rollbacks to one checkpoint, in a row.", ge=1)
 
@@ -177,84 +160,56 @@ class EarlyStoppingConfig(Section):
 class TrainingConfig(Section):
     """The steps of a run: their number, batch sizes, optimizer and schedule."""
 
-    max_steps: int | None = key(
-        None, "Optimizer updates in the whole run. Unset, and no `num_train_epochs`: one epoch.", ge=1
-    )
+    max_steps: int | None = key(None, ge=1)
+    """Optimizer updates in the whole run. Unset, and no `num_train_epochs`: one epoch."""
     num_train_epochs: int | None = key(None, "Passes over the data, instead of `max_steps`.", ge=1)
     batch_size: int = key(8, "Samples in a micro-batch: forward and backward once, per data-parallel rank.", ge=1)
     eval_batch_size: int | None = key(None, "Samples in a micro-batch of evaluation; unset: `batch_size`.", ge=1)
-    batch_norm_samples: int | None = key(
-        None,
-        "Samples over which batch normalisation takes its statistics, a multiple of `batch_size`: with four times as "
-        "many, those of four ranks together, as one process with that `batch_size` has them. Unset: a micro-batch.",
-        ge=1,
-    )
-    eval_batches: int | None = key(
-        None, "Micro-batches of an evaluation, over all ranks; unset: all of the data.", ge=1
-    )
-    gradient_accumulation_steps: int | None = key(
-        None,
-        "Micro-batches per data-parallel rank and step; unset: follows from `global_batch_size`, else 1. Together "
-        "with a `global_batch_size`, it must agree with it.",
-        ge=1,
-    )
-    global_batch_size: int | None = key(
-        None,
-        "Samples in a step over all ranks = batch_size × gradient_accumulation_steps × data-parallel size. If it is "
-        "set, accumulation follows from it, and the run is the same on any number of ranks.",
-        ge=1,
-    )
+    batch_norm_samples: int | None = key(None, ge=1)
+    """Samples over which batch normalisation takes its statistics, a multiple of `batch_size`: with four times as many,
+    those of four ranks together, as one process with that `batch_size` has them. Unset: a micro-batch."""
+    eval_batches: int | None = key(None, ge=1)
+    """Micro-batches of an evaluation, over all ranks; unset: all of the data."""
+    gradient_accumulation_steps: int | None = key(None, ge=1)
+    """Micro-batches per data-parallel rank and step; unset: follows from `global_batch_size`, else 1. Together with a
+    `global_batch_size`, it must agree with it."""
+    global_batch_size: int | None = key(None, ge=1)
+    """Samples in a step over all ranks = batch_size × gradient_accumulation_steps × data-parallel size. If it is set,
+    accumulation follows from it, and the run is the same on any number of ranks."""
     optimizer: Annotated[str, Named(OPTIMIZERS)] = key("adamw", "`adamw`, `adam`, `sgd`, or `package.module:Name`.")
-    optimizer_args: dict[str, Any] = Field(
-        default_factory=dict, description="Further arguments of the optimizer, for example `betas` or `momentum`."
-    )
+    optimizer_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the optimizer, for example `betas` or `momentum`."""
     learning_rate: float = key(1e-3, "The peak, before `lr_scaling`.", ge=0)
-    lr_schedule: Annotated[str, Named(SCHEDULES)] = key(
-        "constant",
-        "After the warm-up: constant (or null); linear or one half-cosine to `min_lr_ratio`; `wsd` (warm-up, stable, "
-        "decay): constant, then linear over the last `wsd_decay_ratio` of the steps.",
-    )
-    lr_scaling: Literal["none", "linear", "sqrt"] = key(
-        "none",
-        "Multiply the learning rate by global batch / `base_batch_size`, or by its square root (advised for Adam). "
-        "Applied once, and printed at the start.",
-    )
-    base_batch_size: int | None = key(
-        None, "The global batch that `learning_rate` was chosen for. Needed by `lr_scaling`.", ge=1
-    )
+    lr_schedule: Annotated[str, Named(SCHEDULES)] = key("constant")
+    """After the warm-up: constant (or null); linear or one half-cosine to `min_lr_ratio`; `wsd` (warm-up, stable,
+    decay): constant, then linear over the last `wsd_decay_ratio` of the steps."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = key("none")
+    """Multiply the learning rate by global batch / `base_batch_size`, or by its square root (advised for Adam). Applied
+    once, and printed at the start."""
+    base_batch_size: int | None = key(None, ge=1)
+    """The global batch that `learning_rate` was chosen for. Needed by `lr_scaling`."""
     warmup_steps: int = key(0, "Steps of linear warm-up: step s (from 0) has the factor (s+1)/warmup_steps.", ge=0)
     min_lr_ratio: float = key(0.1, "The last learning rate over the peak.", ge=0, le=1)
     wsd_decay_ratio: float = key(0.2, "Under `wsd`, the share of the steps that decays.", gt=0, le=1)
-    weight_decay: float | None = key(
-        None,
-        "Decoupled weight decay (L2 for `adam` and `sgd`); unset: the default of the optimizer's class (`adamw`: "
-        "0.01, `adam` and `sgd`: 0).",
-        ge=0,
-    )
-    gradient_clip: GradientClipConfig = Field(
-        default_factory=lambda: GradientClipConfig(strategy="none"),
-        description="Clipping of the global gradient; unset, null or 0: off.",
-    )
+    weight_decay: float | None = key(None, ge=0)
+    """Decoupled weight decay (L2 for `adam` and `sgd`); unset: the default of the optimizer's class (`adamw`: 0.01,
+    `adam` and `sgd`: 0)."""
+    gradient_clip: GradientClipConfig = Field(default_factory=lambda: GradientClipConfig(strategy="none"))
+    """Clipping of the global gradient; unset, null or 0: off."""
     bad_numbers: BadNumbersConfig = section(BadNumbersConfig, "The reaction to NaN, infinity and spikes.")
-    gradient_checkpointing: Literal["none", "full", "selective", "every_n", "sequential"] = key(
-        "none",
-        "Recompute activations in the backward pass: of every block (`full`), of all but the matrix products "
-        "(`selective`), of every n-th block (`every_n`), or of runs of blocks (`sequential`).",
-    )
-    gradient_checkpointing_every: int = key(
-        2, "The n of `every_n`, and the number of blocks in a run of `sequential`.", ge=1
-    )
+    gradient_checkpointing: Literal["none", "full", "selective", "every_n", "sequential"] = key("none")
+    """Recompute activations in the backward pass: of every block (`full`), of all but the matrix products
+    (`selective`), of every n-th block (`every_n`), or of runs of blocks (`sequential`)."""
+    gradient_checkpointing_every: int = key(2, ge=1)
+    """The n of `every_n`, and the number of blocks in a run of `sequential`."""
     compile: bool = key(False, "Compile the blocks with torch.compile.")
     seed: int = key(1337, "First values, sample order and random numbers.", ge=0, lt=2**63)
-    eval_steps: int | None = key(
-        100, "Steps between evaluations, in addition to the one at the end; null: only at the end.", ge=1
-    )
-    eval_strategy: Literal["steps", "epoch"] = key(
-        "steps", "Evaluate every `eval_steps` steps, or at the end of each epoch."
-    )
-    early_stopping: EarlyStoppingConfig | None = key(
-        None, "Stop when evaluations do not get better; unset: never; `{}`: defaults."
-    )
+    eval_steps: int | None = key(100, ge=1)
+    """Steps between evaluations, in addition to the one at the end; null: only at the end."""
+    eval_strategy: Literal["steps", "epoch"] = key("steps")
+    """Evaluate every `eval_steps` steps, or at the end of each epoch."""
+    early_stopping: EarlyStoppingConfig | None = key(None)
+    """Stop when evaluations do not get better; unset: never; `{}`: defaults."""
 
     @field_validator("lr_schedule", "warmup_steps", mode="before")
     @classmethod
@@ -294,17 +249,12 @@ class LossScaleConfig(Section):
 class PrecisionConfig(Section):
     """The number formats of computation and parameters."""
 
-    mode: Literal["auto", "fp32", "bf16", "fp16"] = key(
-        "fp32",
-        "Autocast over fp32 parameters, the same under every strategy. `auto`: bf16 on a GPU that has it, else fp32.",
-    )
-    param_dtype: Literal["fp32", "bf16"] = key(
-        "fp32", "The type of parameters. `bf16` gives other results, and is refused under `distributed.reproducible`."
-    )
-    fp8: Literal["none", "linears", "emulated"] = key(
-        "none",
-        "`linears`: linear layers inside blocks multiply in float8, on NVIDIA GPUs with compute capability 8.9 or "
-        "higher. `emulated`: the same rounding on any device, slowly. Needs torchao.",
-    )
+    mode: Literal["auto", "fp32", "bf16", "fp16"] = key("fp32")
+    """Autocast over fp32 parameters, the same under every strategy. `auto`: bf16 on a GPU that has it, else fp32."""
+    param_dtype: Literal["fp32", "bf16"] = key("fp32")
+    """The type of parameters. `bf16` gives other results, and is refused under `distributed.reproducible`."""
+    fp8: Literal["none", "linears", "emulated"] = key("none")
+    """`linears`: linear layers inside blocks multiply in float8, on NVIDIA GPUs with compute capability 8.9 or higher.
+    `emulated`: the same rounding on any device, slowly. Needs torchao."""
     tf32: bool = key(False, "Allow TF32 in fp32 matrix products on GPUs that have it.")
     loss_scale: LossScaleConfig = section(LossScaleConfig, "Loss scaling, for `fp16` only.")

@@ -14,7 +14,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -43,39 +43,30 @@ def render(file: ResolvedFile) -> Node:
 
     Raises UsageError: the template or the YAML has a mistake; with file and line.
     """
-    rendered = within_limits(lambda: _render_chain(file), file.shown)
-    plain, origins = strip_marks(rendered.text)
+    text, variables, files = within_limits(lambda: _render_chain(file), file.shown)
+    plain, origins = strip_marks(text)
 
     def origin(line: int) -> Origin:
         index, number = origins[min(line, len(origins) - 1)]
-        return Origin(rendered.files[index], number)
+        return Origin(files[index], number)
 
-    return _expand(_with_variables(parse(plain, origin, overlay=True), rendered.variables))
-
-
-@dataclass(frozen=True)
-class _Rendered:
-    """The rendered text with marks, the numbers that the template sets, and the files that marks refer to."""
-
-    text: str
-    variables: dict[str, int | float]
-    files: list[str]
+    return _expand(_with_variables(parse(plain, origin, overlay=True), variables))
 
 
-def _render_chain(file: ResolvedFile) -> _Rendered:
+def _render_chain(file: ResolvedFile) -> tuple[str, dict[str, int | float], list[str]]:
+    """Return the text with marks, the numbers that the template sets, and the files that marks refer to."""
     library = _TemplateFiles()
     chain = library.chain(file)
     _check_blocks(chain, library)
     variables: dict[str, Any] = {}
+    from_string = library.environment.from_string
     texts = [_checked(library, lambda: _fill(library.environment.get_template(str(file.path)), variables))]
     for member in reversed(chain):
         outside = library.prepared[str(member.path)].outside
         if outside:
-            texts.append(
-                _checked(library, lambda text=outside: _fill(library.environment.from_string(text), variables), member)
-            )
+            texts.append(_checked(library, lambda text=outside: _fill(from_string(text), variables), member))
     numbers = {name: value for name, value in variables.items() if type(value) in (int, float)}
-    return _Rendered("\n".join(texts), numbers, [member.shown for member in library.files])
+    return "\n".join(texts), numbers, [member.shown for member in library.files]
 
 
 def _fill(template: jinja2.Template, variables: dict[str, Any]) -> str:
@@ -147,10 +138,8 @@ class _TemplateFiles:
         following: ResolvedFile | None = file
         while following is not None:
             if following.path in [member.path for member in chain]:
-                names = " → ".join(member.path.name for member in [*chain, following])
-                raise UsageError(
-                    f"`-- extends` goes round in a circle: {names}", where=file.shown, fix="take one `-- extends` out"
-                )
+                text = f"`-- extends` goes round in a circle: {' → '.join(m.path.name for m in [*chain, following])}"
+                raise UsageError(text, where=file.shown, fix="take one `-- extends` out")
             chain.append(following)
             following = self._parent(following)
         return chain
@@ -174,11 +163,9 @@ def _check_blocks(chain: list[ResolvedFile], library: _TemplateFiles) -> None:
         blocks = library.prepared[str(member.path)].blocks
         for block in blocks:
             if block.expands and block.name not in known:
-                raise UsageError(
-                    f"the parent has no block {block.name}",
-                    where=f"{member.shown}:{block.start + 1}",
-                    fix=f"its blocks are {', '.join(known)}" if known else "it is plain YAML: write `extends: NAME`",
-                )
+                fix = f"its blocks are {', '.join(known)}" if known else "it is plain YAML: write `extends: NAME`"
+                text = f"the parent has no block {block.name}"
+                raise UsageError(text, where=f"{member.shown}:{block.start + 1}", fix=fix)
         known += [block.name for block in blocks if block.name not in known]
 
 
@@ -189,20 +176,15 @@ def _checked(library: _TemplateFiles, work: Any, file: ResolvedFile | None = Non
     except jinja2.TemplateSyntaxError as error:
         path = error.filename or error.name
         shown = (library.by_path.get(str(Path(path)) if path else "") or file or library.files[0]).shown
-        raise UsageError(
-            f"the template can't be read: {error.message}",
-            where=f"{shown}:{error.lineno}",
-            fix="mend the statement, or write {% raw %} around text that is not a template",
-        ) from None
+        fix = "mend the statement, or write {% raw %} around text that is not a template"
+        text = f"the template can't be read: {error.message}"
+        raise UsageError(text, where=f"{shown}:{error.lineno}", fix=fix) from None
     except (jinja2.TemplateError, ArithmeticError, TypeError, ValueError, LookupError, RecursionError) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in library.by_path]
         where = f"{library.by_path[frames[-1].filename].shown}:{frames[-1].lineno}" if frames else None
         shown = where or (file or library.files[0]).shown
-        raise UsageError(
-            f"the template can't be filled in: {error}",
-            where=shown,
-            fix="define what it uses with `-- set NAME = VALUE`, or mend the expression",
-        ) from None
+        fix = "define what it uses with `-- set NAME = VALUE`, or mend the expression"
+        raise UsageError(f"the template can't be filled in: {error}", where=shown, fix=fix) from None
 
 
 def _expand(tree: Node) -> Node:
@@ -217,12 +199,11 @@ def _expand(tree: Node) -> Node:
         if node.value is None:
             continue
         if name == "trainer_args":
-            placed = _trainer_args(node)
+            rest = merge(rest, _trainer_args(node))
         elif name == "distributed_env":
-            placed = _distributed_env(node)
+            rest = merge(rest, _distributed_env(node))
         else:
-            placed = Node({"monitor": Node({"callbacks": node}, node.origin)}, node.origin)
-        rest = merge(rest, placed)
+            rest = merge(rest, Node({"monitor": Node({"callbacks": node}, node.origin)}, node.origin))
     return rest
 
 
@@ -236,18 +217,14 @@ def _unwrapped(name: str, node: Node) -> Node:
 
 def _trainer_args(node: Node) -> Node:
     if not isinstance(node.value, dict):
-        raise UsageError(
-            "the block trainer_args holds keys and values", where=str(node.origin), fix="write lines `key: value` in it"
-        )
+        fix = "write lines `key: value` in it"
+        raise UsageError("the block trainer_args holds keys and values", where=str(node.origin), fix=fix)
     placed = Node({}, node.origin)
     for name, child in node.value.items():
         shallow = shallowest(info.key for info in all_keys().values() if info.name == name)
         if len(shallow) > 1:
-            raise UsageError(
-                f"{name} could be {' or '.join(shallow)}",
-                where=str(child.origin),
-                fix=f"write the section too: {shallow[0].replace('.', ': {', 1)}: …}}",
-            )
+            fix = f"write the section too: {shallow[0].replace('.', ': {', 1)}: …}}"
+            raise UsageError(f"{name} could be {' or '.join(shallow)}", where=str(child.origin), fix=fix)
         # The schema refuses keys that stay in `trainer_args`, with advice.
         path = shallow[0].split(".") if shallow else ["trainer_args", name]
         for part in reversed(path):
@@ -261,11 +238,8 @@ def _distributed_env(node: Node) -> Node:
     if isinstance(node.value, dict) and "name" in node.value:
         name = str(node.value["name"].value)
         if name.rpartition(":")[2] != "DistributedEnvironment":
-            raise UsageError(
-                f"the block distributed_env can't be {name}",
-                where=str(node.origin),
-                fix="write keys of `distributed`: backend, init_method, timeout_seconds …",
-            )
+            fix = "write keys of `distributed`: backend, init_method, timeout_seconds …"
+            raise UsageError(f"the block distributed_env can't be {name}", where=str(node.origin), fix=fix)
         inside = node.value.get("args", Node({}, node.origin))
     return Node({"distributed": inside}, node.origin)
 
@@ -304,12 +278,9 @@ def within_limits(work: Callable[[], T], what: str) -> T:
 
 
 def _too_much(what: str, of: str) -> UsageError:
-    return UsageError(
-        f"the template takes too much {of}",
-        where=what,
-        why="a config is some pages of text: a loop or an expression in it grows without end",
-        fix="mend its loops (`-- for`), repetitions (`*`) and macros that call themselves",
-    )
+    fix = "mend its loops (`-- for`), repetitions (`*`) and macros that call themselves"
+    why = "a config is some pages of text: a loop or an expression in it grows without end"
+    return UsageError(f"the template takes too much {of}", where=what, why=why, fix=fix)
 
 
 def _run_in_child(work: Callable[[], object], writes: int) -> NoReturn:

@@ -49,10 +49,8 @@ class Node:
         here = self
         for part in path:
             inside = here.value
-            if isinstance(inside, list) and isinstance(part, int) and part < len(inside):
-                here = inside[part]
-                continue
-            if not isinstance(inside, dict) or part not in inside:
+            in_list = isinstance(inside, list) and isinstance(part, int) and part < len(inside)
+            if not in_list and not (isinstance(inside, dict) and part in inside):
                 break
             here = inside[part]
         return here
@@ -140,11 +138,8 @@ def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False)
     except yaml.YAMLError as error:
         raise _not_yaml(error, origins) from None
     except RecursionError:
-        raise UsageError(
-            "the YAML is nested too deeply",
-            where=str(origins(0).file),
-            fix="a config is a few levels deep; mend the brackets",
-        ) from None
+        fix = "a config is a few levels deep; mend the brackets"
+        raise UsageError("the YAML is nested too deeply", where=str(origins(0).file), fix=fix) from None
     if document is None:
         return Node(None, origins(0))
     return _Builder(origins, overlay).build(document)
@@ -153,12 +148,10 @@ def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False)
 def _not_yaml(error: yaml.YAMLError, origins: Callable[[int], Origin]) -> UsageError:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     origin = origins(mark.line) if mark is not None else origins(0)
-    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it can't be parsed"
-    problem = str(problem)
+    problem = str(getattr(error, "problem", None) or getattr(error, "reason", None) or "it can't be parsed")
     if "single document" in problem or "another document" in problem:
-        return UsageError(
-            "a config is one YAML document, and this is a second one", where=str(origin), fix="delete the `---` line"
-        )
+        text = "a config is one YAML document, and this is a second one"
+        return UsageError(text, where=str(origin), fix="delete the `---` line")
     if "\\t" in problem or "'\t'" in problem:
         return UsageError("not YAML: a tab where spaces should be", where=str(origin), fix="indent with spaces")
     fix = "look for a bracket or a quote that is not closed, and for uneven indentation"
@@ -169,30 +162,24 @@ def _not_yaml(error: yaml.YAMLError, origins: Callable[[int], Origin]) -> UsageE
     return UsageError(f"not YAML: {problem}", where=str(origin), fix=fix)
 
 
+@dataclass
 class _Builder:
     """Builds the tree of nodes with origins from PyYAML's nodes."""
 
-    def __init__(self, origins: Callable[[int], Origin], overlay: bool) -> None:
-        self.origins = origins
-        self.overlay = overlay
-        self.count = 0
-        self.open: set[int] = set()
+    origins: Callable[[int], Origin]
+    overlay: bool
+    count: int = 0
+    open: set[int] = field(default_factory=set)
 
     def build(self, node: yaml.Node) -> Node:
         origin = self.origins(node.start_mark.line)
         self.count += 1
         if self.count > MAX_VALUES:
-            raise UsageError(
-                f"more than {MAX_VALUES:,} values, aliases followed",
-                where=str(origin),
-                fix="write fewer aliases (*name)",
-            )
+            fix = "write fewer aliases (*name)"
+            raise UsageError(f"more than {MAX_VALUES:,} values, aliases followed", where=str(origin), fix=fix)
         if id(node) in self.open:
-            raise UsageError(
-                "an alias refers to the value that it is part of",
-                where=str(origin),
-                fix="let the alias (*name) stand outside of the value that it names (&name)",
-            )
+            fix = "let the alias (*name) stand outside of the value that it names (&name)"
+            raise UsageError("an alias refers to the value that it is part of", where=str(origin), fix=fix)
         self.open.add(id(node))
         try:
             content = self._content(node, origin)
@@ -230,11 +217,8 @@ class _Builder:
             key = str(key_node.value)
             value = replace(self.build(value_node), origin=where)  # a value has the origin of its key
             if key in built and not (self.overlay and lines[key].file != where.file):
-                raise UsageError(
-                    f"the key {key!r} is written twice, first in line {lines[key].line}",
-                    where=str(where),
-                    fix="keep one of the two",
-                )
+                text = f"the key {key!r} is written twice, first in line {lines[key].line}"
+                raise UsageError(text, where=str(where), fix="keep one of the two")
             if key in built:
                 value = merge(built[key], value)
             built[key], lines[key] = value, where
@@ -256,16 +240,12 @@ def _scalar(tag: str, text: str, origin: Origin) -> Any:
         if kind == "float":
             return float(re.sub(r"^([-+]?)\.(inf|nan)$", r"\1\2", text.lower()))
     except (ValueError, KeyError):
-        raise UsageError(
-            f"{text!r} does not have the type of its tag, {kind}", where=str(origin), fix="leave the tag out"
-        ) from None
+        what = f"{text!r} does not have the type of its tag, {kind}"
+        raise UsageError(what, where=str(origin), fix="leave the tag out") from None
     if kind in ("str", "merge"):
         return text
-    raise UsageError(
-        f"the tag !!{kind} is not known here",
-        where=str(origin),
-        fix="leave the tag out, or write !singleton, !list or !calc",
-    )
+    fix = "leave the tag out, or write !singleton, !list or !calc"
+    raise UsageError(f"the tag !!{kind} is not known here", where=str(origin), fix=fix)
 
 
 _SINGLETON = re.compile(r"^!singleton:(?P<name>[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)(?:@[\w.-]*)?$")
@@ -286,15 +266,11 @@ def build_tagged(tag: str, content: Node, origin: Origin) -> Node:
         return Node(content.value, origin)
     if _CALC.match(tag):
         if not isinstance(content.value, str) or not content.value.strip():
-            raise UsageError(
-                "!calc takes an expression", where=str(origin), fix='write !calc "max(1, 64 // batch_size)"'
-            )
+            fix = 'write !calc "max(1, 64 // batch_size)"'
+            raise UsageError("!calc takes an expression", where=str(origin), fix=fix)
         return Node(Calc(content.value), origin)
-    raise UsageError(
-        f"the tag {tag} is not known",
-        where=str(origin),
-        fix='the tags are !singleton:module:Name, !list and !calc "expression"',
-    )
+    fix = 'the tags are !singleton:module:Name, !list and !calc "expression"'
+    raise UsageError(f"the tag {tag} is not known", where=str(origin), fix=fix)
 
 
 def _singleton(name: str, content: Node, origin: Origin) -> Node:
@@ -315,11 +291,9 @@ def _singleton(name: str, content: Node, origin: Origin) -> Node:
             else:
                 keywords[key] = child
     elif content.value not in (None, ""):
-        raise UsageError(
-            f"!singleton:{name} takes arguments as a mapping or a list under it, not {content.value!r}",
-            where=str(origin),
-            fix="write them under it, indented: `key: value` lines or `- value` lines",
-        )
+        fix = "write them under it, indented: `key: value` lines or `- value` lines"
+        text = f"!singleton:{name} takes arguments as a mapping or a list under it, not {content.value!r}"
+        raise UsageError(text, where=str(origin), fix=fix)
     inside = {"name": Node(name, origin), "args": Node(keywords, origin)}
     if positional:
         inside["positional"] = Node(positional, origin)

@@ -39,7 +39,10 @@ _PHASE_COLOURS = {
 def charts(runs: list[RunData]) -> list[Figure]:
     """Return all figures that can be drawn of these runs, in the page's order."""
     made: list[Figure | None] = [_loss(runs), *(loss_against(runs)[1:] if len(runs) > 1 else [])]
-    made += [draw(runs) for draw in (_throughput, _phases, _whole_time)]
+    unit = "tokens" if all(run.last("tokens_per_second") for run in runs) else "samples"
+    note = f"{unit.capitalize()} per second, over all ranks."
+    rate = _number(runs, f"{unit}_per_second", "Throughput", {"zero": True, "unit": "/s"}, note)
+    made += [rate | {"id": "throughput"}, _phases(runs), _whole_time(runs)]
     if len(runs) == 1:
         made += [draw(runs[0]) for draw in (_ranks, _own_time, _memory)]
     made += _own_metrics(runs)
@@ -151,12 +154,6 @@ def _layers(run: RunData) -> Figure | None:
     note = f"2-norm before clipping; logarithmic.{_rows_per_column(groups)}"
     note += f" The first {ROWS} of {len(names)} layers." if len(names) > ROWS else ""
     return chart("layers", "Gradient norm by layer", [cells], note=note, wide=True, y={"names": shown})
-
-
-def _throughput(runs: list[RunData]) -> Figure:
-    unit = "tokens" if all(run.last("tokens_per_second") for run in runs) else "samples"
-    note = f"{unit.capitalize()} per second, over all ranks."
-    return _number(runs, f"{unit}_per_second", "Throughput", {"zero": True, "unit": "/s"}, note) | {"id": "throughput"}
 
 
 def _bars(names: Sequence[str], parts: Iterable[tuple[str, str, list[float]]]) -> list[Row]:

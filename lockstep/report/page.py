@@ -55,8 +55,7 @@ def render(data: Page, *, live: bool = False) -> str:
 def page_data(runs: list[RunData], now: float | None = None) -> Page:
     """Return the page's content as plain data."""
     figures = charts(runs) + (_histograms(runs[0]) if len(runs) == 1 else [])
-    most = shortened(figures)
-    share = _CONFIG_CHARACTERS // len(runs)
+    most, share = shortened(figures), _CONFIG_CHARACTERS // len(runs)
     thinner = f"Lines are drawn with {most:,} points, wide ones with twice as many; metrics.jsonl has all."
     page = {
         "title": " · ".join(run.name for run in runs),
@@ -159,8 +158,7 @@ def differences(runs: list[RunData]) -> Page | None:
 
 
 def _operators(runs: list[RunData]) -> Page | None:
-    found = (runs[0].profile or {}).get("operators") if len(runs) == 1 else None
-    ops = found or []
+    ops = (runs[0].profile or {}).get("operators") or [] if len(runs) == 1 else []
     rows = [[op["name"], units.seconds(op["seconds"]), f"{op['share']:.1%}", units.count(op["calls"])] for op in ops]
     return {"title": "Top operators", "head": ["operator", "time", "share", "calls"], "rows": rows} if rows else None
 
@@ -214,27 +212,22 @@ def _samples(runs: list[RunData], left: int) -> list[Row]:
 
 
 def _item(run: Path, row: Row, most: int) -> Row:
-    """Return what the page shows of a text or an image; empty if there is none, or if it is larger than `most`."""
+    """Return the page's form of a text, or of a PNG of the run's folder; empty if it has more than `most` bytes."""
     if isinstance(text := row.get("text"), str):
         more = f" … ({len(text):,} characters)" if len(text) > TEXT_CHARACTERS else ""
         return {"step": row["step"], "text": text[:TEXT_CHARACTERS] + more}
-    image = base64.b64encode(_image(run, row, most)).decode()
-    source = f"data:image/png;base64,{image}"
-    return {"step": row["step"], "image": source, "size": row.get("size")} if image else {}
-
-
-def _image(run: Path, row: Row, most: int) -> bytes:
-    """Return a PNG of the run's folder; empty if there is none, or if it is larger than `most` bytes."""
     if row.get("kind") != "image" or not isinstance(row.get("file"), str):
-        return b""
+        return {}
     path = RunDirectory(run).media / Path(row["file"]).name
     try:
-        if path.is_symlink() or path.stat().st_size > most:
-            return b""
-        data = path.read_bytes()
+        is_small = not path.is_symlink() and path.stat().st_size <= most
+        data = path.read_bytes() if is_small else b""
     except OSError:
-        return b""
-    return data if data.startswith(b"\x89PNG\r\n\x1a\n") else b""
+        return {}
+    if not data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return {}
+    source = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    return {"step": row["step"], "image": source, "size": row.get("size")}
 
 
 def _histograms(run: RunData) -> list[Figure]:
@@ -242,20 +235,15 @@ def _histograms(run: RunData) -> list[Figure]:
     drawn = []
     named = [(name, rows) for name, rows in run.media.items() if rows[-1]["kind"] == "histogram"]
     for number, (name, rows) in enumerate(named[-NAMES:]):
-        shown = [row for row in (*rows[:1], *rows[1:][-NEWEST + 1 :]) if _is_whole(row)]
-        marks = []
-        for row, colour in zip(shown, COLOURS, strict=False):
-            counts = [*row["counts"], *row["counts"][-1:]]
-            marks.append(line(row["edges"], counts, f"step {row['step']:,}", colour, step=True))
+        marks: list[Row] = []
+        for row in (*rows[:1], *rows[1:][-NEWEST + 1 :]):
+            counts, edges = row.get("counts"), row.get("edges")
+            if isinstance(counts, list) and isinstance(edges, list) and len(edges) == len(counts) + 1:
+                name_of_row, colour = f"step {row['step']:,}", COLOURS[len(marks)]
+                marks.append(line(edges, [*counts, *counts[-1:]], name_of_row, colour, step=True))
         note = "Values in each bin, against the value."
         drawn.append(chart(f"histogram-{number}", name, marks, note=note, x={}, y={"zero": True}))
     return drawn
-
-
-def _is_whole(row: Row) -> bool:
-    counts: Any = row.get("counts")
-    edges: Any = row.get("edges")
-    return isinstance(counts, list) and isinstance(edges, list) and len(edges) == len(counts) + 1
 
 
 # ---- the file, and the server ----
