@@ -41,13 +41,10 @@ class BadNumbersError(RunError):
     def __init__(self, anomaly: Anomaly, *, rolls_back: bool = False, consecutive: int = 1) -> None:
         self.anomaly, self.rolls_back, self.consecutive = anomaly, rolls_back, consecutive
         often = f", the last of {consecutive} bad steps in order" if consecutive > 1 else ""
-        super().__init__(
-            f"{anomaly.what}{often}",
-            where=f"step {anomaly.step}",
-            why="the loss overflowed, or a batch holds values that are no numbers",
-            fix="lower training.learning_rate, lengthen training.warmup_steps, or look at that step's samples, which "
-            "events.jsonl lists; training.bad_numbers.action: skip or rollback goes on without them",
-        )
+        why = "the loss overflowed, or a batch holds values that are no numbers"
+        fix = "lower training.learning_rate, lengthen training.warmup_steps, or look at that step's samples, which "
+        fix += "events.jsonl lists; training.bad_numbers.action: skip or rollback goes on without them"
+        super().__init__(f"{anomaly.what}{often}", where=f"step {anomaly.step}", why=why, fix=fix)
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(type(self), rolls_back=self.rolls_back, consecutive=self.consecutive), (self.anomaly,)
@@ -102,10 +99,8 @@ class AnomalyDetector:
         if device is None or device.type in _READ_AT_ONCE or self.decides_at_once:
             return self._evaluate(step, *map(float, given))  # host waits for the device, on a GPU
         # `full` fills a number there, where `as_tensor` would copy, and wait for the device.
-        on_device = [
-            value.double() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=device)
-            for value in given
-        ]
+        full = partial(torch.full, (), dtype=torch.float64, device=device)
+        on_device = [value.double() if isinstance(value, Tensor) else full(fill_value=value) for value in given]
         copy = torch.stack(on_device).to("cpu", non_blocking=True)
         earlier, self._pending = self._pending, (step, copy, accelerator.record_event(device))
         return self._read(earlier)
