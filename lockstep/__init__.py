@@ -30,38 +30,18 @@ _HOME = {
     "place": "lockstep.trainer.placed_model",
     "spawn": "lockstep.launch.spawn",
     "DistributedSampler": "lockstep.data.order",
-    "LockstepError": "lockstep.errors",
-    "RunError": "lockstep.errors",
-    "UsageError": "lockstep.errors",
-    "setup": "lockstep.cluster",
-    "cleanup": "lockstep.cluster",
+    **dict.fromkeys(("LockstepError", "RunError", "UsageError"), "lockstep.errors"),
+    **dict.fromkeys(("setup", "cleanup"), "lockstep.cluster"),
     **dict.fromkeys(
         ("rank", "world_size", "local_rank", "is_main_process", "barrier", "all_reduce"), "lockstep.collectives"
     ),
 }
 
 __all__ = [
-    "Config",
-    "DistributedSampler",
-    "LockstepError",
-    "RunError",
-    "Trainer",
-    "UsageError",
-    "WeightAverage",
-    "WholeBatch",
-    "all_reduce",
-    "barrier",
-    "cleanup",
-    "get_model",
-    "is_main_process",
-    "local_rank",
-    "observe",
-    "place",
-    "rank",
-    "setup",
-    "spawn",
-    "world_size",
-]
+    "Config", "DistributedSampler", "LockstepError", "RunError", "Trainer", "UsageError", "WeightAverage", "WholeBatch",
+    "all_reduce", "barrier", "cleanup", "get_model", "is_main_process", "local_rank", "observe", "place", "rank",
+    "setup", "spawn", "world_size",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,6 @@ import socket
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -41,13 +40,10 @@ class BadNumbersError(RunError):
     def __init__(self, anomaly: Anomaly, *, rolls_back: bool = False, consecutive: int = 1) -> None:
         self.anomaly, self.rolls_back, self.consecutive = anomaly, rolls_back, consecutive
         often = f", the last of {consecutive} bad steps in order" if consecutive > 1 else ""
-        super().__init__(
-            f"{anomaly.what}{often}",
-            where=f"step {anomaly.step}",
-            why="the loss overflowed, or a batch holds values that are no numbers",
-            fix="lower training.learning_rate, lengthen training.warmup_steps, or look at that step's samples, which "
-            "events.jsonl lists; training.bad_numbers.action: skip or rollback goes on without them",
-        )
+        why = "the loss overflowed, or a batch holds values that are no numbers"
+        fix = "lower training.learning_rate, lengthen training.warmup_steps, or look at that step's samples, which "
+        fix += "events.jsonl lists; training.bad_numbers.action: skip or rollback goes on without them"
+        super().__init__(f"{anomaly.what}{often}", where=f"step {anomaly.step}", why=why, fix=fix)
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(type(self), rolls_back=self.rolls_back, consecutive=self.consecutive), (self.anomaly,)

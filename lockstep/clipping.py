@@ -94,8 +94,7 @@ def _norms(pieces: list[Tensor], units: list[_Units], exact: bool) -> list[Tenso
     if not exact:
         squares = [piece.double().square().sum(1) for piece in pieces]
         return [s.sqrt().float() for s in _over_shards(squares, units, dist.ReduceOp.SUM)]
-    # Squares in fixed point, as multiples of a unit that is the same on all shards: integers sum to the same in any
-    # order.
+    # Squares as integer multiples of a unit that is the same on all shards: these sum to the same in any order.
     largest = [p.abs().amax(1) if p.shape[1] else p.new_zeros(p.shape[0]) for p in pieces]
     largest = _over_shards(largest, units, dist.ReduceOp.MAX)
     totals = []

@@ -40,21 +40,16 @@ class Cluster:
     backend: str  # `gloo`, `nccl`, `xccl`, `mpi` …; `none` without a process group
 
     def check(self) -> None:
-        """Raise if the script has since created another process group: each rank would train on its own.
-
-        Raises UsageError: with the change to make in the script.
-        """
+        """Raise a UsageError if the script has since created another group: each rank would train on its own."""
         if not dist.is_initialized():
             return
         now, then = (dist.get_rank(), dist.get_world_size()), (self.facts.rank, self.facts.world_size)
         if now != then:
-            raise UsageError(
-                f"this process was rank {then[0]} of {then[1]} when the model was placed, and is rank {now[0]} of "
-                f"{now[1]} now",
-                why="the process group was made afterwards",
-                fix="call init_process_group before lockstep.setup(), Trainer(…) and lockstep.place(…), or not at all:"
-                " Lockstep makes the group",
-            )
+            what = f"this process was rank {then[0]} of {then[1]} when the model was placed, and is rank {now[0]} of "
+            what += f"{now[1]} now"
+            fix = "call init_process_group before lockstep.setup(), Trainer(…) and lockstep.place(…), or not at all:"
+            fix += " Lockstep makes the group"
+            raise UsageError(what, why="the process group was made afterwards", fix=fix)
 
 
 _current: Cluster | None = None
@@ -90,17 +85,14 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     facts, gpu = facts_of_existing_group() if exists else (rank_facts(), None)
     store = None
     if not exists and facts.launcher == "torchrun" and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
-        store = _rendezvous(config, facts)
+        store = rendezvous(config, facts, datetime.timedelta(seconds=config.timeout_seconds))
         facts = facts_over_store(facts, store)
     if exists:
         theirs = weakref.ref(group)
         set_rank_facts(facts, lambda: dist.group.WORLD is not None and theirs() is dist.group.WORLD)
     elif store is not None:
         set_rank_facts(facts)
-    if gpu is None or config.device == "cpu":
-        device = _choose_device(config.device, facts)
-    else:
-        device = torch.device(gpu)
+    device = _choose_device(config.device, facts) if gpu is None or config.device == "cpu" else torch.device(gpu)
     accelerator.select(device)  # before anything else uses a GPU, or every rank creates a context on GPU 0
     if device.type == "cpu":
         keep_freed_memory()
@@ -149,49 +141,38 @@ def _choose_device(wanted: str, facts: RankFacts) -> torch.device:
     if facts.launcher == "srun" and count == 1:
         return torch.device(kind, 0)  # srun --gpus-per-task gives each rank one GPU, which it sees as number 0
     if facts.local_rank >= count:
-        raise UsageError(
-            f"local rank {facts.local_rank} has no GPU of its own: {facts.local_world_size} ranks on this machine, "
-            f"{count} GPU{'s' * (count != 1)} visible",
-            fix=f"--nproc-per-node {count}, or distributed.device: cpu",
-        )
+        what = f"local rank {facts.local_rank} has no GPU of its own: {facts.local_world_size} ranks on this machine, "
+        what += f"{count} GPU{'s' * (count != 1)} visible"
+        raise UsageError(what, fix=f"--nproc-per-node {count}, or distributed.device: cpu")
     return torch.device(kind, facts.local_rank)
 
 
 def _require_device(kind: str, facts: RankFacts) -> None:
     found = accelerator.found()
     if not accelerator.is_known(kind):
-        raise UsageError(
-            f"distributed.device is {kind}, and torch knows no accelerator of that name",
-            why="it is cuda (also for AMD's GPUs), xpu, mps, or a name that an installed package registers with torch",
-            fix=f"write distributed.device: {found or 'cpu'}, or auto",
-        )
+        what = f"distributed.device is {kind}, and torch knows no accelerator of that name"
+        why = "it is cuda (also for AMD's GPUs), xpu, mps, or a name that an installed package registers with torch"
+        raise UsageError(what, why=why, fix=f"write distributed.device: {found or 'cpu'}, or auto")
     if not accelerator.is_available(kind):
-        raise UsageError(
-            f"distributed.device is {kind}, but torch sees no GPU here"
-            + (f" of that type: it sees {found}" if found is not None else ""),
-            why="CUDA_VISIBLE_DEVICES is empty, the driver is missing, or this torch is a CPU build"
-            f" (torch {torch.__version__})",
-            fix=f"set distributed.device: {found or 'cpu'}, or run where such a GPU is",
-        )
+        what = f"distributed.device is {kind}, but torch sees no GPU here"
+        what += f" of that type: it sees {found}" if found is not None else ""
+        why = "CUDA_VISIBLE_DEVICES is empty, the driver is missing, or this torch is a CPU build"
+        why += f" (torch {torch.__version__})"
+        raise UsageError(what, why=why, fix=f"set distributed.device: {found or 'cpu'}, or run where such a GPU is")
     if accelerator.one_process(kind) and facts.world_size > 1:
-        raise UsageError(
-            f"distributed.device is {kind}, and there are {facts.world_size} ranks",
-            why=f"torch has no process groups for tensors on {kind}; such a machine has one GPU",
-            fix="start one process: --nproc-per-node 1; or set distributed.device: cpu",
-        )
+        what = f"distributed.device is {kind}, and there are {facts.world_size} ranks"
+        why = f"torch has no process groups for tensors on {kind}; such a machine has one GPU"
+        raise UsageError(what, why=why, fix="start one process: --nproc-per-node 1; or set distributed.device: cpu")
 
 
 def _choose_backend(wanted: str, device: torch.device, *, alone: bool = False) -> str:
     if wanted == "mpi" and not dist.is_mpi_available():
-        raise UsageError(
-            "distributed.backend is mpi, but this torch was built without MPI",
-            why="the wheels of torch never have it; it needs a torch compiled where MPI is installed",
-            fix="distributed.backend: auto (nccl on GPUs, gloo on CPUs); mpirun works as a launcher with these",
-        )
+        why = "the wheels of torch never have it; it needs a torch compiled where MPI is installed"
+        fix = "distributed.backend: auto (nccl on GPUs, gloo on CPUs); mpirun works as a launcher with these"
+        raise UsageError("distributed.backend is mpi, but this torch was built without MPI", why=why, fix=fix)
     if wanted in _DEVICE_OF and device.type != _DEVICE_OF[wanted]:
-        raise UsageError(
-            f"distributed.backend is {wanted}, but the device is {device.type}", fix="distributed.backend: auto"
-        )
+        what = f"distributed.backend is {wanted}, but the device is {device.type}"
+        raise UsageError(what, fix="distributed.backend: auto")
     if alone:
         return "none"
     if wanted != "auto":
@@ -199,34 +180,27 @@ def _choose_backend(wanted: str, device: torch.device, *, alone: bool = False) -
     try:
         return str(dist.get_default_backend_for_device(device.type))
     except ValueError:
-        raise UsageError(
-            f"no backend of process groups is registered for the device {device.type}",
-            why="the package that brings the device brings its collectives, too, and registers them with torch",
-            fix="import that package before lockstep, or set distributed.device: cpu",
-        ) from None
+        what = f"no backend of process groups is registered for the device {device.type}"
+        why = "the package that brings the device brings its collectives, too, and registers them with torch"
+        fix = "import that package before lockstep, or set distributed.device: cpu"
+        raise UsageError(what, why=why, fix=fix) from None
 
 
 _DEVICE_OF = {"nccl": "cuda", "xccl": "xpu"}
 
 
 def _existing_backend(config: DistributedConfig, device: torch.device) -> str:
-    """Return the backend of the script's process group.
-
-    Raises UsageError: the config names another backend, or the group does not support the device.
-    """
+    """Return the backend of the script's process group, if it is the config's and supports the device."""
     backend, serves = dist.get_backend(), dist.get_backend_config()
     if config.backend not in ("auto", backend):
-        raise UsageError(
-            f"distributed.backend is {config.backend}, but the process group that exists has {backend}",
-            fix=f'write init_process_group("{config.backend}", …) in the script, or distributed.backend: auto',
-        )
+        what = f"distributed.backend is {config.backend}, but the process group that exists has {backend}"
+        fix = f'write init_process_group("{config.backend}", …) in the script, or distributed.backend: auto'
+        raise UsageError(what, fix=fix)
     if f"{device.type}:" not in serves:
-        raise UsageError(
-            f"the process group that exists has backend {backend}, which does not serve the device {device.type}",
-            where="init_process_group, in the script",
-            fix=f'write init_process_group("{_beside_gloo(device, _choose_backend("auto", device))}", …), or leave the '
-            "call out: Lockstep makes the group",
-        )
+        what = f"the process group that exists has backend {backend}, which does not serve the device {device.type}"
+        fix = f'write init_process_group("{_beside_gloo(device, _choose_backend("auto", device))}", …), or leave the '
+        fix += "call out: Lockstep makes the group"
+        raise UsageError(what, where="init_process_group, in the script", fix=fix)
     return backend
 
 
@@ -242,14 +216,10 @@ def _beside_gloo(device: torch.device, backend: str) -> str:
     return backend if device.type == "cpu" or backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"
 
 
-def _rendezvous(config: DistributedConfig, facts: RankFacts) -> Store:
-    return rendezvous(config, facts, datetime.timedelta(seconds=config.timeout_seconds))
-
-
 def _join(config: DistributedConfig, facts: RankFacts, device: torch.device, backend: str, store: Store | None) -> None:
     global _group_is_ours
     timeout = datetime.timedelta(seconds=config.timeout_seconds)
-    store = _rendezvous(config, facts) if store is None else store
+    store = rendezvous(config, facts, timeout) if store is None else store
     choose_interface(config, facts)
     both = _beside_gloo(device, backend) if config.backend == "auto" else backend
     # Binds the group to the device, so that the communicator starts at once; gloo can't.

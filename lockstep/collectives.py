@@ -46,11 +46,9 @@ def local_rank() -> int:
         return facts.local_rank
     complete, local = facts_for_group(dist.get_rank(), dist.get_world_size(), os.environ)
     if complete is None and local is None:
-        raise UsageError(
-            "the local rank is not known yet in a process group that the script made",
-            why="LOCAL_RANK is not set; lockstep.setup() works it out",
-            fix="call lockstep.setup() on all ranks, after init_process_group",
-        )
+        what = "the local rank is not known yet in a process group that the script made"
+        why = "LOCAL_RANK is not set; lockstep.setup() works it out"
+        raise UsageError(what, why=why, fix="call lockstep.setup() on all ranks, after init_process_group")
     return complete.local_rank if local is None and complete is not None else local or 0
 
 
@@ -78,8 +76,7 @@ def all_reduce(value: torch.Tensor | float, op: ReduceOp = "mean") -> torch.Tens
         value: a number, or a tensor of the same shape and dtype on every rank (not changed).
 
     Returns:
-        a float for "mean" of numbers, else a number of the same kind; for a tensor a new tensor of its shape and
-        device.
+        a float for "mean" of numbers, else a number of the same kind; for a tensor a new one of its shape and device.
 
     Raises:
         UsageError: `op` is something else, or "mean" is used with an integer tensor.
@@ -91,9 +88,8 @@ def all_reduce(value: torch.Tensor | float, op: ReduceOp = "mean") -> torch.Tens
         whole = isinstance(value, int) and op != "mean"
         tensor = torch.tensor(value, dtype=torch.int64 if whole else torch.float64, device=device_of_numbers())
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise UsageError(
-            f"the mean of a tensor of {tensor.dtype} isn't of that dtype", where="all_reduce", fix="pass value.float()"
-        )
+        what = f"the mean of a tensor of {tensor.dtype} isn't of that dtype"
+        raise UsageError(what, where="all_reduce", fix="pass value.float()")
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     if _joined():
         dist.all_reduce(result, _OPERATIONS[op])

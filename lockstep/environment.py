@@ -90,23 +90,16 @@ def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
     env = os.environ if environ is None else environ
     facts = next((_facts(env, source) for source in _SOURCES if source.describes(env)), None)
     alone = [name for name in _OF_TORCH if name in env]
-    if len(alone) == 1:
-        _check_half(env, alone[0], facts)
+    same = {} if facts is None else {"RANK": facts.rank, "WORLD_SIZE": facts.world_size}  # by a scheduler's variables
+    if len(alone) == 1 and (facts is None or _number(env, alone[0]) != same[alone[0]]):
+        (name,), (missing,) = alone, {*_OF_TORCH} - {*alone}
+        others = f"the variables of {facts.launcher} say rank {facts.rank} of {facts.world_size}" if facts else None
+        why = others or "a rank needs both, or it would train alone"
+        what = f"{name}={env[name]} is set, but {missing} is not"
+        fix = f"unset {name}, and start the ranks by `lockstep launch`, torchrun or lockstep.spawn; or set {missing} "
+        fix += "too"
+        raise UsageError(what, where="the environment", why=why, fix=fix)
     return facts or RankFacts()
-
-
-def _check_half(env: Mapping[str, str], name: str, facts: RankFacts | None) -> None:
-    """Reject RANK without WORLD_SIZE, or the reverse, unless a scheduler's variables have the same number."""
-    if facts is not None and _number(env, name) == (facts.rank if name == "RANK" else facts.world_size):
-        return
-    (missing,) = {*_OF_TORCH} - {name}
-    others = f"the variables of {facts.launcher} say rank {facts.rank} of {facts.world_size}" if facts else None
-    raise UsageError(
-        f"{name}={env[name]} is set, but {missing} is not",
-        where="the environment",
-        why=others or "a rank needs both, or it would train alone",
-        fix=f"unset {name}, and start the ranks by `lockstep launch`, torchrun or lockstep.spawn; or set {missing} too",
-    )
 
 
 def facts_for_group(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[RankFacts | None, int | None]:
@@ -139,25 +132,18 @@ def facts_for_group(rank: int, world_size: int, env: Mapping[str, str]) -> tuple
 def _facts(env: Mapping[str, str], source: _Source) -> RankFacts:
     rank, world = _number(env, source.rank), _number(env, source.world_size)
     if not 0 <= rank < world:
-        raise UsageError(
-            f"{source.rank}={rank} is not below {source.world_size}={world}",
-            where="the environment",
-            why=f"{source.rank} numbers processes over all machines, not machines",
-            fix="let the launcher set it: rank = node_rank × processes per node + local_rank",
-        )
+        what = f"{source.rank}={rank} is not below {source.world_size}={world}"
+        why = f"{source.rank} numbers processes over all machines, not machines"
+        fix = "let the launcher set it: rank = node_rank × processes per node + local_rank"
+        raise UsageError(what, where="the environment", why=why, fix=fix)
     node = _number(env, source.node_rank, default=0)
     local_world = world
     if source.local_world_size in env:
         counts = _per_node(env, source.local_world_size)
         local_world = counts[min(node, len(counts) - 1)]
-    return RankFacts(
-        rank=rank,
-        local_rank=_number(env, source.local_rank, default=rank % local_world),
-        world_size=world,
-        local_world_size=local_world,
-        node_rank=_number(env, source.node_rank, default=rank // local_world),
-        launcher=source.launcher,
-    )
+    local_rank = _number(env, source.local_rank, default=rank % local_world)
+    node_rank = _number(env, source.node_rank, default=rank // local_world)
+    return RankFacts(rank, local_rank, world, local_world, node_rank, source.launcher)
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -183,25 +169,16 @@ def _per_node(env: Mapping[str, str], name: str) -> list[int]:
 
 
 def _no_number(name: str, text: str) -> UsageError:
-    return UsageError(
-        f"{name} should be a whole number, but is {text!r}",
-        where="the environment",
-        fix="the launcher sets it; unset it, or start the ranks by one launcher",
-    )
+    fix = "the launcher sets it; unset it, or start the ranks by one launcher"
+    return UsageError(f"{name} should be a whole number, but is {text!r}", where="the environment", fix=fix)
 
 
 def check_numbers(env: Mapping[str, str]) -> None:
-    """Reject variables that torch would read as numbers and are not: torch would end the process with a C++ error.
-
-    Raises UsageError: with the variable's name.
-    """
+    """Reject variables that torch would read as numbers and are not: torch would end the process with a C++ error."""
     for name in ("MASTER_PORT", "TORCH_FR_BUFFER_SIZE"):
         if name in env and not env[name].strip().isdecimal():
-            raise UsageError(
-                f"{name} should be a whole number, but is {env[name]!r}",
-                where="the environment",
-                fix=f"unset {name}: it is chosen then",
-            )
+            what = f"{name} should be a whole number, but is {env[name]!r}"
+            raise UsageError(what, where="the environment", fix=f"unset {name}: it is chosen then")
 
 
 def machine_id() -> str:

@@ -89,10 +89,7 @@ class Heartbeat:
         self._write_head()
 
     def enter(self, name: str) -> None:
-        """Record the begin of a call that all ranks make; `leave` follows.
-
-        Raises UsageError: another rank of this machine makes another call in its place.
-        """
+        """Record the begin of a call; a UsageError if another rank of this machine makes another one in its place."""
         if self._map is None or not self._is_mine():
             return
         self._number += 1
@@ -145,12 +142,10 @@ def different_calls(calls: dict[int, Call]) -> UsageError:
     """Return the error for ranks that make different calls at the same place in their order."""
     by_rank = sorted(calls.items())
     said = ", ".join(f"rank {rank} calls {call.name}" for rank, call in by_rank)
-    return UsageError(
-        f"the ranks do not make the same calls: {said}",
-        where=", ".join(f"rank {rank} at {call.line or 'a line of Lockstep'}" for rank, call in by_rank),
-        why="all ranks must make this call: one that only some of them make waits for the others for ever",
-        fix="call it on every rank, outside of `if is_main_process:`; rank 0 alone then writes the files",
-    )
+    lines = ", ".join(f"rank {rank} at {call.line or 'a line of Lockstep'}" for rank, call in by_rank)
+    why = "all ranks must make this call: one that only some of them make waits for the others for ever"
+    fix = "call it on every rank, outside of `if is_main_process:`; rank 0 alone then writes the files"
+    return UsageError(f"the ranks do not make the same calls: {said}", where=lines, why=why, fix=fix)
 
 
 _mine: Heartbeat | None = None
@@ -265,9 +260,7 @@ def _callers_line() -> str:
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_NOBODYS):
         frame = frame.f_back  # type: ignore[assignment]
-    if frame is None:
-        return ""
-    return f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "" if frame is None else f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 @functools.cache

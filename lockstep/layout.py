@@ -64,10 +64,7 @@ def layout_of_sizes(
     if layout.world_size != world_size * layout.same_batch_size:
         equation = " × ".join(f"{axis} {size}" for axis, size in along.items() if size > 1 or axis not in same_batch)
         given_text = ", ".join(f"{axis}_size={n}" for axis, n in given.items() if n) or "no sizes"
-        raise UsageError(
-            f"{equation} = {layout.world_size} ranks, but {world_size * layout.same_batch_size} were started",
-            where="distributed",
-            why=f"strategy {strategy} with {given_text}",
-            fix=f"start {layout.world_size} ranks, or let the sizes multiply to {world_size}",
-        )
+        what = f"{equation} = {layout.world_size} ranks, but {world_size * layout.same_batch_size} were started"
+        fix = f"start {layout.world_size} ranks, or let the sizes multiply to {world_size}"
+        raise UsageError(what, where="distributed", why=f"strategy {strategy} with {given_text}", fix=fix)
     return layout

@@ -57,8 +57,7 @@ def interface_variables(host: str) -> dict[str, str]:
     interface = interface_towards(host)
     if interface is None:
         return {}
-    # "=": exactly this name, not a prefix.
-    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # "=": not a prefix
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
@@ -103,9 +102,7 @@ def listener(host: str, port: int) -> socket.socket | None:
 
 def port_in_use(host: str, port: int) -> UsageError:
     """Return the error for a port on which another process listens."""
-    return UsageError(
-        f"port {port} is in use on this machine",
-        where=f"{host}:{port}, where the ranks meet",
-        why="another run is there, or an earlier one has not gone yet",
-        fix="choose another --master-port (MASTER_PORT); on one machine leave it out, and a free one is found",
-    )
+    what = f"port {port} is in use on this machine"
+    why = "another run is there, or an earlier one has not gone yet"
+    fix = "choose another --master-port (MASTER_PORT); on one machine leave it out, and a free one is found"
+    return UsageError(what, where=f"{host}:{port}, where the ranks meet", why=why, fix=fix)

@@ -130,13 +130,11 @@ def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, 
         fix = "pass a fresh optimizer, or a function `parameters -> optimizer`; to go on, load a checkpoint"
         raise UsageError(what, why="its state belongs to parameters that placement replaces", fix=fix)
     for group in optimizer.param_groups:
-        unknown = [p for p in group["params"] if id(p) not in names]
-        if unknown:
-            raise UsageError(
-                f"the optimizer holds {len(unknown)} parameter(s) that are not the model's",
-                why="it was made for another model, or after this one was wrapped: nothing would train",
-                fix="make it from model.parameters() of the model that you pass, or pass `parameters -> optimizer`",
-            )
+        if unknown := [p for p in group["params"] if id(p) not in names]:
+            what = f"the optimizer holds {len(unknown)} parameter(s) that are not the model's"
+            why = "it was made for another model, or after this one was wrapped: nothing would train"
+            fix = "make it from model.parameters() of the model that you pass, or pass `parameters -> optimizer`"
+            raise UsageError(what, why=why, fix=fix)
         group["params"] = [placed[names[id(p)]] for p in group["params"] if names[id(p)] in placed]
 
 

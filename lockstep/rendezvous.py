@@ -29,13 +29,8 @@ def host_store(host: str, port: int, timeout: datetime.timedelta, *, wait_for: i
     """Host a store that listens only at `host`, if that is an address of this machine.
 
     torch's own store listens on all interfaces; whoever reaches it can run code here, since its values are unpickled.
-    A second store of this process at the same port is the first one.
-
-    Args:
-        port: 0: a free one.
-        wait_for: number of ranks to wait for, including this one; None: do not wait.
-
-    Raises UsageError: the port is in use.
+    A second store of this process at the same port is the first one. Port 0 is a free one; one in use raises a
+    UsageError. `wait_for`: number of ranks to wait for, including this one; None: do not wait.
     """
     try:
         opened = listener(host, port)
@@ -67,10 +62,8 @@ def rendezvous(config: DistributedConfig, facts: RankFacts, timeout: datetime.ti
     elif method.scheme == "env":
         store = _file_store(facts)
     else:
-        raise UsageError(
-            f"distributed.init_method {config.init_method!r} is neither env:// nor tcp://HOST:PORT",
-            fix="leave it out: the launcher knows the address",
-        )
+        what = f"distributed.init_method {config.init_method!r} is neither env:// nor tcp://HOST:PORT"
+        raise UsageError(what, fix="leave it out: the launcher knows the address")
     store.set_timeout(timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"lockstep/attempt-{attempt}", store)
@@ -89,23 +82,19 @@ def _tcp_store(host: str, port: int, facts: RankFacts, timeout: datetime.timedel
             return host_store(host, port, timeout, wait_for=facts.world_size)
         return TCPStore(host, port, facts.world_size, False, timeout)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise RunError(
-            f"rank {facts.rank} did not meet the other ranks at {host}:{port} within {timeout.total_seconds():g} s",
-            why=str(error).splitlines()[0],
-            fix=f"check that all {facts.world_size} ranks were started, that {host} is the machine of rank 0 and that "
-            "it can be reached from here: on that port for meeting, on any port for the traffic between ranks",
-        ) from error
+        what = f"rank {facts.rank} did not meet the other ranks at {host}:{port} within {timeout.total_seconds():g} s"
+        fix = f"check that all {facts.world_size} ranks were started, that {host} is the machine of rank 0 and that "
+        fix += "it can be reached from here: on that port for meeting, on any port for the traffic between ranks"
+        raise RunError(what, why=str(error).splitlines()[0], fix=fix) from error
 
 
 def _file_store(facts: RankFacts) -> Store:
     """Return a store in a file, for ranks of one machine without an address: each can derive its name."""
     if facts.num_nodes > 1:
-        raise UsageError(
-            f"{facts.world_size} ranks on {facts.num_nodes} machines need an address to meet at",
-            where="the environment: MASTER_ADDR is not set",
-            fix="set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there; under Slurm:"
-            ' export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500',
-        )
+        what = f"{facts.world_size} ranks on {facts.num_nodes} machines need an address to meet at"
+        fix = "set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there; under Slurm:"
+        fix += ' export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500'
+        raise UsageError(what, where="the environment: MASTER_ADDR is not set", fix=fix)
     path = Path(tempfile.gettempdir(), f"lockstep-rendezvous-{os.getuid()}-{_job_name(facts)}")
     if facts.rank == 0:
         scratch.sweep()
@@ -177,19 +166,15 @@ def facts_from_places(rank: int, places: Sequence[Place]) -> tuple[RankFacts, st
     """
     machines = list(dict.fromkeys(place.machine for place in places))
     here = [other for other, place in enumerate(places) if place.machine == places[rank].machine]
-    local_ranks = [
-        index if places[other].local_rank is None else places[other].local_rank for index, other in enumerate(here)
-    ]
+    given = [places[other].local_rank for other in here]
+    local_ranks = [index if one is None else one for index, one in enumerate(given)]
     local_rank = local_ranks[here.index(rank)]
-    assert local_rank is not None
     same = [str(other) for other, theirs in zip(here, local_ranks, strict=True) if theirs == local_rank]
     if len(same) > 1:
-        raise UsageError(
-            f"ranks {' and '.join(same)} are on one machine, and both have the local rank {local_rank}",
-            where="the environment: LOCAL_RANK",
-            why="the processes that a script starts inherit its variables",
-            fix="in each rank, before init_process_group: os.environ['LOCAL_RANK'] = str(local_rank)",
-        )
+        what = f"ranks {' and '.join(same)} are on one machine, and both have the local rank {local_rank}"
+        why = "the processes that a script starts inherit its variables"
+        fix = "in each rank, before init_process_group: os.environ['LOCAL_RANK'] = str(local_rank)"
+        raise UsageError(what, where="the environment: LOCAL_RANK", why=why, fix=fix)
     gpus = [places[other].gpu for other in here]
     chosen = places[rank].gpu if None not in gpus and len(set(gpus)) == len(gpus) else None
     node = machines.index(places[rank].machine)

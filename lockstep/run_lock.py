@@ -99,9 +99,8 @@ class RunLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = self._take(self._me)
         except OSError as error:
-            what = f"the run directory {self._path.parent} can't be locked"
-            why = error.strerror
-            raise UsageError(what, where=str(self._path), why=why, fix="choose another with --output-dir DIR") from None
+            what, fix = f"the run directory {self._path.parent} can't be locked", "choose another with --output-dir DIR"
+            raise UsageError(what, where=str(self._path), why=error.strerror, fix=fix) from None
         _held[os.getpid(), self._key] = self
         self._ended.clear()
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)

@@ -21,13 +21,7 @@ def sample(
 ) -> str:  # fmt: skip
     """Return the prompt, continued by the model of a run directory.
 
-    Args:
-        num_tokens: number of tokens to add.
-        temperature: 0 takes the likeliest token.
-        top_k: number of likeliest tokens to draw from; None: all.
-
-    Raises:
-        UsageError: there is no run or no checkpoint, or the data are not text.
+    A temperature of 0 takes the likeliest token; `top_k` likeliest ones are drawn from, or all.
     """
     directory = RunDirectory(run)
     if not directory.config.is_file():

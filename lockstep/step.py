@@ -89,13 +89,9 @@ class Step:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress and everything else, besides tensors, that later steps depend on."""
-        return {
-            **asdict(self.progress),
-            "nominal": self.nominal,
-            "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
-            "losses": list(self.anomaly_detector.losses),
-            "avoid": sorted(self.avoid),
-        }
+        scale = self.loss_scale.state_dict() if self.loss_scale else None
+        losses, avoid = list(self.anomaly_detector.losses), sorted(self.avoid)
+        return {**asdict(self.progress), "nominal": self.nominal, "loss_scale": scale, "losses": losses, "avoid": avoid}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -197,9 +193,8 @@ class Step:
     def update(self, accumulator: LossAccumulator, samples: int) -> StepRecord:
         """Finish a step after its last backward pass.
 
-        Raises:
-            BadNumbersError: this step's numbers (on a GPU: those of the step before) are bad, and not to be skipped, or
-                too many in a row were. The step is complete nevertheless.
+        It raises a BadNumbersError if this step's numbers (on a GPU: those of the step before) are bad, and not to be
+        skipped, or too many in a row were. The step is complete nevertheless.
         """
         return self._update(self._finish_gradients(accumulator), samples)
 

@@ -60,8 +60,7 @@ class Strategy(ABC):
     def layout(self, config: "DistributedConfig", world_size: int, per_node: int) -> Layout:
         """Return the number of ranks along each axis; unset sizes follow from the number of ranks.
 
-        Raises:
-            UsageError: the product of the sizes is not the number of ranks.
+        It raises a UsageError if the product of the sizes is not the number of ranks.
         """
         sizes = {"replicate": config.replicate_size or world_size, "shard": config.shard_size or 1}
         return layout_of_sizes(self.name, sizes, world_size, given_sizes(config))
@@ -148,18 +147,11 @@ def given_sizes(config: "DistributedConfig") -> dict[str, int | None]:
 
 @cache
 def strategy_named(name: str) -> Strategy:
-    """Return the strategy that a config names.
-
-    Raises:
-        UsageError: there is none, the name is that of something else, or a method is missing or takes other arguments.
-    """
+    """Return the strategy that a config names; a UsageError if it is none, or its methods do not fit."""
     found = STRATEGIES.load(name)
     if not (isinstance(found, type) and issubclass(found, Strategy)):
-        raise UsageError(
-            f"{name} is not a subclass of lockstep.strategy.Strategy",
-            where=STRATEGIES.where,
-            fix="name a class that is one, as package.module:Name",
-        )
+        what = f"{name} is not a subclass of lockstep.strategy.Strategy"
+        raise UsageError(what, where=STRATEGIES.where, fix="name a class that is one, as package.module:Name")
     require_methods(found, Strategy, name, STRATEGIES.where)
     require_call(found, (), name, STRATEGIES.where, fix="let __init__ take no arguments; each method gets the config")
     strategy: Strategy = found()
@@ -174,46 +166,32 @@ def known_strategies(further: str = AUTO) -> list[Strategy]:
 
 
 def resolve(config: "DistributedConfig", world_size: int, local_world_size: int | None = None) -> Layout:
-    """Return the layout for the config on `world_size` ranks.
-
-    Raises:
-        UsageError: the product of the sizes is another number (the message shows the equation), or the strategy does
-            not fit the ranks.
-    """
+    """Return the layout for the config on `world_size` ranks; a UsageError with the equation if it does not fit."""
     assert config.strategy != AUTO, "auto is resolved before a layout is made"
     strategy = strategy_named(config.strategy)
     if strategy.one_process and world_size > 1:
-        raise UsageError(
-            f"strategy {config.strategy} is for one process, but {world_size} were started",
-            where=STRATEGIES.where,
-            why=f"{world_size} processes would train {world_size} models, each on its own",
-            fix="set distributed.strategy to ddp or fsdp, or start one process",
-        )
+        what = f"strategy {config.strategy} is for one process, but {world_size} were started"
+        why = f"{world_size} processes would train {world_size} models, each on its own"
+        fix = "set distributed.strategy to ddp or fsdp, or start one process"
+        raise UsageError(what, where=STRATEGIES.where, why=why, fix=fix)
     sizes: dict[str, Any] = {axis: getattr(config, f"{axis}_size") or 1 for axis in (CONTEXT, TENSOR)}
     if strategy.name in sizes and getattr(config, f"{strategy.name}_size") is None:
         sizes[strategy.name] = max(1, world_size // math.prod(sizes.values()))
     same_batch = math.prod(sizes.values())
     if world_size % same_batch:
-        written = " × ".join(f"{axis}_size={size}" for axis, size in sizes.items() if size > 1)
-        raise UsageError(
-            f"{written} does not divide the number of ranks, {world_size}",
-            where=f"distributed.{next(axis for axis, size in sizes.items() if size > 1)}_size",
-            fix=f"start a multiple of {same_batch} ranks, or write another size",
-        )
+        written = {f"{axis}_size": size for axis, size in sizes.items() if size > 1}
+        product = " × ".join(f"{key}={size}" for key, size in written.items())
+        what = f"{product} does not divide the number of ranks, {world_size}"
+        fix = f"start a multiple of {same_batch} ranks, or write another size"
+        raise UsageError(what, where=f"distributed.{next(iter(written))}", fix=fix)
     per_node = max(1, (local_world_size or world_size) // same_batch)
     layout = replace(strategy.layout(config, world_size // same_batch, per_node), **sizes)
     size, ranks = config.expert_size or 1, layout.data_parallel_size
     if ranks % size:
-        raise UsageError(
-            f"expert_size={size} does not divide the data-parallel size, {ranks}",
-            where="distributed.expert_size",
-            why="experts are spread over ranks that share out the micro-batches",
-            fix="write a divisor of it",
-        )
-    return _with_topology(replace(layout, expert=size))
-
-
-def _with_topology(layout: Layout) -> Layout:
+        what = f"expert_size={size} does not divide the data-parallel size, {ranks}"
+        why = "experts are spread over ranks that share out the micro-batches"
+        raise UsageError(what, where="distributed.expert_size", why=why, fix="write a divisor of it")
+    layout = replace(layout, expert=size)
     parts = [f"{axis}:{size}" for axis, size in ((CONTEXT, layout.context), (TENSOR, layout.tensor)) if size > 1]
     if not parts or layout.same_batch_size < layout.world_size:
         parts.insert(0, strategy_named(layout.strategy).describe(replace(layout, context=1, tensor=1)))
@@ -223,11 +201,7 @@ def _with_topology(layout: Layout) -> Layout:
 
 
 def parse_topology(text: str) -> tuple[dict[str, Any], int]:
-    """Parse a topology: `single`, `ddp:2`, `hybrid:2x2`, `pipeline:2*fsdp:2`, `package.module:Name:2`.
-
-    Returns:
-        values for the section `distributed`, and the number of ranks.
-    """
+    """Return the values for `distributed`, and the number of ranks, of a topology such as `pipeline:2*hybrid:2x2`."""
     wrong = UsageError(
         f"{text!r} is not a topology", fix="write single, ddp:2, fsdp:4, hybrid:2x2, pipeline:2 or pipeline:2*fsdp:2"
     )

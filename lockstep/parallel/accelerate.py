@@ -34,11 +34,9 @@ class Accelerate(Replicas):
     def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
         yield from super().contradictions(config, layout)
         if config.distributed.ddp.compression.kind == "powersgd":
-            yield Contradiction(
-                ("distributed.ddp.compression.kind", "distributed.strategy"),
-                "PowerSGD keeps state that Accelerate does not save",
-                "write strategy: ddp, or kind: none",
-            )
+            what = "PowerSGD keeps state that Accelerate does not save"
+            fix = "write strategy: ddp, or kind: none"
+            yield Contradiction(("distributed.ddp.compression.kind", "distributed.strategy"), what, fix)
 
     def topologies_to_verify(self, config: StepConfig) -> list[str]:
         return ["accelerate:2"]
@@ -54,11 +52,9 @@ def prepare(model: nn.Module, config: StepConfig) -> DistributedDataParallel:
         from accelerate import Accelerator
         from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
     except ImportError:
-        raise UsageError(
-            "strategy accelerate needs Hugging Face Accelerate, which is not installed",
-            where="distributed.strategy",
-            fix="pip install 'lockstep-train[accelerate]', or write strategy: ddp",
-        ) from None
+        what = "strategy accelerate needs Hugging Face Accelerate, which is not installed"
+        fix = "pip install 'lockstep-train[accelerate]', or write strategy: ddp"
+        raise UsageError(what, where="distributed.strategy", fix=fix) from None
     accelerator = Accelerator(
         cpu=next(model.parameters()).device.type == "cpu",
         device_placement=config.distributed.accelerate.device_placement,
@@ -77,9 +73,6 @@ def refuse_other_engines() -> None:
     """Refuse `accelerate launch` with an engine for which Lockstep has its own strategy."""
     for name, fix in _OTHER_ENGINES.items():
         if os.environ.get(name, "false").lower() in ("true", "1"):
-            raise UsageError(
-                f"accelerate launch is set to use another engine ({name}=true)",
-                where="distributed.strategy",
-                why="under strategy accelerate, Accelerate synchronises replicas",
-                fix=f"{fix}, or launch without it",
-            )
+            what = f"accelerate launch is set to use another engine ({name}=true)"
+            why = "under strategy accelerate, Accelerate synchronises replicas"
+            raise UsageError(what, where="distributed.strategy", why=why, fix=f"{fix}, or launch without it")

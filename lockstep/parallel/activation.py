@@ -26,23 +26,17 @@ from lockstep.torch_compat.pytree import tree_leaves, tree_map
 from lockstep.torch_compat.tensor_versions import base_of
 
 # Selective checkpointing keeps results that cost much to compute for their size. The rest is recomputed.
-_KEPT = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    *(attention.default for attention in FUSED_ATTENTION),
-    torch.ops.aten.convolution.default,
-)
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.convolution)
+_KEPT = tuple(operator.default for operator in (*_PRODUCTS, *FUSED_ATTENTION))
 
 
 def apply_activation_checkpointing(
     blocks: Sequence[tuple[str, nn.Module]], mode: str, random_state: RandomState, *, every: int = 2,
     compiled: bool = False,
 ) -> None:  # fmt: skip
-    """Checkpoint blocks in place.
+    """Checkpoint blocks, given in the order in which they run, in place.
 
     Args:
-        blocks: (name, module) in the order in which they run.
         mode: none | full (each block) | selective (each block, keeping products of matrices) | every_n (each
             `every`-th) | sequential (runs of `every` blocks).
         compiled: the blocks will be compiled; the random context is then left to the hooks outside of them.
@@ -50,24 +44,19 @@ def apply_activation_checkpointing(
     if mode == "none":
         return
     if not blocks:
-        raise UsageError(
-            "activation checkpointing needs to know the model's repeated blocks, and none were found",
-            where="training.gradient_checkpointing",
-            fix="give the model a method blocks() -> [(name, module)]",
-        )
+        what = "activation checkpointing needs to know the model's repeated blocks, and none were found"
+        fix = "give the model a method blocks() -> [(name, module)]"
+        raise UsageError(what, where="training.gradient_checkpointing", fix=fix)
     if mode == "sequential":
         if compiled:
-            raise UsageError(
-                "a run of blocks is recomputed at once, and blocks are compiled one by one",
-                where="training.gradient_checkpointing, training.compile",
-                fix="set training.gradient_checkpointing: full, or training.compile: false",
-            )
+            what = "a run of blocks is recomputed at once, and blocks are compiled one by one"
+            fix = "set training.gradient_checkpointing: full, or training.compile: false"
+            raise UsageError(what, where="training.gradient_checkpointing, training.compile", fix=fix)
         runs = _Runs(random_state)
         for place, (_, block) in enumerate(blocks):
             block.forward = runs.over(block, starts=place % every == 0)
         return
-    chosen = blocks[::every] if mode == "every_n" else blocks
-    for _, block in chosen:
+    for _, block in blocks[::every] if mode == "every_n" else blocks:
         block.forward = _checkpointed(block.forward, random_state, selective=mode == "selective", compiled=compiled)
 
 

@@ -11,7 +11,7 @@ added up and handed to `end_step` (`lockstep.models.protocol`). Other buffers ca
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,12 +46,22 @@ def refuse_synchronised(model: nn.Module) -> None:
     """Refuse a `SyncBatchNorm`, whose statistics mix the samples of all ranks."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
-            raise UsageError(
-                f"{name or type(model).__name__} is a SyncBatchNorm",
-                why="it normalises over the micro-batches of all ranks, so a step would depend on their number",
-                fix="use BatchNorm, and training.batch_norm_samples to say over how many samples it normalises; unset, "
-                "these are the batch_size samples of a micro-batch, on any number of ranks",
-            )
+            why = "it normalises over the micro-batches of all ranks, so a step would depend on their number"
+            fix = "use BatchNorm, and training.batch_norm_samples to say over how many samples it normalises; unset, "
+            fix += "these are the batch_size samples of a micro-batch, on any number of ranks"
+            raise UsageError(f"{name or type(model).__name__} is a SyncBatchNorm", why=why, fix=fix)
+
+
+@contextmanager
+def restored(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Restore buffers after the forward passes in the block."""
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in zip(buffers, before, strict=True):
+                buffer.copy_(values)
 
 
 @dataclass
@@ -218,12 +228,9 @@ class RunningBuffers(AroundMicroBatch):
     def _report(self, names: list[str]) -> None:
         why = "how it changes is the model's own, so it depends on which micro-batches a rank runs"
         if self.reproducible:
-            raise UsageError(
-                f"the forward pass changes the buffer {listed(names)}",
-                where="distributed.reproducible",
-                why=why,
-                fix="compute it outside of the forward pass, or set distributed.reproducible: false",
-            )
+            what = f"the forward pass changes the buffer {listed(names)}"
+            fix = "compute it outside of the forward pass, or set distributed.reproducible: false"
+            raise UsageError(what, where="distributed.reproducible", why=why, fix=fix)
         _log.warning(
             "the forward pass changes the buffer %s: %s; ranks take rank 0's after each step", listed(names), why
         )
@@ -352,12 +359,10 @@ def apply_batch_norm_rows(model: nn.Module, samples: int | None, batch_size: int
     other = next((name for name, module in found.items() if type(module).forward is not BatchNorm.forward), None)
     if other is not None or not found:
         what = f"{other} ({type(found[other]).__name__}) has a forward of its own" if other else "the model has none"
-        raise UsageError(
-            f"batch normalisation can't cover {samples} samples: {what}",
-            where="training.batch_norm_samples",
-            fix=f"leave it out, or write training.batch_size: {samples}"
-            + (", or use nn.BatchNorm1d, 2d or 3d" if other else ""),
-        )
+        what = f"batch normalisation can't cover {samples} samples: {what}"
+        fix = f"leave it out, or write training.batch_size: {samples}"
+        fix += ", or use nn.BatchNorm1d, 2d or 3d" if other else ""
+        raise UsageError(what, where="training.batch_norm_samples", fix=fix)
     group = create_group("batch_norm", [range(first, first + in_row) for first in range(0, ranks, in_row)])
     assert group is not None
     rows = BatchNormRows(in_row, group)

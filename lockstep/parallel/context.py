@@ -66,13 +66,11 @@ def plan_of(model: nn.Module) -> dict[str, int]:
     if plan and any(isinstance(module, Attend) for module in model.modules()):
         return plan
     missing = "does not say how its sequences are cut" if own is None else "has no lockstep.models.attention.Attend"
-    raise UsageError(
-        f"sequences of {type(model).__name__} can't be cut over ranks: it {missing}",
-        where="distributed.context_size",
-        why="each rank has a part of every sequence, and positions meet in attention",
-        fix="let its attention be self.attend = Attend(), called as self.attend(q, k, v), and give it context_plan() "
-        '-> {"input_ids": 1, "targets": 1}: the dims of a batch along which its sequences lie',
-    )
+    what = f"sequences of {type(model).__name__} can't be cut over ranks: it {missing}"
+    why = "each rank has a part of every sequence, and positions meet in attention"
+    fix = "let its attention be self.attend = Attend(), called as self.attend(q, k, v), and give it context_plan() "
+    fix += '-> {"input_ids": 1, "targets": 1}: the dims of a batch along which its sequences lie'
+    raise UsageError(what, where="distributed.context_size", why=why, fix=fix)
 
 
 def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int]) -> Objective:
@@ -81,11 +79,9 @@ def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int
     Its loss is that of whole sequences, on every rank. Parts of a batch that the plan does not name stay whole.
     """
     if objective.is_mean:
-        raise UsageError(
-            "a loss that is a mean over some positions can't be put together from several ranks' means",
-            where="distributed.context_size",
-            fix="give the model loss(outputs, batch), which returns the sum over valid targets, and count(batch)",
-        )
+        what = "a loss that is a mean over some positions can't be put together from several ranks' means"
+        fix = "give the model loss(outputs, batch), which returns the sum over valid targets, and count(batch)"
+        raise UsageError(what, where="distributed.context_size", fix=fix)
 
     def cut(batch: Any) -> Any:
         return {name: context.part(value, plan[name]) if name in plan else value for name, value in batch.items()}
@@ -190,13 +186,11 @@ def _by_chunks(name: str, module: nn.Module, context: Context, lent: set[str]) -
     if own <= lent:
         handed = (getattr(module, each, None) for each in products.values())
         return {each for each in handed if isinstance(each, nn.Module)}
-    raise UsageError(
-        f"{name or 'the model'}, a {type(module).__name__}, owns parameters, and can't run chunk by chunk",
-        where="distributed.context_blocks",
-        why="under reproducible the gradient of each parameter is a sum over chunks of sequences",
-        fix="put its parameters into nn.Linear, nn.Embedding, nn.RMSNorm or nn.LayerNorm, or give it "
-        "product(x, weight), which its forward pass calls; or write reproducible: false",
-    )
+    what = f"{name or 'the model'}, a {type(module).__name__}, owns parameters, and can't run chunk by chunk"
+    why = "under reproducible the gradient of each parameter is a sum over chunks of sequences"
+    fix = "put its parameters into nn.Linear, nn.Embedding, nn.RMSNorm or nn.LayerNorm, or give it "
+    fix += "product(x, weight), which its forward pass calls; or write reproducible: false"
+    raise UsageError(what, where="distributed.context_blocks", why=why, fix=fix)
 
 
 def _product_by_chunks(module: nn.Module, method: str, context: Context) -> None:

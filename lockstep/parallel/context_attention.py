@@ -22,10 +22,7 @@ from lockstep.parallel.tensor_blocks import SEQUENCE, Cut, with_backward
 
 
 class Context(Cut):
-    """The way in which sequences are cut: `blocks` chunks in each where bits count, else two for each rank.
-
-    `method`: how positions of several ranks meet in attention (`lockstep.parallel.context_attention`).
-    """
+    """The way in which sequences are cut: `blocks` chunks in each where bits count, else two for each rank."""
 
     def __init__(self, group: dist.ProcessGroup | None, blocks: int | None, method: str = "gathered") -> None:
         super().__init__(group, blocks, sequence=True)
@@ -38,11 +35,9 @@ class Context(Cut):
         else:
             count = self.ranks if length % (2 * self.ranks) else 2 * self.ranks
         if count % self.ranks or length % count:
-            raise UsageError(
-                f"{self.ranks} ranks along the axis context can't share a sequence of {length}",
-                where="distributed.context_size",
-                fix=f"pad sequences to a multiple of {self.blocks or 2 * self.ranks}",
-            )
+            what = f"{self.ranks} ranks along the axis context can't share a sequence of {length}"
+            fix = f"pad sequences to a multiple of {self.blocks or 2 * self.ranks}"
+            raise UsageError(what, where="distributed.context_size", fix=fix)
         return [chunk for pair in zip(range(count), reversed(range(count)), strict=True) for chunk in pair][:count]
 
     def here(self, length: int) -> list[int]:
@@ -104,12 +99,10 @@ _TILE = 128  # queries that are scored at a time in a ring
 def cut_attention(module: Attend, context: Context) -> None:
     """Let an `Attend` run on this rank's part of sequences."""
     if context.method == "ring" and type(module).run is not Attend.run:
-        raise UsageError(
-            f"context_method: ring can't compute {type(module).__name__}",
-            where="distributed.context_method",
-            why="it merges the softmax of several ranks, and this attends in a way of its own",
-            fix="write context_method: gathered or all_to_all",
-        )
+        what = f"context_method: ring can't compute {type(module).__name__}"
+        why = "it merges the softmax of several ranks, and this attends in a way of its own"
+        fix = "write context_method: gathered or all_to_all"
+        raise UsageError(what, where="distributed.context_method", why=why, fix=fix)
     plain, alone = type(module).positions, Context(None, context.blocks)
 
     def positions(self: Attend, length: int, device: torch.device, documents: Tensor | None = None) -> Tensor:
@@ -126,13 +119,10 @@ def cut_attention(module: Attend, context: Context) -> None:
             return _Ring.apply(q, k, v, documents, context, self.causal)  # type: ignore[no-untyped-call,no-any-return]
         dim, ranks = self.heads_dim, context.ranks
         if q.shape[dim] % ranks or k.shape[dim] % ranks:
-            raise UsageError(
-                f"{q.shape[dim]} heads of queries and {k.shape[dim]} of keys and values can't be exchanged between "
-                f"{ranks} ranks along the axis context",
-                where="distributed.context_method",
-                why="each rank gets whole heads",
-                fix="write context_method: gathered, or a context_size that divides both numbers",
-            )
+            what = f"{q.shape[dim]} heads of queries and {k.shape[dim]} of keys and values can't be exchanged between "
+            what += f"{ranks} ranks along the axis context"
+            fix = "write context_method: gathered, or a context_size that divides both numbers"
+            raise UsageError(what, where="distributed.context_method", why="each rank gets whole heads", fix=fix)
         to_heads, to_positions = (partial(_exchanged, given=given, taken=taken, context=context)
                                   for given, taken in ((dim, _POSITIONS), (_POSITIONS, dim)))  # fmt: skip
         q, k, v = (with_backward(to_heads, to_positions, each) for each in (q, k, v))

@@ -38,12 +38,10 @@ class DP(Strategy):
 
     def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
         if config.precision.fp8 != "none":
-            yield Contradiction(
-                ("precision.fp8", "distributed.strategy"),
-                f"fp8: {config.precision.fp8} would be another step under dp",
-                "write strategy: ddp, or fp8: none",
-                "dp cuts a micro-batch, and each GPU's part of it would get a scale of its own",
-            )
+            what = f"fp8: {config.precision.fp8} would be another step under dp"
+            fix = "write strategy: ddp, or fp8: none"
+            why = "dp cuts a micro-batch, and each GPU's part of it would get a scale of its own"
+            yield Contradiction(("precision.fp8", "distributed.strategy"), what, fix, why)
 
     def on(self, layout: Layout) -> Strategy:
         return self
@@ -56,13 +54,9 @@ class DP(Strategy):
         p.materialise()
         refuse_mean_losses(p.model, p.objective, num_gpus(p.device))
         runs = apply_dp(p.model, p.config, p.random_state, p.log_lines)
-        applied = AppliedStrategy(
-            shared_out(assign_contiguous, p),
-            runs=runs,
-            objective=over_parts(p.objective),
-            tree=LocalTree(list(p.model.parameters())) if p.reproducible else None,
-        )
-        return placed_in_order(p, applied)
+        assign, objective = shared_out(assign_contiguous, p), over_parts(p.objective)
+        tree = LocalTree(list(p.model.parameters())) if p.reproducible else None
+        return placed_in_order(p, AppliedStrategy(assign, runs=runs, objective=objective, tree=tree))
 
 
 _SERVED = ("cuda", "xpu")  # by torch.nn.DataParallel, of the devices that may be several
@@ -83,12 +77,9 @@ def apply_dp(model: nn.Module, config: StepConfig, random_state: RandomState, lo
     training = config.training
     for key, asked in (("compile", training.compile), ("gradient_checkpointing", training.gradient_checkpointing)):
         if asked not in (False, "none"):
-            raise UsageError(
-                f"dp does not work with training.{key}",
-                where="distributed.strategy",
-                why="it copies the model to each GPU, and the copies would share one block's replaced forward",
-                fix="write strategy: ddp, which is faster as well",
-            )
+            why = "it copies the model to each GPU, and the copies would share one block's replaced forward"
+            fix = "write strategy: ddp, which is faster as well"
+            raise UsageError(f"dp does not work with training.{key}", where="distributed.strategy", why=why, fix=fix)
     log_lines.append(
         f"dp: {gpus} GPUs share out each micro-batch, driven by one process; ddp is faster. What the model draws at "
         "random differs from other strategies"
@@ -113,13 +104,11 @@ def refuse_mean_losses(model: nn.Module, objective: Objective, gpus: int) -> Non
     """
     in_forward = (objective.in_outputs and objective.is_mean) or getattr(model, "averages_in_forward", False)
     if gpus > 1 and in_forward:
-        raise UsageError(
-            f"dp on {gpus} GPUs can't weigh a mean loss that {type(model).__name__} computes in its forward pass",
-            where="distributed.strategy",
-            why="each GPU returns the mean over its own part of a micro-batch, and nothing tells over how many targets",
-            fix="write strategy: ddp, which is faster as well; or let the model return a sum, with "
-            'loss_reduction = "sum"; or pass a loss_fn, which gets the outputs of all GPUs together',
-        )
+        what = f"dp on {gpus} GPUs can't weigh a mean loss that {type(model).__name__} computes in its forward pass"
+        why = "each GPU returns the mean over its own part of a micro-batch, and nothing tells over how many targets"
+        fix = "write strategy: ddp, which is faster as well; or let the model return a sum, with "
+        fix += 'loss_reduction = "sum"; or pass a loss_fn, which gets the outputs of all GPUs together'
+        raise UsageError(what, where="distributed.strategy", why=why, fix=fix)
 
 
 def over_parts(objective: Objective) -> Objective:

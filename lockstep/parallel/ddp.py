@@ -45,12 +45,10 @@ class Replicas(Strategy):
         level = dist.get_debug_level()  # type: ignore[attr-defined]  # torch's stubs lack it
         several = layout is not None and layout.world_size > 1
         if several and torch.__version__.startswith("2.13.") and level.name == "DETAIL":
-            yield Contradiction(
-                ("distributed.debug: detail",),
-                "torch 2.13 dies of a segmentation fault in DistributedDataParallel under "
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL",
-                "write debug: info; or strategy: fsdp with fsdp.sharding_strategy: no_shard, which replicates as well",
-            )
+            what = "torch 2.13 dies of a segmentation fault in DistributedDataParallel under "
+            what += "TORCH_DISTRIBUTED_DEBUG=DETAIL"
+            fix = "write debug: info; or strategy: fsdp with fsdp.sharding_strategy: no_shard, which replicates as well"
+            yield Contradiction(("distributed.debug: detail",), what, fix)
 
     def step_time(
         self, pieces: Pieces, config: StepConfig, layout: Layout, cluster: GpuCluster, micro_batches: int
@@ -78,16 +76,13 @@ class Replicas(Strategy):
             wrapped = self.wrap(p.model, p.config, replicas)
             if compression.hook is not None:
                 wrapped.register_comm_hook(None, compression.hook)
-            sync = DDPSync(wrapped)
-            tree = ReplicaTree(wrapped, replicas) if p.reproducible else None
-        applied = AppliedStrategy(
-            shared_out(how, p),
-            runs=wrapped,
-            gradient_sync=sync,
-            multiplier=1.0 if p.reproducible else float(p.ranks),  # the tree is a sum; DDP's own reduction is a mean
-            tree=tree,
-            compression=compression,
-        )
+            applied = AppliedStrategy(
+                shared_out(how, p), runs=wrapped, gradient_sync=DDPSync(wrapped), compression=compression
+            )
+            if p.reproducible:
+                applied.tree = ReplicaTree(wrapped, replicas)
+            else:
+                applied.multiplier = float(p.ranks)  # the tree is a sum; DDP's own reduction is a mean
         return placed_in_order(p, applied)
 
     def rehearse(self, placement: PlacementContext) -> ParallelModel:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from lockstep.config import DiLoCoConfig, DistributedConfig, StepConfig
+from lockstep.config import DistributedConfig, StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, rarely_exchanged_step
 from lockstep.errors import Contradiction, UsageError
@@ -31,20 +31,16 @@ class DiLoCo(Strategy):
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
         ranks, workers = world_size, config.diloco.workers or world_size
         if max(config.shard_size or 1, config.pipeline_size or 1) > 1:
-            raise UsageError(
-                "under diloco each worker's model is whole on one rank",
-                where="distributed.shard_size, distributed.pipeline_size",
-                fix="leave them out, or choose strategy fsdp or pipeline",
-            )
+            what = "under diloco each worker's model is whole on one rank"
+            fix = "leave them out, or choose strategy fsdp or pipeline"
+            raise UsageError(what, where="distributed.shard_size, distributed.pipeline_size", fix=fix)
         if workers % ranks:
             whole, rest = divmod(workers, ranks)
             fewer = next(n for n in range(min(workers, ranks), 0, -1) if workers % n == 0)
-            raise UsageError(
-                f"{workers} workers can't be shared out evenly among {ranks} ranks: "
-                f"{workers} = {whole} × {ranks} + {rest}",
-                where="distributed.diloco.workers",
-                fix=f"start {fewer} ranks, or set workers to {(whole + 1) * ranks}",
-            )
+            what = f"{workers} workers can't be shared out evenly among {ranks} ranks: "
+            what += f"{workers} = {whole} × {ranks} + {rest}"
+            fix = f"start {fewer} ranks, or set workers to {(whole + 1) * ranks}"
+            raise UsageError(what, where="distributed.diloco.workers", fix=fix)
         sizes = {"replicate": config.replicate_size or ranks}
         return replace(layout_of_sizes(self.name, sizes, ranks, given_sizes(config)), workers=workers)
 
@@ -55,17 +51,13 @@ class DiLoCo(Strategy):
     def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
         diloco, training = config.distributed.diloco, config.training
         if diloco.fragments > diloco.inner_steps:
-            yield Contradiction(
-                ("distributed.diloco.fragments", "distributed.diloco.inner_steps"),
-                f"{diloco.fragments} fragments can't be spread over {diloco.inner_steps} steps, one at a time",
-                f"write fragments: {diloco.inner_steps} or fewer",
-            )
+            what = f"{diloco.fragments} fragments can't be spread over {diloco.inner_steps} steps, one at a time"
+            fix = f"write fragments: {diloco.inner_steps} or fewer"
+            yield Contradiction(("distributed.diloco.fragments", "distributed.diloco.inner_steps"), what, fix)
         if training.bad_numbers.recompute:
-            yield Contradiction(
-                ("training.bad_numbers.recompute", "distributed.strategy"),
-                "each worker has made its own update before the numbers of all are known",
-                "leave recompute out, or use ddp or fsdp",
-            )
+            what = "each worker has made its own update before the numbers of all are known"
+            fix = "leave recompute out, or use ddp or fsdp"
+            yield Contradiction(("training.bad_numbers.recompute", "distributed.strategy"), what, fix)
         micro_batches = (training.global_batch_size or 0) // training.batch_size
         if training.global_batch_size is not None and diloco.workers is not None and micro_batches < diloco.workers:
             yield Contradiction(
@@ -109,7 +101,16 @@ class DiLoCo(Strategy):
         placed.forward_backward, placed.micro_step = workers.forward_backward, workers.micro_step
         placed.evaluate, placed.forward = workers.on_common()(placed.evaluate), workers.on_common()(placed.forward)
         placed.buffers = workers.buffers
-        placed.log_lines += _log_lines(config, total, p.ranks, placed)
+        numbers = sum(p.numel() for p in placed.parameters.values() if p.requires_grad)
+        each = numbers * (total // p.ranks) * bytes_each(config.send_as)
+        sent = 2 * (p.ranks - 1) / p.ranks * each / config.inner_steps
+        parts = f", in {config.fragments} fragments" if config.fragments > 1 else ""
+        whose = "" if config.workers else " (distributed.diloco.workers is unset: one a rank)"
+        placed.log_lines.append(
+            f"diloco: {total} worker{'s' * (total != 1)}{whose} train by themselves and exchange what they changed "
+            f"every {config.inner_steps} steps as {config.send_as}{parts}: {sent / 1e6:.3g} MB a step and rank on "
+            "average"
+        )
         return placed
 
     def rehearse(self, placement: PlacementContext) -> ParallelModel:
@@ -128,14 +129,3 @@ def _worker_numbers(p: PlacementContext) -> tuple[range, int]:
     total = p.layout.workers or p.ranks
     each = total // p.ranks
     return range(p.rank * each, (p.rank + 1) * each), total
-
-
-def _log_lines(config: DiLoCoConfig, total: int, ranks: int, placed: ParallelModel) -> list[str]:
-    numbers = sum(p.numel() for p in placed.parameters.values() if p.requires_grad)
-    sent = 2 * (ranks - 1) / ranks * numbers * (total // ranks) * bytes_each(config.send_as) / config.inner_steps
-    parts = f", in {config.fragments} fragments" if config.fragments > 1 else ""
-    whose = "" if config.workers else " (distributed.diloco.workers is unset: one a rank)"
-    return [
-        f"diloco: {total} worker{'s' * (total != 1)}{whose} train by themselves and exchange what they changed every "
-        f"{config.inner_steps} steps as {config.send_as}{parts}: {sent / 1e6:.3g} MB a step and rank on average"
-    ]

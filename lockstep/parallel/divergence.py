@@ -52,13 +52,8 @@ def guard(
 ) -> Callable[[int], None]:  # fmt: skip
     """Return a check to be called after each step with the number of steps made; every rank calls it.
 
-    Args:
-        group: of the ranks that hold the same parameters, or the same shards of them.
-        left_out: names of what they do not.
-        repair: put back a flipped bit from the other replicas, once on each rank.
-
-    Raises:
-        RunError: (when it is called, on every rank) replicas differ; ranks and parameters are named.
+    It raises a RunError on every rank where replicas differ: the ranks of `group` hold the same parameters, or the same
+    shards of them, but for those `left_out`. `repair` puts back a flipped bit, once on each rank.
     """
     repaired: set[int] = set()
 
@@ -138,30 +133,23 @@ def _diverged(
             tied = 2 * count <= len(column)  # then nobody knows which of them is right
             apart[name] = ranks if tied else [r for r, value in zip(ranks, column, strict=True) if value != most]
     involved = sorted({rank for held in apart.values() for rank in held})
-    if involved == ranks:
-        who = "the replicas on ranks " + ", ".join(map(str, ranks))
-    else:
-        who = ("rank " if len(involved) == 1 else "ranks ") + ", ".join(map(str, involved))
+    who = "the replicas on ranks " if involved == ranks else "rank " if len(involved) == 1 else "ranks "
+    who += ", ".join(map(str, involved))
     verb = "differ" if involved == ranks or len(involved) > 1 else "differs"
     whom = "each other" if involved == ranks else "the other replicas"
     few, how = _elements_apart([tensors[name] for name in apart], group)
     hosts: list[str] = [""] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     where = sorted({host for rank, host in zip(ranks, hosts, strict=True) if rank in involved})
-    why = (
-        "the gradients of these parameters were not reduced in some step (used outside of forward?), or one rank alone "
-    )
-    why += "has written them"
+    why = "the gradients of these parameters were not reduced in some step (used outside of forward?), or one rank "
+    why += "alone has written them"
     fix = "`lockstep verify` finds what is not synchronised; go on from the last checkpoint"
     if few:
         why = "a bit has flipped in memory, for the same gradients would leave no other trace"
         fix = "go on from the last checkpoint; if it comes again on the same rank, replace that machine"
-    error = ReplicasDifferError(
-        f"{who} {verb} from {whom} in {listed(list(apart), 5)}",
-        where=f"after step {step}, on host{'s' * (len(where) > 1)} {', '.join(where)}",
-        why=f"{how}: {why}",
-        fix=fix,
-    )
+    what = f"{who} {verb} from {whom} in {listed(list(apart), 5)}"
+    place = f"after step {step}, on host{'s' * (len(where) > 1)} {', '.join(where)}"
+    error = ReplicasDifferError(what, where=place, why=f"{how}: {why}", fix=fix)
     good = [rank for rank in ranks if rank not in involved]
     error.apart, error.is_flip, error.ranks = apart, few and bool(good), frozenset(involved)
     error.good = good[0] if good else -1

@@ -39,10 +39,7 @@ Assign = Callable[..., list[tuple[int, bool]]]
 
 
 class PlacedExperts(AroundMicroBatch):
-    """The experts of a model that this rank holds, and the sums of their gradients.
-
-    `mesh` has the axes `expert_replicate`, `expert` and `tensor`; `exact`: gradients are summed up the tree.
-    """
+    """The experts of a model that this rank holds; `exact`: their gradients are summed up the tree."""
 
     def __init__(self, mesh: DeviceMesh, shapes: Mapping[str, torch.Size], layout: Layout, *, exact: bool) -> None:
         self.mesh, self.shapes, self.exact = mesh, dict(shapes), exact
@@ -89,8 +86,7 @@ class PlacedExperts(AroundMicroBatch):
                 parameter.requires_grad_(True)
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        """As they are now: a model that leaves meta gets others."""
+    def parameters(self) -> list[nn.Parameter]:  # as they are now: a model that leaves meta gets others
         return [self._parameter(name) for name in self._owners]
 
     def _parameter(self, name: str) -> nn.Parameter:
@@ -131,7 +127,12 @@ class PlacedExperts(AroundMicroBatch):
             back = partial(self.all_to_all, sent=received, received=sent)
             mine = with_backward(there, back, rows)
             if self.exact:
-                made = _by_rank(plain, lent(this), torch.split(mine, received), theirs)
+                copied = lent(this)
+                parts = []
+                for rank, (part, numbers) in enumerate(zip(torch.split(mine, received), theirs, strict=True)):
+                    held = {name.partition("@")[0]: copy for name, copy in copied.items() if name.endswith(f"@{rank}")}
+                    parts.append(torch.func.functional_call(plain, held, (part, numbers)))
+                made = torch.cat(parts)
             else:
                 made = _by_expert(plain, {each: look_up(this, each) for each in full_names}, mine, theirs)
             return with_backward(back, there, made)
@@ -196,11 +197,9 @@ class PlacedExperts(AroundMicroBatch):
         self._rounds = 0 if run.last else self._rounds + 1
 
     def add_leaves(self, place: int | None, names: Iterable[str]) -> None:
-        """Add the gradients of the last backward pass.
+        """Add the gradients of the last backward pass, of `names` that are always the same together.
 
-        Args:
-            place: of the micro-batch among those that a rank runs in the step; None: no rank has one there.
-            names: always the same together; those that are not of experts are left out.
+        `place`: of the micro-batch among those that a rank runs in the step; None: no rank has one there.
         """
         mine = tuple(name for name in names if name in self._owners)
         if not mine:
@@ -266,12 +265,10 @@ def apply_experts(model: nn.Module, layout: Layout, device_type: str, *, exact: 
     own = offered(model, "experts")
     modules: list[tuple[str, nn.Module]] = [] if own is None else own()
     if not modules:
-        raise UsageError(
-            f"{type(model).__name__} does not say which of its modules are experts",
-            where="distributed.expert_size",
-            fix="give the model experts() -> [(name, module)], each called with (rows, rows of each expert), with "
-            "parameters that are stacked over experts in dim 0; or write expert_size: 1",
-        )
+        what = f"{type(model).__name__} does not say which of its modules are experts"
+        fix = "give the model experts() -> [(name, module)], each called with (rows, rows of each expert), with "
+        fix += "parameters that are stacked over experts in dim 0; or write expert_size: 1"
+        raise UsageError(what, where="distributed.expert_size", fix=fix)
     names, _ = canonical_names(model)
     shapes = {names[id(p)]: p.shape for _, module in modules for p in module.parameters()}
     placed = PlacedExperts(expert_mesh(layout, device_type), shapes, layout, exact=exact)
@@ -301,16 +298,6 @@ def train_experts(
         placed.norm_groups = [*placed.norm_groups, replicas]
         counted = counted & set(experts.shapes) if replicas.rank() else counted
     placed.counted = counted - set(experts.shapes) if experts.replicas.rank() else counted
-
-
-def _by_rank(
-    plain: nn.Module, copies: Mapping[str, Tensor], parts: tuple[Tensor, ...], counts: list[list[int]]
-) -> Tensor:  # fmt: skip
-    made = []
-    for rank, (part, numbers) in enumerate(zip(parts, counts, strict=True)):
-        held = {name.partition("@")[0]: copy for name, copy in copies.items() if name.endswith(f"@{rank}")}
-        made.append(torch.func.functional_call(plain, held, (part, numbers)))
-    return torch.cat(made)
 
 
 def _by_expert(plain: nn.Module, held: Mapping[str, Tensor], rows: Tensor, counts: list[list[int]]) -> Tensor:

@@ -33,21 +33,16 @@ def apply_fp8(model: nn.Module, blocks: Blocks, kind: str, device: torch.device)
     if kind == "linears":
         _require_hardware(device)
     inside = {module for _, block in blocks for module in block.modules() if module is not block}
-    fitting = [
-        module
-        for module in inside
-        if type(module) is nn.Linear and not has_hooks(module)  # a subclass computes something else
-        and module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
-    ]  # fmt: skip
+    # A subclass computes something else.
+    plain = [module for module in inside if type(module) is nn.Linear and not has_hooks(module)]
+    fitting = [linear for linear in plain if linear.in_features % _MULTIPLE == linear.out_features % _MULTIPLE == 0]
     linears = sum(isinstance(module, nn.Linear) for module in model.modules())
     if not fitting:
-        raise UsageError(
-            f"none of the {linears} nn.Linear in {type(model).__name__} can multiply in float8",
-            where="precision.fp8",
-            why=f"that takes one inside a repeated block, with both dims multiples of {_MULTIPLE}; products that a "
-            "model writes out itself are left alone",
-            fix="write fp8: none, or choose sizes that are such multiples",
-        )
+        what = f"none of the {linears} nn.Linear in {type(model).__name__} can multiply in float8"
+        why = f"that takes one inside a repeated block, with both dims multiples of {_MULTIPLE}; products that a "
+        why += "model writes out itself are left alone"
+        fix = "write fp8: none, or choose sizes that are such multiples"
+        raise UsageError(what, where="precision.fp8", why=why, fix=fix)
     convert = _conversion(emulate=kind == "emulated")
     converted = {module: convert(module) for module in fitting}
     for path, module in list(model.named_modules(remove_duplicate=False)):  # at each place of one that comes twice
@@ -61,12 +56,10 @@ def _require_hardware(device: torch.device) -> None:
     if cuda and torch.version.hip is None and torch.cuda.get_device_capability(device) >= _CAPABILITY:
         return
     here = accelerator.name_of(device) if cuda else f"the device {device.type}"
-    raise UsageError(
-        f"fp8: linears needs an NVIDIA GPU that multiplies in float8, and this is {here}",
-        where="precision.fp8",
-        why="those of compute capability 8.9 on do: Ada (L4, L40S, RTX 4090), Hopper (H100, H200), Blackwell (B200)",
-        fix="write fp8: none, or fp8: emulated, which shows anywhere what float8 does to the loss, and is slow",
-    )
+    what = f"fp8: linears needs an NVIDIA GPU that multiplies in float8, and this is {here}"
+    why = "those of compute capability 8.9 on do: Ada (L4, L40S, RTX 4090), Hopper (H100, H200), Blackwell (B200)"
+    fix = "write fp8: none, or fp8: emulated, which shows anywhere what float8 does to the loss, and is slow"
+    raise UsageError(what, where="precision.fp8", why=why, fix=fix)
 
 
 def _conversion(*, emulate: bool) -> Callable[[nn.Module], nn.Module]:
@@ -75,12 +68,9 @@ def _conversion(*, emulate: bool) -> Callable[[nn.Module], nn.Module]:
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
-        raise UsageError(
-            "precision.fp8 needs torchao, which is not installed",
-            where="precision.fp8",
-            why=str(error),
-            fix="pip install 'lockstep-train[fp8]', or write fp8: none",
-        ) from None
+        what = "precision.fp8 needs torchao, which is not installed"
+        fix = "pip install 'lockstep-train[fp8]', or write fp8: none"
+        raise UsageError(what, where="precision.fp8", why=str(error), fix=fix) from None
     finally:
         logging.disable(before)
     # Samples × length of a micro-batch may be no multiple of 16 either: the sum over it is filled up with zeros.

@@ -55,11 +55,9 @@ class FSDP(Strategy):
             shard = per_node
             if shard == world_size:  # one node: one replica would be plain full_shard
                 if world_size % 2:
-                    raise UsageError(
-                        f"hybrid_shard can't split {world_size} ranks of one node into two replicas",
-                        where="distributed.fsdp.sharding_strategy",
-                        fix="use an even number of ranks, or full_shard",
-                    )
+                    what = f"hybrid_shard can't split {world_size} ranks of one node into two replicas"
+                    fix = "use an even number of ranks, or full_shard"
+                    raise UsageError(what, where="distributed.fsdp.sharding_strategy", fix=fix)
                 shard = world_size // 2
                 notice = f"hybrid_shard on one node: 2 replicas × {shard} shards (distributed.shard_size sets it)"
             replicate = world_size // shard
@@ -74,11 +72,9 @@ class FSDP(Strategy):
     def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
         distributed = config.distributed
         if distributed.reproducible and distributed.fsdp.accumulate != "sharded":
-            yield Contradiction(
-                ("distributed.reproducible", "distributed.fsdp.accumulate"),
-                f"accumulate: {distributed.fsdp.accumulate} sums gradients in another order than the tree",
-                "write accumulate: sharded, or reproducible: false",
-            )
+            what = f"accumulate: {distributed.fsdp.accumulate} sums gradients in another order than the tree"
+            fix = "write accumulate: sharded, or reproducible: false"
+            yield Contradiction(("distributed.reproducible", "distributed.fsdp.accumulate"), what, fix)
 
     def instead_of_compression(self, kind: str) -> str | None:
         half = kind in ("fp16", "bf16")
@@ -158,15 +154,11 @@ class FSDP(Strategy):
         counted = None
         if scalars.placed and p.rank % layout.shard:  # what all shards hold whole, the first counts
             counted = {name for name, _ in p.model.named_parameters()} - set(scalars.placed)
+        sync = FSDPSync(p.model, accumulate=options.accumulate)
         applied = AppliedStrategy(
-            assign,
-            gradient_sync=FSDPSync(p.model, accumulate=options.accumulate),
-            around=around,
-            tree=tree,
-            parameters=scalars.placed,
-            counted=counted,
-            norm_groups=[shards] if shards is not None else [],
+            assign, gradient_sync=sync, around=around, tree=tree, parameters=scalars.placed, counted=counted
         )
+        applied.norm_groups = [shards] if shards is not None else []
         return placed_in_order(p, applied)
 
 
@@ -185,11 +177,9 @@ def shard_stage(
     foreign = foreign if experts is None else foreign | set(experts.parameters)
     device_type = device_type or mesh.device_type
     if scalars := scalars_of(root):
-        raise UsageError(
-            f"the parameter {listed(list(scalars))} has no dim, so FSDP can't cut it",
-            where="distributed.strategy: pipeline",
-            fix="give it one, torch.ones(1) for torch.ones(()), or write strategy: fsdp or ddp",
-        )
+        what = f"the parameter {listed(list(scalars))} has no dim, so FSDP can't cut it"
+        fix = "give it one, torch.ones(1) for torch.ones(()), or write strategy: fsdp or ddp"
+        raise UsageError(what, where="distributed.strategy: pipeline", fix=fix)
     log_lines = apply_fsdp(
         root, mesh, config.distributed.fsdp.model_copy(update={"auto_wrap_policy": "transformer"}), units,
         param_dtype=config.precision.param_dtype, reshard_after_forward=frees, foreign=foreign,
@@ -205,10 +195,9 @@ def apply_fsdp(
     param_dtype: str = "fp32", reshard_after_forward: bool | None = None, replicas_apart: bool = False,
     foreign: set[nn.Parameter] | None = None, device_type: str | None = None,
 ) -> list[str]:  # fmt: skip
-    """Shard `model` in place over the axes `replicate` and `shard` of `mesh`; return lines to log at start.
+    """Shard `model`, whole, real or on meta, over the axes `replicate` and `shard` of `mesh`; return lines to log.
 
     Args:
-        model: whole, real or on meta, after checkpointing and compilation.
         reshard_after_forward: overrides what the sharding strategy says.
         replicas_apart: the caller adds up the replicas' gradients; FSDP2 only shards.
         foreign: parameters that stay as they are.
@@ -216,9 +205,7 @@ def apply_fsdp(
     """
     # FSDP2 takes a 1-D mesh to shard, and for hybrids a 2-D one, whose first dim replicates.
     over = mesh["shard"] if replicas_apart or mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
-    if reshard_after_forward is None:
-        reshard_after_forward = config.sharding_strategy in ("full_shard", "hybrid_shard")
-    ranks = mesh["shard"].size()
+    ranks, frees = mesh["shard"].size(), config.sharding_strategy in ("full_shard", "hybrid_shard")
 
     def divisible_dim(parameter: nn.Parameter) -> Shard:
         # BDH's weights have 4 heads in dim 0: cut there, 8 ranks would hold 1.66 or 0.34 of their share.
@@ -226,7 +213,7 @@ def apply_fsdp(
 
     settings: dict[str, Any] = {
         "mesh": over,
-        "reshard_after_forward": reshard_after_forward,
+        "reshard_after_forward": frees if reshard_after_forward is None else reshard_after_forward,
         "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
         "shard_placement_fn": divisible_dim,
         "ignored_params": (foreign or set()) | set(scalars_of(model).values()),
@@ -258,13 +245,11 @@ def _refuse_mixture(unit: nn.Module, own: Sequence[nn.Parameter]) -> None:
     dtypes = {parameter.dtype: parameter for parameter in own if parameter.requires_grad and parameter.ndim}
     if len(dtypes) > 1:
         names = {id(parameter): name for name, parameter in unit.named_parameters()}
-        raise UsageError(
-            f"{type(unit).__name__} has parameters of several types: "
-            + ", ".join(f"{names[id(p)]} is {str(d).removeprefix('torch.')}" for d, p in dtypes.items()),
-            where="distributed.strategy: fsdp",
-            why="FSDP sums the gradients of what it gathers at once in one type",
-            fix="convert them: model.to(torch.float32); or write strategy: ddp",
-        )
+        types = ", ".join(f"{names[id(p)]} is {str(d).removeprefix('torch.')}" for d, p in dtypes.items())
+        what = f"{type(unit).__name__} has parameters of several types: {types}"
+        why = "FSDP sums the gradients of what it gathers at once in one type"
+        fix = "convert them: model.to(torch.float32); or write strategy: ddp"
+        raise UsageError(what, where="distributed.strategy: fsdp", why=why, fix=fix)
 
 
 def _precision_of(
@@ -276,11 +261,8 @@ def _precision_of(
     # where the bits count each is summed in its own type, as one process sums them.
     if exact or any(parameter.dtype == torch.float64 for parameter in parameters):
         reduce_dtype = None
-    return MixedPrecisionPolicy(
-        param_dtype=None if param_dtype == "fp32" else DTYPES[param_dtype],
-        reduce_dtype=reduce_dtype,
-        cast_forward_inputs=param_dtype != "fp32",
-    )
+    gathered_as = None if param_dtype == "fp32" else DTYPES[param_dtype]
+    return MixedPrecisionPolicy(gathered_as, reduce_dtype, cast_forward_inputs=gathered_as is not None)
 
 
 class FSDPSync(AroundMicroBatch):

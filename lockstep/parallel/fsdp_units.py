@@ -35,13 +35,11 @@ def explain_mixing(error: BaseException, explanation: Callable[[], UsageError]) 
 
 def used_elsewhere() -> UsageError:
     """Return the error for a parameter that is used outside of its module, where its name is not known."""
-    return UsageError(
-        "the forward pass uses a parameter outside of the module that it belongs to, where it is sharded",
-        where="the model's forward pass",
-        why="FSDP2 gathers the parameters of a block only while that block's own forward pass runs",
-        fix="use it through its module; let a teacher follow its student in Trainer(…, after_update=function) "
-        "(docs/how_to/teachers.md); or use ddp",
-    )
+    what = "the forward pass uses a parameter outside of the module that it belongs to, where it is sharded"
+    why = "FSDP2 gathers the parameters of a block only while that block's own forward pass runs"
+    fix = "use it through its module; let a teacher follow its student in Trainer(…, after_update=function) "
+    fix += "(docs/how_to/teachers.md); or use ddp"
+    return UsageError(what, where="the model's forward pass", why=why, fix=fix)
 
 
 def units_of(
@@ -87,11 +85,9 @@ def _candidates(
     if isinstance(policy, list):
         found = [(name, m) for name, m in model.named_modules() if type(m).__name__ in policy]
         if not found:
-            raise UsageError(
-                f"no module of the model is a {' or '.join(policy)}",
-                where="distributed.fsdp.auto_wrap_policy",
-                fix="name classes of it: " + ", ".join(sorted({type(m).__name__ for m in model.modules()})[:12]),
-            )
+            what = f"no module of the model is a {' or '.join(policy)}"
+            fix = "name classes of it: " + ", ".join(sorted({type(m).__name__ for m in model.modules()})[:12])
+            raise UsageError(what, where="distributed.fsdp.auto_wrap_policy", fix=fix)
         return found
     pick = _picking(load_object(policy, "distributed.fsdp.auto_wrap_policy"), policy)
     return [(name, m) for name, m in model.named_modules() if name and pick(m)]
@@ -100,11 +96,8 @@ def _candidates(
 def _picking(policy: Any, name: str) -> Callable[[nn.Module], object]:
     """Return `module -> is it a unit` of such a function, one of torch's policies, or what returns either."""
     if not callable(policy):
-        raise UsageError(
-            f"{name} can't be called",
-            where="distributed.fsdp.auto_wrap_policy",
-            fix="name a function of a module that says whether it is a unit, or one that returns a ModuleWrapPolicy",
-        )
+        fix = "name a function of a module that says whether it is a unit, or one that returns a ModuleWrapPolicy"
+        raise UsageError(f"{name} can't be called", where="distributed.fsdp.auto_wrap_policy", fix=fix)
     parameters = inspect.signature(policy).parameters
     if "recurse" in parameters:  # torch's: it is also called to ask whether to look inside, which is always done here
         return lambda module: policy(
@@ -230,39 +223,30 @@ class UnitUsage(AroundMicroBatch):
         high, low = order.tolist()  # host waits for the device
         self._varies = bool(varies)
         if high != -low:
-            raise self._mismatch(
-                self._units[-1][0], "ranks called other units, or called them in another order, in one step"
-            )
+            what = "ranks called other units, or called them in another order, in one step"
+            raise self._mismatch(self._units[-1][0], what)
         for name, there in zip(self._names, used, strict=True):
             if not there:
                 self._model.get_parameter(name).grad = None
 
     def _mismatch(self, unit: str, what: str) -> UsageError:
-        outer = [
-            module for depth in range(unit.count("."), 0, -1)
-            for module in [self._model.get_submodule(unit.rsplit(".", depth)[0])] if implements_forward(module)
-        ]  # fmt: skip
+        around = [self._model.get_submodule(unit.rsplit(".", depth)[0]) for depth in range(unit.count("."), 0, -1)]
+        outer = [module for module in around if implements_forward(module)]
         fix = "let every rank call it, and multiply by 0 what is not wanted; or write strategy: ddp and "
         fix += "ddp.find_unused_parameters: true"
         if outer:
             fix = f"gather what is always called: auto_wrap_policy: [{_class_of(outer[-1])}]"
-        return UsageError(
-            what,
-            where="distributed.fsdp.auto_wrap_policy",
-            why="FSDP gathers a unit from all ranks at once, so none can leave it out for its data",
-            fix=fix,
-        )
+        why = "FSDP gathers a unit from all ranks at once, so none can leave it out for its data"
+        return UsageError(what, where="distributed.fsdp.auto_wrap_policy", why=why, fix=fix)
 
     def _not_called(self) -> UsageError:
         name, unit = next((u for place, u in enumerate(self._units) if place not in self._called), self._units[_END])
         inside = sorted({_class_of(m) for _, m in callable_units(unit.named_children())})
-        return UsageError(
-            f"parameters of {name or 'the model'} are used, but its forward() is not called",
-            where="distributed.fsdp.auto_wrap_policy",
-            why="FSDP gathers the parameters of a unit when the unit itself is called",
-            fix=f"gather what is called: auto_wrap_policy: [{', '.join(inside)}]; let a teacher follow its student in "
-            "Trainer(…, after_update=function) (docs/how_to/teachers.md); or write strategy: ddp",
-        )
+        what = f"parameters of {name or 'the model'} are used, but its forward() is not called"
+        why = "FSDP gathers the parameters of a unit when the unit itself is called"
+        fix = f"gather what is called: auto_wrap_policy: [{', '.join(inside)}]; let a teacher follow its student in "
+        fix += "Trainer(…, after_update=function) (docs/how_to/teachers.md); or write strategy: ddp"
+        return UsageError(what, where="distributed.fsdp.auto_wrap_policy", why=why, fix=fix)
 
 
 def _class_of(module: nn.Module) -> str:

@@ -70,18 +70,14 @@ class FirstValues:
             with seeded(derive_key(self._seed, "init", name)), torch.no_grad(), _SkipMeta():
                 self._model.init_weights()  # type: ignore[operator]
         except (RuntimeError, NotImplementedError) as error:
-            raise RunError(
-                f"init_weights() of {type(self._model).__name__} failed while making {name}",
-                why=str(error).splitlines()[0],
-                fix="init_weights() must fill each parameter on its own, without reading another",
-            ) from error
+            what = f"init_weights() of {type(self._model).__name__} failed while making {name}"
+            fix = "init_weights() must fill each parameter on its own, without reading another"
+            raise RunError(what, why=str(error).splitlines()[0], fix=fix) from error
         finally:
             self._put(name, meta)
         if real.numel() and torch.isnan(real).all():
-            raise RunError(
-                f"init_weights() of {type(self._model).__name__} does not fill {name}",
-                fix="fill every parameter in place there, e.g. with nn.init",
-            )
+            what = f"init_weights() of {type(self._model).__name__} does not fill {name}"
+            raise RunError(what, fix="fill every parameter in place there, e.g. with nn.init")
         return self.piece(name, real.detach())
 
     def _put(self, name: str, parameter: nn.Parameter) -> None:

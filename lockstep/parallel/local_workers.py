@@ -67,12 +67,9 @@ def require_one_type(parameters: dict[str, nn.Parameter]) -> None:
     kinds = {p.dtype: name for name, p in parameters.items()}
     if len(kinds) != 1 or not next(iter(kinds)).is_floating_point:
         listed = ", ".join(f"{name} is {dtype}" for dtype, name in kinds.items()) or "there is none that trains"
-        raise UsageError(
-            "diloco exchanges parameters of one floating type",
-            where="distributed.strategy: diloco",
-            why=listed,
-            fix="give all parameters that train one type (model.float()), or use ddp",
-        )
+        what = "diloco exchanges parameters of one floating type"
+        fix = "give all parameters that train one type (model.float()), or use ddp"
+        raise UsageError(what, where="distributed.strategy: diloco", why=listed, fix=fix)
 
 
 class WorkersLossAccumulator(LossAccumulator):
@@ -158,9 +155,6 @@ class LocalWorkers:
     """The workers of this rank, and the common model that they begin from. Every rank makes the same calls.
 
     `mine`: the numbers of this rank's workers, of `total` over all ranks.
-
-    Raises:
-        UsageError: the parameters are not of one floating type.
     """
 
     def __init__(
@@ -175,9 +169,8 @@ class LocalWorkers:
         self._values, self._momentum = FlatParameters(self._parameters), FlatParameters(self._parameters)
         for name, parameter in self._parameters.items():
             self._values.views[name].copy_(parameter.detach())
-        buffers = {name: buffer.clone() for name, buffer in self._live_buffers.items()}
+        self._common_buffers = buffers = {name: buffer.clone() for name, buffer in self._live_buffers.items()}
         frozen = {name: p.detach() for name, p in placed.parameters.items() if not p.requires_grad}
-        self._common_buffers = buffers
         whole = {**self._values.views, **frozen}
         self.common: dict[str, Tensor] = {name: whole[name] for name in placed.parameters} | buffers
         feeds_back = config.send_as in LARGEST and config.error_feedback

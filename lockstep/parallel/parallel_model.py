@@ -49,11 +49,9 @@ def take_hooks(model: nn.Module, *, workers: bool = False) -> GradientHooks:
         )
     hooks: GradientHooks = {name: found for name, p in named.items() if (found := hooks_of(p))}
     if hooks and workers:
-        raise UsageError(
-            f"the parameter {listed(list(hooks))} has a gradient hook",
-            why="under diloco each worker makes an update from a gradient of its own",
-            fix="remove the hook, or use ddp or fsdp",
-        )
+        what = f"the parameter {listed(list(hooks))} has a gradient hook"
+        why = "under diloco each worker makes an update from a gradient of its own"
+        raise UsageError(what, why=why, fix="remove the hook, or use ddp or fsdp")
     for name in hooks:
         remove_hooks(named[name])
     return hooks
@@ -72,11 +70,9 @@ def run_hooks(hooks: GradientHooks, parameters: Mapping[str, nn.Parameter]) -> N
             result = function(whole)
             whole = whole if result is None else result
         if whole.shape != grad.shape:
-            raise UsageError(
-                f"the gradient hook of {name} returns the shape {list(whole.shape)}, and the gradient has "
-                f"{list(grad.shape)}",
-                fix="return a tensor of the gradient's shape, or None",
-            )
+            what = f"the gradient hook of {name} returns the shape {list(whole.shape)}, and the gradient has "
+            what += f"{list(grad.shape)}"
+            raise UsageError(what, fix="return a tensor of the gradient's shape, or None")
         if isinstance(grad, DTensor):
             everywhere = [Replicate()] * grad.device_mesh.ndim
             same = DTensor.from_local(whole, grad.device_mesh, everywhere, run_check=False)
@@ -149,9 +145,7 @@ class ParallelModel:
     ) -> tuple[list[ModelUpdate], Number]:
         """Return what is to be updated once the gradients are finished, and the norm to record.
 
-        Args:
-            factor: what the summed loss was multiplied by before backward.
-            count: valid targets of the step.
+        `factor` is what the summed loss was multiplied by before backward, `count` the step's valid targets.
         """
         if self.local_training is not None:
             return self.local_training.model_updates(accumulator)

@@ -4,7 +4,9 @@ checks → names → keyed randomness → float8 → activation checkpointing �
 → shard or replicate → first values
 """
 
+from collections.abc import Iterable, Iterator
 from functools import partial, reduce
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -21,7 +23,6 @@ from lockstep.models.protocol import Objective, blocks_of, require_segments, seg
 from lockstep.parallel import divergence, side_effects
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.buffers import apply_batch_norm_rows, refuse_synchronised
-from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.context import apply_context, context_of, cut_objective, plan_of, train_context
 from lockstep.parallel.expert import apply_experts, train_experts
 from lockstep.parallel.fp8 import apply_fp8
@@ -40,24 +41,14 @@ from lockstep.strategy import Strategy, strategy_named
 
 
 def place(
-    model: nn.Module,
-    layout: Layout,
-    config: StepConfig,
-    *,
-    objective: Objective,
-    device: torch.device,
-    precision: Precision,
-    dry_run: DryRun | None = None,
-) -> ParallelModel:
-    """Place a model on this rank, by the strategy that the layout names.
+    model: nn.Module, layout: Layout, config: StepConfig, *, objective: Objective, device: torch.device,
+    precision: Precision, dry_run: DryRun | None = None,
+) -> ParallelModel:  # fmt: skip
+    """Place a model on this rank, by the strategy that the layout names; a UsageError if it can't be.
 
     Args:
         model: unwrapped; real, or on meta with `init_weights()`.
-        layout: from `lockstep.strategy.resolve`; its size is the world size.
         dry_run: the model has no values and gets none: for `lockstep plan`, under a fake process group.
-
-    Raises:
-        UsageError: the model is wrapped already, or does not offer what the strategy needs.
     """
     strategy = strategy_named(layout.strategy)
     refuse_wrapped(model)
@@ -92,21 +83,24 @@ def place(
     return placed
 
 
+_COMPILED: WeakSet[nn.Module] = WeakSet()
+
+
+def compiled_blocks(parts: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules within `parts` that `place` has compiled."""
+    return (module for part in parts for module in part.modules() if module in _COMPILED)
+
+
 def require_placed(placed: object, placement: PlacementContext) -> None:
     """Reject what a strategy of a user returned, if it is not a placed model with values."""
     place = f"place of strategy {placement.layout.strategy}"
     if not isinstance(placed, ParallelModel):
-        raise UsageError(
-            f"{place} returned a {type(placed).__name__}, not a ParallelModel",
-            where="distributed.strategy",
-            fix="end it with return placed_in_order(placement, AppliedStrategy(…)), of lockstep.parallel.placement",
-        )
+        what = f"{place} returned a {type(placed).__name__}, not a ParallelModel"
+        fix = "end it with return placed_in_order(placement, AppliedStrategy(…)), of lockstep.parallel.placement"
+        raise UsageError(what, where="distributed.strategy", fix=fix)
     if placement.dry_run is None and (left := [name for name, p in placed.parameters.items() if p.is_meta]):
-        raise UsageError(
-            f"{place} left {listed(left)} without values",
-            where="distributed.strategy",
-            fix="call placement.materialise(), which brings the model to its device, before the parameters are used",
-        )
+        fix = "call placement.materialise(), which brings the model to its device, before the parameters are used"
+        raise UsageError(f"{place} left {listed(left)} without values", where="distributed.strategy", fix=fix)
 
 
 def prepared(
@@ -127,7 +121,11 @@ def prepared(
         every=training.gradient_checkpointing_every, compiled=training.compile,
     )  # fmt: skip
     if training.compile:
-        compile_blocks(blocks or [("", model)])
+        # Blocks are compiled inside of the hooks on them: the seed of a block is set before its compiled code runs, and
+        # FSDP gathers it outside. Random numbers of compiled code are not those of eager code.
+        for _, block in blocks or [("", model)]:
+            block.forward = torch.compile(block.forward)
+            _COMPILED.add(block)
         log_lines.append(f"compile: {len(blocks) or 1} block(s), at their first forward pass")
     if config.distributed.reproducible:
         join_uses_of_inputs(units_of(model, config.distributed.fsdp, blocks))
@@ -138,11 +136,8 @@ def prepared(
         )
     if shared:
         refuse_synchronised(model)
-    batch_norm = None
-    if dry_run is None:
-        batch_norm = apply_batch_norm_rows(
-            model, training.batch_norm_samples, training.batch_size, layout.data_parallel_size
-        )
+    samples = None if dry_run is not None else training.batch_norm_samples
+    batch_norm = apply_batch_norm_rows(model, samples, training.batch_size, layout.data_parallel_size)
     mesh = dry_run.mesh if dry_run is not None else device_mesh(layout, device.type) if shared else None
     context = context_of(model, layout, config, mesh)
     if context is not None:
@@ -199,35 +194,27 @@ def key_model(model: nn.Module, random_state: RandomState, blocks: Blocks, *, cu
 def refuse_parameters(model: nn.Module, *, sharded: bool, reproducible: bool) -> None:
     """Refuse parameters that do not exist yet, and gradients that this layout can't sum."""
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
-        raise UsageError(
-            f"{listed(lazy)} has no shape yet: a lazy module makes its parameters at its first forward pass",
-            why="they are laid over the ranks before that",
-            fix="call the model once before it is handed over: model(*inputs of one batch)",
-        )
+        what = f"{listed(lazy)} has no shape yet: a lazy module makes its parameters at its first forward pass"
+        why = "they are laid over the ranks before that"
+        raise UsageError(what, why=why, fix="call the model once before it is handed over: model(*inputs of one batch)")
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise UsageError(
-                f"{name or type(model).__name__} makes sparse gradients",
-                why="gradients are summed over micro-batches and ranks, and clipped, as dense tensors",
-                fix=f"write {type(module).__name__}(…, sparse=False)",
-            )
+            what = f"{name or type(model).__name__} makes sparse gradients"
+            why = "gradients are summed over micro-batches and ranks, and clipped, as dense tensors"
+            raise UsageError(what, why=why, fix=f"write {type(module).__name__}(…, sparse=False)")
     of_complex = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
     if of_complex and (sharded or reproducible):
-        raise UsageError(
-            f"the parameter {listed(of_complex)} is complex",
-            where="distributed.strategy: fsdp" if sharded else "distributed.reproducible",
-            why="gradients are cut and summed there as real numbers",
-            fix="keep it real, with a last dim of 2, and take torch.view_as_complex(…) of it in forward; "
-            "or write strategy: ddp and reproducible: false",
-        )
+        where = "distributed.strategy: fsdp" if sharded else "distributed.reproducible"
+        why = "gradients are cut and summed there as real numbers"
+        fix = "keep it real, with a last dim of 2, and take torch.view_as_complex(…) of it in forward; "
+        fix += "or write strategy: ddp and reproducible: false"
+        raise UsageError(f"the parameter {listed(of_complex)} is complex", where=where, why=why, fix=fix)
 
 
 def refuse_wrapped(model: nn.Module) -> None:
     """Refuse a model that is wrapped already: its gradients would be reduced twice."""
     if isinstance(model, DistributedDataParallel | DataParallel):
         name = type(model).__name__
-        raise UsageError(
-            f"the model is already wrapped in {name}",
-            why="Lockstep places it, and would synchronise it twice",
-            fix=f"delete the line model = {name}(model, …) and pass the model itself",
-        )
+        what = f"the model is already wrapped in {name}"
+        why = "Lockstep places it, and would synchronise it twice"
+        raise UsageError(what, why=why, fix=f"delete the line model = {name}(model, …) and pass the model itself")

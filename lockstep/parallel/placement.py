@@ -205,10 +205,8 @@ def around_micro_batches(p: PlacementContext, applied: AppliedStrategy) -> list[
         around.append(applied.compression.powersgd)
     around += applied.around
     ranks = 1 if p.dry_run is not None else applied.statistics_over or p.ranks  # without values there is no exchange
-    row = 1
-    if p.batch_norm is not None:
-        around.append(p.batch_norm)
-        row = p.batch_norm.ranks
+    around += [] if p.batch_norm is None else [p.batch_norm]
+    row = 1 if p.batch_norm is None else p.batch_norm.ranks
     buffers = RunningBuffers(p.model, ranks, p.dp_group, reproducible=p.reproducible, row=row)
     if buffers.any:
         around.append(buffers)

@@ -67,10 +67,8 @@ def watch(placed: ParallelModel) -> None:
         for module in root.modules():
             if module is root or isinstance(module, FSDPModule):
                 # After FSDP2 has gathered a unit, and before it frees it.
-                watch.handles += [
-                    module.register_forward_pre_hook(watch.before(root, module)),
-                    module.register_forward_hook(watch.after(root, module), prepend=True),
-                ]
+                watch.handles.append(module.register_forward_pre_hook(watch.before(root, module)))
+                watch.handles.append(module.register_forward_hook(watch.after(root, module), prepend=True))
     placed.checks.insert(0, partial(_decide_host_generators, placed))
 
 

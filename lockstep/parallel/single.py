@@ -1,7 +1,6 @@
 """Strategies whose ranks run every micro-batch: one process, and the axes `tensor` and `context` alone.
 
-Every strategy on one rank becomes `single`. How layers are cut is in `lockstep.parallel.tensor_cuts`, and how sequences
-are in `lockstep.parallel.context`.
+Every strategy on one rank becomes `single`.
 """
 
 from collections.abc import Iterator

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -214,11 +215,9 @@ def vocabulary_lookup(ids: Tensor, weight: Tensor, cut: Cut, padding_idx: int | 
     if cut.group is None:
         return F.embedding(ids, weight, padding_idx)
     if cut.sequence and ids.shape[SEQUENCE] % cut.ranks:
-        raise UsageError(
-            f"{cut.ranks} ranks along the axis tensor can't share a sequence of {ids.shape[SEQUENCE]}",
-            where="distributed.sequence_parallel",
-            fix="pad sequences to a multiple of the ranks, or write sequence_parallel: false",
-        )
+        what = f"{cut.ranks} ranks along the axis tensor can't share a sequence of {ids.shape[SEQUENCE]}"
+        fix = "pad sequences to a multiple of the ranks, or write sequence_parallel: false"
+        raise UsageError(what, where="distributed.sequence_parallel", fix=fix)
     first = cut.rank * weight.shape[0]
     here = (ids >= first) & (ids < first + weight.shape[0])
     if padding_idx is not None:
@@ -251,11 +250,8 @@ def enter_heads(x: Tensor, heads: int, cut: Cut) -> Tensor:
 def leave_heads(parts: Tensor, cut: Cut) -> Tensor:
     """Return the sum over the heads of all ranks, in float32: [heads, …] → […]."""
     heads, dtype = parts.shape[0], parts.dtype
-    return with_backward(
-        lambda parts: _over_heads(parts, cut, dtype=torch.float32),
-        lambda pull: pull.to(dtype).expand(heads, *pull.shape),
-        parts,
-    )
+    run = partial(_over_heads, cut=cut, dtype=torch.float32)
+    return with_backward(run, lambda pull: pull.to(dtype).expand(heads, *pull.shape), parts)
 
 
 def experts_apart(

@@ -23,24 +23,11 @@ from lockstep.config import StepConfig
 from lockstep.errors import UsageError
 from lockstep.models.hf_decoder import fit_heads, fit_units, is_transposed, refuse_attention_dropout
 from lockstep.models.mixture import through_experts
+from lockstep.parallel import tensor_blocks
 from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.loss_parallel import cut_token_losses
 from lockstep.parallel.parallel_model import ParallelModel, local
-from lockstep.parallel.tensor_blocks import (
-    SEQUENCE,
-    Cut,
-    by_pieces,
-    column_linear,
-    cut_dropout,
-    enter_heads,
-    experts_apart,
-    fused_rows,
-    head_linear,
-    leave_heads,
-    repeated_heads,
-    row_linear,
-    vocabulary_lookup,
-)
+from lockstep.parallel.tensor_blocks import SEQUENCE, Cut
 from lockstep.parallel.tensor_plan import PRODUCTS, Planned, checked_plan, loss_is_planned, module_around
 
 _BUCKET = 1 << 24  # numbers that are summed in one message, and copied for it
@@ -83,15 +70,12 @@ class TensorCuts:
 def apply_tensor(
     model: nn.Module, mesh: DeviceMesh | None, config: StepConfig, within: Cut | None = None, *, own_loss: bool = True
 ) -> TensorCuts:  # fmt: skip
-    """Cut the layers of a model in place, by its own plan.
+    """Cut the layers of a model in place, by its own plan; a UsageError if it has none, or a layer does not divide.
 
     Args:
         mesh: with the axis `tensor`; None: one rank, which computes in blocks.
         within: how the sequences are cut, of which a rank has its part.
         own_loss: the loss is the model's own method.
-
-    Raises:
-        UsageError: the model has no plan, or a layer does not divide.
     """
     distributed = config.distributed
     plan = checked_plan(model)
@@ -164,8 +148,8 @@ def _repeat_heads(module: nn.Module, width: int, copies: int, cut: Cut) -> None:
     def forward(self: Any, x: Tensor, *given: Tensor) -> Tensor:
         weight, bias = (given[0], None) if given else (self.weight, self.bias)
         heads = weight.shape[0] // width
-        bias = None if bias is None else repeated_heads(bias, heads, copies, cut)
-        return column_linear(x, repeated_heads(weight, heads, copies, cut), bias, cut)
+        bias = None if bias is None else tensor_blocks.repeated_heads(bias, heads, copies, cut)
+        return tensor_blocks.column_linear(x, tensor_blocks.repeated_heads(weight, heads, copies, cut), bias, cut)
 
     _replace(module, forward)
 
@@ -176,9 +160,9 @@ def _fuse(module: Any, name: str, unit: int, cut: Cut) -> None:
     _check_divides(f"{name}.weight", parts * unit, unit, cut)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        weight = fused_rows(_weight(self), self.fused_sizes, parts, cut)
-        bias = None if self.bias is None else fused_rows(self.bias, self.fused_sizes, parts, cut)
-        made = column_linear(x, weight, bias, cut).unflatten(-1, (parts // cut.ranks, -1))  # type: ignore[no-untyped-call]
+        weight = tensor_blocks.fused_rows(_weight(self), self.fused_sizes, parts, cut)
+        bias = None if self.bias is None else tensor_blocks.fused_rows(self.bias, self.fused_sizes, parts, cut)
+        made = tensor_blocks.column_linear(x, weight, bias, cut).unflatten(-1, (parts // cut.ranks, -1))  # type: ignore[no-untyped-call]
         layers = made.split([size // parts for size in self.fused_sizes], -1)
         return torch.cat([layer.flatten(-2) for layer in layers], -1)
 
@@ -194,11 +178,9 @@ def _check_divides(name: str, size: int, unit: int, cut: Cut) -> None:
     if size % (unit * cut.ranks) == 0:
         return
     parts = f"{size // unit} heads" if unit > 1 else f"{size} rows or columns"
-    raise UsageError(
-        f"{name} has {parts}, which {cut.ranks} ranks can't share",
-        where="distributed.tensor_size",
-        fix=f"write a divisor of {size // unit}, or give the model a multiple of {cut.ranks}",
-    )
+    what = f"{name} has {parts}, which {cut.ranks} ranks can't share"
+    fix = f"write a divisor of {size // unit}, or give the model a multiple of {cut.ranks}"
+    raise UsageError(what, where="distributed.tensor_size", fix=fix)
 
 
 def _cut_parameters(module: nn.Module, attribute: str | None, way: str) -> Iterator[tuple[nn.Parameter, int]]:
@@ -233,18 +215,21 @@ def _linear(product: Callable[[Tensor, Tensor, Tensor | None, Cut], Tensor]) -> 
 
 def _row(module: nn.Module, cut: Cut) -> None:
     def forward(self: Any, x: Tensor, *given: Tensor) -> Tensor:
-        y = row_linear(x, given[0] if given else _weight(self), cut)
+        y = tensor_blocks.row_linear(x, given[0] if given else _weight(self), cut)
         if given or self.bias is None:
             return y
-        bias = self.bias.to(y.dtype)
-        return by_pieces(torch.add, y, (bias,), cut, SEQUENCE) if cut.blocks is not None and cut.sequence else y + bias
+        bias: Tensor = self.bias.to(y.dtype)
+        if cut.blocks is None or not cut.sequence:
+            return y + bias
+        return tensor_blocks.by_pieces(torch.add, y, (bias,), cut, SEQUENCE)
 
     _replace(module, forward)
 
 
 def _vocabulary(module: nn.Module, cut: Cut) -> None:
     def forward(self: Any, ids: Tensor, *given: Tensor) -> Tensor:
-        return vocabulary_lookup(ids, given[0] if given else self.weight, cut, getattr(self, "padding_idx", None))
+        weight = given[0] if given else self.weight
+        return tensor_blocks.vocabulary_lookup(ids, weight, cut, getattr(self, "padding_idx", None))
 
     _replace(module, forward)
 
@@ -263,7 +248,7 @@ def _experts(module: nn.Module, cut: Cut) -> None:
     before: Callable[..., Tensor] = module.forward.__func__  # type: ignore[attr-defined]  # its self may be a stand-in
 
     def forward(self: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
-        return experts_apart(MethodType(before, self), rows, counts, cut)
+        return tensor_blocks.experts_apart(MethodType(before, self), rows, counts, cut)
 
     module.forward = MethodType(forward, module)
 
@@ -280,15 +265,15 @@ def _routed(module: nn.Module, cut: Cut) -> None:
     def forward(self: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         counts = (chosen.flatten()[:, None] == torch.arange(self.num_experts, device=chosen.device)).sum(0)
         own: Callable[..., Tensor] = partial(run, self)
-        apart = own if cut.group is None else partial(experts_apart, own, cut=cut)
+        apart = own if cut.group is None else partial(tensor_blocks.experts_apart, own, cut=cut)
         return through_experts(apart, tokens, chosen, weights, counts)  # type: ignore[no-any-return]
 
     module.forward = MethodType(forward, module)
 
 
 def _scope(module: nn.Module, cut: Cut) -> None:
-    module.enter = MethodType(lambda _self, x, heads: enter_heads(x, heads, cut), module)  # type: ignore[assignment]
-    module.leave = MethodType(lambda _self, parts: leave_heads(parts, cut), module)  # type: ignore[assignment]
+    module.enter = MethodType(lambda _self, x, heads: tensor_blocks.enter_heads(x, heads, cut), module)  # type: ignore[assignment]
+    module.leave = MethodType(lambda _self, parts: tensor_blocks.leave_heads(parts, cut), module)  # type: ignore[assignment]
     for inner in module.modules():
         if isinstance(inner, nn.Dropout):
             _dropout(inner, cut, 0)
@@ -313,7 +298,7 @@ def _by_pieces(module: nn.Module, cut: Cut, dim: int) -> None:
         return torch.func.functional_call(whole, dict(zip(names, weights, strict=True)), (piece,))  # type: ignore[no-any-return]
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return by_pieces(run, x, [getattr(self, name) for name in names], cut, dim)
+        return tensor_blocks.by_pieces(run, x, [getattr(self, name) for name in names], cut, dim)
 
     module.forward = MethodType(forward, module)
 
@@ -322,7 +307,7 @@ def _dropout(module: nn.Dropout, cut: Cut, dim: int) -> None:
     cuts = [] if cut.group is None else [(cut, dim)]
     if cut.within is not None:
         cuts.append((cut.within, getattr(module, "sequence_dim", SEQUENCE)))
-    cut_dropout(module, cuts)
+    tensor_blocks.cut_dropout(module, cuts)
 
 
 def _replace(module: nn.Module, run: Callable[..., Tensor]) -> None:
@@ -334,8 +319,9 @@ def _replace(module: nn.Module, run: Callable[..., Tensor]) -> None:
 
 
 _MAKE: dict[str, Callable[[nn.Module, Cut], None]] = {
-    "column": _linear(column_linear), "heads": _linear(column_linear), "row": _row, "vocabulary": _vocabulary,
-    "head": _linear(head_linear), "loss": _loss, "routed": _routed, "experts": _experts, "scope": _scope,
+    "column": _linear(tensor_blocks.column_linear), "heads": _linear(tensor_blocks.column_linear), "row": _row,
+    "vocabulary": _vocabulary, "head": _linear(tensor_blocks.head_linear), "loss": _loss, "routed": _routed,
+    "experts": _experts, "scope": _scope,
     "inner": lambda module, cut: _by_pieces(module, cut, getattr(module, "heads_dim", -2)), "sequence": _sequence,
 }  # fmt: skip
 

@@ -38,20 +38,16 @@ def checked_plan(model: nn.Module) -> list[Planned]:
                 fix="give it a method product(x, weight), which its forward pass calls, or leave it out of the plan",
             )
         if way == "sequence" and not isinstance(module, nn.RMSNorm | nn.LayerNorm | nn.Dropout):
-            raise UsageError(
-                f'tensor_plan() says "sequence" of {name}, a {type(module).__name__}',
-                where="distributed.sequence_parallel",
-                fix="say so of nn.RMSNorm, nn.LayerNorm and nn.Dropout only",
-            )
+            what = f'tensor_plan() says "sequence" of {name}, a {type(module).__name__}'
+            fix = "say so of nn.RMSNorm, nn.LayerNorm and nn.Dropout only"
+            raise UsageError(what, where="distributed.sequence_parallel", fix=fix)
         if way.endswith("heads"):
             module_around(model, name)
     losses = [name for name, *_, way in plan if way == "loss"]
     if losses and "head" not in {way for *_, way in plan}:
-        raise UsageError(
-            f'tensor_plan() of {type(model).__name__} says "loss" of {losses[0]}, and "head" of no layer',
-            why="each rank would take the whole vocabulary for its own part of it",
-            fix='say "head" of the output layer, or leave the loss out of the plan',
-        )
+        what = f'tensor_plan() of {type(model).__name__} says "loss" of {losses[0]}, and "head" of no layer'
+        why = "each rank would take the whole vocabulary for its own part of it"
+        raise UsageError(what, why=why, fix='say "head" of the output layer, or leave the loss out of the plan')
     return plan
 
 
@@ -67,12 +63,10 @@ def _planned(model: nn.Module) -> Iterator[Planned]:
     """Yield (name, module, attribute, way) for each module, or parameter `attribute` of one, that the plan names."""
     plan = plan_of(model)
     if plan is None:
-        raise UsageError(
-            f"{type(model).__name__} does not say how its layers are cut",
-            where="distributed.tensor_size",
-            fix='give the model tensor_plan() -> {"layers.*.attention.query": "heads", "layers.*.attention.out": "row"}'
-            f"; the ways are {', '.join(WAYS)}",
-        )
+        what = f"{type(model).__name__} does not say how its layers are cut"
+        fix = 'give the model tensor_plan() -> {"layers.*.attention.query": "heads", "layers.*.attention.out": "row"}'
+        fix += f"; the ways are {', '.join(WAYS)}"
+        raise UsageError(what, where="distributed.tensor_size", fix=fix)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for pattern, way in plan.items():
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
@@ -95,9 +89,7 @@ def module_around(model: nn.Module, name: str) -> tuple[nn.Module, int]:
     around = model.get_submodule(name.rpartition(".")[0])
     width = getattr(around, "head_width", None) or getattr(around, "head_dim", None)
     if not isinstance(width, int):
-        raise UsageError(
-            f"tensor_plan() of {type(model).__name__} says {name!r}: cut by heads",
-            why=f"{type(around).__name__}, the module around it, has no head_width",
-            fix="give it the width of a head, in numbers, as self.head_width",
-        )
+        what = f"tensor_plan() of {type(model).__name__} says {name!r}: cut by heads"
+        why = f"{type(around).__name__}, the module around it, has no head_width"
+        raise UsageError(what, why=why, fix="give it the width of a head, in numbers, as self.head_width")
     return around, width

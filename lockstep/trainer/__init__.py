@@ -29,11 +29,7 @@ __all__ = ["Trainer", "run"]
 
 
 def run(config: Config, *, output_dir: Path, resume: str) -> int:
-    """Train a config; return the exit code: 0, or 75 if the run was asked to stop and has saved.
-
-    Args:
-        resume: `auto`, `never`, or a path to a checkpoint.
-    """
+    """Train a config; return the exit code: 0, or 75 if the run was asked to stop and has saved."""
     if config.model.name is None or config.data.name is None:
         missing = "model.name" if config.model.name is None else "data.name"
         raise UsageError(f"the config does not say {missing}", fix=f"set {missing}")
@@ -89,9 +85,8 @@ def check_named(config: Config, source: str) -> None:
         try:
             look()
         except UsageError as error:
-            found.append(
-                Mistake(error.where or source, error.what + (f" ({error.why})" if error.why else ""), error.fix)
-            )
+            what = error.what + (f" ({error.why})" if error.why else "")
+            found.append(Mistake(error.where or source, what, error.fix))
     if found:
         raise usage_error(found, source)
 

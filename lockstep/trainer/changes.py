@@ -64,14 +64,11 @@ def require_same_epoch(source: StepSource, global_batch_size: int, found: checkp
 
 def another_training(what: str, found: checkpoint.CheckpointPath) -> UsageError:
     """Return the error for resuming from a checkpoint of another training."""
-    return UsageError(
-        f"the run would not go on as it began: {what}",
-        where=f"resuming from {found}",
-        why="samples, their order, random numbers and the model follow from the config and the step number, so this "
-        "would be another training from here on",
-        fix="give the former value back; or start afresh with --resume never (in Python: resume='never'); or go on "
-        "all the same with --allow-changes (in Python: allow_changes=True)",
-    )
+    why = "samples, their order, random numbers and the model follow from the config and the step number, so this "
+    why += "would be another training from here on"
+    fix = "give the former value back; or start afresh with --resume never (in Python: resume='never'); or go on "
+    fix += "all the same with --allow-changes (in Python: allow_changes=True)"
+    return UsageError(f"the run would not go on as it began: {what}", where=f"resuming from {found}", why=why, fix=fix)
 
 
 def _changes(config: Config, global_batch_size: int, found: checkpoint.CheckpointPath) -> Iterator[Change]:
@@ -90,8 +87,8 @@ def _changes(config: Config, global_batch_size: int, found: checkpoint.Checkpoin
             another = key.startswith(_ANOTHER_TRAINING) or (key in _SIZES and grows)
             yield Change(key, before.get(key), now.get(key), another)
     if grows and not sizes_differ:  # no key was changed, but the number of ranks, as after the loss of a machine
-        yield Change("the global batch (it follows the ranks: set global_batch_size)", whole,
-                     global_batch_size, another_training=False)  # fmt: skip
+        key = "the global batch (it follows the ranks: set global_batch_size)"
+        yield Change(key, whole, global_batch_size, another_training=False)
 
 
 def _differs(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:

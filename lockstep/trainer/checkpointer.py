@@ -198,9 +198,7 @@ def restore(trainer: "Trainer", found: checkpoint.CheckpointPath | None) -> Load
 def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
     """Return where to resume: the newest whole checkpoint (`auto`), nowhere (`never`), or the given path.
 
-    Raises:
-        UsageError: the path is not a checkpoint.
-        RunError: there are checkpoints, and none is whole: a person has to decide about a fresh start.
+    A RunError is raised if there are checkpoints, and none is whole: a person has to decide about a fresh start.
     """
     if how == "never":
         return None

@@ -18,6 +18,7 @@ from lockstep.checkpoint import Ranks
 from lockstep.data import MicroBatch, StepBatches, StepSource, adopt, batch_length, move
 from lockstep.errors import UsageError
 from lockstep.models.protocol import logits_of, targets_of
+from lockstep.parallel.buffers import restored
 from lockstep.parallel.loss_accumulator import Number, at_least
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
@@ -147,19 +148,12 @@ def evaluating(placed: ParallelModel) -> Iterator[None]:
                 module.reshard()
 
 
-@contextmanager
-def restored_buffers(placed: ParallelModel) -> Iterator[None]:
-    """Restore the buffers, such as running statistics, after the forward passes in the block."""
+def restored_buffers(placed: ParallelModel) -> AbstractContextManager[None]:
+    """Return a context that restores the buffers, such as running statistics, after the forward passes in it."""
     buffers = [buffer for part in placed.parts for buffer in part.buffers()]
     if placed.local_training is not None:  # under local updates the common model is evaluated, with its own buffers
         buffers += [value for name, value in placed.kept().items() if name not in placed.parameters]
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+    return restored(buffers)
 
 
 def evaluate(
@@ -274,12 +268,9 @@ class MetricSet:
         by_name: Mapping[str, Any] = {"": metrics} if self._several else metrics  # type: ignore[assignment]
         for name, metric in by_name.items():
             if not (callable(metric) or _is_object(metric)):
-                raise UsageError(
-                    f"the metric {name!r} is a {type(metric).__name__}",
-                    where="metrics",
-                    fix="pass a function (outputs, targets) -> values, or an object with update and compute, such as "
-                    "torchmetrics has them",
-                )
+                fix = "pass a function (outputs, targets) -> values, or an object with update and compute, such as "
+                fix += "torchmetrics has them"
+                raise UsageError(f"the metric {name!r} is a {type(metric).__name__}", where="metrics", fix=fix)
         self._objects = {name: metric for name, metric in by_name.items() if _is_object(metric)}
         self._functions = {name: metric for name, metric in by_name.items() if name not in self._objects}
         self._names = list(by_name)

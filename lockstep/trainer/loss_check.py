@@ -25,9 +25,9 @@ from lockstep.errors import UsageError
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import num_samples
 from lockstep.monitor.figures import gather_objects
-from lockstep.parallel.compiled import compiled_blocks
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.place import compiled_blocks
 from lockstep.torch_compat.pytree import tree_flatten, tree_map_only, tree_unflatten
 from lockstep.trainer.evaluator import evaluating, restored_buffers
 
@@ -160,9 +160,8 @@ class LossCheck:
         return losses.found
 
     def _compare(self, losses: list[tuple[float, float]]) -> bool | None:
-        if len(losses) < 3 or not all(math.isfinite(mean) for mean, _ in losses):
-            return None
-        if not any(count for _, count in losses[1:]):
+        finite = len(losses) == 3 and all(math.isfinite(mean) for mean, _ in losses)
+        if not finite or not any(count for _, count in losses[1:]):
             return None
         if self._placed.objective.must_be_told and not self._proportional:
             return False  # even if the terms happen to be equal for both halves
@@ -276,10 +275,8 @@ def _by_samples(leaf: Any, size: int) -> bool:
 
 def _message(cut: _Split, losses: list[tuple[float, float]], *, counted: bool) -> tuple[str, str]:
     (whole, _), (one, n), (other, m) = losses
-    what = (
-        f"the loss does not add up: {num_samples(cut[0])} samples have {whole:.6g}; their halves have {one:.6g} and "
-        f"{other:.6g}, which with the counts {n:g} and {m:g} make {_mean_of_halves(losses):.6g}"
-    )
+    what = f"the loss does not add up: {num_samples(cut[0])} samples have {whole:.6g}; their halves have {one:.6g} and "
+    what += f"{other:.6g}, which with the counts {n:g} and {m:g} make {_mean_of_halves(losses):.6g}"
     weight = (whole - other) / (one - other) if one != other else -1.0
     return what, fix_for_count(cut[1:], weight, counted=counted)
 
@@ -305,10 +302,8 @@ def fix_for_count(halves: tuple[Any, Any] | None = None, weight: float = -1.0, *
             'is learned. A sum says so: loss_reduction = "sum", or reduction = "sum" of a loss function'
         )
     what = "its count(batch) is something else than" if counted else "give the model"
-    return (
-        f"{what} what its loss is divided by, for instance\ndef count(self, batch):\n"
-        '    return (batch["labels"] != -100).sum()'
-    )
+    count = 'def count(self, batch):\n    return (batch["labels"] != -100).sum()'
+    return f"{what} what its loss is divided by, for instance\n{count}"
 
 
 def _candidates(one: Any, other: Any) -> Iterator[tuple[str, float, float]]:
@@ -323,8 +318,7 @@ def _candidates(one: Any, other: Any) -> Iterator[tuple[str, float, float]]:
             continue
         for ignored in _IGNORED:
             yield f"({member} != {ignored}).sum()", float((a != ignored).sum()), float((b != ignored).sum())
-        if a.ndim > 1:
-            for ignored in _IGNORED:
-                text = f"({member}[..., 1:] != {ignored}).sum()"
-                yield text, float((a[..., 1:] != ignored).sum()), float((b[..., 1:] != ignored).sum())
+        for ignored in _IGNORED if a.ndim > 1 else ():
+            text = f"({member}[..., 1:] != {ignored}).sum()"
+            yield text, float((a[..., 1:] != ignored).sum()), float((b[..., 1:] != ignored).sum())
         yield f"{member}.sum()", float(a.sum()), float(b.sum())

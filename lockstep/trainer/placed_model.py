@@ -84,11 +84,8 @@ def place(
 class PlacedModel:
     """A model that `lockstep.place` has placed on the ranks.
 
-    Every rank makes the same calls in the same order; only one of them prints and writes files.
-
-    Attributes:
-        step: calls of `backward` so far; random numbers follow from it. `load_checkpoint` sets it.
-        log_lines: lines to log about the placement.
+    Every rank makes the same calls in the same order; only one of them prints and writes files. `step` counts the calls
+    of `backward`: random numbers follow from it. `log_lines` are about the placement.
     """
 
     def __init__(self, placed: ParallelModel, mode: str, config: Config, here: Cluster) -> None:
@@ -181,8 +178,7 @@ class PlacedModel:
     def evaluate(self, micro_batches: Iterable[Any]) -> float:
         """Return the mean loss over all valid targets of all ranks' micro-batches, in evaluation mode.
 
-        Args:
-            micro_batches: this rank's, a DataLoader for instance.
+        `micro_batches` are this rank's, a DataLoader for instance.
         """
         return evaluate(self._placed, self._windows(iter(micro_batches)))
 
@@ -265,14 +261,12 @@ class PlacedModel:
     def _windows(self, batches: Iterator[Any]) -> Generator[StepBatches, None, None]:
         each = max(1, WINDOW // self.data_parallel_size)
         for window in count():
-            micro_batches, micro_batches_per_step = self._assigner.assign(
-                list(islice(batches, each)), self.step, "evaluate"
-            )
-            if not micro_batches and window == 0:
+            mine, micro_batches_per_step = self._assigner.assign(list(islice(batches, each)), self.step, "evaluate")
+            if not mine and window == 0:
                 raise UsageError("there is nothing to evaluate on", why="no rank brings a micro-batch")
-            if not micro_batches:
+            if not mine:
                 return
-            yield StepBatches(window, 0, micro_batches_per_step, 0, False, micro_batches)
+            yield StepBatches(window, 0, micro_batches_per_step, 0, False, mine)
 
 
 def _configured(config: Config, settings: dict[str, Any]) -> Config:

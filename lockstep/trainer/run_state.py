@@ -59,10 +59,8 @@ class Following:
         """Return the log line of a run that has stopped early."""
         assert self.early_stopping is not None
         config, times = self.early_stopping, self.since
-        return (
-            f"stopped early: {config.metric} has not become better than {self.best:.6g} in {times} "
-            f"evaluation{'s' * (times != 1)} (training.early_stopping)"
-        )
+        why = f"{config.metric} has not become better than {self.best:.6g} in {times} evaluation{'s' * (times != 1)}"
+        return f"stopped early: {why} (training.early_stopping)"
 
     def add(self, results: Mapping[str, Any]) -> None:
         """Take the results of an evaluation: `eval_loss` and others."""
@@ -155,15 +153,9 @@ class RunState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state besides tensors."""
-        return {
-            **self.step.state_dict(),
-            "steps_per_epoch": self.steps_per_epoch,
-            "source": self.source,
-            "ended_epoch": self.ended_epoch,
-            "following": self.following.state_dict(),
-            "best": self.best,
-            "metrics": {name: plain(value) for name, value in self.metrics.items()},
-        }
+        own = {name: getattr(self, name) for name in ("steps_per_epoch", "source", "ended_epoch", "best")}
+        metrics = {name: plain(value) for name, value in self.metrics.items()}
+        return {**self.step.state_dict(), **own, "following": self.following.state_dict(), "metrics": metrics}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -177,20 +169,13 @@ class RunState:
         self, facts: Mapping[str, Any], metadata: dict[str, Any], *, include_optimizer: bool = True
     ) -> checkpoint.Snapshot:
         """Return a checkpoint's contents for the current state, with the live tensors; `facts` join the state."""
-        placed = self.step.placed
-        optimizers: dict[str, dict[str, Tensor]] = {}
-        groups: dict[str, dict[str, Any]] = {}
+        placed, local = self.step.placed, self.step.placed.local_training
+        state = {**self.state_dict(), **facts, "metadata": metadata}
+        extra = placed.state if local is None else {**placed.state, WORKERS: local.state()}
+        snapshot = checkpoint.Snapshot(placed.kept(), state=state, extra=extra, aliases=placed.named_aliases)
         if include_optimizer:
-            optimizers[OPTIMIZER], groups[OPTIMIZER] = self._optimizer_state()
-        local = placed.local_training
-        return checkpoint.Snapshot(
-            model=placed.kept(),
-            optimizers=optimizers,
-            groups=groups,
-            state={**self.state_dict(), **facts, "metadata": metadata},
-            extra=placed.state if local is None else {**placed.state, WORKERS: local.state()},
-            aliases=placed.named_aliases,
-        )
+            snapshot.optimizers[OPTIMIZER], snapshot.groups[OPTIMIZER] = self._optimizer_state()
+        return snapshot
 
     def load(self, path: checkpoint.Checkpoint) -> Loaded:
         """Load a checkpoint of any topology."""
@@ -211,12 +196,11 @@ class RunState:
             names = {id(p): prefix + name for name, p in self.step.placed.parameters.items()}
             some, own = checkpoint.optimizer_state(self.step.optimizer, names)
             tensors |= some
-            if not groups:
-                groups = own
-            else:
+            if groups:
                 groups["values"] |= own["values"]
                 for group, more in zip(groups["groups"], own["groups"], strict=True):
                     group["params"] += more["params"]
+            groups = groups or own
         return tensors, groups
 
     def _prefixes(self) -> Iterable[str]:
@@ -236,10 +220,9 @@ class RunState:
             fix = f"set distributed.diloco.workers: {stored}, on a number of ranks that divides it"
             raise UsageError(f"{path} holds {stored} workers, and this run has {local.total}", why=why, fix=fix)
         optimizer = _optimizer_in(path)
-        named = {
-            prefix: {("" if begins else prefix) + name: p for name, p in placed.parameters.items()}
-            for prefix in self._prefixes()
-        }
+        named = {}
+        for prefix in self._prefixes():
+            named[prefix] = {("" if begins else prefix) + name: p for name, p in placed.parameters.items()}
         if optimizer is not None:
             wanted = {name: p for names in named.values() for name, p in names.items()}
             target.optimizers[optimizer] = checkpoint.optimizer_targets(path, optimizer, wanted)
@@ -262,10 +245,8 @@ def _optimizer_in(path: checkpoint.Checkpoint) -> str | None:
     """Return the name of the one optimizer in a checkpoint; a user's own loop may choose any name."""
     names = checkpoint.optimizers_in(path)
     if len(names) > 1:
-        raise UsageError(
-            f"{path} holds the optimizers {listed(names)}, and a Trainer has one",
-            why="a loop over lockstep.place wrote it",
-            fix="go on with lockstep.place(…).load_checkpoint(path, optimizers); or take the weights alone: "
-            "model.load_state_dict(lockstep.checkpoint.weights(path)) before the Trainer is made",
-        )
+        what = f"{path} holds the optimizers {listed(names)}, and a Trainer has one"
+        fix = "go on with lockstep.place(…).load_checkpoint(path, optimizers); or take the weights alone: "
+        fix += "model.load_state_dict(lockstep.checkpoint.weights(path)) before the Trainer is made"
+        raise UsageError(what, why="a loop over lockstep.place wrote it", fix=fix)
     return names[0] if names else None

@@ -137,11 +137,9 @@ def check_loss_fn(spec: ObjectSpec) -> Any:
         return check_object(spec, "loss_fn")
     require_call(found, ("outputs", "targets"), spec.name, "loss_fn")
     if spec.args or spec.positional:
-        raise UsageError(
-            f"{spec.name} is not a class, and its arguments are outputs and targets",
-            where="loss_fn.args",
-            fix="leave args out, or name a class that takes them, whose objects are called with outputs and targets",
-        )
+        what = f"{spec.name} is not a class, and its arguments are outputs and targets"
+        fix = "leave args out, or name a class that takes them, whose objects are called with outputs and targets"
+        raise UsageError(what, where="loss_fn.args", fix=fix)
     return found
 
 

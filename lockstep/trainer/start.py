@@ -15,7 +15,6 @@ import torch
 
 from lockstep import accelerator, cores
 from lockstep.checkpoint import Ranks
-from lockstep.cluster import Cluster
 from lockstep.config import MonitorConfig
 from lockstep.data import StepLoader, StepSource
 from lockstep.heartbeat import DUMP
@@ -56,7 +55,12 @@ def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]
         figures.recomputes = training.gradient_checkpointing != "none"
     if trainer.is_main_process:
         figures.peak, figures.peak_source = peak_flops(trainer.device, trainer.mode)
-    ranks = gather_objects(_this_rank(trainer.cluster))
+    threads, device = torch.get_num_threads(), trainer.device
+    on = f"CPU, {threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else accelerator.name_of(device)
+    ranks = gather_objects({
+        "rank": trainer.cluster.facts.rank, "host": socket.gethostname(), "device": on, "process": os.getpid(),
+        "threads": threads, "cores": len(cores.allowed()),
+    })  # fmt: skip
     start = trainer.step.progress.step
     monitor = Monitor(
         config, directory, is_main=trainer.is_main_process, total_steps=total, start_step=start, figures=figures,
@@ -141,22 +145,10 @@ def idle_ranks(trainer: "Trainer") -> list[str]:
     if idle <= 0:
         return []
     return [
-        f"a step has {micro_batches} micro-batch{'es' * (micro_batches != 1)} for {ranks} data-parallel "
-        f"ranks: {idle} of them compute{'s' * (idle == 1)} nothing that counts. Use {micro_batches} "
-        f"rank{'s' * (micro_batches != 1)}, a smaller batch_size, or global_batch_size={ranks * batch_size}"
+        f"a step has {micro_batches} micro-batch{'es' * (micro_batches != 1)} for {ranks} data-parallel ranks: {idle} "
+        f"of them compute{'s' * (idle == 1)} nothing that counts. Use {micro_batches} rank{'s' * (micro_batches != 1)}"
+        f", a smaller batch_size, or global_batch_size={ranks * batch_size}"
     ]
-
-
-def _this_rank(cluster: Cluster) -> dict[str, Any]:
-    threads, on_cpu = torch.get_num_threads(), cluster.device.type == "cpu"
-    return {
-        "rank": cluster.facts.rank,
-        "host": socket.gethostname(),
-        "device": f"CPU, {threads} thread{'s' * (threads != 1)}" if on_cpu else accelerator.name_of(cluster.device),
-        "process": os.getpid(),
-        "threads": threads,
-        "cores": len(cores.allowed()),
-    }
 
 
 _LOOK_SECONDS = 0.5

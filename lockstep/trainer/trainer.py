@@ -75,8 +75,7 @@ class Trainer:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | MakeOptimizer | str | None = None,
         loss_fn: Callable[..., Tensor] | None = None, *, scheduler: LRScheduler | MakeScheduler | None = None,
-        scheduler_metric: str = "eval_loss",
-        config: Config | None = None, output_dir: str | Path | None = None,
+        scheduler_metric: str = "eval_loss", config: Config | None = None, output_dir: str | Path | None = None,
         after_update: AfterUpdate | list[AfterUpdate] | None = None, freeze_until: Mapping[str, int] | None = None,
         **settings: Unpack[TrainerSettings],
     ) -> None:  # fmt: skip
@@ -115,10 +114,11 @@ class Trainer:
         self.state = RunState(self.step, following=Following(training.early_stopping, plateau), keep_best=kept)
         self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
         self.checkpoints: checkpoint.Directory | None = None  # where the run keeps them
+        self.lock: RunLock | None = None
         if self.run_directory is not None:
             storage = self.config.checkpoint.storage
             self.checkpoints = self.run_directory.checkpoints if storage is None else checkpoint.build_storage(storage)
-        self.lock = RunLock(self.run_directory.path, _say) if self.run_directory is not None else None
+            self.lock = RunLock(self.run_directory.path, lambda text: print(f"lockstep: {text}", flush=True))
         self.last_record: StepRecord | None = None
         self.reads_tokens = False  # known after the first batch
         self._start_is_decided = False  # the run was resumed, loaded, or told to start afresh
@@ -403,10 +403,7 @@ class Trainer:
 
     @property
     def best_checkpoint(self) -> checkpoint.CheckpointPath | None:
-        """The best checkpoint of the run directory by `checkpoint.keep_best`, for `load_checkpoint`, if there is one.
-
-        All ranks ask for it together.
-        """
+        """The best checkpoint by `checkpoint.keep_best`, if there is one; all ranks ask for it together."""
         directory, folder, config = self.run_directory, self.checkpoints, self.config.checkpoint
         if folder is None or directory is None:
             return None
@@ -448,8 +445,7 @@ class Trainer:
     def global_batch_size(self) -> int:
         """Samples in a full step, over all ranks."""
         training = self.config.training
-        per_round = training.batch_size * self.layout.batch_shares
-        return training.global_batch_size or per_round * training.accumulation
+        return training.global_batch_size or training.batch_size * self.layout.batch_shares * training.accumulation
 
     def enable_gradient_checkpointing(self, mode: str = "full") -> None:
         """Recompute the activations of blocks in the backward pass, from now on."""
@@ -460,7 +456,3 @@ class Trainer:
     def forward(self, *inputs: Any, **more: Any) -> Any:
         """Return the model's outputs in evaluation mode, without a graph; the same arguments on all ranks."""
         return sample(self.placed, 0, *inputs, **more)
-
-
-def _say(text: str) -> None:
-    print(f"lockstep: {text}", flush=True)

@@ -50,12 +50,9 @@ class WholeBatchSteps:
 
     def __init__(self, placed: ParallelModel, loss: WholeBatch) -> None:
         if placed.local_training is not None or placed.layout.context > 1:
-            raise UsageError(
-                "a loss over the whole batch is not supported "
-                + ("where workers train their own models" if placed.local_training is not None else "on context ranks"),
-                where="WholeBatch",
-                fix="use ddp, fsdp, pipeline or tensor",
-            )
+            on = "on context ranks" if placed.local_training is None else "where workers train their own models"
+            what = f"a loss over the whole batch is not supported {on}"
+            raise UsageError(what, where="WholeBatch", fix="use ddp, fsdp, pipeline or tensor")
         self._placed, self._loss, self._run = placed, loss, placed.forward_backward
 
     def forward_backward(
@@ -108,10 +105,9 @@ class WholeBatchSteps:
             loss = self._loss(outputs, targets)
         wanted = [[leaf for leaf in row if _is_float(leaf)] for row in leaves]
         found = iter(torch.autograd.grad(loss, list(chain.from_iterable(wanted)), allow_unused=True))
-        each = {
-            index: [(torch.zeros_like(leaf) if (g := next(found)) is None else g).cpu() for leaf in row]
-            for (index, _), row in zip(rows, wanted, strict=True)
-        }
+        each = {}
+        for (index, _), row in zip(rows, wanted, strict=True):
+            each[index] = [(torch.zeros_like(leaf) if (g := next(found)) is None else g).cpu() for leaf in row]
         samples = sum(next(leaf.shape[0] for leaf in row if isinstance(leaf, Tensor) and leaf.ndim) for row in leaves)
         value = float(loss.detach())  # host waits for the device
         return [(value, samples, {index: each[index] for index in indices}) for _, indices in by_rank]

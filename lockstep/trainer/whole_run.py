@@ -94,9 +94,8 @@ class WholeRun:
         step = trainer.step.progress.step
         following = trainer.state.following
         if trainer.step.stopping and not following.stopped:
-            return f"stopped after step {step}, " + (
-                "which is saved: the same command goes on" if saved == step else "which is not saved"
-            )
+            whether = "which is saved: the same command goes on" if saved == step else "which is not saved"
+            return f"stopped after step {step}, {whether}"
         why = f"{following.why_stopped()}; " if following.stopped else ""
         where = f" in {run.path}; `lockstep report {run.path}` draws it" if run is not None else ""
         return f"{why}done after step {step}{where}"

@@ -60,7 +60,6 @@ class PowerSGD(AroundMicroBatch):
     Args:
         mesh: 1-D, of the replicas.
         rank: r; a matrix with fewer rows or columns takes as many as it has.
-        start_step: the first step that is compressed.
         undoable: steps may be skipped after the hook has run, or be computed again; costs another memory of the
             model's size.
     """

@@ -71,15 +71,10 @@ class QuantizedAllReduce:
         self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
 
     def mean(self, rows: Tensor, kind: str | None = None) -> tuple[Tensor, Tensor]:
-        """Return the mean over all workers; every rank calls it.
+        """Return the mean over all workers' rows, fp32 [this rank's workers, numbers], and this rank's rounding errors.
 
-        Args:
-            rows: fp32 [workers of this rank, numbers].
-            kind: in place of the object's own.
-
-        Returns:
-            (the mean, fp32 [numbers], the same on all ranks; the rounding errors of this rank's rows, in their shape:
-            of each row, and of the mean in the worker's own share. Added to the next rows, they correct both).
+        The mean, fp32 [numbers], is the same on all ranks. The errors, [workers, numbers], are of each row, and of the
+        mean in the worker's own share: added to the next rows, they correct both. `kind` replaces the object's own.
         """
         kind, (held, numbers) = kind or self._kind, rows.shape
         workers = held * self._ranks

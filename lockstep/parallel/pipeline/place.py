@@ -121,21 +121,16 @@ def _runner(p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, 
     stages = len(plan.parts.stages)
     objects_on = object_device(p.device)
     knows_batches = parts[0].is_first and (p.cuts is None or p.cuts.cut.rank == 0)
+    buffers = [RunningBuffers(part, dp_size, cut.dp_group, reproducible=p.reproducible) for part in parts]
+    relay = Relay(parts, plan.parts.ranks, group, p.device, objects_on)
+    shapes = Shapes(cut.dp_rank, dp_size, knows_batches, objects_on, together=p.experts is not None)
     runner = Runner(
-        parts,
-        [RunningBuffers(part, dp_size, cut.dp_group, reproducible=p.reproducible) for part in parts],
-        p.objective,
-        p.random_state,
-        cut.work,
-        Relay(parts, plan.parts.ranks, group, p.device, objects_on),
-        Shapes(cut.dp_rank, dp_size, knows_batches, objects_on, together=p.experts is not None),
+        parts, buffers, p.objective, p.random_state, cut.work, relay, shapes,
         make_run=partial(run_of, plan.facts.name),
         padded=lambda count: plan.facts.padded(count, p.layout.pipeline, stages),
         per_run=p.config.distributed.pipeline.n_microbatches,
-        shared_unit=cut.unit,
-        frees=cut.frees,
-        trees=cut.trees,
-    )
+        shared_unit=cut.unit, frees=cut.frees, trees=cut.trees,
+    )  # fmt: skip
     at = {"forward_at": runner.forward_at, "backward_at": runner.backward_at}
     runner.stages = [
         Stage(part, part.index, stages, p.device, group, **at, trees=cut.trees, halves=halves) for part in parts

@@ -39,23 +39,19 @@ def partition(
     """Cut a chain of named segments into `ranks` × `stages_per_rank` stages: by `split_spec`, else by their costs."""
     wanted = ranks * stages_per_rank
     if len(names) < wanted:
-        raise UsageError(
-            f"{ranks} pipeline ranks × {stages_per_rank} stages_per_rank = {wanted} stages, "
-            f"but the model is a chain of {len(names)} segments",
-            where=f"{KEY}.stages_per_rank",
-            why=f"a stage holds at least one of {', '.join(names)}",
-            fix="use fewer pipeline ranks or stages, or a deeper model",
-        )
+        what = f"{ranks} pipeline ranks × {stages_per_rank} stages_per_rank = {wanted} stages, "
+        what += f"but the model is a chain of {len(names)} segments"
+        why = f"a stage holds at least one of {', '.join(names)}"
+        fix = "use fewer pipeline ranks or stages, or a deeper model"
+        raise UsageError(what, where=f"{KEY}.stages_per_rank", why=why, fix=fix)
     cuts = cuts_of(split_spec, names) if split_spec else balanced_cuts(costs, wanted)
     if len(cuts) + 1 != wanted:
         sizes = [b - a for a, b in pairwise([0, *cuts, len(names)])]
-        raise UsageError(
-            f"{len(cuts)} cut{'s' * (len(cuts) != 1)} + 1 = {len(cuts) + 1} stages, but {ranks} pipeline ranks × "
-            f"{stages_per_rank} stages_per_rank = {wanted}",
-            where=f"{KEY}.split_spec",
-            why=f"the cuts make stages of {', '.join(map(str, sizes))} segments",
-            fix=f"make {wanted - 1} cut{'s' * (wanted != 2)}, or leave split_spec out and the chain is cut evenly",
-        )
+        what = f"{len(cuts)} cut{'s' * (len(cuts) != 1)} + 1 = {len(cuts) + 1} stages, but {ranks} pipeline ranks × "
+        what += f"{stages_per_rank} stages_per_rank = {wanted}"
+        why = f"the cuts make stages of {', '.join(map(str, sizes))} segments"
+        fix = f"make {wanted - 1} cut{'s' * (wanted != 2)}, or leave split_spec out and the chain is cut evenly"
+        raise UsageError(what, where=f"{KEY}.split_spec", why=why, fix=fix)
     stages = tuple(range(first, last) for first, last in pairwise([0, *cuts, len(names)]))
     return Partition(stages, tuple(rank_of(stage, ranks, v_shaped=v_shaped) for stage in range(wanted)))
 
@@ -67,19 +63,13 @@ def cuts_of(split_spec: Mapping[str, str], names: Sequence[str]) -> list[int]:
     for name, side in split_spec.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
-            raise UsageError(
-                f"split_spec cuts at {name}, which is not a segment of the model",
-                where=where,
-                why="it can be cut between " + ", ".join(names),
-                fix=f"did you mean {near[0]}?" if near else None,
-            )
+            what = f"split_spec cuts at {name}, which is not a segment of the model"
+            why = "it can be cut between " + ", ".join(names)
+            raise UsageError(what, where=where, why=why, fix=f"did you mean {near[0]}?" if near else None)
         place = names.index(name) + (side == "end")
         if place in (0, len(names)):
-            raise UsageError(
-                f"{name}: {side} cuts {'in front of the first' if place == 0 else 'behind the last'} segment",
-                where=where,
-                why="one of the two stages would be empty",
-            )
+            what = f"{name}: {side} cuts {'in front of the first' if place == 0 else 'behind the last'} segment"
+            raise UsageError(what, where=where, why="one of the two stages would be empty")
         if place in by_place:
             raise UsageError(f"{by_place[place]} and {name}: {side} cut at the same place", where=where)
         by_place[place] = f"{name}: {side}"
@@ -182,11 +172,8 @@ def plan_of(model: nn.Module, ranks: int, config: StepConfig) -> PipelinePlan:
     for stage, span in enumerate(parts.stages):
         inside = [names[i] for i in span]
         if not users & set(inside):
-            raise UsageError(
-                f"stage {stage} ({', '.join(inside)}) has no parameters: there is nothing to train in it",
-                where="distributed.pipeline.split_spec",
-                fix="cut elsewhere, or use fewer stages",
-            )
+            what = f"stage {stage} ({', '.join(inside)}) has no parameters: there is nothing to train in it"
+            raise UsageError(what, where="distributed.pipeline.split_spec", fix="cut elsewhere, or use fewer stages")
     return PipelinePlan(read, segments, facts, parts)
 
 

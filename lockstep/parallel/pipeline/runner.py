@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.data.batches import MicroBatch
 from lockstep.models.protocol import Objective
-from lockstep.parallel.buffers import RunningBuffers
+from lockstep.parallel.buffers import RunningBuffers, restored
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.pipeline.relay import Agreement, Relay, Shapes
 from lockstep.parallel.pipeline.stage_module import CurrentMicroBatch, StageModule
@@ -114,7 +114,7 @@ class Runner:
         """Send each new shape of batch through the stages once, up to the last one, which sends nothing."""
         agreement = self.shapes.agree([self._inputs_of(micro_batch) for micro_batch in micro_batches], training=True)
         if agreement.anyone:
-            with self._gathered(keep=True), _restored_buffers(self.parts):
+            with self._gathered(keep=True), restored([buffer for part in self.parts for buffer in part.buffers()]):
                 for place in agreement.new:
                     learn = partial(self.shapes.learn, agreement.signatures[place])
                     self.relay.one(
@@ -181,18 +181,6 @@ def _unshard(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-
-
-@contextmanager
-def _restored_buffers(parts: Sequence[StageModule]) -> Iterator[None]:
-    buffers = [buffer for part in parts for buffer in part.buffers()]
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, values in zip(buffers, before, strict=True):
-                buffer.copy_(values)
 
 
 def cut_into_runs(

@@ -166,12 +166,8 @@ def simulate(orders: Sequence[Sequence[ScheduledPass]], seconds: dict[tuple[str,
     holders = dict(sorted((each.stage, rank) for rank, order in enumerate(orders) for each in order))
     line = pipeline(orders, seconds, [0.0] * len(holders), rank_of=list(holders.values()))
     tasks = [[task for task in line.tasks if task.stream == ("compute", rank)] for rank in range(len(orders))]
-    return ScheduleTimeline(
-        tuple(
-            tuple(Timed(each, task.begin, task.end) for each, task in zip(order, done, strict=True))
-            for order, done in zip(orders, tasks, strict=True)
-        )
-    )
+    pairs = [zip(order, done, strict=True) for order, done in zip(orders, tasks, strict=True)]
+    return ScheduleTimeline(tuple(tuple(Timed(each, task.begin, task.end) for each, task in pair) for pair in pairs))
 
 
 def picture_of(config: StepConfig, ranks: int | None = None) -> str:
@@ -179,9 +175,8 @@ def picture_of(config: StepConfig, ranks: int | None = None) -> str:
     distributed, training = config.distributed, config.training
     kind = distributed.pipeline
     if distributed.strategy == AUTO or not strategy_named(distributed.strategy).splits_model:
-        raise UsageError(
-            f"strategy {distributed.strategy} has no schedule", where="distributed.strategy", fix="write pipeline"
-        )
+        what = f"strategy {distributed.strategy} has no schedule"
+        raise UsageError(what, where="distributed.strategy", fix="write pipeline")
     named = (distributed.pipeline_size or 2) * (distributed.replicate_size or 1) * (distributed.shard_size or 1)
     layout = resolve(distributed, ranks or named)
     micro_batches = training.accumulation
@@ -218,16 +213,13 @@ def picture(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int)
     if shown < run.end:
         lines.append(f"(the first {shown} of {run.end:.0f} columns)")
     if laps:
-        stages = ranks * stages_per_rank
-        held = [
-            f"{rank}: {', '.join(str(s) for s in range(stages) if rank_of(s, ranks, v_shaped=facts.v_shaped) == rank)}"
-            for rank in range(ranks)
-        ]
+        holders = [rank_of(stage, ranks, v_shaped=facts.v_shaped) for stage in range(ranks * stages_per_rank)]
+        stages_of = [", ".join(str(s) for s, holder in enumerate(holders) if holder == rank) for rank in range(ranks)]
+        held = [f"{rank}: {stages}" for rank, stages in enumerate(stages_of)]
         lines.append(f"stages of rank {'; '.join(held)} (a, b … from the first to the last)")
-    theory = ""
-    if not facts.splits_backward:
-        times = f"{stages_per_rank}·" if laps else ""
-        theory = f" = (p-1)/({times}m+p-1) = {ranks - 1}/{stages_per_rank * count + ranks - 1}"
+    times = f"{stages_per_rank}·" if laps else ""
+    theory = f" = (p-1)/({times}m+p-1) = {ranks - 1}/{stages_per_rank * count + ranks - 1}"
+    theory = "" if facts.splits_backward else theory
     lines.append(f"bubble: ranks wait {run.bubble:.1%} of the time{theory}")
     lines.append(f"kept at most: {', '.join(map(str, run.kept()))} activations of a micro-batch, by rank")
     return "\n".join(lines)

@@ -35,10 +35,8 @@ class CurrentMicroBatch:
 class StageModule(nn.Module):
     """Stage `index` of `count`.
 
-    Args:
-        borrowed: segment name → {keyword: where the parameter is}, for each call.
-        earlier: segment name → how often a module that draws under this name ran in earlier stages.
-        owns: registers parameters that only segments of this stage borrow.
+    `borrowed`: segment name → {keyword: where the parameter is}, for each call; `earlier`: segment name → how often a
+    module that draws under this name ran in earlier stages; `owns` registers what only segments of this stage borrow.
     """
 
     def __init__(

@@ -66,10 +66,8 @@ def survey(model: nn.Module, segments: Segments) -> Survey:
     for segment, module in segments:
         used = {names[id(p)] for p in module.parameters() if id(p) in names} | set(lent.get(segment, {}).values())
         if missing := used - known:
-            raise UsageError(
-                f"segment {segment} borrows {', '.join(sorted(missing))}, which the model does not have",
-                fix="shared_parameters() must name parameters as named_parameters() does",
-            )
+            what = f"segment {segment} borrows {', '.join(sorted(missing))}, which the model does not have"
+            raise UsageError(what, fix="shared_parameters() must name parameters as named_parameters() does")
         for name in used:
             users[name].append(segment)
     buffers = {id(buffer): name for name, buffer in model.named_buffers()}
@@ -189,14 +187,12 @@ def groups_that_share(
 ) -> dict[str, dist.ProcessGroup]:
     """Return parameter → the group of this pipeline's ranks that hold it, of those that this rank shares.
 
-    Args:
-        ranks_of: parameter → pipeline ranks, of *all* parameters that cross ranks: every rank makes every group.
-        pipelines: the global ranks of each pipeline, by pipeline rank.
+    `ranks_of`: of *all* parameters that cross ranks, the pipeline ranks: every rank makes every group. `pipelines`: the
+    global ranks of each.
     """
-    groups = {
-        ranks: create_group("shared", [[pipeline[rank] for rank in ranks] for pipeline in pipelines])
-        for ranks in sorted({tuple(ranks) for ranks in ranks_of.values()})
-    }
+    groups = {}
+    for ranks in sorted({tuple(ranks) for ranks in ranks_of.values()}):
+        groups[ranks] = create_group("shared", [[pipeline[rank] for rank in ranks] for pipeline in pipelines])
     return {name: group for name, ranks in ranks_of.items() if (group := groups[tuple(ranks)]) is not None}
 
 

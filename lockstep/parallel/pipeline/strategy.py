@@ -46,26 +46,20 @@ class Pipeline(Strategy):
         distributed, pipeline = config.distributed, config.distributed.pipeline
         facts, sharding = SCHEDULES[pipeline.schedule], distributed.fsdp.sharding_strategy
         if facts.splits_backward and config.training.compile:
-            yield Contradiction(
-                ("training.compile", "distributed.pipeline.schedule"),
-                f"{facts.name} splits the backward pass, which a compiled block can't",
-                "write compile: false, or schedule: 1F1B",
-            )
+            what = f"{facts.name} splits the backward pass, which a compiled block can't"
+            fix = "write compile: false, or schedule: 1F1B"
+            yield Contradiction(("training.compile", "distributed.pipeline.schedule"), what, fix)
         shards = (distributed.shard_size or 1) if layout is None else layout.shard
         if facts.splits_backward and shards > 1 and sharding in ("full_shard", "hybrid_shard"):
-            yield Contradiction(
-                ("distributed.fsdp.sharding_strategy", "distributed.pipeline.schedule"),
-                f"{sharding} frees parameters that {facts.name} still needs: its gradients would be wrong",
-                "write sharding_strategy: shard_grad_op",
-            )
+            what = f"{sharding} frees parameters that {facts.name} still needs: its gradients would be wrong"
+            fix = "write sharding_strategy: shard_grad_op"
+            yield Contradiction(("distributed.fsdp.sharding_strategy", "distributed.pipeline.schedule"), what, fix)
         needed = facts.stages_per_rank
         if needed not in (None, pipeline.stages_per_rank):
             more = ", or schedule: Interleaved1F1B" if needed == 1 else ""
-            yield Contradiction(
-                ("distributed.pipeline.stages_per_rank", "distributed.pipeline.schedule"),
-                f"{facts.name} takes {needed} stage{'s' * (needed != 1)} a rank, not {pipeline.stages_per_rank}",
-                f"write stages_per_rank: {needed}{more}",
-            )
+            what = f"{facts.name} takes {needed} stage{'s' * (needed != 1)} a rank, not {pipeline.stages_per_rank}"
+            fix = f"write stages_per_rank: {needed}{more}"
+            yield Contradiction(("distributed.pipeline.stages_per_rank", "distributed.pipeline.schedule"), what, fix)
 
     def casts_parameters(self, layout: Layout) -> bool:
         return True

@@ -57,9 +57,8 @@ class Backward:
     def first_half(self, run: Callable[[dict[str, Any]], tuple[Gradients, list[dict[str, Any]] | None]]) -> Gradients:
         """Return the gradients of the inputs, None for those without one; keep what the second half needs.
 
-        Args:
-            run: torch's first half. That of torch 2.11 stops at tensors that have no gradient, like integers, or leaves
-                them out of what it returns, so it gets none of them. It detaches the outputs.
+        `run` is torch's first half, which detaches the outputs. That of torch 2.11 stops at tensors that have no
+        gradient, like integers, or leaves them out of what it returns, so it gets none of them.
         """
         pairs = zip(self.outputs, self.sent_back or (None,), strict=True)
         kept = [(output, gradient) for output, gradient in pairs if output.requires_grad]
@@ -137,7 +136,6 @@ class Stage(PipelineStage):
 
     Args:
         part: the stage's module: tensors in, a tuple of tensors out; the last stage returns its loss.
-        forward_at, backward_at: entered around every forward and backward pass.
         trees: take the gradients of each micro-batch; None: they add up.
         halves: compute the gradients of weights apart from those of inputs, when a schedule wants them apart; else
             they come together, with the first.
@@ -188,9 +186,8 @@ class Stage(PipelineStage):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
             return []
-        buffers = tuple(
-            meta.empty(self.device) if meta.requires_grad else None for meta in self._output_metas[bwd_chunk_id]
-        )
+        metas = self._output_metas[bwd_chunk_id]
+        buffers = tuple(meta.empty(self.device) if meta.requires_grad else None for meta in metas)
         carried = () if self._trees is None else self._trees.buffers(self.stage_index)
         self._output_gradients[bwd_chunk_id], self._carried[bwd_chunk_id] = buffers, carried
         return self._operations(dist.irecv, (*buffers, *carried), self.stage_index + 1)
@@ -234,12 +231,10 @@ class Stage(PipelineStage):
     def _check(self, outputs: tuple[Tensor, ...], expected: Metas) -> None:
         found = tuple(Meta.of(output) for output in outputs)
         if found != expected:
-            raise RunError(
-                f"stage {self.stage_index} put out {_shapes(found)}, but before, from inputs of the same shapes, "
-                f"{_shapes(expected)}",
-                why="the next stage waits for tensors of the earlier shapes",
-                fix="let the shapes in the middle of the model depend on the shapes of its inputs alone",
-            )
+            what = f"stage {self.stage_index} put out {_shapes(found)}, but before, from inputs of the same shapes, "
+            what += f"{_shapes(expected)}"
+            fix = "let the shapes in the middle of the model depend on the shapes of its inputs alone"
+            raise RunError(what, why="the next stage waits for tensors of the earlier shapes", fix=fix)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False

@@ -46,11 +46,9 @@ def explain_kernel(error: BaseException) -> UsageError | None:
     found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
     if found is None or not isinstance(error, RuntimeError):
         return None
-    return UsageError(
-        f"{found[1]} has no deterministic kernel on this device",
-        where="distributed.reproducible",
-        fix="use another operation in the model, or set distributed.reproducible: false",
-    )
+    what = f"{found[1]} has no deterministic kernel on this device"
+    fix = "use another operation in the model, or set distributed.reproducible: false"
+    return UsageError(what, where="distributed.reproducible", fix=fix)
 
 
 def join_uses_of_inputs(units: Iterable[tuple[str, nn.Module]]) -> None:

@@ -217,12 +217,10 @@ class ShardTree(GradientTree):
             return
         for unit in self._units:
             if len(unit.partials):
-                raise UsageError(
-                    f"some parameters of {unit.name or 'the model'} are used in some micro-batches only",
-                    where="distributed.reproducible",
-                    why="FSDP2 reduces a unit in those backward passes that use it, so the sum would miss leaves",
-                    fix="let every micro-batch use them, or use ddp with find_unused_parameters",
-                )
+                what = f"some parameters of {unit.name or 'the model'} are used in some micro-batches only"
+                why = "FSDP2 reduces a unit in those backward passes that use it, so the sum would miss leaves"
+                fix = "let every micro-batch use them, or use ddp with find_unused_parameters"
+                raise UsageError(what, where="distributed.reproducible", why=why, fix=fix)
 
     def _of_replica(self, replica: int) -> Sequence[Sequence[Node]]:
         of_groups = tree_assignment(self.leaves, self.replicas.size() * self._groups)

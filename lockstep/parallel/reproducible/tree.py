@@ -139,7 +139,6 @@ class Partials:
         assert node not in self._held, f"micro-batch {index} was added twice"
         self._held[node] = values if owned else [None if v is None else v.clone() for v in values]
 
-    @torch.no_grad()
     def put(self, node: Node, values: Values) -> None:
         assert node not in self._held
         self._held[node] = values
@@ -199,12 +198,9 @@ class TreeReduceScatter:
     """A reduce-scatter under way. Every rank of the group makes the same calls in the same order.
 
     Args:
-        rows: this rank's nodes' sums, [W, share] each: row w is rank w's share. In the order of
-            `tree_assignment(leaves, W)[rank]`; None where all leaves of a node are missing.
+        rows: this rank's nodes' sums, [W, share] each, None where all leaves of a node are missing; row w is rank w's.
         like: of the dtype and on the device of the sums.
-        share: elements that each rank gets.
-        leaves: micro-batches in the step.
-        nodes: of each rank; unset: `tree_assignment(leaves, W)`.
+        nodes: of each rank, in order; unset: `tree_assignment(leaves, W)`.
     """
 
     def __init__(
@@ -254,9 +250,8 @@ class TreeAllReduce:
         nodes: Nodes | None = None,
     ) -> None:  # fmt: skip
         self._group, ranks = group, group.size()
-        # The elements that are sent at once; NCCL cuts messages itself.
         at_once = MESSAGE // like.element_size() * ranks if like.device.type == "cpu" else like.numel()
-        self._size = max(1, at_once)
+        self._size = max(1, at_once)  # elements that are sent at once; NCCL cuts messages itself
         self._scatters = []
         cut = [None if value is None else torch.split(value, self._size) for value in sums]
         for place, part in enumerate(torch.split(like, self._size)):
