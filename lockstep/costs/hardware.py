@@ -1,7 +1,7 @@
 """Lists GPUs and links with their makers' figures and sources, and computes the time of collectives on them.
 
 Peaks are dense (without sparsity), in TFLOP/s; memory in GiB as sold; bandwidths in GB/s (10⁹ bytes), of links in one
-direction and per GPU. `lockstep doctor` measures the user's own.
+direction and per GPU.
 
 Collectives have alpha-beta costs on a network of two levels, links inside of nodes and between them. A collective over
 several nodes runs as rings over all GPUs, one for each network card of a node: traffic between two nodes is spread over
@@ -122,10 +122,7 @@ LINKS = {link.name: link for link in _LINKS}
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Fractions of the makers' figures that are reached, apart from `Gpu.products`.
-
-    Calibrated on torchtitan's published runs (`benchmarks.published_figures`), not measured here.
-    """
+    """Fractions of the makers' figures that torchtitan's published runs reached (`benchmarks.published_figures`)."""
 
     memory: float = 0.80  # of the memory's bandwidth, in operations bound by it
     fused: float = 0.45  # of the bytes that such operations move one by one, those that fused kernels move
@@ -160,11 +157,7 @@ class GpuCluster:
 
 
 def cluster_of(num_gpus: int, gpu: str, interconnect: str | None = None, *, per_node: int = 8) -> GpuCluster:
-    """Return a cluster from names as people write them.
-
-    Raises:
-        UsageError: there is no such GPU or link in the table, or a number is below 1.
-    """
+    """Return a cluster from names as people write them. Raises UsageError: one is unknown, or a number is below 1."""
     for name, number in (("number of GPUs", num_gpus), ("number of GPUs a node", per_node)):
         if number < 1:
             raise UsageError(f"a {name} of {number} makes no cluster", fix="write a number from 1 on")
@@ -175,11 +168,8 @@ def cluster_of(num_gpus: int, gpu: str, interconnect: str | None = None, *, per_
 
 
 def known_gpu(device_name: str) -> Gpu | None:
-    """Return the entry for a driver's name: "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090".
-
-    Only whole words count: an "NVIDIA L40" is not an L4.
-    """
-    words = set(re.findall(r"\w+", device_name.lower()))
+    """Return the entry for a driver's name: "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090"."""
+    words = set(re.findall(r"\w+", device_name.lower()))  # whole words: an "NVIDIA L40" is not an L4
     fitting = [gpu for gpu in _GPUS if words.issuperset(gpu.name.lower().split("-"))]
     return max(fitting, key=lambda gpu: len(gpu.name), default=None)
 
@@ -206,10 +196,8 @@ def _find(name: str, table: dict[str, T], what: str) -> T:
     if wanted in plain or starts:
         return table[plain.get(wanted) or starts[-1]]
     near = difflib.get_close_matches(wanted, plain, n=1)
-    raise UsageError(
-        f"there is no {what} {name!r} in the table" + (f"; did you mean {plain[near[0]]!r}?" if near else ""),
-        fix=f"write one of {', '.join(table)}",
-    )
+    guess = f"; did you mean {plain[near[0]]!r}?" if near else ""
+    raise UsageError(f"there is no {what} {name!r} in the table{guess}", fix=f"write one of {', '.join(table)}")
 
 
 @dataclass(frozen=True)
@@ -232,16 +220,15 @@ class Group:
         between = (self.nodes - 1) / self.nodes * whole / (c.between.bandwidth * self.local) if self.nodes > 1 else 0.0
         return max(inside, between) / (1e9 * c.efficiency.links)
 
-    def _latency(self) -> float:
-        """Return the latency of one pass: the library uses a tree if that has fewer steps."""
-        c = self.cluster
-        inside = (self.local - 1) * c.inside.latency
-        between = min(self.nodes - 1, 2 * math.log2(max(2, self.nodes))) * c.between.latency if self.nodes > 1 else 0.0
-        return inside + between
-
     def gather(self, whole: float) -> float:
         """Return the seconds of an all-gather, or reduce-scatter, of a tensor with `whole` bytes before sharding."""
-        return 0.0 if self.size == 1 or not whole else self._latency() + self.moved(whole)
+        if self.size == 1 or not whole:
+            return 0.0
+        c = self.cluster
+        inside = (self.local - 1) * c.inside.latency
+        # The library uses a tree if that has fewer steps.
+        between = min(self.nodes - 1, 2 * math.log2(max(2, self.nodes))) * c.between.latency if self.nodes > 1 else 0.0
+        return inside + between + self.moved(whole)
 
     def all_reduce(self, size: float) -> float:
         """Return the seconds of an all-reduce of `size` bytes per rank: a reduce-scatter and an all-gather."""
@@ -266,8 +253,7 @@ class Group:
 
 def group_of(cluster: GpuCluster, size: int, stride: int = 1) -> Group:
     """Return a group of `size` ranks, each `stride` ranks from the next."""
-    local = max(1, min(size, cluster.per_node // stride))
-    return Group(cluster, size, local)
+    return Group(cluster, size, max(1, min(size, cluster.per_node // stride)))
 
 
 def send(cluster: GpuCluster, size: float, stride: int) -> float:

@@ -1,8 +1,7 @@
 """Simulates a step: its time, its traffic per link, and how much communication is not hidden.
 
-The simulation is one of discrete events. A stream (a GPU's computation, its communication, a link) runs its tasks one
-at a time, in the order in which they were added; a task starts when its stream is free and all tasks that it waits for
-are done.
+A stream (a GPU's computation, its communication, a link) runs its tasks one at a time, in the order in which they were
+added; a task starts when its stream is free and all tasks that it waits for are done.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -54,19 +53,15 @@ class ScheduledPass(NamedTuple):
 
 
 def pipeline(
-    orders: Sequence[Sequence[ScheduledPass]],
-    seconds: dict[tuple[str, int], float],
-    sends: Sequence[float],
-    *,
+    orders: Sequence[Sequence[ScheduledPass]], seconds: dict[tuple[str, int], float], sends: Sequence[float], *,
     rank_of: Sequence[int],
-) -> Timeline:
+) -> Timeline:  # fmt: skip
     """Run the schedules of all ranks of a pipeline.
 
     Args:
         orders: each rank's computations in order.
         seconds: (kind, stage) → seconds of the computation.
         sends: seconds that each stage's output, or its gradient, takes to the next stage.
-        rank_of: rank of each stage.
     """
     line = Timeline()
     done: dict[ScheduledPass, int] = {}
@@ -82,15 +77,13 @@ def pipeline(
                 if any(need not in done for need in needs):
                     break
                 task = line.add(("compute", rank), seconds[step.kind, step.stage], [done[n] for n in needs])
-                done[step] = task
-                to = _goes_to(step, last)
-                if to is not None:
-                    arrival = task
+                done[step] = arrival = task
+                to = step.stage + (1 if step.kind == "F" else -1)
+                if step.kind != "W" and 0 <= to <= last:
                     if rank_of[to] != rank:
                         arrival = line.add((rank, rank_of[to]), sends[min(step.stage, to)], [task])
-                    done[ScheduledPass("arrived F" if step.kind == "F" else "arrived B", to, step.micro_batch)] = (
-                        arrival
-                    )
+                    kind = "arrived F" if step.kind == "F" else "arrived B"
+                    done[ScheduledPass(kind, to, step.micro_batch)] = arrival
                 places[rank] += 1
                 left -= 1
         assert left < before, "the schedules wait for each other"
@@ -107,14 +100,6 @@ def _needs(step: ScheduledPass, last: int) -> list[ScheduledPass]:
     if stage < last:
         needs.append(ScheduledPass("arrived B", stage, micro_batch))
     return needs
-
-
-def _goes_to(step: ScheduledPass, last: int) -> int | None:
-    if step.kind == "F":
-        return step.stage + 1 if step.stage < last else None
-    if step.kind in ("B", "I"):
-        return step.stage - 1 if step.stage else None
-    return None
 
 
 @dataclass(frozen=True)
@@ -195,12 +180,7 @@ def sums_of_experts(size: ModelSize, layout: Layout, cluster: GpuCluster) -> Sen
 
 
 def with_sent(step: StepTime, waited: Sent, after: Sent) -> StepTime:
-    """Return a step's time with messages that it waits for.
-
-    Args:
-        waited: counted as computation so far.
-        after: not counted yet.
-    """
+    """Return a step's time with messages: `waited` counted as computation so far, and `after` not at all."""
     return replace(
         step, seconds=step.seconds + after.seconds, compute=step.compute - waited.seconds,
         exposed=step.exposed + waited.seconds + after.seconds,
@@ -229,23 +209,17 @@ def replicated_step(
         if group.size > 1:
             reduced.append(line.add("links", group.all_reduce(sent / count), [ready]))
     line.add("compute", pieces.update + agreements(group), reduced)
-    inside, between = (2 * b for b in group.bytes_sent(sent))
-    return _summed(line, inside, between)
+    return _summed(line, group, sent)
 
 
 def rarely_exchanged_step(
     pieces: Pieces, layout: Layout, cluster: GpuCluster, micro_batches: int, *, sent: float
 ) -> StepTime:
-    """Return the mean time of a step of local updates: one step of a round exchanges, or several in fragments.
-
-    Args:
-        sent: mean bytes on the link per step.
-    """
+    """Return the mean time of a step of local updates, some of which exchange; `sent`: mean bytes on the link."""
     line, group = Timeline(), group_of(cluster, layout.world_size)
     line.add("compute", micro_batches * (pieces.forward + pieces.backward) + pieces.update + agreements(group) / 2)
     line.add("links", group.all_reduce(sent), [0])
-    inside, between = (2 * b for b in group.bytes_sent(sent))
-    return _summed(line, inside, between)
+    return _summed(line, group, sent)
 
 
 def sharded_step(
@@ -261,9 +235,8 @@ def sharded_step(
     """
     line = Timeline()
     shards, replicas = group_of(cluster, layout.shard), group_of(cluster, layout.replicate, layout.shard)
-    again = gathers_again
     sizes = [pieces.rest_bytes, *[pieces.unit_bytes] * pieces.units] if pieces.units else [pieces.rest_bytes]
-    shares = len(sizes) - 1 or 1
+    shares, whole = len(sizes) - 1 or 1, pieces.parameter_bytes
     inside = between = 0.0
     for micro_batch in range(micro_batches):
         last = micro_batch == micro_batches - 1
@@ -275,19 +248,19 @@ def sharded_step(
         if len(sizes) == 1:
             line.add("compute", pieces.forward, gathered)
         units = list(reversed(sizes[1:] or sizes))
-        prefetched = [line.add("links", shards.gather(size * width)) for size in units[:1] if again]
+        prefetched = [line.add("links", shards.gather(size * width)) for size in units[:1] if gathers_again]
         for place, size in enumerate(units):
             here = prefetched
-            if again:  # prefetch: the next unit is gathered before this one computes
+            if gathers_again:  # prefetch: the next unit is gathered before this one computes
                 prefetched = [line.add("links", shards.gather(more * width)) for more in units[place + 1 : place + 2]]
             done = line.add("compute", pieces.backward / shares, here)
             if reduces:
                 _reduce(line, shards, replicas, size, last, done)
         if reduces and len(sizes) > 1:
             _reduce(line, shards, replicas, sizes[0], last, len(line.tasks) - 1)
-        gathers = (2 if again else 1) * pieces.parameter_bytes * width + (pieces.parameter_bytes if reduces else 0.0)
+        gathers = (2 if gathers_again else 1) * whole * width + (whole if reduces else 0.0)
         a, b = shards.bytes_sent(gathers)
-        c, d = replicas.bytes_sent(2 * pieces.parameter_bytes / layout.shard if last else 0.0)
+        c, d = replicas.bytes_sent(2 * whole / layout.shard if last else 0.0)
         inside, between = inside + a + c, between + b + d
     line.add("compute", pieces.update + agreements(shards) + agreements(replicas), range(len(line.tasks)))
     computed = micro_batches * (pieces.forward + pieces.backward) + pieces.update
@@ -299,14 +272,13 @@ def agreements(group: Group) -> float:
     return 2 * group.all_reduce(64.0)
 
 
-def _reduce(
-    line: Timeline, shards: Group, replicas: Group, size: float, last: bool, after: int
-) -> None:  # fmt: skip
+def _reduce(line: Timeline, shards: Group, replicas: Group, size: float, last: bool, after: int) -> None:
     line.add("links", shards.gather(size), [after])
     if last and replicas.size > 1:
         line.add("links", replicas.all_reduce(size / shards.size))
 
 
-def _summed(line: Timeline, inside: float, between: float) -> StepTime:
+def _summed(line: Timeline, group: Group, sent: float) -> StepTime:
     computed = line.busy("compute")
-    return StepTime(line.end, computed, line.end - computed, 0.0, inside, between)
+    inside, between = group.bytes_sent(sent)
+    return StepTime(line.end, computed, line.end - computed, 0.0, 2 * inside, 2 * between)

@@ -1,7 +1,6 @@
 """Runs the checks of `lockstep doctor` on each rank; rank 0 collects the findings.
 
-Ports are checked before the process group, which needs them, through the store alone: if they are closed, that is
-reported without a timeout. Loads torch inside functions.
+Ports are checked through the store alone, before the process group, which would time out where they are closed.
 """
 
 import datetime
@@ -12,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,10 @@ def _link_rate(interface: str | None) -> float | None:
     """Return the bytes per second of an interface; None if it has no speed (a virtual one, the loopback)."""
     if interface is None or not Path(f"/sys/class/net/{interface}/device").exists():
         return None
-    try:
+    with suppress(OSError, ValueError):
         megabits = int(Path(f"/sys/class/net/{interface}/speed").read_text())
-    except (OSError, ValueError):
-        return None
-    return megabits * 1e6 / 8 if megabits > 0 else None
+        return megabits * 1e6 / 8 if megabits > 0 else None
+    return None
 
 
 def ports(exchange: RankExchange, address: str | None, facts: Sequence[dict[str, Any]]) -> list[Finding]:
@@ -77,14 +76,13 @@ def ports(exchange: RankExchange, address: str | None, facts: Sequence[dict[str,
     first = _first_ranks(facts)
     if len(first) == 1:
         return [Finding(GOOD, "ports", "one machine: ranks meet over the loopback")]
-    me = exchange.rank in first
     listener = None
-    if me and address is not None:
+    if exchange.rank in first and address is not None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family)
     places = exchange.all(None if listener is None else [address, listener.getsockname()[1]])
-    failed = [rank for rank in first if me and rank != exchange.rank and not _reaches(places[rank])]
-    answers = exchange.all(failed)
+    others = [rank for rank in first if rank != exchange.rank] if exchange.rank in first else []
+    answers = exchange.all([rank for rank in others if not _reaches(places[rank])])
     if listener is not None:
         listener.close()
     hosts = {rank: f"{facts[rank]['host']} {(places[rank] or ['without an address'])[0]}" for rank in first}
@@ -93,26 +91,19 @@ def ports(exchange: RankExchange, address: str | None, facts: Sequence[dict[str,
              "open all ports between the machines: NCCL and gloo use any, the rendezvous port alone is not enough")
         for rank in first for other in answers[rank]
     ]  # fmt: skip
-    ways = len(first) * (len(first) - 1)
-    found = f"{len(first)} machines reach one another on ephemeral ports ({ways} ways)"
+    found = f"{len(first)} machines reach one another on ephemeral ports ({len(first) * (len(first) - 1)} ways)"
     return lines or [Finding(GOOD, "ports", found)]
 
 
 def _first_ranks(facts: Sequence[dict[str, Any]]) -> list[int]:
-    seen: dict[str, int] = {}
-    for one in facts:
-        seen.setdefault(one["machine"], one["rank"])
-    return sorted(seen.values())
+    return sorted({one["machine"]: one["rank"] for one in reversed(facts)}.values())
 
 
 def _reaches(place: list[Any] | None) -> bool:
-    if place is None:
-        return False
-    try:
-        socket.create_connection((place[0], place[1]), timeout=_TRY_SECONDS).close()
-    except OSError:
-        return False
-    return True
+    if place is not None:
+        with suppress(OSError), socket.create_connection((place[0], place[1]), timeout=_TRY_SECONDS):
+            return True
+    return False
 
 
 def disk(run_directory: Path, exchange: RankExchange, rank_of_machine: bool) -> dict[str, Any]:
@@ -217,9 +208,19 @@ def all_reduce(device: Any, link: float | None) -> list[Finding]:
     import torch
     import torch.distributed as dist
 
+    from lockstep import accelerator
+
     world = dist.get_world_size()
     if world == 1:
         return [Finding(GOOD, "all-reduce", "one rank: nothing to reduce")]
+
+    def timed(value: torch.Tensor) -> float:
+        accelerator.synchronize(device)
+        began = time.monotonic()
+        dist.all_reduce(value)
+        accelerator.synchronize(device)
+        return time.monotonic() - began
+
     expected = float(world * (world + 1) // 2)
     found: list[tuple[int, float, float]] = []
     began = time.monotonic()
@@ -230,7 +231,7 @@ def all_reduce(device: Any, link: float | None) -> list[Finding]:
         if wrong:
             text = f"{wrong} of {size // 4} sums of {size} bytes are wrong"
             return [Finding(BAD, "all-reduce", text, "a faulty card, cable or memory: try pairs of machines")]
-        seconds = statistics.median(_timed(value, device) for _ in range(3))
+        seconds = statistics.median(timed(value) for _ in range(3))
         found.append((size, seconds, 2 * (world - 1) / world * size / seconds))
         spent = torch.tensor([time.monotonic() - began + 4 * seconds * 16])  # the next size is up to 16 times as large
         dist.all_reduce(spent.to(device), dist.ReduceOp.MAX)
@@ -244,18 +245,6 @@ def all_reduce(device: Any, link: float | None) -> list[Finding]:
     text += f", {fastest / link:.0%} of the link's {units.size(link)}/s"
     do = "see the interface above; other traffic on the link; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
     return [Finding.warn_unless(fastest >= 0.5 * link, "all-reduce", text, do)]
-
-
-def _timed(value: Any, device: Any) -> float:
-    import torch.distributed as dist
-
-    from lockstep import accelerator
-
-    accelerator.synchronize(device)
-    began = time.monotonic()
-    dist.all_reduce(value)
-    accelerator.synchronize(device)
-    return time.monotonic() - began
 
 
 def examine(run_directory: Path, show: Callable[[Finding], None], config: Any) -> bool:
@@ -272,9 +261,8 @@ def examine(run_directory: Path, show: Callable[[Finding], None], config: Any) -
     devices = {} if config is None else config.distributed.model_dump(include={"device", "backend"})
     settings = DistributedConfig(timeout_seconds=_SECONDS, **devices)
     facts = rank_facts()
-    store: Any = HashStore()
-    if facts.launcher != "none":
-        store = rendezvous(settings, facts, datetime.timedelta(seconds=_SECONDS))
+    patience = datetime.timedelta(seconds=_SECONDS)
+    store: Any = HashStore() if facts.launcher == "none" else rendezvous(settings, facts, patience)
     exchange = RankExchange(store, facts.rank, facts.world_size)
     lines: list[Finding] = []
 
@@ -285,8 +273,7 @@ def examine(run_directory: Path, show: Callable[[Finding], None], config: Any) -
                 show(finding)
 
     own = own_facts() if config is None else own_facts(config.to_yaml(), names_in(config))
-    own |= machine_facts(run_directory)
-    own |= disk(run_directory, exchange, facts.local_rank == 0)
+    own |= machine_facts(run_directory) | disk(run_directory, exchange, facts.local_rank == 0)
     everybody = exchange.all(own)
     report(line for verdict in ALL for line in verdict(everybody))
     report(axes(config, everybody))
@@ -355,9 +342,9 @@ def _route(exchange: RankExchange, everybody: list[Any]) -> tuple[list[Finding],
         own = [Finding(WARN, "own name", f"{name} does not resolve here", do)]
     own += [] if target is None else _route_to(target)
     findings: list[Finding] = []
-    for rank, rows in enumerate(exchange.all([[line.status, line.name, line.found, line.do] for line in own])):
-        others = everybody[rank]["local_rank"] == 0 and everybody[rank]["machine"] != everybody[0]["machine"]
-        if rank == 0 or others:
-            prefix = f"{everybody[rank]['host']} (rank {rank}): " if others else ""
+    for one, rows in zip(everybody, exchange.all([astuple(line) for line in own]), strict=True):
+        others = one["local_rank"] == 0 and one["machine"] != everybody[0]["machine"]
+        if one["rank"] == 0 or others:
+            prefix = f"{one['host']} (rank {one['rank']}): " if others else ""
             findings += [Finding(status, name, prefix + found, do) for status, name, found, do in rows]
     return findings, None if target is None else address_towards(target)

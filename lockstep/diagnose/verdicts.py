@@ -107,17 +107,17 @@ def visible_gpus() -> list[dict[str, Any]]:
 
 
 def _links() -> dict[str, dict[str, Any]]:
-    """Return each GPU's free memory, PCIe generation and width (now and at most)."""
-    columns = ("uuid", "memory.free", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current",
-               "pcie.link.width.max")  # fmt: skip
-    names = ("free", "pcie_gen", "pcie_gen_max", "pcie_width", "pcie_width_max")
-    rows = _output("nvidia-smi", f"--query-gpu={','.join(columns)}", "--format=csv,noheader,nounits").splitlines()
-    cells = [[cell.strip() for cell in row.split(",")] for row in rows]
-    return {
-        row[0]: {name: int(cell) * (2**20 if name == "free" else 1) for name, cell in zip(names, row[1:], strict=True)
-                 if cell.isdigit()}
-        for row in cells if len(row) == len(columns)
-    }  # fmt: skip
+    """Return each GPU's free memory, largest PCIe generation, and PCIe width (now and at most)."""
+    columns = "uuid,memory.free,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
+    names = ("free", "pcie_gen_max", "pcie_width", "pcie_width_max")
+    found: dict[str, dict[str, Any]] = {}
+    for row in _output("nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits").splitlines():
+        uuid, *cells = [cell.strip() for cell in row.split(",")]
+        if len(cells) == len(names):
+            found[uuid] = {name: int(cell) for name, cell in zip(names, cells, strict=True) if cell.isdigit()}
+            if "free" in found[uuid]:
+                found[uuid]["free"] *= 2**20
+    return found
 
 
 def _differing(values: Mapping[int, Any]) -> dict[str, list[int]]:
@@ -131,11 +131,10 @@ def _differing(values: Mapping[int, Any]) -> dict[str, list[int]]:
 def _space(path: Path) -> dict[str, int] | None:
     while not os.path.exists(path) and path != path.parent:
         path = path.parent
-    try:
+    with suppress(OSError):
         usage = shutil.disk_usage(path)
-    except OSError:
-        return None
-    return {"total": usage.total, "free": usage.free}
+        return {"total": usage.total, "free": usage.free}
+    return None
 
 
 def _output(*command: str) -> str:
@@ -154,17 +153,15 @@ _GIB = 2**30
 _MAY_DIFFER = {"CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}  # variables of each machine
 
 _INEFFECTIVE: tuple[tuple[str, str], ...] = (
-    (r"NCCL_TIMEOUT\w*", "does nothing in torch; the timeout is distributed.timeout_seconds"),
+    (r"(NCCL|GLOO|TORCH_DISTRIBUTED|TORCH_NCCL)_TIMEOUT\w*",
+     "does nothing in torch; the timeout is distributed.timeout_seconds"),
     (r"NCCL_(BLOCKING_WAIT|ASYNC_ERROR_HANDLING|DESYNC_DEBUG|ENABLE_TIMING|DUMP_ON_TIMEOUT)",
      "is deprecated; it is called TORCH_{} now"),
     (r"NCCL_SOCKET_NAME|NCCL_IFNAME|NCCL_SOCKET_INTERFACE", "does nothing; it is called NCCL_SOCKET_IFNAME"),
     (r"NCCL_(LL_THRESHOLD|TREE_THRESHOLD)", "does nothing since NCCL 2.5; NCCL_ALGO and NCCL_PROTO choose"),
     (r"NCCL_RINGS", "does nothing since NCCL 2.5"),
     (r"NCCL_MAX_NRINGS|NCCL_MIN_NRINGS", "is deprecated; it is called NCCL_MAX_NCHANNELS, NCCL_MIN_NCHANNELS"),
-    (r"GLOO_TIMEOUT\w*", "does nothing in torch; the timeout is distributed.timeout_seconds"),
     (r"GLOO_SOCKET_NAME|GLOO_IFNAME", "does nothing; it is called GLOO_SOCKET_IFNAME"),
-    (r"TORCH_DISTRIBUTED_TIMEOUT\w*|TORCH_NCCL_TIMEOUT\w*",
-     "does nothing in torch; the timeout is distributed.timeout_seconds"),
     (r"TORCH_DISTRIBUTED_BACKEND", "does nothing in torch; it is distributed.backend"),
 )  # fmt: skip
 _DANGEROUS = {
@@ -179,9 +176,8 @@ _DANGEROUS = {
 
 def equality(facts: Facts) -> Iterator[Finding]:
     """Check what must be equal on all ranks."""
-    names = sorted({name for one in facts for name in one["versions"]})
     same: list[str] = []
-    for name in names:
+    for name in sorted({name for one in facts for name in one["versions"]}):
         groups = _differing({one["rank"]: one["versions"].get(name, "none") for one in facts})
         if len(groups) == 1:
             same.append(f"{name} {next(iter(groups))}")
@@ -203,16 +199,17 @@ def equality(facts: Facts) -> Iterator[Finding]:
 
 def variables(facts: Facts) -> Iterator[Finding]:
     """Check the variables that are set for NCCL, gloo and torch."""
-    warnings = list(dict.fromkeys(warning for one in facts for warning in variable_warnings(one["variables"])))
-    for warning in warnings:
+    good = True
+    for warning in dict.fromkeys(warning for one in facts for warning in variable_warnings(one["variables"])):
+        good = False
         yield Finding(WARN, "variables", warning, f"unset {warning.split()[0]}, or keep it knowingly")
-    names = {name for one in facts for name in one["variables"]} - _MAY_DIFFER
-    values = {n: _differing({one["rank"]: one["variables"].get(n, "unset") for one in facts}) for n in sorted(names)}
-    unequal = {name: groups for name, groups in values.items() if len(groups) > 1}
-    for name, groups in unequal.items():
-        found = f"{name} differs: {_who(groups, facts)}"
-        yield Finding(WARN, "variables", found, "set it on all machines: distributed.env does")
-    if not warnings and not unequal:
+    for name in sorted({name for one in facts for name in one["variables"]} - _MAY_DIFFER):
+        groups = _differing({one["rank"]: one["variables"].get(name, "unset") for one in facts})
+        if len(groups) > 1:
+            good = False
+            found = f"{name} differs: {_who(groups, facts)}"
+            yield Finding(WARN, "variables", found, "set it on all machines: distributed.env does")
+    if good:
         shown = ", ".join(f"{name}={facts[0]['variables'][name]}" for name in sorted(facts[0]["variables"]))
         yield Finding(GOOD, "variables", shown or "none is set")
 
@@ -221,9 +218,7 @@ def variable_warnings(variables: Mapping[str, str]) -> list[str]:
     """Return a warning for each variable that does nothing, is deprecated, or makes runs slow."""
     found = []
     for name, value in sorted(variables.items()):
-        for pattern, text in _INEFFECTIVE:
-            if re.fullmatch(pattern, name):
-                found.append(f"{name} {text.format(name)}")
+        found += [f"{name} {text.format(name)}" for pattern, text in _INEFFECTIVE if re.fullmatch(pattern, name)]
         text = _DANGEROUS.get(f"{name}={value}") or ("" if value in ("", "0") else _DANGEROUS.get(name, ""))
         if text:
             found.append(f"{name} {text}")
@@ -246,18 +241,12 @@ def gpus(facts: Facts) -> Iterator[Finding]:
     models = _differing({one["rank"]: sorted({gpu["model"] for gpu in one["gpus"]}) for one in facts})
     found = "; ".join(f"{text.strip('[]')} (rank {_ranks(who)})" for text, who in models.items())
     yield Finding.warn_unless(len(models) == 1, "GPUs", found, "the slowest model sets the pace; choose equal machines")
-    for one in (one for one in facts if one["local_rank"] < len(one["gpus"])):
-        gpu = one["gpus"][one["local_rank"]]
+    own = {one["rank"]: one["gpus"][one["local_rank"]] for one in facts if one["local_rank"] < len(one["gpus"])}
+    for rank, gpu in own.items():
         if gpu.get("free", gpu["memory"]) < 0.9 * gpu["memory"]:
-            found = f"rank {one['rank']}: {units.size(gpu['free'])} of {units.size(gpu['memory'])} is free"
+            found = f"rank {rank}: {units.size(gpu['free'])} of {units.size(gpu['memory'])} is free"
             yield Finding(WARN, "GPU memory", found, "another process holds the rest: `nvidia-smi` names it")
-    yield from _pcie(facts)
-
-
-def _pcie(facts: Facts) -> Iterator[Finding]:
-    """Check the PCIe generation and width of each rank's own GPU; the maximum one, because idle GPUs lower it."""
-    placed = [one for one in facts if one["local_rank"] < len(one["gpus"])]
-    own = {one["rank"]: one["gpus"][one["local_rank"]] for one in placed}
+    # The PCIe generation is the largest: idle GPUs lower it.
     known = {rank: gpu for rank, gpu in own.items() if "pcie_width" in gpu}
     for rank, gpu in known.items():
         if gpu["pcie_width"] < gpu.get("pcie_width_max", 0):
@@ -290,10 +279,10 @@ def topology(facts: Facts) -> Iterator[Finding]:
 def limits(facts: Facts) -> Iterator[Finding]:
     """Check ulimits, shared memory and cores: one line each, of the worst machine."""
     machines = [one for one in facts if one["local_rank"] == 0]
-    files = min(machines, key=lambda one: _unlimited(one["limits"]["NOFILE"]))
+    files = min(machines, key=lambda one: (one["limits"]["NOFILE"] == -1, one["limits"]["NOFILE"]))
     count = files["limits"]["NOFILE"]
     found = f"{'unlimited' if count == -1 else count}{_at(files, facts)}"
-    yield Finding.warn_unless(_unlimited(count) >= 4096, "open files", found, "ulimit -n 65536 before the start")
+    yield Finding.warn_unless(count == -1 or count >= 4096, "open files", found, "ulimit -n 65536 before the start")
     for one in machines:
         active = [port for port, state in one["infiniband"].items() if "ACTIVE" in state]
         if one["infiniband"]:
@@ -363,7 +352,3 @@ def _on_all(facts: Facts) -> str:
 
 def _at(one: dict[str, Any], facts: Facts) -> str:
     return f" on {one['host']} (rank {one['rank']})" if len({other["machine"] for other in facts}) > 1 else ""
-
-
-def _unlimited(value: int) -> float:
-    return float("inf") if value == -1 else value

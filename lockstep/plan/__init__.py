@@ -35,30 +35,21 @@ class Shape:
 
 @dataclass(frozen=True)
 class Resources:
-    """Bytes on each GPU.
-
-    Attributes:
-        working: gathered parameters of one layer, and the largest temporary: logits and their gradient.
-        shape: the assumed shape.
-    """
+    """Bytes on each GPU."""
 
     parameters: float
     gradients: float
     optimizer: float
     activations: float
-    working: float
+    working: float  # gathered parameters of one layer, and the largest temporary: logits and their gradient
     headroom: float
-    shape: Shape
+    shape: Shape  # the assumed one
 
     @property
     def total(self) -> float:
         """Bytes with headroom."""
-        return self.needed * (1 + self.headroom)
-
-    @property
-    def needed(self) -> float:
-        """Bytes without headroom."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.working
+        needed = self.parameters + self.gradients + self.optimizer + self.activations + self.working
+        return needed * (1 + self.headroom)
 
     @property
     def gib(self) -> float:
@@ -90,7 +81,6 @@ def calculate_resources(
     """Estimate each GPU's memory for mixed-precision training of a transformer.
 
     Args:
-        model_params: number of parameters.
         batch_size: sequences per micro-batch, on each GPU.
         gpus: number over which parameters, gradients and optimizer state are sharded, according to `sharding`.
         sharding: none (ddp), gradients (shard_grad_op: parameters stay whole during a step), full.
@@ -102,17 +92,14 @@ def calculate_resources(
     Raises:
         UsageError: a size is below 1.
     """
-    sizes = {
-        "model_params": model_params, "sequence_length": float(sequence_length), "batch_size": float(batch_size),
-        "gpus": float(gpus),
-    }  # fmt: skip
+    s, b = sequence_length, batch_size
+    sizes = {"model_params": model_params, "sequence_length": float(s), "batch_size": float(b), "gpus": float(gpus)}
     for name, value in sizes.items():
         if value < 1:
-            raise UsageError(
-                f"{name}={value:g}: at least 1 is needed", fix="count parameters, tokens, samples and GPUs from 1"
-            )
+            what = f"{name}={value:g}: at least 1 is needed"
+            raise UsageError(what, fix="count parameters, tokens, samples and GPUs from 1")
     shape = shape or typical_shape(model_params)
-    s, b, h = sequence_length, batch_size, shape.width
+    h = shape.width
     n = gpus if sharding != "none" else 1
     attention = 0.0 if fused_attention else 5 * shape.heads * s / h
     layer = s * b * h * (34 + attention)
@@ -126,7 +113,5 @@ def calculate_resources(
         gathered += 4 * unit * 2
     # fp32 weights: autocast keeps bf16 copies of used weights until the end of the forward pass.
     casts = 2.0 * model_params if n == 1 or sharding == "gradients" else 2.0 * unit
-    return Resources(
-        4.0 * model_params / n, 4.0 * model_params / n, optimizer_bytes * model_params / n, kept,
-        gathered + casts + logits, headroom, shape,
-    )  # fmt: skip
+    held, working = 4.0 * model_params / n, gathered + casts + logits
+    return Resources(held, held, optimizer_bytes * model_params / n, kept, working, headroom, shape)

@@ -14,7 +14,7 @@ from lockstep.costs.hardware import GIB, Cost, GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, Sent, StepTime, along_axes, sums_of_experts, with_sent
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
-from lockstep.plan.layouts import layout_of, layouts, model_size_of, modes, with_layout
+from lockstep.plan.layouts import layout_of, layouts, model_size_of, with_layout
 from lockstep.plan.rehearsal import Rehearsal, rehearse
 from lockstep.plan.workload import Workload
 from lockstep.progress import progress_of
@@ -31,32 +31,25 @@ def compression_advice(
 ) -> list[str]:
     """Return one line if compression would shorten a step, or if it is configured and does not.
 
-    Half the bytes on the link are not half the time of a step: most of them are sent during backward, and casting moves
-    each number four times through the device's memory. Only bf16 is advised: low rank affects the loss, which no plan
-    knows.
+    Most bytes are sent during backward, and casting moves each number four times through the device's memory. Only bf16
+    is advised: low rank affects the loss, which no plan knows.
     """
     strategy = strategy_named(layout.strategy)
     if not strategy.reduces_by_ddp or layout.world_size == 1 or config.distributed.reproducible:
         return []
     asked = config.distributed.ddp.compression.kind
-    seconds = {
-        kind: strategy.step_time(
-            pieces, config.replaced({_KIND_KEY: kind}).step, layout, cluster, micro_batches
-        ).seconds
+    none, bf16 = (
+        strategy.step_time(pieces, config.replaced({_KIND_KEY: kind}).step, layout, cluster, micro_batches).seconds
         for kind in ("none", "bf16")
-    }
-    seconds["bf16"] += _MOVED * pieces.parameter_bytes / (cluster.gpu.bandwidth * 1e9 * cluster.efficiency.memory)
-    saved = 1 - seconds["bf16"] / seconds["none"]
+    )
+    bf16 += _MOVED * pieces.parameter_bytes / (cluster.gpu.bandwidth * 1e9 * cluster.efficiency.memory)
+    saved = 1 - bf16 / none
     if asked == "none" and saved >= PAYS_FROM:
-        return [
-            f"{layout} with {_KIND_KEY}: bf16 would take {seconds['bf16']:.3g} s a step instead of "
-            f"{seconds['none']:.3g} ({saved:.0%} less)"
-        ]
+        take = f"would take {bf16:.3g} s a step instead of {none:.3g} ({saved:.0%} less)"
+        return [f"{layout} with {_KIND_KEY}: bf16 {take}"]
     if asked in ("fp16", "bf16") and saved < PAYS_FROM:
-        return [
-            f"{layout}: {_KIND_KEY}: {asked} does not pay here: {seconds['bf16']:.3g} s a step, and "
-            f"{seconds['none']:.3g} without; write none"
-        ]
+        takes = f"{bf16:.3g} s a step, and {none:.3g} without; write none"
+        return [f"{layout}: {_KIND_KEY}: {asked} does not pay here: {takes}"]
     return []
 
 
@@ -118,7 +111,6 @@ def candidates(
 
     Args:
         low: whether to include bf16 weights, which change results.
-        shows: whether to show the progress, if it takes long.
         first: called with the first layout whose memory is known, long before all are; maybe in another process.
         processes: how many layouts to evaluate at a time, each in a fork of this process.
     """
@@ -133,7 +125,7 @@ def candidates(
                 first(candidate)
 
     def evaluate(index: int) -> list[Candidate]:
-        return _over_modes(work, config, cluster, facts, considered[index], modes(facts, config), once)
+        return _over_modes(work, config, cluster, facts, considered[index], once)
 
     # One of the first two has the first answer. Of the others those that take longest begin, so that none is left over
     # at the end: pipelines, then those with further axes.
@@ -145,35 +137,35 @@ def candidates(
             evaluated[index] = of_layout
             advance(1)
     found = [candidate for index in range(len(considered)) for candidate in evaluated[index]]
-    if not any(candidate.fits for candidate in found) and cluster.num_gpus > 1:
-        offloaded = [strategy.layout_with_offload() for strategy in known_strategies(config.distributed.strategy)]
-        for layout in filter(None, offloaded if facts.blocks else []):
-            found.append(
-                evaluate_layout(work, config, cluster, layout | {"training.gradient_checkpointing": "full"}, facts)
-            )
+    if not any(candidate.fits for candidate in found) and cluster.num_gpus > 1 and facts.blocks:
+        for strategy in known_strategies(config.distributed.strategy):
+            if layout := strategy.layout_with_offload():
+                layout = layout | {"training.gradient_checkpointing": "full"}
+                found.append(evaluate_layout(work, config, cluster, layout, facts))
     return sorted(found, key=lambda c: (not c.fits, -c.samples_per_second if c.fits else c.needed))
 
 
 def _over_modes(
-    work: Workload, config: Config, cluster: GpuCluster, facts: ModelSize, layout: dict[str, Any], tried: list[str],
+    work: Workload, config: Config, cluster: GpuCluster, facts: ModelSize, layout: dict[str, Any],
     first: Callable[[Candidate], None],
 ) -> list[Candidate]:  # fmt: skip
     """Evaluate one layout with each mode of checkpointing, the one with the least memory first."""
     found: list[Candidate] = []
     most = None
-    for mode in tried:
+    tried = ("full", config.training.gradient_checkpointing, "none") if facts.blocks else ("none",)
+    for mode in dict.fromkeys(tried):
         changes = {**layout, "training.gradient_checkpointing": mode}
-        if most is not None and most.refused:
-            break
         if most is not None and not most.fits:  # without recomputation it needs even more
             found.append(Candidate(most.layout, changes, least=most.needed, limit=most.limit, samples=most.samples))
-        else:
-            judged = evaluate_layout(work, config, cluster, changes, facts)
-            if judged.memory is not None:
-                first(judged)
-            most = most or judged
-            if not judged.refused:
-                found.append(judged)
+            continue
+        judged = evaluate_layout(work, config, cluster, changes, facts)
+        if judged.memory is not None:
+            first(judged)
+        if most is None and judged.refused:
+            break
+        most = most or judged
+        if not judged.refused:
+            found.append(judged)
     return found
 
 
@@ -211,11 +203,7 @@ class ValuesNeededError(UsageError):
 def evaluate_layout(
     work: Workload, config: Config, cluster: GpuCluster, changes: dict[str, Any], facts: ModelSize
 ) -> Candidate:
-    """Evaluate memory and time of one layout.
-
-    Raises:
-        ValuesNeededError: the forward pass reads values of its batch, which a plan does not have.
-    """
+    """Evaluate memory and time of one layout. Raises ValuesNeededError: the model reads values of its batch."""
     layout, config = layout_of(config, cluster, changes), with_layout(config, changes)
     strategy = strategy_named(config.distributed.strategy)
     candidate = Candidate(layout, changes, limit=cluster.usable_memory)
@@ -224,20 +212,17 @@ def evaluate_layout(
     except UsageError as error:
         candidate.refused = error.what
         return candidate
-    offload = config.distributed.fsdp.cpu_offload
     dense, experts = apart(facts, layout)
     held = (dense / layout.shard + experts) / (layout.pipeline * layout.tensor)
-    state = 0.0 if offload else held * (4 + facts.optimizer_bytes)
+    state = 0.0 if config.distributed.fsdp.cpu_offload else held * (4 + facts.optimizer_bytes)
     whole = 8 * dense / (layout.pipeline * layout.tensor) if strategy.splits_model and layout.shard > 1 else 0.0
     candidate.least = state + whole
     candidate.samples = config.training.batch_size * count * layout.data_parallel_size
     if candidate.least > candidate.limit:
         return candidate
+    evaluate = _evaluate_pipeline if strategy.splits_model else _evaluate_data_parallel
     try:
-        if strategy.splits_model:
-            _evaluate_pipeline(candidate, work, config, cluster, count, facts)
-        else:
-            _evaluate_data_parallel(candidate, work, config, cluster, count, facts)
+        evaluate(candidate, work, config, cluster, count, facts)
     except UsageError as error:
         candidate.refused = error.what
     except UNKNOWN_VALUES as error:
@@ -280,35 +265,26 @@ def _evaluate_data_parallel(
 ) -> None:
     layout = candidate.layout
     rehearsal = rehearse(work, config, layout, micro_batches=count, device_type=_device_type(cluster))
-    memory = dict(rehearsal.peak.parts)
+    candidate.memory = memory = dict(rehearsal.peak.parts)
     if config.distributed.fsdp.cpu_offload:
         moved = [memory.pop(kind) for kind in ("parameters", "optimizer", "gradients")]
         candidate.notes.append(f"{sum(moved) / GIB:.1f} GiB a rank in host memory")
     strategy = strategy_named(layout.strategy)
     memory["parameters"] += round(strategy.further_state(config.step, facts.parameters))
-    candidate.memory = memory
-    candidate.step, pieces = data_parallel_step(facts, rehearsal, config, layout, cluster, count)
-    if layout.same_batch_size * layout.expert == 1:
-        candidate.notes += compression_advice(pieces, config, layout, cluster, count)
-    computing = layout.data_parallel_size * layout.same_batch_size
-    candidate.model_flops = 3.0 * rehearsal.work.forward.flops * count * computing
-
-
-def data_parallel_step(
-    facts: ModelSize, rehearsal: Rehearsal, config: Config, layout: Layout, cluster: GpuCluster, count: int
-) -> tuple[StepTime, Pieces]:
-    """Return the time of a step of `count` micro-batches a rank, without a pipeline."""
 
     def seconds(cost: Cost) -> float:
         return cluster.seconds(cost) + along_axes(cost, layout, cluster).seconds
 
     pieces = pieces_of(facts, rehearsal, seconds, layout)
     groups, alone = cluster.of_batch_groups(layout.same_batch_size), replace(layout, context=1, tensor=1)
-    step = strategy_named(layout.strategy).step_time(pieces, config.step, alone, groups, count)
-    work = rehearsal.work
-    each = along_axes(work.forward.plus(work.backward), layout, cluster)
-    waited = along_axes(work.update, layout, cluster).plus(each, count)
-    return with_sent(step, waited, sums_of_experts(facts, layout, cluster)), pieces
+    step = strategy.step_time(pieces, config.step, alone, groups, count)
+    each = along_axes(rehearsal.work.forward.plus(rehearsal.work.backward), layout, cluster)
+    waited = along_axes(rehearsal.work.update, layout, cluster).plus(each, count)
+    candidate.step = with_sent(step, waited, sums_of_experts(facts, layout, cluster))
+    if layout.same_batch_size * layout.expert == 1:
+        candidate.notes += compression_advice(pieces, config, layout, cluster, count)
+    computing = layout.data_parallel_size * layout.same_batch_size
+    candidate.model_flops = 3.0 * rehearsal.work.forward.flops * count * computing
 
 
 def _device_type(cluster: GpuCluster) -> str:
@@ -322,32 +298,26 @@ def _evaluate_pipeline(
     from lockstep.plan.stages import rehearse_rank  # loads torch's compiler
 
     layout = candidate.layout
-    looked_at = sorted({0, layout.pipeline // 2, layout.pipeline - 1})
     found = {
         rank: rehearse_rank(work, config, layout, rank, micro_batches=count, device_type=_device_type(cluster))
-        for rank in looked_at
+        for rank in sorted({0, layout.pipeline // 2, layout.pipeline - 1})
     }
     fullest = max(found.values(), key=lambda rehearsal: rehearsal.peak.total)
     candidate.memory = dict(fullest.peak.parts)
     stages: list[StageTime] = []
-    flops = 0
+    flops, waited = 0, Sent()
     per_rank = config.distributed.pipeline.stages_per_rank
-    dense, waited = apart(facts, layout)[0], Sent()
+    stage_bytes = 4 * apart(facts, layout)[0] / (layout.pipeline * per_rank * layout.tensor)
+    middle = next(iter(found[layout.pipeline // 2].stages.values()))
     for stage in range(layout.pipeline * per_rank):
-        holder = next((r for r in found.values() if stage in r.stages), None)
-        middle = found[layout.pipeline // 2].stages
-        computed = holder.stages[stage] if holder is not None else next(iter(middle.values()))
+        computed = next((r.stages[stage] for r in found.values() if stage in r.stages), middle)
         flops += computed.forward.flops
         sent = [along_axes(cost, layout, cluster) for cost in (computed.forward, computed.backward)]
         if stage < per_rank:  # stages of one rank
             waited = waited.plus(sent[0].plus(sent[1]), count)
-        stages.append(
-            StageTime(
-                cluster.seconds(computed.forward) + sent[0].seconds,
-                cluster.seconds(computed.backward) + sent[1].seconds, float(fullest.sent[stage]),
-                4 * dense / (layout.pipeline * per_rank * layout.tensor),
-            )
-        )  # fmt: skip
+        forward = cluster.seconds(computed.forward) + sent[0].seconds
+        backward = cluster.seconds(computed.backward) + sent[1].seconds
+        stages.append(StageTime(forward, backward, float(fullest.sent[stage]), stage_bytes))
     update = max(cluster.seconds(rehearsal.work.update) for rehearsal in found.values())
     groups, alone = cluster.of_batch_groups(layout.same_batch_size), replace(layout, context=1, tensor=1)
     step = pipeline_step(stages, config.step, alone, groups, count, update)

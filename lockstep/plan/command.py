@@ -25,13 +25,7 @@ from lockstep.costs.hardware import GIB, GPUS, LINKS, Gpu, GpuCluster, Link, clu
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.plan import calculate_resources
-from lockstep.plan.candidates import (
-    Candidate,
-    ValuesNeededError,
-    candidates,
-    evaluate_layout,
-    largest_batch,
-)
+from lockstep.plan.candidates import Candidate, ValuesNeededError, candidates, evaluate_layout, largest_batch
 from lockstep.plan.layouts import model_size_of
 from lockstep.plan.workload import workload_of
 from lockstep.strategy import REPLICAS, SINGLE
@@ -75,13 +69,8 @@ def plan(config: Config, options: PlanOptions) -> str:
         notices.append(write(config, best, options.write, batch))
     if options.as_json:
         where = {"gpu": asdict(cluster.gpu), "num_gpus": cluster.num_gpus, "between": asdict(cluster.between)}
-        return json.dumps(
-            {
-                "cluster": where,
-                "layouts": [as_dict(c, cluster) for c in found], "largest_batch_size": batch, "notices": notices,
-            },
-            indent=2,
-        )  # fmt: skip
+        in_all = {"cluster": where, "layouts": [as_dict(c, cluster) for c in found]}
+        return json.dumps(in_all | {"largest_batch_size": batch, "notices": notices}, indent=2)
     tokens = work.tokens_per_sample()
     text = as_text(found, cluster, tokens_per_sample=tokens, steps=config.training.max_steps, price=options.price)
     return "\n".join([text, *notices])
@@ -98,16 +87,11 @@ def cluster_for(options: PlanOptions) -> tuple[GpuCluster, list[str]]:
     notices = []
     gpu, number = options.gpu_type, options.gpus
     if gpu is None or number is None:
-        kind = accelerator.found()
-        here = accelerator.count()
+        kind, here = accelerator.found(), accelerator.count()
         if gpu is None:
-            gpu = "A100-80GB"
             known = known_gpu(accelerator.name_of(torch.device(kind, 0))) if kind is not None and here else None
-            if known is not None:
-                gpu = known.name
-                notices.append(f"GPU: {gpu}, as here")
-            else:
-                notices.append(f"GPU: {gpu}; --gpu-type names another")
+            gpu = "A100-80GB" if known is None else known.name
+            notices.append(f"GPU: {gpu}; --gpu-type names another" if known is None else f"GPU: {gpu}, as here")
         number = max(1, here) if number is None else number
     return cluster_of(number, gpu, options.interconnect, per_node=options.per_node), notices
 
@@ -128,23 +112,22 @@ def plan_by_size(params: float, sequence_length: int, batch_size: int, headroom:
     number = 1 if options.gpus is None else options.gpus
     rows = []
     for sharding in ("none", "gradients", "full") if number > 1 else ("none",):
-        for checkpointing in (False, True):
+        for each in (False, True):
             needs = calculate_resources(
-                params, sequence_length, batch_size, gpus=number, sharding=sharding,
-                checkpointing=checkpointing, headroom=headroom,
+                params, sequence_length, batch_size, gpus=number, sharding=sharding, checkpointing=each,
+                headroom=headroom,
             )  # fmt: skip
-            rows.append((sharding, checkpointing, needs))
+            rows.append((sharding, each, needs))
     if options.as_json:
-        return json.dumps(
-            [{"sharding": s, "checkpointing": c, **asdict(n), "total": n.total} for s, c, n in rows], indent=2
-        )
+        data = [{"sharding": s, "checkpointing": c, **asdict(n), "total": n.total} for s, c, n in rows]
+        return json.dumps(data, indent=2)
     shape = rows[0][2].shape
-    columns = ("params", "grads", "optim.", "activ.", "working", "total")
+    columns = "".join(f"{column:>9}" for column in ("params", "grads", "optim.", "activ.", "working", "total"))
     lines = [
         f"{params:.3g} parameters (as {shape.layers} layers of width {shape.width}), {sequence_length} positions, "
         f"{batch_size} a micro-batch, {number} GPU{'s' * (number > 1)}; GiB a GPU"
         + (f", with {headroom:.0%} headroom" if headroom else ""),
-        f"{'strategy':<24}{'recompute':>10}" + "".join(f"{column:>9}" for column in columns) + "  fits",
+        f"{'strategy':<24}{'recompute':>10}{columns}  fits",
     ]
     names = {"none": REPLICAS if number > 1 else SINGLE, "gradients": "fsdp shard_grad_op", "full": "fsdp full_shard"}
     for sharding, checkpointing, n in rows:
@@ -155,13 +138,10 @@ def plan_by_size(params: float, sequence_length: int, batch_size: int, headroom:
     return "\n".join(lines)
 
 
-_COLOURS = {
-    "parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e15759", "activations": "#76b7b2",
-    "gathered": "#59a14f", "buckets": "#edc948", "stashes": "#b07aa1",
-}  # fmt: skip
-_LETTERS = {
-    "parameters": "P", "gradients": "G", "optimizer": "O", "activations": "a", "gathered": "g", "buckets": "b",
-    "stashes": "s",
+_KINDS = {
+    "parameters": ("P", "#4e79a7"), "gradients": ("G", "#f28e2b"), "optimizer": ("O", "#e15759"),
+    "activations": ("a", "#76b7b2"), "gathered": ("g", "#59a14f"), "buckets": ("b", "#edc948"),
+    "stashes": ("s", "#b07aa1"),
 }  # fmt: skip
 _WIDTH = 40
 
@@ -184,25 +164,20 @@ def as_text(
         "",
     ]
     speed = "tokens/s" if tokens_per_sample > 1 else "samples/s"
-    header = ["layout", "GiB a GPU", "fits", "step s", "exposed", "bubble", "sent/step", "MFU", speed]
-    rows = [header]
+    rows = [["layout", "GiB a GPU", "fits", "step s", "exposed", "bubble", "sent/step", "MFU", speed]]
     for c in found:
+        fit = "yes" if c.fits else f"no: {(c.needed - c.limit) / GIB:+.1f}"
         if c.memory is None:
-            rows.append([c.name(), f"≥ {_gib(c.needed)}", _fit(c), *[""] * 6])
+            rows.append([c.name(), f"≥ {_gib(c.needed)}", fit, *[""] * 6])
             continue
         assert c.step is not None
-        rows.append(
-            [
-                c.name(), _gib(c.needed), _fit(c), f"{c.step.seconds:.3g}",
-                f"{c.step.exposed / c.step.seconds:.0%}", f"{c.step.bubble / c.step.seconds:.0%}",
-                _bytes(c.step.inside + c.step.between), f"{mfu(c, cluster):.0%}",
-                f"{c.samples_per_second * tokens_per_sample:,.0f}",
-            ]
-        )  # fmt: skip
-    widths = {
-        column: max(len(row[column]) for row in rows)
-        for column in (_NARROW if _terminal() < _WIDE else range(len(header)))
-    }
+        rows.append([
+            c.name(), _gib(c.needed), fit, f"{c.step.seconds:.3g}", f"{c.step.exposed / c.step.seconds:.0%}",
+            f"{c.step.bubble / c.step.seconds:.0%}", _bytes(c.step.inside + c.step.between),
+            f"{mfu(c, cluster):.0%}", f"{c.samples_per_second * tokens_per_sample:,.0f}",
+        ])  # fmt: skip
+    columns = _NARROW if _terminal() < _WIDE else range(len(rows[0]))
+    widths = {column: max(len(row[column]) for row in rows) for column in columns}
     for row in rows:  # the first column to the left, numbers to the right
         cells = (row[column].rjust(width) if column else row[column].ljust(width) for column, width in widths.items())
         lines.append("  ".join(cells).rstrip())
@@ -212,7 +187,9 @@ def as_text(
         seconds = best.step.seconds * steps
         hours = seconds / 3600 * cluster.num_gpus
         cost = f", {price * hours:,.2f} at {price:g} a GPU-hour" if price else ""
-        lines.append(f"{steps:,} steps: {_duration(seconds)}, {hours:,.3g} GPU-hours{cost}")
+        lengths = (("days", 86400), ("hours", 3600), ("minutes", 60))
+        unit, length = next((one for one in lengths if seconds >= one[1]), ("seconds", 1))
+        lines.append(f"{steps:,} steps: {seconds / length:.3g} {unit}, {hours:,.3g} GPU-hours{cost}")
     return "\n".join(lines)
 
 
@@ -225,20 +202,8 @@ def _terminal() -> int:
     return shutil.get_terminal_size(fallback=(10**6, 0)).columns
 
 
-def _duration(seconds: float) -> str:
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds:.3g} seconds"
-
-
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f}" if size >= 0.1 * GIB else f"{size / GIB:.2g}"
-
-
-def _fit(candidate: Candidate) -> str:
-    missing = candidate.needed - candidate.limit
-    return "yes" if candidate.fits else f"no: {missing / GIB:+.1f}"
 
 
 def _bytes(size: float) -> str:
@@ -258,13 +223,12 @@ def memory_bars(found: Sequence[Candidate]) -> list[str]:
     scale = max(limit, *(min(c.needed, 2 * limit) for c in shown)) / bar
     edge = min(bar, round(limit / scale))
     width = max(len(c.name()) for c in shown)
-    letters = "memory: " + ", ".join(f"{letter} {kind}" for kind, letter in _LETTERS.items())
-    lines = textwrap.wrap(letters, _terminal(), subsequent_indent="  ")
+    legend = "memory: " + ", ".join(f"{letter} {kind}" for kind, (letter, _) in _KINDS.items())
+    lines = textwrap.wrap(legend, _terminal(), subsequent_indent="  ")
     for c in shown:
-        assert c.memory is not None
-        text = "".join(_LETTERS[kind] * round(size / scale) for kind, size in c.memory.items())[: bar + 1]
-        text = text.ljust(bar + 1)
-        lines.append(f"{c.name():<{width}}  {text[:edge]}|{text[edge:].rstrip()}")
+        letters = [_KINDS[kind][0] * round(size / scale) for kind, size in (c.memory or {}).items()]
+        text = "".join(letters)[: bar + 1]
+        lines.append(f"{c.name():<{width}}  {text[:edge]:<{edge}}|{text[edge:].rstrip()}")
     return lines
 
 
@@ -280,8 +244,7 @@ def why(found: Sequence[Candidate]) -> list[str]:
         ]
     assert best.step is not None
     lines = [f"{best.name()}: the fastest that fits"]
-    others = [c for c in found[1:] if c.step is not None and c.layout != best.layout]
-    closest = next((c for c in others if c.fits), None)
+    closest = next((c for c in found[1:] if c.step is not None and c.layout != best.layout and c.fits), None)
     if closest is not None and closest.step is not None:
         slower = best.samples_per_second / closest.samples_per_second - 1
         waits = closest.step.exposed + closest.step.bubble
@@ -289,9 +252,8 @@ def why(found: Sequence[Candidate]) -> list[str]:
             f"  {closest.name()} is {slower:.0%} slower: {closest.step.compute:.3g} s of computing and {waits:.3g} s "
             f"of waiting a step, against {best.step.compute:.3g} and {best.step.exposed + best.step.bubble:.3g}"
         )
-    faster = [c for c in found if not c.fits and c.samples_per_second > best.samples_per_second]
-    if faster:
-        c = max(faster, key=lambda one: one.samples_per_second)
+    c = max((c for c in found if not c.fits), key=lambda one: one.samples_per_second, default=best)
+    if c.samples_per_second > best.samples_per_second:
         lines.append(f"  {c.name()} would be faster, but lacks {(c.needed - c.limit) / GIB:.1f} GiB")
     if best.checkpointing == "full":
         lines.append("  it recomputes activations: with fewer samples in a micro-batch or more GPUs it may not have to")
@@ -318,29 +280,26 @@ def as_svg(found: Sequence[Candidate]) -> str:
     limit = shown[0].limit if shown else 1.0
     scale = width / max(limit * 1.15, *(min(c.needed, 2 * limit) for c in shown), 1.0)
     bottom = height * len(shown) + 30
-    size = (left + width + 90, bottom + 40)
+    across, down = left + width + 90, bottom + 40
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" '
-        f'viewBox="0 0 {size[0]} {size[1]}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{across}" height="{down}" viewBox="0 0 {across} {down}" '
+        'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for row, c in enumerate(shown):
-        y = 20 + row * height
-        x = float(left)
+        x, y = float(left), 20 + row * height
         parts.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{escape(c.name())}</text>')
-        assert c.memory is not None
-        for kind, held in c.memory.items():
+        for kind, held in (c.memory or {}).items():
             w = min(held * scale, left + width - x)
             if w > 0:
-                title = f"<title>{kind}: {held / GIB:.2f} GiB</title>"
-                box = f'x="{x:.1f}" y="{y}" width="{w:.1f}" height="18"'
-                parts.append(f'<rect {box} fill="{_COLOURS[kind]}">{title}</rect>')
+                box = f'x="{x:.1f}" y="{y}" width="{w:.1f}" height="18" fill="{_KINDS[kind][1]}"'
+                parts.append(f"<rect {box}><title>{kind}: {held / GIB:.2f} GiB</title></rect>")
                 x += w
         parts.append(f'<text x="{x + 5:.1f}" y="{y + 14}">{c.needed / GIB:.1f} GiB</text>')
     x = left + limit * scale
     parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{bottom - 8}" stroke="black" stroke-dasharray="4 3"/>')
     parts.append(f'<text x="{x:.1f}" y="{bottom + 6}" text-anchor="middle">{limit / GIB:.1f} GiB</text>')
-    for place, (kind, colour) in enumerate(_COLOURS.items()):
+    for place, (kind, (_, colour)) in enumerate(_KINDS.items()):
         x = 10 + place * 120
         parts.append(f'<rect x="{x}" y="{bottom + 18}" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{x + 16}" y="{bottom + 28}">{kind}</text>')
@@ -377,14 +336,14 @@ def choose(config: Config, world_size: int, local_world_size: int, cluster: GpuC
     facts = model_size_of(work, config)
     asked = {"training.gradient_checkpointing": config.training.gradient_checkpointing}
     shows = rank_facts().is_main
+    replicated = config.replaced({"distributed.strategy": REPLICAS})
     try:
         replicas = evaluate_layout(work, config, cluster, {"distributed.strategy": REPLICAS, **asked}, facts)
     except ValuesNeededError as error:
-        why = f"{REPLICAS}, unless you name another; {error.what}"
-        return Choice(config.replaced({"distributed.strategy": REPLICAS}), why)
+        return Choice(replicated, f"{REPLICAS}, unless you name another; {error.what}")
+    needs = f"{_size(replicas)} of {replicas.limit / GIB:.1f} GiB"
     if replicas.fits and replicas.needed <= _COMFORTABLE * replicas.limit:
-        why = f"{replicas.layout}: {_size(replicas)} of {replicas.limit / GIB:.1f} GiB a rank, nothing need be sharded"
-        return Choice(config.replaced({"distributed.strategy": REPLICAS}), why)
+        return Choice(replicated, f"{replicas.layout}: {needs} a rank, nothing need be sharded")
     found = [c for c in candidates(work, config, cluster, low=False, pipelines=False, shows=shows) if c.fits]
     found = found or [c for c in candidates(work, config, cluster, low=False, shows=shows) if c.fits]
     if not found:
@@ -395,15 +354,14 @@ def choose(config: Config, world_size: int, local_world_size: int, cluster: GpuC
         )
     # The user's mode of checkpointing stays, if a layout fits with it.
     best = next((c for c in found if c.checkpointing == asked["training.gradient_checkpointing"]), found[0])
-    lacking = "" if replicas.fits else f"ddp needs {_size(replicas)} of {replicas.limit / GIB:.1f} GiB; "
+    lacking = "" if replicas.fits else f"ddp needs {needs}; "
     changes = {key: value for key, value in best.changes.items() if value is not None}
     return Choice(config.replaced(changes), f"{best.name()}: {lacking}{_size(best)} a rank, the fastest that fits")
 
 
 def _size(candidate: Candidate) -> str:
-    if candidate.needed < GIB:
-        return f"{candidate.needed / 2**20:.0f} MiB"
-    return f"{candidate.needed / GIB:.1f} GiB"
+    needed = candidate.needed
+    return f"{needed / 2**20:.0f} MiB" if needed < GIB else f"{needed / GIB:.1f} GiB"
 
 
 def _cluster_here(config: Config, world_size: int, local_world_size: int) -> GpuCluster:
@@ -412,9 +370,8 @@ def _cluster_here(config: Config, world_size: int, local_world_size: int) -> Gpu
     if kind is not None and config.distributed.device != "cpu":
         device = torch.device(kind, 0)
         name, total = accelerator.name_of(device), accelerator.memory_of(device)[3]
-        gpu = known_gpu(name)
-        if gpu is None:
-            gpu = Gpu(name, total / GIB, 100, 20, 1000, "PCIe 4", "this device; speeds are guessed")
+        guessed = Gpu(name, total / GIB, 100, 20, 1000, "PCIe 4", "this device; speeds are guessed")
+        gpu = known_gpu(name) or guessed
         return GpuCluster(gpu, world_size, per_node, LINKS[gpu.inside], LINKS["InfiniBand HDR"])
     memory = psutil.virtual_memory().total / GIB / per_node
     cpu = Gpu("CPU", memory, 0.1, 0.1, 20, "loopback", "a rank's share of this machine's memory; speeds are guessed")

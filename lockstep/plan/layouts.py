@@ -33,9 +33,8 @@ def model_size_of(work: Workload, config: Config) -> ModelSize:
     blocks = blocks_of(model)
     units = units_of(model, config.distributed.fsdp, blocks)
     held = sum(p.numel() for _, unit in units for p in unit.parameters())
-    optimizer = _OPTIMIZER_BYTES.get(config.training.optimizer, 0.0)
-    if config.training.optimizer_args.get("momentum"):
-        optimizer = 4.0
+    momentum = config.training.optimizer_args.get("momentum")
+    optimizer = 4.0 if momentum else _OPTIMIZER_BYTES.get(config.training.optimizer, 0.0)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     low_rank = sent_numbers(shapes, "powersgd", config.distributed.ddp.compression.rank)
     return ModelSize(
@@ -43,14 +42,6 @@ def model_size_of(work: Workload, config: Config) -> ModelSize:
         held / len(units) if units else 0.0, optimizer, 4 * low_rank,
         sum(p.numel() for p in parameters_of_experts(model)),
     )  # fmt: skip
-
-
-def modes(facts: ModelSize, config: Config) -> list[str]:
-    """Return the modes of checkpointing, the one with the least memory first."""
-    if not facts.blocks:
-        return ["none"]
-    asked = config.training.gradient_checkpointing
-    return ["full", *([asked] if asked not in ("full", "none") else []), "none"]
 
 
 def layouts(
@@ -83,13 +74,11 @@ def layouts(
                     yield from (layout | axes | width for width in (widths[-1:] if strategy.splits_model else widths))
 
 
-def axes_to_plan(
-    work: Workload, facts: ModelSize, config: Config, cluster: GpuCluster
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+def axes_to_plan(work: Workload, facts: ModelSize, config: Config, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
     """Yield the sizes of the axes tensor, context and expert to plan with, as keys of the config.
 
-    Where the config has one of them, only that. Else also: layers of a large model cut inside of a node, long samples
-    over as many ranks as leave each of them `SHARE` tokens, experts spread inside of a node and as far as they go.
+    Unless the config has one of them: layers of a large model cut inside of a node, long samples over as many ranks as
+    leave each of them `SHARE` tokens, experts spread inside of a node and as far as they go.
     """
     distributed, gpus, model = config.distributed, cluster.num_gpus, work.description
     yield {}

@@ -1,10 +1,8 @@
 """Rehearses one rank's step on fake tensors: the strategy's own code runs, and every byte is counted.
 
-`place` places the model as for training, over a fake process group, under torch's FakeTensorMode. The optimizer already
-has its state. From a long chain of equal blocks three run, and the record of one is repeated for those left out.
-
-The device is always the CPU; on a GPU the same tensors are created, apart from autocast's list of operations and
-kernels' own workspaces.
+`place` places the model as for training, over a fake process group. From a long chain of equal blocks three run, and
+the record of one is repeated for those left out. The device is always the CPU; on a GPU the same tensors are created,
+apart from autocast's list of operations and kernels' own workspaces.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -42,7 +40,7 @@ from lockstep.plan.tracker import (
     mark_blocks,
     on_backward,
     peak_over,
-    repeated,
+    regions_of,
     tag_gradients,
 )
 from lockstep.plan.workload import REPEATED, Workload, kept_blocks
@@ -67,10 +65,7 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Work:
-    """Costs of one micro-batch's forward and backward pass, and of the update.
-
-    Backward includes recomputation, and everything includes the strategy's copies around its collectives.
-    """
+    """Costs of a micro-batch's passes and of the update, with recomputation and the copies around collectives."""
 
     forward: Cost
     backward: Cost
@@ -88,33 +83,41 @@ def rehearse(
     model, left_out = work.shortened(kept_blocks(device_type)) if alike else (work.model(), 0)
     with fake_ranks(layout.world_size), ExitStack() as modes:
         mesh = meshes(layout)
-        fake = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        modes.enter_context(EqualChunks())
-        tracker = modes.enter_context(Tracker(fake))
+        tracker = modes.enter_context(tracked())
         placed = _place_model(tracker, model, work, config, layout, mesh, device_type)
         optimizer = optimizer_of(config, list(placed.parameters.values()))
         batch = work.batch(config.training.batch_size)
         fill_state(optimizer)
         tag_persistent(tracker, [*model.parameters(), *model.buffers()], optimizer)
         tracker.restart()
-        _step(tracker, placed, optimizer, batch, min(micro_batches, 2), layout)
-        regions = repeated(tracker.record.regions(), (f"F{REPEATED}", f"B{REPEATED}"), left_out)
-        start = tracker.record.start
+        count = min(micro_batches, 2)
+        # The count is over all ranks: the accumulator allocates space for all micro-batches.
+        accumulator = LossAccumulator(count * layout.data_parallel_size, CPU, shared=layout.world_size > 1)
+        assert placed.micro_step is not None
+        with placed.random_state.running("train", 0):
+            for index in range(count):
+                tracker.mark("forward")
+                placed.micro_step(MicroBatch(index, batch), accumulator, 1.0, index == count - 1)
+        tracker.mark("update")
+        if layout.same_batch_size * layout.expert > 1:
+            placed.finish_gradients()
+        update(optimizer)
+        regions = regions_of(tracker.items, (f"F{REPEATED}", f"B{REPEATED}"), left_out)
+        start = tracker.start
         if left_out:
             reduces = strategy.reduces_by_ddp and layout.replicate > 1
-            names = {parameter: name for name, parameter in model.named_parameters()}
-            states: dict[Tensor, Any] = {
-                parameter: optimizer.state[placed.parameters[name]] for parameter, name in names.items()
-            }
-            start = with_blocks_left_out(
-                start, blocks_of(model)[REPEATED][1], states, left_out,
-                in_buckets=set(model.parameters()) - spread_experts(model, layout) if reduces else set(),
-            )  # fmt: skip
-    return Rehearsal(
-        peak_over(start, regions),
-        dict(zip(KINDS, start, strict=True)),
-        _work_of(regions, sum(start) / max(1, sum(tracker.record.start))),
-    )
+            in_buckets = set(model.parameters()) - spread_experts(model, layout) if reduces else set()
+            states: dict[Tensor, Any] = {p: optimizer.state[placed.parameters[n]] for n, p in model.named_parameters()}
+            start = with_blocks_left_out(start, blocks_of(model)[REPEATED][1], states, left_out, in_buckets)
+    in_all = _work_of(regions, sum(start) / max(1, sum(tracker.start)))
+    return Rehearsal(peak_over(start, regions), dict(zip(KINDS, start, strict=True)), in_all)
+
+
+@contextmanager
+def tracked() -> Iterator[Tracker]:
+    """Work on fake tensors for the length of the block; return the tracker that counts them."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, EqualChunks(), Tracker(fake) as tracker:
+        yield tracker
 
 
 def meshes(layout: Layout) -> DeviceMesh | None:
@@ -136,61 +139,47 @@ def spread_experts(model: nn.Module, layout: Layout) -> set[nn.Parameter]:
 
 
 def _work_of(regions: list[Region], grown: float) -> Work:
-    """Return the costs of a step from its marked passes.
-
-    Args:
-        grown: ratio of the optimizer's memory to that in the rehearsal.
-    """
-    passes: dict[str, list[Cost]] = {"forward": [], "backward": [], "update": []}
-    now = "update"
+    """Return the costs of a step's last passes; `grown`: the memory's ratio to that in the rehearsal."""
+    passes: dict[str, Cost] = {}
+    now = ""
     for region in regions:
-        if region.label in passes:
+        if region.label in ("forward", "backward", "update"):
             now = region.label
-            passes[now].append(Cost())
-        if passes[now]:
-            passes[now][-1] = passes[now][-1].plus(region.cost)
-    update = passes["update"][-1]
-    return Work(passes["forward"][-1], passes["backward"][-1], update._replace(moved=round(update.moved * grown)))
+            passes[now] = Cost()
+        if now:
+            passes[now] = passes[now].plus(region.cost)
+    update = passes["update"]
+    return Work(passes["forward"], passes["backward"], update._replace(moved=round(update.moved * grown)))
 
 
 @contextmanager
 def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Create a process group of one process, whose collectives do nothing, for the length of the block.
-
-    Raises:
-        RunError: there is a real one.
-    """
+    """Create a process group of one process, whose collectives do nothing. Raises RunError: there is a real one."""
     if dist.is_initialized():
         raise RunError(
             "planning needs a process that has joined no process group yet",
             fix="plan before lockstep.setup(), or in a process of its own",
         )
-    if world_size == 1:
-        yield
-        return
-    dist.init_process_group("fake", rank=rank, world_size=world_size)
+    if world_size > 1:
+        dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if world_size > 1:
+            dist.destroy_process_group()
 
 
 def precision_of(config: Config) -> Precision:
     """Return the precision of a step on the CPU."""
-    mode, _ = resolve_mode(config.precision.mode, CPU)
-    return Precision(mode, "cpu")
+    return Precision(resolve_mode(config.precision.mode, CPU)[0], "cpu")
 
 
 def planned(config: StepConfig) -> StepConfig:
     """Return the config of a rehearsal: eager, on the device, with plain sums."""
-    fsdp = config.distributed.fsdp.model_copy(update={"cpu_offload": False})
     distributed = config.distributed.model_copy(update={"reproducible": False})
-    distributed.fsdp = fsdp
-    return StepConfig(
-        config.training.model_copy(update={"compile": False}),
-        config.precision.model_copy(update={"fp8": "none"}),
-        distributed,
-    )
+    distributed.fsdp = distributed.fsdp.model_copy(update={"cpu_offload": False})
+    training = config.training.model_copy(update={"compile": False})
+    return StepConfig(training, config.precision.model_copy(update={"fp8": "none"}), distributed)
 
 
 def _place_model(
@@ -200,10 +189,9 @@ def _place_model(
     """Place the model as for training, with marks in the tracker's record where its passes begin."""
     mark_blocks(tracker, blocks_of(model))
     objective = work.objective(model)
-    whole = objective.loss
 
     def loss(outputs: Any, batch: Any) -> Tensor:
-        value = whole(outputs, batch)
+        value = objective.loss(outputs, batch)
         on_backward(value, lambda: tracker.mark("backward"))
         return value
 
@@ -211,35 +199,17 @@ def _place_model(
         model, layout, planned(config.step), objective=replace(objective, loss=loss), device=CPU,
         precision=precision_of(config), dry_run=dry_run_of(tracker, mesh, device_type),
     )  # fmt: skip
-    strategy = strategy_named(layout.strategy)
-    reduced = strategy.reduces_by_ddp and layout.world_size > 1  # then the reducer does it, but for experts
+    # The reducer does it under DDP, but for experts.
+    reduced = strategy_named(layout.strategy).reduces_by_ddp and layout.world_size > 1
     tag_gradients(tracker, spread_experts(model, layout) if reduced else model.parameters())
     return placed
 
 
 def dry_run_of(tracker: Tracker, mesh: DeviceMesh | None, device_type: str) -> DryRun:
     """Return a dry run in which messages along an axis are costs in the tracker's record."""
-
-    def sends(axis: str, size: int) -> None:
-        tracker.record.items.append(Cost(**{axis: size}))
-
-    return DryRun(mesh, device_type, partial(Reducer, tracker), sends)
-
-
-def _step(
-    tracker: Tracker, placed: ParallelModel, optimizer: torch.optim.Optimizer, batch: Any, count: int, layout: Layout
-) -> None:
-    # The count is over all ranks: the accumulator allocates space for all micro-batches.
-    accumulator = LossAccumulator(count * layout.data_parallel_size, CPU, shared=layout.world_size > 1)
-    assert placed.micro_step is not None
-    with placed.random_state.running("train", 0):
-        for index in range(count):
-            tracker.mark("forward")
-            placed.micro_step(MicroBatch(index, batch), accumulator, 1.0, index == count - 1)
-    tracker.mark("update")
-    if layout.same_batch_size * layout.expert > 1:
-        placed.finish_gradients()
-    update(optimizer)
+    return DryRun(
+        mesh, device_type, partial(Reducer, tracker), lambda axis, size: tracker.items.append(Cost(**{axis: size}))
+    )
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:
@@ -277,23 +247,24 @@ def optimizer_of(config: Config, parameters: list[nn.Parameter]) -> torch.optim.
 
 
 def with_blocks_left_out(
-    start: tuple[int, ...], block: nn.Module, states: Mapping[Tensor, Mapping[str, Any]], left_out: int, *,
+    start: tuple[int, ...], block: nn.Module, states: Mapping[Tensor, Mapping[str, Any]], left_out: int,
     in_buckets: Set[nn.Parameter] = frozenset(),
 ) -> tuple[int, ...]:  # fmt: skip
-    """Add the memory of blocks that were left out to what is live before a step.
+    """Add the memory of blocks that were left out, all equal to `block`, to the bytes by kind before a step.
 
     Args:
-        start: bytes by kind.
-        block: one that is equal to them.
         states: parameter → its optimizer state.
         in_buckets: parameters whose gradients have buckets of their own.
     """
     whole = list(start)
     for parameter in block.parameters():
-        size = local(parameter).untyped_storage().nbytes()
+        size = _bytes(parameter)
+        state = sum(_bytes(t) for t in states[parameter].values() if isinstance(t, Tensor))
         whole[INDEX_OF_KIND["parameters"]] += left_out * size
-        whole[INDEX_OF_KIND["optimizer"]] += left_out * sum(
-            local(t).untyped_storage().nbytes() for t in states[parameter].values() if isinstance(t, Tensor)
-        )
+        whole[INDEX_OF_KIND["optimizer"]] += left_out * state
         whole[INDEX_OF_KIND["buckets"]] += left_out * size * (parameter in in_buckets)
     return tuple(whole)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return local(tensor).untyped_storage().nbytes()

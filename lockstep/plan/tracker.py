@@ -35,12 +35,6 @@ class MemoryChange(NamedTuple):
     size: int
 
 
-class Mark(NamedTuple):
-    """A place in a record."""
-
-    label: str
-
-
 class Region(NamedTuple):
     """The changes and costs between two marks, named by the first of them ('' before any)."""
 
@@ -49,24 +43,17 @@ class Region(NamedTuple):
     cost: Cost
 
 
-@dataclass
-class Record:
-    """Changes, costs and marks of a step, in order; regions between marks can be repeated."""
-
-    items: list[MemoryChange | Cost | Mark]
-    start: tuple[int, ...] = (0,) * len(KINDS)  # live bytes by kind before the first change
-
-    def regions(self) -> list[Region]:
-        """Split the record at its marks."""
-        found = [Region("", [], Cost())]
-        for item in self.items:
-            if isinstance(item, Mark):
-                found.append(Region(item.label, [], Cost()))
-            elif isinstance(item, MemoryChange):
-                found[-1].changes.append(item)
-            else:
-                found[-1] = found[-1]._replace(cost=found[-1].cost.plus(item))
-        return found
+def regions_of(items: Iterable[MemoryChange | Cost | str], labels: Sequence[str], times: int) -> list[Region]:
+    """Split a record at its marks, which are strings; repeat regions with one of `labels` `times` times more."""
+    found = [Region("", [], Cost())]
+    for item in items:
+        if isinstance(item, str):
+            found.append(Region(item, [], Cost()))
+        elif isinstance(item, MemoryChange):
+            found[-1].changes.append(item)
+        else:
+            found[-1] = found[-1]._replace(cost=found[-1].cost.plus(item))
+    return [each for region in found for each in [region] * (1 + times * (region.label in labels))]
 
 
 @dataclass(frozen=True)
@@ -75,48 +62,24 @@ class Peak:
 
     total: int
     parts: dict[str, int]  # bytes by kind at that moment
-    at: str = ""  # label of its region
 
 
 def peak_over(start: Sequence[int], regions: Iterable[Region]) -> Peak:
     """Return the peak over regions."""
     live = list(start)
     total = highest = sum(live)
-    parts, at = tuple(live), ""
-    for label, changes, _ in regions:
-        for kind, size in changes:
+    parts = tuple(live)
+    for region in regions:
+        for kind, size in region.changes:
             live[kind] += size
             total += size
             if total > highest:
-                highest, parts, at = total, tuple(live), label
-    return Peak(highest, dict(zip(KINDS, parts, strict=True)), at)
-
-
-def repeated(regions: Sequence[Region], labels: Iterable[str], times: int) -> list[Region]:
-    """Repeat each region with one of these labels `times` times more."""
-    wanted = set(labels)
-    found: list[Region] = []
-    for region in regions:
-        found += [region] * (1 + (times if region.label in wanted else 0))
-    return found
-
-
-def join_regions(label: str, regions: Iterable[Region]) -> Region:
-    """Join consecutive regions."""
-    changes: list[MemoryChange] = []
-    cost = Cost()
-    for region in regions:
-        changes += region.changes
-        cost = cost.plus(region.cost)
-    return Region(label, changes, cost)
+                highest, parts = total, tuple(live)
+    return Peak(highest, dict(zip(KINDS, parts, strict=True)))
 
 
 # The operations of FSDP2 show the purpose of a storage.
-_FSDP_KINDS = {
-    "all_gather_copy_in": "gathered",
-    "split_with_sizes_copy": "gathered",
-    "chunk_cat": "buckets",
-}
+_FSDP_KINDS = {"all_gather_copy_in": "gathered", "split_with_sizes_copy": "gathered", "chunk_cat": "buckets"}
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> int:
@@ -137,11 +100,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class EqualChunks(TorchFunctionMode):
-    """Splits a tensor into many chunks by creating two: one is used for all of the same size.
-
-    FSDP2 splits each parameter into as many chunks as there are shards and keeps one. Creating hundreds of them per
-    parameter took most of the time of a plan for many GPUs, and fake tensors have no contents.
-    """
+    """Uses one chunk for all of a size: FSDP2 would create hundreds and keep one, and fake ones have no contents."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kept = func is torch.chunk and (isinstance(args[0], nn.Parameter) or not torch.is_grad_enabled())
@@ -160,8 +119,7 @@ def _chunks(whole: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
 
 def _cost_of(func: Any, args: Any, kwargs: Any, out: Any) -> Cost | None:
     operator = func.overloadpacket
-    formula = _FORMULAS.get(operator)
-    if formula is not None:
+    if (formula := _FORMULAS.get(operator)) is not None:
         flops = int(formula(*args, **kwargs, out_val=out))
         first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
         return Cost(full=flops) if first.dtype == torch.float32 else Cost(low=flops)
@@ -173,34 +131,25 @@ def _cost_of(func: Any, args: Any, kwargs: Any, out: Any) -> Cost | None:
 
 
 class Tracker(UntracedDispatchMode):
-    """Follows every tensor that is created while it is active, on any device but meta.
-
-    Attributes:
-        record: the changes so far.
-        live: current bytes by kind.
-    """
+    """Follows every tensor that is created while it is active, on any device but meta."""
 
     def __init__(self, fake: FakeTensorMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache = None if fake is None else OutputCache(fake)
-        self.record = Record([])
+        self.items: list[MemoryChange | Cost | str] = []  # the record: changes, costs and marks in order
+        self.start = (0,) * len(KINDS)  # live bytes by kind before the first change
         self.live = [0] * len(KINDS)
         self.peak = 0
         self._storages: dict[int, tuple[Any, list[int]]] = {}  # id → weak reference, [bytes, kind]
 
-    @property
-    def total(self) -> int:
-        """All live bytes."""
-        return sum(self.live)
-
     def restart(self) -> None:
         """Clear the record and the peak; live tensors stay live."""
-        self.record = Record([], tuple(self.live))
-        self.peak = self.total
+        self.items, self.start = [], tuple(self.live)
+        self.peak = sum(self.live)
 
     def mark(self, label: str) -> None:
         """Add a mark to the record."""
-        self.record.items.append(Mark(label))
+        self.items.append(label)
 
     def tag(self, tensors: Iterable[Tensor | None], kind: str) -> None:
         """Set the kind of tensors; those created before the tracker was active count from now on."""
@@ -208,7 +157,12 @@ class Tracker(UntracedDispatchMode):
             if tensor is not None:
                 storage = local_tensor(tensor).untyped_storage()
                 self._see(storage)
-                self._retag(id(storage), INDEX_OF_KIND[kind])
+                entry = self._storages[id(storage)][1]
+                if entry[1] != INDEX_OF_KIND[kind]:
+                    # One decreases as the other increases: there is no peak between.
+                    self._change(entry[1], -entry[0])
+                    entry[1] = INDEX_OF_KIND[kind]
+                    self._change(entry[1], entry[0])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
@@ -227,7 +181,7 @@ class Tracker(UntracedDispatchMode):
             if isinstance(leaf, Tensor) and not leaf.is_meta:
                 self._see(local_tensor(leaf).untyped_storage())
         if cost is not None:
-            self.record.items.append(cost)
+            self.items.append(cost)
         if func.namespace == SHARDING:  # torch's operators of FSDP2
             name = func.overloadpacket.__name__
             written = args[1] if name == "all_gather_copy_in" else kwargs.get("out", ())
@@ -245,19 +199,11 @@ class Tracker(UntracedDispatchMode):
         _, (size, kind) = self._storages.pop(key)
         self._change(kind, -size)
 
-    def _retag(self, key: int, kind: int) -> None:
-        entry = self._storages[key][1]
-        if entry[1] != kind:
-            # One decreases as the other increases: there is no peak between.
-            self._change(entry[1], -entry[0])
-            self._change(kind, entry[0])
-            entry[1] = kind
-
     def _change(self, kind: int, size: int) -> None:
         if size:
             self.live[kind] += size
-            self.peak = max(self.peak, self.total)
-            self.record.items.append(MemoryChange(kind, size))
+            self.peak = max(self.peak, sum(self.live))
+            self.items.append(MemoryChange(kind, size))
 
     def __enter__(self) -> "Tracker":
         self._watching = resizes_watched(self._resized)
@@ -270,17 +216,16 @@ class Tracker(UntracedDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _resized(self, storage: Any) -> None:
-        found = self._storages.get(id(storage))
-        if found is not None:
-            before, found[1][0] = found[1][0], storage.nbytes()
-            self._change(found[1][1], storage.nbytes() - before)
+        if id(storage) in self._storages:
+            entry = self._storages[id(storage)][1]
+            before, entry[0] = entry[0], storage.nbytes()
+            self._change(entry[1], entry[0] - before)
 
 
 def mark_blocks(tracker: Tracker, blocks: list[tuple[str, nn.Module]]) -> None:
     """Mark where the forward (F0, F1, …) and backward passes (B…) of blocks begin.
 
-    A region reaches to the next block's: what FSDP2 gathers for it before its hooks run is then in the same place of
-    every region.
+    A region includes what FSDP2 gathers for the next block, before that block's hooks run.
     """
     for index, (_, block) in enumerate(blocks):
 
@@ -302,17 +247,14 @@ def tag_gradients(tracker: Tracker, parameters: Iterable[nn.Parameter]) -> None:
     """Count gradients as such as soon as they exist."""
     for parameter in parameters:
         if parameter.requires_grad:
-            on_gradient(parameter, lambda p: tracker.tag([p.grad], "gradients"))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda p: tracker.tag([p.grad], "gradients")
+            )
 
 
 def on_backward(tensor: Tensor, call: Callable[[], None]) -> None:
     """Call a function when the backward pass reaches a tensor."""
     tensor.register_hook(lambda _gradient: call())  # type: ignore[no-untyped-call]
-
-
-def on_gradient(parameter: nn.Parameter, call: Callable[[nn.Parameter], None]) -> None:
-    """Call a function with the parameter whenever its gradient has been accumulated."""
-    parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 
 
 class Reducer(AroundMicroBatch):
@@ -323,17 +265,18 @@ class Reducer(AroundMicroBatch):
 
     def __init__(self, tracker: Tracker, model: nn.Module, options: DDPConfig) -> None:
         self._last = True
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._buckets = [torch.empty_like(p) for p in self._parameters]
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self._buckets = [torch.empty_like(p) for p in parameters]
         tracker.tag(self._buckets, "buckets")
         if options.compression.kind == "powersgd" and options.compression.error_feedback:
-            self._errors = [torch.empty_like(p) for p in self._parameters]
+            self._errors = [torch.empty_like(p) for p in parameters]
             tracker.tag(self._errors, "buckets")
-        for parameter, bucket in zip(self._parameters, self._buckets, strict=True):
-            on_gradient(parameter, partial(self._ready, tracker, bucket, options.gradient_as_bucket_view))
+        for parameter, bucket in zip(parameters, self._buckets, strict=True):
+            ready = partial(self._ready, tracker, bucket, options.gradient_as_bucket_view)
+            parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
 
     def before(self, run: MicroBatchPass) -> None:
-        """Note whether the micro-batch is the step's last."""
+        """Remember whether the micro-batch is the step's last."""
         self._last = run.last
 
     def _ready(self, tracker: Tracker, bucket: Tensor, as_view: bool, parameter: nn.Parameter) -> None:

@@ -4,16 +4,15 @@ The model can be built without memory, and the data is one sample. A plan needs 
 equal ones: the record of one is repeated for those left out.
 
 `lockstep plan CONFIG --stages 4` divides segments into pipeline stages of equal time. Without a `split_spec` a pipeline
-is split by parameters, which every rank can count. Time differs: embeddings have many parameters and compute little,
-and a head over a large vocabulary takes long. The result is printed as a `split_spec` for the config, so that a run
-does not depend on how fast a machine happened to be.
+is split by parameters, but embeddings compute little, and a head over a large vocabulary takes long. The result is
+printed for the config, so that a run does not depend on how fast a machine happened to be.
 """
 
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -72,19 +71,12 @@ class Workload:
     def equal_blocks(self) -> list[str]:
         """Names of the model's blocks, if they are all equal and make up one ModuleList; otherwise empty."""
         blocks = blocks_of(self.description)
-        if _list_of(self.description, [name for name, _ in blocks]) is None:
-            return []
-        return [name for name, _ in blocks] if len({block_description(block) for _, block in blocks}) == 1 else []
+        names = [name for name, _ in blocks]
+        equal = len({block_description(block) for _, block in blocks}) == 1
+        return names if equal and _list_of(self.description, names) is not None else []
 
     def with_blocks(self, kept: Sequence[int]) -> nn.Module | None:
-        """Copy the model on meta with only some of its equal blocks.
-
-        Args:
-            kept: their indices in `equal_blocks`.
-
-        Returns:
-            None if the model does not list its blocks without the others.
-        """
+        """Copy the model on meta with only these of `equal_blocks`; return None if it does not list them alone."""
         names, model = self.equal_blocks, self.description
         left_out = [place for place in range(len(names)) if place not in set(kept)]
         blocks = [model.get_submodule(names[place]) for place in left_out]
@@ -96,11 +88,7 @@ class Workload:
         return short if len(blocks_of(short)) == len(kept) else None
 
     def shortened(self, most: int) -> tuple[nn.Module, int]:
-        """Copy the model on meta with `most` of its blocks; the block REPEATED stands for those left out.
-
-        Returns:
-            the copy, and the number of blocks left out: 0 for a model with few or unequal blocks.
-        """
+        """Return a copy on meta with `most` of its equal blocks, and the number of those for which REPEATED stands."""
         number = len(self.equal_blocks)
         if number > most + 1 and (short := self.with_blocks(range(most))) is not None:
             return short, number - most
@@ -126,13 +114,10 @@ class Workload:
         return int(ids.shape[-1]) if isinstance(ids, Tensor) and ids.ndim == 1 else 1
 
 
-def workload_of(config: Config, loss_fn: Any = None) -> Workload:
-    """Return a config's model and data, with its loss unless one is given.
+def workload_of(config: Config) -> Workload:
+    """Return a config's model, data and loss.
 
-    Without `data.name`, a language model gets windows of its `block_size`.
-
-    Raises:
-        UsageError: no model is named, or the shape of a sample is unknown.
+    Without `data.name`, a language model gets windows of its `block_size`; others raise UsageError.
     """
     facts: dict[str, Any] = {}
     sample: Any = None
@@ -140,14 +125,12 @@ def workload_of(config: Config, loss_fn: Any = None) -> Workload:
         data = build_data(config.data, seed=config.training.seed)
         facts, sample = data.facts, data.train[0]
 
-    def make() -> nn.Module:
-        return build_model(config.model, facts)
-
-    if loss_fn is None and config.loss_fn is not None:
+    loss_fn: Any = None
+    if config.loss_fn is not None:
         from lockstep.trainer.setup import loss_fn_of  # loads the trainer, which a plan does not need
 
         loss_fn = loss_fn_of(config)
-    work = Workload(make, sample, loss_fn)
+    work = Workload(partial(build_model, config.model, facts), sample, loss_fn)
     if sample is None:
         length = getattr(work.description, "block_size", None)
         if length is None:
@@ -176,9 +159,6 @@ def block_description(block: nn.Module) -> str:
     return f"{block!r} {plain} {[(n, tuple(p.shape), p.dtype) for n, p in block.named_parameters()]}"
 
 
-ROUNDS = 7
-
-
 @dataclass(frozen=True)
 class Measured:
     """One segment, for one micro-batch."""
@@ -195,12 +175,8 @@ class Measured:
         return self.forward + self.backward
 
 
-def measure_segments(work: Workload, config: Config, device: torch.device, rounds: int = ROUNDS) -> list[Measured]:
-    """Run each segment's forward and backward pass on `device`.
-
-    Raises:
-        UsageError: the model is not a chain of segments.
-    """
+def measure_segments(work: Workload, config: Config, device: torch.device, rounds: int = 7) -> list[Measured]:
+    """Run each segment's passes on `device`. Raises UsageError: the model is not a chain of segments."""
     torch.manual_seed(config.training.seed)
     with device:
         model = work.make()
@@ -220,9 +196,8 @@ def measure_segments(work: Workload, config: Config, device: torch.device, round
             outputs = run_segment(segment, values, own, inputs)
             return objective.summed(outputs, batch) if last else outputs
 
-        size = sum(
-            p.numel() for p in {*segment.parameters(), *(t for t in own.values() if isinstance(t, nn.Parameter))}
-        )
+        parameters = {*segment.parameters(), *(t for t in own.values() if isinstance(t, nn.Parameter))}
+        size = sum(p.numel() for p in parameters)
         found.append(Measured(name, size, *_timed(run, values, model, device, rounds)))
         with torch.no_grad():
             outputs = run_segment(segment, values, own, inputs)
@@ -237,7 +212,10 @@ def _timed(
     forward, backward, kept = [], [], 0
     owned = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     for number in range(rounds + 1):  # the first one warms up
-        inputs = tuple(_leaf(value) for value in values)
+        inputs = tuple(
+            value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
+            for value in values
+        )
         saved: dict[int, int] = {}
 
         def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
@@ -261,10 +239,6 @@ def _timed(
     return median(forward), median(backward), kept
 
 
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
 def _now(device: torch.device) -> float:
     accelerator.synchronize(device)
     return time.perf_counter()
@@ -273,12 +247,10 @@ def _now(device: torch.device) -> float:
 def equal_stages(measured: Sequence[Measured], count: int) -> tuple[Partition, dict[str, str]]:
     """Return `count` stages of equal time, and their `split_spec`. Raises UsageError: there are fewer segments."""
     if not 1 < count <= len(measured):
-        raise UsageError(
-            f"{len(measured)} segments can't make {count} stages", where="--stages", fix=f"2 to {len(measured)}"
-        )
+        what = f"{len(measured)} segments can't make {count} stages"
+        raise UsageError(what, where="--stages", fix=f"2 to {len(measured)}")
     cuts = balanced_cuts([one.seconds for one in measured], count)
-    edges = [0, *cuts, len(measured)]
-    spans = tuple(range(a, b) for a, b in pairwise(edges))
+    spans = tuple(range(a, b) for a, b in pairwise([0, *cuts, len(measured)]))
     return Partition(spans, tuple(range(count))), {measured[cut].name: "beginning" for cut in cuts}
 
 
@@ -296,10 +268,6 @@ def plan_stages(config: Config, count: int) -> str:
             f"{one.name:{width}}  {one.parameters:13,}  {one.forward * 1e3:10.2f}  {one.backward * 1e3:11.2f}  "
             f"{one.kept / 2**20:8.1f}"
         )
-    cuts = "".join(f"\n      {name}: {side}" for name, side in spec.items())
-    return "\n".join(
-        [
-            *lines, "", table(parts, names, [one.seconds * 1e3 for one in measured], "ms"), "",
-            f"distributed:\n  {KEY.partition('.')[2]}:\n    split_spec:{cuts}",
-        ]
-    )  # fmt: skip
+    lines += ["", table(parts, names, [one.seconds * 1e3 for one in measured], "ms"), ""]
+    lines += ["distributed:", f"  {KEY.partition('.')[2]}:", "    split_spec:"]
+    return "\n".join([*lines, *(f"      {name}: {side}" for name, side in spec.items())])
