@@ -21,15 +21,10 @@ FORMATS = ("full", "torch")
 
 
 def run(verb: str, path: str | Path, **options: Any) -> str:
-    """Run one of VERBS, with its options, and return the text to print.
+    """Run one of VERBS, with its options, and return the text to print, or raise a UsageError.
 
-    Args:
-        path: a run directory, a folder of checkpoints, one checkpoint, or another storage, `package.module:Name`;
-            verbs for one checkpoint take the newest whole one.
-
-    Raises:
-        UsageError: there is no such verb, option or checkpoint.
-        DamagedError: `verify` found damage; the message lists every damaged checkpoint.
+    `path` is a run directory, a folder of checkpoints, one checkpoint, or another storage, `package.module:Name`; verbs
+    for one checkpoint take the newest whole one. If `verify` finds damage, a DamagedError lists what is damaged.
     """
     if verb not in VERBS:
         near = did_you_mean(verb, VERBS)
@@ -45,8 +40,7 @@ def run(verb: str, path: str | Path, **options: Any) -> str:
 def _list(path: Path) -> str:
     rows = [("checkpoint", "size", "written", "")]
     for checkpoint in checkpoints_at(path):
-        problems = verify(checkpoint, thorough=False)
-        if problems:
+        if problems := verify(checkpoint, thorough=False):
             rows.append((checkpoint.name, "", "", f"damaged: {problems[0]}"))
             continue
         seconds = locate(checkpoint).storage.committed_at(checkpoint.name)
@@ -65,18 +59,17 @@ def _inspect(path: Path) -> str:
     lines += [f"written by: {', '.join(f'{k} {v}' for k, v in manifest.written_by.items())}"]
     lines += [f"state: {json.dumps(read_state(checkpoint), sort_keys=True)}"]
     lines += [f"model: {len(manifest.parameters)} tensors, {elements:,} elements"]
-    rows = []
-    for name, info in manifest.parameters.items():
-        tied = f"tied: {', '.join(info.aliases)}" if info.aliases else ""
-        rows.append((f"  {name}", info.dtype, str(list(info.shape)), tied))
+    rows = [
+        (f"  {name}", info.dtype, str(list(info.shape)), f"tied: {', '.join(info.aliases)}" if info.aliases else "")
+        for name, info in manifest.parameters.items()
+    ]
     return "\n".join([*lines, _table(rows)]) if rows else "\n".join(lines)
 
 
 def _verify(path: Path) -> str:
     checkpoints = checkpoints_at(path)
     problems = {checkpoint: verify(checkpoint) or unreadable(checkpoint) for checkpoint in checkpoints}
-    damaged = {checkpoint: found for checkpoint, found in problems.items() if found}
-    if damaged:
+    if damaged := {checkpoint: found for checkpoint, found in problems.items() if found}:
         why = "; ".join(f"{checkpoint.name}: {', '.join(found)}" for checkpoint, found in damaged.items())
         fix = "delete or restore what is damaged; a run resumes from the newest whole one"
         raise DamagedError(f"{len(damaged)} of {len(checkpoints)} checkpoints damaged", why=why, fix=fix)
@@ -104,9 +97,8 @@ def _convert(path: Path, to: str = "full", output: str | Path | None = None) -> 
 def _import(path: Path, output: str | Path = "imported", prefix: str = "") -> str:
     written, taken, left_out = import_weights(path, output, prefix=prefix)
     rest = f", {left_out} without the prefix left out" if left_out else ""
-    return (
-        f"{path} → {written}: {taken} tensors in float32{rest}; `lockstep train CONFIG --resume {written}` begins there"
-    )
+    begins = f"`lockstep train CONFIG --resume {written}` begins there"
+    return f"{path} → {written}: {taken} tensors in float32{rest}; {begins}"
 
 
 _ACTIONS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {  # with the options that each takes

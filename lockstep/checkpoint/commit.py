@@ -1,7 +1,4 @@
-"""Save a checkpoint, through all four stops; the last one, the commit, makes it visible.
-
-Before the commit there is no new checkpoint, after it a whole one; older ones are never touched.
-"""
+"""Save a checkpoint: before the commit there is no new one, after it a whole one; older ones are never touched."""
 
 import itertools
 import json
@@ -47,16 +44,11 @@ def save(
 ) -> CheckpointPath:  # fmt: skip
     """Write the checkpoint `directory/step-00000100`, and return it once it is committed; every rank calls it.
 
-    Args:
-        directory: the folder of checkpoints, created if missing, or another storage. All ranks share it, except in
-            the format `full`.
-        options: unset: sharded, tried once.
-        group: the ranks that hold the state; the default group if None. Gloo or NCCL.
+    All ranks share the `directory`, which is created if missing, except in the format `full`. The ranks of `group`
+    (Gloo or NCCL) hold the state; None: those of the default group.
 
-    Raises:
-        UsageError: the snapshot can't be stored, or a checkpoint of this step exists already and is whole.
-        RunError: the storage failed; the same error on every rank. The draft is deleted, and older checkpoints are
-            untouched.
+    A UsageError is raised if the snapshot can't be stored, or a whole checkpoint of this step exists; a RunError, on
+    every rank, if the storage failed: the draft is deleted, and older checkpoints are untouched.
     """
     ranks, target = Ranks(group), Location(storage_at(directory), step_name(step))
     staged = ranks.run(_failure(step), lambda: stage(snapshot))
@@ -81,10 +73,7 @@ def write_staged(
 
 
 def write_once(target: Location, step: int, staged: Staged, config_yaml: str, format: Format, ranks: Ranks) -> None:
-    """Plan, write and commit without retries; every rank calls it, and raises the same error.
-
-    A draft is deleted after a failure; a damaged checkpoint of this name is moved aside.
-    """
+    """Plan, write and commit on every rank, without retries; delete the draft after a failure."""
     failure = _failure(step)
     writer = writer_of(format, staged, ranks, failure)
     decided: list[tuple[CheckpointPlan, Location]] = []  # on rank 0
@@ -95,12 +84,10 @@ def write_once(target: Location, step: int, staged: Staged, config_yaml: str, fo
             shares = writer.plan(plan, described)
             if target.storage.exists(target.name):
                 if step_of(target.name) is None or not verify(target):
-                    raise UsageError(
-                        f"{target} exists already, and a checkpoint is never overwritten",
-                        fix="begin with it (in Python: trainer.load_checkpoint), move it away, or name another folder "
-                        "for this run",
-                    )
-                target.storage.move(target.name, aside_name(step))
+                    fix = "begin with it (in Python: trainer.load_checkpoint), move it away, or name another folder "
+                    fix += "for this run"
+                    raise UsageError(f"{target} exists already, and a checkpoint is never overwritten", fix=fix)
+                target.storage.move(target.name, aside_name(step))  # it is damaged
             draft = stack.enter_context(new_draft(target.storage, target.name))
             decided.append((plan, draft))
             return [(draft.name, share) for share in shares]
@@ -174,10 +161,8 @@ class AsyncSaver:
     `save` copies the state and returns; a thread writes the copy and commits it, with process groups of its own, so
     that its collectives never mix with those of training. One save is in flight at a time; the next waits for it. An
     error in the background is raised on every rank by the same later call: `poll`, `wait` or `save`. Call `wait` before
-    another saver is created, because savers share groups, and before the process group is destroyed.
-
-    Args:
-        then: called on rank 0, in the background, after each commit; its error counts as an error of the save.
+    another saver is created, because savers share groups, and before the process group is destroyed. Rank 0 calls
+    `then`, in the background, after each commit; its error counts as an error of the save.
     """
 
     def __init__(self, then: Callable[[CheckpointPath], object] | None = None) -> None:
@@ -194,10 +179,10 @@ class AsyncSaver:
         self, directory: Directory, step: int, snapshot: Snapshot, *, config_yaml: str,
         options: SaveOptions | None = None,
     ) -> CheckpointPath | None:  # fmt: skip
-        """Start a save, after the previous one; the snapshot's tensors may be changed as soon as this returns.
+        """Start a save, after the previous one, whose checkpoint is returned if no call has returned it yet.
 
-        On an accelerator the copy runs on the current stream into pinned memory, and the host does not wait for it. The
-        checkpoint of the previous save is returned, if no call has returned it yet.
+        The tensors may be changed as soon as this returns. On an accelerator the copy runs on the current stream into
+        pinned memory, and the host does not wait for it.
         """
         previous = self.wait()
         staged, copied = self._control.run(_failure(step), lambda: self._copy(stage(snapshot)))
@@ -242,10 +227,7 @@ class AsyncSaver:
         return target.path
 
     def finish_alone(self) -> None:
-        """Wait for the save in flight without a collective, on a rank that is about to end with an error.
-
-        The threads of other ranks write on; if those ranks have ended, the thread's own collectives fail.
-        """
+        """Wait for the save in flight without a collective, on a rank that ends with an error; other ranks write on."""
         if self._save is not None:
             self._save[2].join()
 

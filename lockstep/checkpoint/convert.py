@@ -66,12 +66,7 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def weights(path: Checkpoint) -> dict[str, Tensor]:
-    """Return the whole tensors of the model on the CPU, for `model.load_state_dict`; tied names share memory.
-
-    Raises:
-        UsageError: there is no checkpoint at `path`.
-        DamagedError: a file of the model is not what was written; every byte is compared.
-    """
+    """Return the model's whole tensors on the CPU; tied names share memory. DamagedError: a byte is not as written."""
     checkpoint = locate(path)
     manifest = verified_manifest(checkpoint, MODEL)
     model: dict[str, Tensor] = {}
@@ -124,10 +119,8 @@ def _whole_tensors(checkpoint: Location, manifest: Manifest) -> Iterator[tuple[s
 def _unread_part(checkpoint: Location, manifest: Manifest, part: str, advance: Advance) -> Part:
     """Return a part of whole tensors by name, each of which is read when its values are needed."""
     reader = open_part(checkpoint, manifest, part)
-    blocks = {
-        name: TensorBlock.unread(stored.size, stored.properties.dtype)
-        for name, stored in sorted(reader.stored.tensors.items())
-    }
+    tensors = sorted(reader.stored.tensors.items())
+    blocks = {name: TensorBlock.unread(stored.size, stored.properties.dtype) for name, stored in tensors}
 
     def read(name: str) -> Tensor:
         whole = torch.empty_like(blocks[name].tensor, device="cpu")
@@ -186,11 +179,8 @@ def import_weights(source: str | Path, output: Checkpoint, *, prefix: str = "") 
         source: a file or a folder of a kind above. Pickles are read by torch's restricted unpickler.
         prefix: the prefix to remove from names, such as `model.` of a LightningModule; names without it are left out.
 
-    Returns:
-        (the checkpoint, its number of tensors, the number of those left out).
-
-    Raises:
-        UsageError: there are no weights at `source`, or none with that prefix, or they can't be read safely.
+    Return the checkpoint, its number of tensors, and the number of those left out; raise a UsageError if there are no
+    weights at `source`, or none with that prefix, or they can't be read safely.
     """
     found, aliases = _read_weights(Path(source))
     _check(found, source)
@@ -240,7 +230,6 @@ def _read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
 
 
 def _canonical(name: str) -> str:
-    """Return a name without the parts that FSDP, torch.compile and activation checkpointing add to it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)
 
 
@@ -278,12 +267,9 @@ def _pickled(file: Path) -> Weights:
             check_block(opened, 0, file.stat().st_size)
         found: Any = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken pickle can raise nearly any error: IndexError, UnicodeDecodeError, KeyError …
-        raise UsageError(
-            f"{file} can't be read as weights",
-            why=_first_line(error),
-            fix="save the weights alone, torch.save(model.state_dict(), FILE), or as safetensors; objects of other "
-            "classes in a pickle could run code",
-        ) from None
+        fix = "save the weights alone, torch.save(model.state_dict(), FILE), or as safetensors; objects of other "
+        fix += "classes in a pickle could run code"
+        raise UsageError(f"{file} can't be read as weights", why=_first_line(error), fix=fix) from None
     for key in _WEIGHT_KEYS:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]

@@ -39,18 +39,14 @@ def newest(directory: Directory, *, thorough: bool = False, on_damaged: OnDamage
     """Return the newest whole checkpoint, or None if there are no checkpoints; without collectives.
 
     With `thorough`, the checksums of all files are compared; else that of the manifest, and all sizes. `on_damaged` is
-    called with each newer checkpoint that is passed over, and the reason. If none is whole, a RunError is raised: only
-    a person may decide to start afresh then.
+    called with each newer checkpoint that is passed over. If none is whole, a RunError leaves the decision to a person.
     """
     found = _choose(directory, lambda checkpoint: _damage(checkpoint, thorough=thorough), on_damaged)
     return None if found is None else found.path
 
 
 def resume_point(directory: Directory, *, on_damaged: OnDamaged = _warn) -> CheckpointPath | None:
-    """Return the newest checkpoint with correct checksums; every rank calls it, and reads a share of the files.
-
-    Rank 0 alone calls `on_damaged`.
-    """
+    """Return the newest checkpoint with correct checksums; every rank reads a share, rank 0 calls `on_damaged`."""
     ranks, storage = Ranks(), storage_at(directory)
     damaged: dict[str, str] = {}
     reported: set[str] = set()
@@ -103,8 +99,8 @@ def rotate(
 ) -> list[CheckpointPath]:
     """Delete all but the newest `keep` whole checkpoints, once the newest is verified, and drafts of dead writers.
 
-    One process of a run calls it; it returns what it deleted. A damaged checkpoint neither counts nor is deleted, and
-    those to `protect` stay. If the newest is damaged, `on_damaged` is called, and nothing is deleted.
+    One process calls it; it returns what it deleted. A damaged checkpoint neither counts nor is deleted, and those to
+    `protect` stay. If the newest is damaged, `on_damaged` is called, and nothing is deleted.
     """
     assert keep is None or keep >= 1, "the only checkpoint is never deleted"
     storage = storage_at(directory)
@@ -125,10 +121,7 @@ def rotate(
 
 
 def set_aside(directory: Directory, after: int) -> list[CheckpointPath]:
-    """Rename the checkpoints of steps later than `after`, to which a run goes back to write these steps again.
-
-    They are kept under names that no run resumes from. One process calls it.
-    """
+    """Rename the checkpoints after a step, to which a run goes back, to names that no run resumes from."""
     later = [checkpoint for checkpoint in _checkpoints(directory) if (step_of(checkpoint.name) or 0) > after]
     for checkpoint in reversed(later):  # the newest first: an interruption leaves no gap
         checkpoint.storage.move(checkpoint.name, aside_name(step_of(checkpoint.name) or 0))
@@ -136,10 +129,7 @@ def set_aside(directory: Directory, after: int) -> list[CheckpointPath]:
 
 
 def copy_to_hosts(path: Checkpoint | None) -> CheckpointPath | None:
-    """Copy the checkpoint of rank 0 to each host that lacks it, where hosts share no folder; every rank calls it.
-
-    The `path` of rank 0 counts, and is returned: every rank finds the checkpoint there now.
-    """
+    """Copy the checkpoint `path` of rank 0 to each host that lacks it, and return it; every rank calls it."""
     ranks = Ranks()
     path = ranks.broadcast("no checkpoint was chosen", lambda: path)
     if path is None:
@@ -147,7 +137,7 @@ def copy_to_hosts(path: Checkpoint | None) -> CheckpointPath | None:
     checkpoint = locate(path)
     storage, failure = checkpoint.storage, f"the checkpoint {checkpoint} could not be copied to other hosts"
     files = ranks.broadcast(failure, lambda: [*read_manifest(checkpoint).files])
-    place = (socket.gethostname(), os.path.abspath(str(storage)))
+    name, place = checkpoint.name, (socket.gethostname(), os.path.abspath(str(storage)))
 
     def receivers(places: list[tuple[str, str, bool]]) -> list[int]:
         first: dict[tuple[str, str], int] = {}
@@ -156,16 +146,14 @@ def copy_to_hosts(path: Checkpoint | None) -> CheckpointPath | None:
                 first.setdefault((host, folder), rank)
         return list(first.values())
 
-    receives = ranks.rank in ranks.all_reduce(failure, lambda: (*place, storage.exists(checkpoint.name)), receivers)
+    receives = ranks.rank in ranks.all_reduce(failure, lambda: (*place, storage.exists(name)), receivers)
     with ExitStack() as stack:
-        draft = ranks.run(
-            failure, lambda: stack.enter_context(new_draft(storage, checkpoint.name)) if receives else checkpoint
-        )
+        draft = ranks.run(failure, lambda: stack.enter_context(new_draft(storage, name)) if receives else checkpoint)
         for file in files:
             data = ranks.broadcast(failure, lambda file=file: _content(checkpoint, file))  # type: ignore[misc]
             ranks.run(failure, lambda file=file, data=data: draft.put(file, data) if receives else None)  # type: ignore[misc]
         manifest = ranks.broadcast(failure, lambda: _content(checkpoint, MANIFEST))
-        ranks.run(failure, lambda: storage.commit(draft.name, checkpoint.name, manifest) if receives else None)
+        ranks.run(failure, lambda: storage.commit(draft.name, name, manifest) if receives else None)
     return checkpoint.path
 
 

@@ -158,9 +158,7 @@ def _checksum_line(body: bytes) -> bytes:
 def read_manifest(path: Checkpoint) -> Manifest:
     """Read the manifest of one checkpoint and verify its checksum; the listed files are not looked at.
 
-    Raises:
-        UsageError: there is no checkpoint at `path`, or it was written by a later format.
-        DamagedError: the manifest is missing, cut or changed.
+    Raise a UsageError if there is no checkpoint, or it is of a later format, and a DamagedError for a damaged manifest.
     """
     checkpoint = locate(path)
     try:
@@ -169,8 +167,8 @@ def read_manifest(path: Checkpoint) -> Manifest:
         if isinstance(error, NotADirectoryError) or not checkpoint.storage.exists(checkpoint.name):
             fix = "give a folder checkpoints/step-…; `lockstep checkpoint list RUN_DIR` names them"
             raise UsageError(f"there is no checkpoint at {checkpoint}", fix=fix) from None
-        what = f"{checkpoint} has no {MANIFEST}"
-        raise DamagedError(what, why="it is not a checkpoint, or was only partly copied") from None
+        why = "it is not a checkpoint, or was only partly copied"
+        raise DamagedError(f"{checkpoint} has no {MANIFEST}", why=why) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = "the manifest of a checkpoint is damaged"
         raise DamagedError(what, where=f"{checkpoint}/{MANIFEST}", why=str(error)) from None
@@ -184,10 +182,7 @@ def problems_of_files(
     checkpoint: Location, manifest: Manifest, files: Iterable[str] | None = None, *, thorough: bool,
     advance: Advance = lambda _bytes: None,
 ) -> list[str]:  # fmt: skip
-    """Return a line for each problem with some files of a checkpoint (None: with all that the manifest lists).
-
-    With `thorough`, every byte is read (`advance` gets their number) and checksums are compared; else sizes only.
-    """
+    """Return a line for each problem with files (None: all): their sizes or (`thorough`) checksums are compared."""
     problems = []
     for file in manifest.files if files is None else files:
         expected = manifest.files[file]

@@ -51,10 +51,7 @@ class StoredPart:
 
 
 class _Record:
-    """Stands in for one of DCP's records, and keeps the values that the pickle gives it.
-
-    If a pickle applies BUILD to the class itself, `__setstate__` below raises, because it needs an instance.
-    """
+    """Stands in for one of DCP's records; BUILD of the class itself fails, because `__setstate__` needs an instance."""
 
     arguments: tuple[object, ...] = ()
 
@@ -105,9 +102,15 @@ def parse_metadata(data: bytes) -> StoredPart:
     except Exception as error:  # a broken pickle can raise nearly any error: IndexError, EOFError, UnicodeDecodeError …
         raise ValueError(f"{type(error).__name__}: {error}") from None
     for name, tensor in tensors.items():
-        _check_cover(name, tensor)
-        missing = [c for c in tensor.chunks if MetadataIndex(name, c.offsets) not in places]
-        if missing:
+        elements = 0  # of blocks that lie inside, and leave nothing out; the writer refuses overlaps
+        for chunk in tensor.chunks:
+            bounds = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
+            if any(offset + size > whole for offset, size, whole in bounds):
+                raise ValueError(f"a block of {name} lies outside it")
+            elements += chunk.sizes.numel()
+        if elements != tensor.size.numel():
+            raise ValueError(f"the blocks of {name} hold {elements} of its {tensor.size.numel()} elements")
+        if any(MetadataIndex(name, chunk.offsets) not in places for chunk in tensor.chunks):
             raise ValueError(f"a block of {name} is described but stored nowhere")
     return StoredPart(tensors, places)
 
@@ -149,18 +152,6 @@ def _place(record: Any) -> StoredAt:
     if record.__dict__.get("transform_descriptors"):
         raise ValueError("its blocks are transformed (compressed or encrypted)")
     return StoredAt(path, offset, length)
-
-
-def _check_cover(name: str, tensor: TensorStorageMetadata) -> None:
-    """Refuse blocks that lie outside the tensor or leave a part of it out; the writer refuses overlaps."""
-    elements = 0
-    for chunk in tensor.chunks:
-        bounds = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
-        if any(offset + size > whole for offset, size, whole in bounds):
-            raise ValueError(f"a block of {name} lies outside it")
-        elements += chunk.sizes.numel()
-    if elements != tensor.size.numel():
-        raise ValueError(f"the blocks of {name} hold {elements} of its {tensor.size.numel()} elements")
 
 
 def _field(record: Any, name: str) -> Any:

@@ -178,7 +178,6 @@ def _is_dead_draft(folder: Path) -> bool:
 
 
 def _make_folders(path: Path) -> None:
-    """Create a folder and its missing parents, and sync each parent."""
     if path.is_dir():
         return
     _make_folders(path.parent)

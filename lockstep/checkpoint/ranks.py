@@ -37,9 +37,8 @@ class Ranks:
     def exchange(self, failure: str, local: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:
         """Run `local()` on every rank, then `decide(values, by rank)` on rank 0, which returns a result for each rank.
 
-        Raises:
-            LockstepError: `local` failed on some rank, or `decide` on rank 0; the same error on every rank. Other
-                exceptions are explained by `failure`, such as "the checkpoint of step 100 was not written".
+        If `local` failed on some rank, or `decide` on rank 0, every rank raises the same LockstepError. Other
+        exceptions are explained by `failure`, such as "the checkpoint of step 100 was not written".
         """
         value, cause = self._attempt(failure, local)
         main = dist.get_global_rank(self.group, 0) if self.group is not None else 0
@@ -86,8 +85,7 @@ class Ranks:
                 cause = cause.__cause__ or cause.__context__
             if isinstance(cause, OSError) and cause.errno is not None:
                 place = f"{where}, {cause.filename}" if where and cause.filename else where or cause.filename
-                why = os.strerror(cause.errno)
-                return RunError(failure, where=place, why=why, fix=_ADVICE.get(cause.errno)), error
+                return RunError(failure, where=place, why=os.strerror(cause.errno), fix=_ADVICE.get(cause.errno)), error
             return RunError(failure, where=where, why=f"{type(error).__name__}: {error}"), error
 
 
@@ -153,10 +151,7 @@ def gather_tensor(source: TensorSource, block: TensorBlock | None, failure: str,
 
 
 def gather(tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-    """Return the whole tensors of a model on the CPU of rank 0, and {} on other ranks; every rank calls it.
-
-    Further names of a tensor, its `aliases`, are in the result, and share memory.
-    """
+    """Return the whole tensors of a model, aliases too, on the CPU of rank 0, and {} on others; every rank calls it."""
     ranks, failure, part = Ranks(), "the model was not gathered", part_of(tensors, aliases)
     held = ranks.all_reduce(failure, lambda: (held_blocks(part), part.aliases), lambda shares: shares)
     model: dict[str, Tensor] = {}
@@ -168,10 +163,7 @@ def gather(tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]) 
 
 
 def scatter(whole: Mapping[str, Tensor], tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]) -> None:
-    """Copy whole tensors of rank 0 into the tensors of each rank, cast to their dtypes; every rank calls it.
-
-    If `whole` has other names or shapes, every rank raises a UsageError before anything is written.
-    """
+    """Copy whole tensors of rank 0 into those of each rank, in their dtypes; a UsageError on all if they don't fit."""
     ranks, failure, mine = Ranks(), "the model was not loaded", part_of(tensors, aliases)
     shapes = {name: block.shape for name, block in mine.blocks.items()}
 

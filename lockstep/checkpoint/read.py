@@ -135,8 +135,6 @@ def check_block(stream: BinaryIO, offset: int, length: int) -> None:
 
 
 class _FileSlice(io.RawIOBase):
-    """A range of bytes of a file, as a file."""
-
     def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
         self._stream, self._offset, self._length, self._at = stream, offset, length, 0
 
@@ -275,7 +273,5 @@ def _copy_overlap(checkpoint: Location, raw: RawBlock, block: TensorBlock) -> No
         stream.seek(raw.start)
         data = bytearray(stream.read(raw.num_bytes))
     source = torch.frombuffer(data, dtype=raw.dtype).reshape(raw.block)
-    here, there = (
-        [start - first for start, first in zip(low, offset, strict=True)] for offset in (block.offset, raw.offset)
-    )
+    here, there = ([a - b for a, b in zip(low, offset, strict=True)] for offset in (block.offset, raw.offset))
     narrow(block.tensor, here, lengths).copy_(narrow(source, there, lengths))

@@ -25,7 +25,6 @@ _AS_BUILT = "build the optimizer as it was built for the run that saved"
 _FAILURE = "the checkpoint {} could not be loaded"
 _STEP = "step"  # torch's optimizers keep it on CPU, unless one of these options is on
 _STEP_ON_DEVICE = ("capturable", "fused")
-
 # These options choose kernels and do not change the update. The running optimizer keeps its own, because the stored
 # ones may not be available: shards have no fused SGD, and a run on a CPU may continue one on a GPU.
 _KERNEL_OPTIONS = ("foreach", "fused", "capturable")
@@ -35,17 +34,12 @@ def load(path: Checkpoint, snapshot: Snapshot, *, only: Collection[str] | None =
     """Fill the snapshot's tensors, in place, from a checkpoint; every rank calls it.
 
     The ranks, the mesh and the placements may differ from those that saved. Nothing is changed before every checksum
-    was compared (each rank reads a share of the files) and every name, shape and dtype agrees.
+    was compared (each rank reads a share of the files) and every name, shape and dtype agrees. `only` lists the parts
+    to load, such as `["model"]`; if None, all, and both sides must have the same ones. Every rank gets the checkpoint's
+    `state`, with the optimizers' groups under "optimizer_groups".
 
-    Args:
-        only: parts to load, such as `["model"]`; if None, all parts, and both sides must have the same ones.
-
-    Returns:
-        the checkpoint's `state`, with the optimizers' groups under "optimizer_groups"; the same on every rank.
-
-    Raises:
-        UsageError: there is no checkpoint, or it has other names, shapes, dtypes or ties than the snapshot.
-        DamagedError: a file is not what was written.
+    A UsageError is raised if there is no checkpoint, or it has other names, shapes, dtypes or ties than the snapshot,
+    and a DamagedError for a file that is not what was written.
     """
     ranks, checkpoint = Ranks(), locate(path)
     manifest = verify_together(checkpoint, ranks)
@@ -79,12 +73,9 @@ def verify_together(checkpoint: Location, ranks: Ranks) -> Manifest:
     failure = _FAILURE.format(checkpoint)
     manifest = ranks.run(failure, lambda: read_manifest(checkpoint))
     by_size = sorted(manifest.files, key=lambda path: (manifest.files[path].size, path))
-    problems = ranks.all_reduce(
-        failure,
-        lambda: problems_of_files(checkpoint, manifest, by_size[ranks.rank :: ranks.size], thorough=True),
-        lambda shares: sorted(problem for share in shares for problem in share),
-    )
-    if problems:
+    mine = by_size[ranks.rank :: ranks.size]
+    shares = ranks.all_reduce(failure, lambda: problems_of_files(checkpoint, manifest, mine, thorough=True), list)
+    if problems := sorted(problem for share in shares for problem in share):
         fix = "resume from an older one: lockstep checkpoint list shows which are whole"
         raise DamagedError(f"the checkpoint {checkpoint} is damaged", why=listed(problems), fix=fix)
     return manifest
@@ -241,8 +232,8 @@ def restore_optimizer(
         for name in (_name(parameter, names) for parameter in group["params"]):
             if home.get(name) != i:
                 where = f"in group {home[name]}" if name in home else "in none"
-                fix = _AS_BUILT
-                raise UsageError(f"{name} is in group {i} of the optimizer, and {where} in the checkpoint", fix=fix)
+                what = f"{name} is in group {i} of the optimizer, and {where} in the checkpoint"
+                raise UsageError(what, fix=_AS_BUILT)
     for group, stored in zip(optimizer.param_groups, (one["options"] for one in stored_groups), strict=True):
         for key, value in stored.items():
             current = group.get(key)

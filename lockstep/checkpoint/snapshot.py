@@ -5,7 +5,7 @@ an empty one. Each rank then sends a `Description`, without values. Rank 0 merge
 raises one error on all ranks. The format decides which rank writes which bytes (`write.FormatWriter.plan`).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ class TensorBlock:
 
     @classmethod
     def unread(cls, shape: Sequence[int], dtype: torch.dtype) -> "TensorBlock":
-        """Return a whole tensor without values."""
         return cls.whole(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
     @property
@@ -135,8 +134,7 @@ def blocks_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
 def part_of(tensors: Mapping[str, Tensor], declared: Mapping[str, Sequence[str]]) -> Part:
     """Return the blocks of a model, each tensor once: names with the same memory become one name with aliases.
 
-    The canonical name is the first in the dictionary's order, as in `named_parameters`; aliases have to be `declared`
-    if they are on different ranks.
+    The canonical name is the first in the dictionary; aliases that are on different ranks have to be `declared`.
     """
     owner = {alias: name for name, aliases in declared.items() for alias in aliases}
     aliases = {name: tuple(others) for name, others in declared.items()}
@@ -167,7 +165,6 @@ def as_json(value: Any, place: str) -> Any:
     raise UsageError(f"{place} is a {type(value).__name__}, which JSON can't hold", fix=fix)
 
 
-_Aliases = Mapping[str, tuple[str, ...]]
 TensorInfo = tuple[tuple[int, ...], str]  # shape of the whole tensor, dtype without `torch.`
 
 
@@ -176,7 +173,7 @@ class Description:
     """The tensors and optimizer groups of one rank, without values."""
 
     tensors: dict[str, dict[str, TensorInfo]]  # by part and name
-    aliases: _Aliases
+    aliases: Mapping[str, tuple[str, ...]]
     groups: dict[str, dict[str, Any]]  # by optimizer
     blocks: Any  # from `FormatWriter.describe`
 
@@ -202,41 +199,29 @@ def merge(ranks: Sequence[Description]) -> CheckpointPlan:
                     one, another = (f"{dtype}{list(shape)}" for shape, dtype in (first, info))
                     what = f"ranks disagree about {name}: {one} on one, {another} on another"
                     raise UsageError(what, why="a name means one tensor, whichever ranks hold it")
-    aliases = _merged_aliases([rank.aliases for rank in ranks], whole[MODEL])
-    parameters = {name: ParameterInfo(*info, aliases.get(name, ())) for name, info in whole[MODEL].items()}
-    return CheckpointPlan(parts, parameters, _merged_groups([rank.groups for rank in ranks]))
-
-
-def _merged_aliases(ranks: Sequence[_Aliases], names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return the further names of each tensor on all ranks; `names` are the canonical ones."""
-    merged: dict[str, tuple[str, ...]] = {}
-    for aliases in ranks:
-        for name, others in aliases.items():
-            merged[name] = tuple(dict.fromkeys((*merged.get(name, ()), *others)))
-    for name, others in merged.items():
-        if both := [other for other in others if other in names]:
+    aliases: dict[str, tuple[str, ...]] = {}
+    for rank in ranks:
+        for name, others in rank.aliases.items():
+            aliases[name] = tuple(dict.fromkeys((*aliases.get(name, ()), *others)))
+    for name, others in aliases.items():
+        if both := [other for other in others if other in whole[MODEL]]:
             what = f"{name} and {both[0]} are one parameter on one rank and two on another"
             raise UsageError(what, fix="give every rank's snapshot aliases={canonical name: (further names,)}")
-    return merged
-
-
-def _merged_groups(ranks: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return the parameter groups of each optimizer; ranks may hold different parameters of a group."""
-    merged: dict[str, dict[str, Any]] = {}
-    for groups in ranks:
-        for name, mine in groups.items():
-            whole = merged.setdefault(name, {"groups": [], "values": {}})
-            whole["values"] |= mine["values"]
-            for i, group in enumerate(mine["groups"]):
-                if i == len(whole["groups"]):
-                    whole["groups"].append({"params": [], "options": group["options"]})
-                if whole["groups"][i]["options"] != group["options"]:
-                    what = f"group {i} of optimizer {name!r} has different options on different ranks"
-                    fix = "make the optimizer alike on every rank: options must not depend on the rank"
-                    raise UsageError(what, fix=fix)
-                known = whole["groups"][i]["params"]
-                known += [param for param in group["params"] if param not in set(known)]
-    return merged
+    parameters = {name: ParameterInfo(*info, aliases.get(name, ())) for name, info in whole[MODEL].items()}
+    merged: dict[str, dict[str, Any]] = {}  # the groups of each optimizer; ranks may hold different parameters of one
+    for name, mine in (item for rank in ranks for item in rank.groups.items()):
+        all_groups = merged.setdefault(name, {"groups": [], "values": {}})
+        all_groups["values"] |= mine["values"]
+        for i, group in enumerate(mine["groups"]):
+            if i == len(all_groups["groups"]):
+                all_groups["groups"].append({"params": [], "options": group["options"]})
+            if all_groups["groups"][i]["options"] != group["options"]:
+                what = f"group {i} of optimizer {name!r} has different options on different ranks"
+                fix = "make the optimizer alike on every rank: options must not depend on the rank"
+                raise UsageError(what, fix=fix)
+            known = all_groups["groups"][i]["params"]
+            known += [param for param in group["params"] if param not in set(known)]
+    return CheckpointPlan(parts, parameters, merged)
 
 
 def local_plan(part: Part) -> SavePlan:

@@ -48,33 +48,21 @@ class Storage(ABC):
 
     @abstractmethod
     def open(self, name: str, file: str) -> AbstractContextManager[BinaryIO]:
-        """Open a file of a checkpoint for reading, with `seek`.
-
-        Raises:
-            FileNotFoundError: there is no such checkpoint or file.
-        """
+        """Open a file of a checkpoint for reading, with `seek`; raise a FileNotFoundError if there is none."""
 
     @abstractmethod
     def begin(self, name: str) -> str:
-        """Start a new checkpoint, and return the name of its draft, which the other ranks write to.
-
-        A draft of the same name that a dead writer left is removed or avoided.
-        """
+        """Begin a checkpoint, and return the name of its draft, past one that a dead writer of this name left."""
 
     @abstractmethod
     def write(self, draft: str, file: str) -> AbstractContextManager[ByteSink]:
-        """Create a file of a draft, durable when the `with` block ends without an error.
-
-        Raises:
-            FileExistsError: the file is there already; no file is ever overwritten.
-        """
+        """Create a file of a draft, durable once the block ends well; raise a FileExistsError if it is there."""
 
     @abstractmethod
     def commit(self, draft: str, name: str, manifest: bytes) -> None:
         """Write `manifest.json` and make the checkpoint visible: durably, at once and whole, or not at all.
 
-        Raises:
-            OSError: there is a checkpoint of this name already, or the storage refused.
+        An OSError is raised if there is a checkpoint of this name already, or the storage refused.
         """
 
     @abstractmethod

@@ -14,10 +14,7 @@ METADATA_LIMIT = 1 << 30  # bytes of DCP's `.metadata`, which names every block 
 
 
 def parse_json(data: bytes, *, finite: bool = True) -> dict[str, Any]:
-    """Parse a JSON object; raise a ValueError if it is none, or is nested too deeply for Python.
-
-    With `finite`, NaN and Infinity are refused, which JSON does not have, though Python writes and reads them.
-    """
+    """Parse a JSON object, or raise a ValueError; with `finite` also for NaN and Infinity, which JSON does not have."""
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"it holds {constant}, which is not a number")
@@ -68,5 +65,4 @@ def dtype_of(name: str) -> torch.dtype:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return the elements of a tensor, row by row, as bytes; no copy if it is contiguous on CPU."""
     assert sys.byteorder == "little"
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

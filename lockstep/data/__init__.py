@@ -1,8 +1,4 @@
-"""Defines which samples make up a step, how they are read, and the data sets that ship.
-
-`SampleOrder` defines the samples of a step, `StepLoader` reads this rank's micro-batches of it; `build_data` makes the
-data that a config names.
-"""
+"""Defines which samples make up a step (`SampleOrder`), reads them (`StepLoader`), and has the data sets that ship."""
 
 from lockstep.data.adopt import adopt
 from lockstep.data.batches import Assign, Data, MicroBatch, StepBatches, StepSource, batch_length, holds_token_ids, move

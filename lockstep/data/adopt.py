@@ -32,21 +32,16 @@ def adopt(
     device: torch.device | str, wanted: bool = True, state: dict[str, Any] | None = None,
     for_evaluation: bool = False,
 ) -> StepSource:  # fmt: skip
-    """Return the steps `start_step` … `stop_step` − 1 of a user's data.
+    """Return the steps `start_step` … `stop_step` − 1 of a user's data, or raise a UsageError if it can't be used.
 
-    Args:
-        data: a dataset (`__getitem__` and `__len__`, or an IterableDataset of samples), a DataLoader, or any other
-            iterable of ready batches. A plain list is an iterable of ready batches.
-        config: order and workers for data other than a DataLoader, which has its own.
-        batch_size, global_batch_size: samples in a micro-batch and in a step; for ready batches the quotient counts.
-        epochs: how many times to go through the data at most; None: until `stop_step`.
-        wanted: False on a rank that reads no data.
-        state: the source's `state_dict` from when the run was saved.
-        for_evaluation: take every sample once, even if a DataLoader drops some, and use the DataLoader's own
-            batch_size, with as many micro-batches in a step. In training its batch_size must agree.
+    `data` is a dataset (`__getitem__` and `__len__`, or an IterableDataset of samples), a DataLoader, or any other
+    iterable of ready batches, such as a plain list. Order and workers are those of `config`, but a DataLoader has its
+    own. `batch_size` and `global_batch_size` are the samples in a micro-batch and in a step; for ready batches the
+    quotient counts. The data are gone through `epochs` times at most; None: until `stop_step`. `wanted` is False on a
+    rank that reads no data; `state` is the source's `state_dict` from when the run was saved.
 
-    Raises:
-        UsageError: the data cannot be used, or sizes contradict each other.
+    With `for_evaluation` every sample is taken once, even if a DataLoader drops some, and the DataLoader's own
+    batch_size counts, with as many micro-batches in a step. In training its batch_size must agree.
     """
     check_batch_sizes(batch_size, global_batch_size)
     found = _understand(data, config or DataConfig())
@@ -74,9 +69,8 @@ def adopt(
     if found.batch_sampler is not None:
         order = SamplerOrder(found.batch_sampler, global_batch_size // batch_size, seed=seed)
     else:
-        order = SampleOrder(
-            len(found.data), batch_size, global_batch_size, seed=seed, shuffle=found.shuffle, drop_last=found.drop_last
-        )
+        usual = {"shuffle": found.shuffle, "drop_last": found.drop_last}
+        order = SampleOrder(len(found.data), batch_size, global_batch_size, seed=seed, **usual)
     return StepLoader(found.data, order, assign, **common, **found.reading)
 
 

@@ -12,15 +12,11 @@ from torch.utils.data import Dataset
 
 @dataclass
 class Data:
-    """Training and validation data, with facts about them.
-
-    `facts` are values for constructor arguments of the model that the config leaves unset: vocab_size and block_size of
-    text, image_size and channels of images; `source` describes the data.
-    """
+    """Training and validation data. `facts`: the `source`, and arguments of the model that the config leaves unset."""
 
     train: Any  # a map-style dataset, or an iterable one
     validation: Any = None
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)  # vocab_size and block_size; image_size and channels; source
     encode: Callable[[str], list[int]] | None = None  # from text to tokens
     decode: Callable[[Sequence[int]], str] | None = None
 

@@ -76,18 +76,12 @@ def hugging_face(
     text_field: str = "text", columns: Sequence[str] | None = None, block_size: int = 256, stride: int | None = None,
     validation_fraction: float = 0.1, tokenizer: str = "bytes", documents: bool = False,
 ) -> Data:  # fmt: skip
-    """Return the data set of this name, or the folder's.
+    """Return the data set of this name, or the folder's, or raise a UsageError.
 
-    Args:
-        config: one of its configurations, e.g. `wikitext-2-raw-v1`.
-        validation_split: used if the data set has it; else `validation_fraction` of `split` is held out.
-        text_field: the column with the text. Rows are joined, each ending its line; with `documents`, a row is a
-            document, padded to `block_size`.
-        columns: instead of text: samples are rows of these columns, as tensors where they are numbers.
-        tokenizer: `bytes` or the path of a `tokenizer.json`.
-
-    Raises:
-        UsageError: the package is missing, the data set can't be loaded, or it has no such split or column.
+    `config` is one of its configurations, e.g. `wikitext-2-raw-v1`. `validation_split` is used if the data set has it;
+    else `validation_fraction` of `split` is held out. Rows of `text_field` are joined, each ending its line; with
+    `documents`, a row is a document, padded to `block_size`. With `columns` samples are rows of these instead, as
+    tensors where they are numbers. `tokenizer` is `bytes` or the path of a `tokenizer.json`.
     """
     options = TextOptions(block_size, stride, validation_fraction)
     loaded = _load(name, config)
@@ -152,7 +146,6 @@ class Images(CollatingDataset):
         return {"image": self.images[index], "label": self.labels[index]}
 
     def collated(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return the samples as one batch."""
         which = torch.tensor(indices)
         return {"image": self.images[which], "label": self.labels[which]}
 

@@ -23,22 +23,20 @@ from lockstep.errors import LockstepError, RunError, UsageError
 class IterableSteps:
     """Iterates over the steps `start_step` … `stop_step` − 1 of an iterable; see `adopt` for further arguments.
 
-    Args:
-        iterable: of samples, or (`ready`) of collated batches. It is iterated again each epoch, after
-            `set_epoch(epoch)` if it has that method, until it yields nothing (a generator).
-        state: a `state_dict` from a step before `start_step` (unset: step 0); those between are read and discarded.
-        any_left: for a rank-sharded iterable: whether any rank passes True; called by all ranks, once per step.
+    The `iterable`, of samples, or (`ready`) of collated batches, is iterated again each epoch, after `set_epoch(epoch)`
+    if it has that method, until it yields nothing (a generator). `state` is a `state_dict` from a step before
+    `start_step` (unset: step 0); those between are read and discarded. For a rank-sharded iterable, `any_left` returns
+    whether any rank passes True; all ranks call it, once per step.
 
-    Raises:
-        UsageError: an empty iterable, or a state that JSON can't hold.
-        RunError: while iterating: the user's code raised; names the item.
+    A UsageError is raised for an empty iterable, or a state that JSON can't hold, and a RunError, which names the item,
+    if the user's code raises.
     """
 
     def __init__(
         self, iterable: Iterable[Any], batch_size: int, global_batch_size: int, assign: Assign, *, start_step: int,
-        stop_step: int | None, seed: int, device: torch.device | str, ready: bool = False,
-        epochs: int | None = None, wanted: bool = True,
-        state: dict[str, Any] | None = None, any_left: Callable[[bool], bool] | None = None, notice: str | None = None,
+        stop_step: int | None, seed: int, device: torch.device | str, ready: bool = False, epochs: int | None = None,
+        wanted: bool = True, state: dict[str, Any] | None = None, any_left: Callable[[bool], bool] | None = None,
+        notice: str | None = None,
     ) -> None:  # fmt: skip
         self._iterable, self._assign, self._seed, self._device = iterable, assign, seed, torch.device(device)
         self._start, self._stop, self._epochs = start_step, stop_step, epochs
@@ -49,10 +47,8 @@ class IterableSteps:
         self.rank_sharded = any_left is not None
         self.notice = notice  # a line to log at the start
         if self.rank_sharded:
-            self.notice = (
-                "the data are sharded by rank: the content of a step depends on the number of ranks, so runs on "
-                "different numbers of ranks are different trainings"
-            )
+            self.notice = "the data are sharded by rank: the content of a step depends on the number of ranks, so runs "
+            self.notice += "on different numbers of ranks are different trainings"
         self._state: dict[str, Any] = {"step": 0, "epoch": 0, "position": 0, "iterable": None, **(state or {})}
         if self._state["step"] > start_step:
             what = f"the state of the data is that of step {self._state['step']}, after step {start_step}"
@@ -61,7 +57,6 @@ class IterableSteps:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of an epoch; None if unknown."""
         count = known_length(self._iterable)
         if count is None or self.rank_sharded:  # a rank does not know the longest stream's length
             return None
@@ -75,7 +70,6 @@ class IterableSteps:
         return dict(self._state)
 
     def close(self) -> None:
-        """Close the stream, and end its workers."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -182,7 +176,6 @@ class Stream:
 
     @property
     def more(self) -> bool:
-        """Whether there is another item."""
         return bool(self._ahead)
 
     def take(self, count: int, size: int) -> list[list[Any]]:

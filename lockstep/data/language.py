@@ -33,7 +33,6 @@ class Tokenizer:
         return list(self._model.encode(text, add_special_tokens=False).ids)
 
     def encode_array(self, text: str) -> NDArray[Any]:
-        """Return the tokens as an array of `dtype`."""
         if self._model is None:
             return np.frombuffer(text.encode(), dtype=np.uint8)
         return np.asarray(self.encode(text), dtype=self.dtype)
@@ -68,7 +67,6 @@ def _load(path: Path) -> Any:
 
 
 IGNORED = -100  # torch's cross entropy skips targets of this value
-
 Sample = dict[str, torch.Tensor]
 
 
@@ -103,7 +101,6 @@ class TokenWindows(CollatingDataset):
         return {"input_ids": window[:-1], "targets": window[1:]}
 
     def collated(self, indices: Sequence[int]) -> Sample:
-        """Return the samples as one batch."""
         windows = np.stack([self._window(index) for index in indices])
         input_ids, targets = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
         return {"input_ids": torch.from_numpy(input_ids), "targets": torch.from_numpy(targets)}
@@ -116,10 +113,9 @@ class TokenWindows(CollatingDataset):
 
 
 class Documents(Dataset[Sample]):
-    """Samples of one document each, padded to `block_size` with targets that do not count.
+    """Samples of one document each, padded to `block_size` with targets that do not count; a UsageError without any.
 
-    A document longer than `block_size` + 1 tokens makes several samples, of which the last is padded; a document
-    shorter than two tokens has no target, and makes none. Without any, UsageError.
+    A longer document than `block_size` + 1 tokens makes several samples; one of less than two tokens makes none.
     """
 
     deterministic = True
@@ -170,7 +166,6 @@ class TextOptions:
         return length - int(length * self.validation_fraction)
 
     def split(self, whole: Any) -> tuple[Any, Any]:
-        """Return the training and the validation part of tokens, or of documents."""
         border = self.border(len(whole))
         return whole[:border], whole[border:]
 

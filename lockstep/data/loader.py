@@ -63,7 +63,7 @@ class Reader(Dataset[Any]):
         self._seed = seed
         self._at: int | None = None
         # The index that each worker is reading, for the message if it dies.
-        self._reading: Any = multiprocessing.RawArray("q", [-1] * num_workers) if num_workers else None
+        self.reading: Any = multiprocessing.RawArray("q", [-1] * num_workers) if num_workers else None
 
     def __getitem__(self, request: ReadRequest) -> Any:
         self._at = None
@@ -89,11 +89,6 @@ class Reader(Dataset[Any]):
             seed_from("collate", self._seed, request.step, request.micro_batch)
             return self._collate(samples)
 
-    def being_read(self, worker: int) -> str:
-        """Return what the worker was reading last."""
-        index = self._reading[worker]
-        return f"dataset[{index}]" if index >= 0 else "nothing (it was collating or waiting)"
-
     def _samples(self, request: ReadRequest) -> list[Any]:
         together = getattr(self.dataset, "__getitems__", None)
         if together is not None and not self._draws:
@@ -101,7 +96,7 @@ class Reader(Dataset[Any]):
             return samples
         samples = []
         for self._at in request.indices:  # kept in `_at` for the message if it fails
-            if self._reading is not None:
+            if self.reading is not None:
                 self._mark(self._at)
             if self._draws:
                 seed_from("sample", self._seed, request.epoch, self._at)
@@ -123,9 +118,9 @@ class Reader(Dataset[Any]):
             raise
 
     def _mark(self, index: int) -> None:
-        info = worker_info() if self._reading is not None else None
+        info = worker_info() if self.reading is not None else None
         if info is not None:
-            self._reading[info.id] = index
+            self.reading[info.id] = index
 
 
 def draws_nothing(dataset: Any) -> bool:
@@ -193,15 +188,11 @@ _Plan = tuple[StepSamples, list[tuple[int, bool]]]  # a step, and this rank's pa
 class StepLoader:
     """Iterates over the steps `start_step` … `stop_step` − 1, each with this rank's micro-batches on the device.
 
-    Args:
-        dataset: anything with `__getitem__`. With an attribute `deterministic = True` (it draws no random numbers) it
-            is read without seeding, and in one call per micro-batch if it has `__getitems__`.
-        num_workers, pin_memory and others: as in torch's DataLoader, or in `adopt`. Workers live as long as one
-            iteration over any number of epochs, or longer (`persistent_workers`). `prefetch_factor` unset: at least one
-            step ahead.
-
-    Raises:
-        RunError: while iterating: the dataset raised, or a worker died; names the dataset index.
+    A `dataset` is anything with `__getitem__`. With an attribute `deterministic = True` (it draws no random numbers) it
+    is read without seeding, and in one call per micro-batch if it has `__getitems__`. Other arguments are as in torch's
+    DataLoader, or in `adopt`. Workers live as long as one iteration over any number of epochs, or longer
+    (`persistent_workers`). `prefetch_factor` unset: at least one step ahead. While iterating, a RunError names the
+    dataset index at which the dataset raised, or a worker died.
     """
 
     def __init__(
@@ -212,8 +203,7 @@ class StepLoader:
         multiprocessing_context: Any = None, timeout: float = 0, epochs: int | None = None, notice: str | None = None,
     ) -> None:  # fmt: skip
         self.order, self._assign, self.device = order, assign, torch.device(device)
-        self._start, self._stop, self._epochs = start_step, stop_step, epochs
-        self._wanted = wanted
+        self._start, self._stop, self._epochs, self._wanted = start_step, stop_step, epochs, wanted
         self.notice = "; ".join(text for text in (notice, getattr(order, "notice", None)) if text) or None
         self._persistent = persistent_workers and num_workers > 0
         self._plans: dict[int, _Plan] = {}  # of steps in progress
@@ -238,7 +228,6 @@ class StepLoader:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of an epoch; None if unknown."""
         return self.order.steps_per_epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -258,7 +247,6 @@ class StepLoader:
                 self.close()
 
     def close(self) -> None:
-        """End the workers, if any run; a later iteration starts new ones."""
         running, self._running = self._running, None
         self._plans.clear()
         end_workers(self._loader, running)
@@ -270,7 +258,9 @@ class StepLoader:
             return None
         workers = workers_of(self._running)
         dead = [number for number, worker in enumerate(workers) if worker.exitcode is not None]
-        reading = ", ".join(self._reader.being_read(number) for number in dead or range(len(workers)))
+        indices = [self._reader.reading[number] for number in dead or range(len(workers))]
+        nothing = "nothing (it was collating or waiting)"
+        reading = ", ".join(f"dataset[{index}]" if index >= 0 else nothing for index in indices)
 
         def end_of(worker: Any) -> str:
             code = worker.exitcode

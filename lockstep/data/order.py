@@ -34,7 +34,7 @@ def seed_from(*parts: object) -> None:
 
 
 def states() -> tuple[Any, Any, torch.Tensor]:
-    """Return the states of the three generators."""
+    """Return the states of the three generators, for `set_states`."""
     return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
 
 
@@ -73,8 +73,7 @@ class StepSamples:
     last_of_epoch: bool
 
     @property
-    def num_samples(self) -> int:
-        """Number of samples in the step, over all ranks."""
+    def num_samples(self) -> int:  # in the step, over all ranks
         return sum(len(indices) for indices in self.micro_batches)
 
 
@@ -83,23 +82,18 @@ def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
     whole, rest = divmod(global_batch_size, batch_size)
     if rest:
         near = sorted({max(1, whole) * batch_size, (whole + 1) * batch_size})
-        raise UsageError(
-            f"global_batch_size {global_batch_size} is not a multiple of batch_size {batch_size}: "
-            f"{global_batch_size} = {whole} × {batch_size} + {rest}",
-            where="training.global_batch_size",
-            why="a step is made of whole micro-batches of batch_size samples",
-            fix=f"set global_batch_size to {' or '.join(map(str, near))}, or batch_size to a number that divides it",
-        )
+        what = f"global_batch_size {global_batch_size} is not a multiple of batch_size {batch_size}: "
+        what += f"{global_batch_size} = {whole} × {batch_size} + {rest}"
+        why = "a step is made of whole micro-batches of batch_size samples"
+        fix = f"set global_batch_size to {' or '.join(map(str, near))}, or batch_size to a number that divides it"
+        raise UsageError(what, where="training.global_batch_size", why=why, fix=fix)
 
 
 class SampleOrder:
-    """The order of samples over a dataset whose length is known.
+    """The order of samples over a dataset whose length is known, or a UsageError for sizes that leave nothing.
 
     With `shuffle` it is another one in each epoch, else always 0, 1, 2 …; `drop_last` leaves out the incomplete step at
     the end of each epoch (`dropped_per_epoch` samples).
-
-    Raises:
-        UsageError: sizes that do not multiply, an empty dataset, or one of which nothing would be left.
     """
 
     def __init__(
@@ -112,12 +106,9 @@ class SampleOrder:
             raise UsageError(what, where="data", fix="check what it reads: its __len__ is 0")
         self.dropped_per_epoch = num_samples % global_batch_size if drop_last else 0
         if self.dropped_per_epoch == num_samples:
-            raise UsageError(
-                f"drop_last drops every step: {num_samples} samples are fewer than a global batch of "
-                f"{global_batch_size}",
-                where="data.drop_last",
-                fix="leave drop_last off (the short step is weighted by what it holds), or lower global_batch_size",
-            )
+            what = f"drop_last drops every step: {num_samples} samples are fewer than a global batch of "
+            fix = "leave drop_last off (the short step is weighted by what it holds), or lower global_batch_size"
+            raise UsageError(f"{what}{global_batch_size}", where="data.drop_last", fix=fix)
         self.num_samples, self.batch_size, self.global_batch_size = num_samples, batch_size, global_batch_size
         self.seed, self.shuffle = seed, shuffle
         self._kept = num_samples - self.dropped_per_epoch
@@ -125,7 +116,6 @@ class SampleOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of an epoch, with the short one at the end if it is not dropped."""
         return -(-self._kept // self.global_batch_size)
 
     @property
@@ -133,9 +123,8 @@ class SampleOrder:
         """A line to log at the start if `drop_last` leaves out samples."""
         if not self.dropped_per_epoch:
             return None
-        return f"drop_last leaves out {self.dropped_per_epoch} of {self.num_samples} samples in each epoch" + (
-            " (other ones each time)" if self.shuffle else " (always the last ones)"
-        )
+        which = "other ones each time" if self.shuffle else "always the last ones"
+        return f"drop_last leaves out {self.dropped_per_epoch} of {self.num_samples} samples in each epoch ({which})"
 
     def window(self, step: int) -> StepSamples:
         """Return the samples of `step` (counted from 0 over all epochs)."""
@@ -162,10 +151,7 @@ class SamplerOrder:
 
     Every rank goes through the whole sampler, with generators seeded by (seed, epoch): that is cheap, since it yields
     indices, not data. A resumed run fast-forwards. Each epoch iterates it again, after `set_epoch(epoch)` if it, or the
-    sampler within it, has that method.
-
-    Raises:
-        UsageError: while iterating: the sampler yields nothing.
+    sampler within it, has that method; a UsageError is raised if it yields nothing.
     """
 
     def __init__(self, batch_sampler: Iterable[Any], micro_batches: int, *, seed: int) -> None:
@@ -179,12 +165,10 @@ class SamplerOrder:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of an epoch; None if unknown."""
         count = known_length(self._sampler)
         return None if count is None else -(-count // self._micro_batches)
 
     def window(self, step: int) -> StepSamples:
-        """Return the samples of `step`; cheapest for consecutive steps."""
         if self._latest is not None and self._latest.step == step:
             return self._latest
         if step < self._next_step:
@@ -239,16 +223,11 @@ class DistributedSampler(Sampler[int]):
     Rank r of W takes the places r, r + W, r + 2W … of the epoch's order, so that the W ranks' k-th batches together
     hold the samples of the trainer's k-th step. No sample is repeated or left out: the first ranks may have one sample
     more (`len` differs by one), for which a loop that communicates at each batch must allow
-    (`torch.distributed.algorithms.Join`), or set `drop_last`. Each iteration moves on to the next epoch by itself;
-    `set_epoch` sets the next one (after a resume).
+    (`torch.distributed.algorithms.Join`), or set `drop_last`, which leaves out `dropped_per_epoch` samples. Each
+    iteration moves on to the next epoch by itself; `set_epoch` sets the next one (after a resume). The `seed` is the
+    same on all ranks; `num_replicas` and `rank` are those of the process group, else of the environment, if unset.
 
-    Args:
-        num_replicas, rank: unset: those of the process group, else of the environment.
-        seed: the same on all ranks.
-        drop_last: leave out samples that the ranks can't share evenly: `dropped_per_epoch` samples.
-
-    Raises:
-        UsageError: an empty dataset, or a rank that is not below `num_replicas`.
+    A UsageError is raised for an empty dataset, or a rank that is not below `num_replicas`.
     """
 
     def __init__(
@@ -285,5 +264,4 @@ class DistributedSampler(Sampler[int]):
         return iter(order[self.rank : stop : self.num_replicas].tolist())
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch (from 0) of the next iteration."""
         self.epoch = epoch

@@ -105,13 +105,9 @@ def python_docs(
     *, block_size: int = 256, stride: int | None = None, validation_fraction: float = 0.1, tokenizer: str = "bytes",
     documents: bool = False,
 ) -> Data:  # fmt: skip
-    """Return the language reference that is part of every CPython (`pydoc_data.topics`), about 0.5 MB of text.
-
-    It differs a little between versions of Python. With `documents`, a topic is a document, padded to `block_size`.
-    """
+    """Return the language reference that is part of every CPython, 0.5 MB; `documents`: a topic is one, padded."""
     options, chosen = TextOptions(block_size, stride, validation_fraction), Tokenizer(tokenizer)
-    texts = topics() if documents else ["\n\n".join(topics())]
-    pieces = [chosen.encode_array(text) for text in texts]
+    pieces = [chosen.encode_array(text) for text in (topics() if documents else ["\n\n".join(topics())])]
     whole = pieces if documents else pieces[0]
     return language_data(*options.split(whole), options, PYTHON_DOCS, chosen, documents=documents)
 
@@ -151,8 +147,7 @@ def tokens(*, path: str, block_size: int = 256, stride: int | None = None, valid
     border = options.border(count)
     train = TokenFile(folder / TOKENS, dtype, 0, border)
     validation = TokenFile(folder / TOKENS, dtype, border, count)
-    named = header["tokenizer"]
-    tokenizer = Tokenizer("bytes" if named == "bytes" else str(folder / TOKENIZER))
+    tokenizer = Tokenizer("bytes" if header["tokenizer"] == "bytes" else str(folder / TOKENIZER))
     return language_data(train, validation, options, f"{path} ({header['source']})", tokenizer)
 
 
@@ -187,10 +182,9 @@ def _damaged(folder: Path, why: str) -> UsageError:
 def prepare(
     source: Path | str, out: Path | str, tokenizer: str = "bytes", *, advance: Advance = lambda _bytes: None
 ) -> tuple[int, int]:
-    """Write the tokens of `source` (a text file, a folder of them, or `python-docs`) into the new folder `out`.
+    """Write the tokens of `source`, a text file, a folder of them, or `python-docs`, into the new folder `out`.
 
-    A `tokenizer.json` is copied. Call `advance` after each piece with its bytes of text; return the number of tokens,
-    and the size of the vocabulary.
+    `advance` gets the bytes of text of each piece. Return the number of tokens, and the size of the vocabulary.
     """
     out, chosen = Path(out), Tokenizer(tokenizer)
     if out.exists():
@@ -228,11 +222,10 @@ def prepare(
 def prepare_command(argv: Sequence[str]) -> int:
     """Run `lockstep data prepare SOURCE --out DIR [--tokenizer bytes|FILE]`."""
     parser = _Parser(
-        "lockstep data prepare",
-        description="Turn text into tokens, for the data set `tokens`.",
+        "lockstep data prepare", description="Turn text into tokens, for the data set `tokens`.",
         epilog="example:\n  lockstep data prepare text.txt --out tokens",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    )  # fmt: skip
     parser.add_argument("verb", choices=("prepare",), help=argparse.SUPPRESS)
     parser.add_argument("source", metavar="SOURCE", help="a text file, a folder of them, or python-docs")
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")

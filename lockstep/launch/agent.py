@@ -2,7 +2,6 @@
 
 A signal to the launcher is forwarded to the ranks, which may take the time they need to save (torch's agent allows
 30 s); a second Ctrl-C kills them at once; a run that was asked to stop, or whose config is wrong, is not restarted.
-
 Source: docs.pytorch.org/docs/stable/elastic/agent.html, "Extending the agent". Loads torch.
 """
 
@@ -31,14 +30,9 @@ from lockstep.records import RunDirectory
 from lockstep.torch_compat.elastic_agent import ExtensibleAgent
 
 CLOSING_SECONDS = 5.0  # for closing the rendezvous; a broken link would block for a minute
-_FORWARDED = {
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGUSR1: signal.SIGUSR1,  # sent by schedulers before they end a job
-    signal.SIGINT: signal.SIGINT,
-    signal.SIGHUP: signal.SIGTERM,
-}
-
-
+# Schedulers send SIGUSR1 before they end a job.
+_FORWARDED = {number: number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+_FORWARDED[signal.SIGHUP] = signal.SIGTERM
 _ENDED = "lockstep/ended"  # key prefix in a round's store: how the ranks of each machine ended
 _WELL, _FAILED = "well", "failed"
 _POLL_SECONDS = 0.1
@@ -52,11 +46,9 @@ def stopped_by(number: int) -> RunError:
 class Agent(ExtensibleAgent):
     """Starts and watches the ranks of one machine.
 
-    Args:
-        failures: the folder of failure files `rank-N.json`; those of this machine's ranks are deleted at each start.
-        on_restart: called before each restart with the failure and the number of restarts left.
-        checkpoints: the run's checkpoint folder, to know whether a run that fails repeatedly makes progress.
-        shutdown_timeout: seconds that the peers of a failed rank have to end.
+    `failures` is the folder of `rank-N.json`; those of this machine's ranks are deleted at each start. `on_restart` is
+    called before each restart with the failure and the number of restarts left. The run's folder of `checkpoints` shows
+    whether it makes progress between failures. The peers of a failed rank have `shutdown_timeout` seconds to end.
     """
 
     def __init__(
@@ -89,8 +81,7 @@ class Agent(ExtensibleAgent):
             found.append(from_exit_code(rank, world, *ended[rank], self._logs / f"rank-{rank}.log"))
         return found
 
-    def _left_early(self) -> set[int]:
-        """Return the ranks that ended with code 0 without marking their work as done."""
+    def _left_early(self) -> set[int]:  # with code 0, without marking their work as done
         ended = self.ended_well()
         ranks = {worker.global_rank for worker in self.worker_group.workers if worker.local_rank in ended}
         return {rank for rank in ranks if not any(self._failures.glob(f"*rank-{rank}.*"))}
@@ -110,7 +101,6 @@ class Agent(ExtensibleAgent):
         self.restarts_left = group.spec.max_restarts - max(attempts)
 
     def run_until_end(self, role: str) -> RunResult:
-        """Run until this machine's ranks have ended, and publish a failure to the other machines."""
         result = None
         try:
             result = super().run_until_end(role)
@@ -126,10 +116,7 @@ class Agent(ExtensibleAgent):
                 group.store.set(f"{_ENDED}/{group.group_rank}", how)
 
     def wait_for_machines(self) -> None:
-        """Wait until the ranks of all machines have ended, at most for the agent's timeout.
-
-        In torch's version a machine whose ranks failed never arrives, and the others wait 300 s for it.
-        """
+        """Wait until the ranks of all machines have ended; torch's version waits 300 s for a machine that failed."""
         group: Any = self.worker_group
         self._publish_end(_WELL)
         keys = [f"{_ENDED}/{rank}" for rank in range(group.group_world_size)]
@@ -162,7 +149,6 @@ class Agent(ExtensibleAgent):
                     self._forward(self.stop_signal)
 
     def look_at_ranks(self, worker_group: WorkerGroup) -> RunResult:
-        """Return the state of this machine's ranks, and kill them if they hang."""
         result = super().look_at_ranks(worker_group)
         if result.state == WorkerState.HEALTHY:
             pids = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
@@ -177,7 +163,6 @@ class Agent(ExtensibleAgent):
         return result
 
     def restart_ranks(self, worker_group: WorkerGroup) -> None:
-        """Restart this machine's ranks, unless the run was stopped by a signal."""
         if self.stop_signal is not None:
             raise stopped_by(self.stop_signal)
         if worker_group.state == WorkerState.HEALTHY:  # machines joined or left
@@ -193,7 +178,7 @@ class Agent(ExtensibleAgent):
     def on_signal(self, number: int) -> None:
         """Forward the signal to the ranks; exit if there are none yet, and kill them on a second Ctrl-C.
 
-        The thread that reads signals calls this, because the main thread may be waiting for other machines.
+        The thread that reads signals calls it, because the main thread may be waiting for other machines.
         """
         with self._lock:
             running = self.pids()
@@ -213,8 +198,7 @@ class Agent(ExtensibleAgent):
                 self._forward(number)
 
     def _forward(self, number: int) -> None:
-        for pid in self.pids():
-            # Only to the rank itself: its data workers must live until it has saved.
+        for pid in self.pids():  # only to the rank itself: its data workers must live until it has saved
             send_signal(pid, _FORWARDED[signal.Signals(number)])
 
     def _kill(self, pids: Iterable[int]) -> None:

@@ -18,18 +18,10 @@ _GOOD = "good"
 
 
 def doctor(
-    config: Path | None,
-    overrides: Sequence[str],
-    options: LaunchOptions,
-    *,
-    output_dir: Path,
-    as_json: bool,
+    config: Path | None, overrides: Sequence[str], options: LaunchOptions, *, output_dir: Path, as_json: bool,
     argv: Sequence[str],
-) -> int:
-    """Run `lockstep doctor`; return 0, or 1 if a check failed.
-
-    A config file is compared between ranks; the disk of `output_dir` is tested; ranks are started with `argv`.
-    """
+) -> int:  # fmt: skip
+    """Run `lockstep doctor`; return 1 if a check failed. Ranks compare the `config`, and test `output_dir`'s disk."""
     launchers = os.environ.get(_FOLDER)
 
     def check() -> int:

@@ -1,8 +1,8 @@
 """Describes how a rank failed or where it is stuck, and finds the first cause among the failures of many ranks.
 
-A failed worker writes `rank-N.json` into the folder that the launcher names. When one rank dies, its peers fail shortly
-after, because their connection to it is gone: such failures are consequences, recognised by their messages, and are
-never reported first. The state of processes is read from /proc, on Linux; their stacks they write on SIGQUIT.
+A failed worker writes `rank-N.json`. When one rank dies, its peers fail shortly after, because their connection to it
+is gone: such failures are consequences, recognised by their messages, and are never reported first. The state of
+processes is read from /proc, on Linux; their stacks they write on SIGQUIT.
 """
 
 import json
@@ -38,16 +38,11 @@ _FRAMES_SHOWN = 3
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a rank without success; `what`, `where`, `why` and `fix` are as in `LockstepError`.
-
-    Attributes:
-        kind: "usage" (a wrong config or command), "error" (an exception), "exit" (the program exited with a code),
-            "signal", "hang", or "preempted" (saved, please requeue).
-    """
+    """The end of a rank without success; `what`, `where`, `why` and `fix` are as in `LockstepError`."""
 
     rank: int
     world_size: int
-    kind: str
+    kind: str  # usage, error (an exception), exit (the program's own code), signal, hang, or preempted (saved)
     what: str
     exit_code: int = EXIT_FAILED
     where: str | None = None
@@ -61,31 +56,26 @@ class Failure:
     before_training: bool = False  # the rank was asked to stop before there was anything to save
 
     def write(self, folder: Path) -> None:
-        """Write `rank-N.json` atomically."""
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".rank-{self.rank}-{os.getpid()}"
         temporary.write_text(json.dumps(asdict(self)))
         temporary.rename(folder / f"rank-{self.rank}.json")
 
     def error(self) -> LockstepError:
-        """Return the error message for this failure."""
         if self.kind == "usage":
             return UsageError(self.what, where=self.where, why=self.why, fix=self.fix)
         who = "" if self.world_size == 1 else f"rank {self.rank} of {self.world_size} failed: "
         host = f"host {self.host}" if self.world_size > 1 else None
         where = ", ".join(part for part in (host, self.where) if part)
-        read = f"the whole traceback is in {self.log}" if self.log and self.kind == "error" else None
-        if self.log and self.kind != "error":
-            read = f"its last output is in {self.log}"
+        read = "the whole traceback is in" if self.kind == "error" else "its last output is in"
+        read = f"{read} {self.log}" if self.log else ""
         return RunError(who + self.what, where=where, why=self.why, fix="; ".join(t for t in (self.fix, read) if t))
 
 
 def preempted(facts: RankFacts, before_training: str = "") -> Failure:
     """Return the failure of a rank that stopped on request: it saved, or `before_training` says why it did not."""
-    what = before_training or "preempted and saved"
-    return Failure(
-        facts.rank, facts.world_size, "preempted", what, exit_code=EXIT_PREEMPTED, before_training=bool(before_training)
-    )
+    what, early = before_training or "preempted and saved", bool(before_training)
+    return Failure(facts.rank, facts.world_size, "preempted", what, exit_code=EXIT_PREEMPTED, before_training=early)
 
 
 def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> Failure:
@@ -139,15 +129,11 @@ def short_path(path: str) -> str:
 
 
 def from_exit_code(rank: int, world_size: int, code: int, seen: float, log: Path | None) -> Failure:
-    """Return the failure of a rank that wrote no file: it was killed, or exited outside Python.
-
-    `code` is as in `subprocess`, negative for a signal; `seen` is when the launcher noticed it (Unix epoch).
-    """
+    """Return the failure of a rank that wrote no file; `code` is negative for a signal, `seen` in Unix time."""
     common: dict[str, Any] = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "time": seen}
     path = None if log is None else str(log)
     if code == 0:
-        what = "the program ended with code 0 before its work was done"
-        return Failure(**common, kind="exit", what=what, log=path)
+        return Failure(**common, kind="exit", what="the program ended with code 0 before its work was done", log=path)
     if code > 0:
         kind, what, ours = "exit", f"the program left with code {code}", False
     else:
@@ -191,8 +177,6 @@ def exit_code(failures: Iterable[Failure], *, may_be_stopped: bool = True) -> in
         return cause.exit_code
     return EXIT_PREEMPTED if failures else EXIT_DONE
 
-
-# ---- the processes of ranks, and their stacks ----
 
 _DATA_WORKER = "pt_data_worker"  # torch's name for them
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
@@ -282,7 +266,6 @@ class Stack:
 
     @property
     def in_torch(self) -> bool:
-        """Return whether the innermost frame is in torch."""
         return bool(self.frames) and bool(_TORCH.search(self.frames[0][0]))
 
     @property

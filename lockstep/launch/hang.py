@@ -1,10 +1,10 @@
 """Finds ranks that hang, and the rank that holds the others up.
 
-The launcher of a machine reads its ranks' heartbeats: which call each rank is in (a step, a save, an evaluation, a
-reduction), since when, and how long such calls took before. If one takes too long, every rank writes its Python stacks
-(faulthandler answers a signal even while Python waits in C) and its last collectives. The rank that is behind was
-stopped, does not answer, has done the fewest steps, has begun the fewest calls and collectives, or does not wait in
-torch. Ranks that make progress meanwhile were slow because the machine is busy: they are not killed.
+The launcher of a machine reads its ranks' heartbeats: which call each rank is in, since when, and how long such calls
+took before. If one takes too long, every rank writes its Python stacks (faulthandler answers a signal even while Python
+waits in C) and its last collectives. The rank that is behind was stopped, does not answer, has done the fewest steps,
+has begun the fewest calls and collectives, or does not wait in torch. Ranks that make progress meanwhile were slow
+because the machine is busy: they are not killed.
 """
 
 import json
@@ -30,8 +30,6 @@ _STATES_SECONDS = 0.5  # between two reads of the processes' states
 
 @dataclass
 class _Reports:
-    """The state of the ranks at the time of a suspected hang."""
-
     silent: set[int]  # ranks that did not answer
     stopped: set[int]  # ranks that a signal had stopped
     stacks: dict[int, Stack]  # by rank
@@ -55,7 +53,6 @@ class HangWatch:
     _stop_requested_at: float | None = None
 
     def restart(self) -> None:
-        """Forget the ranks' state, because they are started again."""
         self._known.clear()
         self._stopped_since.clear()
         self._stop_requested_at = None
@@ -63,9 +60,7 @@ class HangWatch:
     def check(self, pids: Mapping[int, int], world_size: int, *, stop_requested: bool = False) -> Failure | None:
         """Return the failure of the rank that is behind if ranks hang, after all have written their stacks.
 
-        Args:
-            pids: global rank → process, of this machine.
-            stop_requested: whether a stop signal was forwarded to them.
+        `pids`: this machine's global ranks → processes; `stop_requested`: a stop signal was forwarded to them.
         """
         if stop_requested:
             self._stop_requested_at = self._stop_requested_at or time.monotonic()
@@ -77,13 +72,8 @@ class HangWatch:
                 if call.ended and call.number > self._known.get(beat.rank, 0):
                     self._durations[call.name].append(call.ended - call.begun)
                     self._known[beat.rank] = call.number
-        return (
-            self._look_for_stopped(beats, pids, world_size)
-            or self._look_for_long_calls(beats, pids, world_size)
-            or self._look_for_ranks_elsewhere(beats, pids, world_size)
-        )
-
-    # ---- processes that a signal has stopped ----
+        looks = (self._look_for_stopped, self._look_for_long_calls, self._look_for_ranks_elsewhere)
+        return next((found for look in looks if (found := look(beats, pids, world_size)) is not None), None)
 
     def _look_for_stopped(self, beats: list[Beat], pids: Mapping[int, int], world_size: int) -> Failure | None:
         now = time.monotonic()
@@ -103,8 +93,6 @@ class HangWatch:
         what = f"it hangs{doing}: a signal stopped {one} {waited:.0f} s ago"
         why = "it was stopped by a signal (SIGSTOP), or a debugger holds it"
         return self._failure(one.rank, world_size, what, where=reports.stacks[one.rank].place, why=why)
-
-    # ---- calls that take too long ----
 
     def _look_for_long_calls(self, beats: list[Beat], pids: Mapping[int, int], world_size: int) -> Failure | None:
         running = [beat for beat in beats if beat.phase != "done" or beat.inside]
@@ -150,8 +138,6 @@ class HangWatch:
         what = f"it hangs{_current_call(behind)}: no {unit} for {waited:.0f} s, where one usually takes {usual}"
         return self._failure(rank, world_size, what, where=reports.stacks[rank].place, why=why)
 
-    # ---- ranks that wait for a rank elsewhere ----
-
     def _look_for_ranks_elsewhere(self, beats: list[Beat], pids: Mapping[int, int], world_size: int) -> Failure | None:
         """Return a failure if ranks wait in a call while another waits in a collective outside Lockstep's code.
 
@@ -181,22 +167,16 @@ class HangWatch:
         why = f"the others wait in {', '.join(others)}" if others else None
         if not waiting:
             why = "it was asked to stop, but a collective that waits for other ranks cannot be interrupted"
-        fix, place = (
-            "all ranks must make the same calls: take it out of `if is_main_process:`; ",
-            reports.stacks[rank].place,
-        )
-        return self._failure(
-            rank, world_size, f"it hangs: {what}, for {waited:.0f} s now", where=place, why=why, fix=fix
-        )
-
-    # ---- collecting reports ----
+        fix = "all ranks must make the same calls: take it out of `if is_main_process:`; "
+        what = f"it hangs: {what}, for {waited:.0f} s now"
+        return self._failure(rank, world_size, what, where=reports.stacks[rank].place, why=why, fix=fix)
 
     def _failure(
         self, rank: int, world: int, what: str, *, where: str | None, why: str | None, fix: str = ""
     ) -> Failure:  # fmt: skip
         fix += f"every rank's stacks are in {self.logs}/rank-*.stacks.txt, its last collectives in rank-*.flight.json"
-        place: dict[str, Any] = {"where": where, "host": socket.gethostname(), "time": time.time()}
-        return Failure(rank, world, "hang", what, why=why, fix=fix, **place)
+        host, now = socket.gethostname(), time.time()
+        return Failure(rank, world, "hang", what, where=where, why=why, fix=fix, host=host, time=now)
 
     def _collect_reports(self, pids: Mapping[int, int]) -> _Reports:
         """Make every rank write its stacks and collectives; a stopped rank writes them once it is continued."""
@@ -247,7 +227,6 @@ _STEPS = ("train", "steps")  # calls of which each is one step of the loop
 
 
 def _under_way(beat: Beat) -> Call | None:
-    """Return the innermost call that a rank is in."""
     return next((call for call in reversed(beat.calls) if not call.ended), None) if beat.inside else None
 
 

@@ -54,20 +54,15 @@ class LaunchOptions:
 
     @property
     def several_nodes(self) -> bool:
-        """Return whether the job may run on more than one machine."""
         return self.nodes[1] > 1
 
     @property
     def numbered(self) -> bool:
-        """Return whether machines have the numbers that `--node-rank` gives them."""
         return self.several_nodes and self.rdzv_endpoint is None
 
     @property
     def processes(self) -> int | None:
-        """Processes per machine if a number was given; None means one per GPU.
-
-        Raises UsageError: the value is neither a number from 1 on nor `auto`, `gpu`, `xpu` or `cpu`.
-        """
+        """Processes per machine if a number was given; None: one per GPU. Raises UsageError: it is neither."""
         requested = self.nproc_per_node
         if requested is None or requested in ("auto", "gpu", "cpu", "xpu"):
             return None
@@ -78,7 +73,6 @@ class LaunchOptions:
 
     @property
     def patience(self) -> float:
-        """Seconds for which machines wait for one another."""
         return self.seconds("timeout", 900.0)
 
     def seconds(self, name: str, default: float) -> float:
@@ -136,10 +130,7 @@ class LaunchOptions:
 def process_count(
     options: LaunchOptions, *, use_gpus: bool = True, single_reason: str | None = None
 ) -> tuple[int, str]:
-    """Return the number of processes on this machine, and the reason.
-
-    `single_reason` is the reason for one process on any hardware, unless the user gave a number.
-    """
+    """Return the number of processes here, and the reason; `single_reason`: why it is one on any hardware."""
     if options.processes is not None:
         return options.processes, "as asked"
     requested = options.nproc_per_node
@@ -161,8 +152,6 @@ def count_gpus() -> int:
 
     return accelerator.count()
 
-
-# ---- the machines of a job ----
 
 _NAME_SECONDS = 30.0  # a name may be registered after the machine starts, as in Kubernetes
 _POLL_SECONDS = 0.2
@@ -206,7 +195,7 @@ def wait_for_name(host: str, patience: float, log: Callable[[str], None]) -> Non
 
 
 def register_machine(registry: Any, options: LaunchOptions, log: Callable[[str], None]) -> None:
-    """Register this machine under its `--node-rank` in a store for this alone, and wait until all are registered.
+    """Register this machine under its `--node-rank`, and wait until all are registered in this `registry`, a store.
 
     Raises UsageError: two machines claim one number. RunError: a machine did not come.
     """
@@ -251,10 +240,9 @@ def _wait_for_all(registry: Any, options: LaunchOptions, log: Callable[[str], No
 
 
 def hosts_rendezvous(options: LaunchOptions) -> bool:
-    """Return whether this machine hosts the rendezvous.
+    """Return whether this machine hosts the rendezvous: as it is told, by its number, or by its interfaces.
 
-    `--rdzv-conf is_host` or the machine's number decides; else the host is the machine with the address on one of its
-    interfaces. What the machine's own hostname resolves to is not used: it may be wrong in a container.
+    What the machine's own hostname resolves to is not used: it may be wrong in a container.
     """
     if options.is_host is not None:
         return options.is_host

@@ -14,12 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo, api
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -83,9 +78,8 @@ class FixedRendezvous(StaticTCPRendezvous):
 
     def __init__(self, options: LaunchOptions, store: TCPStore) -> None:
         rank = (options.node_rank or 0) if options.several_nodes else 0
-        super().__init__(
-            rendezvous_host(options), store.port, rank, options.nodes[1], job_id(options, store), int(_STORE_SECONDS)
-        )
+        host, job = rendezvous_host(options), job_id(options, store)
+        super().__init__(host, store.port, rank, options.nodes[1], job, int(_STORE_SECONDS))
         self._rounds, self._round = PrefixStore(run_id(options), store), 0
         self._of_round: TCPStore | None = None
 
@@ -109,8 +103,6 @@ class ElasticRendezvous(ExtensibleRendezvous):
 
     @classmethod
     def over(cls, options: LaunchOptions, store: TCPStore) -> "ElasticRendezvous":
-        """Make the handler of this machine over the store."""
-
         def seconds(name: str, default: float) -> datetime.timedelta:
             return datetime.timedelta(seconds=options.seconds(name, default))
 
@@ -132,21 +124,18 @@ class ElasticRendezvous(ExtensibleRendezvous):
         return made
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the other machines and start a round.
-
-        Raises RunError: too few machines arrived, or the host of the store is gone.
-        """
+        """Start a round with the others. Raises RunError: too few machines came, or the host of the store is gone."""
         self._registry.wait()
         try:
             found = super().next_rendezvous()
-        except RendezvousTimeoutError as error:
+        except api.RendezvousTimeoutError as error:
             raise self._registry.timed_out() from error
-        except RendezvousClosedError as error:
+        except api.RendezvousClosedError as error:
             # Another machine that gives up closes the rendezvous.
             if not self._registry.names_in("left", self._registry.options.patience):
                 raise
             raise self._registry.timed_out() from error
-        except RendezvousConnectionError as error:
+        except api.RendezvousConnectionError as error:
             text = f"the machine that hosts {endpoint(self._registry.options)}, where the machines meet, has gone "
             text += f"while {self._registry.name} waited for the others"
             fix = "see its last output for the reason; start the command again on all machines"
@@ -155,11 +144,9 @@ class ElasticRendezvous(ExtensibleRendezvous):
         return found
 
     def get_run_id(self) -> str:
-        """Return the job's id."""
         return self._job_id
 
     def open_store(self, address: str, port: int) -> TCPStore:
-        """Host the store for the ranks."""
         return host_store(address, port, datetime.timedelta(seconds=_STORE_SECONDS))
 
 
@@ -171,7 +158,6 @@ class _Backend(C10dRendezvousBackend):
         self._registry = registry
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """Return the rendezvous state, or raise as `MachineRegistry.check` does."""
         self._registry.check()
         return super().get_state()
 
@@ -186,12 +172,10 @@ class MachineRegistry:
         self._waits, self._since = False, time.monotonic()
 
     def wait(self) -> None:
-        """Record that this machine waits."""
         self._waits, self._since = True, time.monotonic()
         self._record("waits")
 
     def met(self) -> None:
-        """Record that this machine has met the others."""
         self._waits = False
         self._record("met")
 
@@ -246,8 +230,7 @@ def own_address(options: LaunchOptions) -> str | None:
 class Membership:
     """Counts the machines that wait to join; asks in the background once a second.
 
-    torch asks (by `ask`) within the loop that watches the ranks. If the link to the rendezvous is broken, its store
-    never answers, and that loop would block.
+    If the link to the rendezvous is broken, its store never answers: torch's loop that watches the ranks would block.
     """
 
     def __init__(self, ask: Callable[[], int]) -> None:
@@ -255,7 +238,6 @@ class Membership:
         self.begin()
 
     def begin(self) -> None:
-        """Reset after a rendezvous."""
         self._found: list[int | Exception] = [0]
         self._thread: threading.Thread | None = None
         self._asked_at = time.monotonic()
@@ -272,10 +254,7 @@ class Membership:
         return newest
 
     def check(self, seconds: float = 30.0) -> None:
-        """Wait for the running query before the next rendezvous.
-
-        Raises RunError: the rendezvous has not answered for so long.
-        """
+        """Wait for the running query before the next rendezvous. Raises RunError: it has no answer for so long."""
         if self._thread is not None:
             self._thread.join(max(0.0, self._asked_at + seconds - time.monotonic()))
         if self._is_asking():

@@ -1,7 +1,4 @@
-"""Runs a user's script as a rank.
-
-The launcher starts `python -m lockstep.launch.script LOGS file|module|program SCRIPT ARGS …`.
-"""
+"""Runs a user's script as a rank: `python -m lockstep.launch.script LOGS file|module|program SCRIPT ARGS …`."""
 
 import os
 import runpy

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,30 +35,20 @@ _CAUSE_SECONDS = 5.0  # how long to wait for the cause when only consequences ar
 
 
 def spawn(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    nprocs: int | None = None,
-    nnodes: int = 1,
-    node_rank: int = 0,
-    master_addr: str | None = None,
-    master_port: int | None = None,
-    plot: str | Path | None = None,
-) -> None:
+    fn: Callable[..., Any], args: Sequence[Any] = (), nprocs: int | None = None, nnodes: int = 1, node_rank: int = 0,
+    master_addr: str | None = None, master_port: int | None = None, plot: str | Path | None = None,
+) -> None:  # fmt: skip
     """Run `fn(*args)` on `nprocs` ranks of this machine, and return when all are done.
 
     A rank knows its place from `lockstep.rank()`, and joins the others with `lockstep.setup()` or by making a
-    `Trainer`. Its number is node_rank · nprocs + its index here. One process on one machine runs in this one.
+    `Trainer`. Its number is node_rank · nprocs + its index here. One process on one machine runs in this one. From a
+    script, `fn` is a function that it defines at its top level. `nprocs` unset: all visible GPUs, else 1. Of `nnodes`
+    machines every one calls `spawn` with the same arguments but its own `node_rank`, from 0; `master_addr` is the
+    machine with node_rank 0, and `master_port` a free port there. In a notebook, `plot` is the run directory that `fn`
+    trains into, which is drawn below the cell while it runs.
 
-    Args:
-        fn: a function; from a script, one that the script defines at its top level.
-        nprocs: ranks on this machine; unset: all visible GPUs, else 1.
-        nnodes: machines; every one calls `spawn` with the same arguments but its own `node_rank`, from 0.
-        master_addr, master_port: the machine with node_rank 0 and a free port there; needed for more than one machine.
-        plot: in a notebook, the run directory that `fn` trains into, which is drawn below the cell while it runs.
-
-    Raises:
-        UsageError: the numbers don't fit, or there is no way to start `fn` in another process.
-        LockstepError: the first error of a rank, once.
+    The first error of a rank is raised once, as a LockstepError; a UsageError if the numbers don't fit, or there is no
+    way to start `fn` in another process.
     """
     _check_not_importing_main()
     _check_arguments(fn, args, nprocs)
@@ -77,9 +68,7 @@ def spawn(
     _run_ranks(fn, args, _start_method(fn), plot, nprocs, nnodes, node_rank, master_addr, master_port)
 
 
-def spawn_again(
-    fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, preload: Sequence[str] | None
-) -> None:  # fmt: skip
+def spawn_again(fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, preload: Sequence[str] | None) -> None:
     """Run `fn(*args)`, of a module, on `nprocs` ranks, as `spawn` does, but one rank, too, is a process of its own.
 
     With `preload`, names of modules, ranks are forks of a server process, which imports them once: from then on a rank
@@ -97,7 +86,6 @@ def _run_ranks(
     fn: Callable[..., Any], args: Sequence[Any], method: str, plot: str | Path | None, nprocs: int, nnodes: int = 1,
     node_rank: int = 0, master_addr: str | None = None, master_port: int | None = None,
 ) -> None:  # fmt: skip
-    """Start the ranks of this machine, and wait for them; `method` is how they start, as multiprocessing names it."""
     _check_environment(nprocs, nnodes, node_rank)
     common, store = _rendezvous_variables(nprocs, nnodes, node_rank, master_addr, master_port)
     ranks = range(node_rank * nprocs, (node_rank + 1) * nprocs)
@@ -154,8 +142,7 @@ def _check_arguments(fn: Any, args: Any, nprocs: Any) -> None:
 def _check_environment(nprocs: int, nnodes: int, node_rank: int) -> None:
     """Reject rank numbers that contradict the environment's: each machine would train on its own.
 
-    The variables may number the machines, as srun with one task per machine does, or the ranks, where RANK is the first
-    rank of this machine.
+    Its variables may number the machines (srun with a task a machine), or ranks: RANK is the first of this machine.
     """
     facts = rank_facts()
     machines = (facts.rank, facts.world_size) == (node_rank, nnodes)
@@ -192,7 +179,6 @@ def _rendezvous_variables(
 
 
 def _start_method(fn: Callable[..., Any]) -> str:
-    """Return `spawn` if a fresh process can import `fn`, and `fork` in a notebook."""
     main = sys.modules["__main__"]
     in_a_file = Path(getattr(main, "__file__", None) or "").is_file()  # "<stdin>" is not a file
     nested = "<" in getattr(fn, "__qualname__", "")  # a lambda, or a function defined inside another
@@ -279,10 +265,7 @@ def _cause(processes: Sequence[BaseProcess], ranks: Sequence[int], world: int, f
 
 
 class LivePlot:
-    """A figure below a notebook's cell, drawn again each second from the run directory, which need not be there yet.
-
-    IPython is not imported, only used where it runs: elsewhere one line says what to use instead.
-    """
+    """A figure below a notebook's cell, drawn again each second; without IPython one line says what to use instead."""
 
     def __init__(self, run: str | Path) -> None:
         self._run, self._begun = Path(run), time.time()
@@ -296,15 +279,12 @@ class LivePlot:
         self._handle = shown.display(shown.HTML(self._drawn()), display_id=True)
 
     def update(self) -> None:
-        """Draw what the run directory has now."""
         if self._handle is not None:
             self._handle.update(self._html(self._drawn()))
 
     def _drawn(self) -> str:
-        try:
+        with suppress(UsageError):  # rank 0 has not made it yet
             run = read_run(self._run)
-        except UsageError:  # rank 0 has not made it yet
-            return f"<p>{self._run.name}: starting</p>"
-        if run.start.get("time", 0.0) < self._begun:  # of an earlier run in this folder
-            return f"<p>{run.name}: starting</p>"
-        return sketch(run)
+            if run.start.get("time", 0.0) >= self._begun:  # else it is of an earlier run in this folder
+                return sketch(run)
+        return f"<p>{self._run.name}: starting</p>"

@@ -37,18 +37,10 @@ if TYPE_CHECKING:
 
 
 def train(
-    path: Path,
-    overrides: Sequence[str],
-    options: LaunchOptions,
-    *,
-    output_dir: Path,
-    resume: str | None,
+    path: Path, overrides: Sequence[str], options: LaunchOptions, *, output_dir: Path, resume: str | None,
     argv: Sequence[str],
-) -> int:
-    """Run `lockstep train`, and return the exit code.
-
-    `resume` is "auto", "never" or a path, None for the config's value; ranks are started with `argv` after `train`.
-    """
+) -> int:  # fmt: skip
+    """Run `lockstep train`; `resume`: auto, never, a path; None: the config's. Ranks are started with `argv`."""
     from lockstep.config import load_config
 
     run = RunDirectory(output_dir)
@@ -136,10 +128,7 @@ def is_rank(options: LaunchOptions) -> bool:
 
 
 def _check_layout(config: "Config", processes: int, options: LaunchOptions) -> None:
-    """Reject a layout that these ranks and devices cannot have, before a rank is started.
-
-    Raises UsageError: sizes that do not multiply (with the equation), or keys that contradict the ranks.
-    """
+    """Raise a UsageError, before a rank is started, for a layout that these ranks and devices cannot have."""
     from lockstep.config.checks import contradictions, require_equation
 
     no_gpu = config.distributed.device == "auto" and not count_gpus()
@@ -173,8 +162,6 @@ def _log(text: str, *, to_stderr: bool = False) -> None:
 _log_to_stderr = partial(_log, to_stderr=True)
 
 
-# ---- starting ranks ----
-
 _OTHER_MACHINES_SECONDS = 2.0  # how long to wait for another machine's failure file
 
 
@@ -190,10 +177,7 @@ class LaunchJob:
 
 
 def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
-    """Run the job's ranks on this machine until all have ended; call it from the main thread.
-
-    Return the exit code: 0, 1 or 2 after one message, 75 if all ranks were preempted and have saved.
-    """
+    """Run the job's ranks here until all have ended, from the main thread; return 0, 1, 2, or 75 if all have saved."""
     options.check()
     check_numbers(os.environ)
     job.logs.mkdir(parents=True, exist_ok=True)
@@ -206,7 +190,16 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
     def exit_on_signal(number: int) -> None:
         signals.end_now(EXIT_PREEMPTED, f"stopped by {signals.name_of(number)} before ranks were started")
 
-    variables = _environment_of_ranks(job, options, failures, processes) | {heartbeat.FOLDER: str(beats)}
+    variables = {LAUNCHER_PID: str(os.getpid()), FAILURES: str(failures.absolute()), heartbeat.FOLDER: str(beats)}
+    variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # else torch's handlers replace ours, and raise
+    if options.several_nodes:
+        variables |= interface_variables(rendezvous_host(options))
+        variables[LAUNCH] = f"{run_id(options)} at {endpoint(options)}"
+    variables |= job.environment
+    if "TORCH_FR_BUFFER_SIZE" not in os.environ:
+        variables.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch's flight recorder keeps
+    if "OMP_NUM_THREADS" not in os.environ:
+        variables.setdefault("OMP_NUM_THREADS", str(threads_per_rank(processes)))
     try:
         with signals.answered(exit_on_signal), environment_with(variables):
             return _run_agent(job, options, processes, failures, HangWatch(beats, job.logs, *job.hang))
@@ -235,9 +228,8 @@ def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures:
         gloo, nccl = (os.environ.get(f"{name}_SOCKET_IFNAME", "") for name in ("GLOO", "NCCL"))
         if gloo or nccl:
             which = gloo if gloo == nccl.removeprefix("=") else f"{gloo or '?'} (gloo), {nccl or '?'} (NCCL)"
-            _log_to_stderr(
-                f"traffic between machines: {which}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another"
-            )
+            choose = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another"
+            _log_to_stderr(f"traffic between machines: {which}; {choose}")
 
     def on_restart(cause: Failure | None, left: int) -> None:
         reason = "machines joined or left" if cause is None else str(cause.error()).replace("\n", "\n  ")
@@ -282,16 +274,3 @@ def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures:
         if agent is not None:
             agent.leave_rendezvous(CLOSING_SECONDS)
         del store
-
-
-def _environment_of_ranks(job: LaunchJob, options: LaunchOptions, failures: Path, processes: int) -> dict[str, str]:
-    added = {LAUNCHER_PID: str(os.getpid()), FAILURES: str(failures.absolute())}
-    added["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # else torch's handlers replace ours, and raise
-    if options.several_nodes:
-        added |= interface_variables(rendezvous_host(options)) | {LAUNCH: f"{run_id(options)} at {endpoint(options)}"}
-    added |= job.environment
-    if "TORCH_FR_BUFFER_SIZE" not in os.environ:
-        added.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch's flight recorder keeps
-    if "OMP_NUM_THREADS" not in os.environ:
-        added.setdefault("OMP_NUM_THREADS", str(threads_per_rank(processes)))
-    return added

@@ -27,8 +27,6 @@ from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, LockstepError, UsageError
 from lockstep.launch.failures import Failure, done_mark, from_exception, preempted, stacks_file
 from lockstep.launch.hang import STACKS_SIGNAL
 
-# ---- the output of a rank ----
-
 _copiers: list[subprocess.Popen[bytes]] = []  # they end when nobody writes to them any more
 _VARIABLE = "LOCKSTEP_CONSOLE_OUTPUT"  # carries `ConsoleOutput` from the launcher to its ranks
 
@@ -49,19 +47,16 @@ class ConsoleOutput:
             raise UsageError(f"--local-ranks-filter {self.only} is not a list of local ranks, as 0,2")
 
     def streams(self, local_rank: int, *, is_main: bool) -> tuple[bool, bool]:
-        """Return whether a rank's stdout and its stderr are shown."""
         shown = str(local_rank) in self.only.split(",") if self.only else is_main
         bits = 3 * shown | _streams_of("--tee", self.tee, local_rank)
         bits &= ~_streams_of("--redirects", self.redirects, local_rank)
         return bool(bits & 1), bool(bits & 2)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variable that carries these options to the ranks."""
         return {_VARIABLE: "|".join((self.tee, self.redirects, self.only))}
 
     @classmethod
     def from_environment(cls) -> "ConsoleOutput":
-        """Return the launcher's options for this rank, and remove the variable from the environment."""
         text = os.environ.pop(_VARIABLE, None)
         return cls() if text is None else cls(*text.split("|"))
 
@@ -88,7 +83,6 @@ class Tee(io.TextIOBase):
         self._failed: set[str] = set()
 
     def write(self, text: str) -> int:
-        """Write to both."""
         self._try("log", lambda: self.log.write(text))
         if self.shown:
             self._try("console", lambda: self.console.write(text))
@@ -104,7 +98,6 @@ class Tee(io.TextIOBase):
         return True
 
     def flush(self) -> None:
-        """Flush both."""
         self._try("log", self.log.flush)
         self._try("console", self.console.flush)
 
@@ -120,25 +113,20 @@ class Tee(io.TextIOBase):
                 other.write(f"lockstep: warning: the {which} can't be written, training goes on: {error.strerror}\n")
 
     def isatty(self) -> bool:
-        """Return whether the console is a terminal."""
         return self.shown and self.console.isatty()
 
     def fileno(self) -> int:
-        """Return the console's file descriptor, or the log's for a hidden rank."""
         return (self.console if self.shown else self.log).fileno()
 
     def writable(self) -> bool:
-        """Return True."""
         return True
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """The console's encoding."""
         return self.console.encoding
 
     @property
     def errors(self) -> str | None:  # type: ignore[override]
-        """The console's error handling."""
         return self.console.errors
 
 
@@ -155,10 +143,8 @@ def to_log(
 ) -> Iterator[Tee]:
     """Send this process's output to `path` (appended) until the end of the block; yield what replaces `sys.stderr`.
 
-    Args:
-        on_console: whether to show stdout and stderr on the console as well.
-        descriptors: redirect file descriptors 1 and 2 themselves, not only Python's streams.
-        include_children: also show the output of child processes, and of C libraries.
+    `on_console`: whether to show stdout and stderr there as well; `descriptors`: redirect 1 and 2 themselves, not only
+    Python's streams; `include_children`: also show the output of child processes, and of C libraries.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -177,11 +163,8 @@ def to_log(
                 continue
             # A process copies to the log and to the console, not a thread: it still copies the last output of a crash.
             read, write = os.pipe()
-            _copiers.append(
-                subprocess.Popen(
-                    ["tee", "-a", str(path)], stdin=read, stdout=seen, stderr=subprocess.DEVNULL, start_new_session=True
-                )
-            )
+            tee, null = ["tee", "-a", str(path)], subprocess.DEVNULL
+            _copiers.append(subprocess.Popen(tee, stdin=read, stdout=seen, stderr=null, start_new_session=True))
             os.dup2(write, number)
             os.close(read)
             os.close(write)
@@ -201,8 +184,6 @@ def to_log(
             log.close()
 
 
-# ---- a rank ----
-
 LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"  # set by Lockstep's launcher for its ranks
 FAILURES = "LOCKSTEP_FAILURES"  # the folder where the launcher reads failure files
 _PR_SET_PDEATHSIG = 1
@@ -213,13 +194,10 @@ def run_as_worker(
 ) -> int:
     """Run `work()` as this process's rank, with its output in `logs/rank-N.log`; return the process's exit code.
 
-    Under Lockstep's launcher a preempted rank exits with 0 after writing its failure file: torch's agent would stop the
-    ranks that are still saving if one exits with another code.
-
-    Args:
-        work: returns an exit code (None is 0); may raise.
-        launched: whether a launcher started this process; False: a person did, and the process is theirs.
-        include_children: whether the console also shows the output of child processes, if it shows this rank's.
+    `launched`: a launcher started this process; else a person did, and it is theirs. `include_children`: the console
+    also shows the output of child processes, if it shows this rank's. Under Lockstep's launcher a preempted rank exits
+    with 0 after writing its failure file: torch's agent would stop the ranks that are still saving if one exits with
+    another code.
     """
     facts = rank_facts()
     if launched:
@@ -247,9 +225,8 @@ def run_as_worker(
     with ExitStack() as stack:
         stack.enter_context(signals.answered(exit_on_signal))
         try:
-            stream = stack.enter_context(
-                to_log(log, on_console=shown, descriptors=launched, include_children=include_children)
-            )
+            output = to_log(log, on_console=shown, descriptors=launched, include_children=include_children)
+            stream = stack.enter_context(output)
             if launched:
                 faulthandler.enable(file=log.open("a"))
                 if heartbeat.FOLDER in os.environ:  # SIGQUIT makes it write all stacks, even while Python waits in C
@@ -259,9 +236,7 @@ def run_as_worker(
             failure = preempted(facts) if code == EXIT_PREEMPTED else None
             if failure is None and folder is not None:
                 Path(folder, done_mark(facts.rank)).touch()
-        except SystemExit as error:
-            failure = from_exception(error, facts, log)
-        except (Exception, KeyboardInterrupt) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             failure = from_exception(error, facts, log)
         if failure is None:
             return code
@@ -305,8 +280,7 @@ def first_to_fail() -> bool:
     return True
 
 
-def _failure_mark() -> Path:
-    """Return the file that the first rank of this machine and this attempt to fail creates."""
+def _failure_mark() -> Path:  # of this machine and this attempt
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Path(tempfile.gettempdir(), f"lockstep-failed-{os.getuid()}-{parent_identity()}-{attempt}")
 

@@ -40,10 +40,7 @@ def build_callbacks(config: MonitorConfig, run: Path | None = None) -> list[tupl
 
 
 def check_callback(spec: ObjectSpec, where: str) -> Any:
-    """Return what a callback's spec names, after checking that it takes the spec's arguments.
-
-    Raises UsageError: it cannot be imported, does not take them, or is a class whose objects cannot be called.
-    """
+    """Return what a callback's spec names; a UsageError unless it imports, takes the arguments and can be called."""
     target = load_object(spec.name, where)
     if _is_made(spec, target):
         check_object(spec, where)
@@ -53,12 +50,9 @@ def check_callback(spec: ObjectSpec, where: str) -> Any:
 
 
 def _cannot_be_called(what: str, where: str) -> UsageError:
-    return UsageError(
-        f"{what} can't be called",
-        where=where,
-        why="a callback is called with each step's record",
-        fix="give the class __call__(self, record), or on_step_end(self, args, state, control)",
-    )
+    why = "a callback is called with each step's record"
+    fix = "give the class __call__(self, record), or on_step_end(self, args, state, control)"
+    return UsageError(f"{what} can't be called", where=where, why=why, fix=fix)
 
 
 def _is_made(spec: ObjectSpec, target: Any) -> bool:
@@ -91,13 +85,10 @@ class StepEnd:
         args = SimpleNamespace(local_rank=facts.local_rank, process_index=facts.rank, world_size=facts.world_size)
         control = SimpleNamespace(**dict.fromkeys(_REQUESTS, False))
         self._callback.on_step_end(args, state, control, logs=row)
-        requested = [name for name, value in vars(control).items() if value]
-        if requested:
-            raise UsageError(
-                f"a callback set {requested[0]}, but callbacks cannot control the training",
-                where="monitor.callbacks",
-                fix="write the loop yourself: `for record in trainer.steps(data)`, and break or save there",
-            )
+        if requested := [name for name, value in vars(control).items() if value]:
+            what = f"a callback set {requested[0]}, but callbacks cannot control the training"
+            fix = "write the loop yourself: `for record in trainer.steps(data)`, and break or save there"
+            raise UsageError(what, where="monitor.callbacks", fix=fix)
 
     def close(self) -> None:
         close = getattr(self._callback, "close", None)
@@ -110,13 +101,7 @@ _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should
 
 
 class JsonLogger:
-    """Writes records as lines of JSON to a file of its own.
-
-    Args:
-        path: in `run_directory`; `{rank}` in it is replaced.
-        name: the value of `name` in every line, to distinguish runs.
-        rank_filter: the rank or ranks that write; None: every rank.
-    """
+    """Writes records as JSON to `path` in `run_directory`, `{rank}` replaced, on ranks of `rank_filter` (None: all)."""
 
     every_rank = True
 
@@ -128,7 +113,7 @@ class JsonLogger:
         wanted = [rank_filter] if isinstance(rank_filter, int) else rank_filter
         self._writes = wanted is None or rank in wanted
         self._path = Path(run_directory, path.replace("{rank}", str(rank)))
-        self._extra: dict[str, Any] = {"rank": rank} if name is None else {"rank": rank, "name": name}
+        self._extra: dict[str, Any] = {"rank": rank} | ({} if name is None else {"name": name})  # to distinguish runs
         if self._writes:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -144,10 +129,9 @@ _log = logging.getLogger("lockstep")
 
 
 class ResourceMonitor:
-    """Warns when memory passes a threshold or ranks differ much; again only after it was fine in between.
+    """Warns when memory passes a threshold or ranks differ much, in the log and to `event`; again after it was fine.
 
     On GPUs it compares each rank's peak with its GPU's memory; on the CPU it uses the machine's, which ranks share.
-    Warnings are logged, and go to `event`.
     """
 
     def __init__(
@@ -189,8 +173,7 @@ class DistributedMonitor:
         if record.memory is None or record.phases is None:
             return
         parts = [f"{name} {_range(value, _GIB, 'GiB')}" for name, value in record.memory.items() if name != "total"]
-        waiting = record.phases.get("communication")
-        if waiting is not None:
+        if (waiting := record.phases.get("communication")) is not None:
             parts.append(f"communication {_range(waiting, 1e-3, 'ms')} per step")
         print(f"step {record.step}  ranks: {', '.join(parts)}", flush=True)
 

@@ -139,7 +139,6 @@ _FIRST_TO_GO = ("grad", "lr", "seconds", "memory", "rate", "left")  # in a line 
 
 
 def _parts(row: Row, total: int | None, seconds_left: float | None) -> dict[str, str]:
-    """Return what a line says, by name, in order."""
     rate = ""
     if row.get("tokens_per_second"):
         rate = f"{row['tokens_per_second']:,.0f} tokens/s"
@@ -159,7 +158,6 @@ def _parts(row: Row, total: int | None, seconds_left: float | None) -> dict[str,
 
 
 def _fitted(parts: dict[str, str], width: int | None) -> list[str]:
-    """Return the parts that fit into one line, two spaces apart."""
     for name in ("", *_FIRST_TO_GO):
         parts = {key: text for key, text in parts.items() if text and key != name}
         if width is None or len("  ".join(parts.values())) < width:
@@ -168,7 +166,6 @@ def _fitted(parts: dict[str, str], width: int | None) -> list[str]:
 
 
 def _rate(value: float) -> str:
-    """Format with three digits below 100, else as a whole number."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -192,10 +189,7 @@ _ERASE = "\r\x1b[2K"  # ECMA-48: to the line's begin, and the whole line empty
 
 
 class _Bar:
-    """A line at the bottom of the terminal, below what the program prints to it.
-
-    The text of `sys.stdout` and `sys.stderr` goes through `_Above` until `close`. There is one bar at a time.
-    """
+    """A line at the bottom of the terminal; the text of stdout and stderr goes above it until `close`."""
 
     shown = False
 
@@ -213,7 +207,6 @@ class _Bar:
         self._terminal = self._replaced[0][2].stream
 
     def columns(self) -> int:
-        """Return the terminal's width; 80 if it does not say."""
         try:
             return os.get_terminal_size(self._terminal.fileno()).columns or 80
         except OSError:
@@ -226,7 +219,6 @@ class _Bar:
             self._terminal.flush()
 
     def above(self, stream: Any, text: str) -> None:
-        """Write whole lines above the bar."""
         with self._lock:
             if stream is not self._terminal:
                 self._terminal.write(_ERASE)
@@ -241,7 +233,6 @@ class _Bar:
         self.above(self._terminal, text)
 
     def close(self) -> None:
-        """Remove the bar, and give the streams back."""
         _Bar.shown = False
         for holder, attribute, above in self._replaced:
             above.finish()

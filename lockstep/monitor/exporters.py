@@ -1,7 +1,4 @@
-"""Sends records to TensorBoard, Weights & Biases, MLflow and Prometheus; each loads its library when it is made.
-
-Prometheus: `/metrics` has the newest record as gauges such as `lockstep_loss`.
-"""
+"""Sends records to TensorBoard, Weights & Biases, MLflow and Prometheus; each loads its library when it is made."""
 
 import hashlib
 import html
@@ -19,7 +16,7 @@ from typing import Any
 from lockstep.config import PrometheusConfig
 from lockstep.errors import UsageError
 from lockstep.monitor.media import Media, file_name
-from lockstep.monitor.sinks import Row, SinkContext, scalars, warn_left_out
+from lockstep.monitor.sinks import Row, SinkContext, scalars
 from lockstep.records import RunDirectory, append_whole
 
 
@@ -118,14 +115,10 @@ class WeightsAndBiases:
         if self._open is None:
             path = self._run.path.resolve()
             self._open = self._library.init(
-                project=self._experiment,
-                name=path.name,
-                id=hashlib.sha256(str(path).encode()).hexdigest()[:16],
-                resume="allow",
-                dir=str(path),
-                config=_config(self._run),
+                project=self._experiment, name=path.name, id=hashlib.sha256(str(path).encode()).hexdigest()[:16],
+                resume="allow", dir=str(path), config=_config(self._run),
                 settings=self._library.Settings(silent=True, init_timeout=30),
-            )
+            )  # fmt: skip
         return self._open
 
 
@@ -198,37 +191,20 @@ class Mlflow:
         return self._client
 
 
-# ---- Prometheus ----
-
-
-def open_prometheus(config: PrometheusConfig, run_name: str) -> "Prometheus | None":
-    """Return the sink, which is also a server; warn and return None if the library is missing.
-
-    Raises UsageError: the port is in use.
-    """
-    try:
-        import prometheus_client
-    except ImportError:
-        warn_left_out("prometheus", "prometheus")
-        return None
-    return Prometheus(prometheus_client, config, run_name)
-
-
 class Prometheus:
-    """Serves the newest record until it is closed."""
+    """Serves the newest record until it is closed; raises a UsageError if the port is in use."""
 
-    def __init__(self, library: Any, config: PrometheusConfig, run_name: str) -> None:
-        self._library, self._run_name = library, run_name
-        self._registry = library.CollectorRegistry()
+    def __init__(self, config: PrometheusConfig, run_name: str) -> None:
+        self._library, self._run_name = import_module("prometheus_client"), run_name
+        self._registry = self._library.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
         try:
-            self._server, self._thread = library.start_http_server(config.port, config.host, self._registry)
+            server = self._library.start_http_server(config.port, config.host, self._registry)
         except OSError as error:
-            raise UsageError(
-                f"Prometheus can't be served at {config.host}:{config.port}: {error.strerror}",
-                where="monitor.prometheus",
-                fix="choose another port; 0 takes any free one",
-            ) from None
+            what = f"Prometheus can't be served at {config.host}:{config.port}: {error.strerror}"
+            fix = "choose another port; 0 takes any free one"
+            raise UsageError(what, where="monitor.prometheus", fix=fix) from None
+        self._server, self._thread = server
         self.address = f"http://{config.host}:{self._server.server_address[1]}/metrics"
 
     def on_step(self, row: Row) -> None:

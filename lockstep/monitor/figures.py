@@ -1,8 +1,7 @@
 """Gathers the ranks' measurements on logged steps: phases, memory, utilisation, MFU; and finds slow ranks in them.
 
 It is one small all-gather, at most about once a second; the step of the next one follows from numbers that all ranks
-have. Operations are counted by the formulas of `torch.utils.flop_counter`: matrix products, convolutions and attention;
-a multiply-add is two. Loads torch inside functions only.
+have. Operations are counted by `torch.utils.flop_counter`; a multiply-add is two. Loads torch inside functions only.
 """
 
 import math
@@ -16,16 +15,8 @@ from typing import Any
 
 from lockstep.config import StragglerConfig
 from lockstep.costs.hardware import known_gpu
-from lockstep.monitor.meters import (
-    PAUSES,
-    PHASES,
-    STEP_PHASES,
-    Memory,
-    PhaseClock,
-    ddp_wait_seconds,
-    gpu_utilisation,
-    memory_of_this_rank,
-)
+from lockstep.monitor import meters
+from lockstep.monitor.meters import PAUSES, PHASES, STEP_PHASES, Memory, PhaseClock, memory_of_this_rank
 
 Spread = list[float | int]  # [least, median, most, rank of the most]
 
@@ -84,9 +75,7 @@ class Figures:
         self.peak = 0.0  # floating-point operations per second of one rank's device
         self.peak_source = ""
         self.recomputes = False  # whether `flops` counts recomputed activations twice
-        self._memory = memory
-        self._next = 0
-        self._steps = 0
+        self._memory, self._next, self._steps = memory, 0, 0
 
     def count(self) -> None:
         self._steps += 1
@@ -96,10 +85,9 @@ class Figures:
         return step >= self._next or last
 
     def collect(self, step: int) -> Table:
-        """Gather the measurements since the last time; all ranks call it together."""
         steps, self._steps = max(1, self._steps), 0
         mine = {**self._phases(steps), **self._memory()._asdict()}
-        mine |= {"gpu_utilisation": gpu_utilisation(), "flops": self.flops}
+        mine |= {"gpu_utilisation": meters.gpu_utilisation(), "flops": self.flops}
         rows = gather([mine[name] for name in _NAMES])
         table = {name: [row[column] for row in rows] for column, name in enumerate(_NAMES)}
         table["step"] = [sum(table[name][rank] for name in STEP_PHASES) for rank in range(len(rows))]
@@ -108,7 +96,6 @@ class Figures:
         return table
 
     def row(self, table: Table) -> dict[str, Any]:
-        """Return fields of a `StepRecord`."""
         ranks = len(table["step"])
         fields: dict[str, Any] = {
             "phases": {name: spread(table[name]) for name in PHASES if any(table[name])},
@@ -128,7 +115,7 @@ class Figures:
     def _phases(self, steps: int) -> dict[str, float]:
         """Return the seconds of each phase per step; for pauses, in total."""
         seconds = self.clock.read()
-        hidden = min(ddp_wait_seconds() * steps, seconds["forward_backward"])
+        hidden = min(meters.ddp_wait_seconds() * steps, seconds["forward_backward"])
         seconds["forward_backward"] -= hidden
         seconds["communication"] += hidden
         return {name: s if name in PAUSES else s / steps for name, s in seconds.items()}
@@ -150,10 +137,8 @@ class Straggler:
 
     def sentence(self, host: str | None = None) -> str:
         on = f" on {host}" if host else ""
-        return (
-            f"rank {self.rank}{on} is slow: its own work takes {self.ratio:.2f} × as long as the other ranks';"
-            f" {self.phase} {_ms(self.seconds)} per step against {_ms(self.others)}"
-        )
+        slow = f"rank {self.rank}{on} is slow: its own work takes {self.ratio:.2f} × as long as the other ranks'"
+        return f"{slow}; {self.phase} {_ms(self.seconds)} per step against {_ms(self.others)}"
 
 
 class StragglerWatch:
@@ -192,7 +177,6 @@ def _ms(seconds: float) -> str:
 
 
 _NOTHING = nullcontext()  # shared by all steps: making one takes a call
-
 _SIZE = 512  # size of the matrices for measuring a device without a data sheet
 _SECONDS = 0.03
 

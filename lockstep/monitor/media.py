@@ -44,9 +44,8 @@ def sorted_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str
     media: dict[str, Media] = {}
     for name, value in values.items():
         if name in ("step", "time", "loss", "media"):
-            raise UsageError(
-                f"{name!r} is a name of the run's own records", where="trainer.log", fix="log it by another name"
-            )
+            what = f"{name!r} is a name of the run's own records"
+            raise UsageError(what, where="trainer.log", fix="log it by another name")
         found = _understood(name, value)
         if isinstance(found, Media):
             media[name] = found
@@ -58,21 +57,16 @@ def sorted_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str
 def _understood(name: str, value: Any) -> float | Media:
     if isinstance(value, str):
         return Media("text", text=value)
-    if hasattr(value, "savefig"):
+    if hasattr(value, "savefig") or (hasattr(value, "save") and hasattr(value, "getbands")):
+        save = value.savefig if hasattr(value, "savefig") else value.save
         buffer = io.BytesIO()
-        value.savefig(buffer, format="png")
-        return _image_file(buffer.getvalue())
-    if hasattr(value, "save") and hasattr(value, "getbands"):
-        buffer = io.BytesIO()
-        value.save(buffer, format="PNG")
-        return _image_file(buffer.getvalue())
+        save(buffer, format="png")
+        width, height = struct.unpack(">II", buffer.getvalue()[16:24])
+        return Media("image", png=buffer.getvalue(), size=(width, height))
     array = _array(value)
     if array is None or array.ndim > 4:
-        raise UsageError(
-            f"{name!r} is a {type(value).__name__}, which can't be logged",
-            where="trainer.log",
-            fix="log a number, a text, a tensor of one dim (a histogram), [H, W], [C, H, W] or [N, C, H, W] (an image)",
-        )
+        fix = "log a number, a text, a tensor of one dim (a histogram), [H, W], [C, H, W] or [N, C, H, W] (an image)"
+        raise UsageError(f"{name!r} is a {type(value).__name__}, which can't be logged", where="trainer.log", fix=fix)
     if array.ndim == 0:
         return float(array)
     if array.ndim == 1:
@@ -105,18 +99,10 @@ def _image(name: str, array: np.ndarray[Any, Any]) -> Media:
         pixels = pixels.transpose(1, 2, 0)
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if pixels.shape[-1] not in _CHANNELS:
-        raise UsageError(
-            f"{name!r} has the shape {list(array.shape)}, which is not an image",
-            where="trainer.log",
-            fix="log [H, W], [C, H, W], [H, W, C] or [N, C, H, W] with 1, 3 or 4 channels; a histogram is of one dim: "
-            "tensor.flatten()",
-        )
+        what = f"{name!r} has the shape {list(array.shape)}, which is not an image"
+        fix = "log [H, W], [C, H, W], [H, W, C] or [N, C, H, W] with 1, 3 or 4 channels; a histogram is of one dim: "
+        raise UsageError(what, where="trainer.log", fix=f"{fix}tensor.flatten()")
     return Media("image", png=_png(pixels), size=(pixels.shape[1], pixels.shape[0]))
-
-
-def _image_file(png: bytes) -> Media:
-    width, height = struct.unpack(">II", png[16:24])
-    return Media("image", png=png, size=(width, height))
 
 
 def _png(pixels: np.ndarray[Any, Any]) -> bytes:

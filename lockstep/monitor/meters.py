@@ -1,10 +1,8 @@
-"""Measures the time of steps and of their phases (data, forward and backward, …), throughput and memory.
+"""Measures the time of steps and of their phases, throughput and memory; loads torch inside functions only.
 
-    clock.enter("data") … clock.enter("forward_backward") … clock.enter("optimizer") … clock.read()
-
-Entering a phase ends the previous one. On an accelerator, where the host only queues work, each change records an event
-in the stream, which is read after it has passed: nothing waits. Waiting for other ranks is measured in every
-Python-level `Work.wait` and in DDP's own statistics. Loads torch inside functions only.
+`PhaseClock.enter("data")` ends the previous phase. On an accelerator, where the host only queues work, each change
+records an event in the stream, which is read after it has passed: nothing waits. Waiting for other ranks is measured in
+every Python-level `Work.wait` and in DDP's own statistics.
 """
 
 import math
@@ -35,10 +33,8 @@ class Meters:
     """Averages over the steps since the last reading; tests pass another clock."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._since = clock()
-        self._steps = 0
-        self._samples = 0
+        self._clock, self._since = clock, clock()
+        self._steps, self._samples = 0, 0
         self._tokens: Any = 0
 
     def count(self, record: StepRecord) -> None:
@@ -127,15 +123,10 @@ class PhaseClock:
     """Measures the seconds in each phase since the last reading, on the stream of a `device` or on the host."""
 
     def __init__(self, *, device: Any = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._on = device
-        self._thread = threading.get_ident()
-        self._host = dict.fromkeys(PHASES, 0.0)
-        self._device = dict.fromkeys(PHASES, 0.0)
+        self._clock, self._on, self._thread = clock, device, threading.get_ident()
+        self._host, self._device = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
         self._marks: deque[tuple[str, Any]] = deque()  # the phase that starts, and its event
-        self.phase = "other"
-        self._since = clock()
-        self._paused = 0.0
+        self.phase, self._since, self._paused = "other", clock(), 0.0
 
     def enter(self, phase: str) -> str:
         """End the current phase, begin another, and return the one that ended."""
@@ -183,7 +174,6 @@ class PhaseClock:
         self._fold(wait=False)
 
     def _fold(self, *, wait: bool) -> None:
-        """Add up the events that the device has passed."""
         if wait and self._marks:
             self._marks[-1][1].synchronize()  # host waits for the device
         while len(self._marks) > 1 and self._marks[1][1].query():

@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.config import MonitorConfig
 from lockstep.environment import rank_facts
 from lockstep.monitor.callbacks import ResourceMonitor, build_callbacks
-from lockstep.monitor.exporters import open_prometheus
+from lockstep.monitor.exporters import Prometheus
 from lockstep.monitor.figures import Figures, StragglerWatch
 from lockstep.monitor.media import sorted_values
 from lockstep.monitor.meters import Meters, memory_of_this_rank, without_graph
@@ -34,23 +34,13 @@ class Monitor:
     """
 
     def __init__(
-        self,
-        config: MonitorConfig,
-        run: RunDirectory | None,
-        *,
-        is_main: bool,
-        total_steps: int | None = None,
-        start_step: int = 0,
-        figures: Figures | None = None,
-        hosts: Sequence[str] = (),
-    ) -> None:
+        self, config: MonitorConfig, run: RunDirectory | None, *, is_main: bool, total_steps: int | None = None,
+        start_step: int = 0, figures: Figures | None = None, hosts: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self._config, self._run, self._is_main, self._total = config, run, is_main, total_steps
-        self._meters = Meters()
-        self.counts_tokens = True
+        self._meters, self.counts_tokens = Meters(), True
         self._last: StepRecord | None = None  # the newest record, if it was not logged
-        self._seen_one = False
-        self._skipped = 0
-        self._memory, self._memory_read = 0, 0.0
+        self._seen_one, self._skipped, self._memory, self._memory_read = False, 0, 0, 0.0
         self._figures, self._hosts = figures, hosts
         self._stragglers = StragglerWatch(config.straggler)
         self._resources = ResourceMonitor(config.memory.threshold, config.memory.alert_on_imbalance, self.event)
@@ -89,7 +79,6 @@ class Monitor:
         return step % self._config.log_steps == 0 or last or not self._seen_one
 
     def on_eval(self, record: Row) -> None:
-        """Log an evaluation: `{"step": …, "eval_loss": …, …}`, plain numbers."""
         row = {"time": time.time(), **record}
         for sink in self._sinks:
             sink.send("on_eval", row)
@@ -136,7 +125,6 @@ class Monitor:
         self._sinks, self._callbacks, self._each_step = [], [], []
 
     def _build_sinks(self, context: SinkContext) -> list[Guarded | Background]:
-        """Return the sinks that the config names; one whose library is missing is left out with one warning."""
         config, run = context.config, context.run
         made: list[Guarded | Background] = []
         files: list[Guarded] = []
@@ -161,11 +149,14 @@ class Monitor:
         if files:
             made.append(Background(files, self.event))
         if config.prometheus is not None:
-            served = open_prometheus(config.prometheus, "" if run is None else run.path.resolve().name)
-            if served is not None:
-                self.event("prometheus", address=served.address)
-                self.say(f"metrics for Prometheus at {served.address}")
-                made.append(Guarded("the sink prometheus", served, self.event))
+            try:
+                served = Prometheus(config.prometheus, "" if run is None else run.path.resolve().name)
+            except ImportError as error:
+                warn_left_out("prometheus", "prometheus", error)
+                return made
+            self.event("prometheus", address=served.address)
+            self.say(f"metrics for Prometheus at {served.address}")
+            made.append(Guarded("the sink prometheus", served, self.event))
         return made
 
     def _over_ranks(self, step: int) -> Row:

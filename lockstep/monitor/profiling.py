@@ -24,9 +24,7 @@ _MOMENTS = 400
 
 def summarise(events: Iterable[Any], rank: int, steps: int) -> Summary:
     """Return one rank's summary of `torch.profiler.profile.events()` over some steps."""
-    on_device: list[Any] = []
-    on_host: list[Any] = []
-    windows: list[Interval] = []
+    on_device, on_host, windows = list[Any](), list[Any](), list[Interval]()
     for event in events:
         if event.name.startswith("ProfilerStep"):
             windows.append(_stretch(event))
@@ -35,27 +33,20 @@ def summarise(events: Iterable[Any], rank: int, steps: int) -> Summary:
         else:
             on_host.append(event)
     # On the host: operators and collectives, without the frames around them.
-    operators = [event for event in on_host if event.name.startswith("aten::") or _talks(event.name)]
-    chosen = on_device or operators
+    chosen = on_device or [event for event in on_host if event.name.startswith("aten::") or _talks(event.name)]
     stretches = windows or [_stretch(event) for event in chosen] or [(0.0, 1.0)]
     window = min(start for start, _ in stretches), max(end for _, end in stretches)
     talk = union(within((_stretch(event) for event in chosen if _talks(event.name)), window))
     work = union(within((_stretch(event) for event in chosen if not _talks(event.name)), window))
     total = max(1e-9, window[1] - window[0])
     hidden = length(talk) + length(work) - length(union([*talk, *work]))
-    parts = {
-        "compute": length(work) - hidden,
-        "overlapped communication": hidden,
-        "exposed communication": length(talk) - hidden,
-    }
+    parts = {"compute": length(work) - hidden, "overlapped communication": hidden}
+    parts["exposed communication"] = length(talk) - hidden
     parts["idle"] = max(0.0, total - sum(parts.values()))
-    return {
-        "rank": rank,
-        "seconds": total * 1e-6 / steps,
-        "shares": {name: round(value / total, 5) for name, value in parts.items()},
-        "operators": _top(chosen, steps, bool(on_device)),
-        "memory": _memory_curve(on_host, window[0]),
-    }
+    shares = {name: round(value / total, 5) for name, value in parts.items()}
+    operators = _top(chosen, steps, bool(on_device))
+    memory = _memory_curve(on_host, window[0])
+    return {"rank": rank, "seconds": total * 1e-6 / steps, "shares": shares, "operators": operators, "memory": memory}
 
 
 def combine(ranks: list[Summary], first: int, last: int) -> Summary:
@@ -80,10 +71,8 @@ def as_markdown(summary: Summary) -> str:
         most, when = max((held, when) for when, held in summary["memory"])
         lines[-1] += f" Memory: at most {most / 2**20:.3g} MiB more than at the start, {when * 1e3:.3g} ms into it."
     lines += ["", "| operator | ms per step | share | calls per step |", "|---|---|---|---|"]
-    lines += [
-        f"| `{op['name']}` | {op['seconds'] * 1e3:.3g} | {op['share']:.1%} | {op['calls']:g} |"
-        for op in summary["operators"]
-    ]
+    for op in summary["operators"]:
+        lines.append(f"| `{op['name']}` | {op['seconds'] * 1e3:.3g} | {op['share']:.1%} | {op['calls']:g} |")
     return "\n".join(lines) + "\n"
 
 
@@ -194,7 +183,6 @@ class Profiler:
             self._finish(step)
 
     def close(self) -> None:
-        """Discard a profile that is running."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None

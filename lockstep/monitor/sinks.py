@@ -109,8 +109,7 @@ class Jsonl:
 class Guarded:
     """Turns a sink's failures into one warning and one event.
 
-    A failed sink is tried again after a pause that grows with the time it took to fail: a server that is down costs the
-    run at most a twentieth of its time, and less each time.
+    It is tried again after a pause that grows with the time it took to fail: a twentieth of the run is lost at most.
     """
 
     def __init__(self, name: str, sink: Any, event: Event) -> None:
@@ -127,7 +126,6 @@ class Guarded:
         self.send("close")
 
     def send(self, method: str, *args: Any) -> None:
-        """Call a method of the sink, if it has that one."""
         call, since = getattr(self._sink, method, None), time.monotonic()
         if not callable(call) or since < self._not_before:
             return
@@ -165,7 +163,6 @@ class Background:
         self._thread.start()
 
     def send(self, method: str, *args: Any) -> None:
-        """Queue a call of the sinks' method."""
         if len(self._rows) >= CAPACITY:
             self._dropped += 1
             if self._dropped == 1:
@@ -219,12 +216,9 @@ class Background:
                 sink.send(method, *args)
 
 
-# ---- what sinks share ----
-
-
-def warn_left_out(sink: str, extra: str | None, error: ImportError | None = None) -> None:
+def warn_left_out(sink: str, extra: str | None, error: ImportError) -> None:
     """Warn that a sink's library is not installed; `extra` of Lockstep's package has it (None: a user's own sink)."""
-    why = "its package is not installed" if extra is not None or error is None else str(error)
+    why = "its package is not installed" if extra is not None else str(error)
     fix = f"pip install 'lockstep-train[{extra}]'" if extra is not None else "install it"
     _log.warning("warning: the sink %s is left out: %s (%s, or remove it from monitor.sinks)", sink, why, fix)
 
@@ -233,16 +227,9 @@ _NOT_SCALARS = {"step", "time", "skipped", "own_seconds"}
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """Return every number of a record by name: `loss`, `phases/data`, `memory/peak` and so on.
-
-    A spread over ranks gives the median as NAME and the most as NAME.most; for memory the most is NAME.
-    """
-    return {
-        name: float(value)
-        for key, inside in row.items()
-        if key not in _NOT_SCALARS
-        for name, value in _numbers_in(key, inside)
-    }
+    """Return every number of a record by name: `loss`, `phases/data` …; of a spread the median, and NAME.most."""
+    numbers = (pair for key, inside in row.items() if key not in _NOT_SCALARS for pair in _numbers_in(key, inside))
+    return {name: float(value) for name, value in numbers}
 
 
 def _numbers_in(name: str, value: Any) -> Iterator[tuple[str, float]]:
@@ -254,7 +241,7 @@ def _numbers_in(name: str, value: Any) -> Iterator[tuple[str, float]]:
     elif isinstance(value, list) and len(value) == 4:
         _, middle, most, _ = value
         if name.startswith("memory/"):
-            yield name, most
+            yield name, most  # not the median
         else:
             yield name, middle
             yield f"{name}.most", most
