@@ -62,6 +62,11 @@ ON_TWO: dict[str, tuple[Any, ...]] = {
     "compiled": ("shallow", {**piped("Interleaved1F1B"), "training.compile": True}),
 }
 
+# The same with another schedule as one above, of another kind; `test_other_schedules` has them.
+OTHER_SCHEDULES = (
+    "every length, V", "carried, InterleavedZeroBubble", "frozen, split", "recurring module, split", "every_n",
+)  # fmt: skip
+
 # Of the schedules: 5 micro-batches for two pipelines, in runs of two; one of the pipelines runs a dummy at the end.
 SIDE_BY_SIDE: dict[str, tuple[Any, ...]] = {
     f"{schedule}, {kind}": (
@@ -95,6 +100,11 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline:2*fsdp:2": (4, beside("fsdp")),
     "pipeline:2*ddp:2, ZBVZeroBubble": (4, beside("ddp", "ZBVZeroBubble")),
 }
+# From a pipeline beside shards to each, and from one process to some: loading looks at what it needs, not at who saved.
+GOES_ON = [
+    *(("pipeline", topology) for topology in (*TOPOLOGIES, "single")),
+    *(("single", topology) for topology in ("pipeline:2, DualPipeV", "pipeline:2*fsdp:2", "single")),
+]
 
 
 @cache
@@ -111,12 +121,13 @@ def case_name(case: Case) -> str:
 
 def calls_on(ranks: int) -> Calls:
     """Name → (function of `pipeline_cases`, its arguments)."""
-    trainings = {name: ("train", case) for name, case in (ON_TWO if ranks == 2 else ON_FOUR).items()}
+    cases = {name: case for name, case in ON_TWO.items() if name not in OTHER_SCHEDULES} if ranks == 2 else ON_FOUR
+    trainings = {name: ("train", case) for name, case in cases.items()}
     parity: Calls = {case_name(case): ("parity", (case,)) for case in grid(ranks, whole=False)}
     goes_on: Calls = {
         f"{origin} → {name}": ("go_on", (settings, str(folder_of(origin))))
-        for name, (size, settings) in TOPOLOGIES.items()
-        for origin in ("pipeline", "single")
+        for origin, name in GOES_ON
+        for size, settings in [TOPOLOGIES.get(name, (1, {}))]
         if size == ranks
     }
     if ranks == 4:

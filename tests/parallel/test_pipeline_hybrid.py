@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from tests.parallel.pipeline_cases import evaluation, go_on, piped, running_statistics, several, train, worst
-from tests.parallel.pipeline_launch import IN_TURN, SIDE_BY_SIDE, TOPOLOGIES, folder_of, launched, uninterrupted
+from tests.parallel.pipeline_launch import (
+    GOES_ON,
+    IN_TURN,
+    SIDE_BY_SIDE,
+    TOPOLOGIES,
+    folder_of,
+    launched,
+    uninterrupted,
+)
 from tests.parallel.test_pipeline import off
 from tests.parity.pipelines import SCHEDULES
 from tests.ranks import run_ranks
@@ -63,9 +71,8 @@ def test_full_shard_is_refused_where_it_would_be_silently_wrong() -> None:
         assert "shard_grad_op" in rank["refused"]
 
 
-@pytest.mark.parametrize("origin", ["pipeline", "single"])
-@pytest.mark.parametrize("topology", [*TOPOLOGIES, "single"])
-def test_trap_25_a_checkpoint_goes_on_in_every_other_layout(topology: str, origin: str) -> None:
+@pytest.mark.parametrize(("origin", "topology"), GOES_ON)
+def test_trap_25_a_checkpoint_goes_on_in_every_other_layout(origin: str, topology: str) -> None:
     """Names of parameters are those of the unsplit model, so stages do not overwrite each other's; each rank saves
     the optimizer of what it holds; what is saved under pipeline × fsdp trains on anywhere with the same losses."""
     rest = uninterrupted()[2:]

@@ -67,9 +67,9 @@ def test_shards(kind: str, found: dict[str, bool]) -> None:
     [
         (["tensor"], {}),
         (["pipeline"], {}),
-        (["by hand"], {}),
+        pytest.param(["by hand"], {}, marks=pytest.mark.full),
         (["by hand", "forget"], {"gradient synchronisation": True}),
-        (["tensor", "norm"], {"sum of gradients": True}),
+        pytest.param(["tensor", "norm"], {"sum of gradients": True}, marks=pytest.mark.full),
         (["pipeline", "scale"], {"sum of gradients": True}),
     ],
 )
@@ -102,12 +102,14 @@ def test_scripts_that_hang_or_crash(how: str, kind: str, says: str) -> None:
     assert "✗" in text("hanging.py", [outcome])
 
 
-def test_a_script_of_lightning() -> None:
+@pytest.mark.parametrize(
+    ("fault", "found"), [((), {}), pytest.param(("unsharded",), {"samples": True}, marks=pytest.mark.full)]
+)
+def test_a_script_of_lightning(fault: tuple[str, ...], found: dict[str, bool]) -> None:
     """Its optimizer computes the gradients in a closure; as it is documented, it passes."""
     pytest.importorskip("lightning", reason="Lightning is not installed: pip install lightning")
-    outcome = judged("lightened.py", "{n}")
-    assert (outcome.framework, kinds(outcome)) == ("Lightning", {})
-    assert kinds(judged("lightened.py", "{n}", "unsharded")) == {"samples": True}
+    outcome = judged("lightened.py", "{n}", *fault)
+    assert (outcome.framework, kinds(outcome)) == ("Lightning", found)
 
 
 def test_a_command_in_place_of_a_script() -> None:
