@@ -224,20 +224,18 @@ class LocalReader:
         whole = f"{self._checkpoint.name}-full"
         fix = f"lockstep checkpoint convert {self._checkpoint} --to full --output {whole}, then --resume {whole}"
         if len(self.by_rank) != ranks.size:
-            raise UsageError(
-                f"{self._checkpoint} holds the raw shards of {len(self.by_rank)} ranks (checkpoint.format: local); "
-                f"this run has {ranks.size}", fix=fix,
-            )  # fmt: skip
+            what = f"{self._checkpoint} holds the raw shards of {len(self.by_rank)} ranks (checkpoint.format: local); "
+            what += f"this run has {ranks.size}"
+            raise UsageError(what, fix=fix)
         mine = self.by_rank[ranks.rank]
         for name, block in blocks.items():
             raw = mine.get(owner.get(name, name))
             if raw is not None and raw.shape != block.shape:
                 continue  # another model: the comparison of all names and shapes raises a better error
             if raw is None or (raw.offset, raw.block) != (block.offset, tuple(block.tensor.shape)):
-                raise UsageError(
-                    f"{self._checkpoint} holds raw shards (checkpoint.format: local) of a run that laid {name} over "
-                    "its ranks otherwise than this one", fix=fix,
-                )  # fmt: skip
+                what = f"{self._checkpoint} holds raw shards (checkpoint.format: local) of a run that laid {name} over "
+                what += "its ranks otherwise than this one"
+                raise UsageError(what, fix=fix)
 
 
 PartReader = ShardedReader | LocalReader

@@ -63,16 +63,12 @@ def _construct(
     filled = {**{key: value for key, value in facts.items() if key in accepted}, **args}
     missing = [key for key in accepted if parameters[key].default is inspect.Parameter.empty and key not in filled]
     if missing:
-        raise UsageError(
-            f"the model {name} needs {', '.join(missing)}", where="model.args", fix="set them under model.args"
-        )
+        what = f"the model {name} needs {', '.join(missing)}"
+        raise UsageError(what, where="model.args", fix="set them under model.args")
     model = constructor(**filled)
     if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"{name} made a {type(model).__name__}, not an nn.Module",
-            where="model.name",
-            fix="let it return a torch.nn.Module",
-        )
+        what = f"{name} made a {type(model).__name__}, not an nn.Module"
+        raise UsageError(what, where="model.name", fix="let it return a torch.nn.Module")
     return model
 
 
@@ -95,9 +91,7 @@ def _require_accepted(name: str, constructor: Callable[..., "nn.Module"], args: 
     if unknown and not takes_any:
         ours = (foreign_key(unknown[0]) or "").removeprefix("model.args.")
         near = "" if ours in accepted else did_you_mean(unknown[0], accepted)
-        raise UsageError(
-            f"the model {name} takes no argument {unknown[0]!r}{near}",
-            where=f"model.args.{unknown[0]}",
-            fix=f"write {ours}" if ours in accepted else f"it takes {', '.join(accepted) or 'none'}",
-        )
+        what = f"the model {name} takes no argument {unknown[0]!r}{near}"
+        fix = f"write {ours}" if ours in accepted else f"it takes {', '.join(accepted) or 'none'}"
+        raise UsageError(what, where=f"model.args.{unknown[0]}", fix=fix)
     return accepted

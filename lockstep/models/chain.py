@@ -51,14 +51,12 @@ def run_segment(
         try:
             inspect.signature(segment.forward).bind(*values, **keywords)
         except TypeError:
-            raise UsageError(
-                f"a segment of the model, {type(segment).__name__}, does not accept its arguments: {error}",
-                where="segments() of the model",
-                why="the first segment gets the arguments of the model's forward pass, which a batch's keys name; each "
-                "further one the result of the segment before it",
-                fix="name the first segment's arguments like the batch's keys, or give the model a method "
-                "inputs(batch) that returns (arguments, keyword arguments)",
-            ) from error
+            what = f"a segment of the model, {type(segment).__name__}, does not accept its arguments: {error}"
+            why = "the first segment gets the arguments of the model's forward pass, which a batch's keys name; each "
+            why += "further one the result of the segment before it"
+            fix = "name the first segment's arguments like the batch's keys, or give the model a method "
+            fix += "inputs(batch) that returns (arguments, keyword arguments)"
+            raise UsageError(what, where="segments() of the model", why=why, fix=fix) from error
         raise
 
 

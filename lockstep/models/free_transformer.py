@@ -272,16 +272,10 @@ class _ThroughCodes(torch.autograd.Function):
 def _check_latent(latent_bits: int, split_layer: int, n_layer: int, n_embd: int) -> None:
     require_positive(latent_bits=latent_bits)
     if latent_bits > MAX_LATENT_BITS:
-        raise UsageError(
-            f"latent_bits={latent_bits} makes 2^{latent_bits} = {2**latent_bits:,} codes; at most "
-            f"{MAX_LATENT_BITS} bits are allowed",
-            where="model.args.latent_bits",
-            why=f"each code has a vector of {n_embd}: {2**latent_bits * n_embd:,} parameters",
-            fix="16 bits are the published size",
-        )
+        what = f"latent_bits={latent_bits} makes 2^{latent_bits} = {2**latent_bits:,} codes; at most "
+        what += f"{MAX_LATENT_BITS} bits are allowed"
+        why = f"each code has a vector of {n_embd}: {2**latent_bits * n_embd:,} parameters"
+        raise UsageError(what, where="model.args.latent_bits", why=why, fix="16 bits are the published size")
     if not 0 <= split_layer < n_layer:
-        raise UsageError(
-            f"split_layer={split_layer} leaves no layer behind the latent, of n_layer={n_layer}",
-            where="model.args.split_layer",
-            fix=f"choose 0 to {n_layer - 1}",
-        )
+        what = f"split_layer={split_layer} leaves no layer behind the latent, of n_layer={n_layer}"
+        raise UsageError(what, where="model.args.split_layer", fix=f"choose 0 to {n_layer - 1}")

@@ -22,11 +22,8 @@ from lockstep.errors import UsageError, did_you_mean
 try:
     import transformers
 except ImportError as error:
-    raise UsageError(
-        "Hugging Face models need the package transformers",
-        where="model.name",
-        fix='install it: pip install "lockstep-train[transformers]"',
-    ) from error
+    what = "Hugging Face models need the package transformers"
+    raise UsageError(what, where="model.name", fix='install it: pip install "lockstep-train[transformers]"') from error
 
 from lockstep.models.hf_causal import can_be_cut, meet_protocol
 
@@ -46,18 +43,14 @@ def from_files(path: str, **overrides: Any) -> nn.Module:
         described = json.loads(file.read_text(encoding="utf-8"))
         model_type = described.pop("model_type")
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise UsageError(
-            f"{file} is not the config of a Hugging Face model", where="model.name", why=_in_short(error)
-        ) from error
+        what = f"{file} is not the config of a Hugging Face model"
+        raise UsageError(what, where="model.name", why=_in_short(error)) from error
     config = _config(model_type, described, overrides)
     if place.is_dir() and any(place.glob("*.safetensors")):
         return meet_protocol(_loaded(place, config))
     if place.is_dir() and any(place.glob("*.bin")):
-        raise UsageError(
-            f"the weights in {path} are pickles, which can run code when they are read",
-            where="model.name",
-            fix="convert them to safetensors",
-        )
+        what = f"the weights in {path} are pickles, which can run code when they are read"
+        raise UsageError(what, where="model.name", fix="convert them to safetensors")
     return meet_protocol(_drawn(config))
 
 
@@ -92,11 +85,8 @@ def _config(model_type: str, described: Mapping[str, Any], overrides: Mapping[st
     accepted = sorted(k for k in {*kind().to_dict(), *renamed} if k[0] != "_")
     for key in overrides:
         if key not in accepted:
-            raise UsageError(
-                f"the config of a {model_type} has no {key!r}{did_you_mean(key, accepted)}",
-                where=f"model.args.{key}",
-                fix=f"it has {', '.join(accepted)}",
-            )
+            what = f"the config of a {model_type} has no {key!r}{did_you_mean(key, accepted)}"
+            raise UsageError(what, where=f"model.args.{key}", fix=f"it has {', '.join(accepted)}")
     with _errors_of(model_type):
         return _AutoConfig.for_model(
             model_type, **{renamed.get(k, k): v for part in (described, overrides) for k, v in part.items()}
@@ -118,11 +108,8 @@ def _loaded(folder: Path, config: Any) -> Any:
         )  # fmt: skip
     missing = [str(key) for kind in ("missing_keys", "mismatched_keys") for key in sorted(found[kind])]
     if missing:
-        raise UsageError(
-            f"the weights in {folder} do not fill {len(missing)} of the model's parameters, the first {missing[0]}",
-            where="model.name",
-            why="they would be drawn at random",
-        )
+        what = f"the weights in {folder} do not fill {len(missing)} of the model's parameters, the first {missing[0]}"
+        raise UsageError(what, where="model.name", why="they would be drawn at random")
     return model.float().train()
 
 
@@ -149,9 +136,8 @@ def _errors_of(model_type: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # configs and constructors of the library raise arbitrary errors
-        raise UsageError(
-            f"transformers can't build a {model_type} from this config", where="model.args", why=_in_short(error)
-        ) from error
+        what = f"transformers can't build a {model_type} from this config"
+        raise UsageError(what, where="model.args", why=_in_short(error)) from error
 
 
 def _in_short(error: Exception) -> str:

@@ -105,12 +105,10 @@ class MixtureModel(CausalModel):
         if not self._takes_targets_as_they_are:
             counted = calls.count(targets, len)
             if counted is None or int(counted) != int((targets != IGNORED_TARGET).sum()):
-                raise UsageError(
-                    f"the loss of {type(self).__name__} in transformers shifts targets that are shifted already",
-                    where="model.args.output_router_logits",
-                    fix="leave it out, and experts are not balanced; or hand the library's model to lockstep.Trainer "
-                    "with batches of input_ids and labels",
-                )
+                what = f"the loss of {type(self).__name__} in transformers shifts targets that are shifted already"
+                fix = "leave it out, and experts are not balanced; or hand the library's model to lockstep.Trainer "
+                fix += "with batches of input_ids and labels"
+                raise UsageError(what, where="model.args.output_router_logits", fix=fix)
             self._takes_targets_as_they_are = True
         return found.logits, found.loss.float()
 
@@ -262,11 +260,9 @@ class PositionAdder(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         length = input.shape[1]
         if length > self.num_embeddings:
-            raise UsageError(
-                f"a text of {length} tokens, and the model has {self.num_embeddings} positions",
-                where="model.args.max_position_embeddings",
-                fix="raise model.args.max_position_embeddings, or shorten data.args.block_size",
-            )
+            what = f"a text of {length} tokens, and the model has {self.num_embeddings} positions"
+            fix = "raise model.args.max_position_embeddings, or shorten data.args.block_size"
+            raise UsageError(what, where="model.args.max_position_embeddings", fix=fix)
         return input + self.weight[:length]
 
 
@@ -313,12 +309,9 @@ def attend_through(model: nn.Module) -> dict[str, int]:
     elif config.attention_dropout:
         problem, fix = "it has attention_dropout", "write attention_dropout: 0 in model.args"
     if problem:
-        raise UsageError(
-            f"sequences of hf:{config.model_type} can't be cut over ranks: {problem}",
-            where="distributed.context_size",
-            why="each rank has a part of every sequence, and the library's attention would see no other",
-            fix=f"{fix}, or context_size: 1",
-        )
+        what = f"sequences of hf:{config.model_type} can't be cut over ranks: {problem}"
+        why = "each rank has a part of every sequence, and the library's attention would see no other"
+        raise UsageError(what, where="distributed.context_size", why=why, fix=f"{fix}, or context_size: 1")
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "q_proj")]
     if hasattr(layers[0], "attend"):
         return _SEQUENCES

@@ -104,10 +104,9 @@ class Inputs(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any) -> Any:
         if unknown := sorted(key for key in others if key not in _KNOWN_ARGUMENTS and others[key] is not None):
-            raise UsageError(
-                f"a batch with {', '.join(unknown)}, which stages of a pipeline do not hand on",
-                fix=f"leave {'them' if len(unknown) > 1 else 'it'} out of the batch, or use another strategy",
-            )
+            what = f"a batch with {', '.join(unknown)}, which stages of a pipeline do not hand on"
+            fix = f"leave {'them' if len(unknown) > 1 else 'it'} out of the batch, or use another strategy"
+            raise UsageError(what, fix=fix)
         hidden = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
         return hidden if attention_mask is None else (hidden, attention_mask)
 
@@ -307,9 +306,7 @@ def refuse_attention_dropout(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     for name in ("attention_dropout", "attn_pdrop"):
         if getattr(config, name, 0.0):
-            raise UsageError(
-                f"{type(model).__name__} has {name}={getattr(config, name)}, and its heads are cut over ranks",
-                where="distributed.tensor_size",
-                why="the kernel draws for the heads that a rank has, not what one process draws for all of them",
-                fix=f"write {name}: 0 in the model's arguments, or tensor_size: 1",
-            )
+            what = f"{type(model).__name__} has {name}={getattr(config, name)}, and its heads are cut over ranks"
+            why = "the kernel draws for the heads that a rank has, not what one process draws for all of them"
+            fix = f"write {name}: 0 in the model's arguments, or tensor_size: 1"
+            raise UsageError(what, where="distributed.tensor_size", why=why, fix=fix)

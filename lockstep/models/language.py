@@ -104,20 +104,16 @@ class TokenLosses(nn.Module):
 def require_multiple(what: str, value: int, of: str, divisor: int) -> None:
     """Reject sizes that do not divide, with both names and numbers."""
     if divisor < 1 or value % divisor:
-        raise UsageError(
-            f"{what}={value} is not a multiple of {of}={divisor}",
-            where="model.args",
-            fix=f"change {what.split('·')[-1]} or {of.split('·')[-1]}",
-        )
+        what = f"{what}={value} is not a multiple of {of}={divisor}"
+        raise UsageError(what, where="model.args", fix=f"change {what.split('·')[-1]} or {of.split('·')[-1]}")
 
 
 def require_positive(**sizes: int) -> None:
     """Reject sizes below 1."""
     for name, value in sizes.items():
         if value < 1:
-            raise UsageError(
-                f"{name}={value}: at least 1 is needed", where="model.args", fix=f"set model.args.{name} to 1 or more"
-            )
+            what = f"{name}={value}: at least 1 is needed"
+            raise UsageError(what, where="model.args", fix=f"set model.args.{name} to 1 or more")
 
 
 @torch.no_grad()

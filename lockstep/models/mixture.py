@@ -300,16 +300,12 @@ def _numbers(counts: Tensor, rows: int) -> list[int]:
 
 def _check_choices(n_expert: int, top_k: int, router: str, balance: str) -> None:
     if top_k > n_expert:
-        raise UsageError(
-            f"top_k={top_k} of n_expert={n_expert}: a token can't go to more experts than there are",
-            where="model.args.top_k",
-            fix=f"write 1 to {n_expert}",
-        )
+        what = f"top_k={top_k} of n_expert={n_expert}: a token can't go to more experts than there are"
+        raise UsageError(what, where="model.args.top_k", fix=f"write 1 to {n_expert}")
     for key, value, known in (
         ("router", router, ("softmax", "sigmoid")),
         ("balance", balance, ("micro_batch", "step", "none")),
     ):
         if value not in known:
-            raise UsageError(
-                f"{key}={value!r} is not known", where=f"model.args.{key}", fix=f"write {', '.join(known)}"
-            )
+            what = f"{key}={value!r} is not known"
+            raise UsageError(what, where=f"model.args.{key}", fix=f"write {', '.join(known)}")

@@ -167,12 +167,10 @@ def _outputs(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     except (TypeError, AttributeError) as error:
         if not (isinstance(batch, Mapping) and args and args[0] is batch):
             raise
-        raise UsageError(
-            f"forward of the model has no argument named like a key of the batch: {listed([*map(str, batch)])}",
-            where="forward of the model",
-            why=f"it was given the whole batch, and raised {type(error).__name__}: {error}",
-            fix="name its arguments like the batch's keys, or give the model inputs(batch) -> (arguments,)",
-        ) from error
+        what = f"forward of the model has no argument named like a key of the batch: {listed([*map(str, batch)])}"
+        why = f"it was given the whole batch, and raised {type(error).__name__}: {error}"
+        fix = "name its arguments like the batch's keys, or give the model inputs(batch) -> (arguments,)"
+        raise UsageError(what, where="forward of the model", why=why, fix=fix) from error
 
 
 def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> Objective:
@@ -183,10 +181,8 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
         own = None  # a function that the model uses in its forward pass: self.loss = F.mse_loss
     if loss_fn is None and own is not None:
         if declared is None:
-            raise UsageError(
-                f"{type(model).__name__} has loss(), which returns a sum, but no count() to divide it by",
-                fix="add count(batch) -> number of valid targets in the batch",
-            )
+            what = f"{type(model).__name__} has loss(), which returns a sum, but no count() to divide it by"
+            raise UsageError(what, fix="add count(batch) -> number of valid targets in the batch")
         return Objective(inputs, own, declared, of_model=True)
     if loss_fn is not None:
         counted = declared or _count_for(loss_fn)
@@ -271,13 +267,11 @@ def require_segments(model: nn.Module) -> list[tuple[str, nn.Module]]:
     segments = pipeline_segments_of(model)
     if segments is None:
         refuse_balanced_experts(model)
-        raise UsageError(
-            f"{type(model).__name__} can't be cut into stages",
-            where="distributed.strategy: pipeline",
-            why="a pipeline needs the forward pass as a chain of modules",
-            fix="give the model a method segments() -> [(name, module)], each taking what the one before it returns; "
-            "or make it an nn.Sequential; or let torch trace it: lockstep.models.traced.trace(model, example inputs)",
-        )
+        what = f"{type(model).__name__} can't be cut into stages"
+        why = "a pipeline needs the forward pass as a chain of modules"
+        fix = "give the model a method segments() -> [(name, module)], each taking what the one before it returns; "
+        fix += "or make it an nn.Sequential; or let torch trace it: lockstep.models.traced.trace(model, example inputs)"
+        raise UsageError(what, where="distributed.strategy: pipeline", why=why, fix=fix)
     return segments
 
 
@@ -288,10 +282,8 @@ def num_samples(batch: Any) -> int:
     """
     tensor = _first_tensor(batch)
     if tensor is None:
-        raise UsageError(
-            f"a batch of type {type(batch).__name__} holds no tensor to count samples in",
-            fix="give the model a method count(batch) -> number of valid targets",
-        )
+        what = f"a batch of type {type(batch).__name__} holds no tensor to count samples in"
+        raise UsageError(what, fix="give the model a method count(batch) -> number of valid targets")
     return tensor.shape[0] if tensor.ndim else 1
 
 
@@ -338,13 +330,11 @@ def _with_documents(model: nn.Module, inputs: Inputs) -> Inputs:
         if documents is not None and not any(
             given is documents or given is batch for given in (*args, *kwargs.values())
         ):
-            raise UsageError(
-                f"{type(model).__name__} does not take {DOCUMENTS}, which this batch has",
-                where="the data set",
-                why="it would let the documents of a sequence see each other",
-                fix=f"leave {DOCUMENTS} out of the samples, or let the model's forward take it and hand it to its "
-                "attention: self.attend(q, k, v, document_ids), self.attend.positions(length, device, document_ids)",
-            )
+            what = f"{type(model).__name__} does not take {DOCUMENTS}, which this batch has"
+            why = "it would let the documents of a sequence see each other"
+            fix = f"leave {DOCUMENTS} out of the samples, or let the model's forward take it and hand it to its "
+            fix += "attention: self.attend(q, k, v, document_ids), self.attend.positions(length, device, document_ids)"
+            raise UsageError(what, where="the data set", why=why, fix=fix)
         return args, kwargs
 
     return checked
@@ -364,10 +354,9 @@ def targets_of(batch: Any, default: Any = _REQUIRED) -> Any:
                 return batch[key]
         if default is not _REQUIRED:
             return default
-        raise UsageError(
-            f"no targets for the loss function in a batch with the keys {', '.join(map(str, batch))}",
-            fix=f"name them one of {', '.join(_TARGET_KEYS)}, or give the model loss(outputs, batch) and count(batch)",
-        )
+        what = f"no targets for the loss function in a batch with the keys {', '.join(map(str, batch))}"
+        fix = f"name them one of {', '.join(_TARGET_KEYS)}, or give the model loss(outputs, batch) and count(batch)"
+        raise UsageError(what, fix=fix)
     if isinstance(batch, tuple | list) and len(batch) > 1:
         return batch[-1]
     return batch  # an autoencoder's target is its input
@@ -407,10 +396,8 @@ def _reduced(
         def one_number(outputs: Any, batch: Any) -> Tensor:
             mean = loss(outputs, batch)
             if mean.ndim:
-                raise UsageError(
-                    f"the loss has the shape {tuple(mean.shape)}, but a mean is one number",
-                    fix='declare it with reduction = "none" (it is summed), or return one number',
-                )
+                what = f"the loss has the shape {tuple(mean.shape)}, but a mean is one number"
+                raise UsageError(what, fix='declare it with reduction = "none" (it is summed), or return one number')
             return mean.float()
 
         return Objective(inputs, one_number, count, is_mean=True, observed=Observed() if observes else None)
@@ -427,12 +414,11 @@ def _count_for(loss_fn: Callable[..., Tensor]) -> Callable[[Any], int | Tensor] 
     def count(batch: Any) -> int | Tensor:
         targets = targets_of(batch)
         if not isinstance(targets, Tensor):
-            raise UsageError(
-                f"no targets for {type(loss_fn).__name__} in a batch of the type {type(batch).__name__}"
-                + (f" with {len(batch)} member{'s' * (len(batch) != 1)}" if isinstance(batch, tuple | list) else ""),
-                where="the samples that the trainer was given",
-                fix="let a sample be (inputs, targets), or a dict with `inputs` and `targets`",
-            )
+            what = f"no targets for {type(loss_fn).__name__} in a batch of the type {type(batch).__name__}"
+            if isinstance(batch, tuple | list):
+                what += f" with {len(batch)} member{'s' * (len(batch) != 1)}"
+            fix = "let a sample be (inputs, targets), or a dict with `inputs` and `targets`"
+            raise UsageError(what, where="the samples that the trainer was given", fix=fix)
         if targets.is_floating_point():  # class probabilities: every sample counts
             return num_samples(batch)
         valid: Tensor = targets != ignored
@@ -451,8 +437,7 @@ def _loss_in_outputs(outputs: Any, _batch: Any) -> Tensor:
         numbers = [member for member in outputs if isinstance(member, Tensor) and not member.ndim]
         found = numbers[0] if len(numbers) == 1 else None  # (logits, loss), as nanoGPT returns them
     if not isinstance(found, Tensor):
-        raise UsageError(
-            f"the model returned {type(outputs).__name__}, in which there is no loss",
-            fix='pass a loss_fn, return {"loss": …}, or give the model loss(outputs, batch) and count(batch)',
-        )
+        what = f"the model returned {type(outputs).__name__}, in which there is no loss"
+        fix = 'pass a loss_fn, return {"loss": …}, or give the model loss(outputs, batch) and count(batch)'
+        raise UsageError(what, fix=fix)
     return found

@@ -63,10 +63,8 @@ class Chain(nn.Module):
         persistent = model.state_dict(keep_vars=True)
         tensors = (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))
         if taken := [name for name, _ in (*tensors, *model.named_children()) if hasattr(self, name)]:
-            raise UsageError(
-                f"{type(model).__name__} has a member named {taken[0]}, and so has a traced model",
-                fix="give that member another name, or the model segments() of its own",
-            )
+            what = f"{type(model).__name__} has a member named {taken[0]}, and so has a traced model"
+            raise UsageError(what, fix="give that member another name, or the model segments() of its own")
         for name, parameter in model.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         for name, buffer in model.named_buffers(recurse=False):
@@ -133,11 +131,9 @@ def _only_shapes_of(example: Sequence[Tensor]) -> Callable[[nn.Module, tuple[Any
     def check(_piece: nn.Module, inputs: tuple[Any, ...]) -> None:
         given = [tuple(tensor.shape[1:]) for tensor in inputs]
         if given != traced:
-            raise UsageError(
-                f"the model was traced with samples of the shapes {traced}, and gets samples of {given}",
-                why="a traced model takes any number of samples, of one shape",
-                fix="trace it with an example from the data, and make all samples of one length",
-            )
+            what = f"the model was traced with samples of the shapes {traced}, and gets samples of {given}"
+            fix = "trace it with an example from the data, and make all samples of one length"
+            raise UsageError(what, why="a traced model takes any number of samples, of one shape", fix=fix)
 
     return check
 
@@ -150,17 +146,14 @@ def _exported(model: nn.Module, example: tuple[Tensor, ...]) -> tuple[fx.GraphMo
     try:
         program = torch.export.export(model, example, dynamic_shapes=(dims,) if variadic else dims)
     except Exception as error:  # anything that torch.export meets in the model's own code
-        raise UsageError(
-            f"torch can't export {type(model).__name__}", why=str(error).strip().splitlines()[0],
-            fix="give the model a method segments() -> [(name, module)], each taking what the one before it returns",
-        ) from error  # fmt: skip
+        what = f"torch can't export {type(model).__name__}"
+        fix = "give the model a method segments() -> [(name, module)], each taking what the one before it returns"
+        raise UsageError(what, why=str(error).strip().splitlines()[0], fix=fix) from error
     running = [name for name, module in model.named_modules() if getattr(module, "running_mean", None) is not None]
     if changed := [*program.graph_signature.buffers_to_mutate.values(), *running]:
-        raise UsageError(
-            f"{type(model).__name__} changes buffers in its forward pass: {', '.join(changed)}",
-            why="a traced model keeps no running statistics",
-            fix="give the model segments() of its own, or use a normalisation without them",
-        )
+        what = f"{type(model).__name__} changes buffers in its forward pass: {', '.join(changed)}"
+        fix = "give the model segments() of its own, or use a normalisation without them"
+        raise UsageError(what, why="a traced model keeps no running statistics", fix=fix)
     module, structure = program.module(), program.call_spec.out_spec
     assert isinstance(module, fx.GraphModule)
     assert structure is not None
@@ -239,11 +232,9 @@ class _Cutter:
         for call, (path, _) in stack.items():
             if path in self._blocks:
                 if "@" in call and self._draws(node):  # torch numbers a module's repeated runs
-                    raise UsageError(
-                        f"{path} runs more than once in a forward pass, and draws random numbers",
-                        why="the traced model would draw others than the model",
-                        fix="give the model segments() of its own, or switch its dropout off",
-                    )
+                    what = f"{path} runs more than once in a forward pass, and draws random numbers"
+                    fix = "give the model segments() of its own, or switch its dropout off"
+                    raise UsageError(what, why="the traced model would draw others than the model", fix=fix)
                 return 2 * self._blocks.index(path) + 1
         return current + current % 2 if stack else current
 
@@ -359,7 +350,5 @@ def _same_size(node: fx.Node, live: Sequence[fx.Node], copies: dict[fx.Node, fx.
         for dim, size in enumerate(tensor.meta["val"].shape):
             if str(size) == wanted:
                 return copies[tensor], dim
-    raise UsageError(
-        f"a segment needs the size {wanted}, and no tensor that it gets has it",
-        fix="give the model segments(), or sizes that do not depend on the batch",
-    )
+    what = f"a segment needs the size {wanted}, and no tensor that it gets has it"
+    raise UsageError(what, fix="give the model segments(), or sizes that do not depend on the batch")

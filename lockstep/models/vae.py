@@ -36,11 +36,9 @@ class VAE(nn.Module):
         require_positive(image_size=image_size, channels=channels, latent_dim=latent_dim)
         if image_size % REDUCTION:
             larger = math.ceil(image_size / REDUCTION) * REDUCTION
-            raise UsageError(
-                f"image_size={image_size} is not a multiple of {REDUCTION}, and the VAE halves images four times",
-                where="model.args.image_size",
-                fix=f"pad or resize the images to {larger}, and set image_size to that",
-            )
+            what = f"image_size={image_size} is not a multiple of {REDUCTION}, and the VAE halves images four times"
+            fix = f"pad or resize the images to {larger}, and set image_size to that"
+            raise UsageError(what, where="model.args.image_size", fix=fix)
         self.beta = beta
         widths, side = (channels, *CHANNELS), image_size // REDUCTION
         self.encoder = nn.ModuleList(Down(widths[i], widths[i + 1]) for i in range(4))

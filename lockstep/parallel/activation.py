@@ -219,9 +219,8 @@ class _Run:
                     made = call.forward(*args, **kwargs)
                 outputs[:] = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         if len(found) != self._saved:
-            raise RuntimeError(
-                f"blocks saved {self._saved} tensors in the forward pass, and {len(found)} when they were recomputed"
-            )
+            what = f"blocks saved {self._saved} tensors in the forward pass, and {len(found)} when they were recomputed"
+            raise RuntimeError(what)
         self._values = dict(enumerate(found))
 
 

@@ -154,9 +154,8 @@ class DDPSync(AroundMicroBatch):
                 why = str(error).splitlines()[0]
                 raise RunError("DDP did not finish reducing the gradients", why=why) from None
             missing = [self._names[int(number)] for number in re.findall(r"\d+", numbers[1])]
-            raise RunError(
-                f"{len(missing)} parameter(s) got no gradient in the last micro-batch of the step: "
-                f"{listed(missing, 8)}",
-                why="the loss does not depend on them, so DDP waits for their gradients in vain",
-                fix="set distributed.ddp.find_unused_parameters: true, or freeze them (requires_grad_(False))",
-            ) from None
+            what = f"{len(missing)} parameter(s) got no gradient in the last micro-batch of the step: "
+            what += f"{listed(missing, 8)}"
+            why = "the loss does not depend on them, so DDP waits for their gradients in vain"
+            fix = "set distributed.ddp.find_unused_parameters: true, or freeze them (requires_grad_(False))"
+            raise RunError(what, why=why, fix=fix) from None

@@ -41,12 +41,11 @@ def take_hooks(model: nn.Module, *, workers: bool = False) -> GradientHooks:
     """
     named = dict(model.named_parameters())
     if early := [name for name, p in named.items() if has_hooks_after_accumulation(p)]:
-        raise UsageError(
-            f"the parameter {listed(early)} has a hook from register_post_accumulate_grad_hook",
-            why="it would run on a rank's own micro-batches before gradients are reduced, and never under FSDP",
-            fix="remove it, and let Trainer update; register_hook may change a gradient, Trainer(…, after_update=…) "
-            "runs after the update (docs/how_to/teachers.md)",
-        )
+        what = f"the parameter {listed(early)} has a hook from register_post_accumulate_grad_hook"
+        why = "it would run on a rank's own micro-batches before gradients are reduced, and never under FSDP"
+        fix = "remove it, and let Trainer update; register_hook may change a gradient, Trainer(…, after_update=…) "
+        fix += "runs after the update (docs/how_to/teachers.md)"
+        raise UsageError(what, why=why, fix=fix)
     hooks: GradientHooks = {name: found for name, p in named.items() if (found := hooks_of(p))}
     if hooks and workers:
         what = f"the parameter {listed(list(hooks))} has a gradient hook"

@@ -73,11 +73,10 @@ def _planned(model: nn.Module) -> Iterator[Planned]:
         found = [name for name in modules if expression.fullmatch(name)]
         of_parameters = [name for name in parameters if expression.fullmatch(name)]
         if way not in WAYS or not (found or of_parameters):
-            raise UsageError(
-                f"tensor_plan() of {type(model).__name__} says {pattern!r}: {way!r}",
-                why="there is no such way" if way not in WAYS else "no module has such a name",
-                fix=f"write one of {', '.join(WAYS)}" if way not in WAYS else "* stands for one part of a name",
-            )
+            what = f"tensor_plan() of {type(model).__name__} says {pattern!r}: {way!r}"
+            why = "there is no such way" if way not in WAYS else "no module has such a name"
+            fix = f"write one of {', '.join(WAYS)}" if way not in WAYS else "* stands for one part of a name"
+            raise UsageError(what, why=why, fix=fix)
         yield from ((name, modules[name], None, way) for name in found)
         for name in of_parameters:
             owner, _, attribute = name.rpartition(".")

@@ -42,10 +42,8 @@ def chunks_of(tensor: DTensor) -> ChunkStorageMetadata:
     except (RuntimeError, ValueError) as error:
         raise UsageError(f"a DTensor with placements {tensor.placements} can't be saved", why=str(error)) from None
     if len(chunks) != 1:
-        raise UsageError(
-            f"a DTensor with placements {tensor.placements} lies in {len(chunks)} blocks on one rank",
-            why="a checkpoint stores one block of a tensor from each rank",
-        )
+        what = f"a DTensor with placements {tensor.placements} lies in {len(chunks)} blocks on one rank"
+        raise UsageError(what, why="a checkpoint stores one block of a tensor from each rank")
     return chunks[0]
 
 
