@@ -22,8 +22,16 @@ from lockstep.checkpoint.manifest import DamagedError, config_text, read_manifes
 from lockstep.checkpoint.ranks import Ranks, gather, scatter
 from lockstep.checkpoint.restore import load, optimizer_state, optimizer_targets, optimizers_in, restore_optimizer
 from lockstep.checkpoint.snapshot import Snapshot
-from lockstep.checkpoint.storage import Checkpoint, CheckpointPath, Directory, Location, Storage, build_storage, step_of
-from lockstep.checkpoint.values import MANIFEST
+from lockstep.checkpoint.storage import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointPath,
+    Directory,
+    Location,
+    Storage,
+    build_storage,
+    step_of,
+)
 
 __all__ = [
     "MANIFEST", "AsyncSaver", "Checkpoint", "CheckpointPath", "DamagedError", "Directory", "Location", "Ranks",

@@ -12,8 +12,7 @@ from lockstep.checkpoint.keep import list_checkpoints, newest
 from lockstep.checkpoint.manifest import DamagedError, read_manifest, read_state, verify
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.restore import unreadable
-from lockstep.checkpoint.storage import CheckpointPath, Directory, build_storage, step_of
-from lockstep.checkpoint.values import MANIFEST
+from lockstep.checkpoint.storage import MANIFEST, CheckpointPath, Directory, build_storage, step_of
 from lockstep.config import ObjectSpec
 from lockstep.errors import UsageError, did_you_mean
 

@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep import accelerator
-from lockstep.checkpoint.manifest import CONFIG, MODEL, STATE, Manifest, verify
+from lockstep.checkpoint.manifest import CONFIG, GROUPS_KEY, JSON_LIMIT, MODEL, STATE, Manifest, verify
 from lockstep.checkpoint.posix import storage_at
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.snapshot import CheckpointPlan, Description, Part, Snapshot, Staged, TensorBlock, merge, stage
 from lockstep.checkpoint.storage import CheckpointPath, Directory, Location, Storage, aside_name, step_name, step_of
-from lockstep.checkpoint.values import GROUPS_KEY, JSON_LIMIT
 from lockstep.checkpoint.write import Format, WrittenFiles, writer_of
 from lockstep.collectives import create_once
 from lockstep.errors import RunError, UsageError

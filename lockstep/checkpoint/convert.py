@@ -21,13 +21,26 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lockstep.checkpoint.commit import write_once
-from lockstep.checkpoint.manifest import MODEL, Manifest, config_text, read_manifest, read_state, verified_manifest
+from lockstep.checkpoint.manifest import (
+    GROUPS_KEY,
+    JSON_LIMIT,
+    MODEL,
+    Manifest,
+    config_text,
+    dtype_name,
+    dtype_of,
+    parse_json,
+    read_manifest,
+    read_state,
+    tensor_bytes,
+    text_of,
+    verified_manifest,
+)
 from lockstep.checkpoint.posix import locate, sync_folder
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.read import check_block, open_part
 from lockstep.checkpoint.snapshot import Part, Snapshot, Staged, TensorBlock, stage
 from lockstep.checkpoint.storage import Checkpoint, CheckpointPath, Location
-from lockstep.checkpoint.values import GROUPS_KEY, JSON_LIMIT, dtype_name, dtype_of, parse_json, tensor_bytes, text_of
 from lockstep.errors import UsageError
 from lockstep.progress import Advance, progress_of
 from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES

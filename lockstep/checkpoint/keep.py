@@ -11,8 +11,7 @@ from lockstep.checkpoint.manifest import DamagedError, problems_of_files, read_m
 from lockstep.checkpoint.posix import locate, storage_at
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.restore import verify_together
-from lockstep.checkpoint.storage import Checkpoint, CheckpointPath, Directory, Location, aside_name, step_of
-from lockstep.checkpoint.values import MANIFEST
+from lockstep.checkpoint.storage import MANIFEST, Checkpoint, CheckpointPath, Directory, Location, aside_name, step_of
 from lockstep.errors import RunError
 
 _log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from lockstep.checkpoint.manifest import count_of, dtype_name, dtype_of, text_of
 from lockstep.checkpoint.snapshot import TensorInfo
-from lockstep.checkpoint.values import count_of, dtype_name, dtype_of, text_of
 from lockstep.torch_compat.checkpoint_format import GET_LAYOUT, METADATA_MODULE, METADATA_RECORDS, STORAGE_INFO
 
 _TENSOR_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")

@@ -29,8 +29,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from lockstep.checkpoint.storage import Checkpoint, Directory, Location, Storage
-from lockstep.checkpoint.values import MANIFEST
+from lockstep.checkpoint.storage import MANIFEST, Checkpoint, Directory, Location, Storage
 
 _BUFFER = 4 << 20  # bytes written at a time
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux

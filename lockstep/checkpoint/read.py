@@ -21,12 +21,25 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from lockstep.checkpoint.manifest import METADATA, MODEL, Manifest, problems_of_files, raw_file, unreadable_error
+from lockstep.checkpoint.manifest import (
+    JSON_LIMIT,
+    METADATA,
+    METADATA_LIMIT,
+    MODEL,
+    Manifest,
+    count_of,
+    counts_of,
+    dtype_of,
+    parse_json,
+    problems_of_files,
+    raw_file,
+    text_of,
+    unreadable_error,
+)
 from lockstep.checkpoint.metadata import StoredPart, check_sizes, parse_metadata
 from lockstep.checkpoint.ranks import Ranks, narrow
 from lockstep.checkpoint.snapshot import TensorBlock
 from lockstep.checkpoint.storage import Location
-from lockstep.checkpoint.values import JSON_LIMIT, METADATA_LIMIT, count_of, counts_of, dtype_of, parse_json, text_of
 from lockstep.errors import UsageError
 from lockstep.torch_compat.checkpoint_format import read_items
 

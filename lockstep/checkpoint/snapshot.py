@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint.manifest import MODEL, ParameterInfo, checked_part
-from lockstep.checkpoint.values import GROUPS_KEY, dtype_name
+from lockstep.checkpoint.manifest import GROUPS_KEY, MODEL, ParameterInfo, checked_part, dtype_name
 from lockstep.errors import UsageError
 from lockstep.torch_compat.checkpoint_format import chunks_of
 

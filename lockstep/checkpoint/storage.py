@@ -23,6 +23,7 @@ from lockstep.errors import UsageError
 from lockstep.progress import Advance
 from lockstep.registry import require_methods
 
+MANIFEST = "manifest.json"  # files with a manifest are a checkpoint
 _STEP = re.compile(r"step-([0-9]{8,})")
 _CHUNK = 4 << 20  # bytes read at a time for a checksum
 

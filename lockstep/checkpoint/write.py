@@ -24,11 +24,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from lockstep.checkpoint.manifest import METADATA, raw_file
+from lockstep.checkpoint.manifest import METADATA, dtype_name, raw_file, tensor_bytes
 from lockstep.checkpoint.ranks import Ranks, TensorSource, gather_tensor, held_blocks, sources_of
 from lockstep.checkpoint.snapshot import CheckpointPlan, Description, Part, Staged, TensorBlock, global_plan, local_plan
 from lockstep.checkpoint.storage import ChecksumStream, FileInfo, Location
-from lockstep.checkpoint.values import dtype_name, tensor_bytes
 from lockstep.errors import RunError
 
 Format = Literal["sharded", "full", "local"]

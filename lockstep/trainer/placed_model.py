@@ -36,8 +36,7 @@ from lockstep.torch_compat import foreach
 from lockstep.trainer.caller_batches import MicroBatchAssigner
 from lockstep.trainer.evaluator import WINDOW, evaluate, evaluating, sample
 from lockstep.trainer.loss_check import LossCheck
-from lockstep.trainer.settings import PlacementSettings
-from lockstep.trainer.setup import loss_fn_of, with_settings
+from lockstep.trainer.setup import PlacementSettings, loss_fn_of, with_settings
 
 _SECTIONS = ("distributed", "precision")
 _OF_TRAINING = ("seed", "compile", "gradient_checkpointing", "gradient_checkpointing_every")

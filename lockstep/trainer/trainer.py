@@ -33,17 +33,15 @@ from lockstep.precision import LossScale, Precision, loss_scale_for, resolve_mod
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.run_lock import RunLock
 from lockstep.step import Step
-from lockstep.trainer import setup, start
+from lockstep.trainer import setup, whole_run
 from lockstep.trainer.caller_batches import StepWindow
 from lockstep.trainer.changes import require_same_epoch
 from lockstep.trainer.checkpointer import best_of, evaluations, find, resume
 from lockstep.trainer.evaluator import Evaluator, Metrics, evaluated, predicted, sample
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.run_state import Following, RunState
-from lockstep.trainer.settings import TrainerSettings
-from lockstep.trainer.setup import AfterUpdate, MakeOptimizer, MakeScheduler
+from lockstep.trainer.setup import AfterUpdate, MakeOptimizer, MakeScheduler, TrainerSettings
 from lockstep.trainer.whole_batch import WholeBatch, WholeBatchSteps
-from lockstep.trainer.whole_run import TakenSteps, WholeRun
 
 
 class Trainer:
@@ -126,9 +124,9 @@ class Trainer:
         self.heartbeat = own_heartbeat()
         hang = self.config.distributed.hang
         write_limits(hang.factor, hang.seconds, self.config.distributed.timeout_seconds)
-        start.dump_collectives_on_request(self.heartbeat.folder, self.cluster.facts.rank)
+        whole_run.dump_collectives_on_request(self.heartbeat.folder, self.cluster.facts.rank)
         self._start_lines: list[str] = []  # to log at the start
-        self.around_step: start.AroundStep = nullcontext
+        self.around_step: whole_run.AroundStep = nullcontext
         self.loss_check = LossCheck(self.placed, compiled=training.compile, coarse=self.mode != "fp32")
         if self.has_whole_batch_loss:
             self.loss_check.skip()
@@ -148,7 +146,7 @@ class Trainer:
             epochs: passes over the data; unset: the config's.
             metrics: computed by each evaluation, and recorded as `eval_NAME`; see `evaluate`.
         """
-        start.lock_run_directory(self)
+        whole_run.lock_run_directory(self)
         with ExitStack() as ending:
             if self.lock is not None:
                 ending.callback(self.lock.release)
@@ -157,12 +155,12 @@ class Trainer:
                 self._adopt_batch_size(train_data)
                 self.resume(self.config.checkpoint.resume)
             source, total = self._open_source(train_data, epochs)
-            self._start_lines += start.nothing_to_do(self, total, val_data)
+            self._start_lines += whole_run.nothing_to_do(self, total, val_data)
             if self._monitor is not None:
                 self._monitor.close()
-            monitor, self.around_step = start.open_monitor(self, total, self._start_lines)
+            monitor, self.around_step = whole_run.open_monitor(self, total, self._start_lines)
             self._monitor, self._start_lines = monitor, []
-            run = WholeRun(
+            run = whole_run.WholeRun(
                 self, monitor, Evaluator(self, val_data, metrics), lambda: self._open_source(train_data, epochs)[0],
                 lambda source: self._run(source, "train"),
             )  # fmt: skip
@@ -201,10 +199,10 @@ class Trainer:
                 "loop over epochs",
                 stacklevel=2,
             )
-        for line in start.idle_ranks(self) if self.is_main_process else ():
+        for line in whole_run.idle_ranks(self) if self.is_main_process else ():
             warnings.warn(line, stacklevel=2)
         try:
-            with start.explain_worker_deaths(source), start.shown(self, total, progress) as show:
+            with whole_run.explain_worker_deaths(source), whole_run.shown(self, total, progress) as show:
                 for record, _ in self._run(source, "steps"):
                     if record is not None:
                         show(record)
@@ -213,7 +211,7 @@ class Trainer:
         finally:
             source.close()
 
-    def _run(self, source: StepSource, name: str) -> TakenSteps:
+    def _run(self, source: StepSource, name: str) -> whole_run.TakenSteps:
         """Run the steps of a source; each counts as a call of the function `name`, which all ranks make together."""
         clock, beat, taken = self.step.clock, self.heartbeat.beat, iter(source)
         clock.enter("data")
@@ -395,7 +393,7 @@ class Trainer:
     @called_by_all_ranks
     def resume(self, how: str) -> checkpoint.CheckpointPath | None:
         """Resume from the run directory's newest whole checkpoint (`auto`), nowhere (`never`) or a path; return it."""
-        start.lock_run_directory(self)
+        whole_run.lock_run_directory(self)
         self._resumed_from, log_lines = resume(self, how)
         self._start_is_decided = True
         self._start_lines += log_lines

@@ -1,16 +1,208 @@
-"""Runs a training from its current step to its end: steps, logs, evaluations, checkpoints, rollbacks."""
+"""Runs a training from its current step to its end: first log lines, steps, evaluations, checkpoints, rollbacks."""
 
-from collections.abc import Callable, Iterator
+import atexit
+import os
+import platform
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from lockstep import accelerator, cores
 from lockstep.bad_numbers import Anomaly, BadNumbersError
-from lockstep.data import StepSource
-from lockstep.monitor import Monitor
+from lockstep.checkpoint import Ranks
+from lockstep.config import MonitorConfig
+from lockstep.data import StepLoader, StepSource
+from lockstep.heartbeat import DUMP
+from lockstep.monitor import Figures, Monitor, PhaseClock
+from lockstep.monitor.console import on_a_terminal
+from lockstep.monitor.figures import first_step_counted, gather_objects, peak_flops
 from lockstep.records import StepRecord
-from lockstep.trainer import start
+from lockstep.strategy import strategy_named
+from lockstep.torch_compat import flight_recorder
 from lockstep.trainer.checkpointer import Checkpointer
 from lockstep.trainer.evaluator import Evaluator
+
+if TYPE_CHECKING:
+    from lockstep.trainer.trainer import Trainer
+
+AroundStep = Callable[[], AbstractContextManager[None]]
+
+
+def lock_run_directory(trainer: "Trainer") -> None:
+    """Take the run directory's lock on rank 0, which holds it until `train` ends; all ranks call it."""
+    if trainer.lock is not None:
+        Ranks().broadcast("the run directory could not be locked", trainer.lock.acquire)
+
+
+def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]) -> tuple[Monitor, AroundStep]:
+    """Create the monitor of a run, observe its steps, and log how it starts; all ranks call it.
+
+    The context for each step, which is returned too, counts the operations of the first.
+    """
+    directory, config, training = trainer.run_directory, trainer.config.monitor, trainer.config.training
+    if directory is not None and trainer.is_main_process:
+        directory.create()
+        directory.config.write_text(trainer.config.to_yaml())
+    clock = PhaseClock(device=None if trainer.device.type == "cpu" else trainer.device)
+    figures = Figures(clock)
+    around_step: AroundStep = nullcontext
+    in_threads = strategy_named(trainer.layout.strategy).uses_threads
+    if not training.compile and not in_threads:  # operations are counted as they run, in this thread, in eager mode
+        around_step = first_step_counted(figures)
+        figures.recomputes = training.gradient_checkpointing != "none"
+    if trainer.is_main_process:
+        figures.peak, figures.peak_source = peak_flops(trainer.device, trainer.mode)
+    threads, device = torch.get_num_threads(), trainer.device
+    on = f"CPU, {threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else accelerator.name_of(device)
+    ranks = gather_objects({
+        "rank": trainer.cluster.facts.rank, "host": socket.gethostname(), "device": on, "process": os.getpid(),
+        "threads": threads, "cores": len(cores.allowed()),
+    })  # fmt: skip
+    start = trainer.step.progress.step
+    monitor = Monitor(
+        config, directory, is_main=trainer.is_main_process, total_steps=total, start_step=start, figures=figures,
+        hosts=[rank["host"] for rank in ranks],
+    )  # fmt: skip
+    lines = [*_lines(trainer, total), *log_lines]
+    monitor.say(*lines)
+    versions = {"lockstep": version("lockstep-train"), "torch": torch.__version__, "python": platform.python_version()}
+    versions |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    monitor.event(
+        "start", layout=str(trainer.layout), sizes=trainer.layout.sizes, world_size=trainer.layout.world_size,
+        lines=lines, ranks=ranks, step=start, total_steps=total, parameters=trainer.placed.num_parameters,
+        peak_flops=figures.peak, peak_source=figures.peak_source, versions=versions,
+    )  # fmt: skip
+    trainer.step.observe(clock, monitor.logs if config.gradient_norms else None)
+    return monitor, around_step
+
+
+@contextmanager
+def shown(trainer: "Trainer", total: int | None, progress: bool | None) -> Iterator[Callable[[StepRecord], None]]:
+    """Show the progress of steps that no monitor records; yield a function to call with each step's record."""
+    config = trainer.config.monitor
+    if not (progress or (progress is None and "console" in config.sinks and on_a_terminal())):
+        yield lambda _record: None
+        return
+    sink = "console" if progress else "lockstep.monitor.console:Bar"
+    monitor = Monitor(
+        MonitorConfig(sinks=[sink], log_steps=config.log_steps), None, is_main=trainer.is_main_process,
+        total_steps=total, start_step=trainer.step.progress.step,
+    )  # fmt: skip
+
+    def show(record: StepRecord) -> None:
+        monitor.counts_tokens = trainer.reads_tokens
+        monitor.on_step(record)
+
+    with closing(monitor):
+        yield show
+
+
+def nothing_to_do(trainer: "Trainer", total: int | None, val_data: Any) -> list[str]:
+    """Return log lines on what a run will not do: steps, if it is finished, and evaluations without validation data."""
+    training, following, step = trainer.config.training, trainer.state.following, trainer.step.progress.step
+    key = "eval_strategy" if training.eval_strategy == "epoch" else "eval_steps"
+    lines = []
+    if total is not None and step >= total:
+        lines.append(
+            f"nothing left to do: {step} steps are done, and the run has {total}. For more of them "
+            "raise training.max_steps or num_train_epochs; with checkpoint.resume=never it starts afresh "
+            "(in Python: epochs=…, max_steps=…, resume='never')"
+        )
+    elif following.stopped:
+        lines.append(f"nothing left to do: {following.why_stopped()}")
+    if val_data is None and key in training.model_fields_set and getattr(training, key) is not None:
+        lines.append(f"no validation data: training.{key} evaluates nothing")
+    return lines
+
+
+def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
+    """Return the log lines at the start: the strategy first, always by name."""
+    training, ranks = trainer.config.training, trainer.layout.data_parallel_size
+    total, warmup = trainer.global_batch_size, training.warmup_steps
+    micro_batches = total // training.batch_size
+    early = f"warning: the run ends after {last_step} steps, in the warm-up of {warmup}: training.warmup_steps"
+    precision = f"{trainer.mode} ({trainer.why_mode})" if trainer.why_mode else trainer.mode
+    return [
+        f"strategy {trainer.layout} on {trainer.cluster.facts.world_size} × {trainer.device.type}, {precision}, "
+        f"{trainer.placed.num_parameters:,} parameters",
+        f"global batch {total} = {micro_batches} micro-batch{'es' * (micro_batches != 1)} × {training.batch_size}, "
+        f"over {ranks} data-parallel rank{'s' * (ranks != 1)}; {trainer.rate_line}",
+        *(f"warning: {line}" for line in idle_ranks(trainer)),
+        *([early] if last_step is not None and warmup > last_step else []),
+        *([trainer.layout.notice] if trainer.layout.notice else []),
+        *trainer.placed.log_lines,
+    ]
+
+
+def idle_ranks(trainer: "Trainer") -> list[str]:
+    """Return a line if a step has fewer micro-batches than ranks."""
+    ranks, batch_size = trainer.layout.data_parallel_size, trainer.config.training.batch_size
+    micro_batches = trainer.global_batch_size // batch_size
+    idle = ranks - micro_batches
+    if idle <= 0:
+        return []
+    return [
+        f"a step has {micro_batches} micro-batch{'es' * (micro_batches != 1)} for {ranks} data-parallel ranks: {idle} "
+        f"of them compute{'s' * (idle == 1)} nothing that counts. Use {micro_batches} rank{'s' * (micro_batches != 1)}"
+        f", a smaller batch_size, or global_batch_size={ranks * batch_size}"
+    ]
+
+
+_LOOK_SECONDS = 0.5
+_answering: set[Path] = set()
+
+
+def dump_collectives_on_request(folder: Path | None, rank: int) -> None:
+    """Write `flight-RANK.json`, the last collectives, into the launcher's folder whenever the file `dump` is new.
+
+    A rank that hangs waits in a collective and runs no Python; a thread beside it does.
+    """
+    read = flight_recorder.read
+    if folder is None or read is None or folder in _answering:
+        return
+    _answering.add(folder)
+    ends = threading.Event()
+
+    def watch() -> None:
+        answered = 0.0
+        while not ends.wait(_LOOK_SECONDS) and folder.is_dir():
+            asked = 0.0
+            with suppress(OSError):
+                asked = (folder / DUMP).stat().st_mtime
+            if asked > answered:
+                beside = folder / f".flight-{rank}"
+                beside.write_bytes(read())
+                beside.rename(folder / f"flight-{rank}.json")
+                answered = asked
+
+    thread = threading.Thread(target=watch, name="flight", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        ends.set()
+        thread.join()
+
+    atexit.register(end)
+
+
+@contextmanager
+def explain_worker_deaths(source: StepSource) -> Iterator[None]:
+    """Add the samples being read to the error that torch raises when a data worker dies."""
+    try:
+        yield
+    except RuntimeError as error:
+        explained = source.explain(error) if isinstance(source, StepLoader) else None
+        if explained is None:
+            raise
+        raise explained from None
+
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -63,7 +255,7 @@ class WholeRun:
         if evaluator.was_stopped():
             self._evaluate(followed=evaluator.is_due(last_of_epoch=state.ended_epoch))
         begun = step.progress.step
-        with start.explain_worker_deaths(source):
+        with explain_worker_deaths(source):
             for record, last_of_epoch in () if step.stopping or following.stopped else self.take(source):
                 if trainer.lock is not None:
                     trainer.lock.check()
