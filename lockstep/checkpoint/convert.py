@@ -186,14 +186,11 @@ def _write_whole(target: Path, write: Callable[[BinaryIO], object]) -> Path:
 
 
 def import_weights(source: str | Path, output: Checkpoint, *, prefix: str = "") -> tuple[CheckpointPath, int, int]:
-    """Write the weights of another trainer as a checkpoint of step 0.
+    """Write the weights of another trainer as a checkpoint of step 0; return it, and how many it has and leaves out.
 
-    Args:
-        source: a file or a folder of a kind above. Pickles are read by torch's restricted unpickler.
-        prefix: the prefix to remove from names, such as `model.` of a LightningModule; names without it are left out.
-
-    Return the checkpoint, its number of tensors, and the number of those left out; raise a UsageError if there are no
-    weights at `source`, or none with that prefix, or they can't be read safely.
+    `source` is a file or a folder of a kind above; pickles are read by torch's restricted unpickler. `prefix`, such as
+    `model.` of a LightningModule, is removed from names, and those without it are left out. A UsageError is raised if
+    there are no weights at `source`, or none with that prefix, or they can't be read safely.
     """
     found, aliases = _read_weights(Path(source))
     _check(found, source)

@@ -31,12 +31,10 @@ def get_model(name: str) -> Callable[..., "nn.Module"]:
 
 
 def build_model(model_config: "ModelConfig", facts: Mapping[str, Any] | None = None) -> "nn.Module":
-    """Return the model that a config describes, on the active default device (which may be `meta`).
+    """Return the model that a config describes, on the active default device (which may be `meta`), or a UsageError.
 
     `facts` from the data (vocab_size, block_size, image_size, channels …) fill the constructor's arguments that
     `model.args` leaves unset; those that it does not take are ignored.
-
-    Raises UsageError: there is no such model, or it does not take an argument.
     """
     if model_config.name is None:
         raise UsageError("no model is named", where="model.name", fix=f"write {MODELS.names()}")
@@ -73,10 +71,7 @@ def _construct(
 
 
 def check_model(model_config: "ModelConfig") -> None:
-    """Check that a config's model exists and takes its arguments, without making it.
-
-    Raises UsageError: as `build_model` would, except for missing arguments that the data may fill in.
-    """
+    """Check that a config's model exists and takes its arguments, without making it; the data may fill in others."""
     if model_config.name is not None:
         _require_accepted(model_config.name, _constructor(model_config.name), model_config.args)
 

@@ -32,10 +32,7 @@ INIT_STD = 0.02
 
 
 class BDH(Decoder):
-    """The BDH language model: ids [B, T] → logits [B, T, V].
-
-    Raises UsageError: the number of neurons per head is not a whole, even number.
-    """
+    """The BDH language model: ids [B, T] → logits [B, T, V]."""
 
     def __init__(
         self, n_layer: int = 6, n_embd: int = 256, n_head: int = 4, mlp_multiplier: int = 128, dropout: float = 0.1,

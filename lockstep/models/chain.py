@@ -37,11 +37,9 @@ def run_segment(
     segment: nn.Module, values: tuple[Any, ...], keywords: Mapping[str, Any],
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
 ) -> Any:  # fmt: skip
-    """Call one segment with the previous one's result.
+    """Call one segment with the previous one's result; UsageError if it does not accept these arguments.
 
     `inputs` are the (positional, keyword) arguments of the whole model, for a segment with `takes_inputs`.
-
-    Raises UsageError: the segment does not accept these arguments.
     """
     if getattr(segment, "takes_inputs", False):
         keywords = {**keywords, "inputs": inputs}

@@ -82,7 +82,6 @@ class FreeTransformer(Decoder):
         return [*layers[: self.split_layer], ("latent", self.latent), *layers[self.split_layer :]]
 
     def tensor_plan(self) -> dict[str, str]:
-        """Return how the layers are cut; the latent's are, what it draws is whole on every rank."""
         return decoder_plan() | block_plan("latent")
 
     def forward(
@@ -91,10 +90,7 @@ class FreeTransformer(Decoder):
     ) -> Any:  # fmt: skip
         """Return the logits, and in mode "training" those of the latent.
 
-        Args:
-            ids, document_ids: int64 [B, T].
-            mode: "training" encodes the latent from the ids; "inference" draws it from a uniform prior over codes.
-            codes: in mode "inference" the latent of each position, int64 [B, T]; unset: drawn.
+        Mode "inference" takes the latent of each position from `codes`, int64 [B, T], or draws it from a uniform prior.
         """
         if mode == "training":
             return super().forward(ids, document_ids)
@@ -105,7 +101,6 @@ class FreeTransformer(Decoder):
         return run_segments(self, ids, keywords={"latent": {"codes": codes}})
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the sum over the valid targets of CE_t + beta · max(0, KL_t − kappa), in nats, float32."""
         terms = self.loss_terms(outputs, batch)
         return terms["cross_entropy"] + terms["penalty"]
 

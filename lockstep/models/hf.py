@@ -33,10 +33,7 @@ _AutoModel: Any = transformers.AutoModelForCausalLM
 
 
 def from_files(path: str, **overrides: Any) -> nn.Module:
-    """Return the model in a folder, with its weights if there are any; or of a config file, with random ones.
-
-    Raises UsageError: there is no config, it lacks an overridden key, or the weights do not fill the model.
-    """
+    """Return the model in a folder, with its weights if there are any; or of a config file, with random ones."""
     place = Path(path)
     file = place / "config.json" if place.is_dir() else place
     try:
@@ -57,10 +54,7 @@ def from_files(path: str, **overrides: Any) -> nn.Module:
 def from_type(
     model_type: str, *, vocab_size: int | None = None, block_size: int | None = None, **overrides: Any
 ) -> nn.Module:
-    """Return a model of the library's type `model_type`, with its default config, changes, and `block_size` positions.
-
-    Raises UsageError: there is no such type, or its config lacks an overridden key.
-    """
+    """Return a model of the library's type `model_type`: its default config, changes, and `block_size` positions."""
     if vocab_size is not None:
         overrides["vocab_size"] = vocab_size
     config = _config(model_type, {}, overrides)

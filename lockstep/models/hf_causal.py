@@ -68,7 +68,6 @@ class CausalModel(LanguageModel):
     _no_split_modules: Any
 
     def forward(self, ids: Tensor | None = None, **arguments: Any) -> Tensor:  # type: ignore[override]
-        """Return logits [B, T, V] for ids [B, T]; `arguments` are those of the library's forward pass."""
         arguments = {"input_ids": ids, "use_cache": False, **arguments}
         logits: Tensor = super(LanguageModel, self).forward(**arguments).logits
         return logits
@@ -94,7 +93,6 @@ class MixtureModel(CausalModel):
     def forward(  # type: ignore[override]
         self, ids: Tensor | None = None, targets: Tensor | None = None, **arguments: Any
     ) -> Any:  # fmt: skip
-        """Return the logits, and with targets the library's mean loss."""
         if targets is None:
             return super().forward(ids, **arguments)
         with LossCalls() as calls:
@@ -249,7 +247,6 @@ class GPT2(CutModel):
                 delattr(attention, name)
 
     def std_of(self, name: str) -> float:
-        """Return the standard deviation; output projections get a smaller one, by depth."""
         std = super().std_of(name)
         return std / (2 * self.config.num_hidden_layers) ** 0.5 if name.endswith("c_proj.weight") else std
 
@@ -297,8 +294,6 @@ def attend_through(model: nn.Module) -> dict[str, int]:
 
     The library calls the function that its public `AttentionInterface` has under the name in the config: ours hands
     queries, keys and values, as the layer rotated them, to the layer's `Attend`. Positions come from there, too.
-
-    Raises UsageError: the family's attention does more, or is not known.
     """
     config: Any = model.config
     problem = fix = ""

@@ -64,10 +64,7 @@ def decoder_segments(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
 
 
 def refuse_balanced_experts(model: nn.Module) -> None:
-    """Reject a loss that needs all layers of a model.
-
-    Raises UsageError: the model returns the choices of its routers, and adds a loss that balances them.
-    """
+    """Refuse a model that returns its routers' choices: the loss that balances them needs all layers of the model."""
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise UsageError(
             f"{type(model).__name__} balances its experts by a loss over all layers, which no stage of a pipeline has",
@@ -299,10 +296,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def refuse_attention_dropout(model: nn.Module) -> None:
-    """Refuse dropout within attention where heads are cut: the kernel draws, and would not draw what one process draws.
-
-    Raises UsageError: with what to write.
-    """
+    """Refuse dropout within attention where heads are cut: the kernel would not draw what one process draws."""
     config = getattr(model, "config", None)
     for name in ("attention_dropout", "attn_pdrop"):
         if getattr(config, name, 0.0):

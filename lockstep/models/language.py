@@ -29,7 +29,6 @@ class LanguageModel(nn.Module):
         return run_segments(self, ids) if document_ids is None else run_segments(self, ids, document_ids)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return the arguments of forward: the ids, int64 [B, T], and the numbers of documents, if there are any."""
         documents = batch.get(DOCUMENTS)
         return (batch["input_ids"],) if documents is None else (batch["input_ids"], documents)
 
@@ -62,7 +61,6 @@ class Decoder(LanguageModel):
         return [("embed", self.embed), *self.blocks(), ("head", self.head)]
 
     def context_plan(self) -> dict[str, int]:
-        """Return the dims of a batch along which its sequences lie."""
         return {"input_ids": 1, "targets": 1}
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
@@ -128,9 +126,6 @@ def generate(
         block_size: how many of the last tokens the model sees.
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: draw only among the k likeliest tokens.
-
-    Raises:
-        UsageError: the prompt is empty, or a setting is invalid.
     """
     if ids.numel() == 0:
         raise UsageError("nothing to continue: the prompt is empty", fix="give it at least one token")

@@ -85,7 +85,6 @@ class Mixture(Decoder):
         return [(name, module) for name, module in self.named_modules() if isinstance(module, Experts)]
 
     def tensor_plan(self) -> dict[str, str]:
-        """Return how attention, the shared experts and the vocabulary are cut, and that ranks share out the others."""
         shared = mlp_plan("layers.*.mlp.shared") if self.n_shared else {}
         return {
             "embed": "vocabulary", **attention_plan("layers.*.attention"), "layers.*.mlp.experts": "experts", **shared,
@@ -93,7 +92,6 @@ class Mixture(Decoder):
         }  # fmt: skip
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the sum over the valid targets of the cross entropy and the weighed terms, in nats, float32."""
         terms = self.loss_terms(outputs, batch)
         return terms["cross_entropy"] + terms["balance"] + terms["router_z"]
 

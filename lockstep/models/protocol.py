@@ -158,10 +158,7 @@ class Objective:
 
 
 def _outputs(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Any:
-    """Return the model's outputs.
-
-    Raises UsageError: it was given the whole batch, because `forward` names none of its keys, and can't use it.
-    """
+    """Return the model's outputs. UsageError: given the whole batch, since `forward` names no key, it failed."""
     try:
         return model(*args, **kwargs)
     except (TypeError, AttributeError) as error:
@@ -260,10 +257,7 @@ def pipeline_segments_of(model: nn.Module) -> list[tuple[str, nn.Module]] | None
 
 
 def require_segments(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the forward pass of `model` as a chain of modules.
-
-    Raises UsageError: the model does not define one; with what it may offer.
-    """
+    """Return the forward pass of `model` as a chain of modules; UsageError if it does not define one."""
     segments = pipeline_segments_of(model)
     if segments is None:
         refuse_balanced_experts(model)
@@ -276,10 +270,7 @@ def require_segments(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def num_samples(batch: Any) -> int:
-    """Return the size of the first dim of the first tensor in `batch`, at any depth.
-
-    Raises UsageError: there is no tensor.
-    """
+    """Return the size of the first dim of the first tensor in `batch`, at any depth; UsageError if there is none."""
     tensor = _first_tensor(batch)
     if tensor is None:
         what = f"a batch of type {type(batch).__name__} holds no tensor to count samples in"
@@ -346,7 +337,7 @@ _REQUIRED: Any = object()
 def targets_of(batch: Any, default: Any = _REQUIRED) -> Any:
     """Return the targets in a batch: the last member of a pair, or the member named targets, labels and so on.
 
-    Raises UsageError: there is none, and no `default` was given.
+    UsageError: there is none, and no `default` was given.
     """
     if isinstance(batch, Mapping):
         for key in _TARGET_KEYS:

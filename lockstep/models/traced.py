@@ -27,14 +27,11 @@ _SEEDED = torch.Tag.nondeterministic_seeded
 
 
 def trace(model: nn.Module, *example: Tensor) -> "Chain":
-    """Make a chain of a model with torch.export.
+    """Make a chain of a model with torch.export; UsageError if torch can't, or a block that draws runs twice.
 
-    Args:
-        model: on the CPU, with values; its parameters become the chain's, by the same names.
-        example: positional arguments of its forward pass; dim 0 of each is the micro-batch, of two samples or more.
-            The chain takes only these sizes of the other dims.
-
-    Raises UsageError: torch can't export it, it keeps running statistics, or a block that draws runs twice.
+    The model is on the CPU, with values; its parameters become the chain's, by the same names. `example`: positional
+    arguments of its forward pass; dim 0 of each is the micro-batch, of two samples or more. The chain takes only these
+    sizes of the other dims.
     """
     blocks = [name for name, _ in blocks_of(model)]
     if not blocks:
@@ -89,7 +86,6 @@ class Chain(nn.Module):
         return list(zip(self._names, self._pieces, strict=True))
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
-        """Return what pieces borrow: all parameters that they use."""
         return self._borrows
 
     def forward(self, *inputs: Any) -> Any:

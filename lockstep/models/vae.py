@@ -111,7 +111,6 @@ class GaussianLatent(nn.Module):
             _init(linear, inputs=2 * linear.in_features)  # no ReLU before it
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw z, and return the features for the decoder with mu and log_var."""
         flat = features.flatten(1)
         mu, log_var = self.mu(flat).float(), self.log_var(flat).float()
         z = mu + torch.randn_like(mu) * torch.exp(0.5 * log_var)

@@ -197,11 +197,8 @@ def apply_fsdp(
 ) -> list[str]:  # fmt: skip
     """Shard `model`, whole, real or on meta, over the axes `replicate` and `shard` of `mesh`; return lines to log.
 
-    Args:
-        reshard_after_forward: overrides what the sharding strategy says.
-        replicas_apart: the caller adds up the replicas' gradients; FSDP2 only shards.
-        foreign: parameters that stay as they are.
-        device_type: on which it will run; unset: the mesh's.
+    `reshard_after_forward` overrides what the sharding strategy says. `replicas_apart`: the caller adds up the
+    replicas' gradients; FSDP2 only shards. `foreign` parameters stay as they are.
     """
     # FSDP2 takes a 1-D mesh to shard, and for hybrids a 2-D one, whose first dim replicates.
     over = mesh["shard"] if replicas_apart or mesh["replicate"].size() == 1 else mesh["replicate", "shard"]

@@ -18,9 +18,7 @@ from lockstep.parallel.tensor_blocks import Cut, in_blocks
 def cut_token_losses(logits: Tensor, targets: Tensor, cut: Cut) -> Tensor:
     """Return the cross entropy of each target, in nats: float32 [B·T], 0 where the target does not count.
 
-    Args:
-        logits: this rank's part of the vocabulary, [B, T, V / ranks].
-        targets: int64 [B, T]; one outside of the vocabulary makes its loss nan.
+    `logits` are this rank's part of the vocabulary, [B, T, V / ranks]; a target outside of the vocabulary gives nan.
     """
     return _TokenLosses.apply(logits, targets.flatten(), cut)  # type: ignore[no-untyped-call,no-any-return]
 

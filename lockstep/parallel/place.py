@@ -46,9 +46,8 @@ def place(
 ) -> ParallelModel:  # fmt: skip
     """Place a model on this rank, by the strategy that the layout names; a UsageError if it can't be.
 
-    Args:
-        model: unwrapped; real, or on meta with `init_weights()`.
-        dry_run: the model has no values and gets none: for `lockstep plan`, under a fake process group.
+    The model is unwrapped; real, or on meta with `init_weights()`. In a `dry_run` it has no values and gets none: for
+    `lockstep plan`, under a fake process group.
     """
     strategy = strategy_named(layout.strategy)
     refuse_wrapped(model)

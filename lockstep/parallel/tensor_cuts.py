@@ -72,10 +72,8 @@ def apply_tensor(
 ) -> TensorCuts:  # fmt: skip
     """Cut the layers of a model in place, by its own plan; a UsageError if it has none, or a layer does not divide.
 
-    Args:
-        mesh: with the axis `tensor`; None: one rank, which computes in blocks.
-        within: how the sequences are cut, of which a rank has its part.
-        own_loss: the loss is the model's own method.
+    Without a `mesh` one rank computes in blocks. `within`: how the sequences are cut, of which a rank has its part;
+    `own_loss`: the loss is the model's own method.
     """
     distributed = config.distributed
     plan = checked_plan(model)

@@ -34,8 +34,7 @@ GET_LAYOUT = ("torch.serialization", "_get_layout")
 def chunks_of(tensor: DTensor) -> ChunkStorageMetadata:
     """Return the block of the whole tensor that this rank holds: offsets and sizes.
 
-    Raises:
-        UsageError: there is not one block: a pending reduction, or a placement that leaves several.
+    UsageError: there is not one block: a pending reduction, or a placement that leaves several.
     """
     try:
         chunks = cast(Sequence[ChunkStorageMetadata], tensor.__create_chunk_list__())  # type: ignore[no-untyped-call]

@@ -67,13 +67,9 @@ class OutputCache:
         mode.cache_enabled = False  # it would learn the same calls again
 
     def run(self, func: Any, args: Any, kwargs: Any, fact_of: Callable[[Any, Any, Any, Any], Any]) -> tuple[Any, Any]:
-        """Call an operator, or make the outputs of an equal call.
+        """Call an operator, or make the outputs of an equal call; return the outputs, and what `fact_of` says.
 
-        Args:
-            fact_of: (func, args, kwargs, outputs) → something that depends on shapes and on func.
-
-        Returns:
-            the outputs, and the fact.
+        `fact_of`: (func, args, kwargs, outputs) → something that depends on shapes and on func.
         """
         key, tensors = _call_of(func, args, kwargs)
         known = self._known.get(key) if key is not None else None

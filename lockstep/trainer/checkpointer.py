@@ -15,7 +15,6 @@ from lockstep.heartbeat import called_by_all_ranks
 from lockstep.monitor import Monitor
 from lockstep.records import RunDirectory, last_lines
 from lockstep.trainer.changes import apply_changed_options, compare, moved_schedule
-from lockstep.trainer.run_state import Loaded
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -135,9 +134,9 @@ class Checkpointer:
             monitor.say("there is no checkpoint yet to go back to")
             raise error
         found = find(trainer, "auto")
-        loaded = restore(trainer, found)
-        assert found is not None and loaded is not None, "there is one"  # noqa: PT018
-        step = loaded.step
+        assert found is not None, "there is one"
+        restore(trainer, found)
+        step = trainer.step.progress.step
         # The number of rollbacks to a step is limited: else a run could repeat them for ever.
         self._rollbacks = {step: self._rollbacks.get(step, 0) + 1}
         if self._rollbacks[step] > trainer.config.training.bad_numbers.patience:
@@ -158,33 +157,36 @@ def resume(trainer: "Trainer", how: str) -> tuple[checkpoint.CheckpointPath | No
     fresh = [dict(group) for group in trainer.optimizer.param_groups]
     rows = last_lines(trainer.run_directory.metrics, 50) if trainer.run_directory and trainer.is_main_process else []
     come_to = max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=0)
-    loaded = restore(trainer, found)
-    if found is None or loaded is None:
+    log_lines = restore(trainer, found)
+    if found is None:
         return None, []
+    step = trainer.step.progress.step
     if trainer.scales_rate:  # the config's own optimizer; a user's brings its options
         apply_changed_options(trainer.optimizer.param_groups, fresh, changed)
-    log_lines = [*loaded.log_lines, f"resumes after step {loaded.step}, from {found}"]
+    log_lines.append(f"resumes after step {step}, from {found}")
     if changed:
         log_lines.append(f"changed since that step: {', '.join(map(str, changed))}")
         if trainer.scales_rate and trainer.user_schedule is None:
             rate = trainer.optimizer.param_groups[0].get("initial_lr", trainer.config.training.learning_rate)
             per_epoch = checkpoint.read_state(found).get("steps_per_epoch") if trainer.is_main_process else None
-            log_lines += moved_schedule(trainer.config.training, changed, loaded.step, rate, per_epoch)
-    if come_to > loaded.step:
-        log_lines.append(f"the run had come to step {come_to}: what follows step {loaded.step} is trained again")
+            log_lines += moved_schedule(trainer.config.training, changed, step, rate, per_epoch)
+    if come_to > step:
+        log_lines.append(f"the run had come to step {come_to}: what follows step {step} is trained again")
     if trainer.run_directory is not None and trainer.is_main_process:
         seconds = time.perf_counter() - started
-        trainer.run_directory.append_event("resume", step=loaded.step, checkpoint=str(found), seconds=seconds)
+        trainer.run_directory.append_event("resume", step=step, checkpoint=str(found), seconds=seconds)
     return found, log_lines
 
 
-def restore(trainer: "Trainer", found: checkpoint.CheckpointPath | None) -> Loaded | None:
+def restore(trainer: "Trainer", found: checkpoint.CheckpointPath | None) -> list[str]:
     """Bring the run's state, and its run directory, to a checkpoint, or to the start; every rank calls it.
 
-    Metrics of later steps are dropped, and later checkpoints set aside: these steps will be written again.
+    Metrics of later steps are dropped, and later checkpoints set aside: they will be written again. Returns lines to log.
     """
-    loaded = trainer.state.load(found) if found is not None else None
-    step = loaded.step if loaded is not None else 0
+    step, log_lines = 0, list[str]()
+    if found is not None:
+        _, log_lines = trainer.state.load(found)
+        step = trainer.step.progress.step
     directory = trainer.run_directory
     if directory is not None and trainer.is_main_process:
         directory.drop_after(step)
@@ -192,7 +194,7 @@ def restore(trainer: "Trainer", found: checkpoint.CheckpointPath | None) -> Load
             directory.append_event("set_aside", step=step, checkpoint=path.name)
     if trainer.layout.world_size > 1:
         collectives.barrier()  # no rank reads the folder before it is in order
-    return loaded
+    return log_lines
 
 
 def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:

@@ -162,8 +162,7 @@ def evaluate(
 ) -> float:  # fmt: skip
     """Return the mean loss over an epoch, in windows of at most `WINDOW` micro-batches, or over its first `limit` ones.
 
-    Raises:
-        EvaluationStoppedError: some rank was `asked` to stop; on every rank, after the same window.
+    EvaluationStoppedError: some rank was `asked` to stop; on every rank, after the same window.
     """
     loss_sum: Number = 0.0
     count: Number = 0.0

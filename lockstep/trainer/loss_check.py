@@ -67,10 +67,8 @@ class LossCheck:
     def before_step(self, micro_batches: Sequence[MicroBatch], micro_batches_per_step: int, step: int) -> None:
         """Check the loss with this rank's micro-batches of the step that follows, if it is due.
 
-        Rank 0 warns if it does not add up, with the line to write.
-
-        Raises:
-            UsageError: a Hugging Face model's loss does not add up, or its divisor is unknown.
+        Rank 0 warns if it does not add up, with the line to write; a UsageError for a Hugging Face model, also where
+        its divisor is unknown.
         """
         placed = self._placed
         models = placed.local_training.total if placed.local_training is not None else 1

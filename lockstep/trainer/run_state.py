@@ -23,15 +23,6 @@ _UNKNOWN_TO_A_LOOP = {  # a loop over `lockstep.place` saves only its step and m
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A checkpoint's contents besides the state that was loaded."""
-
-    step: int  # the last one before it
-    metadata: dict[str, Any]  # the caller's
-    log_lines: list[str]
-
-
 def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
     """Return whether `value` is better than `best` by more than `min_delta`; None is worse than any number."""
     if not math.isfinite(value):
@@ -97,14 +88,6 @@ class RunState:
     following: Following = field(default_factory=Following)
     keep_best: tuple[str | None, str] = (None, "min")  # metric by which the best checkpoint is kept; min or max
     best_is_new: bool = False  # the newest evaluation was the best by it
-
-    def set_steps_per_epoch(self, steps_per_epoch: int | None) -> None:
-        """Keep the length of the run's data."""
-        self.steps_per_epoch = steps_per_epoch
-
-    def keep_position(self, source: dict[str, Any], *, ended_epoch: bool) -> None:
-        """Keep the position in the data after a step."""
-        self.source, self.ended_epoch = source, ended_epoch
 
     def record_step(self, record: StepRecord) -> None:
         """Keep the metrics of a step."""
@@ -177,8 +160,8 @@ class RunState:
             snapshot.optimizers[OPTIMIZER], snapshot.groups[OPTIMIZER] = self._optimizer_state()
         return snapshot
 
-    def load(self, path: checkpoint.Checkpoint) -> Loaded:
-        """Load a checkpoint of any topology."""
+    def load(self, path: checkpoint.Checkpoint) -> tuple[dict[str, Any], list[str]]:
+        """Load a checkpoint of any topology; return the caller's metadata in it, and lines to log."""
         state, log_lines = self._fill(path), []
         if "updates" not in state:
             state = {**_UNKNOWN_TO_A_LOOP, "updates": state["step"], **state}
@@ -186,7 +169,7 @@ class RunState:
                 f"{path} is of a loop over lockstep.place: data go on as after {state['step']} steps of this trainer"
             )
         self.load_state_dict(state)
-        return Loaded(self.step.progress.step, state["metadata"], log_lines)
+        return state["metadata"], log_lines
 
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the optimizer's state, or that of each worker's model under its own names."""

@@ -238,7 +238,7 @@ class Trainer:
             self.loss_check.before_step(batches.mine, batches.num_micro_batches, batches.step)
         with self.around_step():
             record = self.step.run(batches.mine, batches.num_micro_batches, batches.samples, epoch=batches.epoch)
-        self.state.keep_position(source.state_dict(), ended_epoch=batches.last_of_epoch)
+        self.state.source, self.state.ended_epoch = source.state_dict(), batches.last_of_epoch
         self.last_record = record
         return record
 
@@ -250,7 +250,7 @@ class Trainer:
             data, self.config, self.placed, epochs=epochs, global_batch_size=self.global_batch_size,
             start_step=self.step.progress.step, position=self.state.source,
         )  # fmt: skip
-        self.state.set_steps_per_epoch(source.steps_per_epoch)
+        self.state.steps_per_epoch = source.steps_per_epoch
         if self._resumed_from is not None and not self.config.checkpoint.allow_changes:
             found, self._resumed_from = self._resumed_from, None
             require_same_epoch(source, self.global_batch_size, found)
@@ -386,9 +386,9 @@ class Trainer:
             what = f"there is no checkpoint in {path}"
             raise UsageError(what, fix="give a checkpoint, a run directory or its folder checkpoints/")
         self._start_is_decided = True
-        loaded = self.state.load(found)
-        self._start_lines += loaded.log_lines
-        return loaded.step, loaded.metadata
+        metadata, log_lines = self.state.load(found)
+        self._start_lines += log_lines
+        return self.step.progress.step, metadata
 
     @called_by_all_ranks
     def resume(self, how: str) -> checkpoint.CheckpointPath | None:

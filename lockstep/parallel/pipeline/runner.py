@@ -49,7 +49,6 @@ class Runner:
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
     ) -> None:
-        """Run a step (`lockstep.parallel.micro_step.ForwardBackward`)."""
         runs = cut_into_runs(micro_batches, self.per_run, self.padded)
         self._accumulator, self._factor = accumulator, factor
         agreement = self._learn_shapes(micro_batches)
@@ -129,7 +128,6 @@ class Runner:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator) -> None:
-        """Run forward passes only (`lockstep.parallel.micro_step.Evaluate`)."""
 
         def enter(outputs: Any) -> None:
             micro_batch = self._micro_batch

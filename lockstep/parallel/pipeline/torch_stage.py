@@ -134,11 +134,8 @@ At = Callable[[int, int], AbstractContextManager[None]]  # (stage, place in the 
 class Stage(PipelineStage):
     """One stage of a pipeline, as torch's schedules call it.
 
-    Args:
-        part: the stage's module: tensors in, a tuple of tensors out; the last stage returns its loss.
-        trees: take the gradients of each micro-batch; None: they add up.
-        halves: compute the gradients of weights apart from those of inputs, when a schedule wants them apart; else
-            they come together, with the first.
+    `part`: tensors in, a tuple of tensors out; the last stage returns its loss. `halves`: compute the gradients of
+    weights apart from those of inputs, when a schedule wants them apart; else they come together, with the first.
     """
 
     def __init__(

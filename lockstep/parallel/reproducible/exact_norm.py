@@ -28,9 +28,7 @@ def exact_norm(
 ) -> Tensor:
     """Return the 2-norm over all gradients of all shards and stages, 0-dim float32, the same bits on any layout.
 
-    Args:
-        gradients: this rank's; float32 or narrower.
-        elements: in all gradients of all ranks, or an upper bound that does not depend on the layout.
+    This rank's `gradients` are float32 or narrower; `elements`: in all gradients of all ranks, or an upper bound.
     """
     gradients = [gradient for gradient in gradients if gradient.numel()]  # a shard may be empty
     largest = _largest(gradients, device).nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum may lose a nan

@@ -273,7 +273,6 @@ class TreeAllReduce:
         self._scatters.clear()
 
     def finish(self, out: Tensor) -> None:
-        """Write the sum to `out`, flat."""
         for (work, gathered, _), part in zip(self._gathers, torch.split(out, self._size), strict=True):
             work.wait()
             part.copy_(gathered[: part.numel()])
