@@ -16,8 +16,6 @@ from lockstep.errors import RunError
 
 _log = logging.getLogger(__name__)
 
-OnDamaged = Callable[[CheckpointPath, str], None]
-
 
 def _warn(path: CheckpointPath, reason: str) -> None:
     _log.warning("passing over %s: %s", path, reason)
@@ -34,29 +32,24 @@ def _checkpoints(directory: Directory) -> list[Location]:
     return [Location(storage, name) for _, name in found]
 
 
-def newest(directory: Directory, *, thorough: bool = False, on_damaged: OnDamaged = _warn) -> CheckpointPath | None:
+def newest(directory: Directory, *, thorough: bool = False) -> CheckpointPath | None:
     """Return the newest whole checkpoint, or None if there are no checkpoints; without collectives.
 
-    With `thorough`, the checksums of all files are compared; else that of the manifest, and all sizes. `on_damaged` is
-    called with each newer checkpoint that is passed over. If none is whole, a RunError leaves the decision to a person.
+    With `thorough`, the checksums of all files are compared; else that of the manifest, and all sizes. A warning names
+    each newer one that is passed over. If none is whole, a RunError leaves the decision to a person.
     """
-    found = _choose(directory, lambda checkpoint: _damage(checkpoint, thorough=thorough), on_damaged)
+    found = _choose(directory, lambda checkpoint: _damage(checkpoint, thorough=thorough), set())
     return None if found is None else found.path
 
 
-def resume_point(directory: Directory, *, on_damaged: OnDamaged = _warn) -> CheckpointPath | None:
-    """Return the newest checkpoint with correct checksums; every rank reads a share, rank 0 calls `on_damaged`."""
+def resume_point(directory: Directory) -> CheckpointPath | None:
+    """Return the newest checkpoint with correct checksums; every rank reads a share, and rank 0 warns."""
     ranks, storage = Ranks(), storage_at(directory)
     damaged: dict[str, str] = {}
-    reported: set[str] = set()
-
-    def report(path: CheckpointPath, reason: str) -> None:
-        if path.name not in reported:
-            reported.add(path.name)
-            on_damaged(path, reason)
+    warned: set[str] = set()
 
     def choose() -> str | None:
-        found = _choose(storage, lambda it: damaged.get(it.name) or _damage(it, thorough=False), report)
+        found = _choose(storage, lambda it: damaged.get(it.name) or _damage(it, thorough=False), warned)
         return None if found is None else found.name
 
     while (name := ranks.broadcast(f"no checkpoint in {storage} could be chosen", choose)) is not None:
@@ -69,13 +62,16 @@ def resume_point(directory: Directory, *, on_damaged: OnDamaged = _warn) -> Chec
     return None
 
 
-def _choose(directory: Directory, damage: Callable[[Location], str | None], on_damaged: OnDamaged) -> Location | None:
+def _choose(directory: Directory, damage: Callable[[Location], str | None], warned: set[str]) -> Location | None:
+    """Return the newest checkpoint without damage; warn of each one before it whose name is not among the `warned`."""
     reasons = []
     for checkpoint in reversed(_checkpoints(directory)):
         reason = damage(checkpoint)
         if reason is None:
             return checkpoint
-        on_damaged(checkpoint.path, reason)
+        if checkpoint.name not in warned:
+            warned.add(checkpoint.name)
+            _warn(checkpoint.path, reason)
         reasons.append(f"{checkpoint.name}: {reason}")
     if reasons:
         what = f"none of the {len(reasons)} checkpoints in {directory} is whole"
@@ -93,13 +89,11 @@ def _damage(checkpoint: Location, *, thorough: bool) -> str | None:
     return "; ".join(problems[:4]) or None
 
 
-def rotate(
-    directory: Directory, keep: int | None, protect: Iterable[Checkpoint] = (), *, on_damaged: OnDamaged = _warn
-) -> list[CheckpointPath]:
+def rotate(directory: Directory, keep: int | None, protect: Iterable[Checkpoint] = ()) -> list[CheckpointPath]:
     """Delete all but the newest `keep` whole checkpoints, once the newest is verified, and drafts of dead writers.
 
     One process calls it; it returns what it deleted. A damaged checkpoint neither counts nor is deleted, and those to
-    `protect` stay. If the newest is damaged, `on_damaged` is called, and nothing is deleted.
+    `protect` stay. If the newest is damaged, a warning says so, and nothing is deleted.
     """
     assert keep is None or keep >= 1, "the only checkpoint is never deleted"
     storage = storage_at(directory)
@@ -112,7 +106,7 @@ def rotate(
     if not surplus:
         return []
     if (reason := _damage(whole[0], thorough=True)) is not None:
-        on_damaged(whole[0].path, reason)
+        _warn(whole[0].path, reason)
         return []
     for checkpoint in reversed(surplus):  # the oldest first
         storage.delete(checkpoint.name)

@@ -144,30 +144,26 @@ def _samples(call: Mapping[str, Any]) -> Mean:
     return Mean(size, size, of_elements=True)
 
 
+_ELEMENTWISE = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "poisson_nll_loss",
+    "binary_cross_entropy_with_logits", "soft_margin_loss",
+)  # fmt: skip
 _READERS: dict[str, Callable[[Mapping[str, Any]], Mean]] = {
     "cross_entropy": _targets,
     "nll_loss": _targets,
     "ctc_loss": _samples,
-    **dict.fromkeys(
-        ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "poisson_nll_loss",
-         "binary_cross_entropy_with_logits", "soft_margin_loss"),
-        _elements,
-    ),
-}  # fmt: skip
+    **dict.fromkeys(_ELEMENTWISE, _elements),
+}
 
 _look_up = operator.itemgetter(*_READERS)
 _NOTING = {name: _noting(name) for name in _READERS}
 _innermost: LossCalls | None = None  # the active one
 
 _NAMES = {  # operator → the equivalent function
-    **{
-        getattr(torch.ops.aten, name): name
-        for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "ctc_loss", "soft_margin_loss",
-                     "poisson_nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
-    },
+    **{getattr(torch.ops.aten, name): name for name in (*_ELEMENTWISE, "ctc_loss")},
     torch.ops.aten.cross_entropy_loss: "cross_entropy",
     torch.ops.aten.nll_loss_nd: "nll_loss",
-}  # fmt: skip
+}
 _MEAN = 1  # value of an operator's `reduction`
 
 

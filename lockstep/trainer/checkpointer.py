@@ -181,7 +181,7 @@ def resume(trainer: "Trainer", how: str) -> tuple[checkpoint.CheckpointPath | No
 def restore(trainer: "Trainer", found: checkpoint.CheckpointPath | None) -> list[str]:
     """Bring the run's state, and its run directory, to a checkpoint, or to the start; every rank calls it.
 
-    Metrics of later steps are dropped, and later checkpoints set aside: they will be written again. Returns lines to log.
+    Metrics of later steps are dropped, and later checkpoints set aside: they are written again. Returns lines to log.
     """
     step, log_lines = 0, list[str]()
     if found is not None:

@@ -21,8 +21,7 @@ from lockstep.parallel.micro_step import Explain, explained
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
 from lockstep.parallel.pipeline import stage_parameters
 from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, splits_backward
-from lockstep.parallel.pipeline.relay import Relay, Shapes
-from lockstep.parallel.pipeline.runner import Runner
+from lockstep.parallel.pipeline.runner import Relay, Runner, Shapes
 from lockstep.parallel.pipeline.schedules import run_of
 from lockstep.parallel.pipeline.stage_module import CurrentMicroBatch, StageModule, shard_stages, stage_module_of
 from lockstep.parallel.pipeline.torch_stage import Stage

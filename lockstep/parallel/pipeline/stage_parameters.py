@@ -44,7 +44,6 @@ class Survey:
     buffers: dict[str, list[Registration]]
     users: dict[str, list[str]]  # parameter name → names of the segments that use it, in order
     lent: dict[str, dict[str, str]]  # segment name → {keyword: parameter name}
-    sizes: dict[str, int]  # parameter name → number of elements
     persistent: set[str]  # names of the buffers that checkpoints keep
 
     def costs(self, names: Sequence[str]) -> list[float]:
@@ -52,7 +51,7 @@ class Survey:
         costs = dict.fromkeys(names, 0.0)
         for parameter, users in self.users.items():
             for user in users:
-                costs[user] += self.sizes[parameter]
+                costs[user] += self.parameters[parameter][0].tensor().numel()
         return [costs[name] for name in names]
 
 
@@ -71,9 +70,8 @@ def survey(model: nn.Module, segments: Segments) -> Survey:
         for name in used:
             users[name].append(segment)
     buffers = {id(buffer): name for name, buffer in model.named_buffers()}
-    sizes = {name: registrations[0].tensor().numel() for name, registrations in parameters.items()}
     persistent = set(model.state_dict(keep_vars=True)) & set(buffers.values())
-    return Survey(parameters, _registrations(model, buffers), users, lent, sizes, persistent)
+    return Survey(parameters, _registrations(model, buffers), users, lent, persistent)
 
 
 def _registrations(model: nn.Module, names: Mapping[int, str]) -> dict[str, list[Registration]]:
