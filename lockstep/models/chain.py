@@ -6,9 +6,8 @@ place. A parameter that several segments use has one owner, and the others borro
 
     {segment name: {keyword of that segment's forward: canonical name of the parameter}}
 
-A borrower gets the tensor at each call, looked up through its owner at that moment. So FSDP2, which replaces an owner's
-parameters around its forward pass, needs no special case; a stage of a pipeline needs exactly the parameters that its
-segments name; and code that needs the gradient of each *use* passes each segment a leaf of its own.
+A borrower gets the tensor at each call, looked up through its owner at that moment: FSDP2 replaces an owner's
+parameters around its forward pass.
 """
 
 import inspect

@@ -7,8 +7,7 @@ in its config adds a balance term: there the library's own loss is used, with ta
 computed per micro-batch, and a step weighs it like the mean losses; in evaluation the loss is without it.
 
 The Llama and GPT-2 families are also divided into segments, each a module of the model under its own name (`chain`).
-Inside, each Llama layer computes the angles of its rotary positions itself, from a buffer `inv_freq` that is not saved;
-GPT-2's `wpe` alone adds positions to its input; a tied head borrows the embedding's weight (`lockstep.models.chain`).
+A tied head borrows the embedding's weight (`lockstep.models.chain`).
 """
 
 import functools

@@ -14,8 +14,7 @@ from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, rarely_exchanged_step
 from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout, layout_of_sizes
-from lockstep.parallel.comm.quantized_allreduce import LARGEST, QuantizedAllReduce, bytes_each
-from lockstep.parallel.local_workers import LocalWorkers
+from lockstep.parallel.local_workers import LARGEST, LocalWorkers, QuantizedAllReduce, bytes_each
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order
 from lockstep.strategy import Strategy, given_sizes

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.config import Config, check, config_from
 from lockstep.errors import UsageError
-from lockstep.parallel.comm.quantized_allreduce import BLOCK, QuantizedAllReduce, bytes_each, decode, encode
+from lockstep.parallel.local_workers import BLOCK, QuantizedAllReduce, bytes_each, decode, encode
 from lockstep.strategy import resolve
 from lockstep.trainer import Trainer
 from tests.hosts import can_make_hosts, hosts, require_root

@@ -1,4 +1,4 @@
-"""Messages between ranks: FSDP2 over gloo, compressed gradients, and all-reduces in few bits."""
+"""Messages between ranks: FSDP2 over gloo, and compressed gradients."""
 
 from typing import Any
 
