@@ -194,7 +194,10 @@ def _reported(mine: _Report, placed: ParallelModel) -> list[_Report]:
     table[dist.get_rank()] = torch.tensor(mine, dtype=torch.float64)
     table = table.to(object_device(placed.random_state.device))
     dist.all_reduce(table)
-    return [_Report._make([*map(int, numbers), targets]) for *numbers, targets in table.tolist()]
+    return [
+        _Report(int(step), int(call), int(dp_rank), int(batches), int(has_batch), targets)
+        for step, call, dp_rank, batches, has_batch, targets in table.tolist()
+    ]
 
 
 def _require_agreement(rows: Sequence[_Report]) -> None:

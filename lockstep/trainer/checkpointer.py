@@ -1,20 +1,29 @@
-"""Decides when a run is saved, which checkpoints are kept, where it resumes, and where it rolls back to."""
+"""Decides when a run is saved, which checkpoints are kept, where it resumes, and where it rolls back to.
 
+A run that resumes with other samples or another model is another training; a learning rate or a number of steps may be
+changed on purpose. So its settings are compared with those of the checkpoint.
+"""
+
+import json
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint, collectives
 from lockstep.bad_numbers import BadNumbersError
-from lockstep.config import CheckpointConfig
+from lockstep.config import CheckpointConfig, Config, TrainingConfig
+from lockstep.config.tree import Origin, parse
+from lockstep.data import StepSource
 from lockstep.errors import RunError, UsageError
 from lockstep.heartbeat import called_by_all_ranks
 from lockstep.monitor import Monitor
+from lockstep.monitor.figures import gather_objects
+from lockstep.optim import Schedule
 from lockstep.records import RunDirectory, last_lines
-from lockstep.trainer.changes import apply_changed_options, compare, moved_schedule
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -252,3 +261,131 @@ def best_of(
         if math.isfinite(value):
             known.append((sign * value, path))
     return min(reversed(known), key=lambda pair: pair[0])[1] if known else None
+
+
+_COMPARED = ("model.", "loss_fn", "data.", "training.", "precision.", "distributed.reproducible")
+_HOW_DATA_ARE_READ = ("data.num_workers", "data.prefetch_factor", "data.pin_memory", "data.persistent_workers")
+_ANOTHER_TRAINING = ("model.", "data.", "training.seed")
+_SIZES = ("training.batch_size", "training.gradient_accumulation_steps", "training.global_batch_size")
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key with another value."""
+
+    key: str
+    before: Any
+    now: Any
+    another_training: bool
+
+    def __str__(self) -> str:
+        before, now = (json.dumps(value, ensure_ascii=False, default=str) for value in (self.before, self.now))
+        return f"{self.key} {before} → {now}"
+
+
+def compare(config: Config, global_batch_size: int, found: checkpoint.CheckpointPath, *, is_main: bool) -> list[Change]:
+    """Return the keys whose values differ from a checkpoint's, which rank 0 reads; all ranks call it.
+
+    A UsageError is raised if the run would become another training, and the config does not allow it.
+    """
+    mine = list(_changes(config, global_batch_size, found)) if is_main else []
+    changes: list[Change] = gather_objects(mine)[0]
+    broken = [change for change in changes if change.another_training]
+    if broken and not config.checkpoint.allow_changes:
+        raise another_training(", ".join(map(str, broken)), found)
+    return changes
+
+
+def require_same_epoch(source: StepSource, global_batch_size: int, found: checkpoint.CheckpointPath) -> None:
+    """Reject data of another length than the checkpoint's run had: their order differs too."""
+    saved, now = checkpoint.read_state(found), source.steps_per_epoch
+    before = saved.get("steps_per_epoch")
+    if before is None or now is None or saved.get("global_batch_size") != global_batch_size:
+        return
+    if before != now:
+        source.close()
+        raise another_training(f"an epoch of the data had {before} steps, and has {now} now", found)
+
+
+def another_training(what: str, found: checkpoint.CheckpointPath) -> UsageError:
+    """Return the error for resuming from a checkpoint of another training."""
+    why = "samples, their order, random numbers and the model follow from the config and the step number, so this "
+    why += "would be another training from here on"
+    fix = "give the former value back; or start afresh with --resume never (in Python: resume='never'); or go on "
+    fix += "all the same with --allow-changes (in Python: allow_changes=True)"
+    return UsageError(f"the run would not go on as it began: {what}", where=f"resuming from {found}", why=why, fix=fix)
+
+
+def _changes(config: Config, global_batch_size: int, found: checkpoint.CheckpointPath) -> Iterator[Change]:
+    before = _flat(parse(checkpoint.config_text(found), lambda line: Origin(str(found), line + 1)).plain())
+    now = _flat(config.to_dict())
+    training = config.training
+    whole = checkpoint.read_state(found).get("global_batch_size")
+    open_yet = config.model.name is None and "batch_size" not in training.model_fields_set
+    sizes_differ = any(_differs(before, now, key) for key in _SIZES) and not open_yet
+    grows = whole is not None and whole != global_batch_size and not open_yet
+    # Objects that are passed in Python cannot be compared by name.
+    objects = [part for part in ("model", "data") if None in (before.get(f"{part}.name"), now.get(f"{part}.name"))]
+    handed_over = tuple(f"{part}.{key}" for part in objects for key in ("name", "args"))
+    for key in sorted({*before, *now}):
+        if _differs(before, now, key) and not (open_yet and key in _SIZES) and not key.startswith(handed_over):
+            another = key.startswith(_ANOTHER_TRAINING) or (key in _SIZES and grows)
+            yield Change(key, before.get(key), now.get(key), another)
+    if grows and not sizes_differ:  # no key was changed, but the number of ranks, as after the loss of a machine
+        key = "the global batch (it follows the ranks: set global_batch_size)"
+        yield Change(key, whole, global_batch_size, another_training=False)
+
+
+def _differs(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
+    """Return whether a relevant key has another value; a key that the saving version lacks has not changed."""
+    if not key.startswith(_COMPARED) or key in _HOW_DATA_ARE_READ:
+        return False
+    free = key.startswith(("model.args.", "data.args.", "training.optimizer_args.", "loss_fn"))
+    if not free and (key not in before or key not in now):
+        return False
+    return bool(before.get(key, _ABSENT) != now.get(key, _ABSENT))
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree} if prefix else {}
+    return {k: v for key, child in tree.items() for k, v in _flat(child, f"{prefix}.{key}" if prefix else key).items()}
+
+
+_SCHEDULE = ("max_steps", "num_train_epochs", "lr_schedule", "warmup_steps", "min_lr_ratio", "wsd_decay_ratio")
+
+
+def moved_schedule(
+    training: TrainingConfig, changes: list[Change], updates: int, rate: float, steps_per_epoch: int | None
+) -> list[str]:
+    """Return a line on the next learning rate, if changes move it: a cosine depends on the number of steps."""
+    before = {change.key.removeprefix("training."): change.before for change in changes}
+    earlier = training.model_copy(update={key: before[key] for key in _SCHEDULE if key in before})
+    rates, described = [], []
+    for config in (training, earlier):
+        total = config.max_steps or (config.num_train_epochs or 1) * (steps_per_epoch or 0)
+        if total == 0:
+            return []
+        kind, warmup = config.lr_schedule, config.warmup_steps
+        schedule = Schedule(kind, total, warmup, config.min_lr_ratio, config.wsd_decay_ratio)
+        rates.append(f"{rate * schedule.factor(updates):.3g}")
+        described.append(f"{kind} over {total} steps" + (f", {warmup} of them warm-up" if warmup else ""))
+    if rates[0] == rates[1]:
+        return []
+    return [
+        f"the learning rate follows another curve from here on ({described[0]}; before: {described[1]}): step "
+        f"{updates + 1} takes {rates[0]} in place of {rates[1]}"
+    ]
+
+
+def apply_changed_options(groups: list[dict[str, Any]], fresh: list[dict[str, Any]], changes: list[Change]) -> None:
+    """Set changed options of the config's optimizer in `groups`, which a checkpoint filled, to their `fresh` values."""
+    keys = {change.key for change in changes}
+    names = [key.removeprefix("training.optimizer_args.") for key in keys if key.startswith("training.optimizer_args.")]
+    if keys & {"training.learning_rate", "training.lr_scaling", "training.base_batch_size"}:
+        names += ["lr", "initial_lr"]
+    if "training.weight_decay" in keys:
+        names.append("weight_decay")
+    for group, new in zip(groups, fresh, strict=True):
+        group.update({name: new[name] for name in names if name in new})

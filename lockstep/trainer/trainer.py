@@ -35,8 +35,7 @@ from lockstep.run_lock import RunLock
 from lockstep.step import Step
 from lockstep.trainer import setup, whole_run
 from lockstep.trainer.caller_batches import StepWindow
-from lockstep.trainer.changes import require_same_epoch
-from lockstep.trainer.checkpointer import best_of, evaluations, find, resume
+from lockstep.trainer.checkpointer import best_of, evaluations, find, require_same_epoch, resume
 from lockstep.trainer.evaluator import Evaluator, Metrics, evaluated, predicted, sample
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.run_state import Following, RunState
