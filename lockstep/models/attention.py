@@ -44,9 +44,7 @@ class Attend(nn.Module):
             same = same_document(documents, first, q.shape[2], k.shape[2]).unsqueeze(1)
             mask = same if mask is None else same & mask
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=self.causal and mask is None, enable_gqa=grouped
-        )  # fmt: skip
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal and mask is None, enable_gqa=grouped)
 
 
 def positions_within(documents: Tensor) -> Tensor:

@@ -68,12 +68,10 @@ def _config(model_type: str, described: Mapping[str, Any], overrides: Mapping[st
     known = list(transformers.CONFIG_MAPPING.keys())
     if model_type not in known:
         near = difflib.get_close_matches(model_type, known, n=1)
-        raise UsageError(
-            f"{model_type!r} is neither a folder, nor a config file, nor a model type of transformers"
-            + (f"; did you mean hf:{near[0]}?" if near else ""),
-            where="model.name",
-            fix="write hf:llama, hf:gpt2 …, or the path of a folder (nothing is downloaded)",
-        )
+        what = f"{model_type!r} is neither a folder, nor a config file, nor a model type of transformers"
+        what += f"; did you mean hf:{near[0]}?" if near else ""
+        fix = "write hf:llama, hf:gpt2 …, or the path of a folder (nothing is downloaded)"
+        raise UsageError(what, where="model.name", fix=fix)
     kind: Any = transformers.CONFIG_MAPPING[model_type]
     renamed: dict[str, str] = getattr(kind, "attribute_map", {})
     accepted = sorted(k for k in {*kind().to_dict(), *renamed} if k[0] != "_")

@@ -230,9 +230,7 @@ class LlamaLayer(nn.Module):
 class GPT2(CutModel):
     """A GPT-2 that runs as a chain."""
 
-    chain = (
-        "transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h.*", "transformer.ln_f", "lm_head",
-    )  # fmt: skip
+    chain = ("transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h.*", "transformer.ln_f", "lm_head")
     embedding = "transformer.wte.weight"
 
     def cut(self) -> None:

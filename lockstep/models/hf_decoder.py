@@ -176,9 +176,7 @@ _WAYS = {
     "colwise": "column", "rowwise": "row", "colwise_rep": "head", "colwise_gather_output": "head",
     "replicated_with_grad_allreduce": "inner", "moe_tp_experts": "routed",
 }  # fmt: skip
-_GPT2 = {
-    "h.*.attn.c_attn": "fused_heads", "h.*.attn.c_proj": "row", "h.*.mlp.c_fc": "column", "h.*.mlp.c_proj": "row",
-}  # fmt: skip
+_GPT2 = {"h.*.attn.c_attn": "fused_heads", "h.*.attn.c_proj": "row", "h.*.mlp.c_fc": "column", "h.*.mlp.c_proj": "row"}
 _PHI3 = {
     "layers.*.self_attn.qkv_proj": "fused_heads", "layers.*.self_attn.o_proj": "row",
     "layers.*.mlp.gate_up_proj": "fused", "layers.*.mlp.down_proj": "row",

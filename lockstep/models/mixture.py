@@ -172,9 +172,7 @@ class Router(nn.Module):
     load: Tensor
     bias: Tensor
 
-    def __init__(
-        self, n_embd: int, n_expert: int, top_k: int, score: str, *, of_step: bool, bias_rate: float
-    ) -> None:  # fmt: skip
+    def __init__(self, n_embd: int, n_expert: int, top_k: int, score: str, *, of_step: bool, bias_rate: float) -> None:
         super().__init__()
         self.top_k, self.score, self.of_step, self.bias_rate = top_k, score, of_step, bias_rate
         self.weight = nn.Parameter(torch.empty(n_expert, n_embd))

@@ -102,12 +102,10 @@ class PlacedExperts(AroundMicroBatch):
             ranks = self.ranks * (tensor if name in self._dealt else 1)
             if not shape or shape[0] % ranks:
                 dealt = f" ({self.ranks} along expert × {tensor} along tensor)" if name in self._dealt else ""
-                raise UsageError(
-                    f"{name} has {shape[0] if shape else 'no'} experts, which {ranks} ranks{dealt} can't share",
-                    where="distributed.expert_size",
-                    fix=f"write a divisor of {shape[0] // (ranks // self.ranks)}" if shape
-                    else "stack it over experts in dim 0",
-                )  # fmt: skip
+                what = f"{name} has {shape[0] if shape else 'no'} experts, which {ranks} ranks{dealt} can't share"
+                fix = "stack it over experts in dim 0"
+                fix = f"write a divisor of {shape[0] // (ranks // self.ranks)}" if shape else fix
+                raise UsageError(what, where="distributed.expert_size", fix=fix)
             self._parameter(name).data = self.piece(name, self._parameter(name).data)
 
     # ---- messages ----
@@ -283,9 +281,7 @@ def parameters_of_experts(model: nn.Module) -> list[nn.Parameter]:
     return [] if own is None else [parameter for _, module in own() for parameter in module.parameters()]
 
 
-def train_experts(
-    placed: ParallelModel, experts: PlacedExperts, replicas: dist.ProcessGroup, *, others: bool
-) -> None:  # fmt: skip
+def train_experts(placed: ParallelModel, experts: PlacedExperts, replicas: dist.ProcessGroup, *, others: bool) -> None:
     """Let a placed model train DTensors in place of this rank's experts (with `others`, of all plain parameters).
 
     Each element counts once; `replicas` hold the same shards of all that is not of experts.

@@ -254,9 +254,7 @@ def leave_heads(parts: Tensor, cut: Cut) -> Tensor:
     return with_backward(run, lambda pull: pull.to(dtype).expand(heads, *pull.shape), parts)
 
 
-def experts_apart(
-    run: Callable[[Tensor, list[int]], Tensor], rows: Tensor, counts: list[int], cut: Cut
-) -> Tensor:  # fmt: skip
+def experts_apart(run: Callable[[Tensor, list[int]], Tensor], rows: Tensor, counts: list[int], cut: Cut) -> Tensor:
     """Return run(rows, counts), each rank its run of experts, whole on every rank as `rows` [n, D] are."""
     each = len(counts) // cut.ranks
     sizes = [sum(counts[begin : begin + each]) for begin in range(0, len(counts), each)]
