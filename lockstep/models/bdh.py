@@ -72,10 +72,7 @@ class NormalizedEmbedding(TokenTable):
 
 
 class BDHLayer(nn.Module):
-    """One layer: x [B, T, D] and the weights → x [B, T, D]. It owns no parameters.
-
-    The numbers of documents are passed on after x.
-    """
+    """One layer: x [B, T, D] and the weights → x, and the numbers of documents. It owns no parameters."""
 
     sequence_dim = 2
 

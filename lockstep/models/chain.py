@@ -63,10 +63,7 @@ def with_carried(x: Tensor, carried: tuple[Tensor, ...]) -> Tensor | tuple[Tenso
 
 
 def split_documents(carried: tuple[Tensor, ...]) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """Return the numbers of documents, and the other values that travel beside x along a chain.
-
-    The numbers come first, and are the only integers.
-    """
+    """Return the numbers of documents, which come first and are the only integers, and the other values of a chain."""
     if carried and not carried[0].is_floating_point():
         return carried[0], carried[1:]
     return None, carried

@@ -335,10 +335,7 @@ _REQUIRED: Any = object()
 
 
 def targets_of(batch: Any, default: Any = _REQUIRED) -> Any:
-    """Return the targets in a batch: the last member of a pair, or the member named targets, labels and so on.
-
-    UsageError: there is none, and no `default` was given.
-    """
+    """Return the targets in a batch: a pair's last, or one named targets, labels …; else `default`, or a UsageError."""
     if isinstance(batch, Mapping):
         for key in _TARGET_KEYS:
             if key in batch:

@@ -282,10 +282,7 @@ def parameters_of_experts(model: nn.Module) -> list[nn.Parameter]:
 
 
 def train_experts(placed: ParallelModel, experts: PlacedExperts, replicas: dist.ProcessGroup, *, others: bool) -> None:
-    """Let a placed model train DTensors in place of this rank's experts (with `others`, of all plain parameters).
-
-    Each element counts once; `replicas` hold the same shards of all that is not of experts.
-    """
+    """Let a placed model train DTensors for its experts, each element once; with `others` for all plain parameters."""
     own = placed.parameters
     names = [n for n, p in own.items() if n in experts.shapes or (others and not isinstance(p, DTensor))]
     train_whole(placed, names, experts.whole, experts.finish)

@@ -245,10 +245,7 @@ class OuterStep:
 
 
 class LocalWorkers:
-    """The workers of this rank, and the common model that they begin from. Every rank makes the same calls.
-
-    `mine`: the numbers of this rank's workers, of `total` over all ranks.
-    """
+    """This rank's workers, the numbers `mine` of `total`, and their common model. Every rank makes the same calls."""
 
     def __init__(
         self, placed: ParallelModel, micro_step: MicroStep, mine: range, total: int, config: DiLoCoConfig,

@@ -208,10 +208,7 @@ def row_linear(x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
 
 
 def vocabulary_lookup(ids: Tensor, weight: Tensor, cut: Cut, padding_idx: int | None = None) -> Tensor:
-    """Return the rows of the whole table: ids [B, T], weight [V / ranks, D] → [B, T, D] or a part of it.
-
-    The row of an id outside of the vocabulary is nan.
-    """
+    """Return rows of the whole table: ids [B, T], weight [V / ranks, D] → [B, T, D] or a part; nan outside of it."""
     if cut.group is None:
         return F.embedding(ids, weight, padding_idx)
     if cut.sequence and ids.shape[SEQUENCE] % cut.ranks:

@@ -150,10 +150,7 @@ class _Report(NamedTuple):
 
 
 class MicroBatchAssigner:
-    """Numbers the micro-batches of each rank, after all ranks have agreed.
-
-    A rank with fewer micro-batches runs weightless copies of an earlier one.
-    """
+    """Numbers each rank's micro-batches, as all agreed; a rank with fewer runs weightless copies of an earlier one."""
 
     def __init__(self, placed: ParallelModel) -> None:
         self.placed, self.dp_size = placed, placed.layout.data_parallel_size

@@ -285,10 +285,7 @@ class Change:
 
 
 def compare(config: Config, global_batch_size: int, found: checkpoint.CheckpointPath, *, is_main: bool) -> list[Change]:
-    """Return the keys whose values differ from a checkpoint's, which rank 0 reads; all ranks call it.
-
-    A UsageError is raised if the run would become another training, and the config does not allow it.
-    """
+    """Return the keys that differ from a checkpoint's, read by rank 0; a UsageError if they make another training."""
     mine = list(_changes(config, global_batch_size, found)) if is_main else []
     changes: list[Change] = gather_objects(mine)[0]
     broken = [change for change in changes if change.another_training]

@@ -132,10 +132,7 @@ def validation_source(trainer: "Trainer", data: Any, limit: int | None) -> StepS
 
 @contextmanager
 def evaluating(placed: ParallelModel) -> Iterator[None]:
-    """Put the model into evaluation mode for the length of the block.
-
-    Parameters that FSDP2 has gathered are freed: the next forward pass has to gather what is written to the shards.
-    """
+    """Put the model into evaluation mode for the block; what FSDP2 has gathered is freed: shards may be written."""
     before = [(module, module.training) for part in placed.parts for module in part.modules()]
     for part in placed.parts:
         part.eval()

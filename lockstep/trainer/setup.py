@@ -25,10 +25,7 @@ def make_optimizer(
     given: Optimizer | MakeOptimizer | None, before: dict[int, str], placed: ParallelModel, config: Config,
     global_batch_size: int,
 ) -> tuple[Optimizer, str]:  # fmt: skip
-    """Return an optimizer over the placed parameters (None: the config's), and the log line of its learning rate.
-
-    `before` has the name by the id of each unplaced parameter.
-    """
+    """Return an optimizer (None: the config's) and its rate's log line; `before`: id → name of unplaced parameters."""
     training = config.training
     rate, line = optim.scaled_learning_rate(training, global_batch_size)
     if given is None:

@@ -47,10 +47,7 @@ class LocalStages:
 
 
 def place(placement: PlacementContext) -> ParallelModel:
-    """Place a model over the axis `pipeline` of the mesh, and its stages over the axes `replicate` and `shard`.
-
-    Afterwards the model keeps only descriptions of other ranks' parameters.
-    """
+    """Place a model over the axes of the mesh; afterwards it keeps only descriptions of other ranks' parameters."""
     p, mesh, layout = placement, placement.mesh, placement.layout
     assert mesh is not None
     group, rank = mesh["pipeline"].get_group(), mesh["pipeline"].get_local_rank()

@@ -73,10 +73,7 @@ class LocalTree(GradientTree):
 
 
 class ExchangedTree(LocalTree):
-    """A tree over the micro-batches that this rank runs and, once a step, over replicas, in one exchange.
-
-    The parameters are whole on every rank of the group, the same ones in the same order.
-    """
+    """A tree over a rank's micro-batches and, once a step, over replicas that hold the same whole parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         super().__init__(parameters)
