@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from lockstep.config import ObjectSpec
-from lockstep.config.objects import build_object, check_object
+from lockstep.config.schema_training import build_object, check_object
 from lockstep.errors import UsageError
 from lockstep.progress import Advance
 from lockstep.registry import require_methods

@@ -376,7 +376,7 @@ def doctor(argv: list[str]) -> int:
 
 def submit(argv: list[str]) -> int:
     """Run `lockstep submit slurm|kubernetes CONFIG [KEY=VALUE …] [--dry-run]`."""
-    from lockstep.submit import command
+    from lockstep.submit import SCHEDULERS, add_options, run
 
     if argv[:1] in (["-h"], ["--help"]):
         description = "Make a job of a run; `lockstep submit slurm --help` lists the options."
@@ -384,18 +384,18 @@ def submit(argv: list[str]) -> int:
         overview = Parser("submit", description, [example])
         overview.add_argument("scheduler", metavar="slurm|kubernetes", help="the scheduler")
         overview.parse(argv)
-    if not argv or argv[0] not in command.SCHEDULERS:
+    if not argv or argv[0] not in SCHEDULERS:
         fix = "lockstep submit slurm|kubernetes CONFIG [KEY=VALUE …] [--dry-run]"
         raise UsageError("no scheduler is given", fix=fix)
     parser = Parser(f"submit {argv[0]}", "Make a job of a run, and submit it to the scheduler.")
     add_config(parser)
     add_launch_options(parser)
     parser.add_argument("--output-dir", metavar="DIR", type=Path, help="the run directory, shared by all machines")
-    command.add_options(parser, argv[0])
+    add_options(parser, argv[0])
     given = parser.parse(argv[1:])
     path, overrides = config_and_overrides(given)
     assert path is not None
-    print(command.run(argv[0], given, path, overrides, launch_options(given, at_once=False)))
+    print(run(argv[0], given, path, overrides, launch_options(given, at_once=False)))
     return EXIT_DONE
 
 
@@ -405,7 +405,7 @@ def completion(argv: list[str]) -> int:
     parser = Parser("completion", text, ["source <(lockstep completion bash)"])
     parser.add_argument("shell", metavar="bash|zsh")
     given = parser.parse(argv)
-    from lockstep.cli.completion import completion_script
+    from lockstep.cli.starter import completion_script
 
     print(completion_script(given.shell, VERBS), end="")
     return EXIT_DONE

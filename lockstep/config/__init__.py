@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from lockstep.config.checks import check, require_equation, require_runnable
     from lockstep.config.flags import FLAGS, apply_flags, as_overrides
     from lockstep.config.loading import config_from, load_config
-    from lockstep.config.objects import build_object
     from lockstep.config.schema import (
         CheckpointConfig,
         Config,
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
         ObjectSpec,
         PrecisionConfig,
         TrainingConfig,
+        build_object,
     )
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
     "apply_flags", "as_overrides", "build_object", "check", "config_from", "load_config", "require_equation",
     "require_runnable",
 ]  # fmt: skip
-_HOMES = ("flags", "schema_training", "schema_distributed", "schema", "checks", "loading", "objects")
+_HOMES = ("flags", "schema_training", "schema_distributed", "schema", "checks", "loading")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,10 @@
-"""Define the sections `model`, `data`, `training` and `precision` of the config.
+"""Define the sections `model`, `data`, `training` and `precision` of the config, and build the objects that it names.
 
 Descriptions of fields, long ones in a docstring below, are the documentation of the keys. The defaults are those of a
 plain loop in PyTorch, in float32, without a schedule and without clipping; the configs that ship spell out recipes.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,7 +20,8 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from lockstep.registry import OPTIMIZERS, SCHEDULES, Registry
+from lockstep.errors import UsageError
+from lockstep.registry import OPTIMIZERS, SCHEDULES, Registry, load_object, require_arguments
 
 
 class Named:
@@ -258,3 +260,43 @@ class PrecisionConfig(Section):
     `emulated`: the same rounding on any device, slowly. Needs torchao."""
     tf32: bool = key(False, "Allow TF32 in fp32 matrix products on GPUs that have it.")
     loss_scale: LossScaleConfig = section(LossScaleConfig, "Loss scaling, for `fp16` only.")
+
+
+def build_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
+    """Import the class or function of a spec, and return the result of a call with its arguments.
+
+    Arguments that are `{name: package.module:Name, …}` themselves are built first; `further` replaces the spec's.
+    `where` is the config key, for messages.
+
+    Raises UsageError: it can't be imported, or does not take these arguments.
+    """
+    target = check_object(spec, where, **further)
+    positional = [_each_spec(value, lambda inner: build_object(inner, where)) for value in spec.positional]
+    keywords = {key: _each_spec(value, lambda inner: build_object(inner, where)) for key, value in spec.args.items()}
+    return target(*positional, **keywords | further)
+
+
+def check_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
+    """Return the class or function of a spec, which is not called, if it takes the arguments.
+
+    Raises UsageError: as from `build_object`.
+    """
+    target = load_object(spec.name, where)
+    if not callable(target):
+        fix = "name a class or a function, as package.module:Name"
+        raise UsageError(f"{spec.name} can't be called", where=where, fix=fix)
+    for value in (*spec.positional, *spec.args.values()):
+        _each_spec(value, lambda inner: check_object(inner, where))
+    require_arguments(target, spec.args | further, spec.name, f"{where}.args", *spec.positional)
+    return target
+
+
+def _each_spec(value: Any, work: Callable[[ObjectSpec], Any]) -> Any:
+    """Return `value` with every `{name: package.module:Name, …}` in it replaced by the result of `work`."""
+    if isinstance(value, dict):
+        if set(value) <= {"name", "args", "positional"} and ":" in str(value.get("name", "")):
+            return work(ObjectSpec.model_validate(value))
+        return {key: _each_spec(inside, work) for key, inside in value.items()}
+    if isinstance(value, list):
+        return [_each_spec(inside, work) for inside in value]
+    return value

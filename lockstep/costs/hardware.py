@@ -163,7 +163,9 @@ def cluster_of(num_gpus: int, gpu: str, interconnect: str | None = None, *, per_
             raise UsageError(f"a {name} of {number} makes no cluster", fix="write a number from 1 on")
     device = find_gpu(gpu)
     inside = LINKS[device.inside]
-    between = find_link(interconnect) if interconnect else (LINKS["InfiniBand NDR"] if num_gpus > per_node else inside)
+    between = LINKS["InfiniBand NDR"] if num_gpus > per_node else inside
+    if interconnect:
+        between = _find(interconnect, LINKS, "link")
     return GpuCluster(device, num_gpus, min(per_node, num_gpus), inside, between)
 
 
@@ -177,11 +179,6 @@ def known_gpu(device_name: str) -> Gpu | None:
 def find_gpu(name: str) -> Gpu:
     """Return the entry for a name as people write it: "a100", "RTX 4090". Raises UsageError: there is none."""
     return _find(name, GPUS, "GPU")
-
-
-def find_link(name: str) -> Link:
-    """Return a link by a name as people write it: "InfiniBand-NDR", "nvlink4"."""
-    return _find(name, LINKS, "link")
 
 
 def _plain(name: str) -> str:

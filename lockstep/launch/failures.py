@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.diagnose.known_errors import recognise, tail
+from lockstep.diagnose import recognise, tail
 from lockstep.environment import RankFacts
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, LockstepError, RunError, UsageError
 from lockstep.signals import name_of

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lockstep.config import MonitorConfig, ObjectSpec
-from lockstep.config.objects import build_object, check_object
+from lockstep.config.schema_training import build_object, check_object
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.records import StepRecord, append_line

@@ -1,14 +1,32 @@
-"""Turns a run into a job of Slurm or of Kubernetes, which starts one launcher per machine. Nothing here loads torch."""
+"""Turns a run into a job of Slurm or of Kubernetes, which starts one launcher per machine. Nothing here loads torch.
 
+Sources: slurm.schedmd.com/sbatch.html (options), slurm.schedmd.com/scontrol.html (requeue); container options are those
+of pyxis (github.com/NVIDIA/pyxis); kubernetes.io/docs/concepts/workloads/controllers/job (indexed Jobs, pod failures).
+"""
+
+import argparse
 import re
 import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import RunError, UsageError
+import yaml
+
+from lockstep.errors import EXIT_PREEMPTED, EXIT_USAGE, RunError, UsageError
+from lockstep.network import DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from lockstep.config import Config
+
+SCHEDULERS = ("slurm", "kubernetes")
+_SBATCH = ("time", "partition", "account", "qos", "cpus-per-task", "mem", "constraint")
+_CONFIG_FOLDER = "/etc/lockstep"
+_RETRIES = 3  # of each pod of Kubernetes; preemptions are not counted
 
 
 @dataclass(frozen=True)
@@ -39,7 +57,68 @@ class Submission:
         return [*words, "--resume", "auto", *(("--nnodes", str(self.nodes), *rendezvous) if self.nodes > 1 else ())]
 
 
-def run_scheduler(command: Sequence[str], text: str, what: str) -> str:
+def add_options(parser: argparse.ArgumentParser, scheduler: str) -> None:
+    """Add the options that only submit has, for one scheduler."""
+    add = parser.add_argument
+    add("--dry-run", action="store_true", help="print the job, and submit nothing")
+    add("--gpus-per-node", metavar="N", type=int, help="GPUs per machine (default: as ranks; 0 where device is cpu)")
+    add("--python", metavar="COMMAND", default="python", help="the command that runs Python there (default: python)")
+    if scheduler == "slurm":
+        for name in _SBATCH:
+            add(f"--{name}", help=f"as sbatch's --{name}")
+        add("--signal-seconds", metavar="N", type=int, default=120, help="save N s before the limit (default: 120)")
+        add("--container", metavar="IMAGE", help="by pyxis; a .sif file by apptainer")
+        add("--mount", metavar="HOST:CONTAINER", action="append", default=[], help="a folder for the container")
+        add("--setup", metavar="LINE", action="append", default=[], help="a shell line before the start: module load …")
+        add("--sbatch", metavar="LINE", action="append", default=[], help="a further #SBATCH line: --exclusive")
+    else:
+        add("--image", help="an image with Python, torch and Lockstep")
+        add("--namespace", help="default: kubectl's own")
+        add("--claim", metavar="NAME", help="a volume claim that all pods mount; the run directory is on it")
+        add("--mount-path", metavar="DIR", default="/data", help="where the claim is mounted (default: /data)")
+        add("--request", metavar="NAME=VALUE", action="append", default=[], help="resources: cpu=8, memory=64Gi")
+        add("--grace-seconds", metavar="N", type=int, default=120, help="time for ranks to save (default: 120)")
+
+
+def run(scheduler: str, given: argparse.Namespace, path: Path, overrides: Sequence[str], options: Any) -> str:
+    """Render the job and, unless --dry-run is given, submit it; return the text to print."""
+    from lockstep.config import load_config
+
+    config = load_config(path, overrides)  # reject a wrong config here, not in the queue
+    job = _job(given, path, overrides, options, config)
+    if scheduler == "slurm":
+        text = batch_script(job, given)
+        if given.dry_run:
+            return text
+        job.output_dir.mkdir(parents=True, exist_ok=True)  # Slurm writes its log there, but makes no folders
+        return _run_scheduler(["sbatch"], text, "the batch script")  # its output has the job's number
+    # The resolved config contains the overrides.
+    text = manifests(replace(job, overrides=()), given, config.to_yaml())
+    return text if given.dry_run else _run_scheduler(["kubectl", "apply", "-f", "-"], text, "the manifests")
+
+
+def _job(given: argparse.Namespace, path: Path, overrides: Sequence[str], options: Any, config: "Config") -> Submission:
+    fewest, most = options.nodes
+    if fewest != most:
+        raise UsageError(
+            f"--nnodes {options.nnodes}: a job has a fixed number of machines", where="--nnodes", fix="write one number"
+        )
+    gpus = given.gpus_per_node
+    processes = options.processes or gpus
+    if not processes or processes < 0:
+        raise UsageError(
+            "the number of ranks per machine is missing",
+            fix="--nproc-per-node N, or --gpus-per-node N: the job runs elsewhere",
+        )
+    if gpus is None:
+        gpus = 0 if config.distributed.device == "cpu" else processes
+    return Submission(
+        path, given.output_dir or Path("runs", path.stem), tuple(overrides), most, processes, gpus,
+        dict(config.distributed.env), given.python, options.max_restarts,
+    )  # fmt: skip
+
+
+def _run_scheduler(command: Sequence[str], text: str, what: str) -> str:
     """Run a scheduler's program with `text` as input, and return its output. Raises: it is missing, or failed."""
     if shutil.which(command[0]) is None:
         raise UsageError(
@@ -49,3 +128,125 @@ def run_scheduler(command: Sequence[str], text: str, what: str) -> str:
     if done.returncode:
         raise RunError(f"{command[0]} failed for {what}", why=done.stderr.strip(), fix="--dry-run prints it")
     return done.stdout.strip()
+
+
+def batch_script(job: Submission, given: argparse.Namespace) -> str:
+    """Return the batch script. Raises UsageError: an option contains a line break."""
+    import jinja2
+
+    options = {name: getattr(given, name.replace("-", "_")) for name in _SBATCH}
+    options = {name: value for name, value in options.items() if value is not None}
+    for text in (*options.values(), *given.sbatch, str(job.output_dir)):
+        if "\n" in text:
+            raise UsageError(
+                f"an option of sbatch is one line, not {text!r}",
+                where="lockstep submit slurm",
+                fix="give each option on its own",
+            )
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["quote"] = shlex.quote
+    template = environment.from_string(files("lockstep.submit").joinpath("slurm.sh.j2").read_text())
+    words = [shlex.quote(word) for word in job.command(str(job.config), str(job.output_dir), "--rdzv-endpoint")]
+    if job.nodes > 1:
+        words += ['"$head:$port"', "--rdzv-id", '"$SLURM_JOB_ID"']
+    started, wrapper = _container(given)
+    return template.render(
+        job=job, options=options, extra=given.sbatch, setup=given.setup, signal_seconds=given.signal_seconds,
+        log=f"{job.output_dir}/slurm-%j.out", container=started,
+        command=" ".join([*map(shlex.quote, wrapper), *words]),
+    )  # fmt: skip
+
+
+def _container(given: argparse.Namespace) -> tuple[list[str], list[str]]:
+    if given.container is None:
+        return [], []
+    if given.container.endswith(".sif"):
+        binds = [word for mount in given.mount for word in ("--bind", mount)]
+        return [], ["apptainer", "exec", "--nv", *binds, given.container]
+    mounts = ",".join([f"{Path.cwd()}:{Path.cwd()}", *given.mount])
+    return [f"--container-image={given.container}", f"--container-mounts={mounts}",
+            f"--container-workdir={Path.cwd()}"], []  # fmt: skip
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as a block."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+def manifests(job: Submission, given: argparse.Namespace, config_text: str) -> str:
+    """Return all objects as YAML documents, in the order in which to create them; a ConfigMap holds the config.
+
+    Raises UsageError: an option is missing or wrong.
+    """
+    if given.image is None:
+        raise UsageError("--image is missing", fix="--image REGISTRY/NAME:TAG, with Python, torch and Lockstep in it")
+    for pair in given.request:
+        if not all(pair.partition("=")):
+            raise UsageError(f"--request {pair} is not NAME=VALUE", fix="--request cpu=8 --request memory=64Gi")
+    metadata = {"name": job.name} | ({"namespace": given.namespace} if given.namespace else {})
+    # Names must resolve before pods are ready: a pod is ready after the rendezvous.
+    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": job.name},
+               "ports": [{"name": "rendezvous", "port": DEFAULT_PORT}]}  # fmt: skip
+    objects: list[dict[str, Any]] = [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"config.yaml": config_text}},
+        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": _indexed_job(job, given)},
+    ]
+    return "---\n".join(yaml.dump(one, Dumper=_Dumper, sort_keys=False, width=110) for one in objects)
+
+
+def _indexed_job(job: Submission, given: argparse.Namespace) -> dict[str, Any]:
+    folder = str(Path(given.mount_path, job.output_dir) if given.claim else job.output_dir)
+    words = [shlex.quote(word) for word in job.command(f"{_CONFIG_FOLDER}/config.yaml", folder)]
+    if job.nodes > 1:  # the shell expands the variable
+        words += ["--node-rank", '"$JOB_COMPLETION_INDEX"', "--master-addr", f"{job.name}-0.{job.name}",
+                  "--master-port", str(DEFAULT_PORT)]  # fmt: skip
+    mounts: list[dict[str, Any]] = [
+        {"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True},
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+    ]
+    volumes: list[dict[str, Any]] = [
+        {"name": "config", "configMap": {"name": job.name}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # 64 MB is too little for workers and NCCL
+    ]
+    if given.claim:
+        mounts.append({"name": "data", "mountPath": given.mount_path})
+        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": given.claim}})
+    requests = dict(pair.partition("=")[::2] for pair in given.request)
+    limits = {"nvidia.com/gpu": job.gpus} if job.gpus else {}
+    container = {
+        "name": "lockstep",
+        "image": given.image,
+        "command": ["sh", "-c", "exec " + " ".join(words)],  # `exec` lets signals reach the launcher
+        "env": [{"name": name, "value": value} for name, value in job.environment.items()],
+        "resources": {name: value for name, value in (("requests", requests), ("limits", limits)) if value},
+        "volumeMounts": mounts,
+    }
+    on_exit = {"containerName": "lockstep", "operator": "In"}
+    rules = [
+        {"action": "Ignore", "onExitCodes": on_exit | {"values": [EXIT_PREEMPTED]}},  # saved: restart it
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "FailJob", "onExitCodes": on_exit | {"values": [EXIT_USAGE]}},  # a retry does not repair a config
+    ]
+    pod = {
+        "subdomain": job.name,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": given.grace_seconds,
+        "containers": [container],
+        "volumes": volumes,
+    }
+    return {
+        "completions": job.nodes,
+        "parallelism": job.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": _RETRIES * job.nodes,
+        "podFailurePolicy": {"rules": rules},
+        "template": {"spec": pod},
+    }

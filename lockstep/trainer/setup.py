@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import optim
 from lockstep.config import Config, ObjectSpec, TrainingConfig, build_object, check, config_from, require_equation
-from lockstep.config.objects import check_object
+from lockstep.config.schema_training import check_object
 from lockstep.data import StepSource, adopt
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.optim import CallersRate, PlateauSchedule, Schedule, TorchSchedule

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.completion import SHELLS, completion_script
+from lockstep.cli.starter import SHELLS, completion_script
 from lockstep.cli.verbs import VERBS
 from lockstep.errors import UsageError
 from tests.launch.shared import environment

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from lockstep import diagnose
 from lockstep.config import Config
-from lockstep.diagnose import known_errors
-from lockstep.diagnose.known_errors import recognise, table
+from lockstep.diagnose import recognise, table
 from tests.diagnose.examples import EXAMPLES
 from tests.launch.shared import environment
 from tests.ranks import REPOSITORY, run_ranks
 
 # Provoked as processes that end by a signal, in test_first_cause.py.
-PAGE = Path(known_errors.__file__).with_suffix(".md")
+PAGE = Path(diagnose.__file__).with_name("known_errors.md")
 BY_SIGNAL = {"killed by the system", "the program crashed"}
 
 
@@ -137,7 +137,7 @@ def test_the_page_of_the_documentation_is_a_copy() -> None:
 
 
 def test_recognising_needs_no_torch() -> None:
-    code = "import sys, lockstep.diagnose.known_errors as k; k.recognise('x'); sys.exit('torch' in sys.modules)"
+    code = "import sys, lockstep.diagnose as k; k.recognise('x'); sys.exit('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment()}, check=False).returncode == 0
     )

@@ -74,7 +74,7 @@ def _stop_after_parsing(verb: str, patch: pytest.MonkeyPatch) -> None:
         "launch": ("lockstep.launch.train.launch_script", _launch),
         "verify": ("lockstep.verify.command.run", _config_given),
         "plan": ("lockstep.plan.command.plan", _nothing),
-        "submit": ("lockstep.submit.command.run", _submit),
+        "submit": ("lockstep.submit.run", _submit),
         "checkpoint": ("lockstep.checkpoint.commands.run", _checkpoint),
         "report": ("lockstep.report.index.run", _nothing),
         "bench": ("lockstep.report.scaling.bench", _nothing),

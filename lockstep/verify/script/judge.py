@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.diagnose.known_errors import recognise
+from lockstep.diagnose import recognise
 from lockstep.errors import LockstepError, RunError
 from lockstep.verify.script.comparison import CEILING, NUDGES, ROUNDING, ScriptComparison, check_accumulation, explain
 from lockstep.verify.script.outcome import ScriptCause, ScriptOutcome, cause
