@@ -143,13 +143,13 @@ class Registry:
 
 STRATEGIES = Registry("strategy", "distributed.strategy", {
     "single": "lockstep.parallel.single:Single",
-    "dp": "lockstep.parallel.single:DP",
+    "dp": "lockstep.parallel.data_parallel:DP",
     "ddp": "lockstep.parallel.ddp:DDP",
     "fsdp": "lockstep.parallel.fsdp:FSDP",
     "context": "lockstep.parallel.single:ContextParallel",
     "tensor": "lockstep.parallel.single:TensorParallel",
     "pipeline": "lockstep.parallel.pipeline.strategy:Pipeline",
-    "accelerate": "lockstep.parallel.ddp:Accelerate",
+    "accelerate": "lockstep.parallel.accelerate:Accelerate",
     "diloco": "lockstep.parallel.diloco:DiLoCo",
 })  # fmt: skip
 

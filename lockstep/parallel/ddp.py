@@ -1,13 +1,11 @@
-"""Replicas: every rank holds the whole model; gradients are averaged once a step, while backward runs.
+"""DistributedDataParallel: every rank holds the whole model; gradients are averaged once a step, while backward runs.
 
 DDP's built-in reduction is a mean over ranks; the loss is multiplied by their number, which gives the bits of a sum.
 Buffers are not broadcast here: `lockstep.parallel.buffers` keeps them equal.
 """
 
 import inspect
-import os
 import re
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, replicated_step
-from lockstep.errors import Contradiction, RunError, UsageError, listed
+from lockstep.errors import Contradiction, RunError, listed
 from lockstep.layout import Layout
 from lockstep.monitor.meters import watch_ddp
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
@@ -161,68 +159,3 @@ class DDPSync(AroundMicroBatch):
             why = "the loss does not depend on them, so DDP waits for their gradients in vain"
             fix = "set distributed.ddp.find_unused_parameters: true, or freeze them (requires_grad_(False))"
             raise RunError(what, why=why, fix=fix) from None
-
-
-_OTHER_ENGINES = {
-    "ACCELERATE_USE_FSDP": "write strategy: fsdp",
-    "ACCELERATE_USE_DEEPSPEED": "write strategy: fsdp, which cuts the same state",
-    "ACCELERATE_USE_MEGATRON_LM": "write strategy: pipeline",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "write strategy: fsdp or pipeline",
-}
-
-
-class Accelerate(Replicas):
-    """Replicas by Hugging Face Accelerate, under Lockstep's launcher or `accelerate launch`.
-
-    The launcher's other settings (precision, accumulation) are not read from its environment: the config decides. Its
-    samplers and its `join_uneven_inputs` are not used.
-    """
-
-    topologies = {"accelerate": ("replicate",)}
-    equal_bits = False
-
-    def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
-        yield from super().contradictions(config, layout)
-        if config.distributed.ddp.compression.kind == "powersgd":
-            what = "PowerSGD keeps state that Accelerate does not save"
-            fix = "write strategy: ddp, or kind: none"
-            yield Contradiction(("distributed.ddp.compression.kind", "distributed.strategy"), what, fix)
-
-    def topologies_to_verify(self, config: StepConfig) -> list[str]:
-        return ["accelerate:2"]
-
-    def wrap(self, model: nn.Module, config: StepConfig, group: dist.ProcessGroup) -> DistributedDataParallel:
-        refuse_other_engines()
-        return prepare(model, config)
-
-
-def prepare(model: nn.Module, config: StepConfig) -> DistributedDataParallel:
-    """Hand a model over to Accelerate."""
-    try:
-        from accelerate import Accelerator
-        from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
-    except ImportError:
-        what = "strategy accelerate needs Hugging Face Accelerate, which is not installed"
-        fix = "pip install 'lockstep-train[accelerate]', or write strategy: ddp"
-        raise UsageError(what, where="distributed.strategy", fix=fix) from None
-    accelerator = Accelerator(
-        cpu=next(model.parameters()).device.type == "cpu",
-        device_placement=config.distributed.accelerate.device_placement,
-        mixed_precision="no",  # autocast is the step's, as under every strategy
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, **ddp_settings(config))],
-    )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-        wrapped = accelerator.prepare_model(model)
-    assert isinstance(wrapped, DistributedDataParallel)
-    return wrapped
-
-
-def refuse_other_engines() -> None:
-    """Refuse `accelerate launch` with an engine for which Lockstep has its own strategy."""
-    for name, fix in _OTHER_ENGINES.items():
-        if os.environ.get(name, "false").lower() in ("true", "1"):
-            what = f"accelerate launch is set to use another engine ({name}=true)"
-            why = "under strategy accelerate, Accelerate synchronises replicas"
-            raise UsageError(what, where="distributed.strategy", why=why, fix=f"{fix}, or launch without it")

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.config import load_config
 from lockstep.errors import UsageError
-from lockstep.parallel.ddp import refuse_other_engines
+from lockstep.parallel.accelerate import refuse_other_engines
 from lockstep.records import RunDirectory
 from lockstep.trainer import run
 from tests.launch.shared import environment
@@ -68,7 +68,7 @@ def test_without_its_package_one_line_says_what_to_install(monkeypatch: pytest.M
     from torch import nn
 
     from lockstep.config import config_from
-    from lockstep.parallel.ddp import prepare
+    from lockstep.parallel.accelerate import prepare
 
     absent: dict[str, Any] = {"accelerate": None, "accelerate.utils": None}
     for module in absent:

@@ -12,17 +12,17 @@ from lockstep import Trainer
 from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.models.protocol import objective_of
-from lockstep.parallel import single
-from lockstep.parallel.single import over_parts, refuse_mean_losses
+from lockstep.parallel import data_parallel
+from lockstep.parallel.data_parallel import over_parts, refuse_mean_losses
 from lockstep.randomness import RandomState
 
 
 def wrapped(monkeypatch: pytest.MonkeyPatch, **settings: object) -> tuple[nn.Module, list[str]]:
     """As on a machine with two GPUs; the model stays on the CPU."""
-    monkeypatch.setattr(single, "num_gpus", lambda _device: 2)
+    monkeypatch.setattr(data_parallel, "num_gpus", lambda _device: 2)
     log_lines: list[str] = []
     config = config_from({"distributed.strategy": "dp", **settings}).step
-    return single.apply_dp(nn.Linear(2, 2), config, RandomState(1, torch.device("cpu")), log_lines), log_lines
+    return data_parallel.apply_dp(nn.Linear(2, 2), config, RandomState(1, torch.device("cpu")), log_lines), log_lines
 
 
 def test_it_says_that_ddp_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +89,6 @@ def test_a_loss_function_gets_the_outputs_of_all_gpus() -> None:
 
 
 def test_placing_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(single, "num_gpus", lambda _device: 2)
+    monkeypatch.setattr(data_parallel, "num_gpus", lambda _device: 2)
     with pytest.raises(UsageError, match="can't weigh a mean loss"):
         Trainer(ReturnsItsLoss("mean"), strategy="dp")
