@@ -79,12 +79,12 @@ class AnomalyDetector:
 
     @property
     def skips(self) -> bool:
-        """Whether a bad step makes no update."""
+        """Return whether a bad step makes no update."""
         return self.config.action == "skip"
 
     @property
     def decides_at_once(self) -> bool:
-        """Whether the step's own update depends on its numbers."""
+        """Return whether the step's own update depends on its numbers."""
         return self.skips or self.config.recompute
 
     def forget_last(self) -> None:

@@ -36,7 +36,7 @@ class RankFacts:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.rank == 0
 
 

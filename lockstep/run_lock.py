@@ -62,7 +62,7 @@ class Holder:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process exists on this machine."""
+        """Return whether the process exists on this machine."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:

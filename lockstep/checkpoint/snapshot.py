@@ -41,7 +41,7 @@ class TensorBlock:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no elements though the whole tensor has some; it is then not written."""
+        """Return whether it has no elements though the whole tensor has some; it is then not written."""
         return self.tensor.numel() == 0 and 0 not in self.shape
 
     @property

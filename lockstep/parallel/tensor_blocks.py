@@ -1,4 +1,4 @@
-"""What a layer that is cut over the axis `tensor` computes and sends: products, in blocks where bits count, and sums.
+"""Computes and sends for layers that are cut over the axis `tensor`: products, in blocks where bits count, and sums.
 
 Outside the cut layers, activations are whole on every rank, or each rank has a part of the sequence (sequence parallel:
 Korthikanti et al. 2022, arXiv:2205.05198). `enter` brings them into cut layers, `leave` sums what those return. As

@@ -37,7 +37,7 @@ _PURE = ("aten", SHARDING)  # namespaces of operators that only compute outputs
 
 
 class _Output(NamedTuple):
-    """How to make an output: one of the arguments, a view of one, or a new tensor."""
+    """Recipe of an output: one of the arguments, a view of one, or a new tensor."""
 
     same: int | None  # index of the argument that it is
     view: int | None  # index of the argument whose storage it shares
@@ -50,7 +50,7 @@ class _Output(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What an operator makes of tensors with certain shapes."""
+    """Recipes of the outputs of an operator for tensors of certain shapes."""
 
     outputs: tuple[_Output | None, ...]
     kind: type | None  # list or tuple, if there are several outputs

@@ -71,7 +71,7 @@ class Evaluator:
 
     @property
     def is_due_at_end(self) -> bool:
-        """Whether to evaluate after the last step."""
+        """Return whether to evaluate after the last step."""
         return self._data is not None and self._done != self._trainer.step.progress.step
 
     def was_stopped(self) -> bool:

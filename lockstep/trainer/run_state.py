@@ -43,7 +43,7 @@ class Following:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run has stopped early."""
+        """Return whether the run has stopped early."""
         return self.early_stopping is not None and self.since >= self.early_stopping.patience
 
     def why_stopped(self) -> str:
@@ -96,7 +96,7 @@ class RunState:
 
     @property
     def acts_on_evaluations(self) -> bool:
-        """Whether later steps or checkpoints depend on the results of evaluations."""
+        """Return whether later steps or checkpoints depend on the results of evaluations."""
         following = self.following.early_stopping is not None or self.following.plateau is not None
         return following or (self.keep_best[0] or "").startswith("eval_")
 

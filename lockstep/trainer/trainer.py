@@ -416,7 +416,7 @@ class Trainer:
 
     @cached_property
     def storage_is_shared(self) -> bool:
-        """Whether all ranks see the same folder of checkpoints, or a UsageError if their format needs it."""
+        """Return whether all ranks see the same folder of checkpoints; UsageError if not, and their format needs it."""
         folder, config = self.checkpoints, self.config.checkpoint
         if self.layout.world_size == 1 or folder is None or config.save_strategy == "none":
             return True

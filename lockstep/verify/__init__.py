@@ -64,13 +64,13 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether the topology took the same steps, up to rounding."""
+        """Return whether the topology took the same steps, up to rounding."""
         rounding = self.cause is not None and not self.cause.is_error and self.cause.is_judged
         return self.failed is None and (self.first is None or rounding)
 
     @property
     def same_bits(self) -> bool:
-        """Whether no step differs in any bit."""
+        """Return whether no step differs in any bit."""
         return all(result.same_bits for result in self.steps)
 
     @property
@@ -92,7 +92,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether all topologies took the same steps, and the reference's checks found no fault."""
+        """Return whether all topologies took the same steps, and the reference's checks found no fault."""
         return all(outcome.passed for outcome in self.outcomes) and all(check.passed for check in self.checks)
 
 

@@ -1,4 +1,4 @@
-"""What is written down of the parts of a step: the reference's recording, and what deviates from it on a rank.
+"""Records the parts of a step: those of the reference, and on a rank what deviates from them.
 
 Also the operations of a forward pass, which tell the line of the user's code at which two passes first differ.
 """

@@ -54,7 +54,7 @@ Make = Callable[[], "Subject | tuple[nn.Module, Any]"]
 
 @dataclass(frozen=True)
 class Spec:
-    """What every process needs to know."""
+    """Describes to every process what to train, and for how many steps."""
 
     config: Config
     make: Make | None  # None: model and data are the config's
@@ -63,7 +63,7 @@ class Spec:
 
     @property
     def exact(self) -> bool:
-        """Whether every bit must be equal."""
+        """Return whether every bit must be equal."""
         return self.config.distributed.reproducible
 
     def build(self, settings: dict[str, Any]) -> tuple[Config, Subject]:

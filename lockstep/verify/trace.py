@@ -41,7 +41,7 @@ _NOT_COMPARED = {"params", "fused", "foreach", "capturable", "differentiable", "
 
 @dataclass
 class UpdateFacts:
-    """What one rank saw of an update; names are those of parameters."""
+    """Records what one rank saw of an update; keys are names of parameters."""
 
     # parameter → option of its group at the update → its value as text; {} if the optimizer lacks it
     options: dict[str, dict[str, str]] = field(default_factory=dict)
