@@ -28,6 +28,8 @@ from typing import Any
 from lockstep import signals
 from tests.hosts import REPOSITORY, Host
 
+TORCHRUN = "torch.distributed.run"
+PYTEST_WORKER = "tests.pytest_worker"  # the module that such a worker runs
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h: orphans among its descendants become this process's children
 _MESSAGE_BYTES = 200_000
 
@@ -83,15 +85,15 @@ class _Server:
         return int(answer)
 
 
-class _ServerOfLauncher(_Server):
-    """A fork of the launcher, before it has threads: what it has imported, its ranks have."""
+class _OwnFork(_Server):
+    """A fork of a launcher or a worker of pytest, before it has threads: what it has imported, its forks have."""
 
     def _start(self, its: socket.socket) -> int:
         pid = os.fork()
         if pid:
             return pid
         _servers.clear()
-        os.setsid()  # a signal to the launcher's group is not for the server
+        os.setsid()  # a signal to the group of the process that it serves is not for the server
         self._channel.close()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number in range(3):
@@ -216,7 +218,10 @@ def _become(request: _Request, descriptors: Sequence[int]) -> None:
         request.host.enter(request.host_name)
     os.chdir(request.folder)
     module, *arguments = request.words
-    if module == "lockstep" and arguments[0] in ("train", "launch") and "RANK" not in os.environ:
+    launches = module == "lockstep" and arguments[0] in ("train", "launch") and "RANK" not in os.environ
+    if module == PYTEST_WORKER:
+        _servers.append(_OwnFork())
+    elif launches or module == TORCHRUN:
         _fork_ranks()
     if not hasattr(sys.modules.get(module), "__path__"):  # a package's `__main__` runs; a module runs anew itself
         sys.modules.pop(module, None)
@@ -249,18 +254,25 @@ def _fork_ranks() -> None:
     """Make a server of this launcher's own, and torch's agent start its processes there."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-    _servers.append(_ServerOfLauncher())
+    _servers.append(_OwnFork())
 
     def popen(self: Any, command: Sequence[str], environment: dict[str, str]) -> Forked:
-        return Forked([*command], env=environment, stdout=self._stdout, stderr=self._stderr, start_new_session=True)
+        python, *words = command
+        if words[0] == "-u":  # as torchrun starts them
+            words, environment = words[1:], environment | {"PYTHONUNBUFFERED": "1"}
+        streams = {"stdout": self._stdout, "stderr": self._stderr}
+        return Forked([python, *words], env=environment, **streams, start_new_session=True)
 
     SubprocessHandler._popen = popen
 
 
 if __name__ == "__main__":
     import importlib
+    import logging
 
+    logging.disable(logging.WARNING)  # torchao tells of kernels for other uses that do not load here
     importlib.import_module("tests.preloaded")
+    logging.disable(logging.NOTSET)
     from tests import forked  # not this module, which is `__main__`: requests name their classes by module
 
     work = functools.partial(forked._serve, socket.socket(fileno=int(sys.argv[1])))

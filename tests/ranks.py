@@ -26,7 +26,7 @@ def free_port() -> int:
 
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any,
-    timeout: float = 300, on: Sequence[Host] = (), fresh: bool = False,
+    timeout: float = 300, on: Sequence[Host] = (),
 ) -> list[Any]:  # fmt: skip
     """`function(*args)` on each of `world_size` ranks, inside a gloo process group.
 
@@ -34,7 +34,6 @@ def run_ranks(
 
     Args:
         on: hosts (`tests.hosts`) that share out the ranks, runs of neighbours; unset: this one.
-        fresh: ranks are fresh processes, for variables that count when a process starts (MALLOC_…).
 
     Returns:
         what each rank returned, by rank (must pickle).
@@ -60,7 +59,7 @@ def run_ranks(
             for port in [free_port()]
             for rank in range(world_size)
         ]
-        _run(job, environments, timeout, [on[rank // per_host] if on else None for rank in range(world_size)], fresh)
+        _run(job, environments, timeout, [on[rank // per_host] if on else None for rank in range(world_size)])
         answers = [Path(f"{job}-{rank}") for rank in range(world_size)]
         results = [
             pickle.loads(a.read_bytes()) if a.exists() else ("error", f"{r} died") for r, a in enumerate(answers)
@@ -70,19 +69,13 @@ def run_ranks(
         return [value for _, value in results]
 
 
-def _run(
-    job: Path, environments: Sequence[dict[str, str]], timeout: float, hosts: Sequence[Host | None], fresh: bool
-) -> None:
+def _run(job: Path, environments: Sequence[dict[str, str]], timeout: float, hosts: Sequence[Host | None]) -> None:
     processes: list[subprocess.Popen[str]] = []
     try:
         for environment, host in zip(environments, hosts, strict=True):
             of_host = {} if host is None else host.environment
             command, env = [sys.executable, "-m", "tests.ranks", str(job)], {**os.environ, **environment, **of_host}
-            if fresh:
-                assert host is None
-                processes.append(subprocess.Popen(command, env=env, cwd=REPOSITORY))
-            else:
-                processes.append(Forked(command, env=env, cwd=REPOSITORY, host=host))
+            processes.append(Forked(command, env=env, cwd=REPOSITORY, host=host))
         deadline = time.monotonic() + timeout
         for process in processes:
             process.wait(max(0.0, deadline - time.monotonic()))

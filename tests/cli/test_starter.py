@@ -1,7 +1,6 @@
 """What `lockstep init` and `lockstep new-model` write trains as it stands, and nothing is overwritten."""
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from lockstep import cli
 from lockstep.config import load_config
+from tests.forked import Forked
 from tests.launch.shared import environment
 
 
@@ -26,14 +26,15 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_what_is_written_trains_and_is_proved(here: Path) -> None:
     for argv in (["init", "text"], ["init", "table", "--script"], ["new-model", "my-model"]):
         assert cli.main(argv) == 0
-    lockstep = [sys.executable, "-m", "lockstep"]
     commands = {
-        "text": [*lockstep, "train", "train.yaml", "--max-steps", "2"],
-        "table": [sys.executable, "train.py"],
-        ".": [sys.executable, "-m", "pytest", "-q", "test_my_model.py"],
+        "text": ["lockstep", "train", "train.yaml", "--max-steps", "2"],
+        "table": ["train"],
+        ".": ["pytest", "-q", "test_my_model.py"],
     }
     started = {
-        folder: subprocess.Popen(command, cwd=here / folder, env=environment(), stdout=-1, stderr=-2, text=True)
+        folder: Forked(
+            [sys.executable, "-m", *command], cwd=here / folder, env=environment(), stdout=-1, stderr=-2, text=True
+        )
         for folder, command in commands.items()
     }
     said = {folder: process.communicate(timeout=500)[0] for folder, process in started.items()}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.records import RunDirectory
+from tests.forked import TORCHRUN, Forked
 from tests.launch.shared import Ended, environment, finish, start, wait_for
 
 _DATA = """
@@ -80,8 +81,8 @@ def test_every_rank_has_a_log(preempted: Ended) -> None:
 def resumed(preempted: Ended) -> Ended:
     """The same run, taken up by two ranks of torchrun."""
     (preempted.folder / "hurry").touch()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+    process = Forked(
+        [sys.executable, "-m", TORCHRUN, "--standalone", "--nproc-per-node", "2",
          "-m", "lockstep", "train", "--config", "small.yaml", "--strategy=fsdp", "--nproc_per_node", "7"],
         cwd=preempted.folder, env=environment(**_ONE_THREAD),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -100,14 +101,15 @@ def test_under_torchrun_it_is_a_worker_and_goes_on(resumed: Ended) -> None:
 
 def test_a_wrong_config_under_torchrun_is_one_message(folder: Path) -> None:
     """Every rank finds the same mistake; one says it."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+    process = Forked(
+        [sys.executable, "-m", TORCHRUN, "--standalone", "--nproc-per-node", "2",
          "-m", "lockstep", "train", "small.yaml", "training.max_step=3", "--output-dir", "runs/wrong"],
-        cwd=folder, env=environment(**_ONE_THREAD), capture_output=True, text=True, check=False,
+        cwd=folder, env=environment(**_ONE_THREAD), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert ended.returncode == 1, "torchrun's own"
-    assert ended.stderr.count("lockstep: ") == 1, ended.stderr
-    assert "write training.max_steps" in ended.stderr
+    ended = finish(process, folder)
+    assert ended.code == 1, "torchrun's own"
+    assert ended.err.count("lockstep: ") == 1, ended.err
+    assert "write training.max_steps" in ended.err
 
 
 def test_trap_16_every_rank_takes_part_in_evaluation_and_saving(resumed: Ended) -> None:

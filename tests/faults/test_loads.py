@@ -10,7 +10,7 @@ from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.read import read_stored_part
 from lockstep.config import config_from
 from lockstep.trainer import Trainer
-from tests.parity.toy import Tokens, language_model
+from tests.parity.toy import Tokens, language_model, unchecked
 from tests.ranks import run_ranks
 
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
@@ -34,12 +34,12 @@ def trainer(layout: dict[str, Any]) -> Trainer:
     settings = {f"distributed.{key}": value for key, value in layout.items()}
     common = {
         "training.batch_size": 2,
-        "training.global_batch_size": 16,
+        "training.global_batch_size": 8,
         "training.learning_rate": 3e-3,
         "training.max_steps": BEFORE + AFTER,
         "precision.mode": "fp32",
     }
-    return Trainer(language_model("transformer", tie_embeddings=True), config=config_from(common | settings))
+    return unchecked(Trainer(language_model("transformer", tie_embeddings=True), config=config_from(common | settings)))
 
 
 def losses(run: Trainer, number: int) -> list[float]:

@@ -263,10 +263,22 @@ def test_ranks_that_are_started_again_are_forks_of_one_server(tmp_path: Path) ->
     assert {one["threads"] for one in seen} == {1}
 
 
+_FORKS = """
+from lockstep.launch.spawn import spawn_again
+
+def rank():
+    pass
+
+if __name__ == "__main__":
+    import script
+    spawn_again(script.rank, (), 2, preload=["torch"])
+"""
+
+
 @pytest.mark.parametrize("threads", ["", "2,1", "many"])
 def test_a_number_of_threads_that_is_none_is_no_reason_to_stop(tmp_path: Path, threads: str) -> None:
     """OpenMP warns of it, and takes its own default; its lists, as 2,1, are numbers for nested regions."""
-    (tmp_path / "script.py").write_text(_AGAIN)
+    (tmp_path / "script.py").write_text(_FORKS)
     ended = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, env=environment(OMP_NUM_THREADS=threads), check=False,
         capture_output=True, text=True, timeout=100,

@@ -1,5 +1,6 @@
 """What tensors a process holds, and how much memory the kernel lets it have; functions here run on ranks."""
 
+import ctypes
 import gc
 import resource
 import warnings
@@ -15,6 +16,7 @@ from lockstep.config import config_from
 from lockstep.trainer import Trainer
 from tests.parity.toy import Tokens, language_model, unchecked
 
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 UNIT = {"n_embd": 64, "mlp_hidden": 256, "n_layer": 4}
 LARGE = {"n_embd": 512, "mlp_hidden": 1536, "n_layer": 8}
 HEADROOM = 230 * 2**20  # above what a process has before it builds the model; 48 of it are stacks of gloo's threads
@@ -78,6 +80,7 @@ def train_within_a_limit(settings: dict[str, Any]) -> dict[str, Any]:
     Returns:
         the losses, or the error; and the bytes of data that the process came to have.
     """
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 131072)  # else glibc keeps freed memory, which the kernel counts as used
     warm_up = trainer_with({"distributed.strategy": settings["distributed.strategy"]}, {})
     warm_up.training_step(batch())  # starts threads, fills caches
     gc.collect()

@@ -10,15 +10,10 @@ from tests.ranks import run_ranks
 FSDP = {"distributed.strategy": "fsdp"}
 CASES = [FSDP, {**FSDP, "distributed.fsdp.accumulate": "unsharded"}, {"distributed.strategy": "ddp"}]
 
-# glibc keeps freed memory of up to 32 MB in its heaps unless its threshold is fixed; the kernel counts that as used.
-FREED_AT_ONCE = ("MALLOC_MMAP_THRESHOLD_", "131072")
-
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(*FREED_AT_ONCE)
-        return run_ranks(in_one_launch, 4, CASES, FSDP, fresh=True)
+    return run_ranks(in_one_launch, 4, CASES, FSDP)
 
 
 def test_a_rank_holds_its_share_and_one_gathered_unit(ranks: list[dict[str, Any]]) -> None:
@@ -36,12 +31,9 @@ def test_a_rank_holds_its_share_and_one_gathered_unit(ranks: list[dict[str, Any]
         assert replica["at update"] > 3.95 * parameters
 
 
-def test_fsdp_trains_what_one_process_can_not(
-    ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fsdp_trains_what_one_process_can_not(ranks: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     """A limit on each process's data: 100 MB of parameters take 400 MB to train, and each process may have 230 more."""
-    monkeypatch.setenv(*FREED_AT_ONCE)
-    [alone] = run_ranks(train_within_a_limit, 1, {"distributed.strategy": "single"}, fresh=True)
+    [alone] = run_ranks(train_within_a_limit, 1, {"distributed.strategy": "single"})
     assert "alloc" in alone["error"] or "memory" in alone["error"], alone
     for rank in (found["limited"] for found in ranks):
         assert "error" not in rank, rank

@@ -49,7 +49,7 @@ def trainer_for(
     values, _ = parse_topology(topology)
     common = {
         "training.batch_size": 2,
-        "training.global_batch_size": 16,
+        "training.global_batch_size": 8,
         "training.learning_rate": 3e-3,
         **RECIPE,
         "training.warmup_steps": 3,

@@ -145,7 +145,7 @@ def outcome(topology: str, kind: str, args: dict[str, Any], settings: dict[str, 
     with torch.device("meta"):
         model = OWN_MODELS[kind]() if kind in OWN_MODELS else language_model(kind, **args)
     common = {
-        "training.max_steps": 3, "training.global_batch_size": 8, "training.gradient_clip": 0.5,
+        "training.max_steps": 2, "training.global_batch_size": 8, "training.gradient_clip": 0.5,
         "distributed.reproducible": False,
     }  # fmt: skip
     trainer = trainer_for(topology, model, {**common, **settings})

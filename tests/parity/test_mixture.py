@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor
+from torch.utils.data import Subset
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
@@ -120,7 +121,7 @@ def evaluated(topology: str) -> float:
     settings = {"training.max_steps": 2, "distributed.divergence_check_steps": 1}
     trainer = trainer_for(topology, "mixture", settings, **SMALL)
     list(trainer.steps(Tokens()))
-    return trainer.evaluate(Tokens())
+    return trainer.evaluate(Subset(Tokens(), range(21)))
 
 
 def refused(topology: str, model: str, args: dict[str, Any]) -> str:

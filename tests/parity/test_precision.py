@@ -101,7 +101,7 @@ def test_trap_59_the_schedule_stands_still_on_a_step_that_is_skipped(
 def gathered_in_bf16() -> list[Any]:
     more = (("precision.param_dtype", "bf16"),)
     strategies = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
-    return run_all([Case("transformer", s, 1, "none", more) for s in strategies])
+    return run_all([Case("transformer", s, 1, "none", more, steps=3) for s in strategies])
 
 
 def test_parameters_gathered_in_bf16_train_the_same_on_any_mesh() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import default_collate
+from torch.utils.data import Subset, default_collate
 
 from lockstep.config import config_from
 from lockstep.errors import RunError, UsageError
@@ -349,7 +349,7 @@ def trained_and_evaluated(topology: str, kind: str, exact: bool) -> list[float]:
         model = (WithLogitPenalty if kind == "overridden" else Transformer)(**args)
     trainer = trainer_for(topology, model, settings, loss_fn)
     losses = [float(record.loss) for record in trainer.steps(Tokens())]
-    losses.append(trainer.evaluate(Tokens()))
+    losses.append(trainer.evaluate(Subset(Tokens(), range(21))))
     trainer.placed.parts[0].eval()
     logits = trainer.placed.forward(torch.arange(16)[None])
     return [*losses, float(logits.double().sum()), float(logits.shape[-1])]
