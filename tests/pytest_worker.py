@@ -2,4 +2,5 @@
 
 import sys
 
-exec(eval(sys.stdin.readline()))
+if __name__ == "__main__":  # multiprocessing imports it in what a worker starts
+    exec(eval(sys.stdin.readline()))

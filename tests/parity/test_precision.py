@@ -109,7 +109,7 @@ def test_parameters_gathered_in_bf16_train_the_same_on_any_mesh() -> None:
     in fp32, so the parts of the sum are the same numbers, added in another order."""
     for results in run_ranks(gathered_in_bf16, 4):
         first, *others = results
-        fp32 = run(Case("transformer", "single", 1, "none"), 4)
+        fp32 = run(Case("transformer", "single", 1, "none", steps=3), 4)
         assert 1e-4 < difference(first, fp32) < 0.1
         for other in others:
             assert difference(other, first) < 2e-3, other
