@@ -23,7 +23,7 @@ COMMON: dict[str, Any] = {
     "training.global_batch_size": 12,
     "training.learning_rate": 3e-3,
     **RECIPE,
-    "training.max_steps": 3,
+    "training.max_steps": 2,
     "precision.mode": "fp32",
 }
 
@@ -298,9 +298,12 @@ def running_statistics(settings: dict[str, Any]) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in trainer.placed.buffers.items()}
 
 
+_OF_A_RUN = {"training.max_steps": 3}
+
+
 def save(settings: dict[str, Any], folder: str) -> Steps:
-    """Two steps, a checkpoint, two more."""
-    trainer = trainer_of(deep(tie_embeddings=True), settings)
+    """Two steps, a checkpoint, and one more."""
+    trainer = trainer_of(deep(tie_embeddings=True), settings | _OF_A_RUN)
     steps = trainer.steps(Tokens())
     done = [next(steps) for _ in range(2)]
     trainer.save_checkpoint(Path(folder))
@@ -309,7 +312,7 @@ def save(settings: dict[str, Any], folder: str) -> Steps:
 
 def go_on(settings: dict[str, Any], folder: str) -> Steps:
     """What follows the checkpoint."""
-    trainer = trainer_of(deep(tie_embeddings=True), settings)
+    trainer = trainer_of(deep(tie_embeddings=True), settings | _OF_A_RUN)
     trainer.load_checkpoint(Path(folder))
     return steps_of(trainer, Tokens())
 

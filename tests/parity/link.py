@@ -24,7 +24,7 @@ def _settled() -> int:
     return sent_bytes()
 
 
-def plain_and_reproducible(topology: str, rounds: int, steps: int) -> dict[str, Any]:
+def plain_and_reproducible(topology: str, rounds: int, steps: int, layers: int) -> dict[str, Any]:
     """Steps of a plain and of a reproducible trainer, in turn.
 
     Returns:
@@ -38,7 +38,7 @@ def plain_and_reproducible(topology: str, rounds: int, steps: int) -> dict[str, 
             "training.global_batch_size": 8,
             "training.max_steps": length + 1,
         }
-        trainer = trainer_for(topology, "transformer", settings, **SIZE)
+        trainer = trainer_for(topology, "transformer", settings, **{**SIZE, "n_layer": layers})
         assert isinstance(trainer, Trainer)
         sides.append(iter(trainer.steps(Tokens(LENGTH))))
         for _ in range(WARM_UP):
@@ -61,6 +61,6 @@ def plain_and_reproducible(topology: str, rounds: int, steps: int) -> dict[str, 
     }
 
 
-def all_of(topologies: list[str], rounds: int, steps: int) -> list[dict[str, Any]]:
+def all_of(topologies: list[str], rounds: int, steps: int, layers: int = SIZE["n_layer"]) -> list[dict[str, Any]]:
     """`plain_and_reproducible` for each, one after the other."""
-    return [plain_and_reproducible(topology, rounds, steps) for topology in topologies]
+    return [plain_and_reproducible(topology, rounds, steps, layers) for topology in topologies]

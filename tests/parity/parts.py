@@ -121,7 +121,7 @@ def half(*, whole: bool) -> list[Case]:
     models = tuple(MODELS) if whole else ("transformer", "bdh", "vae")
     strategies = tuple(STRATEGIES) if whole else ("ddp", "full_shard")
     return [
-        Case(model, strategy, 3, "full", (("precision.mode", mode), FIRST_SCALE))
+        Case(model, strategy, 3, "full", (("precision.mode", mode), FIRST_SCALE), STEPS if whole else 3)
         for i, mode in enumerate(HALF_MODES)
         for j, model in enumerate(models)
         for k, strategy in enumerate(strategies)

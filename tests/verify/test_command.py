@@ -14,6 +14,7 @@ from lockstep.verify.subject import Case, Spec
 from lockstep.verify.trace import Trace
 from tests.test_ready_configs import READY, small
 from tests.verify import subjects
+from tests.verify.test_faults import START
 
 TRANSFORMER = next(path for path in READY if path.stem == "transformer")
 FAULTY = """
@@ -121,7 +122,7 @@ def test_the_configs_own_strategy_is_verified(settings: dict[str, Any], last: st
 def test_a_function_of_ones_own_is_verified() -> None:
     """The Python API: a function that makes model and data, in every process."""
     settings = {"training.batch_size": 2, "training.gradient_accumulation_steps": 2}
-    verdict = verify(subjects.sound, ["single"], config=config_from(settings), steps=3)
+    verdict = verify(subjects.sound, ["single"], config=config_from(settings), steps=3, start=START)
     assert verdict.passed
     assert (verdict.steps, verdict.micro_batches, verdict.exact) == (3, 2, False)
     assert [outcome.topology for outcome in verdict.outcomes] == ["single", "single"]
