@@ -16,7 +16,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 # Files of tests run side by side: most tests wait for processes that they start more than they compute.
-WORKERS ?= 3
+WORKERS ?= 4
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The checks use one core, so they run beside the tests.
