@@ -6,6 +6,7 @@
 - Any other iterable: every rank iterates it and keeps its micro-batches (`IterableSteps`).
 """
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from lockstep.data.iterable import IterableSteps
 from lockstep.data.loader import StepLoader
 from lockstep.data.order import DistributedSampler, Order, SampleOrder, SamplerOrder, check_batch_sizes
 from lockstep.errors import UsageError
+from lockstep.torch_compat.pytree import tree_leaves
 
 # How data are read: settings of the config, and those of a DataLoader.
 _OF_THE_CONFIG = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
@@ -100,9 +102,24 @@ def _understand(data: Any, config: DataConfig) -> _UserData:
         fix = "give a dataset, a DataLoader or an iterable of batches (for tensors: torch.utils.data.TensorDataset)"
         raise UsageError(what, where="the training or validation data", fix=fix)
     if isinstance(data, list | tuple) or not has_length:
+        _warn_of_samples(data)
         return _UserData(data, iterated=True, ready=True)
     reading = {name: getattr(config, name) for name in _OF_THE_CONFIG}
     return _UserData(data, shuffle=config.shuffle, drop_last=config.drop_last, reading=reading)
+
+
+def _warn_of_samples(data: Any) -> None:
+    """Warn of a list whose first item looks like a sample: its tensors share no first dimension."""
+    if not (isinstance(data, list | tuple) and data):
+        return
+    leaves = [leaf for leaf in tree_leaves(data[0]) if isinstance(leaf, torch.Tensor | int | float)]
+    lengths = {len(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() else None for leaf in leaves}
+    if None in lengths or len(lengths) > 1:
+        warnings.warn(
+            f"each item of a {type(data).__name__} is taken as a batch, and the first looks like one sample\n"
+            "  do: for samples give torch.utils.data.DataLoader(data, batch_size=…)",
+            stacklevel=2,
+        )
 
 
 def _loader(loader: DataLoader[Any]) -> _UserData:

@@ -1,6 +1,7 @@
 """Whatever a user passes becomes steps; ours is the order, unless the user brought one."""
 
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -217,3 +218,23 @@ def test_torchs_own_collate_function_is_known_to_draw_nothing(monkeypatch: pytes
     """A DataLoader hands it over like any other; keeping generators' states around it takes longer than it itself."""
     monkeypatch.setattr("lockstep.data.loader.preserve_states", lambda: pytest.fail("states are kept"))
     assert numbers(steps_of(DataLoader(NUMBERS, batch_size=2))) == ours(shuffle=False)
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        ({"x": torch.zeros(4, 2), "y": torch.zeros(4)}, False),
+        ([torch.zeros(4), ["a", "b", "c", "d"]], False),
+        ({"x": torch.zeros(4), "y": torch.tensor(1)}, True),
+        ((torch.zeros(4, 2), 1), True),
+        ({"x": torch.zeros(3, 8), "y": torch.zeros(4)}, True),
+    ],
+)
+def test_a_list_whose_items_look_like_samples_is_told_to_be_one_of_batches(first: object, told: bool) -> None:
+    """Each would silently be a micro-batch of its own."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps_of([first] * 8)
+    assert ["give torch.utils.data.DataLoader(data, batch_size=…)" in str(one.message) for one in caught] == [
+        True
+    ] * told
