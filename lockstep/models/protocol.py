@@ -243,7 +243,13 @@ def _without_containers(name: str, module: nn.Module) -> list[tuple[str, nn.Modu
 def segments_of(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
     """Return the forward pass of `model` as a chain of modules, or None if the model does not define one."""
     if own := offered(model, "segments"):
-        return list(own())
+        segments = list(own())
+        for each in segments:
+            if not (isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[1], nn.Module)):
+                what = f"segments() of {type(model).__name__} lists a {type(each).__name__}"
+                fix = "return [(name, module), …], with the names that the modules have in the model"
+                raise UsageError(what, where="the model", fix=fix)
+        return segments
     if isinstance(model, nn.Sequential):
         # Not named_children(), which leaves out repeated modules: one ReLU for all layers.
         modules = model.named_modules(remove_duplicate=False)
@@ -293,7 +299,15 @@ def _first_tensor(batch: Any) -> Tensor | None:
 def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Inputs:
     own = offered(model, "inputs")
     if own is not None:
-        return lambda batch: (tuple(own(batch)), {})
+
+        def given(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            arguments = own(batch)
+            if isinstance(arguments, tuple | list):
+                return tuple(arguments), {}
+            what = f"inputs() of {type(model).__name__} returns a {type(arguments).__name__}"
+            raise UsageError(what, where="the model", fix="return a tuple, the positional arguments of forward")
+
+        return given
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     # `forward(*args, **kwargs)` names nothing: it calls a model that does, as PEFT's does.

@@ -1,7 +1,8 @@
 """Defines sinks, which take rows of plain numbers, one of them (`jsonl`), and the thread that feeds them.
 
-A sink that fails is reported once and never stops the run. A slow disk or a server that hangs costs the step nothing:
-rows are written in a thread, several times a second, in order. A killed process loses the rows of its last moment.
+A sink that fails while a run trains is reported once, and does not stop it. A slow disk or a server that hangs costs the
+step nothing: rows are written in a thread, several times a second, in order. A killed process loses the rows of its
+last moment.
 """
 
 import logging

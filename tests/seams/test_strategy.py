@@ -35,7 +35,7 @@ class PlainAllReduce(Strategy):
         exact = placement.reproducible
         applied = AppliedStrategy(
             shared_out(assign_tree if exact else assign_contiguous, placement),
-            tree=ExchangedTree(parameters, group) if exact else None,
+            tree=ExchangedTree(parameters, placement.dp_group) if exact else None,
             finish_gradients=all_reduce,
         )
         return placed_in_order(placement, applied)

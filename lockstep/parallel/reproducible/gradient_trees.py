@@ -73,11 +73,16 @@ class LocalTree(GradientTree):
 
 
 class ExchangedTree(LocalTree):
-    """A tree over a rank's micro-batches and, once a step, over replicas that hold the same whole parameters."""
+    """A tree over a rank's micro-batches and, once a step, over replicas that hold the same whole parameters.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    `group` is that of the replicas, as `placement.dp_group` has it: None where they are all ranks.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
         super().__init__(parameters)
-        self._group = group
+        replicas = dist.group.WORLD if group is None else group
+        assert replicas is not None, "torch.distributed is not initialized"
+        self._group = replicas
 
     def add_up(self) -> None:
         leaves = self.partials.leaves
