@@ -1,6 +1,6 @@
 """Defines sinks, which take rows of plain numbers, one of them (`jsonl`), and the thread that feeds them.
 
-A sink that fails while a run trains is reported once, and does not stop it. A slow disk or a server that hangs costs the
+A sink that fails while a run trains is reported once, and does not stop it. A slow disk or a server that hangs costs a
 step nothing: rows are written in a thread, several times a second, in order. A killed process loses the rows of its
 last moment.
 """
