@@ -155,8 +155,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes() -> None:
-    """Start the workers as forks of one process, with what they import: each spent 12 s of a core on it."""
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Start the workers as forks of one process, with what they import: each spent 12 s of a core on it.
+
+    Few quick tests are not worth the import of all that others use, and only Linux has what `forked` needs.
+    """
+    if config.getoption("no_processes") or sys.platform != "linux":
+        return
     from execnet import gateway_io
 
     class ForkedWorker(gateway_io.Popen2IOMaster):
@@ -165,6 +170,7 @@ def pytest_xdist_setupnodes() -> None:
             self.popen: Any = forked.Forked([sys.executable, "-m", forked.PYTEST_WORKER], stdin=pipe, stdout=pipe)
             gateway_io.Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel=execmodel)
 
+    # execnet lets a command take the place of Python's, but not a process that runs already.
     gateway_io.Popen2IOMaster = ForkedWorker  # type: ignore[misc]
 
 

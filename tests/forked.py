@@ -3,7 +3,7 @@
 Importing both takes three to four seconds of a core for each process, more than most tests that start some. A fork is
 otherwise as a fresh process: a child of the one that asked for it, with the arguments, variables, folder and
 descriptors of its own; where it is a launcher, its ranks are forks too. What it shares with the server are imported
-modules. Tests of how a process starts, of threads and of memory start fresh ones.
+modules. Tests of how a process starts, of threads and of the heap start fresh ones.
 """
 
 import atexit

@@ -109,12 +109,13 @@ def _understand(data: Any, config: DataConfig) -> _UserData:
 
 
 def _warn_of_samples(data: Any) -> None:
-    """Warn of a list whose first item looks like a sample: its tensors share no first dimension."""
+    """Warn of a list whose first item looks like a sample: no two of its tensors have as many rows."""
     if not (isinstance(data, list | tuple) and data):
         return
     leaves = [leaf for leaf in tree_leaves(data[0]) if isinstance(leaf, torch.Tensor | int | float)]
-    lengths = {len(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() else None for leaf in leaves}
-    if None in lengths or len(lengths) > 1:
+    rows = [len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    one_of_some = len(leaves) > 1 and len(set(rows)) == len(rows)
+    if one_of_some or (leaves and not rows):
         warnings.warn(
             f"each item of a {type(data).__name__} is taken as a batch, and the first looks like one sample\n"
             "  do: for samples give torch.utils.data.DataLoader(data, batch_size=…)",

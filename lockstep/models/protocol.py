@@ -25,7 +25,7 @@ multiplied by its count: `count(batch)`; without it, the divisor of torch's loss
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -302,7 +302,7 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Inputs:
 
         def given(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             arguments = own(batch)
-            if isinstance(arguments, tuple | list):
+            if isinstance(arguments, Iterable) and not isinstance(arguments, Mapping | Tensor):
                 return tuple(arguments), {}
             what = f"inputs() of {type(model).__name__} returns a {type(arguments).__name__}"
             raise UsageError(what, where="the model", fix="return a tuple, the positional arguments of forward")

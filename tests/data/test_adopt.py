@@ -225,6 +225,9 @@ def test_torchs_own_collate_function_is_known_to_draw_nothing(monkeypatch: pytes
     [
         ({"x": torch.zeros(4, 2), "y": torch.zeros(4)}, False),
         ([torch.zeros(4), ["a", "b", "c", "d"]], False),
+        ({"x": torch.zeros(4, 2), "y": torch.zeros(4), "targets in the step": 9}, False),
+        ({"tokens": torch.zeros(9), "positions": torch.zeros(9), "begins": torch.zeros(3)}, False),
+        (1.0, True),
         ({"x": torch.zeros(4), "y": torch.tensor(1)}, True),
         ((torch.zeros(4, 2), 1), True),
         ({"x": torch.zeros(3, 8), "y": torch.zeros(4)}, True),

@@ -38,6 +38,8 @@ def test_inputs_that_are_no_tuple_are_refused() -> None:
         model = Model(offered)
         with pytest.raises(UsageError, match=rf"inputs\(\) of Model returns a {kind}"):
             objective_of(model, None).of(model, batch)
+    model = Model(lambda b: b.values())
+    assert torch.equal(objective_of(model, None).of(model, batch)[0], model(batch["x"]).sum())
 
 
 def test_segments_without_names_are_refused() -> None:
