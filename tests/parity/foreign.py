@@ -5,7 +5,7 @@ PyTorch. Targets are masked unevenly wherever a family masks them.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,29 +13,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCAB, LENGTH, SAMPLES, WIDTH, HEADS = 61, 12, 8, 16, 4
+VOCAB, LENGTH, SAMPLES, WIDTH, HEADS = 64, 12, 8, 16, 4
 
 Sample = dict[str, Tensor]
+
+WITHOUT_PLANS = {"tensor": "tensor_plan()", "context": "context_plan()"}
+"""What the messages name where a model does not say how its layers and sequences are cut."""
+
+WITHOUT_CONTEXT = {"context": "context_plan()"}
 
 
 class Foreign(NamedTuple):
     """A model of somebody's.
 
     Attributes:
+        title: what docs/parity.md calls it.
         make: the model, always with the same values.
         sample: number → a sample, by the names of the arguments of forward.
         loss: of a whole batch, in the author's own loop; None where it depends on which samples are together.
         loss_fn: what is handed to the trainer beside the model.
         piped: the model → what a pipeline is given; None where a pipeline refuses it, and names segments().
         refused: what the message names where every topology refuses the model, for a step has several micro-batches.
+        refused_by: strategy → what its message names, where not all refuse the model.
+        reference: the model of the author's own loop, with the same values, where it is not what `make` makes.
     """
 
+    title: str
     make: Callable[[], nn.Module]
     sample: Callable[[int], Sample]
     loss: Callable[[nn.Module, Sample], Tensor] | None = lambda model, batch: model(**batch).loss
     loss_fn: Callable[..., Tensor] | None = None
     piped: Callable[[nn.Module], nn.Module] | None = None
     refused: str = ""
+    refused_by: Mapping[str, str] = WITHOUT_PLANS
+    reference: Callable[[], nn.Module] | None = None
+
+    def refusal(self, topology: str) -> str:
+        """What the message under a topology must name; empty where the model trains."""
+        strategy = topology.partition(":")[0]
+        if strategy == "pipeline" and self.piped is None:
+            return "segments()"
+        return self.refused_by.get(strategy, "") or self.refused
 
 
 def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -317,8 +335,8 @@ def library(auto_class: str, model_type: str, **config: Any) -> Callable[[], nn.
     return seeded(make)
 
 
-_SIZES: dict[str, Any] = {
-    "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": HEADS,
+SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": HEADS,
     "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
@@ -329,8 +347,19 @@ _VISION: dict[str, Any] = {
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
+def by_name(model_type: str, **config: Any) -> Callable[[], nn.Module]:
+    """As `model.name: hf:TYPE` builds it."""
+
+    def make() -> nn.Module:
+        from lockstep.models import get_model
+
+        return get_model(f"hf:{model_type}")(**config)
+
+    return seeded(make)
+
+
 def lora() -> nn.Module:
-    model = library("AutoModelForCausalLM", "llama", **_SIZES)().requires_grad_(False)
+    model = library("AutoModelForCausalLM", "llama", **SIZES)().requires_grad_(False)
     for layer in model.get_submodule("model.layers").children():
         attention: Any = layer.get_submodule("self_attn")
         attention.q_proj, attention.v_proj = LoRA(attention.q_proj), LoRA(attention.v_proj)
@@ -348,7 +377,7 @@ def whisper() -> Callable[[], nn.Module]:
 
 
 def clip() -> Callable[[], nn.Module]:
-    texts = {k: v for k, v in _SIZES.items() if k != "num_key_value_heads"}
+    texts = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
     return library("AutoModel", "clip", text_config=texts, vision_config=_VISION, projection_dim=8)
 
 
@@ -435,7 +464,7 @@ def traced_ids(model: nn.Module) -> nn.Module:
     return trace(model, torch.stack([ids(0), ids(1)]))
 
 
-def _as_it_is(model: nn.Module) -> nn.Module:
+def as_it_is(model: nn.Module) -> nn.Module:
     return model
 
 
@@ -451,49 +480,118 @@ def _shifted(index: int) -> Sample:
     return pair(index, ignored=-100)
 
 
+def shifted_by_name(index: int) -> Sample:
+    inputs, targets = _shifted(index).values()
+    return {"input_ids": inputs, "targets": targets}
+
+
+def named(title: str, model_type: str, refused_by: Mapping[str, str] = WITHOUT_PLANS, **config: Any) -> Foreign:
+    """A model of the library that Lockstep builds, against the library's own."""
+    return Foreign(
+        title,
+        by_name(model_type, **config),
+        shifted_by_name,
+        lambda m, b: F.cross_entropy(m(b["input_ids"]).logits.flatten(0, 1), b["targets"].flatten()),
+        piped=as_it_is,
+        refused_by=refused_by,
+        reference=library("AutoModelForCausalLM", model_type, **config),
+    )
+
+
 MODELS: dict[str, Foreign] = {
-    "nanogpt": Foreign(seeded(NanoGPT), pair, lambda m, b: m(**b)[1], piped=traced_pair),
-    "nanochat": Foreign(seeded(Nanochat), pair, lambda m, b: m(**b), piped=traced_pair),
-    "bdh": Foreign(seeded(DragonHatchling), pair, lambda m, b: m(**b)[1]),
+    "nanogpt": Foreign("nanoGPT", seeded(NanoGPT), pair, lambda m, b: m(**b)[1], piped=traced_pair),
+    "nanochat": Foreign("nanochat", seeded(Nanochat), pair, lambda m, b: m(**b), piped=traced_pair),
+    "bdh": Foreign("BDH as its authors publish it", seeded(DragonHatchling), pair, lambda m, b: m(**b)[1]),
     "x_transformers": Foreign(
-        seeded(XTransformer), _shifted, _cross_entropy_of("targets"), nn.CrossEntropyLoss(), piped=traced_ids
+        "in the style of x-transformers",
+        seeded(XTransformer),
+        _shifted,
+        _cross_entropy_of("targets"),
+        nn.CrossEntropyLoss(),
+        piped=traced_ids,
     ),
     "t5": Foreign(
-        library("AutoModelForSeq2SeqLM", "t5", vocab_size=VOCAB, d_model=WIDTH, d_kv=4, d_ff=24, num_layers=2,
-                num_heads=HEADS, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0),
+        "T5",
+        library(
+            "AutoModelForSeq2SeqLM",
+            "t5",
+            vocab_size=VOCAB,
+            d_model=WIDTH,
+            d_kv=4,
+            d_ff=24,
+            num_layers=2,
+            num_heads=HEADS,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+        ),
         padded_text,
     ),
-    "bert": Foreign(library("AutoModelForMaskedLM", "bert", **_SIZES, **_NO_DROPOUT), padded_text),
+    "bert": Foreign(
+        "BERT, masked language", library("AutoModelForMaskedLM", "bert", **SIZES, **_NO_DROPOUT), padded_text
+    ),
     "vit": Foreign(
+        "ViT",
         library("AutoModelForImageClassification", "vit", **_VISION, **_NO_DROPOUT, num_labels=5),
         lambda i: {"pixel_values": image(i), "labels": torch.tensor(i % 5)},
     ),
-    "clip": Foreign(seeded(Contrastive), captioned, loss=None),
-    "clip_of_the_library": Foreign(clip_of_the_library, captioned, refused="batch_size is part of what is learned"),
+    "clip": Foreign("CLIP, its count declared", seeded(Contrastive), captioned, loss=None),
+    "clip_of_the_library": Foreign(
+        "CLIP as the library's own", clip_of_the_library, captioned, refused="batch_size is part of what is learned"
+    ),
     "bert_pretraining": Foreign(
-        library("AutoModelForPreTraining", "bert", **_SIZES, **_NO_DROPOUT),
-        lambda i: {**padded_text(i), "next_sentence_label": torch.tensor(i % 2)}, refused="def count(self, batch)",
+        "BERT, two losses",
+        library("AutoModelForPreTraining", "bert", **SIZES, **_NO_DROPOUT),
+        lambda i: {**padded_text(i), "next_sentence_label": torch.tensor(i % 2)},
+        refused="def count(self, batch)",
     ),
     "whisper": Foreign(
-        whisper(), lambda i: {"input_features": torch.randn(8, 32, generator=drawn(i)), "labels": text(i)["labels"]}
+        "Whisper",
+        whisper(),
+        lambda i: {"input_features": torch.randn(8, 32, generator=drawn(i)), "labels": text(i)["labels"]},
     ),
     "mixtral": Foreign(
-        library("AutoModelForCausalLM", "mixtral", **_SIZES, num_local_experts=4, num_experts_per_tok=2),
-        padded_text, piped=_as_it_is,
+        "Mixtral",
+        library("AutoModelForCausalLM", "mixtral", **SIZES, num_local_experts=4, num_experts_per_tok=2),
+        padded_text,
+        piped=as_it_is,
+        refused_by=WITHOUT_CONTEXT,
     ),
     "mamba": Foreign(
-        library("AutoModelForCausalLM", "mamba", vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=2,
-                state_size=4, use_mambapy=False, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+        "Mamba",
+        library(
+            "AutoModelForCausalLM",
+            "mamba",
+            vocab_size=VOCAB,
+            hidden_size=WIDTH,
+            num_hidden_layers=2,
+            state_size=4,
+            use_mambapy=False,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
         text,
     ),
     "qwen3": Foreign(
-        library("AutoModelForCausalLM", "qwen3", **_SIZES, head_dim=8, tie_word_embeddings=True), padded_text,
-        piped=_as_it_is,
+        "Qwen 3, tied",
+        library("AutoModelForCausalLM", "qwen3", **SIZES, head_dim=8, tie_word_embeddings=True),
+        padded_text,
+        piped=as_it_is,
+        refused_by=WITHOUT_CONTEXT,
     ),
-    "lora": Foreign(seeded(lora), text, piped=_as_it_is),
-    "gcn": Foreign(seeded(GCN), graph, lambda m, b: m(**b)["loss"]),
+    "lora": Foreign(
+        "Llama with low-rank updates, written by hand",
+        seeded(lora),
+        text,
+        piped=as_it_is,
+        refused_by={**WITHOUT_PLANS, "tensor": "a forward pass of its own"},
+    ),
+    "llama_by_name": named("Llama (`hf:`)", "llama", {}, **SIZES),
+    "qwen3_by_name": named("Qwen 3 (`hf:`)", "qwen3", {}, **SIZES, head_dim=8),
+    "gcn": Foreign("GCN on small graphs", seeded(GCN), graph, lambda m, b: m(**b)["loss"]),
     "lstm": Foreign(
-        seeded(LSTM), _classes, lambda m, b: F.cross_entropy(m(b["idx"]), b["label"]), nn.CrossEntropyLoss()
+        "LSTM", seeded(LSTM), _classes, lambda m, b: F.cross_entropy(m(b["idx"]), b["label"]), nn.CrossEntropyLoss()
     ),
-    "vae": Foreign(seeded(VAE), noisy, lambda m, b: m(**b)["loss"]),
-}  # fmt: skip
+    "vae": Foreign("VAE", seeded(VAE), noisy, lambda m, b: m(**b)["loss"]),
+}

@@ -1,4 +1,4 @@
-"""The table of docs/parity.md: what the parity tests run of each, read off their cases.
+"""The tables of docs/parity.md: what the parity tests run, read off their cases.
 
 python -m tests.parity.table --write
 """
@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.parity import pipelines
+from tests.parity import foreign_kinds, pipelines
 from tests.parity.matrix import STRATEGIES, Case
 from tests.parity.parts import Part, parts
 
 PAGE = Path(__file__).parents[2] / "docs/parity.md"
-BEGIN, END = "<!-- table of strategies: python -m tests.parity.table --write -->", "<!-- end of the table -->"
+BEGIN, END = "<!-- table of {}: python -m tests.parity.table --write -->", "<!-- end of the table -->"
 NAMES = {
     **{kind: f"`fsdp`, `{kind}`" for kind in STRATEGIES if "shard" in kind},
     "tied": "transformer with tied embeddings",
@@ -101,13 +101,32 @@ def listed(values: Iterable[str]) -> str:
     return ", ".join(sorted(once, key=int) if all(value.isdigit() for value in once) else once)
 
 
+FOREIGN = ("ddp", "fsdp", "hybrid", "pipeline", "tensor", "context")
+
+
+def of_foreign_models() -> str:
+    """In Markdown: a row for each foreign model, a column for each strategy."""
+    lines = ["| model | " + " | ".join(f"`{name}`" for name in FOREIGN) + " |", "|" + "---|" * (len(FOREIGN) + 1)]
+    for model in foreign_kinds.MODELS.values():
+        columns = [named(model.refusal(f"{strategy}:2")) for strategy in FOREIGN]
+        lines.append("| " + " | ".join([model.title, *columns]) + " |")
+    return "\n".join(lines)
+
+
+def named(refusal: str) -> str:
+    """What a cell says where a message names this."""
+    return f"refused: `{refusal}`" if refusal else "equal"
+
+
 def in_page(text: str) -> str:
-    """The page with the table as it should be."""
-    new, found = re.subn(
-        f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n{table()}\n{END}", text, flags=re.DOTALL
-    )
-    assert found == 1, f"{PAGE.name} lacks the lines {BEGIN} and {END}"
-    return new
+    """The page with the tables as they should be."""
+    for name, made in {"strategies": table(), "foreign models": of_foreign_models()}.items():
+        begin = BEGIN.format(name)
+        new = f"{begin}\n{made}\n{END}"
+        pattern = f"{re.escape(begin)}.*?{re.escape(END)}"
+        text, found = re.subn(pattern, lambda _, new=new: new, text, flags=re.DOTALL)
+        assert found == 1, f"{PAGE.name} lacks the lines {begin} and {END}"
+    return text
 
 
 def main() -> None:
@@ -116,7 +135,7 @@ def main() -> None:
     if parser.parse_args().write:
         PAGE.write_text(in_page(PAGE.read_text()))
     else:
-        print(table())
+        print(table(), of_foreign_models(), sep="\n\n")
 
 
 if __name__ == "__main__":

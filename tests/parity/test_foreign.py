@@ -14,16 +14,22 @@ from lockstep.config import Config, config_from
 from lockstep.errors import UsageError
 from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
-from tests.parity.foreign import MODELS, SAMPLES, Sample, gan, noisy
+from tests.parity.foreign import SAMPLES, Sample, gan, noisy
+from tests.parity.foreign_kinds import MODELS
 from tests.parity.same_bits import digest
 from tests.ranks import run_ranks
 
 pytest.importorskip("transformers")
 
 STEPS, LEARNING_RATE, TOLERANCE = 3, 0.1, 1e-5
-TOPOLOGIES = {2: ("ddp:2", "fsdp:2", "pipeline:2"), 4: ("ddp:4", "fsdp:4", "hybrid:2x2", "pipeline:2*ddp:2")}
+TOPOLOGIES = {
+    2: ("ddp:2", "fsdp:2", "pipeline:2", "tensor:2", "context:2"),
+    4: ("ddp:4", "fsdp:4", "hybrid:2x2", "pipeline:2*ddp:2"),
+}
 TRACED = ("nanochat", "x_transformers")  # takes seconds on each rank: in CI only nanogpt is traced for a pipeline
 GAN = "gan"  # two models and two optimizers: no Trainer has them
+
+IN_CHUNKS = {"distributed.context_blocks": 4, "distributed.sequence_parallel": False}
 
 Case = tuple[str, str, bool]
 """(model, topology, reproducible)."""
@@ -63,13 +69,15 @@ class Run(NamedTuple):
     refused: str = ""
 
 
-def settings_of(topology: str, reproducible: bool) -> Config:
+def settings_of(topology: str, reproducible: bool, like: str = "") -> Config:
+    """Settings of a topology, with the bits of runs that are `like` another."""
     values, _ = parse_topology(topology)
     distributed = {f"distributed.{key}": value for key, value in values.items()}
-    return config_from({**TORCH_STEP, **distributed, "distributed.reproducible": reproducible})
+    exact = IN_CHUNKS if reproducible and "context" in (like or topology) else {}
+    return config_from({**TORCH_STEP, **distributed, **exact, "distributed.reproducible": reproducible})
 
 
-def run(name: str, topology: str, reproducible: bool = True) -> Run:
+def run(name: str, topology: str, reproducible: bool = True, like: str = "") -> Run:
     if name == GAN:
         return run_gan(topology) if reproducible else run_gan_by_hand(topology)
     made = MODELS[name]
@@ -77,7 +85,7 @@ def run(name: str, topology: str, reproducible: bool = True) -> Run:
     if topology.startswith("pipeline") and made.piped is not None:
         model = made.piped(model)
     try:
-        trainer = Trainer(model, loss_fn=made.loss_fn, config=settings_of(topology, reproducible))
+        trainer = Trainer(model, loss_fn=made.loss_fn, config=settings_of(topology, reproducible, like))
         losses = [float(record.loss) for record in trainer.steps(Samples(made.sample))]
     except UsageError as error:
         return Run([], "", str(error))
@@ -129,7 +137,7 @@ def own_loop(name: str) -> list[float]:
     elif MODELS[name].loss is None:
         return alone(name).losses
     else:
-        models, losses_of = [MODELS[name].make()], [MODELS[name].loss]
+        models, losses_of = [(MODELS[name].reference or MODELS[name].make)()], [MODELS[name].loss]
         batch = default_collate([MODELS[name].sample(index) for index in range(SAMPLES)])
     optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=LEARNING_RATE) for m in models]
     losses = []
@@ -144,8 +152,9 @@ def own_loop(name: str) -> list[float]:
 
 
 @cache
-def alone(name: str) -> Run:
-    return run(name, "single")
+def alone(name: str, like: str = "") -> Run:
+    """One process, with the settings by which its bits are those of a topology."""
+    return run(name, "single", like=like)
 
 
 def apart(one: Sequence[float], other: Sequence[float]) -> float:
@@ -154,11 +163,7 @@ def apart(one: Sequence[float], other: Sequence[float]) -> float:
 
 def refusal(name: str, topology: str) -> str:
     """What the message must name; empty where the model trains."""
-    if name == GAN:
-        return ""
-    if topology.startswith("pipeline") and MODELS[name].piped is None:
-        return "segments()"
-    return MODELS[name].refused
+    return "" if name == GAN else MODELS[name].refusal(topology)
 
 
 def problem(case: Case, result: Run | str) -> str:
@@ -172,7 +177,8 @@ def problem(case: Case, result: Run | str) -> str:
         return f"refused, {result.refused}"
     if (distance := apart(result.losses, own_loop(name))) > TOLERANCE:
         return f"{distance:.1e} away from the author's loop"
-    return "another digest than one process" if reproducible and result.digest != alone(name).digest else ""
+    like = topology if topology.startswith("context") else ""
+    return "another digest than one process" if reproducible and result.digest != alone(name, like).digest else ""
 
 
 def problems(cases: Sequence[Case], results: Sequence[Run | str]) -> list[str]:
