@@ -180,6 +180,7 @@ class Trainer:
             advice = None if name.startswith("_") or hasattr(type(self), name) else advice_for_method(name)
             raise AttributeError(f"Trainer has no {name!r}" + (f": {advice}" if advice else ""), name=name, obj=self)
 
+    @whole_run.closed_at_exit
     def steps(
         self, train_data: Any, epochs: int | None = None, *, progress: bool | None = None
     ) -> Iterator[StepRecord]:

@@ -5,12 +5,14 @@ import os
 import platform
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
@@ -190,6 +192,30 @@ def dump_collectives_on_request(folder: Path | None, rank: int) -> None:
         thread.join()
 
     atexit.register(end)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_open_loops: "weakref.WeakSet[Generator[Any, None, None]]" = weakref.WeakSet()
+
+
+def closed_at_exit(function: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
+    """Close the generators that `function` returns before Python ends, while modules still have their contents."""
+
+    @wraps(function)
+    def opened(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        loop = function(*args, **kwargs)
+        assert isinstance(loop, Generator)
+        _open_loops.add(loop)
+        return loop
+
+    return opened
+
+
+@atexit.register
+def _close_open_loops() -> None:
+    for loop in list(_open_loops):
+        loop.close()
 
 
 @contextmanager

@@ -1,6 +1,9 @@
 """How a run ends: asked to stop while it evaluates, by an error while a save is under way, and at its last step."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -159,3 +162,28 @@ def test_a_preempted_run_is_not_evaluated(tmp_path: Path) -> None:
     run.train(Points(), Points())
     assert (run.step.progress.step, evaluations(tmp_path)) == (1, {})
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")] == ["step-00000001"]
+
+
+_LEFT_OPEN = """
+import torch
+from lockstep import Trainer
+from tests.faults.tiny import Net, Points
+
+loops = []
+for _ in range(2):
+    loops.append(Trainer(Net(), batch_size=4).steps(Points()))
+    next(loops[-1])
+"""
+
+
+def test_a_loop_over_steps_that_is_left_before_its_end_says_nothing_when_python_ends() -> None:
+    """Modules are emptied before the generators that refer to them end."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(  # a fresh process: it is about how Python ends
+        [sys.executable, "-c", _LEFT_OPEN],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
