@@ -7,7 +7,7 @@ import math
 import socket
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -22,6 +22,10 @@ from lockstep.config import BadNumbersConfig
 from lockstep.errors import RunError, listed
 from lockstep.parallel.loss_accumulator import Number
 
+ALL_IGNORED = (
+    "all targets are ignored (-100, or the loss function's ignore_index): prompts that fill their sequences, or labels "
+    "that were made otherwise than the loss expects them"
+)
 _READ_AT_ONCE = ("cpu", "mps")  # types of device; MPS has no float64
 
 
@@ -33,6 +37,15 @@ class Anomaly:
     what: str  # a sentence without a full stop
     loss: float
     grad_norm: float
+    no_targets: bool = False  # no sample of the step has a valid target, so that its loss is 0/0
+
+    def beside(self, empty: Sequence[int]) -> "Anomaly":
+        """Return it with a sentence on the step's micro-batches without a valid target, if there are others."""
+        if self.no_targets:
+            return self
+        which = listed([str(index) for index in empty])
+        text = f"{self.what}; micro-batch {which} has no valid target, where a mean that is written by hand is 0/0 "
+        return replace(self, what=text + "(divide by mask.sum().clamp(min=1))")
 
 
 class BadNumbersError(RunError):
@@ -44,6 +57,9 @@ class BadNumbersError(RunError):
         why = "the loss overflowed, or a batch holds values that are no numbers"
         fix = "lower training.learning_rate, lengthen training.warmup_steps, or look at that step's samples, which "
         fix += "events.jsonl lists; training.bad_numbers.action: skip or rollback goes on without them"
+        if anomaly.no_targets:
+            why = ALL_IGNORED
+            fix = "look at the targets of the samples that events.jsonl lists, and drop samples without any"
         super().__init__(f"{anomaly.what}{often}", where=f"step {anomaly.step}", why=why, fix=fix)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -91,12 +107,15 @@ class AnomalyDetector:
         """Take back the bad step that `check` has found last: it is computed again."""
         self.consecutive -= 1
 
-    def check(self, step: int, loss: Number, norm: Number, stop_votes: Number, out_of_step: Number) -> StepCheck:
+    def check(
+        self, step: int, loss: Number, norm: Number, stop_votes: Number, out_of_step: Number, targets: Number = 1.0
+    ) -> StepCheck:
         """Check the numbers of `step`, after its gradients and before its update; return what is known by now.
 
+        A step whose `targets`, the number of valid ones, is 0 is an anomaly that does not end the run.
         A RunError is raised if the ranks are in different steps: `out_of_step` is not 0.
         """
-        given, device = (loss, norm, stop_votes, out_of_step), None
+        given, device = (loss, norm, stop_votes, out_of_step, targets), None
         for value in given:  # a loop, since it runs in each step and generators are slower
             if isinstance(value, Tensor):
                 device = value.device
@@ -123,12 +142,16 @@ class AnomalyDetector:
         arrived.synchronize()  # host waits for the step before
         return self._evaluate(step, *copy.tolist())
 
-    def _evaluate(self, step: int, loss: float, norm: float, stop_votes: float, out_of_step: float) -> StepCheck:
+    def _evaluate(
+        self, step: int, loss: float, norm: float, stop_votes: float, out_of_step: float, targets: float = 1.0
+    ) -> StepCheck:
         if out_of_step != 0:
             why = "a rank made a collective call that the others did not make, and theirs were taken for it"
             fix = "look for a collective inside of `if rank == 0`; distributed.debug: detail shows which it was"
             raise RunError(f"the ranks did not meet in step {step}", where=f"step {step}", why=why, fix=fix)
         what = self._problem(step, loss, norm)
+        if targets == 0:
+            what = f"no sample of step {step} has a valid target"
         if what is None:
             self.consecutive = 0
             self.losses.append(loss)
@@ -136,7 +159,7 @@ class AnomalyDetector:
                 self.losses.popleft()
             return StepCheck(stop_votes > 0)
         self.consecutive += 1
-        return StepCheck(stop_votes > 0, Anomaly(step, what, loss, norm))
+        return StepCheck(stop_votes > 0, Anomaly(step, what, loss, norm, no_targets=targets == 0))
 
     def _problem(self, step: int, loss: float, norm: float) -> str | None:
         if not math.isfinite(loss):

@@ -26,7 +26,16 @@ from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError, listed
 from lockstep.monitor import PhaseClock
 from lockstep.optim import CallersRate, Schedule, TorchSchedule, unfuse
-from lockstep.parallel.loss_accumulator import LossAccumulator, Number, at_least, at_most, exceeds, inverse, tensor_of
+from lockstep.parallel.loss_accumulator import (
+    LossAccumulator,
+    Number,
+    at_least,
+    at_most,
+    exceeds,
+    inverse,
+    mean_of,
+    tensor_of,
+)
 from lockstep.parallel.parallel_model import ModelUpdate, ParallelModel, layer_norms
 from lockstep.precision import LossScale
 from lockstep.records import StepRecord
@@ -178,7 +187,7 @@ class Step:
         if not self.anomaly_detector.config.recompute:
             return self.update(accumulator, samples)
         finished, recomputed = self._finish_gradients(accumulator), None
-        if (anomaly := finished.check.anomaly) is not None:
+        if (anomaly := finished.check.anomaly) is not None and not anomaly.no_targets:
             self._undo()
             self.placed.finish_update(True)
             self.anomaly_detector.forget_last()
@@ -202,8 +211,8 @@ class Step:
         placed = self.placed
         self.clock.enter("optimizer")
         loss_sum, count = accumulator.totals()
+        loss, targets = mean_of(loss_sum, count), count
         count = at_least(count, 1.0)  # a step without a valid target has a gradient of zero, not nan
-        loss = loss_sum / count
         placed.finish_gradients()
         for name, until in self.frozen_until.items():
             if self.progress.step < until and name in placed.parameters:
@@ -213,17 +222,22 @@ class Step:
         seen = 0.0 if self.loss_scale is not None else norm
         step = self.progress.step + 1
         out_of_step = accumulator.step_marks - step * placed.layout.world_size
-        check = self.anomaly_detector.check(step, loss, seen, accumulator.stop_votes, out_of_step)
-        return _FinishedGradients(loss, count, norm, updates, check)
+        check = self.anomaly_detector.check(step, loss, seen, accumulator.stop_votes, out_of_step, targets)
+        if check.anomaly is not None and (empty := accumulator.without_targets()):
+            check.anomaly = check.anomaly.beside(empty)
+        return _FinishedGradients(loss, targets, norm, updates, check)
 
     def _update(self, finished: _FinishedGradients, samples: int, recomputed: str | None = None) -> StepRecord:
         placed, updates, norm, numbers = self.placed, finished.updates, finished.norm, finished.check
         groups = self.optimizer.param_groups
         for group, rate in zip(groups, self.schedule.rates(groups, self.progress.updates), strict=True):
             group["lr"] = rate
-        overflow = self.loss_scale is not None and not math.isfinite(float(norm))  # host waits for the device
+        step = self.progress.step + 1
+        # On a GPU an anomaly may be that of the step before, whose gradient was zero if it had no valid target.
+        is_bad = numbers.anomaly is not None and numbers.anomaly.step == step
+        overflow = self.loss_scale is not None and not is_bad and not math.isfinite(float(norm))  # host waits
         record = StepRecord(
-            step=self.progress.step + 1, loss=finished.loss, grad_norm=norm, lr=float(groups[0]["lr"]), samples=samples,
+            step=step, loss=finished.loss, grad_norm=norm, lr=float(groups[0]["lr"]), samples=samples,
             tokens=finished.targets, epoch=self.progress.epoch, recomputed=recomputed,
             loss_scale=self.loss_scale.scale if self.loss_scale else None,
         )  # fmt: skip
@@ -232,7 +246,7 @@ class Step:
                 record.gradient_norms = layer_norms(placed, updates[0].to_mean)
         self.stopping = numbers.stop or self.stopping
         self.anomaly = numbers.anomaly
-        record.skipped = overflow or numbers.anomaly is not None
+        record.skipped = overflow or is_bad
         if record.skipped:
             self.progress.skipped.append(self.progress.step)
         else:
@@ -245,7 +259,7 @@ class Step:
                 with torch.no_grad():
                     for call in self.after_update:
                         call(self.progress.updates)
-        if numbers.anomaly is not None:
+        if is_bad:
             self._undo()
         placed.finish_update(record.skipped)
         if self.loss_scale is not None:
@@ -282,7 +296,9 @@ class Step:
 
     def _raise_if_bad(self, anomaly: Anomaly | None) -> None:
         detector = self.anomaly_detector
-        if anomaly is None or (detector.skips and detector.consecutive < detector.config.patience):
+        if anomaly is None:
+            return
+        if (detector.skips or anomaly.no_targets) and detector.consecutive < detector.config.patience:
             return
         rolls_back = detector.config.action == "rollback"
         raise BadNumbersError(anomaly, rolls_back=rolls_back, consecutive=detector.consecutive)

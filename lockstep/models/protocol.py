@@ -37,6 +37,8 @@ from lockstep.errors import UsageError, listed
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts
 from lockstep.models.observed import LossCalls
+from lockstep.models.torch_losses import as_object
+from lockstep.torch_compat.pytree import tree_flatten
 
 IGNORED_TARGET = -100  # torch's default `ignore_index`
 DOCUMENTS = "document_ids"  # the part of a batch that numbers the documents of a sequence
@@ -126,7 +128,13 @@ class Objective:
         if isinstance(count, int) and count > 0:
             return loss, count, count
         n = torch.as_tensor(count, device=loss.device)
-        # A batch without a valid target has the mean 0/0: its sum is 0.
+        # A batch without a valid target has the mean 0/0: its sum is 0, and so are its gradients, which torch's own
+        # loss functions see to; those of a mean that is written by hand are not numbers.
+        if n.device.type != "cpu" or not n > 0:
+            if not self.in_outputs:
+                _stop_gradients_unless(n > 0, outputs)
+            elif n.device.type == "cpu" and (self.observed is None or not self.observed.told):
+                loss = _sum_of(outputs, loss)
         return torch.where(n > 0, loss * n, 0.0), 1, count
 
     def _observe(
@@ -149,12 +157,37 @@ class Objective:
         return loss, count
 
     def estimate(self, batch: Any) -> int | Tensor:
-        """Estimate the number of valid targets before the forward pass, as backward's provisional divisor."""
+        """Estimate the number of valid targets before the forward pass, as backward's provisional divisor.
+
+        A batch without one says nothing about the others, so its samples are counted.
+        """
+        return self._estimate(batch) or num_samples(batch)
+
+    def _estimate(self, batch: Any) -> int | Tensor:
         targets = targets_of(batch, default=None) if self.observed is not None else None
         if isinstance(targets, Tensor) and not targets.is_floating_point():
             valid: Tensor = targets != IGNORED_TARGET
             return valid.sum()
         return self.count(batch)
+
+
+def _sum_of(outputs: Any, loss: Tensor) -> Tensor:
+    """Return the sum of a model's outputs besides its loss; the loss if there are none."""
+    leaves = [
+        leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.ndim
+    ]
+    return torch.stack([leaf.float().sum() for leaf in leaves]).sum() if leaves else loss
+
+
+def _stop_gradients_unless(condition: Tensor, outputs: Any) -> None:
+    """Make the gradient of the outputs zero where a condition, 0-dim, does not hold: that of 0/0 is not a number."""
+
+    def stop(gradient: Tensor) -> Tensor:
+        return torch.where(condition.to(gradient.device), gradient, 0.0)
+
+    for leaf in tree_flatten(outputs)[0]:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(stop)  # type: ignore[no-untyped-call]
 
 
 def _outputs(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Any:
@@ -172,6 +205,7 @@ def _outputs(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> Objective:
     """Return the objective of `model`, with `loss_fn` or with what the model offers."""
+    loss_fn = as_object(loss_fn)
     inputs = _with_documents(model, _inputs_of(model, has_loss_fn=loss_fn is not None))
     own, declared = offered(model, "loss"), offered(model, "count")
     if own is not None and declared is None and "loss" in vars(model):

@@ -34,6 +34,11 @@ def at_most(value: Number, bound: float) -> Number:
     return value.clamp(max=bound) if isinstance(value, Tensor) else min(value, bound)
 
 
+def mean_of(total: Number, count: Number) -> Number:
+    """Return total / count; nan for 0/0, as torch's loss functions return it where every target is ignored."""
+    return total / count if isinstance(count, Tensor) or count else math.nan
+
+
 def inverse(value: Number) -> Number:
     """Return 1 / `value`; infinity where it is 0."""
     return value.reciprocal() if isinstance(value, Tensor) else 1.0 / value if value else math.inf
@@ -110,6 +115,10 @@ class LossAccumulator:
         """Return the summed loss of each micro-batch of the step, after `totals`; equal on all ranks."""
         return self._table[0, :-1].tolist()  # host waits for the device
 
+    def without_targets(self) -> list[int]:
+        """Return the micro-batches without a valid target, after `totals`; none where the host would have to wait."""
+        return []
+
     @property
     def stop_votes(self) -> Number:
         """Number of ranks that voted to stop; known after `totals`, equal on all ranks."""
@@ -162,6 +171,9 @@ class HostLossAccumulator(LossAccumulator):
 
     def losses(self) -> list[float]:
         return self._losses[:-1]
+
+    def without_targets(self) -> list[int]:
+        return [index for index, count in enumerate(self._counts[:-1]) if count == 0]
 
     @property
     def stop_votes(self) -> Number:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import collectives
+from lockstep.bad_numbers import ALL_IGNORED
 from lockstep.collectives import object_device
 from lockstep.config import require_equation
 from lockstep.data import batch_length, move
@@ -68,7 +69,7 @@ class StepWindow:
         loss = self._run(batch, real=True, last=last)
         self._calls += 1
         record = self._update() if last else None
-        return loss.summed() / torch.as_tensor(loss.targets).clamp(min=1), record
+        return loss.summed() / torch.as_tensor(loss.targets), record  # nan without a valid target, as torch has it
 
     def flush(self) -> StepRecord | None:
         """Update with the micro-batches so far, and return the record; None if there are none."""
@@ -91,7 +92,10 @@ class StepWindow:
         self._accumulator = None
         if trainer.layout.world_size > 1:
             samples = int(collectives.all_reduce(samples, op="sum"))
-        return trainer.step.update(accumulator, samples)
+        record = trainer.step.update(accumulator, samples)
+        if (anomaly := trainer.step.anomaly) is not None and anomaly.no_targets and trainer.is_main_process:
+            warnings.warn(f"{anomaly.what}: it makes no update ({ALL_IGNORED})", stacklevel=5)
+        return record
 
 
 def _calls_in_a_step(trainer: "Trainer", first: Any) -> int:

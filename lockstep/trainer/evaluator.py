@@ -4,6 +4,7 @@ Rank 0 receives outputs in the order of the micro-batches, so that a metric's va
 """
 
 import math
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lockstep.bad_numbers import ALL_IGNORED
 from lockstep.checkpoint import Ranks
+from lockstep.collectives import is_main_process
 from lockstep.data import MicroBatch, StepBatches, StepSource, adopt, batch_length, move
 from lockstep.errors import UsageError
 from lockstep.models.protocol import logits_of, targets_of
 from lockstep.parallel.buffers import restored
-from lockstep.parallel.loss_accumulator import Number, at_least
+from lockstep.parallel.loss_accumulator import Number, mean_of
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -181,7 +184,10 @@ def evaluate(
                     raise EvaluationStoppedError
     finally:
         source.close()
-    return float(loss_sum / at_least(count, 1.0))  # host waits for the device
+    if float(count) == 0 and is_main_process():  # host waits for the device
+        what = "no sample of the evaluation has a valid target, so its loss is nan"
+        warnings.warn(f"{what}\n  why: {ALL_IGNORED}\n  do: look at the targets of the validation data", stacklevel=2)
+    return float(mean_of(loss_sum, count))  # host waits for the device
 
 
 def predicted(trainer: "Trainer", data: Any, transform: Callable[[Any], Any] | None) -> Any:

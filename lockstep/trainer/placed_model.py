@@ -27,7 +27,7 @@ from lockstep.errors import UsageError
 from lockstep.heartbeat import called_by_all_ranks
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import objective_of
-from lockstep.parallel.loss_accumulator import at_least, at_most, tensor_of
+from lockstep.parallel.loss_accumulator import at_least, at_most, mean_of, tensor_of
 from lockstep.parallel.parallel_model import ParallelModel, run_hooks
 from lockstep.parallel.place import place as place_over
 from lockstep.precision import Precision, resolve_mode
@@ -151,6 +151,7 @@ class PlacedModel:
         with placed.random_state.running("train", self.step):
             placed.forward_backward(micro_batches, accumulator, 1.0 / nominal)
         loss_sum, valid = accumulator.totals()
+        loss = mean_of(loss_sum, valid)
         valid = at_least(valid, 1.0)  # a step without a valid target has a gradient of zero, not nan
         placed.finish_gradients()
         if gradients := placed.gradients():
@@ -158,7 +159,7 @@ class PlacedModel:
         run_hooks(placed.gradient_hooks, placed.parameters)
         placed.finish_update(False)
         self.step += 1
-        return tensor_of(loss_sum / valid)
+        return tensor_of(loss)
 
     @called_by_all_ranks
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

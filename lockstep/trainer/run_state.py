@@ -50,19 +50,19 @@ class Following:
         """Return the log line of a run that has stopped early."""
         assert self.early_stopping is not None
         config, times = self.early_stopping, self.since
-        why = f"{config.metric} has not become better than {self.best:.6g} in {times} evaluation{'s' * (times != 1)}"
+        best = "any number" if self.best is None else f"{self.best:.6g}"
+        why = f"{config.metric} has not become better than {best} in {times} evaluation{'s' * (times != 1)}"
         return f"stopped early: {why} (training.early_stopping)"
 
     def add(self, results: Mapping[str, Any]) -> None:
-        """Take the results of an evaluation: `eval_loss` and others."""
-        if self.early_stopping is not None:
-            value = float(results[self.early_stopping.metric])
+        """Take the results of an evaluation, `eval_loss` and others; nan, as without a valid target, is passed over."""
+        if self.early_stopping is not None and not math.isnan(value := float(results[self.early_stopping.metric])):
             if is_better(value, self.best, self.early_stopping.mode, self.early_stopping.min_delta):
                 self.best, self.since = value, 0
             else:
                 self.since += 1
-        if self.plateau is not None:
-            self.plateau.follow(float(results[self.plateau.metric]))
+        if self.plateau is not None and not math.isnan(value := float(results[self.plateau.metric])):
+            self.plateau.follow(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later decisions depend on."""

@@ -13,6 +13,7 @@ from lockstep.config import Config, ObjectSpec, TrainingConfig, build_object, ch
 from lockstep.config.schema_training import check_object
 from lockstep.data import StepSource, adopt
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.models.torch_losses import class_of
 from lockstep.optim import CallersRate, PlateauSchedule, Schedule, TorchSchedule
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.registry import load_object, require_call
@@ -119,11 +120,12 @@ def loss_fn_of(config: Config) -> Callable[..., Any] | None:
     if spec is None:
         return None
     found: Callable[..., Any] = check_loss_fn(spec)
-    return build_object(spec, "loss_fn") if isinstance(found, type) else found
+    return build_object(_of_class(spec), "loss_fn") if isinstance(found, type) else found
 
 
 def check_loss_fn(spec: ObjectSpec) -> Any:
     """Return the object named by a loss's spec, after checking that it accepts its arguments; nothing is created."""
+    spec = _of_class(spec)
     found = load_object(spec.name, "loss_fn")
     if isinstance(found, type):
         call = "forward" if issubclass(found, nn.Module) else "__call__"
@@ -138,6 +140,12 @@ def check_loss_fn(spec: ObjectSpec) -> Any:
         fix = "leave args out, or name a class that takes them, whose objects are called with outputs and targets"
         raise UsageError(what, where="loss_fn.args", fix=fix)
     return found
+
+
+def _of_class(spec: ObjectSpec) -> ObjectSpec:
+    """Return the spec of the class that does what a loss function of torch's does; any other spec itself."""
+    found = class_of(load_object(spec.name, "loss_fn"))
+    return spec if found is None else spec.model_copy(update={"name": f"torch.nn:{found.__name__}"})
 
 
 AfterUpdate = Callable[[int], None]

@@ -204,6 +204,8 @@ class Trainer:
         try:
             with whole_run.explain_worker_deaths(source), whole_run.shown(self, total, progress) as show:
                 for record, _ in self._run(source, "steps"):
+                    if self.step.anomaly is not None and self.step.anomaly.no_targets and self.is_main_process:
+                        warnings.warn(whole_run.without_targets(self.step.anomaly, source), stacklevel=2)
                     if record is not None:
                         show(record)
                         self.heartbeat.beat(self.step.progress.step, "pause")  # the caller may take any time

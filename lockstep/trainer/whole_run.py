@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from lockstep import accelerator, cores
-from lockstep.bad_numbers import Anomaly, BadNumbersError
+from lockstep.bad_numbers import ALL_IGNORED, Anomaly, BadNumbersError
 from lockstep.checkpoint import Ranks
 from lockstep.config import MonitorConfig
 from lockstep.data import StepLoader, StepSource
+from lockstep.errors import listed
 from lockstep.heartbeat import DUMP
 from lockstep.monitor import Figures, Monitor, PhaseClock
 from lockstep.monitor.console import on_a_terminal
@@ -237,6 +238,20 @@ TakenSteps = Iterator[tuple[StepRecord | None, bool]]
 """(record, last of its epoch) of each step; no record if its data are skipped."""
 
 
+def without_targets(anomaly: Anomaly, source: StepSource) -> str:
+    """Return a sentence on a step without a valid target that names its samples, if the data number them."""
+    window = _window_of(anomaly, source)
+    samples = [str(index) for batch in window.micro_batches for index in batch] if window else []
+    which = f", which are number {listed(samples, 16)} of the data" if samples else ""
+    return f"{anomaly.what}{which}: it makes no update ({ALL_IGNORED})"
+
+
+def _window_of(anomaly: Anomaly, source: StepSource) -> Any:
+    """Return the samples of an anomaly's step, by micro-batch; None if the data do not number them."""
+    order = getattr(source, "order", None)
+    return order.window(anomaly.step - 1) if order is not None else None
+
+
 @dataclass
 class WholeRun:
     """One call of `Trainer.train`; every rank has one."""
@@ -330,14 +345,13 @@ class WholeRun:
 
     def _report(self, anomaly: Anomaly, source: StepSource) -> None:
         """Report an anomaly and its samples: dataset indices by micro-batch, if the data have any."""
-        order = getattr(source, "order", None)
-        window = order.window(anomaly.step - 1) if order is not None else None
+        window = _window_of(anomaly, source)
         self.monitor.event(
             "bad_numbers", step=anomaly.step, what=anomaly.what, loss=anomaly.loss, grad_norm=anomaly.grad_norm,
             action=self.trainer.config.training.bad_numbers.action, samples=window and window.micro_batches,
             epoch=window.epoch if window else self.trainer.step.progress.epoch,
         )  # fmt: skip
-        self.monitor.say(f"warning: {anomaly.what}")
+        self.monitor.say(f"warning: {without_targets(anomaly, source) if anomaly.no_targets else anomaly.what}")
 
     def _evaluate(self, *, followed: bool) -> None:
         """Evaluate, and record the results; the run ends here if a rank was asked to stop meanwhile."""

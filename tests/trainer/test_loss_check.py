@@ -4,6 +4,7 @@ import random
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -131,17 +132,24 @@ def plain(model: nn.Module, loss_fn: Any, ignored: int) -> float:
         return float(found["loss"] if isinstance(found, Mapping) else found)
 
 
+def over_classes(loss_fn: Any) -> Any:
+    """Return a loss of torch's for scores [B, T, C] and targets [B, T]; None for None."""
+    return loss_fn and (lambda scores, targets: loss_fn(scores.flatten(0, 1), targets.flatten()))
+
+
 @pytest.mark.parametrize(
     ("make", "loss_fn", "ignored"),
     [
         (NanoGPT, None, -1), (Weighted, None, -100), (Scores, class_weighted, -100),
         (Scores, nn.CrossEntropyLoss(weight=WEIGHTS), -100),
+        (Scores, partial(F.cross_entropy, weight=WEIGHTS), -100),
+        (Scores, partial(F.cross_entropy, ignore_index=-1, label_smoothing=0.1), -1),
     ],
 )  # fmt: skip
 def test_what_torchs_loss_functions_divide_by_is_counted(
     make: Callable[[], nn.Module], loss_fn: Any, ignored: int
 ) -> None:
-    expected = plain(make(), loss_fn if not isinstance(loss_fn, nn.Module) else class_weighted, ignored)
+    expected = plain(make(), loss_fn if isinstance(loss_fn, FunctionType) else over_classes(loss_fn), ignored)
     first, after, texts = train(make(), loss_fn, ignored=ignored, batch_size=SAMPLES)
     assert first == pytest.approx(expected, abs=1e-6)
     for size in (1, 2, 4):

@@ -124,8 +124,8 @@ def test_a_loss_that_the_config_names_counts_unless_another_is_given() -> None:
     )
     assert float(named.loss) == pytest.approx(float(next(Trainer(linear(), None, nn.MSELoss()).steps(data)).loss))
     assert float(given.loss) == pytest.approx(float(next(Trainer(linear(), None, nn.L1Loss()).steps(data)).loss))
-    config = config.replaced({"loss_fn": {"name": "torch.nn.functional:mse_loss", "args": {"reduction": "sum"}}})
-    with pytest.raises(UsageError, match="mse_loss is not a class"):
+    config = config.replaced({"loss_fn": {"name": "torch.nn.functional:softmin", "args": {"reduction": "sum"}}})
+    with pytest.raises(UsageError, match="softmin is not a class"):
         Trainer(linear(), config=config)
 
 
