@@ -1,8 +1,10 @@
 """Records a rank's step and calls in shared memory, for the launcher and the other ranks of its machine.
 
-The launcher reads the files to find ranks that hang. Each rank reads the others' files when it begins a public function
-with a collective, since a call that only some ranks make would wait for ever; under another launcher, in a folder that
-one of them creates. The clock is the machine's monotonic one. Does not import torch.
+The launcher reads the files to find ranks that hang. Each rank reads the others' files when it
+begins a public function with a collective, since a call that only some ranks make would wait for
+ever; under another launcher, in a folder that one of them creates. Long work inside a call, such
+as a write to a slow disk, says that it goes forward: then it is slow, and does not hang. The clock
+is the machine's monotonic one. Does not import torch.
 """
 
 import contextlib
@@ -14,8 +16,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -27,10 +29,18 @@ FOLDER = "LOCKSTEP_HEARTBEATS"  # set by the launcher for its ranks
 _LIMITS = "limits.json"
 DUMP = "dump"  # a file with this name in the folder requests the ranks' last collectives
 PHASES = ("step", "first", "pause", "done")  # a step; a step without an earlier one to compare with; the caller's code
-_HEAD = struct.Struct("<qqqdqq")  # process, step, phase, seconds, number of the newest call, depth of nested calls
+# Process, step, phase, seconds, number of the newest call, depth of nested calls, whether it waits for a write.
+_HEAD = struct.Struct("<qqqdqqq")
+_FORWARD = struct.Struct("<d")  # when the work of the call under way last went forward
+_WRITE = struct.Struct(
+    "<dqd"
+)  # when the background write last went forward, number of whole writes, seconds of the last
 _CALL = struct.Struct("<qdd24s160s")  # number from 1, begun, ended or 0, name, the caller's line
 _CALLS = 64  # number of calls in a file
-_SIZE = _HEAD.size + _CALLS * _CALL.size
+_FORWARD_AT = _HEAD.size
+_WRITE_AT = _FORWARD_AT + _FORWARD.size
+_CALLS_AT = _WRITE_AT + _WRITE.size
+_SIZE = _CALLS_AT + _CALLS * _CALL.size
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _NOBODYS = (_PACKAGE, "<frozen ", functools.__file__, contextlib.__file__)
 
@@ -53,6 +63,15 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Write:
+    """How far a rank's writes in the background have come."""
+
+    forward: float = 0.0  # when the one under way last went forward (seconds, monotonic)
+    count: int = 0  # of those that have ended well
+    seconds: float = 0.0  # that the last of these took
+
+
+@dataclass(frozen=True)
 class Beat:
     """A rank's place, and when it wrote it (seconds, monotonic)."""
 
@@ -63,6 +82,9 @@ class Beat:
     time: float
     calls: tuple[Call, ...] = ()  # the last ones that it began, by number
     inside: bool = False  # whether the newest of them is running
+    awaits_write: bool = False  # whether it does nothing but wait for the write in the background
+    forward: float = 0.0  # when the work of its calls last went forward
+    write: "Write" = Write()
 
 
 class Heartbeat:
@@ -76,6 +98,8 @@ class Heartbeat:
     def _share(self, folder: Path | None, rank: int, ranks: int) -> None:
         self._shared, self.rank, self._ranks = folder, rank, ranks
         self._number = 0
+        self._awaits_write = False
+        self._writes = 0
         self._under_way: list[int] = []  # numbers of nested calls, the outermost first
         self._state: tuple[int, int, float] = (0, PHASES.index("pause"), time.monotonic())
         self._others: dict[int, mmap.mmap] = {}
@@ -95,7 +119,7 @@ class Heartbeat:
         self._number += 1
         self._under_way.append(self._number)
         line = _callers_line()
-        at = _HEAD.size + (self._number - 1) % _CALLS * _CALL.size
+        at = _CALLS_AT + (self._number - 1) % _CALLS * _CALL.size
         struct.pack_into("<q", self._map, at, 0)  # invalid while it is half written
         _CALL.pack_into(self._map, at, 0, time.monotonic(), 0.0, name.encode(), line.encode(errors="replace")[-160:])
         struct.pack_into("<q", self._map, at, self._number)
@@ -113,12 +137,46 @@ class Heartbeat:
             return  # the call began before this rank shared its calls
         number = self._under_way.pop()
         if number > self._number - _CALLS:  # its slot was not reused
-            struct.pack_into("<d", self._map, _HEAD.size + (number - 1) % _CALLS * _CALL.size + 16, time.monotonic())
+            struct.pack_into("<d", self._map, _CALLS_AT + (number - 1) % _CALLS * _CALL.size + 16, time.monotonic())
         self._write_head()
 
     def call(self, name: str) -> AbstractContextManager[None]:
         """Return a context manager that calls `enter` and `leave` around the block."""
         return _CallContext(self, name)
+
+    def went_forward(self) -> None:
+        """Record that long work goes forward: a sample was read, or bytes were written.
+
+        Data workers call it for their rank, and the thread of a background write for that write.
+        """
+        if self._map is not None:
+            in_background = threading.current_thread() is not threading.main_thread()
+            struct.pack_into("<d", self._map, _WRITE_AT if in_background else _FORWARD_AT, time.monotonic())
+
+    @contextmanager
+    def background_write(self) -> Iterator[None]:
+        """Record a write in the background, from its thread; one that raises teaches nothing about the usual time."""
+        begun = time.monotonic()
+        self.went_forward()
+        yield
+        self._writes += 1
+        if self._map is not None:
+            now = time.monotonic()
+            _WRITE.pack_into(self._map, _WRITE_AT, now, self._writes, now - begun)
+
+    @contextmanager
+    def awaiting_write(self) -> Iterator[None]:
+        """Record that the rank waits for the write in the background: it hangs only if that does not go forward."""
+        if not self._is_mine():
+            yield
+            return
+        self._awaits_write = True
+        self._write_head()
+        try:
+            yield
+        finally:
+            self._awaits_write = False
+            self._write_head()
 
     def _is_mine(self) -> bool:
         """Return whether this is the rank's process and main thread: other calls have no order common to all ranks."""
@@ -127,7 +185,8 @@ class Heartbeat:
     def _write_head(self) -> None:
         if self._map is not None:
             step, phase, seconds = self._state
-            _HEAD.pack_into(self._map, 0, self._process, step, phase, seconds, self._number, len(self._under_way))
+            nested, awaits = len(self._under_way), self._awaits_write
+            _HEAD.pack_into(self._map, 0, self._process, step, phase, seconds, self._number, nested, awaits)
 
     def _seen(self) -> dict[int, mmap.mmap]:
         if self._shared is not None and len(self._others) < self._ranks - 1:
@@ -158,6 +217,11 @@ def own_heartbeat() -> Heartbeat:
         folder, facts = os.environ.get(FOLDER), rank_facts()
         _mine = Heartbeat(None if folder is None else Path(folder), facts.rank, facts.local_world_size)
     return _mine
+
+
+def went_forward() -> None:
+    """Record that long work of this rank, in whichever process and thread, goes forward."""
+    own_heartbeat().went_forward()
 
 
 def share_calls(folder: Path, rank: int, ranks: int) -> None:
@@ -191,12 +255,15 @@ def read_beats(folder: Path) -> list[Beat]:
     for path in folder.glob("beat-*"):
         data = path.read_bytes()
         if len(data) == _SIZE:
-            process, step, phase, seconds, number, depth = _HEAD.unpack_from(data)
+            process, step, phase, seconds, number, depth, awaits = _HEAD.unpack_from(data)
+            (forward,) = _FORWARD.unpack_from(data, _FORWARD_AT)
+            write = Write(*_WRITE.unpack_from(data, _WRITE_AT))
             if process and 0 <= phase < len(PHASES):
                 calls = [call for slot in range(min(number, _CALLS)) if (call := _read_call(data, slot)) is not None]
                 rank = int(path.name.removeprefix("beat-"))
                 by_number = tuple(sorted(calls, key=lambda call: call.number))
-                found.append(Beat(rank, process, step, PHASES[phase], seconds, by_number, depth > 0))
+                place = rank, process, step, PHASES[phase], seconds
+                found.append(Beat(*place, by_number, depth > 0, bool(awaits), forward, write))
     return sorted(found, key=lambda beat: beat.rank)
 
 
@@ -248,7 +315,7 @@ def _mapped(path: Path, *, create: bool = False) -> mmap.mmap:
 
 
 def _read_call(data: mmap.mmap | bytes, slot: int) -> Call | None:
-    number, begun, ended, name, line = _CALL.unpack_from(data, _HEAD.size + slot * _CALL.size)
+    number, begun, ended, name, line = _CALL.unpack_from(data, _CALLS_AT + slot * _CALL.size)
     if not number:
         return None
     name, line = (text.rstrip(b"\0").decode(errors="replace") for text in (name, line))

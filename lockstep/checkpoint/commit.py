@@ -22,6 +22,7 @@ from lockstep.checkpoint.storage import CheckpointPath, Directory, Location, Sto
 from lockstep.checkpoint.write import Format, WrittenFiles, writer_of
 from lockstep.collectives import create_once
 from lockstep.errors import RunError, UsageError
+from lockstep.heartbeat import own_heartbeat, went_forward
 
 SHARED_MARK = ".shared"  # the name of the draft that `is_shared` makes, to find out whether ranks see one storage
 _FIRST_PAUSE = 0.5  # seconds before the second try; doubled for each further one
@@ -68,7 +69,10 @@ def write_staged(
             pause = _FIRST_PAUSE * 2**attempt
             if ranks.is_main:
                 options.on_retry(error, pause)
-        time.sleep(pause)
+        until = time.monotonic() + pause
+        while (left := until - time.monotonic()) > 0:
+            went_forward()  # the pause is meant: no rank hangs
+            time.sleep(min(left, 1.0))
 
 
 def write_once(target: Location, step: int, staged: Staged, config_yaml: str, format: Format, ranks: Ranks) -> None:
@@ -193,9 +197,10 @@ class AsyncSaver:
                 if copied is not None:
                     accelerator.select(copied[0])  # a new thread begins with device 0
                     copied[1].synchronize()  # host waits for the copy, in this thread
-                write_staged(target, step, staged, config_yaml, options or SaveOptions(), self._writing)
-                if self._then is not None and self._writing.is_main:
-                    self._then(target.path)
+                with own_heartbeat().background_write():
+                    write_staged(target, step, staged, config_yaml, options or SaveOptions(), self._writing)
+                    if self._then is not None and self._writing.is_main:
+                        self._then(target.path)
             except BaseException as error:  # `wait` raises it in the rank's own thread
                 self._error = error
 
@@ -222,13 +227,15 @@ class AsyncSaver:
             if self._error is not None:
                 raise self._error
 
-        self._control.run(_failure(step), result)
+        with own_heartbeat().awaiting_write():
+            self._control.run(_failure(step), result)
         return target.path
 
     def finish_alone(self) -> None:
         """Wait for the save in flight without a collective, on a rank that ends with an error; other ranks write on."""
         if self._save is not None:
-            self._save[2].join()
+            with own_heartbeat().awaiting_write():
+                self._save[2].join()
 
     def _copy(self, staged: Staged) -> tuple[Staged, tuple[torch.device, torch.Event] | None]:
         device: torch.device | None = None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.snapshot import Part, TensorBlock, part_of
 from lockstep.errors import LockstepError, RunError, UsageError, listed
+from lockstep.heartbeat import went_forward
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -55,6 +56,7 @@ class Ranks:
         mine = answers[:1] or [None]
         if self.connected:
             dist.scatter_object_list(mine, answers if self.is_main else None, src=main, group=self.group)
+        went_forward()
         if isinstance(mine[0], LockstepError):
             raise mine[0] from cause
         return cast(R, mine[0])

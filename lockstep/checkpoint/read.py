@@ -41,6 +41,7 @@ from lockstep.checkpoint.ranks import Ranks, narrow
 from lockstep.checkpoint.snapshot import TensorBlock
 from lockstep.checkpoint.storage import Location
 from lockstep.errors import UsageError
+from lockstep.heartbeat import went_forward
 from lockstep.torch_compat.checkpoint_format import read_items
 
 
@@ -106,6 +107,7 @@ class _BlockLoadPlanner(DefaultLoadPlanner):
         self.blocks = blocks
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        went_forward()
         return narrow(self.blocks[read_item.dest_index.fqn].tensor, read_item.dest_offsets, read_item.lengths)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
@@ -231,6 +233,7 @@ class LocalReader:
             for name, block in blocks.items():
                 for raw in self._raw_blocks[name] if block.tensor.numel() else ():
                     _copy_overlap(self._checkpoint, raw, block)
+                    went_forward()
 
     def check_topology(self, blocks: Mapping[str, TensorBlock], owner: Mapping[str, str], ranks: Ranks) -> None:
         """Refuse these raw shards unless each rank loads exactly the blocks that it saved."""

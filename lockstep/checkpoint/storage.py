@@ -20,12 +20,14 @@ from typing import Any, BinaryIO, Protocol
 from lockstep.config import ObjectSpec
 from lockstep.config.schema_training import build_object, check_object
 from lockstep.errors import UsageError
+from lockstep.heartbeat import went_forward
 from lockstep.progress import Advance
 from lockstep.registry import require_methods
 
 MANIFEST = "manifest.json"  # files with a manifest are a checkpoint
 _STEP = re.compile(r"step-([0-9]{8,})")
 _CHUNK = 4 << 20  # bytes read at a time for a checksum
+_PIECE = 64 << 20  # bytes handed to a storage at a time
 
 
 class ByteSink(Protocol):
@@ -117,8 +119,11 @@ class Location:
     def path(self) -> "CheckpointPath":
         return self.storage.path(self.name)
 
-    def open(self, file: str) -> AbstractContextManager[BinaryIO]:
-        return self.storage.open(self.name, file)
+    @contextmanager
+    def open(self, file: str) -> Generator[BinaryIO, None, None]:
+        with self.storage.open(self.name, file) as stream:
+            went_forward()
+            yield stream
 
     def read(self, file: str, limit: int) -> bytes:
         """Return the content of a file, or raise a ValueError if it has more than `limit` bytes."""
@@ -139,13 +144,16 @@ class Location:
             while chunk := stream.read(_CHUNK):
                 size += len(chunk)
                 crc = zlib.crc32(chunk, crc)
+                went_forward()
                 advance(len(chunk))
         return FileInfo(size, crc)
 
     @contextmanager
     def create(self, file: str) -> Generator["ChecksumStream", None, None]:
         with self.storage.write(self.name, file) as target:
+            went_forward()
             yield ChecksumStream(target)
+        went_forward()
 
     def put(self, file: str, data: bytes) -> FileInfo:
         with self.create(file) as stream:
@@ -169,9 +177,12 @@ class ChecksumStream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self._target.write(view)
-        self._crc = zlib.crc32(view, self._crc)
-        self._size += len(view)
+        for start in range(0, len(view), _PIECE):  # a large tensor to a slow storage is not one silent call
+            piece = view[start : start + _PIECE]
+            self._target.write(piece)
+            self._crc = zlib.crc32(piece, self._crc)
+            self._size += len(piece)
+            went_forward()
         return len(view)
 
     def tell(self) -> int:

@@ -112,10 +112,12 @@ class HangConfig(Section):
     """Detection of ranks that hang; their stacks are written, and they are started again."""
 
     factor: float | None = key(20.0, gt=1)
-    """A step, save or evaluation hangs if it takes this many times the median of earlier ones; null: never."""
+    """A step, save or evaluation hangs if for this many times the median of earlier ones, whole ones, nothing in it
+    goes forward; null: never."""
     seconds: float = key(60.0, gt=0)
-    """The shortest time that counts as hanging; for the first call of its kind, `timeout_seconds`. A rank or data
-    worker that a signal stopped, and a collective that only some ranks enter, are found after this time."""
+    """The shortest time without a sign of progress (bytes or files written, samples read, micro-batches run) that
+    counts as hanging; for the first call of its kind, `timeout_seconds`. A rank or data worker that a signal stopped,
+    and a collective that only some ranks enter, are found after this time."""
 
 
 class DistributedConfig(Section):

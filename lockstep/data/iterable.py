@@ -18,6 +18,7 @@ from lockstep.data.batches import Assign, MicroBatch, StepBatches, batch_length,
 from lockstep.data.loader import users_line
 from lockstep.data.order import preserve_states, seed_from, set_epoch
 from lockstep.errors import LockstepError, RunError, UsageError
+from lockstep.heartbeat import went_forward
 
 
 class IterableSteps:
@@ -200,6 +201,7 @@ class Stream:
     def _pull(self) -> None:
         seed_from(*self._keys, self.position)
         self._ahead = self._guarded(lambda: list(itertools.islice(self._iterator, 1)))
+        went_forward()
 
     def _keep_state(self) -> None:
         if not self.stateful:

@@ -23,6 +23,7 @@ from lockstep import accelerator
 from lockstep.data.batches import Assign, CollatingDataset, MicroBatch, StepBatches, move
 from lockstep.data.order import Order, StepSamples, preserve_states, seed_from
 from lockstep.errors import RunError
+from lockstep.heartbeat import went_forward
 from lockstep.torch_compat.data_workers import end_workers, workers_of
 
 INLINE_LIMIT = 256 * 1024  # bytes; above about this size shared memory is faster
@@ -101,6 +102,7 @@ class Reader(Dataset[Any]):
             if self._draws:
                 seed_from("sample", self._seed, request.epoch, self._at)
             samples.append(self.dataset[self._at])
+            went_forward()
         self._at = None
         self._mark(-1)
         return samples
@@ -109,6 +111,7 @@ class Reader(Dataset[Any]):
         self._mark(indices[0])
         try:
             result = read(indices)
+            went_forward()
             self._mark(-1)
             return result
         except Exception:

@@ -23,7 +23,7 @@ from lockstep import signals
 from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, RunError
 from lockstep.heartbeat import delete_beats
 from lockstep.launch.failures import Failure, done_mark, first_cause, from_exit_code, read_all, send_signal
-from lockstep.launch.hang import HangWatch
+from lockstep.launch.hang import HangWatch, OtherMachines
 from lockstep.launch.rendezvous_handlers import Membership
 from lockstep.launch.worker import print_error
 from lockstep.records import RunDirectory
@@ -92,6 +92,11 @@ class Agent(ExtensibleAgent):
         self._membership.check()
         super().meet_machines(worker_group)
         self._membership.begin()
+        if self._watch.others is not None:
+            self._watch.others.close()
+        several = group.group_world_size > 1
+        place = group.store, group.group_rank, group.group_world_size
+        self._watch.others = OtherMachines(*place) if several else None
         if group.spec.rdzv_handler.get_backend() == "static":
             return
         # Agree on the restart count: the rendezvous uses it, and a machine that joins later starts at zero.

@@ -1,18 +1,22 @@
 """Finds ranks that hang, and the rank that holds the others up.
 
 The launcher of a machine reads its ranks' heartbeats: which call each rank is in, since when, and how long such calls
-took before. If one takes too long, every rank writes its Python stacks (faulthandler answers a signal even while Python
-waits in C) and its last collectives. The rank that is behind was stopped, does not answer, has done the fewest steps,
-has begun the fewest calls and collectives, or does not wait in torch. Ranks that make progress meanwhile were slow
-because the machine is busy: they are not killed.
+took before. A call is slow, and does not hang, while its work goes forward: samples are read, micro-batches run, bytes
+and files written; work of ranks on other machines counts, too, since they are waited for. If nothing goes forward for
+too long, every rank writes its Python stacks (faulthandler answers a signal even while Python waits in C) and its last
+collectives. The rank that is behind was stopped, does not answer, has done the fewest steps, has begun the fewest calls
+and collectives, or does not wait in torch. Ranks that make progress meanwhile were slow because the machine is busy:
+they are not killed.
 """
 
 import json
 import signal
 import socket
+import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -45,8 +49,10 @@ class HangWatch:
     factor: float | None  # a call hangs after this times the median of its kind; None: only stopped processes are found
     seconds: float  # and at least after these
     patience: float  # seconds for calls without a median: first steps, the first evaluation, the first save
+    others: "OtherMachines | None" = None
     _durations: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=50)))
     _known: dict[int, int] = field(default_factory=dict)  # rank → the newest call whose duration was recorded
+    _known_writes: dict[int, int] = field(default_factory=dict)  # rank → the newest write whose duration was recorded
     _stopped_since: dict[Stopped, float] = field(default_factory=dict)
     _states_read: float = 0.0
     _reports_at: float = 0.0
@@ -54,6 +60,7 @@ class HangWatch:
 
     def restart(self) -> None:
         self._known.clear()
+        self._known_writes.clear()
         self._stopped_since.clear()
         self._stop_requested_at = None
 
@@ -72,6 +79,11 @@ class HangWatch:
                 if call.ended and call.number > self._known.get(beat.rank, 0):
                     self._durations[call.name].append(call.ended - call.begun)
                     self._known[beat.rank] = call.number
+            if beat.write.count > self._known_writes.get(beat.rank, 0):
+                self._durations[_WRITE].append(beat.write.seconds)
+                self._known_writes[beat.rank] = beat.write.count
+        if self.others is not None:
+            self.others.tell(beats)
         looks = (self._look_for_stopped, self._look_for_long_calls, self._look_for_ranks_elsewhere)
         return next((found for look in looks if (found := look(beats, pids, world_size)) is not None), None)
 
@@ -106,14 +118,20 @@ class HangWatch:
         limit = max(self.seconds, self.patience)
         if all(beat.phase != "first" for beat in waiting) and all(self._durations.get(kind) for kind in kinds):
             limit = max(self.seconds, *(self.factor * median(self._durations[kind]) for kind in kinds))
-        waited = now - (_since(slowest) or now)
+        waited = now - max(_since(slowest) or now, *map(_forward, waiting), self._forward_elsewhere(waiting))
         if waited <= limit:
             return None
         reports = self._collect_reports(pids)
-        newest = {beat.rank: _last_sign(beat) for beat in read_beats(self.folder)}
-        if not reports.stopped and all(newest.get(beat.rank, 0.0) > _last_sign(beat) for beat in waiting):
+        newest = {beat.rank: max(_last_sign(beat), _forward(beat)) for beat in read_beats(self.folder)}
+        before = {beat.rank: max(_last_sign(beat), _forward(beat)) for beat in waiting}
+        if not reports.stopped and all(newest.get(rank, 0.0) > sign for rank, sign in before.items()):
             return None
         return self._describe(waiting, world_size, waited, reports)
+
+    def _forward_elsewhere(self, waiting: list[Beat]) -> float:
+        if self.others is None:
+            return 0.0
+        return self.others.newest(writes=any(beat.awaits_write for beat in waiting))
 
     def _describe(self, waiting: list[Beat], world_size: int, waited: float, reports: _Reports) -> Failure:
         beats = (*waiting, *read_beats(self.folder))
@@ -136,7 +154,11 @@ class HangWatch:
             why = f"the last collective that the others began is {', '.join(others)}"
         unit = "step" if kind in _STEPS else kind
         what = f"it hangs{_current_call(behind)}: no {unit} for {waited:.0f} s, where one usually takes {usual}"
-        return self._failure(rank, world_size, what, where=reports.stacks[rank].place, why=why)
+        if kind == _WRITE:
+            what = f"it hangs{_current_call(behind)}: the write of the checkpoint has not gone forward for "
+            what += f"{waited:.0f} s, where the whole of it usually takes {usual}"
+        fix = f"if it was only slow, raise distributed.hang.seconds above {self.seconds:g}; "
+        return self._failure(rank, world_size, what, where=reports.stacks[rank].place, why=why, fix=fix)
 
     def _look_for_ranks_elsewhere(self, beats: list[Beat], pids: Mapping[int, int], world_size: int) -> Failure | None:
         """Return a failure if ranks wait in a call while another waits in a collective outside Lockstep's code.
@@ -145,7 +167,7 @@ class HangWatch:
         """
         now = time.monotonic()
         waiting = [beat for beat in beats if _since(beat) is not None]
-        signs = [_last_sign(beat) for beat in beats]
+        signs = [max(_last_sign(beat), _forward(beat)) for beat in beats]
         if self._stop_requested_at is not None:
             signs.append(self._stop_requested_at)
         running = {rank for rank, pid in pids.items() if failures.is_running(pid)}
@@ -223,6 +245,52 @@ class HangWatch:
         return count, str(entries[-1].get("profiling_name", "")) if entries else ""
 
 
+class OtherMachines:
+    """Tells the launchers of the other machines that ranks here go forward, and hears it of theirs.
+
+    Each launcher counts in the store that they share: clocks of machines are not compared. A thread talks to the store,
+    which never answers once the link to it is broken.
+    """
+
+    def __init__(self, store: Any, number: int, count: int) -> None:
+        self._store, self._mine = store, f"{_FORWARD_KEY}/{number}"
+        self._others = [f"{_FORWARD_KEY}/{other}" for other in range(count) if other != number]
+        self._signs = (0.0, 0.0)  # the newest here: of work, of writes
+        self._newest = [0.0, 0.0]  # the same elsewhere, by this machine's clock
+        self._closed = threading.Event()
+        threading.Thread(target=self._exchange, name="other-machines", daemon=True).start()
+
+    def tell(self, beats: Sequence[Beat]) -> None:
+        """Tell of newer signs of this machine's ranks."""
+        work = max((beat.forward for beat in beats), default=0.0)
+        self._signs = work, max((beat.write.forward for beat in beats), default=0.0)
+
+    def newest(self, *, writes: bool) -> float:
+        """Return when work elsewhere last went forward, as far as is known; `writes`: in the background, too."""
+        return max(self._newest) if writes else self._newest[0]
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _exchange(self) -> None:
+        told, counts, heard = self._signs, [0, 0], [[0, 0] for _ in self._others]
+        with suppress(RuntimeError, ValueError):  # the machine that hosts the store is gone, which ends the run
+            while not self._closed.wait(_TELL_SECONDS):
+                signs = self._signs
+                if signs != told:
+                    counts = [count + (new > old) for count, new, old in zip(counts, signs, told, strict=True)]
+                    told = signs
+                    self._store.set(self._mine, json.dumps(counts))
+                now = [json.loads(self._store.get(key)) if self._store.check([key]) else [0, 0] for key in self._others]
+                for kind in (0, 1):
+                    if [one[kind] for one in now] != [one[kind] for one in heard]:
+                        self._newest[kind] = time.monotonic()
+                heard = now
+
+
+_FORWARD_KEY = "lockstep/forward"
+_TELL_SECONDS = 1.0
+_WRITE = "write"  # the name under which the durations of whole writes in the background are kept
 _STEPS = ("train", "steps")  # calls of which each is one step of the loop
 
 
@@ -242,7 +310,16 @@ def _last_sign(beat: Beat) -> float:
     return max([beat.time, *(max(call.begun, call.ended) for call in beat.calls)])
 
 
+def _forward(beat: Beat) -> float:
+    """Return when the work that a rank does, or waits for, last went forward."""
+    return max(beat.forward, beat.write.forward) if beat.awaits_write else beat.forward
+
+
 def _kind(beat: Beat) -> str:
+    return _WRITE if beat.awaits_write else _call_name(beat)
+
+
+def _call_name(beat: Beat) -> str:
     call = _under_way(beat)
     if call is not None:
         return call.name
@@ -250,8 +327,8 @@ def _kind(beat: Beat) -> str:
 
 
 def _current_call(beat: Beat) -> str:
-    kind = _kind(beat)
-    return f" in step {beat.step}" if kind in _STEPS else f" in {kind}, after step {beat.step}"
+    name = _call_name(beat)
+    return f" in step {beat.step}" if name in _STEPS else f" in {name}, after step {beat.step}"
 
 
 def _size(path: Path) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.data.batches import MicroBatch
+from lockstep.heartbeat import went_forward
 from lockstep.models.protocol import Objective
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.precision import Precision
@@ -106,6 +107,7 @@ def in_order(micro_step: MicroStep) -> ForwardBackward:
     def forward_backward(micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float) -> None:
         for place, micro_batch in enumerate(micro_batches, start=1):
             micro_step(micro_batch, accumulator, factor, place == len(micro_batches))
+            went_forward()
 
     return forward_backward
 
@@ -118,6 +120,7 @@ def evaluation_of(model: nn.Module, objective: Objective, random_state: RandomSt
         for micro_batch in micro_batches:
             random_state.at(micro_batch.index)
             accumulator.add(micro_batch, forward_loss(model, objective, precision, micro_batch))
+            went_forward()
 
     return evaluate
 

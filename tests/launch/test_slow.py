@@ -1,0 +1,122 @@
+"""Real ranks on a slow disk: saves, evaluations, steps and data that go forward do not hang, however long they take."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from lockstep.heartbeat import Beat, Write
+from lockstep.launch.hang import OtherMachines
+from tests.faults.tiny import events, steps
+from tests.launch.shared import finish, start, wait_for
+
+_CONFIG = """
+model: {name: "tests.faults.tiny:Net"}
+data: {name: "slowness:data"}
+training: {max_steps: 12, batch_size: 4, global_batch_size: 8, eval_steps: 4}
+distributed: {device: cpu, strategy: ddp, hang: {factor: 1.5, seconds: 1.5}, timeout_seconds: 300}
+checkpoint: {save_steps: 4, async: ASYNC, storage: {name: "slowness:Slow", args: {root: run/checkpoints}}}
+monitor: {log_steps: 1, sinks: [jsonl]}
+"""
+# The first save, the first evaluation and the first steps are fast: from them the launcher learns what is usual.
+_SLOWNESS = """
+import os, time
+from contextlib import contextmanager
+from lockstep.checkpoint.posix import PosixStorage
+from lockstep.data import Data
+from tests.faults.tiny import Points
+
+START = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+SEEN = {"validation": 0}
+
+
+class Train(Points):
+    deterministic = False
+
+    def __getitem__(self, index):
+        SEEN["train"] = SEEN.get("train", 0) + 1
+        if START == 0 and 4 * 9 < SEEN["train"] <= 4 * 10:
+            time.sleep(0.7)  # this micro-batch takes twice as long as a step may
+        return super().__getitem__(index)
+
+
+class Validation(Points):
+    deterministic = False
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        SEEN["validation"] += 1
+        if START == 0 and 8 < SEEN["validation"] <= 16:
+            time.sleep(0.35)  # so does this evaluation
+        return super().__getitem__(index)
+
+
+def data():
+    return Data(Train(), Validation())
+
+
+class Slow(PosixStorage):
+    @contextmanager
+    def write(self, draft, file):
+        is_slow = START == 0 and not draft.startswith("step-00000004")
+        if START == 0 and draft.startswith("step-00000012") and file.endswith("state.json"):
+            time.sleep(3600)
+        if is_slow:
+            time.sleep(0.5)
+        with super().write(draft, file) as stream:
+            yield stream
+
+
+def late(before, seconds):
+    def call(*args):
+        if START == 0 and os.path.exists("run/checkpoints/step-00000004"):
+            time.sleep(seconds)
+        return before(*args)
+    return call
+
+
+os.fsync = late(os.fsync, 0.05)
+"""
+
+
+@pytest.mark.fault(
+    "storage: a disk on which a save takes far longer than before",
+    "each operation on files is slow, and goes forward; so may be an evaluation, or the samples of a step",
+    "nothing is taken for a hang while bytes are written, samples read or micro-batches run; a write that has "
+    "not gone forward for `hang.seconds`, and `hang.factor` × what a whole one usually takes, is one",
+)
+@pytest.mark.parametrize("in_background", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_what_goes_forward_does_not_hang(tmp_path: Path, in_background: bool) -> None:
+    """The last save does not go forward: it alone is found, and made up for after a restart."""
+    (tmp_path / "slowness.py").write_text(_SLOWNESS)
+    (tmp_path / "tiny.yaml").write_text(_CONFIG.replace("ASYNC", str(in_background).lower()))
+    options = ("--nproc-per-node", "2", "--max-restarts", "1", "--output-dir", "run")
+    ended = finish(start(tmp_path, "train", "tiny.yaml", *options, OMP_NUM_THREADS="1"), tmp_path, timeout=240)
+    assert ended.code == 0, ended.err
+    (restart,) = events(tmp_path / "run", "restart")
+    assert re.search(r"rank 0 of 2 failed: it hangs in save, after step 12: ", restart["reason"]), restart["reason"]
+    assert ("the write of the checkpoint has not gone forward" in restart["reason"]) == in_background
+    assert "if it was only slow, raise distributed.hang.seconds above 1.5" in restart["reason"]
+    assert steps(tmp_path / "run") == [*range(1, 13)]
+    assert [event["step"] for event in events(tmp_path / "run", "save")] == [4, 8, 12]
+
+
+def test_ranks_of_another_machine_that_go_forward_are_waited_for() -> None:
+    """Two launchers share a store. What is written in the background counts only for who waits for it."""
+    store = HashStore()
+    here, there = OtherMachines(store, 0, 2), OtherMachines(store, 1, 2)
+    try:
+        began = time.monotonic()
+        there.tell([Beat(2, 1, 5, "step", began, write=Write(forward=began))])
+        wait_for(lambda: here.newest(writes=True) > began, 10)
+        assert here.newest(writes=False) == 0.0
+        there.tell([Beat(2, 1, 5, "step", began, forward=began + 1, write=Write(forward=began))])
+        wait_for(lambda: here.newest(writes=False) > began, 10)
+        assert there.newest(writes=True) == 0.0
+    finally:
+        here.close()
+        there.close()
