@@ -9,6 +9,7 @@ import ctypes
 import datetime
 import logging
 import os
+import sys
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
@@ -116,6 +117,8 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
 def cleanup() -> None:
     """Leave the process group that `setup` created; without one, do nothing."""
     global _current, _world, _group_is_ours
+    if _current is not None and not _is_failing():
+        own_heartbeat().left()
     _stop_sharing()
     collectives.leave_world(destroy=_group_is_ours)
     _current, _world, _group_is_ours = None, None, False
@@ -244,6 +247,8 @@ def _share_calls(facts: RankFacts) -> None:
     folder = next((Path(path) for node, path in folders if node == facts.node_rank and path is not None), None)
     if folder is not None and folder.is_dir():
         share_calls(folder, facts.rank, facts.local_world_size)
+    dist.all_gather_object(folders, None)  # the first one to leave removes the folder: all have opened its files
+    own_heartbeat().see_others()
 
 
 def _stop_sharing() -> None:
@@ -252,6 +257,11 @@ def _stop_sharing() -> None:
     if _calls_folder is not None:
         remove(_calls_folder)  # the other ranks' open files stay valid
         _calls_folder = None
+
+
+def _is_failing() -> bool:
+    """Return whether an exception that nobody caught ends this process."""
+    return getattr(sys, "last_type", None) is not None
 
 
 def _leave_at_exit() -> None:

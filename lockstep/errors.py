@@ -4,6 +4,7 @@ The command line prints `str(error)` once, without a traceback, and exits with t
 settings are evaluated when a config is loaded, and again at placement with what only ranks know.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +50,19 @@ class RunError(LockstepError):
     """The run failed. Exit code 1."""
 
     exit_code = EXIT_FAILED
+
+
+_PEER_IS_GONE = re.compile(
+    r"connection (closed|reset|refused|aborted)|broken pipe|socket timeout|communicator was aborted"
+    r"|remote process exited|failed to (recv|send)|recvvalue failed|sendbytes failed|heartbeat"
+    r"|did not meet the other ranks",
+    re.IGNORECASE,
+)
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Return whether the error's text says that another rank is gone, as those of torch and its backends do."""
+    return bool(_PEER_IS_GONE.search(str(error)))
 
 
 def listed(names: Sequence[str], shown: int = 4) -> str:

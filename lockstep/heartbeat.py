@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from lockstep.environment import rank_facts
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, lost_a_peer
 
 FOLDER = "LOCKSTEP_HEARTBEATS"  # set by the launcher for its ranks
 _LIMITS = "limits.json"
 DUMP = "dump"  # a file with this name in the folder requests the ranks' last collectives
-PHASES = ("step", "first", "pause", "done")  # a step; a step without an earlier one to compare with; the caller's code
+# A step; a step without an earlier one to compare with; the caller's code; all steps are done; this rank has left.
+PHASES = ("step", "first", "pause", "done", "left")
 # Process, step, phase, seconds, number of the newest call, depth of nested calls, whether it waits for a write.
 _HEAD = struct.Struct("<qqqdqqq")
 _FORWARD = struct.Struct("<d")  # when the work of the call under way last went forward
@@ -41,6 +42,7 @@ _FORWARD_AT = _HEAD.size
 _WRITE_AT = _FORWARD_AT + _FORWARD.size
 _CALLS_AT = _WRITE_AT + _WRITE.size
 _SIZE = _CALLS_AT + _CALLS * _CALL.size
+_LEAVING_SECONDS = 1.0  # from the end of a rank's connections to its last beat, if the script ends them itself
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _NOBODYS = (_PACKAGE, "<frozen ", functools.__file__, contextlib.__file__)
 
@@ -140,6 +142,43 @@ class Heartbeat:
             struct.pack_into("<d", self._map, _CALLS_AT + (number - 1) % _CALLS * _CALL.size + 16, time.monotonic())
         self._write_head()
 
+    def left(self) -> None:
+        """Record that this rank makes no more calls: its script has ended, or it has left the process group."""
+        self.beat(self._state[0], "left")
+
+    def see_others(self) -> None:
+        """Open the files of the machine's other ranks; they can be read after their folder is removed."""
+        self._seen()
+
+    def ranks_that_left(self) -> dict[int, Call | None]:
+        """Return this machine's ranks that have left, each with its last call; wait a moment for their last beats."""
+        deadline = time.monotonic() + _LEAVING_SECONDS
+        while True:
+            found = {rank: _last_call(seen) for rank, seen in self._seen().items() if _phase(seen) == "left"}
+            if found or not self._others or time.monotonic() > deadline:
+                return found
+            time.sleep(0.05)
+
+    def explain(self, error: BaseException) -> None:
+        """Raise a UsageError in place of the error if it says that a rank is gone which ended before this call."""
+        if not self._under_way or not self._is_mine() or isinstance(error, UsageError) or not lost_a_peer(error):
+            return
+        mine = _read_call(self._map, (self._under_way[-1] - 1) % _CALLS) if self._map is not None else None
+        if mine is None:
+            return
+        left = {
+            rank: last for rank, last in self.ranks_that_left().items() if last is None or last.number < mine.number
+        }
+        if left:
+            raise ended_without(self.rank, mine, left) from error
+
+    def explained(self, error: BaseException, where: str | None) -> UsageError | None:
+        """Return what explains an error of a collective outside of these calls: another rank ended before it."""
+        if isinstance(error, UsageError) or not lost_a_peer(error):
+            return None
+        left = self.ranks_that_left()
+        return ended_without(self.rank, Call(0, "a collective", where or "", 0.0, 0.0), left) if left else None
+
     def call(self, name: str) -> AbstractContextManager[None]:
         """Return a context manager that calls `enter` and `leave` around the block."""
         return _CallContext(self, name)
@@ -205,6 +244,18 @@ def different_calls(calls: dict[int, Call]) -> UsageError:
     why = "all ranks must make this call: one that only some of them make waits for the others for ever"
     fix = "call it on every rank, outside of `if is_main_process:`; rank 0 alone then writes the files"
     return UsageError(f"the ranks do not make the same calls: {said}", where=lines, why=why, fix=fix)
+
+
+def ended_without(rank: int, call: Call, left: dict[int, Call | None]) -> UsageError:
+    """Return the error for a rank that makes a call before which other ranks have ended (`left`: their last calls)."""
+    ended = sorted(left.items())
+    said = ", ".join(f"rank {other}" for other, _ in ended) + (" has" if len(ended) == 1 else " have")
+    what = f"the ranks do not make the same calls: rank {rank} calls {call.name}, and {said} ended without it"
+    lines = [f"rank {rank} at {call.line or 'a line of Lockstep'}"]
+    lines += [f"rank {other} ended after {'no call' if last is None else last}" for other, last in ended]
+    why = "all ranks must make this call; one that comes to the end of the script first can't take part in it"
+    fix = "call it on every rank, before `if is_main_process:`, and leave there only what prints or writes its result"
+    return UsageError(what, where=", ".join(lines), why=why, fix=fix)
 
 
 _mine: Heartbeat | None = None
@@ -300,8 +351,12 @@ class _CallContext:
     def __enter__(self) -> None:
         self._heartbeat.enter(self._name)
 
-    def __exit__(self, *_error: object) -> None:
-        self._heartbeat.leave()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            if error is not None:
+                self._heartbeat.explain(error)
+        finally:
+            self._heartbeat.leave()
 
 
 def _mapped(path: Path, *, create: bool = False) -> mmap.mmap:
@@ -320,6 +375,16 @@ def _read_call(data: mmap.mmap | bytes, slot: int) -> Call | None:
         return None
     name, line = (text.rstrip(b"\0").decode(errors="replace") for text in (name, line))
     return Call(number, name, line, begun, ended)
+
+
+def _phase(data: mmap.mmap) -> str:
+    process, _, phase, *_ = _HEAD.unpack_from(data)
+    return PHASES[phase] if process and 0 <= phase < len(PHASES) else ""
+
+
+def _last_call(data: mmap.mmap) -> Call | None:
+    number = _HEAD.unpack_from(data)[4]
+    return _read_call(data, (number - 1) % _CALLS) if number else None
 
 
 def _callers_line() -> str:

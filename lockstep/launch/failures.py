@@ -21,18 +21,24 @@ from typing import Any
 
 from lockstep.diagnose import recognise, tail
 from lockstep.environment import RankFacts
-from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, LockstepError, RunError, UsageError
+from lockstep.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    EXIT_USAGE,
+    LockstepError,
+    RunError,
+    UsageError,
+    lost_a_peer,
+)
+from lockstep.heartbeat import own_heartbeat
 from lockstep.signals import name_of
 
-_PEER_IS_GONE = re.compile(
-    r"connection (closed|reset|refused|aborted)|broken pipe|socket timeout|communicator was aborted"
-    r"|remote process exited|failed to (recv|send)|recvvalue failed|sendbytes failed|heartbeat"
-    r"|did not meet the other ranks"
-    r"|DataLoader worker \(pid.*\) is killed by signal: Terminated",  # the launcher ends the rest of a run so
-    re.IGNORECASE,
-)
+# The launcher ends the rest of a run so.
+_ENDED_BY_LAUNCHER = re.compile(r"DataLoader worker \(pid.*\) is killed by signal: Terminated")
 _NOT_USER_CODE = re.compile(r"<frozen |/runpy\.py$|/lockstep/(launch/|cli/|__main__\.py)")
-_LIBRARIES = re.compile(r"/(site-packages|dist-packages)/|/lib/python\d")
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = re.compile(rf"/(site-packages|dist-packages)/|/lib/python\d|^{re.escape(_PACKAGE)}/")
 _FRAMES_SHOWN = 3
 
 
@@ -85,10 +91,9 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
         "traceback": "".join(traceback.format_exception(error)), "log": None if log is None else str(log),
     }  # fmt: skip
     if isinstance(error, LockstepError):
-        parts: dict[str, Any] = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
         kind = "usage" if error.exit_code == EXIT_USAGE else "error"
-        gone = kind == "error" and bool(_PEER_IS_GONE.search(str(error)))
-        return Failure(**common, **parts, kind=kind, exit_code=error.exit_code, consequence=gone)
+        gone = kind == "error" and _is_consequence(error)
+        return Failure(**common, **_parts(error), kind=kind, exit_code=error.exit_code, consequence=gone)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else EXIT_FAILED
         text = "" if isinstance(error.code, int) else f": {error.code}"
@@ -103,9 +108,19 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
     why = ([known.cause] if known else []) + [*rest.splitlines()[:3], *frames]
     what = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
     reason = "\n       ".join(line for line in why if line.strip()) or None
-    gone = bool(_PEER_IS_GONE.search(str(error))) or (known is not None and known.consequence)
+    gone = _is_consequence(error) or (known is not None and known.consequence)
     fix = known.fix if known else None
+    if gone and (ended := own_heartbeat().explained(error, where)) is not None:
+        return Failure(**common, kind="usage", exit_code=EXIT_USAGE, **_parts(ended))
     return Failure(**common, kind="error", what=what, where=where, why=reason, fix=fix, consequence=gone)
+
+
+def _parts(error: LockstepError) -> dict[str, Any]:
+    return {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
+
+
+def _is_consequence(error: BaseException) -> bool:
+    return lost_a_peer(error) or bool(_ENDED_BY_LAUNCHER.search(str(error)))
 
 
 def _user_frames(trace: TracebackType | None) -> tuple[str | None, list[str]]:
@@ -238,11 +253,22 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
+def core_seconds(pid: int) -> float:
+    """Return the time for which the process has used cores; 0 if it has ended."""
+    fields = _stat(Path(f"/proc/{pid}"))
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
 def _state(process: Path) -> str:
+    return (_stat(process) or [""])[0]
+
+
+def _stat(process: Path) -> list[str]:
+    """Return what /proc says of a process from its third field on (man 5 proc); nothing if it has ended."""
     try:
-        return (process / "stat").read_text().rpartition(")")[2].split()[0]
+        return (process / "stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return []
 
 
 def stacks_file(logs: Path, rank: int) -> Path:

@@ -30,6 +30,8 @@ STACKS_SIGNAL = signal.SIGQUIT  # `kill -QUIT` makes a rank write its stacks at 
 _ANSWER_SECONDS = 2.0  # for the ranks that run
 _LAST_SECONDS = 6.0  # for all: on a busy machine a rank that was stopped takes a while
 _STATES_SECONDS = 0.5  # between two reads of the processes' states
+_IDLE_SECONDS = 5.0  # ranks that all wait in collectives, and use no core for so long, wait for each other
+_IDLE_SHARE = 0.05  # of a core, which threads that wait use
 
 
 @dataclass
@@ -54,6 +56,7 @@ class HangWatch:
     _known: dict[int, int] = field(default_factory=dict)  # rank → the newest call whose duration was recorded
     _known_writes: dict[int, int] = field(default_factory=dict)  # rank → the newest write whose duration was recorded
     _stopped_since: dict[Stopped, float] = field(default_factory=dict)
+    _cores_used: dict[int, tuple[float, float]] = field(default_factory=dict)  # rank → idle since, seconds of a core
     _states_read: float = 0.0
     _reports_at: float = 0.0
     _stop_requested_at: float | None = None
@@ -62,6 +65,7 @@ class HangWatch:
         self._known.clear()
         self._known_writes.clear()
         self._stopped_since.clear()
+        self._cores_used.clear()
         self._stop_requested_at = None
 
     def check(self, pids: Mapping[int, int], world_size: int, *, stop_requested: bool = False) -> Failure | None:
@@ -107,7 +111,7 @@ class HangWatch:
         return self._failure(one.rank, world_size, what, where=reports.stacks[one.rank].place, why=why)
 
     def _look_for_long_calls(self, beats: list[Beat], pids: Mapping[int, int], world_size: int) -> Failure | None:
-        running = [beat for beat in beats if beat.phase != "done" or beat.inside]
+        running = [beat for beat in beats if beat.phase not in ("done", "left") or beat.inside]
         waiting = [beat for beat in running if _since(beat) is not None]
         if self.factor is None or not waiting or len(waiting) < len(running) or len(beats) < len(pids):
             return None
@@ -175,10 +179,16 @@ class HangWatch:
         if self.factor is None or not elsewhere or not signs or (not waiting and self._stop_requested_at is None):
             return None
         waited = now - max(signs)
-        if waited <= self.seconds or now - self._reports_at <= self.seconds:
+        if now - self._reports_at <= self.seconds:
+            return None
+        is_long = waited > self.seconds
+        idle = waited > _STATES_SECONDS and len(pids) == world_size and self._are_idle(pids)
+        if not is_long and not idle:
             return None
         reports = self._collect_reports(pids)
         in_collective = [rank for rank in sorted(elsewhere) if reports.stacks[rank].in_collective]
+        if not is_long and not all(stack.in_collective for stack in reports.stacks.values()):
+            return None
         if not in_collective and waited <= max(self.patience, self.seconds):
             return None  # it computes in the user's code, which may take time
         rank = in_collective[0] if in_collective else min(elsewhere)
@@ -192,6 +202,16 @@ class HangWatch:
         fix = "all ranks must make the same calls: take it out of `if is_main_process:`; "
         what = f"it hangs: {what}, for {waited:.0f} s now"
         return self._failure(rank, world_size, what, where=reports.stacks[rank].place, why=why, fix=fix)
+
+    def _are_idle(self, pids: Mapping[int, int]) -> bool:
+        """Return whether no rank has used a core lately."""
+        now = time.monotonic()
+        for rank, pid in pids.items():
+            used = failures.core_seconds(pid)
+            since, before = self._cores_used.setdefault(rank, (now, used))
+            if used - before > _IDLE_SHARE * max(now - since, 1.0):
+                self._cores_used[rank] = now, used
+        return all(now - since >= _IDLE_SECONDS for since, _ in self._cores_used.values())
 
     def _failure(
         self, rank: int, world: int, what: str, *, where: str | None, why: str | None, fix: str = ""

@@ -22,6 +22,7 @@ from typing import Any
 from lockstep import cores
 from lockstep.environment import rank_facts
 from lockstep.errors import EXIT_USAGE, UsageError
+from lockstep.heartbeat import own_heartbeat
 from lockstep.launch.failures import Failure, first_cause, from_exception, from_exit_code, read_all
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
 from lockstep.network import DEFAULT_PORT
@@ -229,6 +230,7 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, s
     cores.bind(facts.local_rank, facts.local_world_size)
     try:
         fn(*args)
+        own_heartbeat().left()  # a fork ends without what `atexit` has registered
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return

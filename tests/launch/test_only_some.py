@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import TORCHRUN, Forked
 from tests.launch.shared import environment, lockstep
+from tests.ranks import REPOSITORY, free_port
 
 _BEGIN = """
 import os, torch, torch.distributed as dist
@@ -109,3 +111,114 @@ def test_trap_79_saving_on_rank_0_alone_under_other_launchers(tmp_path: Path, la
     assert "the ranks do not make the same calls: rank 0 calls save_checkpoint, rank 1 calls steps" in ended.stderr
     saving, stepping = line_of(text, "trainer.save_checkpoint"), line_of(text, "for record in")
     assert f"rank 0 at own.py:{saving}, rank 1 at own.py:{stepping}" in ended.stderr
+
+
+_CALLS = {
+    "state_dict": "trainer.state_dict()",
+    "evaluate": "trainer.evaluate(data)",
+    "predict": "trainer.predict(data)",
+    "save_checkpoint": "trainer.save_checkpoint('saved')",
+    "barrier": "lockstep.barrier()",
+    "all_reduce": "lockstep.all_reduce(1.0)",
+    "training_step": "trainer.training_step((torch.ones(4, 4), torch.zeros(4, 1)))",
+    "a collective": "dist.barrier()",
+}
+
+
+def call_at_the_end(call: str, rank: int, late: int | None = None) -> str:
+    """The text of a script in which one rank makes a call after the others' end; `late` is a rank that waits before."""
+    return _BEGIN + (
+        "import lockstep, time\n"
+        "for record in trainer.steps(data):\n"
+        "    pass\n"
+        f"if lockstep.rank() == {late}:\n"
+        "    time.sleep(1)\n"
+        f"if lockstep.rank() == {rank}:\n"
+        f"    {_CALLS[call]}\n"
+    )
+
+
+def assert_named(said: str, text: str, call: str, rank: int) -> None:
+    other = 1 - rank
+    assert f"rank {rank} calls {call}, and rank {other} has ended without it" in said, said
+    line, last = line_of(text, _CALLS[call]), line_of(text, "for record in")
+    assert f"rank {rank} at own.py:{line}, rank {other} ended after steps at own.py:{last}" in said
+    assert "call it on every rank, before `if is_main_process:`" in said
+
+
+@pytest.mark.fault(
+    "hang: what a run has learned is kept under `if is_main_process:` at the end of a script",
+    "rank 0 alone calls `state_dict`, `evaluate`, `save_checkpoint` …, and the others come to the end of the script",
+    "an error at once: exit code 2, one message with the call, the lines of both, and the rank that has ended",
+)
+@pytest.mark.parametrize(
+    ("call", "rank", "late"),
+    [
+        ("state_dict", 0, None),  # it waits when the other one ends, or comes first: as the machine has it
+        ("evaluate", 1, 1),  # the other one has ended before
+        ("a collective", 0, 1),
+        *(pytest.param(call, rank, late, marks=pytest.mark.full) for call in _CALLS for rank, late in ((0, 1), (1, 1))),
+    ],
+)
+def test_a_call_that_one_rank_makes_when_the_others_have_ended(
+    tmp_path: Path, call: str, rank: int, late: int | None
+) -> None:
+    text = call_at_the_end(call, rank, late)
+    (tmp_path / "own.py").write_text(text)
+    ended = lockstep(tmp_path, "launch", "--nproc-per-node", "2", "own.py", OMP_NUM_THREADS="1")
+    assert ended.code == 2, ended.err
+    assert_named(ended.err, text, call, rank)
+    assert "Traceback" not in ended.err
+
+
+def test_a_call_that_one_rank_makes_at_the_end_under_torchrun(tmp_path: Path) -> None:
+    text = call_at_the_end("save_checkpoint", 0)
+    (tmp_path / "own.py").write_text(text)
+    command = [sys.executable, "-m", TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "own"]
+    torchrun = Forked(
+        command, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1", PYTHONPATH=f"{tmp_path}:{REPOSITORY}"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    _, said = torchrun.communicate(timeout=300)
+    assert torchrun.returncode != 0
+    assert_named(said, text, "save_checkpoint", 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_call_that_one_rank_makes_at_the_end_without_a_launcher(tmp_path: Path, rank: int) -> None:
+    text = call_at_the_end("state_dict", rank)
+    (tmp_path / "own.py").write_text(text)
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "own.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+            env=environment(**place, RANK=str(one), LOCAL_RANK=str(one)),
+        )
+        for one in (0, 1)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=300)[1] for process in started]
+    assert [process.returncode for process in started] == [1 - rank, rank]
+    assert_named(said[rank], text, "state_dict", rank)
+
+
+@pytest.mark.fault(
+    "hang: a checkpoint is saved under `if is_main_process:`, and the others wait in torch's own `barrier`",
+    "rank 0 waits for the others' parts, and they wait for rank 0",
+    "all ranks of one machine wait in collectives, and use no core: found after about 5 s, with the lines of both",
+)
+def test_ranks_that_wait_for_each_other_in_different_collectives_are_found_soon(tmp_path: Path) -> None:
+    text = _BEGIN.replace('"hang": {"factor": 5, "seconds": 2}', '"hang": {"seconds": 600}') + (
+        "for record in trainer.steps(data):\n"
+        "    if record.step == 2:\n"
+        "        if trainer.is_main_process:\n"
+        "            trainer.save_checkpoint('saved')\n"
+        "        dist.barrier()\n"
+    )
+    (tmp_path / "own.py").write_text(text)
+    since = time.monotonic()
+    ended = lockstep(tmp_path, "launch", "--nproc-per-node", "2", "own.py", OMP_NUM_THREADS="1")
+    assert ended.code == 1, ended.err
+    assert "rank 1 of 2 failed: it hangs: it waits in a collective which the others have not entered" in ended.err
+    assert f"the others wait in save_checkpoint at own.py:{line_of(text, 'trainer.save_checkpoint')}" in ended.err
+    assert time.monotonic() - since < 120
