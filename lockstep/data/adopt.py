@@ -32,7 +32,7 @@ def adopt(
     data: Any, config: DataConfig | None = None, *, batch_size: int, global_batch_size: int, assign: Assign,
     start_step: int = 0, stop_step: int | None = None, epochs: int | None = None, seed: int,
     device: torch.device | str, wanted: bool = True, state: dict[str, Any] | None = None,
-    for_evaluation: bool = False,
+    for_evaluation: bool = False, reproducible: bool = False,
 ) -> StepSource:  # fmt: skip
     """Return the steps `start_step` … `stop_step` − 1 of a user's data, or raise a UsageError if it can't be used.
 
@@ -65,6 +65,7 @@ def adopt(
 
         return IterableSteps(
             found.data, batch_size, global_batch_size, assign, **common, ready=found.ready, state=state,
+            reproducible=reproducible,
             any_left=on_any_rank if _is_rank_sharded(getattr(found.data, "dataset", found.data)) else None,
         )  # fmt: skip
     order: Order

@@ -5,20 +5,21 @@ with `rank_sharded = True` reads a different stream on each rank; ranks whose st
 zero. Items are read with generators seeded by (seed, epoch, position), as an uninterrupted run does.
 """
 
-import copy
-import itertools
-import json
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
+from lockstep.collectives import is_main_process
 from lockstep.data.batches import Assign, MicroBatch, StepBatches, batch_length, known_length, move
-from lockstep.data.loader import users_line
-from lockstep.data.order import preserve_states, seed_from, set_epoch
-from lockstep.errors import LockstepError, RunError, UsageError
-from lockstep.heartbeat import went_forward
+from lockstep.data.loader import reason, users_line
+from lockstep.data.order import preserve_states, seed_from
+from lockstep.data.stream import NotRestoredError, Stream, start_of
+from lockstep.errors import RunError, UsageError
+
+_log = logging.getLogger("lockstep")
 
 
 class IterableSteps:
@@ -26,8 +27,9 @@ class IterableSteps:
 
     The `iterable`, of samples, or (`ready`) of collated batches, is iterated again each epoch, after `set_epoch(epoch)`
     if it has that method, until it yields nothing (a generator). `state` is a `state_dict` from a step before
-    `start_step` (unset: step 0); those between are read and discarded. For a rank-sharded iterable, `any_left` returns
-    whether any rank passes True; all ranks call it, once per step.
+    `start_step` (unset: step 0); those between are read and discarded. If other items come than the run had read, the
+    epoch is read again from its start, and if that does not help, a warning is logged; `reproducible` refuses. For a
+    rank-sharded iterable, `any_left` returns whether any rank passes True; all ranks call it, once per step.
 
     A UsageError is raised for an empty iterable, or a state that JSON can't hold, and a RunError, which names the item,
     if the user's code raises.
@@ -37,12 +39,12 @@ class IterableSteps:
         self, iterable: Iterable[Any], batch_size: int, global_batch_size: int, assign: Assign, *, start_step: int,
         stop_step: int | None, seed: int, device: torch.device | str, ready: bool = False, epochs: int | None = None,
         wanted: bool = True, state: dict[str, Any] | None = None, any_left: Callable[[bool], bool] | None = None,
-        notice: str | None = None,
+        notice: str | None = None, reproducible: bool = False,
     ) -> None:  # fmt: skip
         self._iterable, self._assign, self._seed, self._device = iterable, assign, seed, torch.device(device)
         self._start, self._stop, self._epochs = start_step, stop_step, epochs
         self._batch_size, self._micro_batches = 1 if ready else batch_size, global_batch_size // batch_size
-        self._ready, self._wanted, self._any_left = ready, wanted, any_left
+        self._ready, self._wanted, self._any_left, self._reproducible = ready, wanted, any_left, reproducible
         self._stream: Stream | None = None
         self._latest: tuple[list[Any], int, int] | None = None  # piece, step, index: for dummies
         self.rank_sharded = any_left is not None
@@ -50,7 +52,9 @@ class IterableSteps:
         if self.rank_sharded:
             self.notice = "the data are sharded by rank: the content of a step depends on the number of ranks, so runs "
             self.notice += "on different numbers of ranks are different trainings"
-        self._state: dict[str, Any] = {"step": 0, "epoch": 0, "position": 0, "iterable": None, **(state or {})}
+        self._tries = 0  # to read an epoch from its start, because a state was not restored
+        self._as_handed_over = dict(getattr(iterable, "__dict__", {}))
+        self._state: dict[str, Any] = {**start_of(0, 0), **(state or {})}
         if self._state["step"] > start_step:
             what = f"the state of the data is that of step {self._state['step']}, after step {start_step}"
             why = "the data have gone further than the run; they are restored together, from one checkpoint"
@@ -66,7 +70,8 @@ class IterableSteps:
     def state_dict(self) -> dict[str, Any]:
         """Return, as JSON, where a run resumed after the last yielded step has to start reading.
 
-        That is the position, or the start of the epoch (`set_epoch` alone), or of the data (neither, or rank-sharded).
+        That is some items before that step, to compare them; or the start of the epoch (`set_epoch` alone), or of the
+        data (neither, or rank-sharded).
         """
         return dict(self._state)
 
@@ -85,32 +90,75 @@ class IterableSteps:
 
     def _all_steps(self) -> Iterator[StepBatches]:
         """Yield all steps from the state's on; those before `start_step` have no data."""
-        step, epoch = int(self._state["step"]), int(self._state["epoch"])
-        position, inner = int(self._state["position"]), self._state["iterable"]
+        state = self._state
+        step, epoch = int(state["step"]), int(state["epoch"])
         while (self._epochs is None or epoch < self._epochs) and (self._stop is None or step < self._stop):
-            # Ranks that read different streams draw different random numbers.
-            key = self._assign(self._micro_batches)[0][0] if self.rank_sharded else -1
-            self._stream = Stream(self._iterable, self._seed, epoch, position, inner, key)
-            if not self._any(self._stream.more):
-                if step == 0:
-                    what = f"the {type(self._iterable).__name__} is empty: there is nothing to train on"
-                    raise UsageError(what, fix="give it batches, or check what it reads")
+            begun = step
+            try:
+                for batches in self._steps_of_epoch(state):
+                    step = batches.step + 1
+                    yield batches
+            except NotRestoredError as difference:
+                self.close()
+                state = self._read_again(state, difference)
+                step = int(state["step"])
+                continue
+            if step == begun:
                 return
-            last = False
-            while not last and (self._stop is None or step < self._stop):
-                batches = self._step(self._stream, step, epoch)
-                last = batches.last_of_epoch
-                step += 1
-                stream = self._stream
-                if self.rank_sharded:
-                    pass  # each rank has another position; a checkpoint holds one state for all
-                elif stream.stateful and not last:
-                    state = {"step": step, "epoch": epoch, "position": stream.position, "iterable": stream.state}
-                    self._state = state
-                elif last and (stream.stateful or stream.has_epochs):
-                    self._state = {"step": step, "epoch": epoch + 1, "position": 0, "iterable": None}
-                yield batches
-            epoch, position, inner = epoch + 1, 0, None
+            epoch, state = epoch + 1, start_of(epoch + 1, step)
+
+    def _steps_of_epoch(self, state: dict[str, Any]) -> Iterator[StepBatches]:
+        """Yield the steps of an epoch from a state on; none if the iterable has no more items."""
+        step, epoch = int(state["step"]), int(state["epoch"])
+        # Ranks that read different streams draw different random numbers.
+        key = self._assign(self._micro_batches)[0][0] if self.rank_sharded else -1
+        stream = self._stream = Stream(self._iterable, self._seed, state, key)
+        last = not self._any(stream.more)
+        if last and step == 0:
+            what = f"the {type(self._iterable).__name__} is empty: there is nothing to train on"
+            raise UsageError(what, fix="give it batches, or check what it reads")
+        while not last and (self._stop is None or step < self._stop):
+            batches = self._step(stream, step, epoch)
+            last = batches.last_of_epoch
+            step += 1
+            if self.rank_sharded:
+                pass  # each rank has another position; a checkpoint holds one state for all
+            elif stream.stateful and not last:
+                self._state = stream.restart(step)
+            elif last and (stream.stateful or stream.has_epochs):
+                self._state = start_of(epoch + 1, step)
+            yield batches
+
+    def _read_again(self, state: dict[str, Any], difference: NotRestoredError) -> dict[str, Any]:
+        """Return a state to go on from in place of one that was not restored, or raise an error.
+
+        First the epoch is read again from its start, with the iterable's own state from there, then with none.
+        """
+        vars(self._iterable).clear()
+        vars(self._iterable).update(self._as_handed_over)
+        name, begins, self._tries = type(self._iterable).__name__, state["begins"], self._tries + 1
+        compared = {key: state[key] for key in ("begins", "witnessed", "witnesses")}
+        if begins is not None:
+            state = {**start_of(state["epoch"], begins["step"]), "begins": begins, "iterable": begins["state"]}
+        if begins is not None and self._tries == 1:
+            _warn(
+                f"the state_dict of {name} does not restore what was being read (the contents of a shuffle buffer are "
+                f"not part of it, for instance): epoch {state['epoch']} is read again from its start"
+            )
+            return state | compared
+        if begins is not None and self._tries == 2:
+            return state | compared | {"iterable": None}
+        what = f"the {name} does not give the same items again: item {difference.position} of epoch {state['epoch']}"
+        what += " is missing" if difference.ended else " is another one"
+        why = "the run that is resumed had read it; neither the state_dict nor reading from the start brings it back"
+        if difference.__cause__ is not None:
+            why = f"{why}: {reason(difference.__cause__)}"
+        if difference.ended or self._reproducible:
+            fix = "draw from Python's, NumPy's or torch's global generators, which are seeded for each item, and let "
+            fix += "each iteration begin anew; or leave out state_dict and load_state_dict"
+            raise UsageError(what, where="the training data", why=why, fix=fix)
+        _warn(f"{what}: {why}. The run goes on after as many items; some may come twice, others never")
+        return {**state, "witnesses": []}
 
     def _any(self, more: bool) -> bool:
         return more if self._any_left is None else self._any_left(more)
@@ -152,75 +200,6 @@ class IterableSteps:
         return MicroBatch(index, batch if self._device.type == "cpu" else move(batch, self._device), real)
 
 
-class Stream:
-    """Reads one epoch of an iterable, one item ahead, to detect its end in time.
-
-    `position` items were read before, which `state`, the iterable's own `state_dict`, includes; `key` distinguishes the
-    random numbers of ranks that read different streams.
-    """
-
-    def __init__(self, iterable: Any, seed: int, epoch: int, position: int, state: Any, key: int) -> None:
-        self._iterable = iterable
-        self._keys = ("iterable", seed, epoch, key)
-        self._ahead: list[Any] = []
-        self.position = position  # number of items returned
-        self.state: Any = state  # the iterable's own, before the item that was read ahead
-        self.stateful = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
-        has_epochs = [set_epoch(holder, epoch) for holder in (iterable, getattr(iterable, "dataset", None))]
-        self.has_epochs = any(has_epochs)
-        if state is not None:
-            iterable.load_state_dict(copy.deepcopy(state))
-        with preserve_states():
-            seed_from(*self._keys, "start")
-            self._iterator: Iterator[Any] = self._guarded(lambda: iter(iterable))
-            self._pull()
-
-    @property
-    def more(self) -> bool:
-        return bool(self._ahead)
-
-    def take(self, count: int, size: int) -> list[list[Any]]:
-        """Return up to `count` pieces of `size` items; the last may be shorter."""
-        pieces: list[list[Any]] = []
-        with preserve_states():
-            while self._ahead and len(pieces) < count:
-                piece: list[Any] = []
-                while self._ahead and len(piece) < size:
-                    piece += self._ahead
-                    self.position += 1
-                    if len(piece) == size and len(pieces) == count - 1:
-                        self._keep_state()
-                    self._pull()
-                pieces.append(piece)
-        return pieces
-
-    def close(self) -> None:
-        """Release the iterator, which ends a generator and the workers of a DataLoader that does not keep them."""
-        self._iterator = iter(())
-
-    def _pull(self) -> None:
-        seed_from(*self._keys, self.position)
-        self._ahead = self._guarded(lambda: list(itertools.islice(self._iterator, 1)))
-        went_forward()
-
-    def _keep_state(self) -> None:
-        if not self.stateful:
-            return
-        self.state = copy.deepcopy(self._iterable.state_dict())
-        try:
-            json.dumps(self.state)
-        except TypeError as error:
-            what = f"the state_dict of {type(self._iterable).__name__} can't be saved"
-            why = f"a checkpoint holds numbers, texts, lists and dicts of such: {error}"
-            fix = "return such from state_dict, or leave it out: a resumed run then reads again what it had read"
-            raise UsageError(what, why=why, fix=fix) from None
-
-    def _guarded(self, read: Callable[[], Any]) -> Any:
-        try:
-            return read()
-        except LockstepError:
-            raise
-        except Exception as error:
-            what = f"item {self.position} of the {type(self._iterable).__name__} failed in epoch {self._keys[2]}"
-            where = users_line(error)
-            raise RunError(what, where=where, why=f"{type(error).__name__}: {error}".splitlines()[0]) from error
+def _warn(text: str) -> None:
+    if is_main_process():
+        _log.warning("%s", text)

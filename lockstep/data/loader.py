@@ -164,6 +164,14 @@ def users_line(error: BaseException) -> str | None:
     return f"{frame.filename}:{frame.lineno} in {frame.name}" + (f": {frame.line}" if frame.line else "")
 
 
+def reason(error: BaseException) -> str:
+    """Return the error's class and the first line of its message; for one of a torch worker, those of its cause."""
+    text = str(error)
+    if text.startswith("Caught ") and "Original Traceback" in text:  # its last line that is not indented
+        return [line for line in text.splitlines() if line.strip() and not line.startswith(" ")][-1]
+    return f"{type(error).__name__}: {text}".splitlines()[0]
+
+
 class InlineBatch:
     """Sends a batch from a worker to the training process, where it arrives as `batch` itself.
 

@@ -130,6 +130,7 @@ def validation_source(trainer: "Trainer", data: Any, limit: int | None) -> StepS
         global_batch_size=size * window, assign=trainer.placed.assign, epochs=1, seed=training.seed,
         stop_step=None if limit is None else -(-limit // window),
         device=trainer.device, wanted=trainer.placed.wants_data, for_evaluation=True,
+        reproducible=trainer.placed.reproducible,
     )  # fmt: skip
 
 

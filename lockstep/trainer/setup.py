@@ -195,6 +195,7 @@ def open_source(
         data, config.data, batch_size=training.batch_size, global_batch_size=global_batch_size, assign=placed.assign,
         start_step=start_step, stop_step=training.max_steps, epochs=epochs, seed=training.seed,
         device=placed.random_state.device, wanted=placed.wants_data, state=position,
+        reproducible=placed.reproducible,
     )  # fmt: skip
     by_epochs = source.steps_per_epoch * epochs if source.steps_per_epoch and epochs else None
     bounds = [bound for bound in (training.max_steps, by_epochs) if bound is not None]

@@ -1,15 +1,19 @@
 """Data that can only be iterated: each rank keeps its share, whole and resumable; streams sharded by rank even out."""
 
+import itertools
+import json
 import random
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.data import IterableSteps
+from lockstep.data.stream import WITNESSES
 from lockstep.errors import RunError, UsageError
 from tests.data.shared import everything, plain, share, whole_from
 
@@ -120,21 +124,150 @@ def test_trap_54_fast_forward_gives_the_tail(reference, start):
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4])
-def test_a_state_resumes_in_the_middle_without_reading_again(stop):
-    whole = plain(list(steps_of(Resumable())))
-    first = steps_of(Resumable(), stop=stop)
+def test_a_state_resumes_in_the_middle_and_reads_again_what_it_compares_alone(stop):
+    """An epoch of 61 items has 16 steps: the first stops are in it, the last is its end."""
+    stop *= 4
+    whole = plain(list(steps_of(Resumable(61))))
+    first = steps_of(Resumable(61), stop=stop)
     begun = plain(list(first))
-    again = Resumable()
+    again = Resumable(61)
     rest = plain(list(steps_of(again, start=stop, state=first.state_dict())))
     assert begun + rest == whole
-    assert again.read == 22 - sum(row[3] for row in begun)
+    assert again.read == 122 - sum(row[3] for row in begun) + (0 if stop == 16 else WITNESSES)
 
 
 def test_a_state_is_that_of_the_step_in_hand_not_of_what_was_read_ahead():
-    source = steps_of(Resumable())
-    steps = iter(source)
-    next(steps)
-    assert source.state_dict() == {"step": 1, "epoch": 0, "position": 4, "iterable": {"position": 4}}
+    source = steps_of(Resumable(61))
+    for row in itertools.islice(source, 5):
+        state = source.state_dict()
+        taken = 4 * (row.step + 1)
+        assert state["witnessed"] + len(state["witnesses"]) == taken
+        assert state["position"] == max(0, taken - WITNESSES)
+        assert state["iterable"] == {"position": state["position"]}
+
+
+class Forgets(Resumable):
+    """The base of those whose state does not restore everything."""
+
+    def __init__(self) -> None:
+        super().__init__(61)
+
+
+class ForgetsItsBuffer(Forgets):
+    """What waits in a buffer is not part of the state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer, choose = [], random.Random(self.epoch)
+        for item in super().__iter__():
+            buffer.append(item)
+            if len(buffer) == 16:
+                yield buffer.pop(choose.randrange(16))
+        yield from buffer
+
+
+class ForgetsItsGenerator(Forgets):
+    """One of two sources by chance: the first items may be restored by chance, too."""
+
+    def __iter__(self) -> Iterator[Any]:
+        choose = random.Random(3)
+        for item in super().__iter__():
+            yield {**item, "source": choose.random() < 0.5}
+
+
+class ForgetsWhatIsUnderWay(Forgets):
+    """The state is of what workers have read ahead."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": min(self.position + 3, self.size)}
+
+
+class ForgetsWhereItBegan(Forgets):
+    """Counts from where it was resumed: the second resume starts anew."""
+
+    began = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position - self.began}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.began = self.position
+
+
+class ForgetsAll(Forgets):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class CannotLoad(Forgets):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["position"]:
+            raise KeyError("offset")
+
+
+def hugging_face(*, buffer: int = 0) -> Any:
+    rows = datasets.Dataset.from_dict({"number": list(range(61))}).to_iterable_dataset(num_shards=4)
+    rows = datasets.interleave_datasets([rows.skip(3), rows.map(dict).take(40)], probabilities=[0.7, 0.3], seed=1)
+    rows = rows.map(lambda some: some, batched=True, batch_size=7)
+    return rows.shuffle(seed=3, buffer_size=buffer) if buffer else rows
+
+
+def in_parts(make: Any, stops: list[int], **options: Any) -> list[Any]:
+    """The steps of runs that are resumed one after the other, each with an object of its own."""
+    rows: list[Any] = []
+    state: dict[str, Any] | None = None
+    for start, stop in itertools.pairwise([0, *stops, None]):
+        source = steps_of(make(), start=start, stop=stop, state=state, **options)
+        rows += plain(list(source))
+        state = json.loads(json.dumps(source.state_dict()))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("make", "restores"),
+    [
+        (lambda: Resumable(61), True), (hugging_face, True), (ForgetsItsBuffer, False), (ForgetsItsGenerator, False),
+        (ForgetsWhatIsUnderWay, False), (ForgetsWhereItBegan, False), (ForgetsAll, False), (CannotLoad, False),
+        (lambda: hugging_face(buffer=16), False),
+    ],
+    ids=["exact", "streams", "buffer", "generator", "ahead", "second resume", "nothing", "raises", "shuffled stream"],
+)  # fmt: skip
+def test_trap_83_a_state_that_does_not_restore_is_found_out_in_each_resume(make, restores, caplog):
+    """Buffers that are lost, choices drawn anew and counts from the resume on leave out samples, silently."""
+    assert in_parts(make, [3, 7, 12, 17, 22]) == plain(list(steps_of(make())))
+    assert ("does not restore" in caplog.text) != restores
+
+
+class Unrepeatable(Resumable):
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            yield {**item, "noise": random.SystemRandom().random()}
+
+
+def test_items_that_never_come_again_are_warned_of_and_refused_under_reproducible(caplog):
+    numbers = [[m[1]["number"] for m in row[5:]] for row in in_parts(lambda: Unrepeatable(61), [3, 5])]
+    assert numbers == [[m[1]["number"] for m in row[5:]] for row in plain(list(steps_of(Resumable(61))))]
+    assert "does not give the same items again: item 4 of epoch 0" in caplog.text
+    with pytest.raises(UsageError, match="does not give the same items again"):
+        in_parts(lambda: Unrepeatable(61), [3], reproducible=True)
+
+
+def test_data_that_have_become_fewer_are_refused():
+    first = steps_of(Resumable(61), stop=10)
+    list(first)
+    with pytest.raises(UsageError, match="item 32 of epoch 0 is missing"):
+        list(steps_of(Resumable(32), start=10, state=first.state_dict()))
+
+
+def test_a_rollback_reads_the_same_object_again_from_the_state():
+    data = Resumable(61)
+    source, states = steps_of(data, epochs=1), []
+    whole = []
+    for batches in source:
+        whole.append(batches)
+        states.append(source.state_dict())
+    for step in (1, 2, 9):
+        assert plain(list(steps_of(data, epochs=1, start=step, state=states[step - 1]))) == plain(whole[step:])
 
 
 def test_without_a_state_of_its_own_an_iterable_told_its_epoch_resumes_there():

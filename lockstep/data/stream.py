@@ -1,0 +1,169 @@
+"""Reads one epoch of an iterable item by item, and finds out whether its `state_dict` restores what was being read.
+
+Not every `state_dict` does: a shuffle buffer's contents, for instance, are lost. So a run keeps the state from some
+items before its position, and summaries of these items: a resumed run reads them again, and compares.
+"""
+
+import copy
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from lockstep.data.fingerprint import alike, summary
+from lockstep.data.loader import reason, users_line
+from lockstep.data.order import preserve_states, seed_from, set_epoch
+from lockstep.errors import LockstepError, RunError, UsageError
+from lockstep.heartbeat import went_forward
+
+WITNESSES = 8  # items that are compared; a random choice between two sources can restore one by chance
+
+
+class NotRestoredError(Exception):
+    """Raised if the items that follow a state are not those that followed it before."""
+
+    def __init__(self, position: int, *, ended: bool) -> None:
+        super().__init__(position)
+        self.position = position  # of the first other item, from 0
+        self.ended = ended  # there was none
+
+
+def start_of(epoch: int, step: int) -> dict[str, Any]:
+    """Return the state of data before the first step of an epoch.
+
+    `step` and `position` are the steps and the items of the epoch before the state; `iterable` is the iterable's own
+    state, None to load none; `begins` the step and own state at the start of the epoch; `witnesses` are summaries of
+    the items from `witnessed` on.
+    """
+    return {
+        "step": step, "epoch": epoch, "position": 0, "iterable": None, "begins": None, "witnessed": 0, "witnesses": [],
+    }  # fmt: skip
+
+
+class Stream:
+    """Reads one epoch of an iterable, one item ahead, to detect its end in time.
+
+    `position` items were read before `state`; `key` distinguishes the random numbers of ranks that read different
+    streams. A NotRestoredError is raised where items differ from the state's witnesses.
+    """
+
+    def __init__(self, iterable: Any, seed: int, state: dict[str, Any], key: int = -1) -> None:
+        self._iterable = iterable
+        self._keys = ("iterable", seed, state["epoch"], key)
+        self._ahead: list[Any] = []
+        self._expected, self._expected_from = state["witnesses"], state["witnessed"]
+        self.position = state["position"]  # number of items returned
+        self.state: Any = state["iterable"]  # the iterable's own, before the item that was read ahead
+        self.stateful = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
+        has_epochs = [set_epoch(holder, state["epoch"]) for holder in (iterable, getattr(iterable, "dataset", None))]
+        self.has_epochs = any(has_epochs)
+        begins = state["begins"]
+        with preserve_states():
+            seed_from(*self._keys, "start")
+            if self.state is not None:
+                self._load(self.state)
+            elif self.stateful and self.position == 0:
+                begins = {"step": state["step"], "state": self._state_before_all()}
+            self._iterator: Iterator[Any] = self._guarded(lambda: iter(iterable))
+            self._pull()
+        first = {**state, "iterable": begins and begins["state"] if self.position == 0 else self.state}
+        self._restarts = [{**first, "begins": begins, "witnessed": self.position, "witnesses": []}]
+
+    @property
+    def more(self) -> bool:
+        return bool(self._ahead)
+
+    @property
+    def _expects_more(self) -> bool:
+        """Return whether the resumed run had read more items than were read so far."""
+        return bool(self.position < self._expected_from + len(self._expected))
+
+    def take(self, count: int, size: int) -> list[list[Any]]:
+        """Return up to `count` pieces of `size` items; the last may be shorter."""
+        pieces: list[list[Any]] = []
+        with preserve_states():
+            while self._ahead and len(pieces) < count:
+                piece: list[Any] = []
+                while self._ahead and len(piece) < size:
+                    self._witness(self._ahead[0])
+                    piece += self._ahead
+                    self.position += 1
+                    if len(piece) == size and len(pieces) == count - 1:
+                        self._keep_state()
+                    self._pull()
+                pieces.append(piece)
+        return pieces
+
+    def restart(self, step: int) -> dict[str, Any]:
+        """Return where a run has to start reading, as JSON, that is resumed here, before `step`."""
+        here = {"step": step, "position": self.position, "iterable": self.state, "witnessed": self.position}
+        self._restarts.append({**self._restarts[-1], **here, "witnesses": []})
+        enough = [len(restart["witnesses"]) == WITNESSES for restart in self._restarts]
+        newest = max((index for index, is_enough in enumerate(enough) if is_enough), default=0)
+        del self._restarts[:newest]
+        return {**self._restarts[0], "witnesses": list(self._restarts[0]["witnesses"])}
+
+    def close(self) -> None:
+        """Release the iterator, which ends a generator and the workers of a DataLoader that does not keep them."""
+        self._iterator = iter(())
+
+    def _witness(self, item: Any) -> None:
+        """Compare the next item with that of the run that is resumed, and keep its summary for the next one."""
+        place = self.position - self._expected_from
+        expected = self._expected[place] if 0 <= place < len(self._expected) else None
+        open_restarts = [r for r in self._restarts if self.stateful and len(r["witnesses"]) < WITNESSES]
+        if expected is None and not open_restarts:
+            return
+        found = summary(item)
+        if expected is not None and not alike(found, expected):
+            raise NotRestoredError(self.position, ended=False)
+        for restart in open_restarts:
+            restart["witnesses"].append(found)
+
+    def _pull(self) -> None:
+        seed_from(*self._keys, self.position)
+        self._ahead = self._guarded(lambda: list(itertools.islice(self._iterator, 1)))
+        went_forward()
+        if not self._ahead and self._expects_more:
+            raise NotRestoredError(self.position, ended=True)
+
+    def _load(self, state: Any) -> None:
+        try:
+            self._iterable.load_state_dict(copy.deepcopy(state))
+        except Exception as error:
+            if self._expected:
+                raise NotRestoredError(self.position, ended=False) from error
+            what = f"the {type(self._iterable).__name__} does not load the state that its state_dict has returned"
+            raise RunError(what, where=users_line(error), why=reason(error)) from error
+
+    def _state_before_all(self) -> Any:
+        """Return the iterable's state before it is read; None if it has one only later, or none that can be saved."""
+        with suppress(Exception):
+            state = copy.deepcopy(self._iterable.state_dict())
+            json.dumps(state)
+            return state
+        return None
+
+    def _keep_state(self) -> None:
+        if not self.stateful:
+            return
+        self.state = copy.deepcopy(self._iterable.state_dict())
+        try:
+            json.dumps(self.state)
+        except TypeError as error:
+            what = f"the state_dict of {type(self._iterable).__name__} can't be saved"
+            why = f"a checkpoint holds numbers, texts, lists and dicts of such: {error}"
+            fix = "return such from state_dict, or leave it out: a resumed run then reads again what it had read"
+            raise UsageError(what, why=why, fix=fix) from None
+
+    def _guarded(self, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except LockstepError:
+            raise
+        except Exception as error:
+            if self._expects_more:  # states that are not restored make errors of any kind, and in workers late ones
+                raise NotRestoredError(self.position, ended=True) from error
+            what = f"item {self.position} of the {type(self._iterable).__name__} failed in epoch {self._keys[2]}"
+            raise RunError(what, where=users_line(error), why=reason(error)) from error
