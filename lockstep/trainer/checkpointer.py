@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint, collectives
@@ -23,6 +22,7 @@ from lockstep.heartbeat import called_by_all_ranks
 from lockstep.monitor import Monitor
 from lockstep.monitor.figures import gather_objects
 from lockstep.optim import Schedule
+from lockstep.paths import local_path
 from lockstep.records import RunDirectory, last_lines
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
         return checkpoint.copy_to_hosts(here)
     if isinstance(trainer.checkpoints, checkpoint.Storage) and trainer.checkpoints.exists(how):
         return trainer.checkpoints.path(how)
-    path = Path(how)
+    path = local_path(how, "the checkpoint to resume from")
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if (path / checkpoint.MANIFEST).exists():

@@ -29,6 +29,7 @@ from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import place
+from lockstep.paths import local_path
 from lockstep.precision import LossScale, Precision, loss_scale_for, resolve_mode
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.run_lock import RunLock
@@ -109,7 +110,7 @@ class Trainer:
         plateau = self.user_schedule if isinstance(self.user_schedule, PlateauSchedule) else None
         kept = self.config.checkpoint.keep_best, self.config.checkpoint.keep_best_mode
         self.state = RunState(self.step, following=Following(training.early_stopping, plateau), keep_best=kept)
-        self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
+        self.run_directory = RunDirectory(local_path(output_dir, "output_dir")) if output_dir is not None else None
         self.checkpoints: checkpoint.Directory | None = None  # where the run keeps them
         self.lock: RunLock | None = None
         if self.run_directory is not None:
@@ -357,7 +358,9 @@ class Trainer:
         """
         self.step.flush()
         snapshot = self.snapshot(include_optimizer=include_optimizer, metadata=metadata)
-        saved = checkpoint.save(Path(path), self.step.progress.step, snapshot, config_yaml=self.config.to_yaml())
+        saved = checkpoint.save(
+            local_path(path, "save_checkpoint"), self.step.progress.step, snapshot, config_yaml=self.config.to_yaml()
+        )
         assert isinstance(saved, Path)
         return saved
 
