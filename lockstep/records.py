@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.paths import local_path
 
 _LONGEST_LINE = 4096  # bytes of a line that is expected
 
@@ -78,8 +77,8 @@ def plain(value: Any) -> Any:
 class RunDirectory:
     """The folder of one run, and the paths in it."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = path = local_path(path, "the run directory")
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.config, self.metrics, self.events = path / "config.yaml", path / "metrics.jsonl", path / "events.jsonl"
         self.checkpoints, self.logs = path / "checkpoints", path / "logs"
         self.media, self.tensorboard = path / "media", path / "tensorboard"

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import platform
 import threading
 import time
@@ -24,6 +25,8 @@ from lockstep.collectives import create_once
 from lockstep.errors import RunError, UsageError
 from lockstep.heartbeat import own_heartbeat, went_forward
 
+_log = logging.getLogger(__name__)
+
 SHARED_MARK = ".shared"  # the name of the draft that `is_shared` makes, to find out whether ranks see one storage
 _FIRST_PAUSE = 0.5  # seconds before the second try; doubled for each further one
 _ATTEMPTS, _SECONDS_BETWEEN_ATTEMPTS = 5, 0.2  # a network file system may show a new folder a moment later
@@ -36,6 +39,7 @@ class SaveOptions:
     format: Format = "sharded"
     retries: int = 0  # tries of a save that the storage refused, after pauses that double
     on_retry: Callable[[RunError, float], object] = lambda _error, _seconds: None  # seconds of the pause; on rank 0
+    sets_aside: bool = False  # a checkpoint of the same step gets another name; else it is an error
 
 
 def save(
@@ -62,7 +66,7 @@ def write_staged(
     """Write a staged snapshot, with retries; every rank raises the same errors."""
     for attempt in itertools.count():
         try:
-            return write_once(target, step, staged, config_yaml, options.format, ranks)
+            return write_once(target, step, staged, config_yaml, options, ranks)
         except RunError as error:
             if attempt == options.retries:
                 raise
@@ -75,17 +79,19 @@ def write_staged(
             time.sleep(min(left, 1.0))
 
 
-def write_once(target: Location, step: int, staged: Staged, config_yaml: str, format: Format, ranks: Ranks) -> None:
+def write_once(
+    target: Location, step: int, staged: Staged, config_yaml: str, options: SaveOptions, ranks: Ranks
+) -> None:
     """Plan, write and commit on every rank, without retries; delete the draft after a failure."""
     failure = _failure(step)
-    writer = writer_of(format, staged, ranks, failure)
+    writer = writer_of(options.format, staged, ranks, failure)
     decided: list[tuple[CheckpointPlan, Location]] = []  # on rank 0
     with ExitStack() as stack:
 
         def plan(described: list[Description]) -> list[tuple[str, object]]:
             plan = merge(described)
             shares = writer.plan(plan, described)
-            if target.storage.exists(target.name):
+            if target.storage.exists(target.name) and not options.sets_aside:
                 if step_of(target.name) is None or not verify(target):
                     fix = "begin with it (in Python: trainer.load_checkpoint), move it away, or name another folder "
                     fix += "for this run"
@@ -103,6 +109,10 @@ def write_once(target: Location, step: int, staged: Staged, config_yaml: str, fo
             files[STATE] = draft.put(STATE, _within_limit(STATE, state.encode()))
             files[CONFIG] = draft.put(CONFIG, config_yaml.encode())
             versions = {"torch": torch.__version__, "python": platform.python_version()}
+            if options.sets_aside and target.storage.exists(target.name):
+                aside = aside_name(step)
+                target.storage.move(target.name, aside)
+                _log.warning("%s exists already: the older checkpoint is called %s from now on", target, aside)
             manifest = Manifest(step, files, plan.parameters, tuple(plan.parts), versions, writer.raw_ranks)
             target.storage.commit(draft.name, target.name, _within_limit("manifest.json", manifest.to_bytes()))
 

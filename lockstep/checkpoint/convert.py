@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lockstep.checkpoint.commit import write_once
+from lockstep.checkpoint.commit import SaveOptions, write_staged
 from lockstep.checkpoint.manifest import (
     GROUPS_KEY,
     JSON_LIMIT,
@@ -42,7 +42,6 @@ from lockstep.checkpoint.read import check_block, open_part
 from lockstep.checkpoint.snapshot import Part, Snapshot, Staged, TensorBlock, stage
 from lockstep.checkpoint.storage import Checkpoint, CheckpointPath, Location
 from lockstep.errors import UsageError
-from lockstep.paths import local_path
 from lockstep.progress import Advance, progress_of
 from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
 
@@ -91,7 +90,7 @@ def weights(path: Checkpoint) -> dict[str, Tensor]:
 
 def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
     """Write the whole tensors of the model to one safetensors file, by canonical name; its metadata has tied names."""
-    checkpoint, target = locate(path), local_path(output, "the file to write")
+    checkpoint = locate(path)
     manifest = verified_manifest(checkpoint, MODEL)
     header = _safetensors_header(manifest)
 
@@ -100,14 +99,13 @@ def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
         for _, tensor in _whole_tensors(checkpoint, manifest):
             file.write(tensor_bytes(tensor))
 
-    return _write_whole(target, write)
+    return _write_whole(Path(output), write)
 
 
 def export_torch(path: Checkpoint, output: str | Path) -> Path:
     """Write `{"model": weights(path), "step": …}` for `torch.load(…, weights_only=True)`."""
     step = read_manifest(path).step
-    target = local_path(output, "the file to write")
-    return _write_whole(target, lambda file: torch.save({"model": weights(path), "step": step}, file))
+    return _write_whole(Path(output), lambda file: torch.save({"model": weights(path), "step": step}, file))
 
 
 def rewrite_full(path: Checkpoint, output: Checkpoint) -> CheckpointPath:
@@ -118,7 +116,7 @@ def rewrite_full(path: Checkpoint, output: Checkpoint) -> CheckpointPath:
     with progress_of(f"writing {target.name}", manifest.num_bytes) as advance:
         parts = {part: _unread_part(checkpoint, manifest, part, advance) for part in manifest.parts}
         staged = Staged(parts, state, state.pop(GROUPS_KEY, {}))
-        write_once(target, manifest.step, staged, config_text(checkpoint), "full", Ranks(alone=True))
+        write_staged(target, manifest.step, staged, config_text(checkpoint), SaveOptions("full"), Ranks(alone=True))
     return target.path
 
 
@@ -194,8 +192,7 @@ def import_weights(source: str | Path, output: Checkpoint, *, prefix: str = "") 
     `model.` of a LightningModule, is removed from names, and those without it are left out. A UsageError is raised if
     there are no weights at `source`, or none with that prefix, or they can't be read safely.
     """
-    target = locate(output)
-    found, aliases = _read_weights(local_path(source, "the weights to import"))
+    found, aliases = _read_weights(Path(source))
     _check(found, source)
     ddp = _DDP_PREFIX if all(_canonical(name).startswith(_DDP_PREFIX) for name in found) else ""
     named = {_canonical(name).removeprefix(ddp): tensor for name, tensor in found.items()}
@@ -219,8 +216,8 @@ def import_weights(source: str | Path, output: Checkpoint, *, prefix: str = "") 
         if memory not in converted:
             converted[memory] = tensor.float() if tensor.is_floating_point() else tensor
         kept[name] = converted[memory]
-    staged = stage(Snapshot(kept, state=state, aliases=declared))
-    write_once(target, 0, staged, f"# weights imported from {source}\n", "sharded", Ranks(alone=True))
+    target, staged = locate(output), stage(Snapshot(kept, state=state, aliases=declared))
+    write_staged(target, 0, staged, f"# weights imported from {source}\n", SaveOptions(), Ranks(alone=True))
     return target.path, len(kept), len(named) - len(kept)
 
 

@@ -1,13 +1,37 @@
 """Defines which samples make up a step (`SampleOrder`), reads them (`StepLoader`), and has the data sets that ship."""
 
 from lockstep.data.adopt import adopt
-from lockstep.data.batches import Assign, Data, MicroBatch, StepBatches, StepSource, batch_length, holds_token_ids, move
+from lockstep.data.batches import (
+    Assign,
+    Data,
+    MicroBatch,
+    StepBatches,
+    StepSource,
+    batch_length,
+    counted_samples,
+    holds_token_ids,
+    move,
+)
 from lockstep.data.datasets import build_data, check_data
 from lockstep.data.iterable import IterableSteps
 from lockstep.data.loader import StepLoader
 from lockstep.data.order import DistributedSampler, SampleOrder
 
 __all__ = [
-    "Assign", "Data", "DistributedSampler", "IterableSteps", "MicroBatch", "SampleOrder", "StepBatches", "StepLoader",
-    "StepSource", "adopt", "batch_length", "build_data", "check_data", "holds_token_ids", "move",
+    "Assign",
+    "Data",
+    "DistributedSampler",
+    "IterableSteps",
+    "MicroBatch",
+    "SampleOrder",
+    "StepBatches",
+    "StepLoader",
+    "StepSource",
+    "adopt",
+    "batch_length",
+    "build_data",
+    "check_data",
+    "counted_samples",
+    "holds_token_ids",
+    "move",
 ]  # fmt: skip

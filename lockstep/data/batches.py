@@ -117,8 +117,13 @@ def known_length(iterable: Any) -> int | None:
 
 def batch_length(batch: Any) -> int:
     """Return the number of samples in a collated batch: the first dimension of its first tensor, else 1."""
+    return counted_samples(batch) or 1
+
+
+def counted_samples(batch: Any) -> int | None:
+    """Return the number of samples in a collated batch; None if it has no tensor with samples."""
     tensor = _first_tensor(batch)
-    return int(tensor.shape[0]) if tensor is not None and tensor.dim() > 0 else 1
+    return int(tensor.shape[0]) or None if tensor is not None and tensor.dim() > 0 else None
 
 
 def _first_tensor(batch: Any) -> torch.Tensor | None:

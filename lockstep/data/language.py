@@ -16,7 +16,6 @@ from torch.utils.data import Dataset
 
 from lockstep.data.batches import CollatingDataset, Data
 from lockstep.errors import UsageError
-from lockstep.paths import local_path
 
 
 class Tokenizer:
@@ -24,7 +23,7 @@ class Tokenizer:
 
     def __init__(self, name: str = "bytes") -> None:
         self.name = name
-        self._model: Any = None if name == "bytes" else _load(local_path(name, "data.args.tokenizer"))
+        self._model: Any = None if name == "bytes" else _load(Path(name))
         self.vocab_size: int = 256 if self._model is None else self._model.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:

@@ -82,10 +82,16 @@ class Console:
                 more = f" … ({len(value.text):,} characters)" if len(value.text) > _LONGEST_TEXT else ""
                 print(f"step {step}  {name}: {value.text[:_LONGEST_TEXT]}{more}", flush=True)
 
-    def close(self) -> None:
+    def pause(self) -> None:
         self.flush()
         if self._bar is not None:
             self._bar.close()
+            self._bar = None
+
+    close = pause
+
+    def go_on_to(self, total_steps: int | None) -> None:
+        self._total = total_steps
 
     def _open_bar(self) -> None:
         if self._bar is None and self.each_step and not _Bar.shown:

@@ -104,6 +104,19 @@ class Monitor:
         for sink in self._sinks:
             sink.flush()
 
+    def pause(self) -> None:
+        """Write everything, and leave the terminal to others, at the end of a loop after which another may follow."""
+        self._log_last()
+        for sink in self._sinks:
+            sink.send("pause")
+        self.flush()
+
+    def go_on_to(self, total_steps: int | None) -> None:
+        """Set the number of the run's last step, of another loop."""
+        self._total = total_steps
+        for sink in self._sinks:
+            sink.send("go_on_to", total_steps)
+
     def event(self, kind: str, **fields: Any) -> None:
         """Write to `events.jsonl`, on rank 0 only; a full disk does not stop the run."""
         if self._run is None or not self._is_main:
@@ -115,9 +128,7 @@ class Monitor:
 
     def close(self) -> None:
         """Log the last step if needed, and close the sinks; a second call does nothing."""
-        if self._last is not None:
-            with suppress(RuntimeError):  # after a failure of the device its numbers can't be read any more
-                self._log_step(self._last, {})  # peers may be gone: nothing is gathered
+        self._log_last()
         for sink in (*self._sinks, *self._callbacks):
             sink.close()
         if self._profiler is not None:
@@ -176,6 +187,12 @@ class Monitor:
             with suppress(OSError):  # a full disk does not stop the run
                 self._run.write_ranks(table, step)
         return figures.row(table)
+
+    def _log_last(self) -> None:
+        """Log the newest step, if it was not logged."""
+        if self._last is not None:
+            with suppress(RuntimeError):  # after a failure of the device its numbers can't be read any more
+                self._log_step(self._last, {})  # peers may be gone: nothing is gathered
 
     def _log_step(self, record: StepRecord, over_ranks: Row) -> None:
         self._last = None

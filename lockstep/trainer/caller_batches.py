@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import collectives
-from lockstep.bad_numbers import ALL_IGNORED
 from lockstep.collectives import object_device
 from lockstep.config import require_equation
 from lockstep.data import batch_length, move
@@ -53,7 +52,9 @@ class StepWindow:
         if self._calls_per_step is None:
             trainer.cluster.check()
             _warn_of_equal_batches(trainer, batch)
-            self._calls_per_step = _calls_in_a_step(trainer, batch)
+            calls = _calls_in_a_step(trainer, batch)
+            trainer.begin_training_steps(batch)
+            self._calls_per_step = calls
             self._micro_batches_per_step = self._calls_per_step * trainer.layout.data_parallel_size
         if trainer.step.nominal is None:
             trainer.step.set_nominal(batch, self._micro_batches_per_step)
@@ -70,6 +71,15 @@ class StepWindow:
         self._calls += 1
         record = self._update() if last else None
         return loss.summed() / torch.as_tensor(loss.targets), record  # nan without a valid target, as torch has it
+
+    def warn_of_open_step(self, what: str) -> None:
+        """Warn if micro-batches wait for an update, which `what` will not hold."""
+        if self._accumulator is not None:
+            warnings.warn(
+                f"{self._calls} of {self._calls_per_step} micro-batches of a step wait for their update, which {what} "
+                "does not hold: call trainer.flush() before it",
+                stacklevel=4,
+            )
 
     def flush(self) -> StepRecord | None:
         """Update with the micro-batches so far, and return the record; None if there are none."""
@@ -92,10 +102,7 @@ class StepWindow:
         self._accumulator = None
         if trainer.layout.world_size > 1:
             samples = int(collectives.all_reduce(samples, op="sum"))
-        record = trainer.step.update(accumulator, samples)
-        if (anomaly := trainer.step.anomaly) is not None and anomaly.no_targets and trainer.is_main_process:
-            warnings.warn(f"{anomaly.what}: it makes no update ({ALL_IGNORED})", stacklevel=5)
-        return record
+        return trainer.step.update(accumulator, samples)
 
 
 def _calls_in_a_step(trainer: "Trainer", first: Any) -> int:

@@ -9,7 +9,8 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint, collectives
@@ -22,7 +23,6 @@ from lockstep.heartbeat import called_by_all_ranks
 from lockstep.monitor import Monitor
 from lockstep.monitor.figures import gather_objects
 from lockstep.optim import Schedule
-from lockstep.paths import local_path
 from lockstep.records import RunDirectory, last_lines
 
 if TYPE_CHECKING:
@@ -43,15 +43,26 @@ class Checkpointer:
         self._evaluated: dict[int, float] = {}
         self._rollbacks: dict[int, int] = {}  # step → rollbacks to it
         self.saved: int | None = None  # step of the last save that was begun
+        self._options = checkpoint.SaveOptions(self._config.format, self._config.retries, self._report_retry)
         if self._folder is None:
             return
         # The evaluation at the end of a run comes after its last save, which therefore does not hold the result.
         if trainer.is_main_process and directory is not None:
             self._evaluated = evaluations(directory, self._config.keep_best)
         assert trainer.storage_is_shared or self._config.format == "full"
-        self._options = checkpoint.SaveOptions(self._config.format, self._config.retries, self._report_retry)
         if self._config.async_:
             self._saver = checkpoint.AsyncSaver(then=self._committed)
+
+    @property
+    def needs_save(self) -> bool:
+        """Return whether the current step is not saved, though the run is."""
+        return self._folder is not None and self.saved != self._trainer.step.progress.step
+
+    def remember_evaluation(self, step: int, results: Mapping[str, Any]) -> None:
+        """Keep the metric of an evaluation that was made after its step was saved."""
+        name = self._config.keep_best
+        if name is not None and name in results and self._trainer.is_main_process:
+            self._evaluated[step] = float(results[name])
 
     def after_step(self, *, last: bool, last_of_epoch: bool) -> None:
         """Save if it is due; check the running save."""
@@ -87,6 +98,19 @@ class Checkpointer:
         if waited > 1 and self._saver is not None:
             _log.warning("warning: step %d waited %.1f s for the save before it to be written", step, waited)
 
+    def save_as_asked(self, snapshot: checkpoint.Snapshot) -> checkpoint.CheckpointPath:
+        """Save the caller's snapshot of the current step among the run's checkpoints; on return it is complete."""
+        assert self._trainer.checkpoints is not None
+        self.finish(must_succeed=False)
+        self._monitor.flush()
+        step, config = self._trainer.step.progress.step, self._trainer.config
+        options = replace(self._options, sets_aside=True)
+        path = checkpoint.save(self._trainer.checkpoints, step, snapshot, config_yaml=config.to_yaml(), options=options)
+        self.saved = step
+        if self._trainer.is_main_process:
+            self._committed(path)
+        return path
+
     def finish(self, *, must_succeed: bool) -> None:
         """Wait for the running save: at the end, before a stop, before a rollback."""
         if self._saver is not None:
@@ -109,10 +133,11 @@ class Checkpointer:
 
     def _committed(self, path: checkpoint.CheckpointPath) -> None:
         """Record a commit, and delete old checkpoints; on rank 0, in the background for an asynchronous save."""
-        assert self._folder is not None
+        folder = self._trainer.checkpoints
+        assert folder is not None
         self._monitor.event("save", step=checkpoint.step_of(path.name), checkpoint=path.name)
-        best = best_of(self._folder, self._config, self._evaluated)
-        checkpoint.rotate(self._folder, self._config.save_total_limit, [] if best is None else [best])
+        best = best_of(folder, self._config, self._evaluated)
+        checkpoint.rotate(folder, self._config.save_total_limit, [] if best is None else [best])
 
     def _guard(self, call: Any, *, must_succeed: bool) -> None:
         try:
@@ -160,25 +185,14 @@ def resume(trainer: "Trainer", how: str) -> tuple[checkpoint.CheckpointPath | No
     """Bring the run's state, and its run directory, to where it resumes; return lines to log, too."""
     started = time.perf_counter()
     found = find(trainer, how)
-    changed = []
-    if found is not None:
-        changed = compare(trainer.config, trainer.global_batch_size, found, is_main=trainer.is_main_process)
-    fresh = [dict(group) for group in trainer.optimizer.param_groups]
     rows = last_lines(trainer.run_directory.metrics, 50) if trainer.run_directory and trainer.is_main_process else []
     come_to = max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=0)
-    log_lines = restore(trainer, found)
     if found is None:
+        restore(trainer, None)
         return None, []
+    _, log_lines = load(trainer, found)
+    clear_later(trainer)
     step = trainer.step.progress.step
-    if trainer.scales_rate:  # the config's own optimizer; a user's brings its options
-        apply_changed_options(trainer.optimizer.param_groups, fresh, changed)
-    log_lines.append(f"resumes after step {step}, from {found}")
-    if changed:
-        log_lines.append(f"changed since that step: {', '.join(map(str, changed))}")
-        if trainer.scales_rate and trainer.user_schedule is None:
-            rate = trainer.optimizer.param_groups[0].get("initial_lr", trainer.config.training.learning_rate)
-            per_epoch = checkpoint.read_state(found).get("steps_per_epoch") if trainer.is_main_process else None
-            log_lines += moved_schedule(trainer.config.training, changed, step, rate, per_epoch)
     if come_to > step:
         log_lines.append(f"the run had come to step {come_to}: what follows step {step} is trained again")
     if trainer.run_directory is not None and trainer.is_main_process:
@@ -187,23 +201,51 @@ def resume(trainer: "Trainer", how: str) -> tuple[checkpoint.CheckpointPath | No
     return found, log_lines
 
 
+def load(trainer: "Trainer", found: checkpoint.CheckpointPath) -> tuple[dict[str, Any], list[str]]:
+    """Load a checkpoint from which the run goes on; return its metadata, and lines to log on what has changed since.
+
+    Changed settings apply from there on; a UsageError is raised if they make another training.
+    """
+    changed = compare(trainer.config, trainer.global_batch_size, found, is_main=trainer.is_main_process)
+    fresh = [dict(group) for group in trainer.optimizer.param_groups]
+    metadata, log_lines = trainer.state.load(found)
+    step = trainer.step.progress.step
+    log_lines.append(f"resumes after step {step}, from {found}")
+    given = [str(change) for change in changed]
+    if trainer.scales_rate:  # the config's own optimizer
+        apply_changed_options(trainer.optimizer.param_groups, fresh, changed)
+    else:
+        given += trainer.state.apply_new_options()
+    if given:
+        log_lines.append(f"changed since that step: {', '.join(given)}")
+    if changed and trainer.scales_rate and trainer.user_schedule is None:
+        rate = trainer.optimizer.param_groups[0].get("initial_lr", trainer.config.training.learning_rate)
+        per_epoch = checkpoint.read_state(found).get("steps_per_epoch") if trainer.is_main_process else None
+        log_lines += moved_schedule(trainer.config.training, changed, step, rate, per_epoch)
+    return metadata, log_lines
+
+
 def restore(trainer: "Trainer", found: checkpoint.CheckpointPath | None) -> list[str]:
     """Bring the run's state, and its run directory, to a checkpoint, or to the start; every rank calls it.
 
     Metrics of later steps are dropped, and later checkpoints set aside: they are written again. Returns lines to log.
     """
-    step, log_lines = 0, list[str]()
+    log_lines = list[str]()
     if found is not None:
         _, log_lines = trainer.state.load(found)
-        step = trainer.step.progress.step
-    directory = trainer.run_directory
+    clear_later(trainer)
+    return log_lines
+
+
+def clear_later(trainer: "Trainer") -> None:
+    """Drop what a run directory holds of steps after the current one."""
+    step, directory = trainer.step.progress.step, trainer.run_directory
     if directory is not None and trainer.is_main_process:
         directory.drop_after(step)
         for path in checkpoint.set_aside(trainer.checkpoints or directory.checkpoints, after=step):
             directory.append_event("set_aside", step=step, checkpoint=path.name)
     if trainer.layout.world_size > 1:
         collectives.barrier()  # no rank reads the folder before it is in order
-    return log_lines
 
 
 def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
@@ -223,7 +265,7 @@ def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
         return checkpoint.copy_to_hosts(here)
     if isinstance(trainer.checkpoints, checkpoint.Storage) and trainer.checkpoints.exists(how):
         return trainer.checkpoints.path(how)
-    path = local_path(how, "the checkpoint to resume from")
+    path = Path(how)
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if (path / checkpoint.MANIFEST).exists():
@@ -233,6 +275,11 @@ def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
     why = f"there is no {checkpoint.MANIFEST} in it" if path.is_dir() else "there is no such folder"
     fix = "give a folder checkpoints/step-…, a run directory, auto or never"
     raise UsageError(f"{how} is not a checkpoint", where="--resume", why=why, fix=fix)
+
+
+def is_same_folder(folder: checkpoint.Directory, path: str | Path) -> bool:
+    """Return whether a path is the run's own folder of checkpoints."""
+    return isinstance(folder, Path) and folder.resolve() == Path(path).resolve()
 
 
 def evaluations(directory: RunDirectory, metric: str | None) -> dict[int, float]:

@@ -88,6 +88,11 @@ class RunState:
     following: Following = field(default_factory=Following)
     keep_best: tuple[str | None, str] = (None, "min")  # metric by which the best checkpoint is kept; min or max
     best_is_new: bool = False  # the newest evaluation was the best by it
+    _given: list[dict[str, Any]] = field(default_factory=list)  # the optimizer's options, as it came, by group
+    _given_before: list[dict[str, Any]] | None = None  # those in the checkpoint that was loaded
+
+    def __post_init__(self) -> None:
+        self._given = [_options(group) for group in self.step.optimizer.param_groups]
 
     def record_step(self, record: StepRecord) -> None:
         """Keep the metrics of a step."""
@@ -122,6 +127,21 @@ class RunState:
                 what = f"there is no metric {name}{did_you_mean(name, known)}"
                 raise UsageError(what, where=where, fix=f"one of {listed(sorted(known))}")
 
+    def require_followed(self, results: Mapping[str, Any]) -> None:
+        """Reject an evaluation of the caller's that lacks a metric that early stopping or a scheduler follows."""
+        following = self.following
+        wanted = {}
+        if following.early_stopping is not None:
+            wanted["training.early_stopping.metric"] = following.early_stopping.metric
+        if following.plateau is not None:
+            wanted["Trainer(scheduler_metric=…)"] = following.plateau.metric
+        for where, name in wanted.items():
+            if name not in results:
+                what = f"{name} is followed, and this evaluation has {listed(sorted(results))}"
+                fix = f"compute it: evaluate(data, {{'{name.removeprefix('eval_')}': …}}); or write counts=False for "
+                fix += "data that are not to be followed"
+                raise UsageError(what, where=where, fix=fix)
+
     def record_evaluation(self, results: Mapping[str, Any], *, followed: bool) -> None:
         """Keep the results of an evaluation; early stopping and schedulers act on it if it is `followed`."""
         numbers = {name: value for name, value in results.items() if isinstance(value, int | float)}
@@ -134,9 +154,31 @@ class RunState:
         if followed:
             self.following.add(results)
 
+    def apply_new_options(self) -> list[str]:
+        """Set the options with which the user's optimizer came another time than before the loaded checkpoint.
+
+        A rate that the run has changed since keeps its proportion to the first one. Returns what has changed, in words.
+        """
+        groups, changed = self.step.optimizer.param_groups, []
+        before = self._given_before
+        if before is None:  # a checkpoint of an older version: its groups know the first rate alone
+            before = [{"lr": group["initial_lr"]} if "initial_lr" in group else {} for group in groups]
+        for group, old, new in zip(groups, before, self._given, strict=True):
+            for name in sorted(new.keys() & old.keys() - {"initial_lr"}):
+                if _comparable(old[name]) == _comparable(new[name]):
+                    continue
+                changed.append(f"the optimizer's {name} {old[name]} → {new[name]}")
+                if name == "lr":
+                    proportion = float(group["lr"]) / old["lr"] if old["lr"] else 1.0
+                    group["lr"], group["initial_lr"] = new["lr"] * proportion, new.get("initial_lr", new["lr"])
+                else:
+                    group[name] = new[name]
+        return list(dict.fromkeys(changed))
+
     def state_dict(self) -> dict[str, Any]:
         """Return all state besides tensors."""
         own = {name: getattr(self, name) for name in ("steps_per_epoch", "source", "ended_epoch", "best")}
+        own["given_options"] = self._given
         metrics = {name: plain(value) for name, value in self.metrics.items()}
         return {**self.step.state_dict(), **own, "following": self.following.state_dict(), "metrics": metrics}
 
@@ -146,6 +188,7 @@ class RunState:
         self.source, self.best = state["source"], state["best"]
         self.metrics = dict(state.get("metrics", {}))
         self.ended_epoch = state.get("ended_epoch", False)
+        self._given_before = state.get("given_options")
         self.following.load_state_dict(state.get("following", {}))
 
     def snapshot(
@@ -233,3 +276,17 @@ def _optimizer_in(path: checkpoint.Checkpoint) -> str | None:
         fix += "model.load_state_dict(lockstep.checkpoint.weights(path)) before the Trainer is made"
         raise UsageError(what, why="a loop over lockstep.place wrote it", fix=fix)
     return names[0] if names else None
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group of an optimizer's parameters that JSON can hold."""
+    found = {}
+    for name, value in group.items():
+        value = plain(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+        if name != "params" and (value is None or isinstance(value, bool | int | float | str | tuple | list)):
+            found[name] = value
+    return found
+
+
+def _comparable(option: Any) -> Any:
+    return list(option) if isinstance(option, tuple) else option

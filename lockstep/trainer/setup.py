@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lockstep import optim
 from lockstep.config import Config, ObjectSpec, TrainingConfig, build_object, check, config_from, require_equation
 from lockstep.config.schema_training import check_object
-from lockstep.data import StepSource, adopt
+from lockstep.data import StepSource, adopt, counted_samples
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.models.torch_losses import class_of
 from lockstep.optim import CallersRate, PlateauSchedule, Schedule, TorchSchedule
@@ -52,9 +52,13 @@ def make_optimizer(
 
 
 def with_batch_size_of(data: Any, config: Config) -> Config:
-    """Return the config with a DataLoader's own batch size, if the settings have none."""
-    own = getattr(data, "batch_size", None) if isinstance(data, DataLoader) else None
-    if own is None or own == config.training.batch_size or "batch_size" in config.training.model_fields_set:
+    """Return the config with the batch size of a DataLoader, or of a list of batches, if the settings have none."""
+    own = getattr(data, "batch_size", None) if isinstance(data, DataLoader) else _size_of_first(data)
+    if own is None or own == config.training.batch_size:
+        return config
+    if "batch_size" in config.training.model_fields_set:
+        if not isinstance(data, DataLoader):  # a DataLoader's is compared where its order is taken over
+            require_batch_size(own, config.training.batch_size)
         return config
     if config.training.batch_norm_samples is not None:  # the ranks of a row have been counted
         what = f"batch_norm_samples is made of micro-batches of batch_size, and the DataLoader has its own: {own}"
@@ -67,6 +71,19 @@ def with_batch_size_of(data: Any, config: Config) -> Config:
         fix = f"give the DataLoader a batch_size that divides {whole}, or the trainer global_batch_size={more}"
         raise UsageError(what, where="the training data", why=why, fix=fix)
     return config.replaced({"training.batch_size": own})
+
+
+def _size_of_first(data: Any) -> int | None:
+    """Return the samples in the first batch of a list of batches; None for other data, and of batches without any."""
+    return counted_samples(data[0]) if isinstance(data, list | tuple) and data else None
+
+
+def require_batch_size(own: int, batch_size: int) -> None:
+    """Reject batches of another size than the settings say: steps and learning rates would be of another batch."""
+    if own != batch_size:
+        what = f"the first batch has {own} samples, and training.batch_size is {batch_size}"
+        fix = f"give the trainer batch_size={own}, or batches of {batch_size}"
+        raise UsageError(what, where="the training data", why="both mean the samples in a micro-batch", fix=fix)
 
 
 def user_schedule(

@@ -2,8 +2,8 @@
 
 import atexit
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep import checkpoint, cluster
 from lockstep.bad_numbers import AnomalyDetector
 from lockstep.checkpoint import Snapshot
-from lockstep.config import Config, apply_flags
+from lockstep.config import Config, MonitorConfig, apply_flags
 from lockstep.config.names import advice_for_method
 from lockstep.data import StepBatches, StepSource, holds_token_ids
 from lockstep.errors import UsageError
@@ -29,18 +29,28 @@ from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import place
-from lockstep.paths import local_path
 from lockstep.precision import LossScale, Precision, loss_scale_for, resolve_mode
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.run_lock import RunLock
 from lockstep.step import Step
 from lockstep.trainer import setup, whole_run
 from lockstep.trainer.caller_batches import StepWindow
-from lockstep.trainer.checkpointer import best_of, evaluations, find, require_same_epoch, resume
+from lockstep.trainer.checkpointer import (
+    Checkpointer,
+    best_of,
+    evaluations,
+    find,
+    is_same_folder,
+    load,
+    require_same_epoch,
+    resume,
+)
 from lockstep.trainer.evaluator import Evaluator, Metrics, evaluated, predicted, sample
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.run_state import Following, RunState
 from lockstep.trainer.setup import AfterUpdate, MakeOptimizer, MakeScheduler, TrainerSettings
+from lockstep.trainer.train_loop import TrainLoop
+from lockstep.trainer.training_run import TakenStep, TakenSteps, TrainingRun
 from lockstep.trainer.whole_batch import WholeBatch, WholeBatchSteps
 
 
@@ -110,7 +120,7 @@ class Trainer:
         plateau = self.user_schedule if isinstance(self.user_schedule, PlateauSchedule) else None
         kept = self.config.checkpoint.keep_best, self.config.checkpoint.keep_best_mode
         self.state = RunState(self.step, following=Following(training.early_stopping, plateau), keep_best=kept)
-        self.run_directory = RunDirectory(local_path(output_dir, "output_dir")) if output_dir is not None else None
+        self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
         self.checkpoints: checkpoint.Directory | None = None  # where the run keeps them
         self.lock: RunLock | None = None
         if self.run_directory is not None:
@@ -126,12 +136,12 @@ class Trainer:
         write_limits(hang.factor, hang.seconds, self.config.distributed.timeout_seconds)
         whole_run.dump_collectives_on_request(self.heartbeat.folder, self.cluster.facts.rank)
         self._start_lines: list[str] = []  # to log at the start
-        self.around_step: whole_run.AroundStep = nullcontext
         self.loss_check = LossCheck(self.placed, compiled=training.compile, coarse=self.mode != "fp32")
         if self.has_whole_batch_loss:
             self.loss_check.skip()
         self._window = StepWindow(self)
-        self._monitor: Monitor | None = None  # once something is logged
+        self.current_run: TrainingRun | None = None  # the one in progress, or the last
+        self._monitor: Monitor | None = None  # that of the run, or of `log` alone
 
     def train(
         self, train_data: Any, val_data: Any = None, epochs: int | None = None, *, metrics: Metrics | None = None
@@ -146,32 +156,20 @@ class Trainer:
             epochs: passes over the data; unset: the config's.
             metrics: computed by each evaluation, and recorded as `eval_NAME`; see `evaluate`.
         """
-        whole_run.lock_run_directory(self)
+        self._close_run()
         with ExitStack() as ending:
-            if self.lock is not None:
-                ending.callback(self.lock.release)
+            ending.callback(self._release_lock)
             self.state.check_followed(metrics, evaluates=val_data is not None)
-            if self.run_directory is not None and not self._start_is_decided and self.step.progress.step == 0:
-                self._adopt_batch_size(train_data)
-                self.resume(self.config.checkpoint.resume)
+            self._begin(train_data)
             source, total = self._open_source(train_data, epochs)
             self._start_lines += whole_run.nothing_to_do(self, total, val_data)
-            if self._monitor is not None:
-                self._monitor.close()
-            monitor, self.around_step = whole_run.open_monitor(self, total, self._start_lines)
+            monitor, around_step = whole_run.open_monitor(self, total, self._start_lines)
             self._monitor, self._start_lines = monitor, []
-            run = whole_run.WholeRun(
-                self, monitor, Evaluator(self, val_data, metrics), lambda: self._open_source(train_data, epochs)[0],
-                lambda source: self._run(source, "train"),
-            )  # fmt: skip
-            try:
-                record = run.to_end(source, total)
-            finally:
-                monitor.close()
-                self._monitor = None
-            loads_best = self.config.checkpoint.load_best and not self.step.stopping
-            if loads_best and (best := self.best_checkpoint) is not None:
-                self.state.load(best)
+            ending.callback(self._close_run)
+            self.current_run = run = TrainingRun(self, monitor, around_step)
+            loop = TrainLoop(run, Evaluator(self, val_data, metrics))
+            record = loop.to_end(self._steps_of(run, source, total, train_data, epochs, "train"))
+            self._load_best()
             return record
 
     if not TYPE_CHECKING:
@@ -185,36 +183,107 @@ class Trainer:
     def steps(
         self, train_data: Any, epochs: int | None = None, *, progress: bool | None = None
     ) -> Iterator[StepRecord]:
-        """Yield a record for each step of the caller's loop, and write nothing; a terminal shows a bar.
+        """Yield a record for each step of the caller's loop; what `train` records and saves, this does, too.
+
+        With an `output_dir` the run is resumed at the first step by `checkpoint.resume`, recorded, and saved when that
+        is due, after the caller's code for the step; without one nothing is written. Evaluations are the caller's:
+        `evaluate` in the loop counts. A loop that is left is saved where it is the only rank's; on several ranks, in
+        the next call that all of them make.
 
         Args:
             train_data: a dataset, a DataLoader, or an iterable of batches.
             epochs: in the whole run, including earlier calls.
-            progress: True: print a line every `log_steps`, too, also where there is no terminal; False: no bar.
+            progress: unset: lines as in `train` with an `output_dir`, else a bar on a terminal; True: a line every
+                `log_steps`, also where there is no terminal; False: neither.
         """
-        source, total = self._open_source(train_data, epochs)
-        if total is not None and self.step.progress.step >= total:
-            warnings.warn(
-                f"no step is left to take: {self.step.progress.step} are done, and the run has {total}. Epochs and "
-                "max_steps are counted from the start of the run: ask for more of them, such as epochs=epoch + 1 in a "
-                "loop over epochs",
-                stacklevel=2,
-            )
-        for line in whole_run.idle_ranks(self) if self.is_main_process else ():
-            warnings.warn(line, stacklevel=2)
-        try:
-            with whole_run.explain_worker_deaths(source), whole_run.shown(self, total, progress) as show:
-                for record, _ in self._run(source, "steps"):
-                    if self.step.anomaly is not None and self.step.anomaly.no_targets and self.is_main_process:
-                        warnings.warn(whole_run.without_targets(self.step.anomaly, source), stacklevel=2)
-                    if record is not None:
-                        show(record)
-                        self.heartbeat.beat(self.step.progress.step, "pause")  # the caller may take any time
-                        yield record
-        finally:
-            source.close()
+        with ExitStack() as ending:
+            ending.callback(self._release_lock)
+            self._begin(train_data)
+            source, total = self._open_source(train_data, epochs)
+            if line := whole_run.no_step_left(self, total):
+                warnings.warn(line, stacklevel=2)
+            run = self._open_run(total, progress)
+            steps = ending.enter_context(closing(self._steps_of(run, source, total, train_data, epochs, "steps")))
+            for taken in steps:
+                if taken.record is not None:
+                    self.heartbeat.beat(self.step.progress.step, "pause")  # the caller may take any time
+                    yield taken.record
+            is_last = epochs is None or self.was_stopped
+            run.end_loop(is_last=is_last)
+            if is_last:
+                self._load_best()
 
-    def _run(self, source: StepSource, name: str) -> whole_run.TakenSteps:
+    @property
+    def done(self) -> bool:
+        """Return whether the run has come to its end: its last step, an early stop, or a request to stop."""
+        return self.was_stopped or 0 < self.step.total <= self.step.progress.step
+
+    @property
+    def was_stopped(self) -> bool:
+        """Return whether the run was stopped: early, by its evaluations, or because a rank was asked to."""
+        return self.step.stopping or self.state.following.stopped
+
+    def _begin(self, data: Any) -> None:
+        """Lock the run directory, and resume by `checkpoint.resume` before the first step; all ranks call it."""
+        whole_run.lock_run_directory(self)
+        if self._start_is_decided or self.step.progress.step:
+            return
+        self._adopt_batch_size(data)
+        how = self.config.checkpoint.resume
+        if self.run_directory is not None or how not in ("auto", "never"):
+            self.resume(how)
+
+    def _open_run(self, total: int | None, progress: bool | None) -> TrainingRun:
+        """Return the run of a loop of the caller's own: the open one, or a new one."""
+        run = self.current_run
+        if run is not None and run.is_recorded and not run.is_closed:
+            run.settle()
+            run.monitor.go_on_to(total)
+            return run
+        self._close_run()
+        lines, self._start_lines = self._start_lines, []
+        around_step: whole_run.AroundStep = nullcontext
+        if is_recorded := whole_run.records_steps(self):
+            monitor, around_step = whole_run.open_monitor(self, total, lines, prints=progress is not False)
+        else:
+            monitor = whole_run.open_bar(self, total, progress)
+            for line in whole_run.idle_ranks(self) if self.is_main_process else ():
+                warnings.warn(line, stacklevel=3)
+        self._monitor = monitor
+        self.current_run = run = TrainingRun(self, monitor, around_step, in_callers_loop=True, is_recorded=is_recorded)
+        if not is_recorded:
+            run.say(*lines)
+        return run
+
+    def _steps_of(
+        self, run: TrainingRun, source: StepSource, total: int | None, data: Any, epochs: int | None, name: str
+    ) -> Generator[TakenStep]:
+        return run.steps(
+            source, total, lambda: self._open_source(data, epochs)[0], lambda steps: self._take_all(steps, name)
+        )
+
+    def _settle(self) -> None:
+        """Save the step at which a loop was left, in a call that all ranks make."""
+        if self.current_run is not None:
+            self.current_run.settle()
+
+    def _close_run(self) -> None:
+        """Close the monitor of an earlier loop, or of `log` alone."""
+        if self.current_run is not None:
+            self.current_run.close()
+        elif self._monitor is not None:
+            self._monitor.close()
+        self._monitor = None
+
+    def _release_lock(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+    def _load_best(self) -> None:
+        if self.config.checkpoint.load_best and not self.step.stopping and (best := self.best_checkpoint) is not None:
+            self.state.load(best)
+
+    def _take_all(self, source: StepSource, name: str) -> TakenSteps:
         """Run the steps of a source; each counts as a call of the function `name`, which all ranks make together."""
         clock, beat, taken = self.step.clock, self.heartbeat.beat, iter(source)
         clock.enter("data")
@@ -239,7 +308,7 @@ class Trainer:
         self.reads_tokens = self.reads_tokens or holds_token_ids(batches.mine[0].batch)
         if self.loss_check.left:
             self.loss_check.before_step(batches.mine, batches.num_micro_batches, batches.step)
-        with self.around_step():
+        with self.current_run.around_step() if self.current_run is not None else nullcontext():
             record = self.step.run(batches.mine, batches.num_micro_batches, batches.samples, epoch=batches.epoch)
         self.state.source, self.state.ended_epoch = source.state_dict(), batches.last_of_epoch
         self.last_record = record
@@ -281,36 +350,64 @@ class Trainer:
 
         The last one of a step updates. A step has `gradient_accumulation_steps` calls, or those that fill a
         `global_batch_size`; ranks must make the same number of calls.
+
+        With an `output_dir` the first call resumes by `checkpoint.resume`, and each update is recorded, and saved when
+        that is due. Data and their position are the caller's: `step.progress.step` says how many steps were made. The
+        loop ends where `done` is true.
         """
         loss, record = self._window.add(batch)
-        self.last_record = record or self.last_record
+        self._after_update(record)
         return loss
+
+    def _after_update(self, record: StepRecord | None) -> None:
+        if record is not None:
+            self.last_record = record
+            assert self.current_run is not None
+            self.current_run.after_update(record)
+
+    def begin_training_steps(self, batch: Any) -> None:
+        """Do what comes before the first step of a caller's own loop: resume, and open the run; all ranks call it."""
+        self._adopt_batch_size([batch])
+        self._begin([batch])
+        training = self.config.training
+        own_optimizer = not self.scales_rate
+        total = training.max_steps
+        schedule = self.user_schedule or setup.schedule_over(training, total, own_optimizer=own_optimizer)
+        self.step.plan_run(total, schedule)
+        self._open_run(total, progress=None if self.run_directory is not None else False)
 
     @called_by_all_ranks
     def flush(self) -> None:
         """Train on an incomplete window of `training_step`, weighted by its contents; all ranks call it together."""
-        self.last_record = self._window.flush() or self.last_record
+        self._after_update(self._window.flush())
 
     @overload
-    def evaluate(self, val_data: Any) -> float: ...
+    def evaluate(self, val_data: Any, *, counts: bool = True) -> float: ...
     @overload
-    def evaluate(self, val_data: Any, metrics: Metrics) -> dict[str, Any]: ...
+    def evaluate(self, val_data: Any, metrics: Metrics, *, counts: bool = True) -> dict[str, Any]: ...
     @called_by_all_ranks
-    def evaluate(self, val_data: Any, metrics: Metrics | None = None) -> float | dict[str, Any]:
+    def evaluate(self, val_data: Any, metrics: Metrics | None = None, *, counts: bool = True) -> float | dict[str, Any]:
         """Return the mean loss over `val_data`, and metrics; all ranks call it, and get the same numbers.
 
         Each sample counts once on any number of ranks and under every strategy. With `training.eval_batches` it is over
         that many micro-batches.
 
+        In and after a loop of the caller's own (`steps`, `training_step`) an evaluation counts, like those of `train`:
+        it is recorded as `eval_loss` and `eval_NAME`; `keep_best`, `early_stopping` and a ReduceLROnPlateau follow it.
+
         Args:
             metrics: by name, functions `(outputs, targets) -> values`, whose mean is the metric; or objects with
                 `update` and `compute`, as torchmetrics has them. Outputs are the model's, or their member `logits`.
                 Objects are updated on rank 0, to which the outputs are sent.
+            counts: False for data that are not to be followed, such as a test set.
 
         Returns:
             the loss, weighted by valid targets; with `metrics` a dict of `loss` and the values by name.
         """
+        self._settle()
         found = evaluated(self, val_data, metrics)
+        if counts and self.current_run is not None and self.current_run.in_callers_loop:
+            self.current_run.add_evaluation(found)
         return float(found["loss"]) if metrics is None else found
 
     @called_by_all_ranks
@@ -349,20 +446,35 @@ class Trainer:
 
     @called_by_all_ranks
     def save_checkpoint(
-        self, path: str | Path, include_optimizer: bool = True, metadata: dict[str, Any] | None = None
-    ) -> Path:
-        """Write the checkpoint `path/step-00000100`, and return it; all ranks call it. On return it is whole.
+        self, path: str | Path | None = None, include_optimizer: bool = True, metadata: dict[str, Any] | None = None
+    ) -> checkpoint.CheckpointPath:
+        """Write the checkpoint `path/step-00000100`, and return it; all ranks call it. On return it is complete.
+
+        `checkpoint.format` and `retries` apply. An older checkpoint of the same step stays, under another name.
+
+        Args:
+            path: a folder; unset: among the run's own checkpoints, of which `save_total_limit` are kept.
+            include_optimizer: False: a run can't go on from it, its weights can be used.
+            metadata: further data for `load_checkpoint` to return; JSON.
 
         Raises:
             BadNumbersError: the last step's numbers are bad; on a GPU they are read only here.
+            UsageError: there is no path and no `output_dir`.
         """
+        self._window.warn_of_open_step("the checkpoint")
         self.step.flush()
         snapshot = self.snapshot(include_optimizer=include_optimizer, metadata=metadata)
-        saved = checkpoint.save(
-            local_path(path, "save_checkpoint"), self.step.progress.step, snapshot, config_yaml=self.config.to_yaml()
-        )
-        assert isinstance(saved, Path)
-        return saved
+        own = self.checkpoints
+        if path is None and own is None:
+            raise UsageError("save_checkpoint() has no folder to write to", fix="give it a path, or output_dir=…")
+        if path is None or (own is not None and is_same_folder(own, path)):
+            if self.current_run is not None:
+                return self.current_run.checkpointer.save_as_asked(snapshot)
+            monitor = Monitor(MonitorConfig(sinks=[]), self.run_directory, is_main=self.is_main_process)
+            return Checkpointer(self, monitor).save_as_asked(snapshot)
+        config, text = self.config.checkpoint, self.config.to_yaml()
+        options = checkpoint.SaveOptions(config.format, config.retries, sets_aside=True)
+        return checkpoint.save(Path(path), self.step.progress.step, snapshot, config_yaml=text, options=options)
 
     def snapshot(self, *, include_optimizer: bool = True, metadata: dict[str, Any] | None = None) -> Snapshot:
         """Return a checkpoint's contents for the current state, with the live tensors."""
@@ -384,14 +496,15 @@ class Trainer:
     def load_checkpoint(self, path: str | Path) -> tuple[int, dict[str, Any]]:
         """Load a checkpoint of any strategy and number of ranks; return its step, and its metadata; all ranks call it.
 
-        The path is a checkpoint, or a folder of them, whose newest whole one is loaded.
+        The path is a checkpoint, or a folder of them, whose newest complete one is loaded. Settings are compared with
+        those of the checkpoint, as in `resume`: changed rates apply, and another training is refused.
         """
         found = find(self, str(path))
         if found is None:
             what = f"there is no checkpoint in {path}"
             raise UsageError(what, fix="give a checkpoint, a run directory or its folder checkpoints/")
-        self._start_is_decided = True
-        metadata, log_lines = self.state.load(found)
+        self._start_is_decided, self._resumed_from = True, found
+        metadata, log_lines = load(self, found)
         self._start_lines += log_lines
         return self.step.progress.step, metadata
 

@@ -1,4 +1,4 @@
-"""Runs a training from its current step to its end: first log lines, steps, evaluations, checkpoints, rollbacks."""
+"""Holds what stands around the steps of a run: its lock, its monitor, its first log lines, reports of hangs."""
 
 import atexit
 import os
@@ -7,8 +7,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
@@ -17,20 +16,15 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from lockstep import accelerator, cores
-from lockstep.bad_numbers import ALL_IGNORED, Anomaly, BadNumbersError
 from lockstep.checkpoint import Ranks
 from lockstep.config import MonitorConfig
 from lockstep.data import StepLoader, StepSource
-from lockstep.errors import listed
 from lockstep.heartbeat import DUMP
 from lockstep.monitor import Figures, Monitor, PhaseClock
 from lockstep.monitor.console import on_a_terminal
 from lockstep.monitor.figures import first_step_counted, gather_objects, peak_flops
-from lockstep.records import StepRecord
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat import flight_recorder
-from lockstep.trainer.checkpointer import Checkpointer
-from lockstep.trainer.evaluator import Evaluator
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -44,12 +38,17 @@ def lock_run_directory(trainer: "Trainer") -> None:
         Ranks().broadcast("the run directory could not be locked", trainer.lock.acquire)
 
 
-def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]) -> tuple[Monitor, AroundStep]:
+def open_monitor(
+    trainer: "Trainer", total: int | None, log_lines: Sequence[str], *, prints: bool = True
+) -> tuple[Monitor, AroundStep]:
     """Create the monitor of a run, observe its steps, and log how it starts; all ranks call it.
 
-    The context for each step, which is returned too, counts the operations of the first.
+    The context for each step, which is returned too, counts the operations of the first. Without `prints` the sink
+    `console` is left out.
     """
     directory, config, training = trainer.run_directory, trainer.config.monitor, trainer.config.training
+    if not prints:
+        config = config.model_copy(update={"sinks": [name for name in config.sinks if name != "console"]})
     if directory is not None and trainer.is_main_process:
         directory.create()
         directory.config.write_text(trainer.config.to_yaml())
@@ -86,25 +85,36 @@ def open_monitor(trainer: "Trainer", total: int | None, log_lines: Sequence[str]
     return monitor, around_step
 
 
-@contextmanager
-def shown(trainer: "Trainer", total: int | None, progress: bool | None) -> Iterator[Callable[[StepRecord], None]]:
-    """Show the progress of steps that no monitor records; yield a function to call with each step's record."""
+def open_bar(trainer: "Trainer", total: int | None, progress: bool | None) -> Monitor:
+    """Return a monitor that shows the progress of steps which nothing records."""
     config = trainer.config.monitor
-    if not (progress or (progress is None and "console" in config.sinks and on_a_terminal())):
-        yield lambda _record: None
-        return
-    sink = "console" if progress else "lockstep.monitor.console:Bar"
-    monitor = Monitor(
-        MonitorConfig(sinks=[sink], log_steps=config.log_steps), None, is_main=trainer.is_main_process,
+    sinks: list[str] = []
+    if progress or (progress is None and "console" in config.sinks and on_a_terminal()):
+        sinks = ["console" if progress else "lockstep.monitor.console:Bar"]
+    return Monitor(
+        MonitorConfig(sinks=sinks, log_steps=config.log_steps), None, is_main=trainer.is_main_process,
         total_steps=total, start_step=trainer.step.progress.step,
     )  # fmt: skip
 
-    def show(record: StepRecord) -> None:
-        monitor.counts_tokens = trainer.reads_tokens
-        monitor.on_step(record)
 
-    with closing(monitor):
-        yield show
+def records_steps(trainer: "Trainer") -> bool:
+    """Return whether the steps of a caller's own loop are recorded: there is a run directory, or someone who asks."""
+    asked = trainer.config.monitor.model_fields_set - {"log_steps", "sinks"}
+    own_sinks = any(":" in name for name in trainer.config.monitor.sinks)
+    return trainer.run_directory is not None or own_sinks or bool(asked)
+
+
+def no_step_left(trainer: "Trainer", total: int | None) -> str | None:
+    """Return a line if a loop of the caller's own has no step to take."""
+    step, following = trainer.step.progress.step, trainer.state.following
+    if following.stopped:
+        return f"no step is left to take: {following.why_stopped()}"
+    if total is None or step < total:
+        return None
+    return (
+        f"no step is left to take: {step} are done, and the run has {total}. Epochs and max_steps are counted from the "
+        "start of the run: ask for more of them, such as epochs=epoch + 1 in a loop over epochs"
+    )
 
 
 def nothing_to_do(trainer: "Trainer", total: int | None, val_data: Any) -> list[str]:
@@ -229,141 +239,3 @@ def explain_worker_deaths(source: StepSource) -> Iterator[None]:
         if explained is None:
             raise
         raise explained from None
-
-
-if TYPE_CHECKING:
-    from lockstep.trainer.trainer import Trainer
-
-TakenSteps = Iterator[tuple[StepRecord | None, bool]]
-"""(record, last of its epoch) of each step; no record if its data are skipped."""
-
-
-def without_targets(anomaly: Anomaly, source: StepSource) -> str:
-    """Return a sentence on a step without a valid target that names its samples, if the data number them."""
-    window = _window_of(anomaly, source)
-    samples = [str(index) for batch in window.micro_batches for index in batch] if window else []
-    which = f", which are number {listed(samples, 16)} of the data" if samples else ""
-    return f"{anomaly.what}{which}: it makes no update ({ALL_IGNORED})"
-
-
-def _window_of(anomaly: Anomaly, source: StepSource) -> Any:
-    """Return the samples of an anomaly's step, by micro-batch; None if the data do not number them."""
-    order = getattr(source, "order", None)
-    return order.window(anomaly.step - 1) if order is not None else None
-
-
-@dataclass
-class WholeRun:
-    """One call of `Trainer.train`; every rank has one."""
-
-    trainer: "Trainer"
-    monitor: Monitor
-    evaluator: Evaluator
-    open_source: Callable[[], StepSource]  # returns the remaining steps of the data
-    take: Callable[[StepSource], TakenSteps]  # runs the steps of a source
-
-    def to_end(self, source: StepSource, total: int | None) -> StepRecord | None:
-        """Train to the end, with rollbacks; close the source, and return the last step's record."""
-        trainer, monitor = self.trainer, self.monitor
-        try:
-            checkpointer = Checkpointer(trainer, monitor)
-            while True:
-                try:
-                    record = self._train(source, total, checkpointer)
-                    break
-                except BadNumbersError as error:
-                    self._report(error.anomaly, source)
-                    source.close()
-                    checkpointer.roll_back(error)
-                    source = self.open_source()
-                except Exception:
-                    checkpointer.finish_alone()
-                    raise
-            reason = "preempted" if trainer.step.stopping else "done"
-            monitor.event("stop", step=trainer.step.progress.step, reason=reason)
-            monitor.close()  # the last step's line comes first
-            if record is not None:
-                monitor.say(self._ending(checkpointer.saved))
-        finally:
-            source.close()
-        return record
-
-    def _train(self, source: StepSource, total: int | None, checkpointer: Checkpointer) -> StepRecord | None:
-        """Train from the run's current step to its end, or to a step with bad numbers."""
-        trainer, evaluator = self.trainer, self.evaluator
-        step, state, following = trainer.step, trainer.state, trainer.state.following
-        record, last = None, True
-        if evaluator.was_stopped():
-            self._evaluate(followed=evaluator.is_due(last_of_epoch=state.ended_epoch))
-        begun = step.progress.step
-        with explain_worker_deaths(source):
-            for record, last_of_epoch in () if step.stopping or following.stopped else self.take(source):
-                if trainer.lock is not None:
-                    trainer.lock.check()
-                if record is not None:
-                    self._record(record)
-                if step.anomaly is not None:
-                    self._report(step.anomaly, source)
-                last = step.progress.step == total or step.stopping
-                # What follows the results is part of the last save; a plain evaluation waits until that is done.
-                waits = last and not state.acts_on_evaluations
-                if not step.stopping and not waits and evaluator.is_due(last_of_epoch=last_of_epoch):
-                    self._evaluate(followed=True)
-                    last = last or step.stopping or following.stopped
-                checkpointer.after_step(last=last, last_of_epoch=last_of_epoch)
-                if step.stopping or following.stopped:
-                    break
-        step.flush()
-        if not last:  # the data ended, at an unknown length
-            checkpointer.after_step(last=True, last_of_epoch=True)
-        checkpointer.finish(must_succeed=True)
-        if step.progress.step > begun and not step.stopping and evaluator.is_due_at_end:
-            self._evaluate(followed=False)  # after the save: a run that is killed now loses this number alone
-        return record
-
-    def _ending(self, saved: int | None) -> str:
-        """Return the line that a run ends with: where it is, and what to type next; `saved`: step of the last save."""
-        trainer, run = self.trainer, self.trainer.run_directory
-        step = trainer.step.progress.step
-        following = trainer.state.following
-        if trainer.step.stopping and not following.stopped:
-            whether = "which is saved: the same command goes on" if saved == step else "which is not saved"
-            return f"stopped after step {step}, {whether}"
-        why = f"{following.why_stopped()}; " if following.stopped else ""
-        where = f" in {run.path}; `lockstep report {run.path}` draws it" if run is not None else ""
-        return f"{why}done after step {step}{where}"
-
-    def _record(self, record: StepRecord) -> None:
-        trainer, monitor = self.trainer, self.monitor
-        monitor.counts_tokens = trainer.reads_tokens
-        monitor.on_step(record)
-        monitor.say(*trainer.placed.take_log_lines())
-        trainer.state.record_step(record)
-        if record.recomputed:
-            monitor.event("recomputed", step=record.step, what=record.recomputed)
-            monitor.say(f"warning: {record.recomputed}")
-
-    def _report(self, anomaly: Anomaly, source: StepSource) -> None:
-        """Report an anomaly and its samples: dataset indices by micro-batch, if the data have any."""
-        window = _window_of(anomaly, source)
-        self.monitor.event(
-            "bad_numbers", step=anomaly.step, what=anomaly.what, loss=anomaly.loss, grad_norm=anomaly.grad_norm,
-            action=self.trainer.config.training.bad_numbers.action, samples=window and window.micro_batches,
-            epoch=window.epoch if window else self.trainer.step.progress.epoch,
-        )  # fmt: skip
-        self.monitor.say(f"warning: {without_targets(anomaly, source) if anomaly.no_targets else anomaly.what}")
-
-    def _evaluate(self, *, followed: bool) -> None:
-        """Evaluate, and record the results; the run ends here if a rank was asked to stop meanwhile."""
-        trainer, monitor, following = self.trainer, self.monitor, self.trainer.state.following
-        step = trainer.step.progress.step
-        with trainer.step.clock.during("evaluation"), trainer.heartbeat.call("evaluate"):
-            results = self.evaluator.run()
-        if results is None:
-            trainer.step.stop()
-            monitor.event("evaluation_stopped", step=step)
-            return
-        trainer.state.record_evaluation(results, followed=followed)
-        monitor.on_eval({"step": step, **results})
-        if followed and following.stopped:
-            monitor.event("early_stop", step=step, reason=following.why_stopped())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep import checkpoint
 from lockstep.checkpoint import Ranks, Snapshot
-from lockstep.checkpoint.commit import write_once
+from lockstep.checkpoint.commit import SaveOptions, write_once
 from lockstep.checkpoint.manifest import Manifest, ParameterInfo, _checksum_line
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.snapshot import stage
@@ -117,10 +117,10 @@ def test_a_damaged_one_in_the_way_is_kept_aside(tmp_path: Path) -> None:
 
 def test_a_name_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "best"
-    write_once(locate(path), 7, stage(snapshot()), "", "sharded", Ranks(alone=True))
+    write_once(locate(path), 7, stage(snapshot()), "", SaveOptions(), Ranks(alone=True))
     assert checkpoint.load(path, blank(snapshot()))["step"] == 3
     with pytest.raises(UsageError, match="exists already"):
-        write_once(locate(path), 8, stage(snapshot()), "", "sharded", Ranks(alone=True))
+        write_once(locate(path), 8, stage(snapshot()), "", SaveOptions(), Ranks(alone=True))
 
 
 @pytest.mark.fault(

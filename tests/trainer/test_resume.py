@@ -247,7 +247,9 @@ def test_what_would_be_another_training_is_refused_unless_it_is_allowed(
     assert RunDirectory(saved).read_metrics()[-1]["step"] == 6
 
 
-def test_a_users_optimizer_keeps_the_options_that_were_saved(tmp_path: Path) -> None:
+def test_a_new_rate_of_a_users_optimizer_applies_and_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(max_steps: int, rate: float) -> Trainer:
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
@@ -256,7 +258,8 @@ def test_a_users_optimizer_keeps_the_options_that_were_saved(tmp_path: Path) -> 
 
     run(2, 0.1).train(regression())
     run(4, 0.2).train(regression())
-    assert [row["lr"] for row in RunDirectory(tmp_path).read_metrics()] == [0.1] * 4
+    assert [row["lr"] for row in RunDirectory(tmp_path).read_metrics()] == [0.1, 0.1, 0.2, 0.2]
+    assert "the optimizer's lr 0.1 → 0.2" in capsys.readouterr().out
 
 
 def test_other_ranks_are_said_and_do_not_stop_a_run(tmp_path: Path) -> None:
