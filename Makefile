@@ -2,9 +2,19 @@
 # Each makes the virtual environment if it is not there; nothing but Python (≥ 3.11) and make is needed.
 
 PYTHON ?= python3
-VENV ?= .venv
+
+# `make test TORCH=2.14.1`, `make test PYTHON=python3.13` and `make test LOWEST=1` (the lowest versions that
+# pyproject.toml promises) run everything on other versions, each in a virtual environment of its own.
+VARIANT := $(if $(TORCH),-torch-$(TORCH))$(if $(LOWEST),-lowest)
+ifneq ($(origin PYTHON),file)
+VARIANT := $(VARIANT)-$(notdir $(PYTHON))
+endif
+VENV ?= .venv$(VARIANT)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The versions that are installed: those of constraints.txt, but for what is asked for.
+VERSIONS := $(if $(VARIANT),$(VENV)/constraints.txt,constraints.txt)
+EXTRAS := $(if $(LOWEST),test,dev)
 
 export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: where bytecode is not kept, each compiles the package anew (0.4 s of a core).
@@ -19,9 +29,9 @@ demo: $(READY)
 WORKERS ?= 4
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# The checks use one core, so they run beside the tests.
+# The checks use one core, so they run beside the tests; they judge the code, not the versions it runs with.
 test: $(READY) system
-	@$(MAKE) --no-print-directory -j 2 check tests
+	@$(MAKE) --no-print-directory -j 2 $(if $(VARIANT),,check) tests
 
 .PHONY: tests
 tests: $(READY)
@@ -58,8 +68,14 @@ system: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+ifdef LOWEST
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --python $(BIN)/python --resolution lowest-direct --extra test pyproject.toml --output-file $(VERSIONS)
+else ifneq ($(VARIANT),)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VERSIONS)
+endif
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c $(VERSIONS) -e '.[$(EXTRAS)]'
 	@touch $@
 
 # The documentation as a site, in site/; a warning is an error. Nothing is fetched to read it.
@@ -76,7 +92,7 @@ docs-version: $(READY)
 	mike set-default latest
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache runs site
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache runs site
 
 # The Free Transformer and its baseline under FSDP, on as many ranks as there are GPUs (else NPROC, 2 on a CPU).
 .PHONY: train-free-fsdp train-baseline-fsdp

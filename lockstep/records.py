@@ -15,9 +15,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Scalar: TypeAlias = "Tensor | float"  # a 0-dim tensor on a GPU until it is read, a plain number elsewhere
 
 _LONGEST_LINE = 4096  # bytes of a line that is expected
 
@@ -31,13 +36,14 @@ class StepRecord:
     """
 
     step: int
-    loss: Any  # mean over the valid targets of the global batch
-    grad_norm: Any  # global 2-norm before clipping
+    loss: Scalar  # mean over the valid targets of the global batch
+    grad_norm: Scalar  # global 2-norm before clipping
     lr: float
     samples: int  # in this step, over all ranks
-    tokens: Any  # valid targets in this step, over all ranks
+    tokens: Scalar  # valid targets in this step, over all ranks
     epoch: int = 0
-    clipped: Any = None  # fraction that clipping changed: 1 or 0 (norm), of elements (value), of units (adaptive)
+    # The fraction that clipping changed: 1 or 0 (norm), of elements (value), of units (adaptive).
+    clipped: "Scalar | None" = None
     recomputed: str | None = None  # how its numbers were bad at first, where they were good when computed again
     skipped: bool = False  # no update was made: overflow under fp16, or an anomaly
     step_seconds: float = 0.0

@@ -77,6 +77,13 @@ def require_arguments(found: Any, keywords: Mapping[str, Any], name: str, where:
         what = f"{name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}"
         raise UsageError(what, where=f"{where}.{unknown[0]}", fix=f"it takes {', '.join(accepted) or 'none'}")
     with suppress(ValueError):  # a builtin without a signature, which checks its arguments when it is called
+        parameters = inspect.signature(found).parameters.values()
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        required = [p.name for p in parameters if p.kind in named and p.default is p.empty]
+        missing = [parameter for parameter in required[len(positional) :] if parameter not in keywords]
+        if missing:
+            what = f"{name} needs the argument {missing[0]!r}"
+            raise UsageError(what, where=where, fix=f"write {where}.{missing[0]}: VALUE")
         try:
             inspect.signature(found).bind(*positional, **keywords)
         except TypeError as error:

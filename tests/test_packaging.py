@@ -79,6 +79,36 @@ def test_an_unpacked_wheel_starts(built: tuple[Path, Path], tmp_path: Path) -> N
     assert done.stdout.startswith("ok: bdh on python-docs"), done.stderr
 
 
+def test_an_editable_install_is_a_path_entry(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """Editors and type checkers read paths; a hook in Python's import they can't follow."""
+    source = built[0].parent / "tree"
+    with zipfile.ZipFile(build("editable", source, tmp_path)) as wheel:
+        entries = [name for name in wheel.namelist() if ".dist-info/" not in name]
+        assert len(entries) == 1
+        assert entries[0].endswith(".pth")
+        assert Path(wheel.read(entries[0]).decode().strip()) == source
+
+
+@pytest.mark.parametrize(
+    ("asked", "environment", "made"),
+    [
+        ((), ".venv", []),
+        (("TORCH=2.14.1",), ".venv-torch-2.14.1", ["s/^torch==.*/torch==2.14.1/"]),
+        (("LOWEST=1",), ".venv-lowest", ["--resolution lowest-direct", ".[test]"]),
+        (("PYTHON=/usr/bin/python3.13",), ".venv-python3.13", ["/usr/bin/python3.13 -m venv"]),
+    ],
+)
+def test_make_test_on_other_versions_has_an_environment_of_its_own(
+    asked: tuple[str, ...], environment: str, made: list[str]
+) -> None:
+    command = ["make", "--dry-run", "--always-make", "test", *asked]
+    said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    assert f"touch {environment}/.ready" in said
+    for part in made:
+        assert part in said
+    assert ("mypy" in said) == (not asked), "the checks judge the code, not the versions"
+
+
 def test_the_changelog_begins_with_this_version() -> None:
     headings = re.findall(r"^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == version()

@@ -121,7 +121,7 @@ def _load(name: str, config: str | None) -> Any:
         import datasets
     except ImportError:
         what = f"hf:{name} needs the package datasets"
-        raise UsageError(what, where="data.name", fix="pip install 'lockstep-train[datasets]'") from None
+        raise UsageError(what, where="data.name", fix="pip install datasets") from None
     try:
         return datasets.load_dataset(name, config)
     except Exception as error:  # the package and its dependencies raise many kinds
@@ -164,7 +164,7 @@ def digits(*, image_size: int = 32, validation_fraction: float = 0.1) -> Data:
         from sklearn.datasets import load_digits
     except ImportError:
         what = "the data set digits needs scikit-learn"
-        raise UsageError(what, where="data.name: digits", fix="pip install 'lockstep-train[digits]'") from None
+        raise UsageError(what, where="data.name: digits", fix="pip install scikit-learn") from None
     loaded = load_digits()
     small = torch.from_numpy(loaded.images).float().div(16)[:, None]  # pixels are 0 … 16
     images = small if image_size == 8 else F.interpolate(small, size=(image_size, image_size), mode="bilinear")

@@ -57,7 +57,7 @@ def _load(path: Path) -> Any:
         import tokenizers
     except ImportError:
         what = "reading a tokenizer.json needs the package tokenizers"
-        fix = "pip install 'lockstep-train[transformers]', or use tokenizer: bytes"
+        fix = "pip install tokenizers, or use tokenizer: bytes"
         raise UsageError(what, where="data.args.tokenizer", fix=fix) from None
     try:
         return tokenizers.Tokenizer.from_file(str(path))

@@ -175,7 +175,7 @@ def to_log(
         yield pairs[1]
     finally:
         for pair in pairs:
-            pair.flush()
+            pair.close()  # flushes; an open one would be flushed again when it is deleted, after its log is closed
         sys.stdout, sys.stderr = before
         for fd, number in zip(saved, (1, 2), strict=False):
             os.dup2(fd, number)

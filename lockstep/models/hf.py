@@ -18,12 +18,15 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.quiet_imports import without_warnings_of_imports
 
 try:
-    import transformers
+    with without_warnings_of_imports():
+        import transformers
+        import transformers.modeling_utils
 except ImportError as error:
     what = "Hugging Face models need the package transformers"
-    raise UsageError(what, where="model.name", fix='install it: pip install "lockstep-train[transformers]"') from error
+    raise UsageError(what, where="model.name", fix="install it: pip install transformers") from error
 
 from lockstep.models.hf_causal import can_be_cut, meet_protocol
 

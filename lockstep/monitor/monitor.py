@@ -146,7 +146,7 @@ class Monitor:
             try:
                 sink = kind(context)
             except ImportError as error:
-                warn_left_out(name, name if ":" not in name else None, error)
+                warn_left_out(name, error)
                 continue
             if ":" in name:
                 require_methods(sink, Sink, name, SINKS.where, required=("on_step", "on_eval", "close"))
@@ -163,7 +163,7 @@ class Monitor:
             try:
                 served = Prometheus(config.prometheus, "" if run is None else run.path.resolve().name)
             except ImportError as error:
-                warn_left_out("prometheus", "prometheus", error)
+                warn_left_out("prometheus", error)
                 return made
             self.event("prometheus", address=served.address)
             self.say(f"metrics for Prometheus at {served.address}")

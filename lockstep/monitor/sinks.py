@@ -217,10 +217,19 @@ class Background:
                 sink.send(method, *args)
 
 
-def warn_left_out(sink: str, extra: str | None, error: ImportError) -> None:
-    """Warn that a sink's library is not installed; `extra` of Lockstep's package has it (None: a user's own sink)."""
-    why = "its package is not installed" if extra is not None else str(error)
-    fix = f"pip install 'lockstep-train[{extra}]'" if extra is not None else "install it"
+_PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow-skinny",
+    "prometheus": "prometheus-client",
+}
+
+
+def warn_left_out(sink: str, error: ImportError) -> None:
+    """Warn that the library of a sink is not installed."""
+    package = _PACKAGES.get(sink)  # None: a user's own sink
+    why = str(error) if package is None else "its package is not installed"
+    fix = "install it" if package is None else f"pip install {package}"
     _log.warning("warning: the sink %s is left out: %s (%s, or remove it from monitor.sinks)", sink, why, fix)
 
 

@@ -53,7 +53,7 @@ def prepare(model: nn.Module, config: StepConfig) -> DistributedDataParallel:
         from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
     except ImportError:
         what = "strategy accelerate needs Hugging Face Accelerate, which is not installed"
-        fix = "pip install 'lockstep-train[accelerate]', or write strategy: ddp"
+        fix = "pip install accelerate, or write strategy: ddp"
         raise UsageError(what, where="distributed.strategy", fix=fix) from None
     accelerator = Accelerator(
         cpu=next(model.parameters()).device.type == "cpu",

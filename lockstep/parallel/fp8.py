@@ -4,7 +4,6 @@ Each tensor has one scale, of a whole weight or of one micro-batch's activations
 runs. Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022 (arXiv:2209.05433).
 """
 
-import logging
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 from lockstep import accelerator
 from lockstep.errors import UsageError
 from lockstep.parallel.placement import Blocks
+from lockstep.quiet_imports import without_warnings_of_imports
 from lockstep.torch_compat.module_hooks import has_hooks
 
 _MULTIPLE = 16  # of both dims, which the GPUs' instructions ask for
@@ -63,16 +63,13 @@ def _require_hardware(device: torch.device) -> None:
 
 
 def _conversion(*, emulate: bool) -> Callable[[nn.Module], nn.Module]:
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # torchao tells of kernels for other uses that do not load here
     try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        with without_warnings_of_imports():
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         what = "precision.fp8 needs torchao, which is not installed"
-        fix = "pip install 'lockstep-train[fp8]', or write fp8: none"
+        fix = "pip install torchao, or write fp8: none"
         raise UsageError(what, where="precision.fp8", why=str(error), fix=fix) from None
-    finally:
-        logging.disable(before)
     # Samples × length of a micro-batch may be no multiple of 16 either: the sum over it is filled up with zeros.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
 

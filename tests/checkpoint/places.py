@@ -204,6 +204,7 @@ class Elsewhere(Place):
 
     def killed_at(self, moment: int, work: Callable[[], object]) -> tuple[bool, list[str]]:
         lines: list[str] = []
+        line_of: dict[FrameType, int] = {}  # the line that each call runs
         mortal = self.directory = Mortal(build_storage(self._spec), self.tampered)
 
         def enter(frame: FrameType, event: str, argument: Any) -> Any:
@@ -211,7 +212,9 @@ class Elsewhere(Place):
             return each_line if code.co_filename == self._module and not code.co_name.startswith("<") else None
 
         def each_line(frame: FrameType, event: str, argument: Any) -> Any:
-            if event == "line":
+            # From Python 3.12 on a comprehension is part of its function, and announces its line at each turn.
+            if event == "line" and line_of.get(frame) != frame.f_lineno:
+                line_of[frame] = frame.f_lineno
                 if len(lines) == moment:
                     mortal.dead = True
                     raise KilledError
