@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lockstep.errors import UsageError
+from lockstep.paths import local_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,8 +84,8 @@ def plain(value: Any) -> Any:
 class RunDirectory:
     """The folder of one run, and the paths in it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: str | Path) -> None:
+        self.path = path = local_path(path, "the run directory")
         self.config, self.metrics, self.events = path / "config.yaml", path / "metrics.jsonl", path / "events.jsonl"
         self.checkpoints, self.logs = path / "checkpoints", path / "logs"
         self.media, self.tensorboard = path / "media", path / "tensorboard"

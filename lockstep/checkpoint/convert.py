@@ -42,6 +42,7 @@ from lockstep.checkpoint.read import check_block, open_part
 from lockstep.checkpoint.snapshot import Part, Snapshot, Staged, TensorBlock, stage
 from lockstep.checkpoint.storage import Checkpoint, CheckpointPath, Location
 from lockstep.errors import UsageError
+from lockstep.paths import local_path
 from lockstep.progress import Advance, progress_of
 from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
 
@@ -90,7 +91,7 @@ def weights(path: Checkpoint) -> dict[str, Tensor]:
 
 def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
     """Write the whole tensors of the model to one safetensors file, by canonical name; its metadata has tied names."""
-    checkpoint = locate(path)
+    checkpoint, target = locate(path), local_path(output, "the file to write")
     manifest = verified_manifest(checkpoint, MODEL)
     header = _safetensors_header(manifest)
 
@@ -99,13 +100,14 @@ def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
         for _, tensor in _whole_tensors(checkpoint, manifest):
             file.write(tensor_bytes(tensor))
 
-    return _write_whole(Path(output), write)
+    return _write_whole(target, write)
 
 
 def export_torch(path: Checkpoint, output: str | Path) -> Path:
     """Write `{"model": weights(path), "step": …}` for `torch.load(…, weights_only=True)`."""
     step = read_manifest(path).step
-    return _write_whole(Path(output), lambda file: torch.save({"model": weights(path), "step": step}, file))
+    target = local_path(output, "the file to write")
+    return _write_whole(target, lambda file: torch.save({"model": weights(path), "step": step}, file))
 
 
 def rewrite_full(path: Checkpoint, output: Checkpoint) -> CheckpointPath:
@@ -192,7 +194,8 @@ def import_weights(source: str | Path, output: Checkpoint, *, prefix: str = "") 
     `model.` of a LightningModule, is removed from names, and those without it are left out. A UsageError is raised if
     there are no weights at `source`, or none with that prefix, or they can't be read safely.
     """
-    found, aliases = _read_weights(Path(source))
+    target = locate(output)
+    found, aliases = _read_weights(local_path(source, "the weights to import"))
     _check(found, source)
     ddp = _DDP_PREFIX if all(_canonical(name).startswith(_DDP_PREFIX) for name in found) else ""
     named = {_canonical(name).removeprefix(ddp): tensor for name, tensor in found.items()}
@@ -216,7 +219,7 @@ def import_weights(source: str | Path, output: Checkpoint, *, prefix: str = "") 
         if memory not in converted:
             converted[memory] = tensor.float() if tensor.is_floating_point() else tensor
         kept[name] = converted[memory]
-    target, staged = locate(output), stage(Snapshot(kept, state=state, aliases=declared))
+    staged = stage(Snapshot(kept, state=state, aliases=declared))
     write_staged(target, 0, staged, f"# weights imported from {source}\n", SaveOptions(), Ranks(alone=True))
     return target.path, len(kept), len(named) - len(kept)
 

@@ -31,6 +31,7 @@ import psutil
 
 from lockstep.checkpoint.storage import MANIFEST, Checkpoint, Directory, Location, Storage
 from lockstep.heartbeat import went_forward
+from lockstep.paths import local_path
 
 _BUFFER = 4 << 20  # bytes written at a time
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
@@ -44,7 +45,7 @@ class PosixStorage(Storage):
     """Keeps checkpoints in a folder, which the first one creates."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(root)
+        self.root = local_path(root, "the folder of checkpoints")
 
     def __str__(self) -> str:
         return str(self.root)
@@ -155,7 +156,7 @@ def locate(checkpoint: Checkpoint) -> Location:
     """Return the address of a checkpoint, which may be given by its path."""
     if isinstance(checkpoint, Location):
         return checkpoint
-    path = Path(checkpoint)
+    path = local_path(checkpoint, "the checkpoint")
     if path.name in ("", ".."):
         path = path.absolute().resolve()
     return Location(PosixStorage(path.parent), path.name)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.errors import UsageError
+from lockstep.paths import local_path
 
 if TYPE_CHECKING:
     from lockstep.launch.options import LaunchOptions
@@ -53,6 +54,12 @@ class Parser(argparse.ArgumentParser):
         given, unknown = self.parse_known_args(dashed) if until_script else self.parse_known_intermixed_args(dashed)
         if unknown:
             self._reject([argv[dashed.index(token)] for token in unknown])
+        for action in self._actions:
+            if action.type is Path:
+                values = vars(given)[action.dest]
+                for value in values if isinstance(values, list) else [values]:
+                    if value is not None:
+                        local_path(value, action.option_strings[-1] if action.option_strings else str(action.metavar))
         return given
 
     def _dashed(self, argv: list[str], until_script: bool) -> list[str]:
@@ -120,7 +127,7 @@ def config_and_overrides(given: argparse.Namespace, *, required: bool = True) ->
     values = {name.removeprefix(FLAG): value for name, value in vars(given).items() if name.startswith(FLAG)}
     short = as_overrides(apply_flags({name: value for name, value in values.items() if value is not None}))
     overrides = [word for word in given.words if re.match(r"[A-Za-z_][\w.]*=", word)]
-    files = [Path(word) for word in given.words if word not in overrides]
+    files = [local_path(word, "CONFIG") for word in given.words if word not in overrides]
     files += [given.config] if given.config is not None else []
     if len(files) > 1:
         fix = "a key is overridden as KEY=VALUE, without spaces; files are composed with `extends:`"
@@ -170,7 +177,7 @@ def add_torchrun_options(parser: Parser) -> None:
     add = group.add_argument
     add("--no-python", action="store_true", help="SCRIPT is a program of any kind, run as it is")
     add("--run-path", action="store_true", help=argparse.SUPPRESS)  # scripts always run that way
-    add("--log-dir", metavar="DIR", help="folder of the ranks' logs (default: runs/<SCRIPT>/logs)")
+    add("--log-dir", metavar="DIR", type=Path, help="folder of the ranks' logs (default: runs/<SCRIPT>/logs)")
     add("-t", "--tee", metavar="WHAT", default="0", help="also show 1 stdout, 2 stderr, 3 both; 0:3,1:2")
     add("-r", "--redirects", metavar="WHAT", default="0", help="do not show, only log")
     add("--local-ranks-filter", metavar="N,N,…", default="", help="show these local ranks (default: 0)")

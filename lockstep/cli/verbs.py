@@ -19,6 +19,7 @@ from lockstep.cli.arguments import (
     launch_options,
 )
 from lockstep.errors import EXIT_DONE, UsageError
+from lockstep.paths import local_path
 
 
 def init(argv: list[str]) -> int:
@@ -70,6 +71,8 @@ def train(argv: list[str]) -> int:
     given = parser.parse(argv)
     path, overrides = config_and_overrides(given)
     assert path is not None
+    if given.resume is not None:
+        local_path(given.resume, "--resume")
     from lockstep.launch.train import train as start
 
     output = given.output_dir or Path("runs", path.stem)
@@ -92,6 +95,7 @@ def launch(argv: list[str]) -> int:
     given = parser.parse(argv, until_script=True)
     if given.script is None:
         raise UsageError("no script is given", fix="lockstep launch [options] SCRIPT.py [ARGS …]")
+    local_path(given.script, "SCRIPT")
 
     from lockstep.launch.train import launch_script
     from lockstep.launch.worker import ConsoleOutput

@@ -6,6 +6,7 @@ from lockstep.config.schema import Config, StepConfig
 from lockstep.config.schema_training import TrainingConfig
 from lockstep.errors import Contradiction, UsageError, refuse
 from lockstep.layout import Layout
+from lockstep.paths import url_as_path
 from lockstep.strategy import AUTO, Strategy, strategy_named
 
 
@@ -34,6 +35,7 @@ def contradictions(
     config: Config, layout: Layout | None = None, device_type: str | None = None
 ) -> Iterator[Contradiction]:
     """Yield all contradictions, between sections and in the step; without a layout those seen on loading."""
+    yield from _paths(config)
     yield from _sizes(config)
     yield from _data_and_checkpoint(config)
     yield from step_contradictions(config.step, layout, device_type)
@@ -199,6 +201,17 @@ def _of_strategy(strategy: Strategy, config: StepConfig, layout: Layout | None) 
         why = "FSDP keeps fp32 shards and casts parameters as it gathers them; elsewhere nothing is gathered"
         yield Contradiction(("precision.param_dtype",), what, fix, why)
     yield from strategy.contradictions(config, layout)
+
+
+def _paths(config: Config) -> Iterator[Contradiction]:
+    """Yield the keys that have a URL where a path belongs; what a class of the user's own takes is its own affair."""
+    given = {"checkpoint.resume": config.checkpoint.resume, "model.name": (config.model.name or "").removeprefix("hf:")}
+    if config.monitor.profile is not None:
+        given["monitor.profile.dir"] = config.monitor.profile.dir or ""
+    if ":" not in (config.data.name or ""):
+        given |= {f"data.args.{name}": value for name, value in config.data.args.items() if isinstance(value, str)}
+    found = (url_as_path(path, key) for key, path in given.items())
+    yield from (one for one in found if one is not None)
 
 
 def _sizes(config: Config) -> Iterator[Contradiction]:

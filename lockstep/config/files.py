@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import UsageError, listed
+from lockstep.paths import local_path
 
 SHIPPED = Path(__file__).parent
 ALIASES = {
@@ -34,7 +35,7 @@ def shipped_names() -> list[str]:
 def find(path: str | Path) -> ResolvedFile:
     """Return the file at a path, or else the shipped one of that name; `read` raises if there is neither."""
     _require_no_null(str(path), None)
-    given = Path(path)
+    given = local_path(path, "the config")
     found = ResolvedFile(given.resolve(), str(path))
     return found if given.is_absolute() or os.path.exists(given) else _shipped(str(path)) or found
 
@@ -42,6 +43,7 @@ def find(path: str | Path) -> ResolvedFile:
 def parent_file(name: str, child: ResolvedFile, where: str) -> ResolvedFile:
     """Return the file that `child` extends: one beside it, or one that ships. Raises UsageError: there is neither."""
     _require_no_null(name, where)
+    local_path(name, where)
     beside = (child.path.parent / name).resolve()
     if os.path.exists(beside):
         return ResolvedFile(beside, os.path.normpath(os.path.join(os.path.dirname(child.shown), name)))

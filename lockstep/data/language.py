@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from lockstep.data.batches import CollatingDataset, Data
 from lockstep.errors import UsageError
+from lockstep.paths import local_path
 
 
 class Tokenizer:
@@ -23,7 +24,7 @@ class Tokenizer:
 
     def __init__(self, name: str = "bytes") -> None:
         self.name = name
-        self._model: Any = None if name == "bytes" else _load(Path(name))
+        self._model: Any = None if name == "bytes" else _load(local_path(name, "data.args.tokenizer"))
         self.vocab_size: int = 256 if self._model is None else self._model.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:

@@ -26,6 +26,7 @@ from lockstep.data.batches import Data
 from lockstep.data.language import TextOptions, Tokenizer, language_data
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
+from lockstep.paths import local_path
 from lockstep.progress import Advance, progress_of
 
 PYTHON_DOCS = f"the topics of Python {platform.python_version()}'s own documentation"
@@ -41,7 +42,7 @@ def text(
     With `documents`, each file of a folder, or each line of a single file, is a document, padded to `block_size`.
     """
     options, chosen = TextOptions(block_size, stride, validation_fraction), Tokenizer(tokenizer)
-    files = text_files(Path(path))
+    files = text_files(local_path(path, "data.args.path"))
     if documents:
         if Path(path).is_file():
             lines = (line for chunk in read_chunks(files[0]) for line in chunk.splitlines())
@@ -141,7 +142,7 @@ class TokenFile:
 
 def tokens(*, path: str, block_size: int = 256, stride: int | None = None, validation_fraction: float = 0.1) -> Data:
     """Return the tokens in the folder `path`, which `lockstep data prepare` made; or raise a UsageError."""
-    options, folder = TextOptions(block_size, stride, validation_fraction), Path(path)
+    options, folder = TextOptions(block_size, stride, validation_fraction), local_path(path, "data.args.path")
     header = read_header(folder)
     count, dtype = header["num_tokens"], header["dtype"]
     border = options.border(count)
@@ -186,13 +187,13 @@ def prepare(
 
     `advance` gets the bytes of text of each piece. Return the number of tokens, and the size of the vocabulary.
     """
-    out, chosen = Path(out), Tokenizer(tokenizer)
+    out, chosen = local_path(out, "--out"), Tokenizer(tokenizer)
     if out.exists():
         raise UsageError(f"{out} exists already", where="--out", fix="choose another folder, or remove it")
     if str(source) == "python-docs":  # in one piece, like the data set: it is small
         name, pieces = PYTHON_DOCS, iter([chosen.encode_array("\n\n".join(topics()))])
     else:
-        name, pieces = str(source), token_pieces(text_files(Path(source)), chosen, advance)
+        name, pieces = str(source), token_pieces(text_files(local_path(source, "SOURCE")), chosen, advance)
     dtype = np.dtype("<u2" if chosen.vocab_size <= 1 << 16 else "<u4")
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
@@ -231,7 +232,7 @@ def prepare_command(argv: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")
     parser.add_argument("--tokenizer", default="bytes", help="bytes (default), or a Hugging Face tokenizer.json")
     given = parser.parse_args(list(argv))
-    files = [] if given.source == "python-docs" else text_files(Path(given.source))
+    files = [] if given.source == "python-docs" else text_files(local_path(given.source, "SOURCE"))
     with progress_of(f"tokens of {given.source}", sum(file.stat().st_size for file in files)) as advance:
         num_tokens, vocab_size = prepare(given.source, given.out, given.tokenizer, advance=advance)
     print(f"{given.out}: {num_tokens:,} tokens of {vocab_size:,} kinds")

@@ -26,6 +26,7 @@ from lockstep.heartbeat import own_heartbeat
 from lockstep.launch.failures import Failure, first_cause, from_exception, from_exit_code, read_all
 from lockstep.launch.worker import FAILURES, LAUNCHER_PID, die_with_parent, environment_with
 from lockstep.network import DEFAULT_PORT
+from lockstep.paths import local_path
 from lockstep.report.read import read_run
 from lockstep.report.sketch import sketch
 from lockstep.scratch import remove, scratch_folder
@@ -270,7 +271,7 @@ class LivePlot:
     """A figure below a notebook's cell, drawn again each second; without IPython one line says what to use instead."""
 
     def __init__(self, run: str | Path) -> None:
-        self._run, self._begun = Path(run), time.time()
+        self._run, self._begun = local_path(run, "plot"), time.time()
         self._handle: Any = None
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         if shell is None or not hasattr(shell, "kernel"):

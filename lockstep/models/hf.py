@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.paths import local_path
 from lockstep.quiet_imports import without_warnings_of_imports
 
 try:
@@ -37,7 +38,7 @@ _AutoModel: Any = transformers.AutoModelForCausalLM
 
 def from_files(path: str, **overrides: Any) -> nn.Module:
     """Return the model in a folder, with its weights if there are any; or of a config file, with random ones."""
-    place = Path(path)
+    place = local_path(path, "model.name")
     file = place / "config.json" if place.is_dir() else place
     try:
         described = json.loads(file.read_text(encoding="utf-8"))

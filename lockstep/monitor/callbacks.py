@@ -15,6 +15,7 @@ from lockstep.config import MonitorConfig, ObjectSpec
 from lockstep.config.schema_training import build_object, check_object
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
+from lockstep.paths import local_path
 from lockstep.records import StepRecord, append_line
 from lockstep.registry import load_object
 
@@ -112,7 +113,8 @@ class JsonLogger:
         rank = rank_facts().rank
         wanted = [rank_filter] if isinstance(rank_filter, int) else rank_filter
         self._writes = wanted is None or rank in wanted
-        self._path = Path(run_directory, path.replace("{rank}", str(rank)))
+        local_path(path, "the path of the file")
+        self._path = Path(local_path(run_directory, "run_directory"), path.replace("{rank}", str(rank)))
         self._extra: dict[str, Any] = {"rank": rank} | ({} if name is None else {"name": name})  # to distinguish runs
         if self._writes:
             self._path.parent.mkdir(parents=True, exist_ok=True)

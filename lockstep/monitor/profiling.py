@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep.config import ProfileConfig
 from lockstep.monitor.figures import gather_objects
+from lockstep.paths import local_path
 
 Interval = tuple[float, float]
 Summary = dict[str, Any]
@@ -152,7 +153,7 @@ class Profiler:
         from lockstep.torch_compat import memory_history
 
         self._config, self._rank, self._event = config, rank, event
-        self._folder = Path(config.dir) if config.dir else folder
+        self._folder = local_path(config.dir, "monitor.profile.dir") if config.dir else folder
         self._left = config.wait + config.warmup + config.active
         self._first: int | None = None
         self._profile: Any = None

@@ -75,7 +75,13 @@ def add_options(parser: argparse.ArgumentParser, scheduler: str) -> None:
         add("--image", help="an image with Python, torch and Lockstep")
         add("--namespace", help="default: kubectl's own")
         add("--claim", metavar="NAME", help="a volume claim that all pods mount; the run directory is on it")
-        add("--mount-path", metavar="DIR", default="/data", help="where the claim is mounted (default: /data)")
+        add(
+            "--mount-path",
+            metavar="DIR",
+            type=Path,
+            default=Path("/data"),
+            help="where the claim is mounted (default: /data)",
+        )
         add("--request", metavar="NAME=VALUE", action="append", default=[], help="resources: cpu=8, memory=64Gi")
         add("--grace-seconds", metavar="N", type=int, default=120, help="time for ranks to save (default: 120)")
 
@@ -217,7 +223,7 @@ def _indexed_job(job: Submission, given: argparse.Namespace) -> dict[str, Any]:
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # 64 MB is too little for workers and NCCL
     ]
     if given.claim:
-        mounts.append({"name": "data", "mountPath": given.mount_path})
+        mounts.append({"name": "data", "mountPath": str(given.mount_path)})
         volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": given.claim}})
     requests = dict(pair.partition("=")[::2] for pair in given.request)
     limits = {"nvidia.com/gpu": job.gpus} if job.gpus else {}

@@ -23,6 +23,7 @@ from lockstep.heartbeat import called_by_all_ranks
 from lockstep.monitor import Monitor
 from lockstep.monitor.figures import gather_objects
 from lockstep.optim import Schedule
+from lockstep.paths import local_path
 from lockstep.records import RunDirectory, last_lines
 
 if TYPE_CHECKING:
@@ -265,7 +266,7 @@ def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
         return checkpoint.copy_to_hosts(here)
     if isinstance(trainer.checkpoints, checkpoint.Storage) and trainer.checkpoints.exists(how):
         return trainer.checkpoints.path(how)
-    path = Path(how)
+    path = local_path(how, "the checkpoint to resume from")
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if (path / checkpoint.MANIFEST).exists():
@@ -279,7 +280,7 @@ def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
 
 def is_same_folder(folder: checkpoint.Directory, path: str | Path) -> bool:
     """Return whether a path is the run's own folder of checkpoints."""
-    return isinstance(folder, Path) and folder.resolve() == Path(path).resolve()
+    return isinstance(folder, Path) and folder.resolve() == local_path(path, "save_checkpoint").resolve()
 
 
 def evaluations(directory: RunDirectory, metric: str | None) -> dict[int, float]:

@@ -30,6 +30,7 @@ from lockstep.models.protocol import objective_of
 from lockstep.parallel.loss_accumulator import at_least, at_most, mean_of, tensor_of
 from lockstep.parallel.parallel_model import ParallelModel, run_hooks
 from lockstep.parallel.place import place as place_over
+from lockstep.paths import local_path
 from lockstep.precision import Precision, resolve_mode
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat import foreach
@@ -220,7 +221,9 @@ class PlacedModel:
         for name, optimizer in (optimizers or {}).items():
             snapshot.optimizers[name], snapshot.groups[name] = checkpoint.optimizer_state(optimizer, names)
         snapshot.state = {"step": self.step, "metadata": metadata or {}}
-        saved = checkpoint.save(Path(path), self.step, snapshot, config_yaml=self._config.to_yaml())
+        saved = checkpoint.save(
+            local_path(path, "save_checkpoint"), self.step, snapshot, config_yaml=self._config.to_yaml()
+        )
         assert isinstance(saved, Path)
         return saved
 
@@ -235,7 +238,7 @@ class PlacedModel:
         Raises:
             UsageError: there is none; it is of another model, or lacks an optimizer.
         """
-        path, optimizers = Path(path), optimizers or {}
+        path, optimizers = local_path(path, "load_checkpoint"), optimizers or {}
         found = path if (path / checkpoint.MANIFEST).exists() else checkpoint.resume_point(path)
         if found is None:
             what = f"there is no checkpoint in {path}"

@@ -29,6 +29,7 @@ from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import place
+from lockstep.paths import local_path
 from lockstep.precision import LossScale, Precision, loss_scale_for, resolve_mode
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.run_lock import RunLock
@@ -120,7 +121,7 @@ class Trainer:
         plateau = self.user_schedule if isinstance(self.user_schedule, PlateauSchedule) else None
         kept = self.config.checkpoint.keep_best, self.config.checkpoint.keep_best_mode
         self.state = RunState(self.step, following=Following(training.early_stopping, plateau), keep_best=kept)
-        self.run_directory = RunDirectory(Path(output_dir)) if output_dir is not None else None
+        self.run_directory = RunDirectory(local_path(output_dir, "output_dir")) if output_dir is not None else None
         self.checkpoints: checkpoint.Directory | None = None  # where the run keeps them
         self.lock: RunLock | None = None
         if self.run_directory is not None:
@@ -474,7 +475,8 @@ class Trainer:
             return Checkpointer(self, monitor).save_as_asked(snapshot)
         config, text = self.config.checkpoint, self.config.to_yaml()
         options = checkpoint.SaveOptions(config.format, config.retries, sets_aside=True)
-        return checkpoint.save(Path(path), self.step.progress.step, snapshot, config_yaml=text, options=options)
+        folder = local_path(path, "save_checkpoint")
+        return checkpoint.save(folder, self.step.progress.step, snapshot, config_yaml=text, options=options)
 
     def snapshot(self, *, include_optimizer: bool = True, metadata: dict[str, Any] | None = None) -> Snapshot:
         """Return a checkpoint's contents for the current state, with the live tensors."""

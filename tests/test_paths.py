@@ -1,0 +1,140 @@
+"""A URL where a path belongs is refused, in every flag, key and argument, before anything is made."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep import checkpoint, cli
+from lockstep.cli.arguments import Parser
+from lockstep.cli.verbs import VERBS
+from lockstep.config import Config
+from lockstep.data import text as texts
+from lockstep.data.language import Tokenizer
+from lockstep.errors import UsageError
+from lockstep.monitor.callbacks import JsonLogger
+from lockstep.paths import local_path
+from lockstep.report.read import read_run
+
+URL = "s3://bucket/x"
+CONFIG = "trainers/ddp.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("url", [URL, "gs://bucket/x", "az://c/x", "hdfs://n/x", "https://h/x", "abfss://c@a/x"])
+def test_whatever_has_a_scheme_is_a_url(url: str) -> None:
+    for given in (url, Path(url)):  # Path has dropped a slash
+        with pytest.raises(UsageError, match=f"{url} is a URL, not a path") as caught:
+            local_path(given, "--output-dir")
+        assert caught.value.where == "--output-dir"
+        assert "disk of the network" in (caught.value.fix or "")
+    with pytest.raises(UsageError, match="write the path alone: /data/x"):
+        local_path("file:///data/x", "output_dir")
+
+
+@pytest.mark.parametrize("path", ["x", "/x/y", "./s3:x", "a:b/c", "runs/1:2", "my.package:Name", "C:/x", "~/x"])
+def test_other_paths_are_taken_as_they_are(path: str) -> None:
+    assert local_path(path, "PATH") == Path(path)
+
+
+COMMANDS = [
+    f"train {CONFIG} --output-dir URL", f"train {CONFIG} --resume URL", "train URL", "train --config URL",
+    f"train {CONFIG} checkpoint.resume=URL", f"train {CONFIG} monitor.profile.dir=URL",
+    f"train {CONFIG} data.name=text data.args.path=URL", f"train {CONFIG} data.name=tokens data.args.path=URL",
+    f"config check {CONFIG} model.name=hf:URL",
+    f"train {CONFIG} data.name=text data.args.path=. data.args.tokenizer=URL",
+    "launch --output-dir URL x.py", "launch --log-dir URL x.py", "launch URL", "config show URL",
+    *(f"checkpoint {verb} URL" for verb in ("list", "inspect", "verify", "digest", "export", "convert", "import")),
+    *(f"checkpoint {verb} x --output URL" for verb in ("export", "convert", "import")),
+    "report URL", "report x -o URL", "report x --output=URL", "top URL", "top x URL", "sample URL", "plan URL",
+    f"plan {CONFIG} --write URL", f"plan {CONFIG} --chart URL", f"verify {CONFIG} --html URL",
+    f"doctor {CONFIG} --output-dir URL", f"bench scaling {CONFIG} -o URL", "init URL", "init x --data URL",
+    f"submit slurm {CONFIG} --output-dir URL", f"submit kubernetes {CONFIG} --mount-path URL",
+    "data prepare URL --out x", "data prepare python-docs --out URL", "data prepare URL --out x --tokenizer URL",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_refuses_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(command.replace("URL", URL).split()) == 2
+    out, err = capsys.readouterr()
+    assert f"{URL} is a URL, not a path" in err, err
+    assert out == ""
+
+
+def test_every_argument_that_is_a_path_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument whose name says that it is one has the type `Path`, which the parser looks at."""
+    seen: dict[str, Parser] = {}
+
+    def keep(self: Parser, argv: list[str], **_more: Any) -> Any:
+        seen[self.prog] = self
+        raise UsageError("seen")
+
+    monkeypatch.setattr(Parser, "parse", keep)
+    for verb in VERBS:
+        if verb != "data":  # has a parser of its own
+            with pytest.raises(UsageError):
+                VERBS[verb][0](["slurm", "x"] if verb == "submit" else ["x"])
+    with pytest.raises(UsageError):
+        VERBS["submit"][0](["kubernetes", "x"])
+    assert len(seen) >= len(VERBS)
+    names = ("DIR", "FILE", "PATH", "FILE.svg", "RUN", "RUN_DIR")
+    missing = [
+        f"{parser.prog} {action.dest}" for parser in seen.values() for action in parser._actions
+        if action.metavar in names and action.type is not Path
+    ]  # fmt: skip
+    assert missing == []
+
+
+PYTHON: list[Callable[[], object]] = [
+    lambda: lockstep.Trainer(nn.Linear(1, 1), loss_fn=nn.MSELoss(), output_dir=URL),
+    lambda: lockstep.Trainer(nn.Linear(1, 1), loss_fn=nn.MSELoss(), output_dir=Path(URL)),
+    lambda: lockstep.Trainer(nn.Linear(1, 1), loss_fn=nn.MSELoss()).save_checkpoint(URL),
+    lambda: lockstep.Trainer(nn.Linear(1, 1), loss_fn=nn.MSELoss()).load_checkpoint(URL),
+    lambda: lockstep.place(nn.Linear(1, 1)).save_checkpoint(URL),
+    lambda: lockstep.place(nn.Linear(1, 1)).load_checkpoint(URL),
+    lambda: checkpoint.save(URL, 1, checkpoint.Snapshot({"a": torch.zeros(1)}), config_yaml=""),
+    lambda: checkpoint.list_checkpoints(URL),
+    lambda: checkpoint.newest(URL),
+    lambda: checkpoint.weights(URL),
+    lambda: checkpoint.verify(URL),
+    lambda: checkpoint.export_safetensors("step-00000001", URL),
+    lambda: checkpoint.import_weights(URL, "x"),
+    lambda: checkpoint.import_weights("x.safetensors", URL),
+    lambda: texts.text(path=URL),
+    lambda: texts.tokens(path=URL),
+    lambda: texts.prepare("python-docs", URL),
+    lambda: Tokenizer(URL),
+    lambda: JsonLogger(URL),
+    lambda: JsonLogger(run_directory=URL),
+    lambda: read_run(Path(URL)),
+    lambda: Config.from_file(URL),
+]
+
+
+@pytest.mark.parametrize("call", PYTHON)
+def test_python_refuses_it(call: Callable[[], object]) -> None:
+    with pytest.raises(UsageError, match=f"{URL} is a URL, not a path"):
+        call()
+
+
+def test_what_is_no_path_may_be_a_url(tmp_path: Path) -> None:
+    """A class of the user's own takes what it likes; the address of a meeting point is one."""
+    config = Config.model_validate({
+        "data": {"name": "webdataset:WebDataset", "args": {"urls": URL}},
+        "distributed": {"init_method": "tcp://127.0.0.1:1"},
+    })  # fmt: skip
+    from lockstep.config.checks import check
+
+    check(config)
