@@ -1,9 +1,10 @@
 """Cuts causal models of the Hugging Face library: into segments for pipelines, and their layers over ranks.
 
-A segment is the library's decoder with one of its layers: it takes the previous layer's result (`inputs_embeds`) and
-computes masks and positions itself, so it computes what the library computes, and layers stay modules of the model.
-`inputs` looks the tokens up; `outputs` normalises, computes logits and, if the batch has labels, the loss. The mask is
-passed on with the hidden states. Each listed family is tested to compute the library's bits.
+Each segment runs the library's own decoder with at most one of its layers, so that masks, positions, multipliers and
+caps are the library's. A `Door` stands before that layer, or before the last norm, and gives it what the previous
+segment has returned; what the decoder makes of embeddings, the first segment alone uses. Layers stay modules of the
+model. The mask is passed on with the hidden states. Each listed family is tested to compute the library's bits with
+every field of its config changed, and `lockstep.parallel.chain_check` compares each model that is placed.
 
 Over ranks (`lockstep.parallel.tensor_plan`) the library's own plan (`base_model_tp_plan` of a config) is translated,
 and what it leaves out is added: GPT-2, weights in which several layers lie side by side, embeddings, heads and losses.
@@ -12,13 +13,14 @@ and what it leaves out is added: GPT-2, weights in which several layers lie side
 import copy
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, listed
 from lockstep.torch_compat.module_copy import with_own_children
 
 
@@ -28,7 +30,7 @@ class Family(NamedTuple):
     decoder: str = "model"  # attribute of the causal model
     layers: str = "layers"  # attribute of the decoder
     before: tuple[str, ...] = ()  # modules of the decoder that run before the layers, even if it is given embeddings
-    after: tuple[str, ...] = ("norm",)  # those that run after them
+    norm: str = "norm"  # the module that runs after them
 
 
 FAMILIES: dict[str, Family] = {
@@ -39,9 +41,9 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(),
     ),
-    "gpt2": Family("transformer", "h", ("wpe", "drop"), ("ln_f",)),
-    "gpt_neox": Family("gpt_neox", "layers", ("emb_dropout",), ("final_layer_norm",)),
-    "phi": Family("model", "layers", ("embed_dropout",), ("final_layernorm",)),
+    "gpt2": Family("transformer", "h", ("wpe", "drop"), "ln_f"),
+    "gpt_neox": Family("gpt_neox", "layers", ("emb_dropout",), "final_layer_norm"),
+    "phi": Family("model", "layers", ("embed_dropout",), "final_layernorm"),
 }  # fmt: skip
 
 _CACHE = "decoder_segments"  # attribute of the model: each call returns the same modules
@@ -49,18 +51,37 @@ _KNOWN_ARGUMENTS = ("input_ids", "attention_mask", "labels", "num_items_in_batch
 
 
 def decoder_segments(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
-    """Return the chain of a causal model of the library; None for any other model."""
-    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
-    name = type(model).__name__
-    if family is None or not name.endswith(("ForCausalLM", "LMHeadModel")) or not hasattr(model, family.decoder):
+    """Return the chain of a causal model of the library, adapted by PEFT or not; None for any other model."""
+    path, causal = _without_adapters(model)
+    if causal is None:
         return None
-    config: Any = model.config
+    family = FAMILIES.get(getattr(getattr(causal, "config", None), "model_type", ""))
+    name = type(causal).__name__
+    if family is None or not name.endswith(("ForCausalLM", "LMHeadModel")) or not hasattr(causal, family.decoder):
+        return None
+    config: Any = causal.config
     if getattr(config, "add_cross_attention", False) or getattr(config, "output_router_logits", False):
         return None
     kept = model.__dict__.get(_CACHE)
     if kept is None:
-        kept = model.__dict__[_CACHE] = _cut(model, family)
+        kept = _cut(causal, family, path)
+        _require_all(model, kept)
+        model.__dict__[_CACHE] = kept
     return list(kept)
+
+
+def _without_adapters(model: nn.Module) -> tuple[str, nn.Module | None]:
+    """Return the path within a model of PEFT to the library's model, which has the adapters in it, and that model.
+
+    Any other model is returned itself, with an empty path; None is, where PEFT puts prompts of its own before a text.
+    """
+    base: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
+    if base is None or not hasattr(model, "peft_config"):
+        return "", model
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return "", None
+    inner = base()
+    return next((f"{name}.", inner) for name, module in model.named_modules() if module is inner)
 
 
 def refuse_balanced_experts(model: nn.Module) -> None:
@@ -73,21 +94,66 @@ def refuse_balanced_experts(model: nn.Module) -> None:
         )
 
 
-def _cut(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
+def _cut(model: nn.Module, family: Family, path: str) -> list[tuple[str, nn.Module]]:
     decoder: Any = getattr(model, family.decoder)
     layers = dict(getattr(decoder, family.layers).named_children())
-    prefix = f"{family.decoder}.{family.layers}"
-    found: list[tuple[str, nn.Module]] = [("inputs", Inputs(_reduced(decoder, family, first=True)))]
-    for place, (index, layer) in enumerate(layers.items()):
-        name = f"{prefix}.{index}"
-        found.append((name, Layer(name, _reduced(decoder, family, layer=layer, place=place))))
-    head = with_own_children(model)
+    prefix = f"{path}{family.decoder}.{family.layers}"
+    found: list[tuple[str, nn.Module]] = [("inputs", Inputs(_before_the_layers(decoder, family)))]
+    for position, (index, layer) in enumerate(layers.items()):
+        name, door = f"{prefix}.{index}", Door(layer)
+        found.append((name, Layer(name, _with_layer(decoder, family, door, position), door)))
+    head, door = with_own_children(model), Door(getattr(decoder, family.norm))
     head.__dict__.pop(_CACHE, None)
-    setattr(head, family.decoder, _reduced(decoder, family, last=True))
-    found.append(("outputs", Outputs(f"{found[-1][0]}/after", head)))
-    reached = {id(p) for _, segment in found for p in segment.parameters()}
-    assert reached == {id(p) for p in model.parameters()}, "a parameter belongs to no segment"
+    setattr(head, family.decoder, _after_the_layers(decoder, family, door))
+    found.append(("outputs", Outputs(f"{found[-1][0]}/after", head, door)))
     return found
+
+
+def _require_all(model: nn.Module, segments: list[tuple[str, nn.Module]]) -> None:
+    """Refuse a model with parameters that are in no segment: a pipeline would not train them."""
+    reached = {id(p) for _, segment in segments for p in segment.parameters()}
+    if left := [name for name, p in model.named_parameters() if id(p) not in reached]:
+        what = f"{listed(left)} of {type(model).__name__} are not among the parts that stages run"
+        fix = "give the model a method segments() -> [(name, module)], or use another strategy"
+        raise UsageError(what, where="distributed.strategy: pipeline", fix=fix)
+
+
+class Door(nn.Module):
+    """Stands before a module of a decoder, and gives it what a stage has received in place of its first argument.
+
+    A decoder that reads an attribute of the module, as of a layer its kind of attention, gets the module's own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.received: Tensor | None = None
+        self.returned: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, computed: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        assert self.received is not None
+        if computed is None:
+            kwargs["hidden_states"] = self.received
+        else:
+            args = (self.received, *args)
+        self.returned = self.module(*args, **kwargs)
+        return self.returned
+
+    def pass_through(self, hidden: Tensor, run: Callable[..., Any]) -> tuple[Any, Any]:
+        """Call `run` with embeddings of the right kind; return its result, and the module's for `hidden`."""
+        self.received = hidden
+        try:
+            # Its values matter to nothing; its shape, dtype and device do, to masks and positions.
+            outputs = run(inputs_embeds=hidden.detach())
+            return outputs, self.returned
+        finally:
+            self.received = self.returned = None
 
 
 class Inputs(nn.Module):
@@ -111,13 +177,14 @@ class Inputs(nn.Module):
 class Layer(nn.Module):
     """One layer: hidden states [B, T, D] → hidden states [B, T, D]; the attention mask is passed on."""
 
-    def __init__(self, name: str, decoder: nn.Module) -> None:
+    def __init__(self, name: str, decoder: nn.Module, door: Door) -> None:
         super().__init__()
-        self.random_key, self.decoder = name, decoder  # the key of its random numbers in the whole model
+        self.random_key, self.decoder, self.door = name, decoder, door  # the key of its random numbers in the model
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Any:
-        arguments = {"inputs_embeds": hidden, "attention_mask": attention_mask, "use_cache": False}
-        hidden = self.decoder(**arguments).last_hidden_state
+        run = partial(self.decoder, attention_mask=attention_mask, use_cache=False)
+        _, returned = self.door.pass_through(hidden, run)
+        hidden = returned[0] if isinstance(returned, tuple) else returned  # a tuple before transformers 5
         return hidden if attention_mask is None else (hidden, attention_mask)
 
 
@@ -126,46 +193,64 @@ class Outputs(nn.Module):
 
     takes_inputs = True  # it is called with `inputs`, the whole model's (positional, keyword) arguments, for labels
 
-    def __init__(self, random_key: str, model: nn.Module) -> None:
+    def __init__(self, random_key: str, model: nn.Module, door: Door) -> None:
         super().__init__()
-        self.random_key, self.model = random_key, model
+        self.random_key, self.model, self.door = random_key, model, door
 
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None = None, *,
         inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
     ) -> Any:  # fmt: skip
         given = {key: value for key, value in inputs[1].items() if key not in ("input_ids", "attention_mask")}
-        return self.model(inputs_embeds=hidden, attention_mask=attention_mask, **{**given, "use_cache": False})
+        run = partial(self.model, attention_mask=attention_mask, **{**given, "use_cache": False})
+        outputs, _ = self.door.pass_through(hidden, run)
+        return outputs
 
 
-class _NoPositions(nn.Module):
-    """Stands for learned positions that the first segment has added: −0.0, which changes no bit of a sum."""
+class Absent(nn.Module):
+    """Stands for a module that another segment has: what it computes here would not be used.
 
-    def forward(self, positions: Tensor) -> Tensor:
-        return torch.tensor(-0.0, device=positions.device)
+    It holds no parameters, and draws no random numbers.
+    """
+
+    def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return x if x.is_floating_point() else torch.zeros((), device=x.device)
 
 
-def _reduced(
-    decoder: nn.Module, family: Family, *, layer: nn.Module | None = None, place: int = 0, first: bool = False,
-    last: bool = False,
-) -> nn.Module:  # fmt: skip
-    """Return a decoder that shares its modules with `decoder`, and has at most one of its layers."""
+def _before_the_layers(decoder: nn.Module, family: Family) -> nn.Module:
+    """Return a decoder without layers and without its norm, which shares its other modules with `decoder`."""
     part = with_own_children(decoder)
-    setattr(part, family.layers, nn.ModuleList([] if layer is None else [layer]))
-    if not first:
-        for name, module in decoder.named_children():
-            if name in family.before:
-                setattr(part, name, _NoPositions() if isinstance(module, nn.Embedding) else nn.Identity())
-            elif module is decoder.get_input_embeddings():  # type: ignore[operator]
-                setattr(part, name, None)
-    if not last:
-        for name in family.after:
-            setattr(part, name, nn.Identity())
+    setattr(part, family.layers, nn.ModuleList([]))
+    setattr(part, family.norm, Absent())
+    return part
+
+
+def _with_layer(decoder: nn.Module, family: Family, door: Door, position: int) -> nn.Module:
+    """Return a decoder with one layer alone, behind a door."""
+    part = _without_embeddings(decoder, family)
+    setattr(part, family.layers, nn.ModuleList([door]))
+    setattr(part, family.norm, Absent())
     types = getattr(decoder.config, "layer_types", None)
-    if layer is not None and types is not None:
+    if types is not None:
         config: Any = copy.copy(decoder.config)
-        config.__dict__["layer_types"] = [types[place]]  # the library reads it by the layer's place
+        config.__dict__["layer_types"] = [types[position]]  # the library reads it by the layer's position
         part.__dict__["config"] = config
+    return part
+
+
+def _after_the_layers(decoder: nn.Module, family: Family, door: Door) -> nn.Module:
+    """Return a decoder with its norm alone, behind a door."""
+    part = _without_embeddings(decoder, family)
+    setattr(part, family.layers, nn.ModuleList([]))
+    setattr(part, family.norm, door)
+    return part
+
+
+def _without_embeddings(decoder: nn.Module, family: Family) -> nn.Module:
+    part = with_own_children(decoder)
+    for name, module in decoder.named_children():
+        if name in family.before or module is decoder.get_input_embeddings():  # type: ignore[operator]
+            setattr(part, name, Absent())
     return part
 
 

@@ -64,6 +64,19 @@ def restored(buffers: Sequence[Tensor]) -> Iterator[None]:
                 buffer.copy_(values)
 
 
+@contextmanager
+def restored_numbers(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore plain numbers, texts and flags of modules after the forward passes in the block, except their mode."""
+    numbers = [{k: v for k, v in vars(m).items() if isinstance(v, bool | int | float | str)} for m in modules]
+    try:
+        yield
+    finally:
+        for module, before in zip(modules, numbers, strict=True):
+            for name, value in before.items():
+                if name != "training" and vars(module).get(name) != value:
+                    setattr(module, name, value)
+
+
 @dataclass
 class RunningBuffers(AroundMicroBatch):
     """Records what forward passes do to buffers, and replays it once a step."""

@@ -1,7 +1,7 @@
 """`place` makes a `ParallelModel` of a model and a layout, in one ordered list of steps.
 
-checks → names → keyed randomness → float8 → activation checkpointing → compile → spread experts → cut layers
-→ shard or replicate → first values
+checks → names → its chain compared → keyed randomness → float8 → activation checkpointing → compile → spread experts
+→ cut layers → shard or replicate → first values
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,6 +23,7 @@ from lockstep.models.protocol import Objective, blocks_of, require_segments, seg
 from lockstep.parallel import divergence, side_effects
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.buffers import apply_batch_norm_rows, refuse_synchronised
+from lockstep.parallel.chain_check import check_chain
 from lockstep.parallel.context import apply_context, context_of, cut_objective, plan_of, train_context
 from lockstep.parallel.expert import apply_experts, train_experts
 from lockstep.parallel.fp8 import apply_fp8
@@ -111,9 +112,10 @@ def prepared(
     blocks = blocks_of(model)
     random_state = RandomState(config.training.seed, device)
     first = FirstValues(model, config.training.seed) if on_meta(model) and dry_run is None else None
+    log_lines = check_chain(model) if strategy.splits_model and first is None and dry_run is None else []
     if strategy.keys_random_numbers(device):
         key_model(model, random_state, blocks, cut=strategy.splits_model)
-    log_lines = apply_fp8(model, blocks, config.precision.fp8, device)
+    log_lines += apply_fp8(model, blocks, config.precision.fp8, device)
     training = config.training
     apply_activation_checkpointing(
         blocks, training.gradient_checkpointing, random_state,

@@ -25,6 +25,7 @@ from lockstep.errors import UsageError
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import num_samples
 from lockstep.monitor.figures import gather_objects
+from lockstep.parallel.buffers import restored_numbers
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import compiled_blocks
@@ -218,15 +219,8 @@ def _without_compiled_code(placed: ParallelModel) -> Iterator[None]:
 def _restored_afterwards(placed: ParallelModel) -> Iterator[None]:
     """Restore what a forward pass may change: buffers, plain numbers in modules, random states."""
     modules = [module for part in placed.parts for module in part.modules()]
-    numbers = [{k: v for k, v in vars(m).items() if isinstance(v, bool | int | float | str)} for m in modules]
-    try:
-        with restored_buffers(placed), preserve_states():
-            yield
-    finally:
-        for module, before in zip(modules, numbers, strict=True):
-            for name, value in before.items():
-                if name != "training" and vars(module).get(name) != value:
-                    setattr(module, name, value)
+    with restored_buffers(placed), restored_numbers(modules), preserve_states():
+        yield
 
 
 def _halved(micro_batches: Sequence[MicroBatch]) -> _Split | None:

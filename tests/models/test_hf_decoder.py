@@ -13,6 +13,7 @@ from lockstep.models.hf_decoder import FAMILIES
 from lockstep.models.protocol import blocks_of, require_segments, segments_of
 from lockstep.parallel.place import key_model
 from lockstep.randomness import RandomState
+from tests.models.config_changes import all_changes, built, outputs, single_changes
 from tests.models.decoders import decoder
 from tests.parity.toy import VOCAB
 
@@ -40,9 +41,35 @@ def batches() -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_chain_is_the_librarys_forward_pass(family: str) -> None:
+    check_chain(decoder(family))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_chain_is_the_librarys_forward_pass_with_every_field_of_the_config_changed(family: str) -> None:
+    changes, _ = all_changes(family)
+    check_chain(built(family, **changes))
+
+
+def test_the_changes_of_a_config_tell() -> None:
+    """They are generated from a config's fields; these are known to count."""
+    multipliers = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+    assert {*multipliers, "attention_bias"} <= set(all_changes("granite")[1])
+    caps = ("final_logit_softcapping", "attn_logit_softcapping")
+    assert {*caps, "query_pre_attn_scalar", "layer_types"} <= set(all_changes("gemma2")[1])
+    assert {"no_rope_layers", "layer_types"} <= set(all_changes("smollm3")[1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_chain_is_the_librarys_forward_pass_with_each_field_of_the_config_changed(family: str) -> None:
+    for field, value in single_changes(family):
+        if outputs(family, {field: value}) is not None:
+            check_chain(built(family, **{field: value}))
+
+
+def check_chain(whole: nn.Module) -> None:
     """Loss, logits and gradients, with a mask and without, dropout on: the whole model keyed by its blocks, the chain
     by its segments."""
-    whole = decoder(family)
     cut = copy.deepcopy(whole)
     assert segments_of(whole) is None  # one process runs the library's own pass
     blocks = blocks_of(cut)
@@ -81,6 +108,32 @@ def test_each_layer_belongs_to_one_segment_and_nothing_else_does_twice(family: s
     assert set(owners) == {name for name, _ in model.named_parameters()}
     assert all(len(segments) == 1 for segments in owners.values())
     assert require_segments(model)[1][1] is require_segments(model)[1][1]  # the hooks of one are the hooks of the other
+
+
+def test_a_model_of_peft_is_cut_where_its_adapters_are_in_the_layers() -> None:
+    """LoRA, DoRA and IA3 are; prompts that stand before a text are in no layer."""
+    peft = pytest.importorskip("peft")
+    task = {"task_type": "CAUSAL_LM"}
+    chosen = {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"], "lora_dropout": 0.1}
+    scaled = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    for family, config in {
+        "llama": peft.LoraConfig(**task, **chosen, init_lora_weights=False),
+        "gpt2": peft.LoraConfig(**task, fan_in_fan_out=True, init_lora_weights=False),
+        "gemma2": peft.LoraConfig(target_modules="all-linear", use_dora=True),
+        "qwen3": peft.IA3Config(**task, **scaled),
+    }.items():
+        check_chain(peft.get_peft_model(decoder(family), config))
+    prompted = peft.get_peft_model(decoder("llama"), peft.PromptTuningConfig(**task, num_virtual_tokens=4))
+    with pytest.raises(UsageError, match=r"PeftModelForCausalLM can't be cut into stages"):
+        require_segments(prompted)
+
+
+def test_parameters_that_no_stage_would_run_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(decoder("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    model.value_head = nn.Linear(16, 1)
+    with pytest.raises(UsageError, match=r"value_head.weight, value_head.bias of PeftModel are not among the parts"):
+        require_segments(model)
 
 
 def test_balancing_losses_are_refused() -> None:

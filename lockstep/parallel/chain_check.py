@@ -1,0 +1,180 @@
+"""Compares a model that a pipeline is to cut with its chain of segments, on one small batch, before anything is cut.
+
+Every rank does so for itself, in evaluation mode and without gradients; random states, buffers and numbers of modules
+are restored. The chain of a decoder of transformers is compared with the version of the library that is installed. For
+`segments()` of anybody else a batch is made from the first layer: a model that does not take it, returns something of
+another shape without targets, or draws random numbers in evaluation mode, is not compared.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.order import preserve_states
+from lockstep.errors import UsageError
+from lockstep.models.chain import lent, run_segment, shared_parameters_of
+from lockstep.models.protocol import logits_of, offered, require_segments
+from lockstep.parallel.buffers import restored, restored_numbers
+from lockstep.torch_compat.pytree import tree_leaves
+
+_SAMPLES, _LENGTH = 2, 16
+_IMAGE = 32  # pixels along a side
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative to the largest output
+_COARSE = 3e-2  # of other dtypes
+
+Segments = Sequence[tuple[str, nn.Module]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def check_chain(model: nn.Module) -> list[str]:
+    """Refuse a model whose chain of segments computes something else than its forward pass.
+
+    Returns lines to log: that a decoder of transformers could not be compared.
+    """
+    own = offered(model, "segments") is not None
+    if type(model).forward is nn.Sequential.forward and not own:
+        return []
+    segments = require_segments(model)
+    guessed = own or isinstance(model, nn.Sequential)
+    arguments = _guessed(segments) if guessed else _texts(model)
+    distance, first, reason = _compared(model, segments, arguments)
+    name, where = type(model).__name__, "distributed.strategy: pipeline"
+    if distance is None and isinstance(model, nn.Sequential) and not own:
+        what = f"{name} is an nn.Sequential with a forward pass of its own, which may be more than its members in turn"
+        raise UsageError(what, where=where, fix="give the model a method segments() -> [(name, module)]")
+    if distance is None:
+        return [] if guessed else [f"pipeline: the chain of segments was not compared with the model ({reason})"]
+    if distance <= max((_TOLERANCE.get(p.dtype, _COARSE) for p in model.parameters()), default=_COARSE):
+        return []
+    what = f"the chain of segments of {name} computes something else than its forward pass: outputs differ by "
+    what += f"{distance:.2g} of the largest" + (f", from the segment {first} on" if first else "")
+    why = "a pipeline would train another model than one process; seen on one small batch, in evaluation mode"
+    fix = "let segments() list all that forward does" if own else "give the model a method segments() of its own"
+    raise UsageError(what, where=where, why=why, fix=f"{fix}, or use strategy: ddp or fsdp")
+
+
+def _compared(
+    model: nn.Module, segments: Segments, arguments: Arguments | None
+) -> tuple[float | None, str | None, str]:
+    """Return how far the chain's outputs are from the model's, and the first segment that differs.
+
+    The distance is None where they can't be compared; then the last value says why.
+    """
+    if arguments is None:
+        return None, None, "nothing tells what its first layer takes"
+    with _unchanged(model, segments), torch.no_grad():
+        try:
+            expected, seen = _run_whole(model, segments, arguments)
+            again, _ = _run_whole(model, segments, arguments, seed=1)
+            outputs, first = _run_chain(model, segments, arguments, seen)
+        except Exception as error:  # a model of somebody's, which may need other inputs than these
+            return None, None, f"{type(error).__name__}: {error}".splitlines()[0]
+    if _distance(again, expected) != 0:
+        return None, None, "it draws random numbers in evaluation mode, or its outputs are not finite"
+    return _distance(outputs, expected), first, "its outputs have another shape"
+
+
+def _texts(model: nn.Module) -> Arguments:
+    """Return two texts for a decoder, of which one is padded."""
+    config: Any = getattr(model, "config", None)
+    length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
+    device = next(model.parameters()).device
+    ids = torch.arange(1, 1 + _SAMPLES * length, device=device).view(_SAMPLES, length) % config.vocab_size
+    mask = torch.ones_like(ids)
+    mask[1, -(length // 4) :] = 0
+    return (ids,), {"attention_mask": mask}
+
+
+def _guessed(segments: Segments) -> Arguments | None:
+    """Return a batch for the first layer of a chain; None where that is none of those that show what they take."""
+    leaves = (module for _, segment in segments for module in segment.modules() if not [*module.children()])
+    layer = next((module for module in leaves if [*module.parameters()]), None)
+    if layer is None:
+        return None
+    device = next(layer.parameters()).device
+    random = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    if isinstance(layer, nn.Embedding):
+        ids = torch.arange(_SAMPLES * _LENGTH, device=device) % layer.num_embeddings
+        return (ids.view(_SAMPLES, _LENGTH),), {}
+    if isinstance(layer, nn.Linear):
+        return (random(_SAMPLES, layer.in_features).to(device, layer.weight.dtype),), {}
+    if isinstance(layer, nn.Conv2d):
+        return (random(_SAMPLES, layer.in_channels, _IMAGE, _IMAGE).to(device, layer.weight.dtype),), {}
+    return None
+
+
+def _run_whole(
+    model: nn.Module, segments: Segments, arguments: Arguments, *, seed: int = 0
+) -> tuple[Any, dict[str, Tensor]]:
+    """Return a model's outputs, and what those of its modules have returned that segments are named after."""
+    seen: dict[str, Tensor] = {}
+
+    def note(name: str, _module: nn.Module, _args: Any, returned: Any) -> None:
+        seen[name] = _first(returned)
+
+    modules = dict(model.named_modules())
+    with ExitStack() as hooks:
+        for name, _ in segments:
+            if name in modules:
+                hooks.enter_context(modules[name].register_forward_hook(partial(note, name)))
+        torch.default_generator.manual_seed(seed)
+        args, kwargs = arguments
+        return model(*args, **kwargs), seen
+
+
+def _run_chain(
+    model: nn.Module, segments: Segments, arguments: Arguments, seen: dict[str, Tensor]
+) -> tuple[Any, str | None]:
+    """Return the last segment's result, and the name of the first whose result is not what was `seen` in the model."""
+    borrowed, first = shared_parameters_of(model), None
+    torch.default_generator.manual_seed(0)
+    values, keywords = arguments
+    outputs: Any = None
+    for name, segment in segments:
+        lends = lent(model, borrowed.get(name, {}))
+        outputs = run_segment(segment, values, {**keywords, **lends}, arguments)
+        if first is None and name in seen and (_distance(_first(outputs), seen[name]) or 0) > _TOLERANCE[torch.float32]:
+            first = name
+        values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
+    return outputs, first
+
+
+def _first(returned: Any) -> Any:
+    return returned[0] if isinstance(returned, tuple) else returned
+
+
+def _distance(outputs: Any, expected: Any) -> float | None:
+    """Return the largest difference, relative to the largest output; None where shapes differ, or none is finite."""
+    found, wanted = (
+        [leaf for leaf in tree_leaves(logits_of(each)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        for each in (outputs, expected)
+    )
+    if not wanted or [each.shape for each in found] != [each.shape for each in wanted]:
+        return None
+    pairs = [(one.double(), other.double()) for one, other in zip(found, wanted, strict=True) if other.numel()]
+    largest = max((float(other.abs().max()) for _, other in pairs), default=0.0)
+    if not math.isfinite(largest):
+        return None
+    distance = max((float((one - other).abs().max()) for one, other in pairs), default=0.0)
+    return distance / largest if largest else distance
+
+
+@contextmanager
+def _unchanged(model: nn.Module, segments: Segments) -> Iterator[None]:
+    """Run what is in the block in evaluation mode, and leave no trace of it in the model or in random states."""
+    roots = [model, *(segment for _, segment in segments)]
+    modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+    training = [module.training for module in modules]
+    with preserve_states(), restored([*model.buffers()]), restored_numbers(modules):
+        for root in roots:
+            root.eval()
+        try:
+            yield
+        finally:
+            for module, mode in zip(modules, training, strict=True):
+                module.training = mode

@@ -1,0 +1,144 @@
+"""A chain of segments that computes something else than the model's forward pass is refused, and leaves no trace."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+from lockstep.parallel.chain_check import check_chain
+
+VOCAB, WIDTH = 23, 12
+
+
+class Tower(nn.Module):
+    """Tokens to scores, with learned places that `forgets` leaves out of the chain."""
+
+    def __init__(self, *, forgets: bool = False, last_only: bool = False) -> None:
+        super().__init__()
+        self.forgets, self.last_only, self.calls = forgets, last_only, 0
+        self.tokens, self.places = nn.Embedding(VOCAB, WIDTH), Places()
+        self.rungs = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(3))
+        self.scores = nn.Linear(WIDTH, VOCAB)
+        self.rungs[1].eval()  # frozen by its owner
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.places(self.tokens(ids))
+        for rung in self.rungs:
+            x = rung(x)
+        return self.scores(x[:, -1:] if self.last_only else x)
+
+    def segments(self) -> list[tuple[str, nn.Module]]:
+        rungs = [(f"rungs.{index}", rung) for index, rung in enumerate(self.rungs)]
+        places = [] if self.forgets else [("places", self.places)]
+        return [("tokens", self.tokens), *places, *rungs, ("scores", self.scores)]
+
+
+class Places(nn.Module):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = nn.Parameter(torch.randn(32, WIDTH))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x + self.vectors[: x.shape[1]]
+
+
+class Scaled(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Loop(nn.Sequential):
+    """A forward pass of its own, which is the members in turn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self:
+            x = module(x)
+        return x
+
+
+class Noisy(Tower):
+    """Draws in evaluation mode, in another order than the chain."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + torch.rand(())
+
+
+class Pictures(nn.Module):
+    def __init__(self, *, forgets: bool) -> None:
+        super().__init__()
+        self.forgets = forgets
+        self.filters, self.norm, self.head = nn.Conv2d(3, 4, 3, stride=4), nn.BatchNorm2d(4), nn.LazyLinear(5)
+        self(torch.randn(2, 3, 32, 32))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.head(F.relu(self.norm(self.filters(pixels))).flatten(1))
+
+    def segments(self) -> list[tuple[str, nn.Module]]:
+        between = [] if self.forgets else [("relu", nn.ReLU())]
+        return [("filters", self.filters), ("norm", self.norm), *between, ("flat", nn.Flatten()), ("head", self.head)]
+
+
+def test_a_chain_that_forgets_a_part_is_refused_with_the_first_segment_that_differs() -> None:
+    with pytest.raises(
+        UsageError, match=r"segments of Tower computes something else[\s\S]*from the segment rungs.0 on"
+    ):
+        check_chain(Tower(forgets=True))
+    with pytest.raises(UsageError, match=r"from the segment head on[\s\S]*let segments\(\) list all"):
+        check_chain(Pictures(forgets=True))
+
+
+def test_a_sequential_with_a_forward_pass_of_its_own_is_compared() -> None:
+    with pytest.raises(UsageError, match="segments of Scaled computes something else"):
+        check_chain(Scaled(nn.Linear(3, 4), nn.Linear(4, 2)))
+    with pytest.raises(UsageError, match=r"Scaled is an nn.Sequential with a forward pass of its own"):
+        check_chain(Scaled(nn.Bilinear(3, 3, 2)))
+    check_chain(Loop(nn.Linear(3, 4), nn.Linear(4, 2)))
+    check_chain(nn.Sequential(nn.Linear(3, 4)))
+
+
+@pytest.mark.parametrize("model", [Tower(), Pictures(forgets=False), Tower(last_only=True), Noisy()])
+def test_what_is_equal_or_can_not_be_compared_is_not_refused(model: nn.Module) -> None:
+    check_chain(model)
+
+
+def test_the_comparison_leaves_no_trace() -> None:
+    model = Tower()
+    modes = [module.training for module in model.modules()]
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before: Any = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
+    check_chain(model)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(tensor, values[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()  # type: ignore[index]
+    assert model.calls == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_decoder_of_transformers_that_its_owner_has_changed_is_compared() -> None:
+    """A subclass adds what the adapter knows nothing of: the embeddings, once more, after the last norm."""
+    transformers = pytest.importorskip("transformers")
+
+    class Model(transformers.LlamaModel):  # type: ignore[misc, name-defined]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().forward(*args, **kwargs)
+            found.last_hidden_state = 3 * found.last_hidden_state
+            return found
+
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=VOCAB, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    assert check_chain(model) == []
+    model.model = Model(config)
+    with pytest.raises(UsageError, match=r"LlamaForCausalLM computes something else[\s\S]*strategy: ddp or fsdp"):
+        check_chain(model)
