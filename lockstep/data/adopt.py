@@ -56,7 +56,7 @@ def adopt(
     found.drop_last = found.drop_last and not for_evaluation
     common: dict[str, Any] = {
         "start_step": start_step, "stop_step": stop_step, "epochs": epochs, "seed": seed, "device": device,
-        "wanted": wanted, "notice": found.notice,
+        "wanted": wanted, "notice": found.notice, "reproducible": reproducible,
     }  # fmt: skip
     if found.iterated:
 
@@ -65,7 +65,6 @@ def adopt(
 
         return IterableSteps(
             found.data, batch_size, global_batch_size, assign, **common, ready=found.ready, state=state,
-            reproducible=reproducible,
             any_left=on_any_rank if _is_rank_sharded(getattr(found.data, "dataset", found.data)) else None,
         )  # fmt: skip
     order: Order

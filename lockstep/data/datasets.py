@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.config import DataConfig
 from lockstep.data.batches import CollatingDataset, Data
 from lockstep.data.language import TextOptions, Tokenizer, check_fraction, language_data
-from lockstep.data.loader import users_line
+from lockstep.data.mistakes import users_line
 from lockstep.errors import LockstepError, UsageError
 from lockstep.registry import DATA_SETS, keywords_of, require_arguments
 

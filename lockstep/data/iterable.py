@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from lockstep.collectives import is_main_process
 from lockstep.data.batches import Assign, MicroBatch, StepBatches, batch_length, known_length, move
-from lockstep.data.loader import reason, users_line
+from lockstep.data.mistakes import reason, users_line
 from lockstep.data.order import preserve_states, seed_from
 from lockstep.data.stream import NotRestoredError, Stream, start_of
 from lockstep.errors import RunError, UsageError

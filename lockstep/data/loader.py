@@ -7,10 +7,8 @@ dataset index), and a collate function draws from (seed, step, micro-batch): see
 
 import itertools
 import multiprocessing
-import os
 import pickle
 import signal
-import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -21,8 +19,10 @@ from torch.utils.data import get_worker_info as worker_info
 
 from lockstep import accelerator
 from lockstep.data.batches import Assign, CollatingDataset, MicroBatch, StepBatches, move
+from lockstep.data.generators import can_be_seeded, generators_of, preserve, seed_generators
+from lockstep.data.mistakes import users_line
 from lockstep.data.order import Order, StepSamples, preserve_states, seed_from
-from lockstep.errors import RunError
+from lockstep.errors import RunError, UsageError, listed
 from lockstep.heartbeat import went_forward
 from lockstep.torch_compat.data_workers import end_workers, workers_of
 
@@ -62,6 +62,9 @@ class Reader(Dataset[Any]):
         self._collate_draws = collate_fn not in (None, default_collate)
         self._collated = None if self._collate_draws else collated_of(dataset)
         self._seed = seed
+        self._own: dict[str, Any] = {}  # generators of the dataset and of the collate function
+        self._own_of_epoch: int | None = None  # when they were looked for
+        self._is_first = True  # in this process
         self._at: int | None = None
         # The index that each worker is reading, for the message if it dies.
         self.reading: Any = multiprocessing.RawArray("q", [-1] * num_workers) if num_workers else None
@@ -85,10 +88,21 @@ class Reader(Dataset[Any]):
             return self._together(self._collated, request.indices)
         if not self._draws and not self._collate_draws:
             return self._collate(self._samples(request))
-        with preserve_states():
+        if self._own_of_epoch != request.epoch:  # `set_epoch` may have made others
+            self._own, self._own_of_epoch = self.own_generators(), request.epoch
+        with preserve_states(), preserve(self._own):
             samples = self._samples(request)
-            seed_from("collate", self._seed, request.step, request.micro_batch)
+            self._seed_all("collate", self._seed, request.step, request.micro_batch)
             return self._collate(samples)
+
+    def own_generators(self) -> dict[str, Any]:
+        """Return the generators that the dataset and the collate function have of their own, by name."""
+        roots = {"dataset": self.dataset if self._draws else None, "collate_fn": self._collate}
+        return generators_of(roots)
+
+    def _seed_all(self, *parts: object) -> None:
+        seed_from(*parts)
+        seed_generators(self._own, *parts)
 
     def _samples(self, request: ReadRequest) -> list[Any]:
         together = getattr(self.dataset, "__getitems__", None)
@@ -99,13 +113,23 @@ class Reader(Dataset[Any]):
         for self._at in request.indices:  # kept in `_at` for the message if it fails
             if self.reading is not None:
                 self._mark(self._at)
-            if self._draws:
-                seed_from("sample", self._seed, request.epoch, self._at)
-            samples.append(self.dataset[self._at])
+            samples.append(self._sample(request.epoch, self._at))
             went_forward()
         self._at = None
         self._mark(-1)
         return samples
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        if not self._draws:
+            return self.dataset[index]
+        self._seed_all("sample", self._seed, epoch, index)
+        sample = self.dataset[index]
+        if self._is_first and (found := self.own_generators()).keys() != self._own.keys():  # made by this very call
+            self._own = found
+            self._seed_all("sample", self._seed, epoch, index)
+            sample = self.dataset[index]
+        self._is_first = False
+        return sample
 
     def _together(self, read: Callable[[list[int]], Any], indices: list[int]) -> Any:
         self._mark(indices[0])
@@ -153,25 +177,6 @@ def collated_of(dataset: Any) -> Collate | None:
     return None
 
 
-def users_line(error: BaseException) -> str | None:
-    """Return the deepest line of the traceback in the user's own code: file:line, function, text."""
-    here = os.path.dirname(__file__)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if os.path.dirname(f.filename) != here]
-    own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
-    if not (own or frames):
-        return None
-    frame = (own or frames)[-1]
-    return f"{frame.filename}:{frame.lineno} in {frame.name}" + (f": {frame.line}" if frame.line else "")
-
-
-def reason(error: BaseException) -> str:
-    """Return the error's class and the first line of its message; for one of a torch worker, those of its cause."""
-    text = str(error)
-    if text.startswith("Caught ") and "Original Traceback" in text:  # its last line that is not indented
-        return [line for line in text.splitlines() if line.strip() and not line.startswith(" ")][-1]
-    return f"{type(error).__name__}: {text}".splitlines()[0]
-
-
 class InlineBatch:
     """Sends a batch from a worker to the training process, where it arrives as `batch` itself.
 
@@ -212,6 +217,7 @@ class StepLoader:
         pin_memory: bool = False, persistent_workers: bool = False, collate_fn: Collate | None = None,
         wanted: bool = True, worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None, timeout: float = 0, epochs: int | None = None, notice: str | None = None,
+        reproducible: bool = False,
     ) -> None:  # fmt: skip
         self.order, self._assign, self.device = order, assign, torch.device(device)
         self._start, self._stop, self._epochs, self._wanted = start_step, stop_step, epochs, wanted
@@ -220,6 +226,7 @@ class StepLoader:
         self._plans: dict[int, _Plan] = {}  # of steps in progress
         self._running: Any = None  # the DataLoader's iterator
         self._reader = Reader(dataset, collate_fn, seed, num_workers)
+        self._tell_own_generators(reproducible)
         pins = pin_memory and accelerator.pins_memory(self.device)
         # Without workers a batch is read directly: torch's DataLoader would only add to the time.
         self._reads_here = num_workers == 0 and not pins
@@ -236,6 +243,21 @@ class StepLoader:
             pin_memory=pins, persistent_workers=self._persistent, worker_init_fn=worker_init_fn, timeout=timeout,
             generator=torch.Generator(), **workers,
         )  # fmt: skip
+
+    def _tell_own_generators(self, reproducible: bool) -> None:
+        """Add to the notice which generators of the dataset's own are seeded, or say that one can't be."""
+        found = self._reader.own_generators()
+        if not found:
+            return
+        if unkeyed := [name for name, generator in found.items() if not can_be_seeded(generator)]:
+            what = f"the data draw from {listed(unkeyed)}, which can't be seeded"
+            fix = "draw with random.random(), numpy.random or torch.rand: these are seeded for each sample"
+            if reproducible:
+                raise UsageError(what, where="distributed.reproducible", why="no run repeats another", fix=fix)
+            text = f"warning: {what}: no run repeats another"
+        else:
+            text = f"generators of the data's own ({listed(sorted(found))}) are seeded for each sample"
+        self.notice = "; ".join(filter(None, (self.notice, text)))
 
     @property
     def steps_per_epoch(self) -> int | None:

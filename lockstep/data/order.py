@@ -2,13 +2,13 @@
 
 An epoch's order is one permutation, from (seed, epoch). A step takes the next `global_batch_size` samples of it, cut
 into micro-batches; ranks and workers only divide these among themselves. Steps do not cross epochs. Python's, NumPy's
-and torch's global generators are seeded before each sample is read; generators that a dataset makes itself
-(`numpy.random.default_rng()`) are not covered.
+and torch's global generators are seeded before each sample is read (`generators`: those of the dataset's own, too).
 """
 
 import operator
 import random
-from collections.abc import Iterable, Iterator, Sized
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from lockstep.data.batches import known_length
+from lockstep.data.generators import Generator, generators_of, restore, states_of
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.randomness import derive_key
@@ -157,6 +158,8 @@ class SamplerOrder:
     def __init__(self, batch_sampler: Iterable[Any], micro_batches: int, *, seed: int) -> None:
         assert micro_batches >= 1
         self._sampler, self._micro_batches, self._seed = batch_sampler, micro_batches, seed
+        self._own = generators_of(batch_sampler)
+        self._own_at_begin = _states_at_begin(batch_sampler, self._own)
         self._latest: StepSamples | None = None
         self._generators: Any = None  # their states, as the sampler left them
         self._iterator: Iterator[Any] | None = None  # None: the next step begins an epoch
@@ -185,6 +188,7 @@ class SamplerOrder:
     def _rewind(self) -> None:
         self._next_step, self._epoch = 0, -1
         self._latest = self._generators = self._iterator = self._ahead = None
+        restore(self._own, self._own_at_begin)
 
     def _take(self) -> StepSamples:
         if self._iterator is None:
@@ -212,6 +216,22 @@ class SamplerOrder:
         assert self._iterator is not None
         indices = next(self._iterator, None)
         return None if indices is None else [operator.index(index) for index in indices]
+
+
+_at_begin: "weakref.WeakKeyDictionary[Any, list[Any]]" = weakref.WeakKeyDictionary()
+
+
+def _states_at_begin(sampler: Any, own: Mapping[str, Generator]) -> list[Any]:
+    """Return the states that a sampler's own generators had when it was used for the first time in this process.
+
+    A second pass over its first epochs, after a rollback for instance, then gives the same order.
+    """
+    now = states_of(own)
+    try:
+        before = _at_begin.setdefault(sampler, now)
+    except TypeError:  # a list, which has no generators
+        return now
+    return before if len(before) == len(now) else now
 
 
 Order = SampleOrder | SamplerOrder

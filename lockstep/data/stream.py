@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from lockstep.data.fingerprint import alike, summary
-from lockstep.data.loader import reason, users_line
+from lockstep.data.mistakes import reason, users_line
 from lockstep.data.order import preserve_states, seed_from, set_epoch
 from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.heartbeat import went_forward

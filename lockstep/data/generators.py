@@ -1,0 +1,143 @@
+"""Finds the random generators that a dataset or a collate function has of its own, and seeds them.
+
+What such a generator gives depends on who has drawn from it before: on the numbers of ranks and workers. Seeded before
+each sample, like Python's, NumPy's and torch's global generators, it gives the same on all of them.
+
+Searched are attributes, containers, closures and what functions refer to in their modules. Generators that exist during
+a call alone, or in compiled code, are not found.
+"""
+
+import functools
+import itertools
+import random
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.data.mistakes import is_users_file
+from lockstep.randomness import derive_key
+
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+
+_MOST_OBJECTS = 10_000  # that are looked at
+_MOST_ITEMS = 32  # of a container
+_LEAVES = (str, bytes, int, float, torch.Tensor, np.ndarray, type, types.ModuleType)
+_GLOBALS = (random._inst, np.random.mtrand._rand, torch.default_generator)
+
+
+def generators_of(root: Any) -> dict[str, Generator]:
+    """Return the generators that an object holds, by a name such as `transform.rng`; not the global ones."""
+    found: dict[str, Generator] = {}
+    seen: dict[int, Any] = {}  # the objects are kept alive, so that their ids are not used again
+    waiting = deque([("", root)])
+    while waiting and len(seen) < _MOST_OBJECTS:
+        name, value = waiting.popleft()
+        if id(value) in seen or isinstance(value, _LEAVES):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, Generator):
+            if not any(value is one for one in _GLOBALS):
+                found[name + "'" * (name in found)] = value  # an attribute of the class, hidden by the object's
+        else:
+            waiting += [(f"{name}.{part}".strip("."), its) for part, its in _parts(value)]
+    return found
+
+
+def can_be_seeded(generator: Generator) -> bool:
+    """Return whether what the generator draws follows from a seed."""
+    return not isinstance(generator, random.SystemRandom)
+
+
+def seed_generators(found: Mapping[str, Generator], *parts: object) -> None:
+    """Seed generators from `parts` and their names."""
+    for name, generator in found.items():
+        key = derive_key(*parts, name)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(key)
+        elif isinstance(generator, random.Random):
+            generator.seed(key)
+        elif isinstance(generator, np.random.RandomState):
+            generator.seed([key & 0xFFFFFFFF, key >> 32])
+        else:
+            generator.bit_generator.state = type(generator.bit_generator)(key).state
+
+
+@contextmanager
+def preserve(found: Mapping[str, Generator]) -> Iterator[None]:
+    """Restore the states of generators after the block: a model may share one of them."""
+    states = states_of(found)
+    try:
+        yield
+    finally:
+        restore(found, states)
+
+
+def states_of(found: Mapping[str, Generator]) -> list[Any]:
+    """Return the states of generators, for `restore`."""
+    return [_state_of(generator) for generator in found.values()]
+
+
+def restore(found: Mapping[str, Generator], states: list[Any]) -> None:
+    """Restore what `states_of` returned."""
+    for generator, state in zip(found.values(), states, strict=True):
+        _set_state(generator, state)
+
+
+def _state_of(generator: Generator) -> Any:
+    if isinstance(generator, random.SystemRandom):
+        return None
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def _set_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, random.SystemRandom):
+        return
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object refers to, with names."""
+    if isinstance(value, dict):  # no other mappings: one may be a file
+        yield from ((str(key), part) for key, part in itertools.islice(value.items(), _MOST_ITEMS))
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((str(index), part) for index, part in enumerate(itertools.islice(value, _MOST_ITEMS)))
+    elif isinstance(value, functools.partial):
+        yield from (("", value.func), ("", value.args), ("", value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield from (("", value.__self__), ("", value.__func__))
+    elif isinstance(value, types.FunctionType):
+        yield from _parts_of_function(value)
+    else:
+        yield from getattr(value, "__dict__", {}).items()
+        for name in getattr(type(value), "__slots__", ()):
+            if hasattr(value, name):
+                yield name, getattr(value, name)
+        for base in type(value).__mro__:
+            yield from vars(base).items()
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # it has none yet
+            continue
+    yield from ((str(index), default) for index, default in enumerate(function.__defaults__ or ()))
+    yield from (function.__kwdefaults__ or {}).items()
+    if is_users_file(code.co_filename):  # a library's own generators may not be meant for samples
+        yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
