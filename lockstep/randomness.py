@@ -4,6 +4,10 @@ A number drawn inside the model is a function of (seed, phase, step, micro-batch
 segment of a forward pass (the code between blocks is one too), the device's generator is seeded from that key: that
 alone, because `torch.manual_seed` seeds every backend, in 250 µs. `HostRandom` does the same for models that draw from
 Python's or NumPy's global generator; a run continues with it after its first step only if a rank has seen a draw.
+
+A segment that runs again inside a backward pass (`torch.utils.checkpoint` in the model, a reversible network) is seeded
+with the key of the call that it repeats. A generator's state holds the key that it was last seeded with. Whatever
+repeats a forward pass restores that state first, so the key there says after which call the repetition begins.
 """
 
 import hashlib
@@ -18,6 +22,7 @@ import torch
 from torch import nn
 
 from lockstep.accelerator import default_generator
+from lockstep.torch_compat.backward_pass import running_node
 
 
 def derive_key(*parts: object) -> int:
@@ -39,17 +44,6 @@ def seeded(key: int, device: torch.device | None = None) -> Iterator[None]:
 
 
 HostState = tuple[Any, Any, Any]  # of Python's, NumPy's and torch's generator
-
-
-@dataclass(frozen=True)
-class Captured:
-    """State of a `RandomState` when a segment's forward pass began."""
-
-    phase: str
-    step: int
-    micro_batch: int
-    calls: dict[str, int]
-    host: HostState | None
 
 
 class HostRandom:
@@ -122,6 +116,47 @@ class _RestoredStates:
         self._generator.set_state(self._state)
 
 
+class _Calls:
+    """The calls of segments in a step's forward passes, to be found again when a backward pass repeats them."""
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[int, str], int] = {}  # (key before, segment) → key of the call that followed
+        self._keys: dict[tuple[int, str], list[int]] = {}  # (micro-batch, segment) → keys of its calls, in order
+        self._left: dict[tuple[int, str], int] = {}  # (micro-batch, segment) → calls not repeated yet
+        self._latest = (0, 0)  # node of the backward pass, and key, of the latest repetition
+
+    def clear(self) -> None:
+        """Forget the calls; their backward passes are over."""
+        self._next.clear()
+        self._keys.clear()
+        self._left.clear()
+
+    def add(self, before: int, micro_batch: int, segment: str, key: int) -> None:
+        """Record a call; `before` is the key that the generator had."""
+        self._next[before, segment] = key
+        self._keys.setdefault((micro_batch, segment), []).append(key)
+
+    def repeated(self, before: int, micro_batch: int, segment: str, node: int) -> int | None:
+        """Return the key of the call that node `node` of a backward pass repeats; None if there was none.
+
+        Without a restored generator (`preserve_rng_state=False`) the latest call that was not repeated yet is taken, as
+        a backward pass goes from the last call to the first. A generator that still has the key of another node's
+        repetition was not restored.
+        """
+        keys = self._keys.get((micro_batch, segment), [])
+        latest_node, latest_key = self._latest
+        restored = before != latest_key or node == latest_node
+        key = self._next.get((before, segment)) if restored else None
+        if key is None:
+            if not keys:
+                return None
+            key = keys[self._left.get((micro_batch, segment), len(keys)) - 1]
+        if key in keys:
+            self._left[micro_batch, segment] = keys.index(key) or len(keys)
+        self._latest = (node, key)
+        return key
+
+
 @dataclass
 class RandomState:
     """The micro-batch and step of the current forward pass; the loop sets them, the segments' hooks read them."""
@@ -133,6 +168,7 @@ class RandomState:
     micro_batch: int = 0
     calls: dict[str, int] = field(default_factory=dict)  # segment → number of its calls in this forward pass
     host: HostRandom | None = field(init=False)  # None: the model draws from the device's generator alone
+    _made: _Calls = field(default_factory=_Calls)  # in the forward passes whose backward passes are to come
 
     def __post_init__(self) -> None:
         self._generator = default_generator(self.device)
@@ -141,6 +177,7 @@ class RandomState:
     def running(self, phase: str, step: int) -> AbstractContextManager[None]:
         """Return a context for one step's forward and backward passes, which restores the generators' outer states."""
         self.phase, self.step = phase, step
+        self._made.clear()
         return _RestoredStates(self._generator, self.host)
 
     def at(self, micro_batch: int) -> None:
@@ -148,37 +185,41 @@ class RandomState:
         self.micro_batch = micro_batch
         self.calls.clear()
 
+    def backward_done(self) -> None:
+        """Forget which calls a backward pass may repeat: those of all forward passes are over."""
+        self._made.clear()
+
     def enter(self, segment: str) -> None:
-        """Seed the generator for the next call of `segment`."""
-        call = self.calls.get(segment, 0)
-        self.calls[segment] = call + 1
-        key = derive_key(self.seed, self.phase, self.step, self.micro_batch, segment, call)
+        """Seed the generator for the next call of `segment`; in a backward pass, for the call that is repeated."""
+        before, node = self._generator.initial_seed(), running_node()
+        key = None if node is None else self._made.repeated(before, self.micro_batch, segment, node)
+        if key is None:
+            call = self.calls.get(segment, 0)
+            self.calls[segment] = call + 1
+            key = derive_key(self.seed, self.phase, self.step, self.micro_batch, segment, call)
+            if self.phase == "train":
+                self._made.add(before, self.micro_batch, segment, key)
         self._generator.manual_seed(key)
         if self.host is not None:
             self.host.seed(key)
             self.host.trained = self.host.trained or self.phase == "train"
 
-    def capture(self) -> Captured:
-        """Return the current state, for `recomputing`."""
-        host = self.host.capture() if self.host is not None else None
-        return Captured(self.phase, self.step, self.micro_batch, dict(self.calls), host)
+    def capture(self) -> HostState | None:
+        """Return the states of the generators on the host, for `recomputing`; None if the model uses none."""
+        return None if self.host is None else self.host.capture()
 
     @contextmanager
-    def recomputing(self, captured: Captured) -> Iterator[None]:
-        """Repeat in the block the segments' draws after `captured` was taken."""
-        outer = self.phase, self.step, self.micro_batch, dict(self.calls)
-        self.phase, self.step, self.micro_batch = captured.phase, captured.step, captured.micro_batch
-        self.calls = dict(captured.calls)
-        host, host_before = self.host, None
-        if host is not None and captured.host is not None:
-            host_before = host.capture()
-            host.restore(captured.host)
+    def recomputing(self, captured: HostState | None) -> Iterator[None]:
+        """Draw in the block from the host's generators what was drawn after `captured` was taken."""
+        host, before = self.host, None
+        if host is not None and captured is not None:
+            before = host.capture()
+            host.restore(captured)
         try:
             yield
         finally:
-            if host is not None and host_before is not None:
-                host.restore(host_before)
-            self.phase, self.step, self.micro_batch, self.calls = outer
+            if host is not None and before is not None:
+                host.restore(before)
 
 
 def key_segments(random_state: RandomState, segments: Sequence[tuple[str, nn.Module]], *, chain: bool) -> None:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lockstep.accelerator import default_generator
 from lockstep.errors import UsageError
-from lockstep.randomness import Captured, RandomState
+from lockstep.randomness import HostState, RandomState
 from lockstep.torch_compat.operators import FUSED_ATTENTION
 from lockstep.torch_compat.pytree import tree_leaves, tree_map
 from lockstep.torch_compat.tensor_versions import base_of
@@ -77,7 +77,7 @@ def _checkpointed(
 
 
 def _contexts(
-    random_state: RandomState, captured: Captured, selective: bool
+    random_state: RandomState, captured: HostState | None, selective: bool
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     keep: AbstractContextManager[Any] = nullcontext()
     reuse: AbstractContextManager[Any] = nullcontext()
@@ -89,7 +89,7 @@ def _contexts(
 
 @contextmanager
 def _recomputing(
-    random_state: RandomState, captured: Captured, drawn: Tensor | None, reuse: AbstractContextManager[Any]
+    random_state: RandomState, captured: HostState | None, drawn: Tensor | None, reuse: AbstractContextManager[Any]
 ) -> Iterator[None]:
     """Repeat a block's random numbers in its recomputation.
 
@@ -130,7 +130,7 @@ class _Call:
     forward: Callable[..., Any]
     arguments: Any  # (positional, keyword); tensors are detached, and those from the block before are left out
     generator: Tensor  # state of the device's generator when the block began
-    captured: Captured  # the position of `random_state`
+    captured: HostState | None  # of the generators on the host, then
 
 
 class _Runs:

@@ -82,6 +82,7 @@ def micro_step_of(
             # A dummy has weight zero: its backward pass is there for the collectives inside of it.
             weight = factor * multiplier * loss.times if micro_batch.real else 0.0
             loss.value.backward(torch.full_like(loss.value, weight))  # type: ignore[no-untyped-call]
+            random_state.backward_done()
         except BaseException as error:
             explanations = [step.failed(error) for step in outward]
             explained = next((found for found in explanations if found is not None), None)

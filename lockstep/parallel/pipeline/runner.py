@@ -267,6 +267,7 @@ class Runner:
     def backward_at(self, stage: int, place: int) -> Iterator[None]:
         """Prepare for its backward pass. Recomputed forward passes write to statistics that nobody reads."""
         micro_batch = self._run[place]
+        self.random_state.micro_batch = micro_batch.index  # of the calls that it may repeat
         with self._part(stage)[1].micro_batch(micro_batch.index, real=False):
             yield
 
