@@ -33,6 +33,7 @@ from lockstep.parallel.reproducible.tree import Partials, assign_in_groups, clea
 from lockstep.precision import DTYPES
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy, given_sizes
+from lockstep.torch_compat.fsdp_state import separate_repetitions
 from lockstep.torch_compat.tensor_versions import return_no_views
 
 
@@ -227,6 +228,7 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             # gloo has no reduction with a factor; a plain sum is exact on every backend.
             module.set_force_sum_reduction_for_comms(True)
+    separate_repetitions(model)
     _prefetch([unit for _, unit in units], config, on_cpu=(device_type or mesh.device_type) == "cpu")
     at_root = sum(p.numel() for p in own_parameters(model))
     whole = sum(p.numel() for p in model.parameters())

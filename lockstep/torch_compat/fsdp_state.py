@@ -1,12 +1,19 @@
-"""FSDP2's note of parameters whose gradients are still to be reduced.
+"""The training state of FSDP2's units: gradients still to be reduced, and forward passes within a backward pass.
 
-Public torch: from torch 2.15 on `finalize_backward` reduces only units whose forward pass ran in the same step. A
-pipeline reduces once for several runs of its schedule, in the last of which a unit may have had no forward pass.
-Seen to work: torch 2.15.0; earlier ones have no `finalize_backward`, and this is not called.
-When gone: AttributeError in the first step of a pipeline with FSDP2.
+Public torch: none for either. From torch 2.15 on `finalize_backward` reduces only units whose forward pass ran in the
+same step; a pipeline reduces once for several runs of its schedule, in the last of which a unit may have had no forward
+pass. And a unit that reentrant checkpoints call twice loses the gradient of one of the calls: when the second is
+repeated, the unit's state still says that its backward pass is about to come.
+Seen to work: torch 2.13.0 and 2.15.0; before 2.15 there is no `finalize_backward`, and `expect_reduction` is not called.
+When gone: AttributeError in the first step of a pipeline with FSDP2, or of a model on FSDP2 that recomputes itself.
 """
 
 from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep.torch_compat.backward_pass import running_node
 
 
 def expect_reduction(unit: Any) -> None:
@@ -14,3 +21,19 @@ def expect_reduction(unit: Any) -> None:
     for state in unit._get_fsdp_state()._state_ctx.all_states:
         for group in state._fsdp_param_groups:
             group._post_backward_pending = True
+
+
+def separate_repetitions(root: nn.Module) -> None:
+    """Let each forward pass of a unit within a backward pass, after the unit's own backward pass, be a new one."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(_begin_anew, prepend=True)
+
+
+def _begin_anew(unit: Any, _args: object) -> None:
+    if running_node() is None:
+        return
+    state = unit._get_fsdp_state()
+    groups = {group._training_state.name for group in state._fsdp_param_groups}
+    if state._training_state.name == "PRE_BACKWARD" and groups == {"POST_BACKWARD"}:
+        state._training_state = type(state._training_state).IDLE

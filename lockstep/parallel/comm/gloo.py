@@ -56,7 +56,9 @@ class GlooMessages(AroundMicroBatch):
         self.wait()
         exchange = AllToAll(gradient, group)
         self._under_way = exchange, output, parameters
-        if not self._may_wait or {output.dtype} != self._dtypes:  # FSDP2 converts what is there when this returns
+        converts = {output.dtype} != self._dtypes
+        adds = any(parameter.grad is not None for parameter in parameters)  # the unit's second gradient in this pass
+        if not self._may_wait or converts or adds:  # FSDP2 uses what is there when this returns
             exchange.add_up(output)
 
     def wait(self) -> None:
