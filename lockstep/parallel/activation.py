@@ -3,6 +3,7 @@
 A block's `forward` is replaced on the instance, so canonical names stay, and hooks on the block (keyed random numbers,
 FSDP's gathering) run outside of what is recomputed. `sequential` keeps only the input of the first of several blocks in
 a row, and computes all of them again at once; a block continues a run if it is given what the block before returned.
+Recomputation begins with the buffers that the forward pass began with, and leaves no trace in them.
 """
 
 import weakref
@@ -21,9 +22,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lockstep.accelerator import default_generator
 from lockstep.errors import UsageError
 from lockstep.randomness import HostState, RandomState
+from lockstep.torch_compat.normalizations import BatchNorm
 from lockstep.torch_compat.operators import FUSED_ATTENTION
 from lockstep.torch_compat.pytree import tree_leaves, tree_map
-from lockstep.torch_compat.tensor_versions import base_of
+from lockstep.torch_compat.tensor_versions import base_of, version_of
 
 # Selective checkpointing keeps results that cost much to compute for their size. The rest is recomputed.
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.convolution)
@@ -57,40 +59,46 @@ def apply_activation_checkpointing(
             block.forward = runs.over(block, starts=place % every == 0)
         return
     for _, block in blocks[::every] if mode == "every_n" else blocks:
-        block.forward = _checkpointed(block.forward, random_state, selective=mode == "selective", compiled=compiled)
+        block.forward = _checkpointed(block, random_state, selective=mode == "selective", compiled=compiled)
 
 
 def _checkpointed(
-    forward: Callable[..., Any], random_state: RandomState, *, selective: bool, compiled: bool
+    block: nn.Module, random_state: RandomState, *, selective: bool, compiled: bool
 ) -> Callable[..., Any]:
+    forward, buffers = block.forward, _ChangingBuffers(block)
+
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        contexts: dict[str, Any] = {}
-        if not compiled:
-            contexts["context_fn"] = partial(_contexts, random_state, random_state.capture(), selective)
-        elif selective:
-            contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **contexts, **kwargs)
+        repeat = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=True)
+        if compiled:
+            selecting = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+            return repeat(*args, **selecting, **kwargs)
+        before = buffers.copied()
+        contexts = partial(_contexts, random_state, random_state.capture(), before, selective)
+        outputs = repeat(*args, context_fn=contexts, **kwargs)
+        buffers.notice()
+        return outputs
 
     return checkpointed
 
 
 def _contexts(
-    random_state: RandomState, captured: HostState | None, selective: bool
+    random_state: RandomState, captured: HostState | None, buffers: "_Copies", selective: bool
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     keep: AbstractContextManager[Any] = nullcontext()
     reuse: AbstractContextManager[Any] = nullcontext()
     if selective:
         keep, reuse = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
     drawn = None if random_state.device.type == "cpu" else _state(random_state)
-    return keep, _recomputing(random_state, captured, drawn, reuse)
+    return keep, _recomputing(random_state, captured, drawn, buffers, reuse)
 
 
 @contextmanager
 def _recomputing(
-    random_state: RandomState, captured: HostState | None, drawn: Tensor | None, reuse: AbstractContextManager[Any]
-) -> Iterator[None]:
+    random_state: RandomState, captured: HostState | None, drawn: Tensor | None, buffers: "_Copies",
+    reuse: AbstractContextManager[Any],
+) -> Iterator[None]:  # fmt: skip
     """Repeat a block's random numbers in its recomputation.
 
     torch does so by itself where the block has tensors among its positional arguments and the device's module has
@@ -98,8 +106,52 @@ def _recomputing(
     pass began; None: torch restores it.
     """
     drawing = nullcontext() if drawn is None else drawing_from(drawn, random_state)
-    with random_state.recomputing(captured), drawing, reuse:
+    with random_state.recomputing(captured), drawing, _in_place(buffers), reuse:
         yield
+
+
+_Copies = list[tuple[nn.Module, str, Tensor]]  # (module, name of a buffer there, its values)
+
+
+class _ChangingBuffers:
+    """The buffers of a block that its forward pass changes."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._all = [(m, name) for m in block.modules() for name, _ in m.named_buffers(recurse=False)]
+        self._changing: list[tuple[nn.Module, str]] | None = None  # None: no forward pass was seen
+        self._before: list[tuple[int, int]] = []
+
+    def copied(self) -> _Copies:
+        """Return copies of those that change, before a forward pass; of all of them before the first one."""
+        if self._changing is None:
+            self._before = self._versions()
+        found = self._all if self._changing is None else self._changing
+        return [(m, name, buffer.clone()) for m, name in found if (buffer := getattr(m, name)) is not None]
+
+    def notice(self) -> None:
+        """Note, after the first forward pass, which of them it has changed."""
+        if self._changing is not None:
+            return
+        pairs = zip(self._all, self._before, self._versions(), strict=True)
+        # Batch normalisation writes its averages without a new version.
+        self._changing = [each for each, old, new in pairs if old != new or isinstance(each[0], BatchNorm)]
+
+    def _versions(self) -> list[tuple[int, int]]:
+        buffers = [getattr(module, name) for module, name in self._all]
+        return [(0, 0) if buffer is None else (id(buffer), version_of(buffer)) for buffer in buffers]
+
+
+@contextmanager
+def _in_place(buffers: _Copies) -> Iterator[None]:
+    """Have copies in the place of buffers in the block; autograd may have saved the buffers themselves."""
+    live = [getattr(module, name) for module, name, _ in buffers]
+    for module, name, before in buffers:
+        setattr(module, name, before.clone())  # two halves of a backward pass may each recompute
+    try:
+        yield
+    finally:
+        for (module, name, _), buffer in zip(buffers, live, strict=True):
+            setattr(module, name, buffer)
 
 
 @contextmanager
@@ -131,6 +183,7 @@ class _Call:
     arguments: Any  # (positional, keyword); tensors are detached, and those from the block before are left out
     generator: Tensor  # state of the device's generator when the block began
     captured: HostState | None  # of the generators on the host, then
+    buffers: _Copies  # that change, as they were then
 
 
 class _Runs:
@@ -142,7 +195,7 @@ class _Runs:
         self._returned: list[weakref.ref[Tensor]] = []  # by the block that ran last
 
     def over(self, block: nn.Module, *, starts: bool) -> Callable[..., Any]:
-        forward = block.forward
+        forward, buffers = block.forward, _ChangingBuffers(block)
 
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -154,9 +207,11 @@ class _Runs:
                 run = self._open = _Run(self._random_state)
                 arguments = (args, kwargs)
             generator, captured = _state(self._random_state), self._random_state.capture()
-            run.calls.append(_Call(block, forward, tree_map(_detached, arguments), generator, captured))
+            before = buffers.copied()
+            run.calls.append(_Call(block, forward, tree_map(_detached, arguments), generator, captured, before))
             with saved_tensors_hooks(run.pack, run.unpack):
                 outputs = forward(*args, **kwargs)
+            buffers.notice()
             self._returned = [weakref.ref(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
             return outputs
 
@@ -215,7 +270,8 @@ class _Run:
                     if isinstance(module, FSDPModule):
                         module.unshard()  # freed since; FSDP2 frees it again after the backward pass
                 args, kwargs = tree_map(attached, call.arguments)
-                with drawing_from(call.generator, self.random_state), self.random_state.recomputing(call.captured):
+                drawing = _recomputing(self.random_state, call.captured, call.generator, call.buffers, nullcontext())
+                with drawing:
                     made = call.forward(*args, **kwargs)
                 outputs[:] = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         if len(found) != self._saved:

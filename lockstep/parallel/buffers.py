@@ -11,23 +11,18 @@ added up and handed to `end_step` (`lockstep.models.protocol`). Other buffers ca
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lockstep.collectives import create_group
 from lockstep.errors import UsageError, listed
-from lockstep.parallel.comm import all_gather_flat
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
-from lockstep.parallel.tensor_blocks import with_backward
 from lockstep.torch_compat.module_hooks import forward_pre_hooks
 from lockstep.torch_compat.normalizations import BatchNorm, SpectralNormParametrization
 from lockstep.torch_compat.tensor_versions import version_of
@@ -98,6 +93,8 @@ class RunningBuffers(AroundMicroBatch):
     _versions: dict[str, tuple[int, int]] = field(default_factory=dict)  # of the others, before the forward pass
     _index: int = 0  # of the micro-batch that runs
     _real: bool = False  # whether it counts
+    _calls: list[int] = field(default_factory=list)  # of each active norm, when its calls were last recorded
+    _repeated: set[int] = field(default_factory=set)  # micro-batches whose recomputation is recorded
     _open: AbstractContextManager[None] = _NOTHING  # around the micro-batch that runs
 
     def __post_init__(self) -> None:
@@ -135,6 +132,7 @@ class RunningBuffers(AroundMicroBatch):
         self.forward_done()
 
     def after(self, run: MicroBatchPass) -> None:
+        self._backward_done(apart=False)
         self._open.__exit__(None, None, None)
         if run.last:
             self.finish_step(run.micro_batches_per_step)
@@ -162,17 +160,40 @@ class RunningBuffers(AroundMicroBatch):
                 setattr(module, name, buffer)
 
     def forward_done(self) -> None:
-        """Record the statistics of this micro-batch after its forward pass; recomputation comes later."""
+        """Record the statistics of this micro-batch after its forward pass."""
         self._iterated = [getattr(module, name) for module, name in self._vectors]
         if self._counting and self._real:
             counts = torch.cat([module.get_buffer(_COUNTS) for module in self._counting])
             self._counts = counts if self._counts is None else self._counts + counts
         if not self._norms and not self._others:
             return
-        if self._real and self._index % self.row == 0 and (active := self._active()):
+        active = self._active()
+        if active and self._real and self._index % self.row == 0:
             self._records[self._index] = _flat(active)
+        self._calls = _calls_of(active)
         now = self._versions_now()
         self._changed |= {name for name, seen in self._versions.items() if now[name] != seen}
+
+    @contextmanager
+    def repeating(self, index: int, *, real: bool) -> Iterator[None]:
+        """Continue the record of a micro-batch whose backward pass runs inside, some time after its forward pass."""
+        with self.micro_batch(index, real=real):
+            self._calls = _calls_of(self._active())
+            yield
+            self._backward_done(apart=True)
+
+    def _backward_done(self, *, apart: bool) -> None:
+        """Add what the model's own recomputation (`torch.utils.checkpoint`) does to the statistics, as PyTorch does.
+
+        Recomputation by `training.gradient_checkpointing` leaves them alone. `apart`: the statistics were empty when
+        the backward pass began.
+        """
+        active, index = self._active(), self._index
+        if not active or index not in self._records or index in self._repeated or _calls_of(active) == self._calls:
+            return
+        self._repeated.add(index)  # half a backward pass at a time, a schedule recomputes twice
+        found = _flat(active)
+        self._records[index] = _appending(active, found.device)(self._records[index], found) if apart else found
 
     @torch.no_grad()
     def finish_step(self, micro_batches_per_step: int) -> None:
@@ -180,6 +201,7 @@ class RunningBuffers(AroundMicroBatch):
         if (active := self._active()) and (self.ranks > 1 or self._records):
             _replay(active, self._gathered(micro_batches_per_step, active))
             self._records.clear()
+            self._repeated.clear()
         for (module, name), iterated in zip(self._vectors, self._iterated, strict=True) if self._iterated else ():
             getattr(module, name).copy_(iterated)
         if self._counting:
@@ -266,22 +288,36 @@ def _flat(modules: list[BatchNorm]) -> Tensor:
     return torch.cat([*averages, torch.stack(calls)])
 
 
-def _replay(modules: list[BatchNorm], records: Tensor) -> None:
-    """Take the running statistics through `records`, [micro-batches, statistics], one row after the other."""
-    state = _flat(modules)
-    averages, calls = state[: -len(modules)], state[-len(modules) :]
-    device = state.device
+def _calls_of(modules: list[BatchNorm]) -> list[int]:
+    """Return for each module a number that grows with its calls."""
+    return [0 if m.num_batches_tracked is None else version_of(m.num_batches_tracked) for m in modules]
+
+
+def _appending(modules: list[BatchNorm], device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function (flat statistics, row) → what calls make of them that make `row` of empty ones."""
+    width = sum(2 * m.num_features for m in modules)
     widths = torch.tensor([2 * m.num_features for m in modules], device=device)
     momentum = torch.tensor([math.nan if m.momentum is None else m.momentum for m in modules], device=device).double()
     cumulative = momentum.isnan()
-    for row in records:
-        now = row[-len(modules) :]
+    spread = partial(torch.repeat_interleave, repeats=widths, output_size=width)
+
+    def append(state: Tensor, row: Tensor) -> Tensor:
+        calls, now = state[width:], row[width:]
         share = torch.where(calls + now > 0, now / (calls + now).clamp(min=1), 0.0)
         kept = torch.where(cumulative, 1.0 - share, (1.0 - momentum) ** now)
         added = torch.where(cumulative, share, 1.0)
-        spread = partial(torch.repeat_interleave, repeats=widths, output_size=averages.numel())
-        averages = averages * spread(kept) + row[: -len(modules)] * spread(added)
-        calls = calls + now
+        return torch.cat([state[:width] * spread(kept) + row[:width] * spread(added), calls + now])
+
+    return append
+
+
+def _replay(modules: list[BatchNorm], records: Tensor) -> None:
+    """Take the running statistics through `records`, [micro-batches, statistics], one row after the other."""
+    state = _flat(modules)
+    append = _appending(modules, state.device)
+    for row in records:
+        state = append(state, row)
+    averages, calls = state[: -len(modules)], state[-len(modules) :]
     begin = 0
     for module, counted in zip(modules, calls, strict=True):
         for average in _averages(module):
@@ -289,100 +325,3 @@ def _replay(modules: list[BatchNorm], records: Tensor) -> None:
             begin += module.num_features
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.copy_(counted)
-
-
-@dataclass
-class BatchNormRows(AroundMicroBatch):
-    """The modules whose statistics are those of a row: the micro-batches that neighbouring ranks run at the same time.
-
-    Mean and variance are those of `torch.nn.SyncBatchNorm`, which refuses CPUs, from the ranks' own means and squared
-    deviations (Chan, Golub, LeVeque 1979). Outside of a step's micro-batches a module is torch's own.
-    """
-
-    ranks: int  # of a row
-    group: dist.ProcessGroup  # of this rank's row
-    _inside: bool = field(default=False, init=False)
-    _real: bool = field(default=False, init=False)
-
-    def before(self, run: MicroBatchPass) -> None:
-        self._inside, self._real = True, run.micro_batch.real
-
-    def after(self, run: MicroBatchPass) -> None:
-        self._inside = False
-
-    def failed(self, error: BaseException) -> None:
-        self._inside = False
-
-    def forward(self, module: BatchNorm, inputs: Tensor) -> Tensor:
-        """Return a module's outputs for [samples, channels, …], and update its running statistics as torch does."""
-        if not (self._inside and module.training):
-            return type(module).forward(module, inputs)
-        x = inputs.float() if inputs.dtype in (torch.float16, torch.bfloat16) else inputs
-        dims, channels = [0, *range(2, x.dim())], x.shape[1]
-        count = x.new_full((1,), float(x.numel() // channels * self._real))
-        mean = x.mean(dims)
-        deviations = (x - _spread(mean, x)).square().sum(dims) * float(self._real)
-        table = with_backward(self._gather, self._pull_back, torch.cat([mean, deviations, count]))
-        means, deviations, counts = table[:, :channels], table[:, channels:-1].sum(0), table[:, -1:].detach()
-        total = counts.sum().clamp(min=1.0)
-        mean = (counts * means).sum(0) / total
-        variance = (deviations + (counts * (means - mean).square()).sum(0)) / total
-        _update(module, mean.detach(), variance.detach() * (total / (total - 1.0).clamp(min=1.0)))
-        outputs = (x - _spread(mean, x)) * _spread((variance + module.eps).rsqrt(), x)
-        if module.affine:
-            outputs = outputs * _spread(module.weight, x) + _spread(module.bias, x)
-        return outputs.to(inputs.dtype)
-
-    def _gather(self, mine: Tensor) -> Tensor:
-        """Return [numbers] of each rank as [ranks, numbers]."""
-        table = mine.new_empty(self.ranks * mine.numel())
-        all_gather_flat(table, mine.contiguous(), group=self.group)
-        return table.view(self.ranks, -1)
-
-    def _pull_back(self, pull: Tensor) -> Tensor:
-        """Add up what the ranks say of this one's."""
-        whole = pull.contiguous().clone()
-        dist.all_reduce(whole, group=self.group)
-        return whole[dist.get_rank(self.group)]
-
-
-def _spread(values: Tensor, like: Tensor) -> Tensor:
-    """Return [channels] as [channels, 1, …], to be used with [samples, channels, …]."""
-    return values.view(-1, *[1] * (like.dim() - 2))
-
-
-@torch.no_grad()
-def _update(module: BatchNorm, mean: Tensor, variance: Tensor) -> None:
-    if module.running_mean is None or module.running_var is None:
-        return
-    share: Any = module.momentum
-    if module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-        share = share if share is not None else 1.0 / module.num_batches_tracked
-    module.running_mean.lerp_(mean.to(module.running_mean.dtype), share)
-    module.running_var.lerp_(variance.to(module.running_var.dtype), share)
-
-
-def apply_batch_norm_rows(model: nn.Module, samples: int | None, batch_size: int, ranks: int) -> BatchNormRows | None:
-    """Have batch normalisation cover rows of ranks, of so many samples; None where a row is one micro-batch."""
-    in_row = 1 if samples is None else samples // batch_size
-    if in_row == 1:
-        return None
-    found = {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
-    other = next((name for name, module in found.items() if type(module).forward is not BatchNorm.forward), None)
-    if other is not None or not found:
-        what = f"{other} ({type(found[other]).__name__}) has a forward of its own" if other else "the model has none"
-        what = f"batch normalisation can't cover {samples} samples: {what}"
-        fix = f"leave it out, or write training.batch_size: {samples}"
-        fix += ", or use nn.BatchNorm1d, 2d or 3d" if other else ""
-        raise UsageError(what, where="training.batch_norm_samples", fix=fix)
-    group = create_group("batch_norm", [range(first, first + in_row) for first in range(0, ranks, in_row)])
-    assert group is not None
-    rows = BatchNormRows(in_row, group)
-
-    def forward(self: BatchNorm, input: Tensor) -> Tensor:
-        return rows.forward(self, input)
-
-    for module in found.values():
-        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
-    return rows

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import StepConfig
 from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize, Pieces, StepTime, replicated_step
-from lockstep.errors import Contradiction, RunError, listed
+from lockstep.errors import Contradiction, RunError, UsageError, listed
 from lockstep.layout import Layout
 from lockstep.monitor.meters import watch_ddp
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
@@ -141,6 +141,18 @@ class DDPSync(AroundMicroBatch):
     def before(self, run: MicroBatchPass) -> None:
         self._model.require_backward_grad_sync = run.last or self._learns
         self._learns = False
+
+    def failed(self, error: BaseException) -> Exception | None:
+        """Explain where DDP found a parameter that gets its gradient more than once in a backward pass."""
+        if not isinstance(error, RuntimeError) or "mark a variable ready only once" not in str(error):
+            return None
+        found = re.search(r"Parameter at index (\d+)", str(error))
+        name = "a parameter" if found is None else f"the parameter {self._names[int(found[1])]}"
+        what = f"{name} gets its gradient more than once in one backward pass"
+        why = "each call of a reentrant checkpoint has a backward pass of its own, and DDP waits for one gradient"
+        fix = "write checkpoint(…, use_reentrant=False); transformers takes it in gradient_checkpointing_enable("
+        fix += 'gradient_checkpointing_kwargs={"use_reentrant": False}); or write strategy: fsdp'
+        return UsageError(what, where="the model's forward pass", why=why, fix=fix)
 
     def after(self, run: MicroBatchPass) -> None:
         model = self._model

@@ -25,12 +25,17 @@ from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.registry import load_object
 
 _MIXED = "mixed torch.Tensor and DTensor"  # part of torch's message where a sharded parameter meets a plain tensor
+_NOT_IN_GRAPH = "appears to not have been used in the graph"  # and where the gradient of a sharded one is asked for
 _END = 0  # the place of the model itself in the list of units: its forward pass is over
 
 
 def explain_mixing(error: BaseException, explanation: Callable[[], UsageError]) -> UsageError | None:
     """Return an explanation where torch found a parameter that is used while it is sharded; None for other errors."""
-    return explanation() if isinstance(error, RuntimeError) and _MIXED in str(error) else None
+    if not isinstance(error, RuntimeError):
+        return None
+    if _NOT_IN_GRAPH in str(error):
+        return used_elsewhere()
+    return explanation() if _MIXED in str(error) else None
 
 
 def used_elsewhere() -> UsageError:

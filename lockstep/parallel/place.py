@@ -22,7 +22,8 @@ from lockstep.mesh import device_mesh
 from lockstep.models.protocol import Objective, blocks_of, require_segments, segments_of
 from lockstep.parallel import divergence, side_effects
 from lockstep.parallel.activation import apply_activation_checkpointing
-from lockstep.parallel.buffers import apply_batch_norm_rows, refuse_synchronised
+from lockstep.parallel.batch_norm_rows import apply_batch_norm_rows
+from lockstep.parallel.buffers import refuse_synchronised
 from lockstep.parallel.chain_check import check_chain
 from lockstep.parallel.context import apply_context, context_of, cut_objective, plan_of, train_context
 from lockstep.parallel.expert import apply_experts, train_experts

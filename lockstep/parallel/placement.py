@@ -18,7 +18,8 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.mesh import data_parallel_group
 from lockstep.models.protocol import Objective
-from lockstep.parallel.buffers import BatchNormRows, RunningBuffers
+from lockstep.parallel.batch_norm_rows import BatchNormRows
+from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.comm.compression import Compression, compress
 from lockstep.parallel.context_attention import Context
 from lockstep.parallel.expert import PlacedExperts

@@ -4,7 +4,7 @@ Public torch: none for either. From torch 2.15 on `finalize_backward` reduces on
 same step; a pipeline reduces once for several runs of its schedule, in the last of which a unit may have had no forward
 pass. And a unit that reentrant checkpoints call twice loses the gradient of one of the calls: when the second is
 repeated, the unit's state still says that its backward pass is about to come.
-Seen to work: torch 2.13.0 and 2.15.0; before 2.15 there is no `finalize_backward`, and `expect_reduction` is not called.
+Seen to work: torch 2.13.0 and 2.15.0. Before 2.15 there is no `finalize_backward`; `expect_reduction` is not called.
 When gone: AttributeError in the first step of a pipeline with FSDP2, or of a model on FSDP2 that recomputes itself.
 """
 

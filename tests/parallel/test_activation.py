@@ -143,6 +143,53 @@ def test_a_run_ends_where_the_model_does_something_between_blocks() -> None:
     assert calls == [4] * BLOCKS
 
 
+class Quantised(nn.Module):
+    """Keeps an average that its forward pass follows and reads, as a codebook does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("average", torch.ones(WIDTH))
+        self.register_buffer("constant", torch.full((WIDTH,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.drop(self.linear(x))) * self.average.clone() + self.constant
+        self.average.lerp_(x.detach().mean(0), 0.5)
+        return torch.tanh(x)
+
+
+class Codebooks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Quantised() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "sequential"])
+def test_recomputation_begins_with_the_buffers_of_the_forward_pass_and_leaves_them_alone(mode: str) -> None:
+    def of(mode: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+        model, random_state = Codebooks(), RandomState(7, torch.device("cpu"))
+        key_segments(random_state, blocks_of(model), chain=False)
+        apply_activation_checkpointing(blocks_of(model), mode, random_state)
+        x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
+        with random_state.running("train", 0):
+            for micro_batch in range(2):
+                random_state.at(micro_batch)
+                model(x).square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None], dict(model.named_buffers())
+
+    (plain, left), (gradients, buffers) = of("none"), of(mode)
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True))
+    assert all(torch.equal(value, buffers[name]) for name, value in left.items())
+    assert not torch.equal(left["layers.0.average"], torch.ones(WIDTH))
+
+
 def test_runs_of_compiled_blocks_are_refused() -> None:
     with pytest.raises(UsageError, match="blocks are compiled one by one"):
         apply_activation_checkpointing(

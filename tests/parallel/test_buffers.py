@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
@@ -41,10 +42,14 @@ class Block(nn.Module):
 
 
 class Normalised(nn.Module):
-    """A norm in a repeated block, one that runs twice in a pass, one with a cumulative average, and a frozen one."""
+    """A norm in a repeated block, one that runs twice in a pass, one with a cumulative average, and a frozen one.
 
-    def __init__(self) -> None:
+    With `recomputes` it recomputes its blocks by itself.
+    """
+
+    def __init__(self, recomputes: bool = False) -> None:
         super().__init__()
+        self.recomputes = recomputes
         self.layers = nn.ModuleList(Block() for _ in range(2))
         self.twice = nn.BatchNorm1d(FEATURES)
         self.cumulative = nn.BatchNorm1d(FEATURES, momentum=None)
@@ -58,7 +63,7 @@ class Normalised(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
         return self.head(self.frozen(self.cumulative(self.twice(2 * self.twice(x)))))
 
 
@@ -96,19 +101,20 @@ def train(model: nn.Module, settings: dict[str, Any], *, whole: bool = False) ->
 
 def normalised(settings: dict[str, Any]) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    return train(Normalised(), settings)
+    own = {key: value for key, value in settings.items() if key != "recomputes"}
+    return train(Normalised(settings.get("recomputes", False)), own)
 
 
 def normalised_in_all(cases: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
     return [normalised(case) for case in cases]
 
 
-def plain_process() -> dict[str, Tensor]:
+def plain_process(recomputes: bool = False) -> dict[str, Tensor]:
     """The same training in plain PyTorch, micro-batches one after the other."""
     from lockstep.data import SampleOrder
 
     torch.manual_seed(0)
-    model = Normalised().train()
+    model = Normalised(recomputes).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=0.1)
     order = SampleOrder(SAMPLES, 4, 16, seed=1337)
     for step in range(order.steps_per_epoch):
@@ -127,7 +133,8 @@ def plain_process() -> dict[str, Tensor]:
 def test_running_statistics_do_not_depend_on_ranks_and_count_each_micro_batch_once() -> None:
     """1 rank × 4 micro-batches, 2 × 2 and 4 × 1 (with dummies in the short step) under ddp and fsdp; recomputation too.
 
-    Left to themselves, 1×4 and 4×1 give other variances, and activation checkpointing counts each micro-batch twice.
+    Left to themselves, 1×4 and 4×1 give other variances, and activation checkpointing counts each micro-batch twice. So
+    does PyTorch where a model recomputes by itself, and its statistics are then those of PyTorch.
     """
     plain = plain_process()
     alone = normalised({})
@@ -137,10 +144,39 @@ def test_running_statistics_do_not_depend_on_ranks_and_count_each_micro_batch_on
     recomputed = {"training.gradient_checkpointing": "full"}
     assert_same(normalised(recomputed), plain)
     cases = [more | {"distributed.strategy": strategy} for strategy in ("ddp", "fsdp") for more in ({}, recomputed)]
+    twice = plain_process(recomputes=True)
+    assert twice["layers.0.norm.num_batches_tracked"] == 44
+    assert_same(normalised({"recomputes": True}), twice)
+    cases += [{"distributed.strategy": strategy, "recomputes": True} for strategy in ("ddp", "fsdp")]
     for ranks in (2, 4):
         for buffers_of_cases in run_ranks(normalised_in_all, ranks, cases):
-            for buffers in buffers_of_cases:
-                assert_same(buffers, plain)
+            for case, buffers in zip(cases, buffers_of_cases, strict=True):
+                assert_same(buffers, twice if "recomputes" in case else plain)
+
+
+class Recomputing(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def piped(topology: str, settings: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    stages = [Recomputing(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES, momentum=m)) for m in (0.3, None)]
+    model = nn.Sequential(*stages, *stages[:0], nn.Linear(FEATURES, 3))
+    return train(model, {"distributed.strategy": topology, **settings}, whole=True)
+
+
+def piped_in_all(cases: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    return [piped("pipeline", case) for case in cases]
+
+
+def test_stages_record_what_their_modules_recompute_as_one_process_does() -> None:
+    plain = piped("single", {})
+    zero_bubble = {"distributed.pipeline.schedule": "InterleavedZeroBubble", "distributed.pipeline.stages_per_rank": 1}
+    assert plain["0.1.num_batches_tracked"] == 44
+    for ours in run_ranks(piped_in_all, 2, [{}, zero_bubble])[0]:
+        for name, value in plain.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, at=name: f"{at}: {m}")
 
 
 class Pictured(Normalised):

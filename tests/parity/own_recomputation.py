@@ -30,12 +30,13 @@ class Layer(nn.Module):
         self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.drop = nn.Dropout(0.3)
         self.inner = False  # recompute a part of the block
+        self.depth_by_python = False  # draw from Python's generator, too, which PyTorch does not restore
 
     def perceptron(self, x: Tensor) -> Tensor:
         return self.drop(self.narrow(torch.relu(self.wide(x))))
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = random.random() < 0.7  # stochastic depth, drawn by Python
+        kept = random.random() < 0.7 if self.depth_by_python else True  # stochastic depth
         added = checkpoint(self.perceptron, x, use_reentrant=False) if self.inner else self.perceptron(x)
         return self.drop(x) + kept * added
 
@@ -175,6 +176,8 @@ class Net(nn.Module):
         self.stem, self.head = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, 1)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
         self.way = way
+        for layer in self.layers:
+            layer.depth_by_python = True
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         return [(f"layers.{place}", layer) for place, layer in enumerate(self.layers)]
@@ -222,7 +225,7 @@ def chain_of_recomputed(reentrant: bool | None, **options: Any) -> nn.Sequential
     return nn.Sequential(*parts)
 
 
-def train(model: nn.Module, topology: str, settings: dict[str, Any]) -> Numbers:
+def train(model: nn.Module, topology: str, settings: dict[str, Any], data: Any = None) -> Numbers:
     values, _ = parse_topology(topology)
     common = {
         "training.batch_size": 2,
@@ -233,9 +236,11 @@ def train(model: nn.Module, topology: str, settings: dict[str, Any]) -> Numbers:
         "precision.mode": "fp32",
     }
     config = config_from({**common, **{f"distributed.{key}": value for key, value in values.items()}, **settings})
-    x = torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(7))
-    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
-    trainer = Trainer(model.train(), loss_fn=nn.MSELoss(), config=config)
+    loss_fn = nn.MSELoss() if data is None else None
+    if data is None:
+        x = torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(7))
+        data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    trainer = Trainer(model.train(), loss_fn=loss_fn, config=config)
     records = [(float(r.loss).hex(), float(r.grad_norm).hex()) for r in trainer.steps(data)]
-    total = sum((value.double().sum() for value in trainer.state_dict().values()), torch.zeros(()))
-    return records, float(total).hex()
+    total = sum((float(value.double().sum()) for value in trainer.state_dict().values()), 0.0)  # on the first rank
+    return records, total.hex()

@@ -265,10 +265,10 @@ class Runner:
 
     @contextmanager
     def backward_at(self, stage: int, place: int) -> Iterator[None]:
-        """Prepare for its backward pass. Recomputed forward passes write to statistics that nobody reads."""
+        """Prepare for its backward pass, which may recompute forward passes."""
         micro_batch = self._run[place]
         self.random_state.micro_batch = micro_batch.index  # of the calls that it may repeat
-        with self._part(stage)[1].micro_batch(micro_batch.index, real=False):
+        with self._part(stage)[1].repeating(micro_batch.index, real=micro_batch.real):
             yield
 
     def _part(self, stage: int) -> tuple[StageModule, RunningBuffers]:
