@@ -70,7 +70,7 @@ def _checkpointed(
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        repeat = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=True)
+        repeat: Any = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=True)
         if compiled:
             selecting = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
             return repeat(*args, **selecting, **kwargs)
