@@ -90,7 +90,13 @@ class Reader(Dataset[Any]):
             return self._collate(self._samples(request))
         if self._own_of_epoch != request.epoch:  # `set_epoch` may have made others
             self._own, self._own_of_epoch = self.own_generators(), request.epoch
-        with preserve_states(), preserve(self._own):
+        if self._own:
+            with preserve(self._own):
+                return self._read_seeded(request)
+        return self._read_seeded(request)
+
+    def _read_seeded(self, request: ReadRequest) -> Any:
+        with preserve_states():
             samples = self._samples(request)
             self._seed_all("collate", self._seed, request.step, request.micro_batch)
             return self._collate(samples)
@@ -102,7 +108,8 @@ class Reader(Dataset[Any]):
 
     def _seed_all(self, *parts: object) -> None:
         seed_from(*parts)
-        seed_generators(self._own, *parts)
+        if self._own:
+            seed_generators(self._own, *parts)
 
     def _samples(self, request: ReadRequest) -> list[Any]:
         together = getattr(self.dataset, "__getitems__", None)
@@ -113,23 +120,26 @@ class Reader(Dataset[Any]):
         for self._at in request.indices:  # kept in `_at` for the message if it fails
             if self.reading is not None:
                 self._mark(self._at)
-            samples.append(self._sample(request.epoch, self._at))
+            if self._own:
+                self._seed_all("sample", self._seed, request.epoch, self._at)
+            elif self._draws:
+                seed_from("sample", self._seed, request.epoch, self._at)
+            samples.append(self.dataset[self._at])
+            if self._is_first:
+                samples[0] = self._read_again_if_new(request.epoch, self._at, samples[0])
             went_forward()
         self._at = None
         self._mark(-1)
         return samples
 
-    def _sample(self, epoch: int, index: int) -> Any:
-        if not self._draws:
-            return self.dataset[index]
-        self._seed_all("sample", self._seed, epoch, index)
-        sample = self.dataset[index]
-        if self._is_first and (found := self.own_generators()).keys() != self._own.keys():  # made by this very call
-            self._own = found
-            self._seed_all("sample", self._seed, epoch, index)
-            sample = self.dataset[index]
+    def _read_again_if_new(self, epoch: int, index: int, sample: Any) -> Any:
+        """Return the process's first sample; read again if reading it has made a generator, which was not seeded."""
         self._is_first = False
-        return sample
+        if not self._draws or (found := self.own_generators()).keys() == self._own.keys():
+            return sample
+        self._own = found
+        self._seed_all("sample", self._seed, epoch, index)
+        return self.dataset[index]
 
     def _together(self, read: Callable[[list[int]], Any], indices: list[int]) -> Any:
         self._mark(indices[0])
