@@ -6,17 +6,32 @@ Seen to work: torch 2.11.0 to 2.15.0.
 When gone: importing this file raises AttributeError for a method; a launch fails at once for an attribute.
 """
 
+import inspect
 import threading
+from functools import partial
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs
 
+_TAKES_TIMEOUT = "shutdown_timeout" in inspect.signature(LocalElasticAgent.__init__).parameters  # from torch 2.12 on
 OVERRIDDEN = ("_rendezvous", "_invoke_run", "_exit_barrier", "_start_workers", "_monitor_workers", "_restart_workers")
 
 
 class ExtensibleAgent(LocalElasticAgent):
-    """An agent whose steps are overridden by public names, under which they are torch's own here."""
+    """An agent whose steps are overridden by public names, under which they are torch's own here.
+
+    Args:
+        spec: what to start, and how often to start it again.
+        logs_specs: where torch redirects output to.
+        shutdown_timeout: seconds that ranks which are asked to end have, before they are killed.
+    """
+
+    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, *, shutdown_timeout: int = 30) -> None:
+        timeout: dict[str, Any] = {"shutdown_timeout": shutdown_timeout} if _TAKES_TIMEOUT else {}
+        super().__init__(spec, logs_specs, **timeout)
+        self._seconds_to_end = shutdown_timeout
 
     meet_machines = LocalElasticAgent._rendezvous  # waits for the other machines, and assigns global ranks
     wait_for_machines = LocalElasticAgent._exit_barrier  # until the ranks of all machines have ended
@@ -62,7 +77,11 @@ class ExtensibleAgent(LocalElasticAgent):
 
     def start_ranks(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the machine's ranks; return local rank → process id."""
-        return super()._start_workers(worker_group)  # type: ignore[no-any-return]
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        if not _TAKES_TIMEOUT:  # torch 2.11 closes its processes with a timeout of its own
+            processes: Any = self._pcontext
+            processes.close = partial(processes.close, timeout=self._seconds_to_end)
+        return started
 
     def look_at_ranks(self, worker_group: WorkerGroup) -> RunResult:
         """Return the state of the machine's ranks now."""

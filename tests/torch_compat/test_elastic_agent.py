@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from tests.ranks import free_port
 class Noting(ExtensibleAgent):
     """Notes which steps torch calls."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull))
+    def __init__(self, spec: WorkerSpec, shutdown_timeout: int) -> None:
+        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=shutdown_timeout)
         self.steps: list[str] = []
 
     def meet_machines(self, worker_group: WorkerGroup) -> None:
@@ -56,12 +57,11 @@ class Noting(ExtensibleAgent):
         super().restart_ranks(worker_group)
 
 
-def agent(program: str, arguments: tuple[str, ...]) -> Noting:
+def agent(program: str, arguments: tuple[str, ...], shutdown_timeout: int = 30) -> Noting:
     parameters = RendezvousParameters("static", f"127.0.0.1:{free_port()}", "run", 1, 1, rank=0, timeout=30)
     handler = create_rdzv_handler(parameters)
-    return Noting(
-        WorkerSpec("default", 1, handler, entrypoint=program, args=arguments, max_restarts=1, monitor_interval=0.05)
-    )
+    spec = WorkerSpec("default", 1, handler, entrypoint=program, args=arguments, max_restarts=1, monitor_interval=0.05)
+    return Noting(spec, shutdown_timeout)
 
 
 def test_torch_calls_every_step(tmp_path: Path) -> None:
@@ -74,6 +74,22 @@ def test_torch_calls_every_step(tmp_path: Path) -> None:
     assert noting.restarts_left == 0
     assert noting.worker_group.workers[0].global_rank == 0
     noting.leave_rendezvous(5.0)
+
+
+def test_ranks_that_do_not_end_are_killed_after_the_timeout(tmp_path: Path) -> None:
+    deaf = f"trap '' TERM; touch {tmp_path}/deaf; while true; do sleep 0.1; done"
+    noting = agent("/bin/sh", ("-c", deaf), shutdown_timeout=1)
+
+    def stop_when_deaf() -> None:
+        while not (tmp_path / "deaf").exists():
+            time.sleep(0.05)
+        raise RuntimeError("enough")
+
+    noting.look_at_ranks = lambda group: stop_when_deaf()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="enough"):
+        noting.run()
+    assert 1 <= time.monotonic() - began < 25, "torch's own timeout is 30 s"
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
