@@ -11,14 +11,27 @@ import errno
 import json
 import math
 import os
+import secrets
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from lockstep import run_files
 from lockstep.errors import UsageError
 from lockstep.paths import local_path
+from lockstep.run_files import (
+    LeftOutError,
+    Note,
+    create_file,
+    is_file,
+    open_file,
+    parse_object,
+    read_object,
+    replace_file,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +39,7 @@ if TYPE_CHECKING:
 Scalar: TypeAlias = "Tensor | float"  # a 0-dim tensor on a GPU until it is read, a plain number elsewhere
 
 _LONGEST_LINE = 4096  # bytes of a line that is expected
+_MOST_OF_RANKS = 16 << 20  # bytes of ranks.json; one of 10,000 ranks has less than one
 
 
 @dataclass
@@ -94,8 +108,8 @@ class RunDirectory:
         """Create the folder and `logs/`. Raises UsageError: it cannot be created or written to."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".write-test-{os.getpid()}"
-            probe.touch()
+            probe = self.path / f".write-test-{secrets.token_hex(8)}"
+            create_file(probe, b"")
             probe.unlink()
         except OSError as error:
             text = f"the run directory {self.path} can't be written"
@@ -113,17 +127,14 @@ class RunDirectory:
     def write_ranks(self, table: Mapping[str, Sequence[float]], step: int) -> None:
         """Replace `ranks.json`: the newest measurements of all ranks, name → values by rank; nan is null."""
         values = {name: [v if math.isfinite(v) else None for v in column] for name, column in table.items()}
-        beside = self.path / ".ranks.json.tmp"
-        beside.write_text(json.dumps({"measured_at": step, **values}))
-        os.replace(beside, self.path / "ranks.json")
+        replace_file(self.path / "ranks.json", json.dumps({"measured_at": step, **values}))
 
     def read_ranks(self) -> dict[str, Any]:
         """Return what `write_ranks` wrote last; empty if there is nothing."""
         try:
-            found = json.loads((self.path / "ranks.json").read_text())
-        except (OSError, ValueError):
+            return read_object(self.path, "ranks.json", limit=_MOST_OF_RANKS)
+        except OSError:
             return {}
-        return found if isinstance(found, dict) else {}
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return all whole rows of the metrics."""
@@ -135,12 +146,17 @@ class RunDirectory:
 
     def drop_after(self, step: int) -> None:
         """Drop metrics of steps after `step`: the run resumes there and writes them again."""
-        if not self.metrics.exists():
+        if not is_file(self.path, self.metrics.name):
             return
-        kept = [row for row in read_lines(self.metrics) if row.get("step", 0) <= step]
-        beside = self.metrics.with_suffix(".jsonl.tmp")
-        beside.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(beside, self.metrics)
+        kept = self.metrics.with_name(f".{self.metrics.name}.tmp-{secrets.token_hex(8)}")
+        try:
+            with kept.open("x", encoding="utf-8") as file:
+                for row in read_lines(self.metrics):  # one at a time: a long run has gigabytes of them
+                    if isinstance(at := row.get("step", 0), int | float) and at <= step:
+                        file.write(json.dumps(row) + "\n")
+            kept.replace(self.metrics)
+        finally:
+            kept.unlink(missing_ok=True)
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
@@ -151,8 +167,10 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
 
 def append_whole(path: Path, data: bytes, *, end: bytes = b"") -> None:
     """Append all of `data`, after the ending `end` that the file must have; if that raises OSError, nothing is."""
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise LeftOutError(errno.EINVAL, "it is not an ordinary file", str(path))
         size = os.fstat(handle).st_size
         if end and size and os.pread(handle, len(end), max(0, size - len(end))) != end:
             data = end + data
@@ -167,28 +185,20 @@ def append_whole(path: Path, data: bytes, *, end: bytes = b"") -> None:
 def last_lines(path: Path, count: int) -> list[dict[str, Any]]:
     """Return the last whole lines of a JSON-lines file, at most `count`, without reading all of it."""
     try:
-        with path.open("rb") as file:
+        with open_file(path.parent, path.name) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - count * _LONGEST_LINE))
-            lines = file.read().splitlines()[-count:]
+            lines = file.read(count * _LONGEST_LINE).splitlines()[-count:]
     except OSError:
         return []
-    return [row for line in lines if (row := _whole(line)) is not None]
+    return [row for line in lines if (row := parse_object(line)) is not None]
 
 
-def _whole(line: bytes | str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
+def read_lines(path: Path, note: Note = lambda _text: None) -> Iterator[dict[str, Any]]:
+    """Yield the whole lines of a JSON-lines file; a broken one (the process was killed meanwhile) is skipped.
 
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a JSON-lines file; a broken one (the process was killed meanwhile) is skipped."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if (row := _whole(line)) is not None:
-                yield row
+    `note` is told what else is left out (`run_files.read_lines`).
+    """
+    for line in run_files.read_lines(path.parent, path.name, note):
+        if (row := parse_object(line)) is not None:
+            yield row

@@ -135,7 +135,7 @@ class RunLock:
         """Open and lock the file, once nobody else has it, and write the holder to it."""
         begun, first = time.monotonic(), None
         while True:
-            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
             try:
                 locked = _lock(handle)
                 holder = _read(handle)
@@ -178,7 +178,7 @@ class RunLock:
                 if _is_at(self._handle, self._path):
                     holder = _read(self._handle)
                 else:
-                    other = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                    other = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
                     try:
                         holder = _read(other)
                     finally:
@@ -197,7 +197,7 @@ def require_free(directory: Path) -> None:
     begun = time.monotonic()
     while True:
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             return
         try:

@@ -19,7 +19,6 @@ import re
 import secrets
 import shutil
 import socket
-import stat
 import time
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +31,7 @@ import psutil
 from lockstep.checkpoint.storage import MANIFEST, Checkpoint, Directory, Location, Storage
 from lockstep.heartbeat import went_forward
 from lockstep.paths import local_path
+from lockstep.run_files import open_file
 
 _BUFFER = 4 << 20  # bytes written at a time
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
@@ -71,19 +71,7 @@ class PosixStorage(Storage):
     @contextmanager
     def open(self, name: str, file: str) -> Generator[BinaryIO, None, None]:
         """Open a file for reading; neither it nor a folder inside the checkpoint may be a symbolic link."""
-        folder = os.open(self.root / name, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            *parents, last = file.split("/")
-            for parent in parents:
-                deeper = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-                os.close(folder)
-                folder = deeper
-            handle = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-        finally:
-            os.close(folder)
-        with os.fdopen(handle, "rb") as stream:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise OSError(f"{file} is not an ordinary file")
+        with open_file(self.root / name, *file.split("/")) as stream:
             yield stream
 
     def begin(self, name: str) -> str:

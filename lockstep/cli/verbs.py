@@ -20,6 +20,7 @@ from lockstep.cli.arguments import (
 )
 from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.paths import local_path
+from lockstep.run_files import printable
 
 
 def init(argv: list[str]) -> int:
@@ -184,7 +185,8 @@ def checkpoint(argv: list[str]) -> int:
     given = parser.parse(argv)
     from lockstep.checkpoint import commands
 
-    print(commands.run(given.verb, given.path, output=given.output, to=given.to, prefix=given.prefix))
+    text = commands.run(given.verb, given.path, output=given.output, to=given.to, prefix=given.prefix)
+    print(printable(text))  # names in it are those of a checkpoint, which may be a stranger's
     return EXIT_DONE
 
 

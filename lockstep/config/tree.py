@@ -135,14 +135,12 @@ def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False)
     """
     try:
         document = yaml.compose(text, Loader=CoreLoader)
+        return Node(None, origins(0)) if document is None else _Builder(origins, overlay).build(document)
     except yaml.YAMLError as error:
         raise _not_yaml(error, origins) from None
     except RecursionError:
         fix = "a config is a few levels deep; mend the brackets"
         raise UsageError("the YAML is nested too deeply", where=str(origins(0).file), fix=fix) from None
-    if document is None:
-        return Node(None, origins(0))
-    return _Builder(origins, overlay).build(document)
 
 
 def _not_yaml(error: yaml.YAMLError, origins: Callable[[int], Origin]) -> UsageError:

@@ -3,10 +3,13 @@
 It reads files and the environment, and returns text. torch is loaded only by checks that need it.
 """
 
+import os
 import re
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+
+from lockstep.run_files import open_file
 
 _PAGE = Path(__file__).with_name("known_errors.md")
 _CELL = re.compile(r"(?<!\\)\|")  # between cells; within them it is written `\|`
@@ -77,8 +80,8 @@ def recognise(text: str, log: Path | None = None) -> KnownError | None:
 def tail(log: Path) -> str:
     """Return the end of a log; empty if there is none."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
+        with open_file(log.parent, log.name) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read(_TAIL_BYTES).decode(errors="replace")
     except OSError:
         return ""

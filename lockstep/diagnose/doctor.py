@@ -21,6 +21,7 @@ from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, UsageError
 from lockstep.network import address_towards, interface_of
 from lockstep.report import units
+from lockstep.run_files import create_file
 
 _TRY_SECONDS = 5.0
 _DISK_BYTES = 32 * 2**20
@@ -117,18 +118,18 @@ def disk(run_directory: Path, exchange: RankExchange, rank_of_machine: bool) -> 
             found.setdefault("disk_error", f"{error.strerror}: {error.filename or run_directory}")
 
     made = not os.path.exists(run_directory)
-    mark = run_directory / ".doctor-was-here"
     token = exchange.all(os.urandom(8).hex())[0]
+    mark = run_directory / f".doctor-{token}"
     attempt(lambda: run_directory.mkdir(parents=True, exist_ok=True))
     if exchange.rank == 0:
-        attempt(lambda: mark.write_text(token))
+        attempt(lambda: create_file(mark, token))
     exchange.all(None)
     attempt(lambda: found.update(sees_run_directory=os.path.isfile(mark) and mark.read_text() == token))
     exchange.all(None)
     if exchange.rank == 0:
         attempt(lambda: mark.unlink(missing_ok=True))
     if rank_of_machine:
-        attempt(lambda: found.update(disk_speed=_disk_speed(run_directory / f".doctor-{exchange.rank}")))
+        attempt(lambda: found.update(disk_speed=_disk_speed(run_directory / f".doctor-{token}-{exchange.rank}")))
     exchange.all(None)
     if made:
         with suppress(OSError):  # another rank was faster, or the folder is not empty
@@ -141,7 +142,7 @@ def _disk_speed(probe: Path) -> float:
     data = os.urandom(2**20) * (_DISK_BYTES // 2**20)
     try:
         began = time.monotonic()
-        with probe.open("wb") as file:
+        with probe.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -32,6 +32,7 @@ from lockstep.errors import (
     lost_a_peer,
 )
 from lockstep.heartbeat import own_heartbeat
+from lockstep.run_files import replace_file
 from lockstep.signals import name_of
 
 # The launcher ends the rest of a run so.
@@ -63,9 +64,7 @@ class Failure:
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".rank-{self.rank}-{os.getpid()}"
-        temporary.write_text(json.dumps(asdict(self)))
-        temporary.rename(folder / f"rank-{self.rank}.json")
+        replace_file(folder / f"rank-{self.rank}.json", json.dumps(asdict(self)))
 
     def error(self) -> LockstepError:
         if self.kind == "usage":

@@ -25,6 +25,7 @@ from typing import Any
 from lockstep.heartbeat import DUMP, Beat, Call, read_beats, read_limits
 from lockstep.launch import failures
 from lockstep.launch.failures import Failure, Stack, Stopped, is_stopped, send_signal, stacks_file
+from lockstep.run_files import replace_file
 
 STACKS_SIGNAL = signal.SIGQUIT  # `kill -QUIT` makes a rank write its stacks at any time
 _ANSWER_SECONDS = 2.0  # for the ranks that run
@@ -257,7 +258,7 @@ class HangWatch:
             trace = json.loads(data)
         except (OSError, ValueError):
             return 0, ""
-        (self.logs / f"rank-{rank}.flight.json").write_bytes(data)
+        replace_file(self.logs / f"rank-{rank}.flight.json", data)
         status = trace.get("pg_status", {}).values()
         count = sum(int(group.get("last_enqueued_collective", 0)) for group in status)
         entries: list[dict[str, Any]] = trace.get("entries", [])

@@ -26,6 +26,7 @@ from lockstep.environment import parent_identity, rank_facts
 from lockstep.errors import EXIT_DONE, EXIT_PREEMPTED, LockstepError, UsageError
 from lockstep.launch.failures import Failure, done_mark, from_exception, preempted, stacks_file
 from lockstep.launch.hang import STACKS_SIGNAL
+from lockstep.run_files import open_to_append, printable
 
 _copiers: list[subprocess.Popen[bytes]] = []  # they end when nobody writes to them any more
 _VARIABLE = "LOCKSTEP_CONSOLE_OUTPUT"  # carries `ConsoleOutput` from the launcher to its ranks
@@ -147,7 +148,7 @@ def to_log(
     Python's streams; `include_children`: also show the output of child processes, and of C libraries.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    handle = open_to_append(path)
     before = sys.stdout, sys.stderr
     as_text: Any = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace"}
     saved: list[int] = []
@@ -228,9 +229,9 @@ def run_as_worker(
             output = to_log(log, on_console=shown, descriptors=launched, include_children=include_children)
             stream = stack.enter_context(output)
             if launched:
-                faulthandler.enable(file=log.open("a"))
+                faulthandler.enable(file=os.fdopen(open_to_append(log), "a"))
                 if heartbeat.FOLDER in os.environ:  # SIGQUIT makes it write all stacks, even while Python waits in C
-                    file = stacks_file(logs, facts.rank).open("a")
+                    file = os.fdopen(open_to_append(stacks_file(logs, facts.rank)), "a")
                     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
             code = work() or EXIT_DONE
             failure = preempted(facts) if code == EXIT_PREEMPTED else None
@@ -290,7 +291,7 @@ def print_error(error: LockstepError, trace: str = "") -> None:
     stream = console(sys.stderr)
     if os.environ.get("LOCKSTEP_TRACEBACK") == "1" and trace:
         stream.write(trace)
-    stream.write(f"lockstep: {error}\n")
+    stream.write(f"lockstep: {printable(str(error))}\n")
     stream.flush()
 
 

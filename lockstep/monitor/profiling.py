@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.config import ProfileConfig
 from lockstep.monitor.figures import gather_objects
 from lockstep.paths import local_path
+from lockstep.run_files import replace_file
 
 Interval = tuple[float, float]
 Summary = dict[str, Any]
@@ -213,8 +214,8 @@ class Profiler:
         summary = combine(found, step - self._config.active + 1, step)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / "summary.json").write_text(json.dumps(summary))
-            (self._folder / "summary.md").write_text(as_markdown(summary))
+            replace_file(self._folder / "summary.json", json.dumps(summary))
+            replace_file(self._folder / "summary.md", as_markdown(summary))
         except OSError as error:
             _log.warning("warning: the summary of the profile could not be written: %s", error)
             return

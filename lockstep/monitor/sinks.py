@@ -18,6 +18,7 @@ from lockstep.config import MonitorConfig
 from lockstep.monitor.media import Media, file_name
 from lockstep.records import RunDirectory
 from lockstep.registry import SINKS, require_call
+from lockstep.run_files import replace_file
 
 Row = dict[str, Any]
 Event = Callable[..., None]
@@ -99,7 +100,7 @@ class Jsonl:
             else:
                 self._run.media.mkdir(exist_ok=True)
                 file = self._run.media / f"{file_name(name, step)}.png"
-                file.write_bytes(value.png)
+                replace_file(file, value.png)
                 row[name] |= {"file": f"{self._run.media.name}/{file.name}", "size": value.size}
         self._run.append_metrics({"step": step, "time": time.time(), "media": row})
 

@@ -6,6 +6,7 @@ weights) are left to the user.
 """
 
 import json
+import os
 import shutil
 import sys
 import textwrap
@@ -28,6 +29,7 @@ from lockstep.plan import calculate_resources
 from lockstep.plan.candidates import Candidate, ValuesNeededError, candidates, evaluate_layout, largest_batch
 from lockstep.plan.layouts import model_size_of
 from lockstep.plan.workload import workload_of
+from lockstep.run_files import exists_already, write_result
 from lockstep.strategy import REPLICAS, SINGLE
 
 
@@ -48,6 +50,9 @@ class PlanOptions:
 
 def plan(config: Config, options: PlanOptions) -> str:
     """Return the plan of a config, as text."""
+    for path in (options.chart, options.write):
+        if path is not None and os.path.lexists(path):
+            raise exists_already(path)
     cluster, notices = cluster_for(options)
     if config.precision.mode == "auto":
         mode = "bf16" if cluster.gpu.has_bf16 else "fp16"
@@ -63,7 +68,7 @@ def plan(config: Config, options: PlanOptions) -> str:
         batch = largest_batch(work, config, cluster, best.changes)
         notices.append(f"the largest training.batch_size that fits under {best.name()}: {batch}")
     if options.chart is not None:
-        options.chart.write_text(as_svg(found))
+        write_result(options.chart, as_svg(found))
         notices.append(f"chart: {options.chart}")
     if options.write is not None:
         notices.append(write(config, best, options.write, batch))
@@ -103,7 +108,7 @@ def write(config: Config, best: Candidate | None, path: Path, batch: int | None)
     changes: dict[str, Any] = dict(best.changes)
     if batch and config.training.global_batch_size is None:
         changes["training.batch_size"] = batch
-    path.write_text(config.replaced(changes).to_yaml())
+    write_result(path, config.replaced(changes).to_yaml())
     return f"wrote {path}: {best.name()}"
 
 

@@ -23,7 +23,10 @@ class Advice:
 
 def advise(run: RunData) -> list[Advice]:
     """Return all advice that applies, the most urgent first."""
-    found = [advice for rule in _RULES for advice in rule(run)]
+    found: list[Advice] = []
+    for rule in _RULES:
+        what = f"the advice “{rule.__name__.strip('_').replace('_', ' ')}”"
+        found += read.attempted(what, lambda rule=rule: list(rule(run)), run.left_out.append) or []  # type: ignore[misc]
     return sorted(found, key=lambda advice: _FIRST[advice.level])
 
 
@@ -162,7 +165,8 @@ def _memory(run: RunData) -> Iterator[Advice]:
         }[event["kind"]]  # fmt: skip
         yield Advice("warn", found, do, f"step {event.get('step')}: {event.get('text')}.")
     memory = run.gathered[-1].get("memory", {}) if run.gathered else {}
-    if "reserved" in memory and "total" in memory and memory["peak"][2] < 0.5 * memory["total"][2]:
+    has_all = {"reserved", "total", "peak"} <= set(memory)
+    if has_all and 0 <= memory["peak"][2] < 0.5 * memory["total"][2]:
         peak, total = memory["peak"][2], memory["total"][2]
         found = f"Much of the GPUs' memory is free: the fullest has held {peak / total:.0%} of it."
         do = "Raise training.batch_size (and keep training.global_batch_size), or turn gradient_checkpointing off."

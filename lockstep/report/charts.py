@@ -14,6 +14,7 @@ A colour is the name of a variable of `page.css`, so that it follows the light a
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -38,19 +39,34 @@ _PHASE_COLOURS = {
 
 def charts(runs: list[RunData]) -> list[Figure]:
     """Return all figures that can be drawn of these runs, in the page's order."""
-    made: list[Figure | None] = [_loss(runs), *(loss_against(runs)[1:] if len(runs) > 1 else [])]
+    drawings: list[tuple[str, Callable[[], Sequence[Figure | None]]]] = [
+        ("loss", lambda: [_loss(runs), *(loss_against(runs)[1:] if len(runs) > 1 else [])]),
+        ("throughput", lambda: [_throughput(runs)]),
+        ("phases", lambda: [_phases(runs), _whole_time(runs)]),
+    ]
+    if len(runs) == 1:
+        of_one = {"ranks": _ranks, "spread": _own_time, "memory": _memory}
+        drawings += [(name, partial(_one, draw, runs[0])) for name, draw in of_one.items()]
+    drawings += [("own metrics", lambda: _own_metrics(runs))]
+    drawings += [(args[0], partial(_one, _number, runs, *args)) for args in _NUMBERS]
+    if len(runs) == 1:
+        of_one = {"profile": _profile_shares, "profile-memory": _profile_memory, "layers": _layers}
+        drawings += [(name, partial(_one, draw, runs[0])) for name, draw in of_one.items()]
+    drawings += [("timeline", lambda: [_timeline(runs)])]
+    made = [figure for name, draw in drawings
+            for figure in read.attempted(f"the figure “{name}”", draw, runs[0].left_out.append) or ()]  # fmt: skip
+    return [figure for figure in made if figure and figure["marks"]]
+
+
+def _one(draw: Callable[..., Figure | None], *args: Any) -> list[Figure | None]:
+    return [draw(*args)]
+
+
+def _throughput(runs: list[RunData]) -> Figure:
     unit = "tokens" if all(run.last("tokens_per_second") for run in runs) else "samples"
     note = f"{unit.capitalize()} per second, over all ranks."
     rate = _number(runs, f"{unit}_per_second", "Throughput", {"zero": True, "unit": "/s"}, note)
-    made += [rate | {"id": "throughput"}, _phases(runs), _whole_time(runs)]
-    if len(runs) == 1:
-        made += [draw(runs[0]) for draw in (_ranks, _own_time, _memory)]
-    made += _own_metrics(runs)
-    made += [_number(runs, *args) for args in _NUMBERS]
-    if len(runs) == 1:
-        made += [_profile_shares(runs[0]), _profile_memory(runs[0]), _layers(runs[0])]
-    made.append(_timeline(runs))
-    return [figure for figure in made if figure and figure["marks"]]
+    return rate | {"id": "throughput"}
 
 
 def _loss(runs: list[RunData]) -> Figure:
@@ -244,7 +260,7 @@ def _memory(run: RunData) -> Figure:
         if found:
             marks.append(line([step for step, _ in found], [value for _, value in found], label, next(colours)))
     last = rows[-1]["memory"] if rows else {}
-    total = last["total"][2] / GIB if rows else 0.0
+    total = last["total"][2] / GIB if "total" in last else 0.0
     is_near = "reserved" in last and last["reserved"][2] / GIB > 0.3 * total
     note = "GiB of the rank that holds most." + (" Dashed: the GPU's memory." if is_near else "")
     rulers = [{"y": total}] if is_near else []
@@ -264,7 +280,7 @@ def _timeline(runs: list[RunData]) -> Figure:
     begun = {id(run): min((event["time"] for event in run.events), default=0.0) for run in runs}
     longest = max((run.events[-1]["time"] - begun[id(run)] for run in runs if run.events), default=0.0)
     factor, sign, unit = _moments(max(5.0, longest))
-    kinds = [*dict.fromkeys(e["kind"] for run in runs for e in run.events if e["kind"] not in _NOT_DRAWN)]
+    kinds = [*dict.fromkeys(e["kind"] for run in runs for e in run.events if e["kind"] not in _NOT_DRAWN)][:ROWS]
     marks, left_out = [], 0
     for row, kind in enumerate(kinds):
         colour, symbol = _KINDS.get(kind, ("c4", "star"))

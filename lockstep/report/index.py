@@ -10,8 +10,9 @@ from lockstep.records import RunDirectory
 from lockstep.report import units
 from lockstep.report.advice import advise
 from lockstep.report.charts import LINES_AT_MOST, loss_against, shortened
-from lockstep.report.page import Page, compared, differences, page_data, render, serve, write
+from lockstep.report.page import Page, compared, differences, not_read, page_data, render, serve, write
 from lockstep.report.read import RunData, is_run, read_run, typical_step, wall_seconds
+from lockstep.run_files import printable
 
 INDEX = "index.html"
 _DEEPEST = 3  # levels of folders below the one that is named
@@ -35,15 +36,16 @@ def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) ->
             about = [f"{one.name}: {one.status}, {step} steps"]
             about += [f"loss {loss:.4f}"] if loss is not None else []
             about += [f"{units.seconds(seconds)} per step"] if seconds else []
-            print("\n".join([", ".join(about), *(f"  {advice.found} {advice.do}" for advice in advise(one))]))
-    print(f"lockstep: {target}")
+            lines = [", ".join(about), *(f"  {advice.found} {advice.do}" for advice in advise(one))]
+            print(printable("\n".join([*lines, *(f"  left out: {text}" for text in not_read([one]))])))
+    print(printable(f"lockstep: {target}"))
     return 0
 
 
 def runs_in(folder: Path, depth: int = _DEEPEST) -> list[Path]:
     """Return the run directories in a folder, and in folders in it, by name."""
     found: list[Path] = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+    for path in _entries(folder):
         if not path.is_dir() or path.name.startswith("."):
             continue
         if is_run(path):
@@ -51,6 +53,13 @@ def runs_in(folder: Path, depth: int = _DEEPEST) -> list[Path]:
         elif depth > 1:
             found += runs_in(path, depth - 1)
     return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:  # a file, or a folder that may not be read
+        return []
 
 
 def write_index(folder: Path, output: Path | None) -> Path:
@@ -66,7 +75,10 @@ def write_index(folder: Path, output: Path | None) -> Path:
         report, files = run.path / "report.html", RunDirectory(run.path)
         changed = [file.stat().st_mtime for file in (files.metrics, files.events) if file.exists()]
         if not report.exists() or any(moment > report.stat().st_mtime for moment in changed):
-            write(render(page_data([read_run(run.path)])), report)
+            try:
+                write(render(page_data([read_run(run.path)])), report)
+            except UsageError as error:  # one folder does not stop the page of all
+                print(printable(f"lockstep: {error.what}; {error.why or error.fix}"))
     write(render(index_data(folder, runs, target.parent)), target)
     return target
 
@@ -86,6 +98,7 @@ def index_data(folder: Path, runs: list[RunData], beside: Path) -> Page:
     return {
         "title": f"{len(runs)} run{'s' if len(runs) > 1 else ''} in {folder.resolve().name}",
         "made": units.moment(max((event["time"] for run in runs for event in run.events), default=0.0)),
+        "not_read": not_read(runs),
         "runs": [], "advice": None, "charts": figures, "tables": [table, *([where] if where else [])], "configs": [],
         "plain": True,
     }  # fmt: skip

@@ -112,6 +112,7 @@ function show(data) {
   page.replaceChildren(header(data), ...(several ? tableCard(data.tables[0]) : []),
     ...data.runs.map((run) => runCard(run, several)), ...adviceSection(data.advice),
     ...(data.charts.length && !data.plain ? [element("h2", {}, "What it did"), element("p", { class: "note hint" }, HINT + data.left_out)] : []),
+    ...((data.not_read || []).length ? [element("p", { class: "note hint" }, "Left out: " + data.not_read.join("; ") + ".")] : []),
     grid, ...sampleCards(data.samples), ...data.tables.slice(several ? 1 : 0).flatMap(tableCard), ...configs(data.configs));
   page.querySelectorAll("details").forEach((part, place) => { part.open = open[place] || false; });
   drawAll();

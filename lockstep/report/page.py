@@ -11,29 +11,31 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from lockstep import run_files
 from lockstep.errors import UsageError
 from lockstep.records import RunDirectory
-from lockstep.report import units
+from lockstep.report import read, units
 from lockstep.report.advice import advise
 from lockstep.report.charts import COLOURS, Figure, chart, charts, coloured, line, shortened
-from lockstep.report.read import Row, RunData, flat_config, read_run, typical_step, wall_seconds
+from lockstep.report.read import NEWEST, Row, RunData, flat_config, read_run, typical_step, wall_seconds
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
 _POLICY += "base-uri 'none'; form-action 'none'; connect-src {connect}"
 Page = dict[str, Any]
 _MOST_BYTES = 950_000  # of a page's data; the scripts and the style have 40,000
-NEWEST = 4  # of each name
 NAMES = 24  # of texts and images, and of histograms
 TEXT_CHARACTERS = 2_000
 _LAST_EVENTS = 200  # of all runs of a page
 _EVENT_CHARACTERS = 300
 _CONFIG_CHARACTERS = 60_000  # of all runs of a page
+_NOTES = 50
 
 
 def render(data: Page, *, live: bool = False) -> str:
@@ -54,7 +56,10 @@ def render(data: Page, *, live: bool = False) -> str:
 
 def page_data(runs: list[RunData], now: float | None = None) -> Page:
     """Return the page's content as plain data."""
-    figures = charts(runs) + (_histograms(runs[0]) if len(runs) == 1 else [])
+    figures = charts(runs)
+    note = runs[0].left_out.append
+    if len(runs) == 1:
+        figures += read.attempted("the histograms", lambda: _histograms(runs[0]), note) or []
     most, share = shortened(figures), _CONFIG_CHARACTERS // len(runs)
     thinner = f"Lines are drawn with {most:,} points, wide ones with twice as many; metrics.jsonl has all."
     page = {
@@ -66,11 +71,24 @@ def page_data(runs: list[RunData], now: float | None = None) -> Page:
         "left_out": thinner if most else "",
         "tables": [
             *([compared(runs)] if len(runs) > 1 else []),
-            *(table for make in (differences, _operators, _events) if (table := make(runs))),
+            *(
+                table
+                for make in (differences, _operators, _events)
+                if (table := read.attempted("a table", partial(make, runs), note))
+            ),
         ],
+        "not_read": not_read(runs),
         "configs": [{"name": run.name, "text": _begun(run.config_text, share)} for run in runs if run.config_text],
     }
     return page | {"samples": _samples(runs, _MOST_BYTES - len(json.dumps(page)))}
+
+
+def not_read(runs: Sequence[RunData]) -> list[str]:
+    """Return what the page leaves out of the runs' folders, and why."""
+    notes = [(run, text) for run in runs for text in dict.fromkeys(run.left_out)]
+    notes += [(run, f"rows of metrics.jsonl: {len(run.rows):,} of {run.num_rows:,} are looked at, with the peaks")
+              for run in runs if run.num_rows is not None]  # fmt: skip
+    return [f"{run.name}: {text}" if len(runs) > 1 else text for run, text in notes[:_NOTES]]
 
 
 def _begun(text: str, most: int) -> str:
@@ -91,7 +109,8 @@ def _about(run: RunData, colour: str) -> Page:
     lines = [line for line in start.get("lines") or [] if isinstance(line, str)]
     shown = [(name, str(text)) for name, text in facts if text]
     about = {"name": run.name, "status": run.status, "colour": colour, "facts": shown, "lines": lines}
-    return about | {"tiles": _tiles(run) if run.rows else []}
+    tiles = read.attempted("the figures at the top", lambda: _tiles(run), run.left_out.append) if run.rows else []
+    return about | {"tiles": tiles or []}
 
 
 def _where(start: Page) -> str:
@@ -204,7 +223,8 @@ def _samples(runs: list[RunData], left: int) -> list[Row]:
     shown: list[Row] = []
     for run, name, rows, items in groups:
         where = "metrics.jsonl" if rows[-1]["kind"] == "text" else RunDirectory(run.path).media.name + "/"
-        note = f"{len(rows) - len(items)} more in {run.name}/{where}" if len(rows) > len(items) else ""
+        more = max(len(rows), *(row.get("number", 0) for row in rows)) - len(items)
+        note = f"{more} more in {run.name}/{where}" if more > 0 else ""
         shown.append({"name": f"{run.name}: {name}" if len(runs) > 1 else name, "note": note, "items": items})
     if names_left_out:
         shown[0]["note"] += f" {names_left_out} more names are in metrics.jsonl."
@@ -218,11 +238,9 @@ def _item(run: Path, row: Row, most: int) -> Row:
         return {"step": row["step"], "text": text[:TEXT_CHARACTERS] + more}
     if row.get("kind") != "image" or not isinstance(row.get("file"), str):
         return {}
-    path = RunDirectory(run).media / Path(row["file"]).name
     try:
-        is_small = not path.is_symlink() and path.stat().st_size <= most
-        data = path.read_bytes() if is_small else b""
-    except OSError:
+        data = run_files.read_bytes(run, RunDirectory(run).media.name, Path(row["file"]).name, limit=max(0, most))
+    except (OSError, ValueError):  # ValueError: a null byte in its name
         return {}
     if not data.startswith(b"\x89PNG\r\n\x1a\n"):
         return {}
@@ -249,15 +267,32 @@ def _histograms(run: RunData) -> list[Figure]:
 # ---- the file, and the server ----
 
 
+_MARK = " · Lockstep</title>".encode()
+_BEGINNING = 4096  # bytes of a page in which its title is
+
+
 def write(text: str, path: Path) -> None:
-    """Write a page to a file atomically. Raises UsageError: it can't be written."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Write a page to a file, in place of an earlier one. Raises UsageError: it can't be written there."""
+    require_replaceable(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        run_files.replace_file(path, text.encode(errors="replace"))
     except OSError as error:
         raise UsageError(f"{path} can't be written", why=str(error.strerror), fix="name another FILE") from None
+
+
+def require_replaceable(path: Path) -> None:
+    """Raise a UsageError if something is at a path that is not a page of Lockstep's, which a newer one replaces."""
+    if not os.path.lexists(path):
+        return
+    try:
+        with run_files.open_file(path.parent, path.name) as file:
+            is_page = _MARK in file.read(_BEGINNING)
+    except OSError:
+        is_page = False
+    if not is_page:
+        why = "it is not a page that Lockstep has written, and nothing else is written over"
+        raise UsageError(f"{path} exists already", why=why, fix="name another FILE, or move it away")
 
 
 def _read(name: str) -> str:
@@ -292,7 +327,7 @@ def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
             if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
                 self._answer(403, "text/plain", b"this page is for this machine")
             elif self.path == "/":
-                self._answer(200, "text/html; charset=utf-8", render(data(), live=True).encode())
+                self._answer(200, "text/html; charset=utf-8", render(data(), live=True).encode(errors="replace"))
             elif self.path == "/data.json":
                 self._answer(200, "application/json", json.dumps(data(), allow_nan=False).encode())
             else:

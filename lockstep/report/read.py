@@ -1,22 +1,34 @@
 """Reads a run directory into `RunData`: rows of metrics, events, the config, and what follows from them.
 
-A run that was killed has whole lines up to some step, and no last event.
+A run that was killed has whole lines up to some step, and no last event. The directory may be a stranger's: what can't
+be what it should be is left out, and `left_out` says so. Files are read as streams, and of a long run so many rows are
+kept as fit into a fixed memory (`thinning`).
 """
 
-import json
-import math
 import time
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
+from lockstep import run_files
 from lockstep.errors import UsageError
 from lockstep.records import RunDirectory
+from lockstep.report.shapes import EVENT, MEDIA, PROFILE, STEP, fitting, fitting_row, moment_of, step_of
+from lockstep.report.thinning import Thinner
+from lockstep.run_files import Note, parse_object
 
 Row = dict[str, Any]
+_CONFIG_BYTES = 200_000
+_PROFILE_BYTES = 16 << 20
+_EVENT_BYTES = 8 << 20  # of lines of events; the newest are kept
+_BAD_STEPS = 1_000
+_MEDIA_NAMES = 1_000
+_PEAKS = ("loss", "grad_norm", "step_seconds", "memory_bytes")
 _QUIET_SECONDS = 120.0  # a run that has written nothing for longer, and for many steps, counts as crashed
 _QUIET_STEPS = 20
 
@@ -33,8 +45,11 @@ class RunData:
     config_text: str  # the resolved config
     status: str  # `done`, `preempted`, `running`, or `crashed` (there is no last event)
     profile: Row | None = None  # the newest profile's summary
-    not_numbers: list[int] = field(default_factory=list)  # steps whose loss was nan or infinite
-    media: dict[str, list[Row]] = field(default_factory=dict)  # by name of what was logged
+    not_numbers: list[int] = field(default_factory=list)  # steps whose loss was nan or infinite, the first ones
+    media: dict[str, list[Row]] = field(default_factory=dict)  # by name of what was logged, the first and the newest
+    left_out: list[str] = field(default_factory=list)  # what could not be read, and why
+    num_rows: int | None = None  # of steps in the file, where `rows` has only some of them
+    totals: dict[str, float] | None = None  # seconds of each phase over all of those
 
     @property
     def start(self) -> Row:
@@ -73,63 +88,146 @@ def read_run(path: Path, now: float | None = None) -> RunData:
         why = "it has no metrics.jsonl, no events.jsonl and no config.yaml" if path.is_dir() else "it does not exist"
         fix = "give the folder that `lockstep train --output-dir` wrote, for example runs/NAME"
         raise UsageError(f"{path} is not a run directory", why=why, fix=fix)
-    everything = [row for row in run.read_metrics() if isinstance(row.get("step"), int)]
-    rows = _by_step([_numbers(row) for row in everything if "loss" in row])
-    evaluations = _by_step([_numbers(row) for row in everything if not {"loss", "media"} & set(row)])
-    events = [event for event in run.read_events() if isinstance(event.get("time"), (int, float))]
+    left_out: list[str] = []
+    events = read_events(path, left_out.append)
+    metrics = _Metrics(_restarts(events))
+    for line in run_files.read_lines(path, run.metrics.name, left_out.append):
+        metrics.add(line)
+    rows = [_row(row, STEP) for row in metrics.steps.rows()]
+    evaluations = [_row(row, {}) for row in metrics.evaluations.rows()]
     try:
-        profile = json.loads((path / "profile" / "summary.json").read_text())
-    except (OSError, ValueError):
-        profile = None
+        config_text = run_files.read_text(path, run.config.name, limit=_CONFIG_BYTES)
+    except OSError as error:
+        config_text = ""
+        _note_unless_missing(error, left_out.append)
+    if (problem := _parsed_config(config_text)[1]) is not None:
+        left_out.append(f"the keys of {run.config.name}: {problem}")
+    is_thinner = metrics.steps.dropped > 0
     return RunData(
-        path, path.resolve().name, rows, evaluations, events,
-        config_text=run.config.read_text(errors="replace") if run.config.exists() else "",
+        path, path.resolve().name, rows, evaluations, events, config_text=config_text,
         status=status_of(rows, events, time.time() if now is None else now, is_run=run.config.exists()),
-        profile=profile if isinstance(profile, dict) else None,
-        not_numbers=[row["step"] for row in everything if isinstance(row.get("loss"), str)], media=_media(everything),
+        profile=_profile(path, left_out.append), not_numbers=metrics.not_numbers, media=metrics.media,
+        left_out=left_out, num_rows=metrics.num_steps if is_thinner else None,
+        totals=metrics.phases.sums if is_thinner else None,
     )  # fmt: skip
 
 
-@lru_cache(maxsize=64)
+class _Metrics:
+    """What is kept of metrics.jsonl, line by line."""
+
+    def __init__(self, restarts: Sequence[int]) -> None:
+        self.steps, self.evaluations = Thinner(_PEAKS), Thinner()
+        self.phases = PhaseSums(restarts)
+        self.media: dict[str, list[Row]] = {}
+        self.not_numbers: list[int] = []
+        self.num_steps = 0
+
+    def add(self, line: bytes) -> None:
+        row = parse_object(line)
+        step = step_of(row) if row is not None else None
+        if row is None or step is None:
+            return
+        if isinstance(row.get("media"), dict):
+            self._add_media(step, row["media"])
+        if "loss" in row:
+            self.num_steps += 1
+            if isinstance(row["loss"], str) and len(self.not_numbers) < _BAD_STEPS:
+                self.not_numbers.append(step)
+            if "phases" in row:
+                self.phases.add(step, fitting(row["phases"], STEP["phases"], {}))
+            self.steps.add(step, row, line)
+        elif "media" not in row:
+            self.evaluations.add(step, row, line)
+
+    def _add_media(self, step: int, logged: Row) -> None:
+        """Keep the first and the newest of each name; of a step that was run again, the newest."""
+        for name, found in logged.items():
+            one = fitting(found, MEDIA, {})
+            if one.get("kind") not in ("text", "image", "histogram"):
+                continue
+            if name not in self.media and len(self.media) >= _MEDIA_NAMES:
+                continue
+            rows = self.media.setdefault(name, [])
+            number = 1 + max((row["number"] for row in rows if row["step"] != step), default=0)
+            rows[:] = [row for row in rows if row["step"] != step]
+            rows.append({"step": step, **one, "number": number})
+            rows.sort(key=lambda row: int(row["step"]))
+            del rows[1:-NEWEST]
+
+
+NEWEST = 4  # of what was logged by one name: so many are shown, and for a histogram the first one
+
+
+def _row(row: Row, known: dict[str, Any]) -> Row:
+    kept = fitting_row(row, known)
+    if "time" in kept and moment_of(row) is None:
+        del kept["time"]
+    return kept
+
+
+def read_events(path: Path, note: Note = lambda _text: None) -> list[Row]:
+    """Return the first event of a run directory and the newest ones, in the order of the file."""
+    name = RunDirectory(path).events.name
+    kept: deque[tuple[int, Row]] = deque()
+    size = left = 0
+    for line in run_files.read_lines(path, name, note):
+        row = parse_object(line)
+        if row is None or moment_of(row) is None or not isinstance(row.get("kind"), str):
+            continue
+        texts = {key: value[:_EVENT_CHARACTERS] for key, value in row.items() if isinstance(value, str)}
+        kept.append((len(line), _row(row, EVENT) | {k: v for k, v in texts.items() if k not in EVENT}))
+        size += len(line)
+        while size > _EVENT_BYTES and len(kept) > 2:
+            size -= kept[1][0]
+            del kept[1]
+            left += 1
+    if left:
+        note(f"{left:,} earlier events of {name}")
+    return [row for _, row in kept]
+
+
+_EVENT_CHARACTERS = 10_000
+
+
+def _restarts(events: Sequence[Row]) -> list[int]:
+    return sorted(step for event in events if event["kind"] == "resume" and (step := step_of(event)) is not None)
+
+
+def _profile(path: Path, note: Note) -> Row | None:
+    try:
+        found = run_files.read_object(path, "profile", "summary.json", limit=_PROFILE_BYTES)
+    except OSError as error:
+        _note_unless_missing(error, note)
+        return None
+    return dict(fitting(found, PROFILE, {}))
+
+
+def _note_unless_missing(error: OSError, note: Note) -> None:
+    if not isinstance(error, FileNotFoundError):
+        note(str(error))
+
+
 def flat_config(text: str) -> dict[str, Any]:
-    """Return `section.key` → value; empty if the text is not a YAML mapping."""
-    import yaml
+    """Return `section.key` → value; empty if the text is not a YAML mapping, or one that can't be read safely."""
+    return _parsed_config(text)[0]
+
+
+@lru_cache(maxsize=64)
+def _parsed_config(text: str) -> tuple[dict[str, Any], str | None]:
+    """Return `section.key` → value, and why it is empty although there is a text."""
+    from lockstep.config.tree import Origin, parse
 
     try:
-        loaded = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return {}
-    return dict(_flattened(loaded, "")) if isinstance(loaded, dict) else {}
+        loaded = parse(text, lambda line: Origin("config.yaml", line + 1)).plain()
+    except UsageError as error:
+        return {}, error.what
+    return (dict(_flattened(loaded, "")) if isinstance(loaded, dict) else {}), None
 
 
 def _flattened(value: Any, prefix: str) -> list[tuple[str, Any]]:
     if not isinstance(value, Mapping) or not value:
         return [(prefix, value)]
     return [pair for key, inside in value.items() for pair in _flattened(inside, f"{prefix}.{key}".lstrip("."))]
-
-
-def _numbers(row: Row) -> Row:
-    """Replace numbers that are not finite, and texts where a number belongs (`"nan"`, `"inf"`), by None."""
-    bad = [k for k, v in row.items() if isinstance(v, str) or (isinstance(v, float) and not math.isfinite(v))]
-    return row | dict.fromkeys(bad)
-
-
-def _by_step(rows: list[Row]) -> list[Row]:
-    """Return a row for each step, in order, with the newest value of each name."""
-    merged: dict[int, Row] = {}
-    for row in rows:
-        merged[row["step"]] = merged.get(row["step"], {}) | row
-    return [row for _, row in sorted(merged.items())]
-
-
-def _media(rows: list[Row]) -> dict[str, list[Row]]:
-    """Return name → {step, kind, …}; of a step that was run again, the newest."""
-    found: dict[str, dict[int, Row]] = {}
-    for row in rows:
-        for name, one in row["media"].items() if isinstance(row.get("media"), dict) else ():
-            if isinstance(one, dict) and one.get("kind") in ("text", "image", "histogram"):
-                found.setdefault(name, {})[row["step"]] = {"step": row["step"], **one}
-    return {name: [one for _, one in sorted(by_step.items())] for name, by_step in found.items()}
 
 
 def status_of(rows: list[Row], events: list[Row], now: float, *, is_run: bool) -> str:
@@ -146,6 +244,18 @@ def status_of(rows: list[Row], events: list[Row], now: float, *, is_run: bool) -
     if now - last_sign < max(_QUIET_SECONDS, _QUIET_STEPS * usual * gap):
         return "running"
     return "crashed" if is_run or events else "done"
+
+
+T = TypeVar("T")
+
+
+def attempted(what: str, make: Callable[[], T], note: Note) -> T | None:
+    """Return what is made of records; None, and a note, if numbers that nobody expects are in them."""
+    try:
+        return make()
+    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+        note(f"{what}, since its records are odd ({type(error).__name__}: {error})")
+        return None
 
 
 STEP_PHASES = ("data", "forward_backward", "communication", "optimizer", "other")
@@ -193,22 +303,38 @@ def wall_seconds(run: RunData) -> float:
     return max(times) - min(times) if times else 0.0
 
 
+class PhaseSums:
+    """Adds up the seconds of each phase over a run's rows, each of which stands for the steps since the one before."""
+
+    def __init__(self, restarts: Sequence[int]) -> None:
+        self.sums = dict.fromkeys((*STEP_PHASES, *PAUSES), 0.0)
+        self._restarts, self._before = restarts, 0  # sorted
+
+    def add(self, step: int, phases: Mapping[str, Sequence[float]]) -> None:
+        """Add the phases of a row, if it has any."""
+        if not phases:
+            return
+        earlier = bisect_left(self._restarts, step)
+        begun = max(self._before, self._restarts[earlier - 1] if earlier else 0)
+        row = {"phases": phases}
+        for phase in STEP_PHASES:
+            self.sums[phase] += phase_seconds(row, phase) * max(0, step - begun)
+        for phase in PAUSES:
+            self.sums[phase] += phase_seconds(row, phase, 2)
+        self._before = step
+
+
 def phase_totals(run: RunData) -> dict[str, float]:
     """Return the seconds of each phase over the whole run; time outside of all rows is `outside`."""
-    sums = dict.fromkeys((*STEP_PHASES, *PAUSES), 0.0)
-    before = 0
-    restarts = [event["step"] for event in run.of_kind("resume") if isinstance(event.get("step"), int)]
-    for row in run.gathered:
-        begun = max([before, *(step for step in restarts if step < row["step"])])
-        for phase in STEP_PHASES:
-            sums[phase] += phase_seconds(row, phase) * (row["step"] - begun)
-        for phase in PAUSES:
-            sums[phase] += phase_seconds(row, phase, 2)
-        before = row["step"]
     if not run.gathered:
         return {}
-    sums["outside"] = max(0.0, wall_seconds(run) - sum(sums.values()))
-    return sums
+    sums = run.totals
+    if sums is None:
+        adding = PhaseSums(_restarts(run.events))
+        for row in run.gathered:
+            adding.add(row["step"], row["phases"])
+        sums = adding.sums
+    return {**sums, "outside": max(0.0, wall_seconds(run) - sum(sums.values()))}
 
 
 LIMIT = 1500  # points of a line

@@ -24,6 +24,7 @@ from lockstep.report import units
 from lockstep.report.charts import COLOURS, chart, line
 from lockstep.report.page import Page, render
 from lockstep.report.read import after_warmup, read_run
+from lockstep.run_files import exists_already, write_result
 from lockstep.scratch import temporary
 from lockstep.strategy import SINGLE
 
@@ -134,7 +135,10 @@ def bench(what: str, config: Path, overrides: Sequence[str], *, ranks: str, step
     """Run `lockstep bench scaling`: print a table, and write `output`.md and `output`.html."""
     if what != "scaling":
         raise UsageError(f"there is no study {what!r}", where="lockstep bench", fix="lockstep bench scaling CONFIG")
-    output.parent.mkdir(parents=True, exist_ok=True)  # fail before measuring for minutes
+    for suffix in (".md", ".html"):  # fail before measuring for minutes
+        if os.path.lexists(output.with_suffix(suffix)):
+            raise exists_already(output.with_suffix(suffix))
+    output.parent.mkdir(parents=True, exist_ok=True)
     called = shlex.join(["lockstep", "bench", what, str(config), *overrides, "--ranks", ranks])
     try:
         counts = sorted({int(word) for word in ranks.split(",") if word.strip()})
@@ -144,8 +148,8 @@ def bench(what: str, config: Path, overrides: Sequence[str], *, ranks: str, step
         raise UsageError(f"--ranks {ranks} is not a list of numbers from 1 on", where="--ranks", fix="--ranks 1,2,4")
     points = study(config, overrides, counts, steps=steps, log=partial(print, flush=True))
     about = f"{len(os.sched_getaffinity(0))} cores, {steps} steps per run, {units.moment(time.time())}"
-    output.with_suffix(".md").write_text(as_markdown(points, f"{called} --steps {steps}", about))
+    write_result(output.with_suffix(".md"), as_markdown(points, f"{called} --steps {steps}", about))
     page = page_of(points, f"Scaling of {config.name}", units.moment(time.time()), f"{called}; {about}")
-    output.with_suffix(".html").write_text(render(page))
+    write_result(output.with_suffix(".html"), render(page))
     print(f"lockstep: {output.with_suffix('.md')}, {output.with_suffix('.html')}")
     return 0

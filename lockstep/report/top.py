@@ -7,13 +7,15 @@ measurements of all ranks about once a second.
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lockstep.errors import UsageError
 from lockstep.records import RunDirectory, last_lines
 from lockstep.report import units
-from lockstep.report.read import PHASE_NAMES, STEP_PHASES, Row, status_of
+from lockstep.report.read import PHASE_NAMES, STEP_PHASES, Row, read_events, status_of
+from lockstep.report.shapes import STEP, fitting_row, moment_of, number, step_of
+from lockstep.run_files import printable
 
 _LAST_ROWS = 50  # of metrics.jsonl
 _SECONDS = 1.0
@@ -25,8 +27,10 @@ def _lines_of(path: Path) -> tuple[str, list[str]]:
     if not (run.events.exists() or run.metrics.exists()):
         text = f"{path} is not a run directory, or nothing has run in it"
         raise UsageError(text, fix="give the folder that `lockstep train --output-dir` writes")
-    events = [event for event in run.read_events() if isinstance(event.get("time"), int | float)]
-    rows = [row for row in last_lines(run.metrics, _LAST_ROWS) if "loss" in row and isinstance(row.get("step"), int)]
+    left_out: list[str] = []
+    events = read_events(path, left_out.append)
+    found = (row for row in last_lines(run.metrics, _LAST_ROWS) if "loss" in row and step_of(row) is not None)
+    rows = [fitting_row(row, STEP) | {"time": moment_of(row)} for row in found]
     start: Row = next((event for event in reversed(events) if event.get("kind") == "start"), {})
     row, total = rows[-1] if rows else {}, start.get("total_steps")
     signs = [event["time"] for event in events[-1:]] + [row["time"] for row in rows[-1:] if row.get("time")]
@@ -41,24 +45,33 @@ def _lines_of(path: Path) -> tuple[str, list[str]]:
     if status == "running" and row.get("step_seconds") and total:
         parts.append(f"{units.seconds((total - row['step']) * row['step_seconds'])} left")
     parts.append(f"last sign {units.seconds(max(0.0, now - max(signs, default=now)))} ago")
-    table = units.columns(_table(start.get("ranks") or [], run.read_ranks()))
-    return status, ["  ".join(part for part in parts if part), "", *table]
+    table = units.columns(_table(start.get("ranks") or [], _measured(run)))
+    notes = [f"left out: {text}" for text in left_out]
+    lines = ["  ".join(part for part in parts if part), "", *table, *notes]
+    return status, [printable(line.replace("\n", " ")) for line in lines]
 
 
-def _table(ranks: Sequence[Row], table: Row) -> list[list[str]]:
+def _measured(run: RunDirectory) -> dict[str, list[float | None]]:
+    """Return the columns of `ranks.json`: name → a value, or None, for each rank."""
+    columns = ((name, column) for name, column in run.read_ranks().items() if isinstance(column, list))
+    return {name: [number(value) for value in column] for name, column in columns}
+
+
+def _table(ranks: Sequence[Row], table: Mapping[str, Sequence[float | None]]) -> list[list[str]]:
     """Return the head and a row for each rank: shares of its step, and its memory."""
     phases = [phase for phase in STEP_PHASES if any(table.get(phase) or [])]
     head = ["rank", "host", "device", "step", *(PHASE_NAMES[phase] for phase in phases), "memory", "GPU"]
     rows = [head]
-    for number, rank in enumerate(ranks):
-        seen = {name: values[number] for name, values in table.items() if isinstance(values, list)}
+    for place, rank in enumerate(ranks):
+        seen = {name: values[place] for name, values in table.items() if place < len(values)}
         seconds = seen.get("step") or 0.0
         total, used = seen.get("total"), seen.get("peak")
         busy = seen.get("gpu_utilisation")
         rows.append([
-            str(rank.get("rank", number)), str(rank.get("host", "")), str(rank.get("device", "")),
+            str(rank.get("rank", place)), str(rank.get("host", "")), str(rank.get("device", "")),
             units.seconds(seconds) if seconds else "–",
-            *(f"{seen[phase] / seconds:.0%}" if seconds else "–" for phase in phases),
+            *(f"{share / seconds:.0%}" if seconds and (share := seen.get(phase)) is not None else "–"
+              for phase in phases),
             f"{units.size(used)} of {units.size(total)}" if used and total else "–",
             "–" if busy is None else f"{busy:.0%}",
         ])  # fmt: skip

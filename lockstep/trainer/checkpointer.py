@@ -24,7 +24,7 @@ from lockstep.monitor import Monitor
 from lockstep.monitor.figures import gather_objects
 from lockstep.optim import Schedule
 from lockstep.paths import local_path
-from lockstep.records import RunDirectory, last_lines
+from lockstep.records import RunDirectory, last_lines, read_lines
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -285,8 +285,8 @@ def is_same_folder(folder: checkpoint.Directory, path: str | Path) -> bool:
 
 def evaluations(directory: RunDirectory, metric: str | None) -> dict[int, float]:
     """Return step → a metric of its evaluation, from metrics.jsonl; empty if no evaluation computes it."""
-    rows = [row for row in directory.read_metrics() if "loss" not in row] if metric is not None else []
-    return {int(row["step"]): float(row[metric]) for row in rows if metric in row}
+    rows = read_lines(directory.metrics) if metric is not None else ()
+    return {int(row["step"]): float(row[metric]) for row in rows if metric in row and "loss" not in row}
 
 
 def best_of(

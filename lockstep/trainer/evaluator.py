@@ -24,6 +24,7 @@ from lockstep.models.protocol import logits_of, targets_of
 from lockstep.parallel.buffers import restored
 from lockstep.parallel.loss_accumulator import Number, mean_of
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.records import read_lines
 from lockstep.torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ class Evaluator:
 
         def stopped() -> bool:
             saved = any(event["kind"] == "save" and event["step"] == step for event in directory.read_events())
-            return saved and not any("eval_loss" in row for row in directory.read_metrics() if row["step"] == step)
+            rows = (row for row in read_lines(directory.metrics) if row.get("step") == step)
+            return saved and not any("eval_loss" in row for row in rows)
 
         return Ranks().broadcast("the metrics of the run could not be read", stopped)
 

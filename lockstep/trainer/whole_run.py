@@ -23,6 +23,7 @@ from lockstep.heartbeat import DUMP
 from lockstep.monitor import Figures, Monitor, PhaseClock
 from lockstep.monitor.console import on_a_terminal
 from lockstep.monitor.figures import first_step_counted, gather_objects, peak_flops
+from lockstep.run_files import replace_file
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat import flight_recorder
 
@@ -51,7 +52,7 @@ def open_monitor(
         config = config.model_copy(update={"sinks": [name for name in config.sinks if name != "console"]})
     if directory is not None and trainer.is_main_process:
         directory.create()
-        directory.config.write_text(trainer.config.to_yaml())
+        replace_file(directory.config, trainer.config.to_yaml())
     clock = PhaseClock(device=None if trainer.device.type == "cpu" else trainer.device)
     figures = Figures(clock)
     around_step: AroundStep = nullcontext

@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.config import load_config, require_runnable
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from lockstep.launch.spawn import spawn_again
+from lockstep.report.page import require_replaceable
 from lockstep.report.units import columns
 from lockstep.scratch import temporary
 from lockstep.strategy import SINGLE
@@ -37,6 +38,8 @@ def run(
     page: Path | None = None,
 ) -> int:  # fmt: skip
     """Verify what a config trains; return 0 if all topologies take the same steps, else 1."""
+    if page is not None:
+        require_replaceable(page)  # before minutes of work
     config = load_config(path, overrides)
     require_runnable(config)
     topologies = None if against is None else [part.strip() for part in against.split(",") if part.strip()]
@@ -176,6 +179,8 @@ def run_script(
 
     `arguments` are those of the script, in which `{n}` stands for the number of ranks; `ranks` is written as `2,4`.
     """
+    if page is not None:
+        require_replaceable(page)
     words = [word.strip() for word in (ranks or "2").split(",") if word.strip()]
     if not words or not all(word.isdecimal() and int(word) for word in words):
         fix = "write --nproc-per-node 1,2,4; topologies such as ddp:2 are for configs, a script chooses its own"
