@@ -16,6 +16,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from lockstep import collectives
 from lockstep.config import DataConfig
+from lockstep.data.agreement import several_ranks
 from lockstep.data.batches import Assign, StepSource
 from lockstep.data.iterable import IterableSteps
 from lockstep.data.loader import StepLoader
@@ -57,7 +58,11 @@ def adopt(
     common: dict[str, Any] = {
         "start_step": start_step, "stop_step": stop_step, "epochs": epochs, "seed": seed, "device": device,
         "wanted": wanted, "notice": found.notice, "reproducible": reproducible,
+        "compares": reproducible or several_ranks(),
     }  # fmt: skip
+    sharded = _is_rank_sharded(found.data, found.batch_sampler)
+    if sharded and not found.iterated:
+        found.data, found.ready, found.iterated = _own_loader(data, found, batch_size), True, True
     if found.iterated:
 
         def on_any_rank(mine: bool) -> bool:
@@ -65,7 +70,7 @@ def adopt(
 
         return IterableSteps(
             found.data, batch_size, global_batch_size, assign, **common, ready=found.ready, state=state,
-            any_left=on_any_rank if _is_rank_sharded(getattr(found.data, "dataset", found.data)) else None,
+            any_left=on_any_rank if sharded else None,
         )  # fmt: skip
     order: Order
     if found.batch_sampler is not None:
@@ -127,7 +132,7 @@ def _loader(loader: DataLoader[Any]) -> _UserData:
     own = loader.batch_size
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
         notice = f"every rank reads all of {type(loader.dataset).__name__} and keeps its micro-batches"
-        sharded = _is_rank_sharded(loader.dataset)
+        sharded = _is_rank_sharded(loader)
         return _UserData(loader, own, iterated=True, ready=True, notice=None if sharded else notice)
     found = _UserData(loader.dataset, own, reading={name: getattr(loader, name) for name in _OF_A_LOADER})
     shuffle = _usual_order(loader)
@@ -156,5 +161,14 @@ def _usual_order(loader: DataLoader[Any]) -> bool | None:
     return None
 
 
-def _is_rank_sharded(dataset: Any) -> bool:
-    return bool(getattr(dataset, "rank_sharded", False))
+def _is_rank_sharded(*holders: Any) -> bool:
+    """Return whether one of these, or the dataset or the sampler in it, says that each rank has data of its own."""
+    inside = [getattr(holder, name, None) for holder in holders for name in ("dataset", "sampler")]
+    return any(getattr(holder, "rank_sharded", False) for holder in (*holders, *inside))
+
+
+def _own_loader(data: Any, found: _UserData, batch_size: int) -> DataLoader[Any]:
+    """Return a loader of a dataset that is this rank's own: the user's, or one by the config."""
+    if isinstance(data, DataLoader):
+        return data
+    return DataLoader(data, batch_size, shuffle=found.shuffle, drop_last=found.drop_last, **found.reading)

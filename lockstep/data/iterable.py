@@ -13,7 +13,9 @@ import torch
 from torch.utils.data import default_collate
 
 from lockstep.collectives import is_main_process
+from lockstep.data.agreement import MOST_ITEMS, Evidence, require_same_data, several_ranks
 from lockstep.data.batches import Assign, MicroBatch, StepBatches, batch_length, known_length, move
+from lockstep.data.fingerprint import summary
 from lockstep.data.mistakes import reason, users_line
 from lockstep.data.order import preserve_states, seed_from
 from lockstep.data.stream import NotRestoredError, Stream, start_of
@@ -39,7 +41,7 @@ class IterableSteps:
         self, iterable: Iterable[Any], batch_size: int, global_batch_size: int, assign: Assign, *, start_step: int,
         stop_step: int | None, seed: int, device: torch.device | str, ready: bool = False, epochs: int | None = None,
         wanted: bool = True, state: dict[str, Any] | None = None, any_left: Callable[[bool], bool] | None = None,
-        notice: str | None = None, reproducible: bool = False,
+        notice: str | None = None, reproducible: bool = False, compares: bool = False,
     ) -> None:  # fmt: skip
         self._iterable, self._assign, self._seed, self._device = iterable, assign, seed, torch.device(device)
         self._start, self._stop, self._epochs = start_step, stop_step, epochs
@@ -52,6 +54,7 @@ class IterableSteps:
         if self.rank_sharded:
             self.notice = "the data are sharded by rank: the content of a step depends on the number of ranks, so runs "
             self.notice += "on different numbers of ranks are different trainings"
+        self._compares = compares and any_left is None
         self._tries = 0  # to read an epoch from its start, because a state was not restored
         self._as_handed_over = dict(getattr(iterable, "__dict__", {}))
         self._state: dict[str, Any] = {**start_of(0, 0), **(state or {})}
@@ -114,6 +117,8 @@ class IterableSteps:
         key = self._assign(self._micro_batches)[0][0] if self.rank_sharded else -1
         stream = self._stream = Stream(self._iterable, self._seed, state, key)
         last = not self._any(stream.more)
+        if last:
+            self._compare([])
         if last and step == 0:
             what = f"the {type(self._iterable).__name__} is empty: there is nothing to train on"
             raise UsageError(what, fix="give it batches, or check what it reads")
@@ -160,6 +165,12 @@ class IterableSteps:
         _warn(f"{what}: {why}. The run goes on after as many items; some may come twice, others never")
         return {**state, "witnesses": []}
 
+    def _compare(self, items: list[Any]) -> None:
+        """Compare the first items that are trained on with those of the other ranks; all ranks call it together."""
+        if self._compares and several_ranks():
+            self._compares = False
+            require_same_data(self._iterable, Evidence(known_length(self._iterable), items=list(map(summary, items))))
+
     def _any(self, more: bool) -> bool:
         return more if self._any_left is None else self._any_left(more)
 
@@ -181,6 +192,8 @@ class IterableSteps:
             pieces = stream.take(self._micro_batches, self._batch_size)
             count = len(pieces)
             shared = [((pieces[index], step, index), real) for index, real in self._assign(count)]
+        if step >= self._start and not self.rank_sharded:
+            self._compare([item for piece in pieces for item in piece][:MOST_ITEMS])
         mine = [self._micro_batch(*source, real) for source, real in shared] if step >= self._start else []
         samples = sum(batch_length(piece[0]) if self._ready else len(piece) for piece in pieces)
         return StepBatches(step, epoch, count, samples, not self._any(stream.more), mine)

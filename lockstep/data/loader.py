@@ -18,7 +18,9 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, Subset
 from torch.utils.data import get_worker_info as worker_info
 
 from lockstep import accelerator
-from lockstep.data.batches import Assign, CollatingDataset, MicroBatch, StepBatches, move
+from lockstep.data.agreement import Evidence, Probed, known, order_checksum, remember, require_same_data
+from lockstep.data.batches import Assign, CollatingDataset, MicroBatch, StepBatches, known_length, move
+from lockstep.data.fingerprint import summary
 from lockstep.data.generators import can_be_seeded, generators_of, preserve, seed_generators
 from lockstep.data.mistakes import users_line
 from lockstep.data.order import Order, StepSamples, preserve_states, seed_from
@@ -40,6 +42,12 @@ class ReadRequest(NamedTuple):
     step: int
     epoch: int
     micro_batch: int
+    indices: list[int]
+
+
+class ProbeRequest(NamedTuple):
+    """Samples to summarise, twice; read where samples are read, since a dataset may open its files there."""
+
     indices: list[int]
 
 
@@ -69,7 +77,9 @@ class Reader(Dataset[Any]):
         # The index that each worker is reading, for the message if it dies.
         self.reading: Any = multiprocessing.RawArray("q", [-1] * num_workers) if num_workers else None
 
-    def __getitem__(self, request: ReadRequest) -> Any:
+    def __getitem__(self, request: ReadRequest | ProbeRequest) -> Any:
+        if isinstance(request, ProbeRequest):
+            return [probed for index in request.indices if (probed := self._probe(index)) is not None]
         self._at = None
         try:
             batch = self._read(request)
@@ -100,6 +110,21 @@ class Reader(Dataset[Any]):
             samples = self._samples(request)
             self._seed_all("collate", self._seed, request.step, request.micro_batch)
             return self._collate(samples)
+
+    def _probe(self, index: int) -> Probed | None:
+        """Return two summaries of a sample; None if it can't be read, which its step will say."""
+        request = ReadRequest(0, 0, 0, [index])
+
+        def read() -> Any:
+            with preserve_states(), preserve(self._own):
+                return summary(self._samples(request))
+
+        try:
+            self._own = self.own_generators()
+            first = read()
+            return Probed(index, first, read() if self._draws else first)
+        except Exception:
+            return None
 
     def own_generators(self) -> dict[str, Any]:
         """Return the generators that the dataset and the collate function have of their own, by name."""
@@ -227,7 +252,7 @@ class StepLoader:
         pin_memory: bool = False, persistent_workers: bool = False, collate_fn: Collate | None = None,
         wanted: bool = True, worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None, timeout: float = 0, epochs: int | None = None, notice: str | None = None,
-        reproducible: bool = False,
+        reproducible: bool = False, compares: bool = False,
     ) -> None:  # fmt: skip
         self.order, self._assign, self.device = order, assign, torch.device(device)
         self._start, self._stop, self._epochs, self._wanted = start_step, stop_step, epochs, wanted
@@ -235,6 +260,8 @@ class StepLoader:
         self._persistent = persistent_workers and num_workers > 0
         self._plans: dict[int, _Plan] = {}  # of steps in progress
         self._running: Any = None  # the DataLoader's iterator
+        self._dataset, self._reproducible, self._compares = dataset, reproducible, compares
+        self._probes: ProbeRequest | None = None  # to be read before the first step
         self._reader = Reader(dataset, collate_fn, seed, num_workers)
         self._tell_own_generators(reproducible)
         pins = pin_memory and accelerator.pins_memory(self.device)
@@ -278,8 +305,13 @@ class StepLoader:
         return {}
 
     def __iter__(self) -> Iterator[StepBatches]:
+        if self._compares and self._wanted and known(self._dataset) is None:
+            size = len(self._dataset)  # type: ignore[arg-type]
+            self._probes = ProbeRequest(sorted({0, size // 2, size - 1}))
         self._running = iter(self._loader) if self._wanted and not self._reads_here else None
         try:
+            if self._compares:
+                self._compare()
             for window, assigned in self._planned():
                 mine = [MicroBatch(index, self._next(window, index), real) for index, real in assigned]
                 self._plans.pop(window.step, None)
@@ -288,6 +320,21 @@ class StepLoader:
         finally:
             if not self._persistent:
                 self.close()
+
+    def _compare(self) -> None:
+        """Compare the data with those of the other ranks, or raise a UsageError; all ranks call it together."""
+        probed = known(self._dataset) or []
+        if self._probes is not None:
+            probed = self._reader[self._probes] if self._reads_here else self._received()
+            remember(self._dataset, probed)
+            self._probes = None
+        ended = self._stop is not None and self._stop <= self._start
+        evidence = Evidence(
+            known_length(self._dataset), None if ended else order_checksum(self._plan(self._start)[0].micro_batches),
+            probed,
+        )  # fmt: skip
+        sampler = getattr(self.order, "sampler", None)
+        require_same_data(self._dataset, evidence, sampler=sampler, reproducible=self._reproducible)
 
     def close(self) -> None:
         running, self._running = self._running, None
@@ -332,26 +379,32 @@ class StepLoader:
             self._plans[step] = (window, self._assign(len(window.micro_batches)))
         return self._plans[step]
 
+    def _received(self) -> Any:
+        """Return what a worker sends next."""
+        try:
+            return next(self._running)
+        except RuntimeError as error:
+            raise (self.explain(error) or error) from None
+
     def _next(self, window: StepSamples, index: int) -> Any:
         if not self._wanted:
             return None
         if self._reads_here:
             batch = self._reader[ReadRequest(window.step, window.epoch, index, window.micro_batches[index])]
         else:
-            try:
-                batch = next(self._running)
-            except RuntimeError as error:
-                raise (self.explain(error) or error) from None
+            batch = self._received()
         if isinstance(batch, ReadFailure):
             raise RunError(batch.what, where=batch.where, why=batch.why) from batch.cause
         return batch if self.device.type == "cpu" else move(batch, self.device)
 
 
-class _Requests(Sampler[ReadRequest]):
+class _Requests(Sampler[ReadRequest | ProbeRequest]):
     def __init__(self, loader: StepLoader) -> None:
         self._of = loader
 
-    def __iter__(self) -> Iterator[ReadRequest]:
+    def __iter__(self) -> Iterator[ReadRequest | ProbeRequest]:
+        if self._of._probes is not None:
+            yield self._of._probes
         for window, assigned in self._of._planned():
             for index, _ in assigned:
                 yield ReadRequest(window.step, window.epoch, index, window.micro_batches[index])

@@ -167,6 +167,11 @@ class SamplerOrder:
         self._rewind()
 
     @property
+    def sampler(self) -> Any:
+        """The user's sampler, or the batch sampler."""
+        return getattr(self._sampler, "sampler", self._sampler)
+
+    @property
     def steps_per_epoch(self) -> int | None:
         count = known_length(self._sampler)
         return None if count is None else -(-count // self._micro_batches)

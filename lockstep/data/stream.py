@@ -56,7 +56,7 @@ class Stream:
         self.position = state["position"]  # number of items returned
         self.state: Any = state["iterable"]  # the iterable's own, before the item that was read ahead
         self.stateful = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
-        has_epochs = [set_epoch(holder, state["epoch"]) for holder in (iterable, getattr(iterable, "dataset", None))]
+        has_epochs = [set_epoch(holder, state["epoch"]) for holder in _holders(iterable)]
         self.has_epochs = any(has_epochs)
         begins = state["begins"]
         with preserve_states():
@@ -167,3 +167,8 @@ class Stream:
                 raise NotRestoredError(self.position, ended=True) from error
             what = f"item {self.position} of the {type(self._iterable).__name__} failed in epoch {self._keys[2]}"
             raise RunError(what, where=users_line(error), why=reason(error)) from error
+
+
+def _holders(iterable: Any) -> list[Any]:
+    """Return what may have `set_epoch`: the iterable, and the dataset and the sampler of a loader."""
+    return [iterable, getattr(iterable, "dataset", None), getattr(iterable, "sampler", None)]

@@ -1,6 +1,7 @@
 """On real ranks: streams that end at different times, and a sampler that knows its rank."""
 
-from tests.data.rank_cases import all_cases
+from lockstep.errors import UsageError
+from tests.data.rank_cases import agreement, all_cases, trainers
 from tests.ranks import run_ranks
 
 
@@ -14,3 +15,32 @@ def test_streams_sharded_by_rank_end_together_and_samplers_know_their_rank():
     assert len(short["rows"]) == 10
     assert "sharded by rank" in short["notice"]
     assert (short["places"], long["places"]) == ([0, 2, 4, 6], [1, 3, 5])
+
+
+def test_data_that_are_cut_by_rank_beforehand_are_refused_and_no_others():
+    """A habit of other trainers: shared out once more, most samples are never seen."""
+    ranks = run_ranks(agreement, 2)
+    for name, first in ranks[0].items():
+        other = ranks[1][name]
+        if name.startswith("cut"):
+            assert isinstance(first, UsageError), name
+            assert str(first) == str(other), name
+            assert "data.rank_sharded = True" in str(first)
+        elif name.startswith("whole"):
+            assert isinstance(first, list), (name, str(first))
+            assert sorted(first + other) == list(range(24)), name
+        else:
+            assert isinstance(first, list), (name, str(first))
+            assert len(set(first)) == len(first) >= 12, name
+            assert not set(first) & set(other), name
+    texts = {name: str(error) for name, error in ranks[0].items() if name.startswith("cut")}
+    assert "delete Subset(dataset, …)" in texts["cut: subset"]
+    assert "delete dataset.shard(…) or split_dataset_by_node(…)" in texts["cut: a stream by node, evaluated"]
+    assert "the OfARank gives rank 1 other samples than rank 0" in texts["cut: sampler"]
+    assert "rank 0 has 12 samples or batches of data, and rank 1 has 13" in texts["cut: unequal"]
+
+
+def test_every_way_to_use_data_compares_them():
+    first, other = run_ranks(trainers, 2)
+    assert first == other
+    assert all("dataset[0] on rank 1 is another sample than on rank 0" in error for error in first.values()), first
