@@ -37,6 +37,8 @@ _HOME = {
     ),
 }
 
+_STARTS = ("Trainer", "place", "setup", "spawn")  # from here on errors are explained
+
 __all__ = [
     "Config", "DistributedSampler", "LockstepError", "RunError", "Trainer", "UsageError", "WeightAverage", "WholeBatch",
     "all_reduce", "barrier", "cleanup", "get_model", "is_main_process", "local_rank", "observe", "place", "rank",
@@ -48,6 +50,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         advice = import_module("lockstep.config.names").advice_for_object(f"{name}(…)")
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}" + (f": {advice}" if advice else ""))
+    if name in _STARTS:
+        import_module("lockstep.launch.explanations").install()
     return getattr(import_module(_HOME[name]), name)
 
 

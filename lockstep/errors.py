@@ -5,9 +5,13 @@ settings are evaluated when a config is loaded, and again at placement with what
 """
 
 import re
+import sysconfig
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import TracebackType
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -45,6 +49,10 @@ class UsageError(LockstepError):
 
     exit_code = EXIT_USAGE
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows: the lines of the user's code alone."""
+        return "".join(traceback.format_exception(type(self), self, only_user_code(self.__traceback__))).splitlines()
+
 
 class RunError(LockstepError):
     """The run failed. Exit code 1."""
@@ -63,6 +71,25 @@ _PEER_IS_GONE = re.compile(
 def lost_a_peer(error: BaseException) -> bool:
     """Return whether the error's text says that another rank is gone, as those of torch and its backends do."""
     return bool(_PEER_IS_GONE.search(str(error)))
+
+
+_NOT_USERS = tuple(
+    {str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
+)
+
+
+def only_user_code(trace: TracebackType | None) -> TracebackType | None:
+    """Return the frames of a traceback that are of no library; the whole traceback if there are none."""
+    frames = []
+    step = trace
+    while step is not None:
+        if not step.tb_frame.f_code.co_filename.startswith(_NOT_USERS):
+            frames.append(step)
+        step = step.tb_next
+    kept = None
+    for frame in reversed(frames):
+        kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return kept or trace
 
 
 def listed(names: Sequence[str], shown: int = 4) -> str:

@@ -258,6 +258,7 @@ def ended_without(rank: int, call: Call, left: dict[int, Call | None]) -> UsageE
     return UsageError(what, where=", ".join(lines), why=why, fix=fix)
 
 
+on_error: Callable[[BaseException], None] | None = None  # called with what a public call raises
 _mine: Heartbeat | None = None
 
 
@@ -355,6 +356,8 @@ class _CallContext:
         try:
             if error is not None:
                 self._heartbeat.explain(error)
+                if on_error is not None:
+                    on_error(error)
         finally:
             self._heartbeat.leave()
 

@@ -134,7 +134,7 @@ def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, 
             what = f"the optimizer holds {len(unknown)} parameter(s) that are not the model's"
             why = "it was made for another model, or after this one was wrapped: nothing would train"
             fix = "make it from model.parameters() of the model that you pass, or pass `parameters -> optimizer`"
-            raise UsageError(what, why=why, fix=fix)
+            raise UsageError(what, where="the optimizer", why=why, fix=fix)
         group["params"] = [placed[names[id(p)]] for p in group["params"] if names[id(p)] in placed]
 
 

@@ -102,15 +102,42 @@ def _understand(data: Any, config: DataConfig) -> _UserData:
         notice = "an iterable dataset is read in the training process; give a DataLoader to read it in workers"
         return _UserData(data, iterated=True, notice=notice if config.num_workers else None)
     has_length = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if isinstance(data, torch.Tensor | dict | str | bytes) or not (has_length or hasattr(data, "__iter__")):
-        what = f"data of type {type(data).__name__} can't be trained on"
-        fix = "give a dataset, a DataLoader or an iterable of batches (for tensors: torch.utils.data.TensorDataset)"
-        raise UsageError(what, where="the training or validation data", fix=fix)
+    no_data = isinstance(data, torch.Tensor | dict | str | bytes | type) or not (
+        has_length or hasattr(data, "__iter__")
+    )
+    if no_data or _is_a_pair_of_columns(data):
+        raise _no_data(data)
     if isinstance(data, list | tuple) or not has_length:
         _warn_of_samples(data)
         return _UserData(data, iterated=True, ready=True)
     reading = {name: getattr(config, name) for name in _OF_THE_CONFIG}
     return _UserData(data, shuffle=config.shuffle, drop_last=config.drop_last, reading=reading)
+
+
+def _is_a_pair_of_columns(data: Any) -> bool:
+    """Return whether this is (inputs, targets) of all samples: two tensors of as many rows that can't be batches."""
+    if not (isinstance(data, list | tuple) and len(data) == 2 and all(hasattr(one, "shape") for one in data)):
+        return False
+    (inputs, targets) = data
+    return bool(inputs.shape[:1] == targets.shape[:1] != () and len(inputs.shape) != len(targets.shape))
+
+
+def _no_data(data: Any) -> UsageError:
+    """Return the error for what is not a data set, with what to write in its place."""
+    fix = "give a dataset, a DataLoader or an iterable of batches (for tensors: torch.utils.data.TensorDataset)"
+    what = f"data of type {type(data).__name__} can't be trained on"
+    if isinstance(data, type):
+        what, fix = f"the data are the class {data.__name__}", f"make an object of it: {data.__name__}(…)"
+    elif callable(data):
+        name = getattr(data, "__name__", "function")
+        what, fix = f"the data are the function {name}", f"call it: train({name}()); each item is then a batch"
+    elif isinstance(data, str):
+        what = f"the data are the text {data!r:.60}"
+        fix = "read the file into a torch.utils.data.Dataset; names of data belong into a config's key data.name"
+    elif isinstance(data, list | tuple):
+        what = "the data are two tensors: all inputs and all targets"
+        fix = "write torch.utils.data.TensorDataset(inputs, targets), whose items are samples"
+    return UsageError(what, where="the training or validation data", fix=fix)
 
 
 def _warn_of_samples(data: Any) -> None:

@@ -30,6 +30,7 @@ from lockstep.errors import (
     RunError,
     UsageError,
     lost_a_peer,
+    only_user_code,
 )
 from lockstep.heartbeat import own_heartbeat
 from lockstep.run_files import replace_file
@@ -87,12 +88,16 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
     """Return the failure for `error`, caught at the top of a worker."""
     common: dict[str, Any] = {
         "rank": facts.rank, "world_size": facts.world_size, "host": socket.gethostname(), "time": time.time(),
-        "traceback": "".join(traceback.format_exception(error)), "log": None if log is None else str(log),
+        "traceback": _traceback_of(error), "log": None if log is None else str(log),
     }  # fmt: skip
     if isinstance(error, LockstepError):
         kind = "usage" if error.exit_code == EXIT_USAGE else "error"
         gone = kind == "error" and _is_consequence(error)
-        return Failure(**common, **_parts(error), kind=kind, exit_code=error.exit_code, consequence=gone)
+        parts = _parts(error)
+        line = _user_line(error.__traceback__) if kind == "usage" else None
+        if line is not None and line not in (error.where or ""):
+            parts["where"] = f"{line}, {error.where}" if error.where else line
+        return Failure(**common, **parts, kind=kind, exit_code=error.exit_code, consequence=gone)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else EXIT_FAILED
         text = "" if isinstance(error.code, int) else f": {error.code}"
@@ -122,10 +127,28 @@ def _is_consequence(error: BaseException) -> bool:
     return lost_a_peer(error) or bool(_ENDED_BY_LAUNCHER.search(str(error)))
 
 
+def _traceback_of(error: BaseException) -> str:
+    """Return the traceback; of a UsageError the user's lines alone, unless the whole of it was asked for."""
+    if isinstance(error, UsageError) and os.environ.get("LOCKSTEP_TRACEBACK") != "1":
+        shown = only_user_code(error.__traceback__)
+        return "".join(traceback.format_exception(type(error), error, shown, chain=False))
+    return "".join(traceback.format_exception(error))
+
+
+def _user_line(trace: TracebackType | None) -> str | None:
+    """Return the innermost line of the user's own code; None if there is none."""
+    frames = [f for f in traceback.extract_tb(trace) if not (_NOT_USER_CODE.search(f.filename) or _is_library(f))]
+    return f"{short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else None
+
+
+def _is_library(frame: traceback.FrameSummary) -> bool:
+    return bool(_LIBRARIES.search(frame.filename))
+
+
 def _user_frames(trace: TracebackType | None) -> tuple[str | None, list[str]]:
     """Return the place in the user's own code (else in a library) nearest to the error, and the frames before it."""
     frames = [f for f in traceback.extract_tb(trace) if not _NOT_USER_CODE.search(f.filename)]
-    own = [f for f in frames if not _LIBRARIES.search(f.filename)] or frames
+    own = [f for f in frames if not _is_library(f)] or frames
     if not own:
         return None, []
     # Include the innermost frame even if it is a library's: it names the function that raised.

@@ -101,9 +101,9 @@ class Objective:
         """Run one forward pass: (loss, times, number of valid targets), as in `factors`."""
         args, kwargs = self.inputs(batch)
         if self.observed is None or not self.in_outputs:
-            return self.factors(_outputs(model, args, kwargs, batch), batch)
+            return self.factors(_outputs(model, args, kwargs, batch, has_loss=not self.in_outputs), batch)
         with LossCalls() as calls:
-            outputs = _outputs(model, args, kwargs, batch)
+            outputs = _outputs(model, args, kwargs, batch, has_loss=False)
         return self.factors(outputs, batch, calls)
 
     def summed(self, outputs: Any, batch: Any) -> Tensor:
@@ -190,17 +190,38 @@ def _stop_gradients_unless(condition: Tensor, outputs: Any) -> None:
             leaf.register_hook(stop)  # type: ignore[no-untyped-call]
 
 
-def _outputs(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Any:
+def _outputs(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, *, has_loss: bool = True
+) -> Any:  # fmt: skip
     """Return the model's outputs. UsageError: given the whole batch, since `forward` names no key, it failed."""
     try:
         return model(*args, **kwargs)
     except (TypeError, AttributeError) as error:
         if not (isinstance(batch, Mapping) and args and args[0] is batch):
+            _refuse_arguments(model, args, kwargs, has_loss=has_loss)
             raise
         what = f"forward of the model has no argument named like a key of the batch: {listed([*map(str, batch)])}"
         why = f"it was given the whole batch, and raised {type(error).__name__}: {error}"
         fix = "name its arguments like the batch's keys, or give the model inputs(batch) -> (arguments,)"
         raise UsageError(what, where="forward of the model", why=why, fix=fix) from error
+
+
+def _refuse_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_loss: bool) -> None:
+    """Raise a UsageError if `forward` does not take what the batch gives it; return if it failed for another reason."""
+    module = getattr(model, "module", model)
+    try:
+        inspect.signature(module.forward).bind(*args, **kwargs)
+    except ValueError:
+        return
+    except TypeError as error:
+        given = listed([*kwargs]) if kwargs else f"{len(args)} argument{'s' * (len(args) != 1)}"
+        what = f"forward of {type(module).__name__} can't be called with {given} of a batch"
+        fix = "let a sample be (inputs, targets), or a dict named like forward's arguments"
+        if not has_loss:
+            what = f"no loss_fn was given, and {what}"
+            fix = "pass one, such as loss_fn=torch.nn.CrossEntropyLoss(): it gets the batch's last member, and forward "
+            fix += "the others; or let forward take all of them, and return the loss"
+        raise UsageError(what, where="the samples and the model", why=str(error), fix=fix) from None
 
 
 def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> Objective:
@@ -431,6 +452,8 @@ def _reduced(
 
         def one_number(outputs: Any, batch: Any) -> Tensor:
             mean = loss(outputs, batch)
+            if not isinstance(mean, Tensor):
+                raise _no_tensor(mean)
             if mean.ndim:
                 what = f"the loss has the shape {tuple(mean.shape)}, but a mean is one number"
                 raise UsageError(what, fix='declare it with reduction = "none" (it is summed), or return one number')
@@ -438,6 +461,12 @@ def _reduced(
 
         return Objective(inputs, one_number, count, is_mean=True, observed=Observed() if observes else None)
     raise UsageError(f"a loss with reduction {reduction!r}", fix="use mean, sum or none")
+
+
+def _no_tensor(returned: Any) -> UsageError:
+    what = f"the loss function returned {returned!r:.60}, not a tensor"
+    fix = "return the loss itself: without .item(), float(…) or .backward(), which the step does"
+    return UsageError(what, where="loss_fn", fix=fix)
 
 
 def _count_for(loss_fn: Callable[..., Tensor]) -> Callable[[Any], int | Tensor] | None:
@@ -475,5 +504,7 @@ def _loss_in_outputs(outputs: Any, _batch: Any) -> Tensor:
     if not isinstance(found, Tensor):
         what = f"the model returned {type(outputs).__name__}, in which there is no loss"
         fix = 'pass a loss_fn, return {"loss": …}, or give the model loss(outputs, batch) and count(batch)'
+        if type(outputs).__module__.startswith("transformers."):
+            fix = 'models of transformers compute it where the batch has "labels"; or pass a loss_fn'
         raise UsageError(what, fix=fix)
     return found

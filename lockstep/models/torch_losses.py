@@ -35,6 +35,11 @@ def class_of(function: Any) -> type[nn.Module] | None:
     return _CLASSES.get(function) if inspect.isroutine(function) else None
 
 
+def class_names() -> list[str]:
+    """Return the names of torch's loss classes that are called with (outputs, targets)."""
+    return sorted(kind.__name__ for kind in _CLASSES.values())
+
+
 def as_object(loss_fn: Any) -> Any:
     """Return an object of torch's class for one of torch's loss functions, or a `functools.partial` of one.
 

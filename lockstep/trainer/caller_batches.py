@@ -51,6 +51,7 @@ class StepWindow:
         batch = move(batch, trainer.device)
         if self._calls_per_step is None:
             trainer.cluster.check()
+            trainer.check_trains()
             _warn_of_equal_batches(trainer, batch)
             calls = _calls_in_a_step(trainer, batch)
             trainer.begin_training_steps(batch)

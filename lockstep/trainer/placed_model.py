@@ -34,6 +34,7 @@ from lockstep.paths import local_path
 from lockstep.precision import Precision, resolve_mode
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat import foreach
+from lockstep.trainer.arguments import check_loss_fn, check_model
 from lockstep.trainer.caller_batches import MicroBatchAssigner
 from lockstep.trainer.evaluator import WINDOW, evaluate, evaluating, sample
 from lockstep.trainer.loss_check import LossCheck
@@ -61,6 +62,8 @@ def place(
     Raises:
         UsageError: settings contradict each other or the model, or concern what the loop itself decides.
     """
+    check_model(model, "lockstep.place", has_loss_fn=(loss_fn or (config and config.loss_fn)) is not None)
+    check_loss_fn(loss_fn, "lockstep.place")
     config = _configured(config or Config(), {**settings, **({} if strategy is None else {"strategy": strategy})})
     here = cluster.setup(config.distributed)
     mode, _ = resolve_mode(config.precision.mode, here.device)

@@ -17,6 +17,7 @@ from lockstep.models.torch_losses import class_of
 from lockstep.optim import CallersRate, PlateauSchedule, Schedule, TorchSchedule
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.registry import load_object, require_call
+from lockstep.trainer.arguments import check_made
 
 MakeOptimizer = Callable[[Any], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -37,12 +38,9 @@ def make_optimizer(
         )  # fmt: skip
     elif isinstance(given, Optimizer):
         optim.rebind(optimizer := given, before, placed.parameters)
-    elif isinstance(given, nn.Module):
-        what = f"Trainer's second argument is the optimizer, and {type(given).__name__} is a module"
-        fix = "write Trainer(model, optimizer, loss_fn), or loss_fn=…; without an optimizer it is AdamW"
-        raise UsageError(what, where="Trainer", fix=fix)
     else:
         optimizer = given(list(placed.parameters.values()))
+        check_made(optimizer, Optimizer, given, "Trainer(optimizer=…)")
     optim.check_no_closure(optimizer)
     if given is not None:
         line = f"learning rate {optimizer.param_groups[0]['lr']:g}, as {type(optimizer).__name__} says"
@@ -93,6 +91,7 @@ def user_schedule(
     if given is None:
         return None
     scheduler = given if isinstance(given, LRScheduler) else given(optimizer)
+    check_made(scheduler, LRScheduler, given, "Trainer(scheduler=…)")
     if scheduler.optimizer is not optimizer:
         what = f"the {type(scheduler).__name__} is over another optimizer than the trainer's"
         fix = "pass its optimizer to the trainer too, or a function `optimizer -> scheduler`"

@@ -34,7 +34,7 @@ from lockstep.precision import LossScale, Precision, loss_scale_for, resolve_mod
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.run_lock import RunLock
 from lockstep.step import Step
-from lockstep.trainer import setup, whole_run
+from lockstep.trainer import arguments, setup, whole_run
 from lockstep.trainer.caller_batches import StepWindow
 from lockstep.trainer.checkpointer import (
     Checkpointer,
@@ -88,6 +88,9 @@ class Trainer:
         after_update: AfterUpdate | list[AfterUpdate] | None = None, freeze_until: Mapping[str, int] | None = None,
         **settings: Unpack[TrainerSettings],
     ) -> None:  # fmt: skip
+        arguments.check_of_trainer(optimizer, loss_fn, scheduler, config, after_update)
+        arguments.check_model(model, "Trainer", has_loss_fn=(loss_fn or (config and config.loss_fn)) is not None)
+        arguments.check_loss_fn(loss_fn, "Trainer")
         own: dict[str, Any] = {**settings}
         if isinstance(optimizer, str):
             own["optimizer"], optimizer = optimizer, None
@@ -97,6 +100,7 @@ class Trainer:
         self.layout = layout_of(self.config.distributed, self.cluster.facts)
         self.mode, self.why_mode = resolve_mode(self.config.precision.mode, self.device)
         names, _ = canonical_names(model)
+        self._is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
         self.placed: ParallelModel = place(
             model, self.layout, self.config.step, device=self.device, precision=Precision(self.mode, self.device.type),
             objective=objective_of(model, loss_fn or setup.loss_fn_of(self.config)),
@@ -157,6 +161,8 @@ class Trainer:
             epochs: passes over the data; unset: the config's.
             metrics: computed by each evaluation, and recorded as `eval_NAME`; see `evaluate`.
         """
+        arguments.check_epochs(epochs)
+        arguments.check_metrics(metrics, "Trainer.train")
         self._close_run()
         with ExitStack() as ending:
             ending.callback(self._release_lock)
@@ -318,6 +324,7 @@ class Trainer:
     def _open_source(self, data: Any, epochs: int | None) -> tuple[StepSource, int | None]:
         """Return the remaining steps, and the number of the last one, if it is known."""
         self.cluster.check()
+        self.check_trains()
         self._adopt_batch_size(data)
         source, total = setup.open_source(
             data, self.config, self.placed, epochs=epochs, global_batch_size=self.global_batch_size,
@@ -333,6 +340,11 @@ class Trainer:
         if source.notice:
             self._start_lines.append(source.notice)
         return source, total
+
+    def check_trains(self) -> None:
+        """Raise a UsageError if all of the model was frozen, and is so still; a pipeline's stage may be."""
+        if self._is_frozen:
+            arguments.check_trains(self.placed.parameters)
 
     def _adopt_batch_size(self, data: Any) -> None:
         """Use a DataLoader's own batch size, if the settings have none; the learning rate follows its rule."""
@@ -405,6 +417,7 @@ class Trainer:
         Returns:
             the loss, weighted by valid targets; with `metrics` a dict of `loss` and the values by name.
         """
+        arguments.check_metrics(metrics, "Trainer.evaluate")
         self._settle()
         found = evaluated(self, val_data, metrics)
         if counts and self.current_run is not None and self.current_run.in_callers_loop:

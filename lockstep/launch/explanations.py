@@ -1,0 +1,51 @@
+"""Explains errors in processes that Lockstep's launcher does not watch: under plain `python`, torchrun, in a notebook.
+
+A known error gets a note with its cause and what to do, where it leaves one of Lockstep's calls, and at the end of the
+process. A UsageError shows the lines of the user's code alone; `LOCKSTEP_TRACEBACK=1` shows all of them.
+"""
+
+import os
+import sys
+from types import TracebackType
+from typing import Any
+
+from lockstep import heartbeat
+from lockstep.diagnose import recognise
+from lockstep.environment import rank_facts
+from lockstep.errors import LockstepError, UsageError, only_user_code
+
+_MARK = "lockstep: "
+
+
+def install() -> None:
+    """Explain errors in this process from now on. A script's own `sys.excepthook` is called as before."""
+    if heartbeat.on_error is add_explanation:
+        return
+    heartbeat.on_error = add_explanation
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        if isinstance(error, Exception) and os.environ.get("LOCKSTEP_TRACEBACK") != "1":
+            add_explanation(error)
+            if isinstance(error, UsageError):
+                trace = only_user_code(trace)
+                error.with_traceback(trace)
+                error.__suppress_context__, error.__cause__ = True, None
+        return before(kind, error, trace)
+
+    sys.excepthook = show
+
+
+def add_explanation(error: BaseException) -> None:
+    """Add a note to a known error of torch or of a library, once."""
+    if not isinstance(error, Exception) or isinstance(error, LockstepError):
+        return
+    if any(note.startswith(_MARK) for note in getattr(error, "__notes__", ())):
+        return
+    explained = heartbeat.own_heartbeat().explained(error, None)
+    if explained is not None:
+        error.add_note(f"{_MARK}{explained}")
+        return
+    known = recognise(f"{type(error).__name__}: {error}")
+    if known is not None and (rank_facts().world_size > 1 or not known.consequence):
+        error.add_note(f"{_MARK}{known.name}\n  why: {known.cause}\n  do: {known.fix}")
