@@ -114,7 +114,9 @@ class RunDirectory:
         except OSError as error:
             text = f"the run directory {self.path} can't be written"
             why = f"{type(error).__name__}: {error.strerror}"
-            raise UsageError(text, why=why, fix="choose another with --output-dir DIR") from None
+            raise UsageError(
+                text, why=why, fix="choose another with --output-dir DIR (in Python output_dir=…)"
+            ) from None
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add the record of a step or an evaluation."""

@@ -99,7 +99,10 @@ class RunLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = self._take(self._me)
         except OSError as error:
-            what, fix = f"the run directory {self._path.parent} can't be locked", "choose another with --output-dir DIR"
+            what, fix = (
+                f"the run directory {self._path.parent} can't be locked",
+                "choose another with --output-dir DIR (in Python output_dir=…)",
+            )
             raise UsageError(what, where=str(self._path), why=error.strerror, fix=fix) from None
         _held[os.getpid(), self._key] = self
         self._ended.clear()
@@ -214,7 +217,7 @@ def require_free(directory: Path) -> None:
 def _refusal(directory: Path, holder: Holder | None) -> UsageError:
     who = "another process" if holder is None else str(holder)
     why = "two runs in one run directory would overwrite each other's checkpoints and metrics"
-    fix = "wait for it or end it; or give this one a folder of its own with --output-dir DIR"
+    fix = "wait for it or end it; or give this one a folder of its own with --output-dir DIR (in Python output_dir=…)"
     return UsageError(f"another run is writing to {directory}: {who}", where=str(directory / FILE), why=why, fix=fix)
 
 

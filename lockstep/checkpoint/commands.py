@@ -5,6 +5,7 @@ from collections.abc import Callable
 from datetime import datetime
 from math import prod
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from lockstep.checkpoint.convert import digest, export_safetensors, export_torch, import_weights, rewrite_full
@@ -82,7 +83,7 @@ def _export(path: Path, output: str | Path = "model.safetensors") -> str:
 
 def _convert(path: Path, to: str = "full", output: str | Path | None = None) -> str:
     if to not in FORMATS:
-        by_ranks = f"; ranks write it: lockstep train CONFIG --resume {path} checkpoint.format={to}"
+        by_ranks = f"; ranks write it: lockstep train CONFIG --resume {quote(str(path))} checkpoint.format={to}"
         fix = f"one of: {', '.join(FORMATS)}" + (by_ranks if to in ("sharded", "local") else "")
         raise UsageError(f"there is no format {to!r} to convert to", fix=fix)
     checkpoint = newest_at(path)
@@ -96,7 +97,7 @@ def _convert(path: Path, to: str = "full", output: str | Path | None = None) -> 
 def _import(path: Path, output: str | Path = "imported", prefix: str = "") -> str:
     written, taken, left_out = import_weights(path, output, prefix=prefix)
     rest = f", {left_out} without the prefix left out" if left_out else ""
-    begins = f"`lockstep train CONFIG --resume {written}` begins there"
+    begins = f"`lockstep train CONFIG --resume {quote(str(written))}` begins there"
     return f"{path} → {written}: {taken} tensors in float32{rest}; {begins}"
 
 

@@ -158,7 +158,9 @@ def _safetensors_header(manifest: Manifest) -> bytes:
     for name, info in sorted(manifest.parameters.items()):
         if info.dtype not in _SAFETENSORS_DTYPES:
             what = f"{name} is {info.dtype}, which safetensors can't hold"
-            raise UsageError(what, fix="lockstep checkpoint convert --to torch, or change its dtype before saving")
+            raise UsageError(
+                what, fix="`lockstep checkpoint convert PATH --to torch`, or change its dtype before saving"
+            )
         size = torch.Size(info.shape).numel() * dtype_of(info.dtype).itemsize
         dtype, offsets = _SAFETENSORS_DTYPES[info.dtype], [position, position + size]
         header[name] = {"dtype": dtype, "shape": list(info.shape), "data_offsets": offsets}

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePath
+from shlex import quote
 from typing import Any, BinaryIO, NoReturn, cast
 
 import torch
@@ -238,7 +239,8 @@ class LocalReader:
     def check_topology(self, blocks: Mapping[str, TensorBlock], owner: Mapping[str, str], ranks: Ranks) -> None:
         """Refuse these raw shards unless each rank loads exactly the blocks that it saved."""
         whole = f"{self._checkpoint.name}-full"
-        fix = f"lockstep checkpoint convert {self._checkpoint} --to full --output {whole}, then --resume {whole}"
+        there, new = quote(str(self._checkpoint)), quote(str(whole))
+        fix = f"lockstep checkpoint convert {there} --to full --output {new}, then --resume {new}"
         if len(self.by_rank) != ranks.size:
             what = f"{self._checkpoint} holds the raw shards of {len(self.by_rank)} ranks (checkpoint.format: local); "
             what += f"this run has {ranks.size}"

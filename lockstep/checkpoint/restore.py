@@ -76,7 +76,7 @@ def verify_together(checkpoint: Location, ranks: Ranks) -> Manifest:
     mine = by_size[ranks.rank :: ranks.size]
     shares = ranks.all_reduce(failure, lambda: problems_of_files(checkpoint, manifest, mine, thorough=True), list)
     if problems := sorted(problem for share in shares for problem in share):
-        fix = "resume from an older one: lockstep checkpoint list shows which are whole"
+        fix = "resume from an older one: `lockstep checkpoint verify RUN` shows which are whole"
         raise DamagedError(f"the checkpoint {checkpoint} is damaged", why=listed(problems), fix=fix)
     return manifest
 
@@ -151,7 +151,11 @@ def _compare(checkpoint: Location, stored: dict[str, _Infos], ranks: list[dict[s
             if dtype != stored_dtype:
                 dtypes.add(f"{prefix}{name} (stored {stored_dtype}, wanted {dtype})")
     if differing := [f"{kind}: {listed(sorted(names))}" for kind, names in found.items() if names]:
-        fix = "build the model and the optimizer from the config beside the checkpoint's state, config.yaml"
+        fix = (
+            "build the model and the optimizer from the config beside the checkpoint's state, config.yaml; to start a "
+        )
+        fix += "new run there, --resume never (in Python resume='never') sets the old checkpoints aside; or choose "
+        fix += "another --output-dir (in Python output_dir=…)"
         raise UsageError(f"{checkpoint} does not fit this model", why="; ".join(differing), fix=fix)
 
 

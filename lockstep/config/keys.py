@@ -279,6 +279,10 @@ def _mistakes(details: ErrorDetails, path: Path, tree: Node) -> list[Mistake]:
         lowered = {choice.lower(): choice for choice in info.choices}
         near = difflib.get_close_matches(value.lower(), list(lowered), n=1, cutoff=0.6)
         fix = f"write {lowered[near[0]]}" if near else None
+    if details["type"] == "list_type" and not isinstance(value, dict):
+        item = fix.removeprefix("write ") if fix is not None else value
+        in_python = str(node.origin).startswith("the setting")
+        fix = f"write {json.dumps([item])}" if in_python else f"write [{item}]"
     if fix is None and isinstance(value, str) and "number" in takes:
         with suppress(ValueError):
             float(value)

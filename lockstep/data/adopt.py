@@ -132,7 +132,7 @@ def _no_data(data: Any) -> UsageError:
         name = getattr(data, "__name__", "function")
         what, fix = f"the data are the function {name}", f"call it: train({name}()); each item is then a batch"
     elif isinstance(data, str):
-        what = f"the data are the text {data!r:.60}"
+        what = f"the text {data!r:.60} can't be trained on"
         fix = "read the file into a torch.utils.data.Dataset; names of data belong into a config's key data.name"
     elif isinstance(data, list | tuple):
         what = "the data are two tensors: all inputs and all targets"

@@ -17,6 +17,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any, NoReturn
 
 import numpy as np
@@ -158,7 +159,9 @@ def read_header(folder: Path) -> dict[str, Any]:
         header = json.loads((folder / HEADER).read_text())
     except FileNotFoundError:
         what = f"{folder} has no {HEADER}"
-        raise UsageError(what, where="data.args.path", fix=f"lockstep data prepare SOURCE --out {folder}") from None
+        raise UsageError(
+            what, where="data.args.path", fix=f"lockstep data prepare SOURCE --out {quote(str(folder))}"
+        ) from None
     except (OSError, ValueError) as error:
         raise _damaged(folder, f"{HEADER}: {error}") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:

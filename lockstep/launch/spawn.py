@@ -17,6 +17,7 @@ from contextlib import suppress
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from lockstep import cores
@@ -157,9 +158,13 @@ def _check_environment(nprocs: int, nnodes: int, node_rank: int) -> None:
     where = f"{names.get(facts.launcher, 'the variables of mpirun')} in the environment; spawn("
     where += f"nprocs={nprocs}, nnodes={nnodes}, node_rank={node_rank})"
     why = "each process that calls spawn would make a world of its own, with a model of its own"
-    fix = f"on {facts.world_size} machines: spawn(…, nprocs={nprocs}, nnodes=MACHINES, node_rank=0, 1, …, "
-    fix += "master_addr=…), with these variables unset; where a launcher has started one process a rank already, call "
-    fix += "the function itself, without spawn"
+    num_machines, rest = divmod(facts.world_size, nprocs)
+    index, here = divmod(facts.rank, nprocs)
+    address = os.environ.get("MASTER_ADDR", "the address of machine 0")
+    fix = "where a launcher has started one process a rank, call the function itself, without spawn"
+    if not rest and not here:
+        machine = f"spawn(…, nprocs={nprocs}, nnodes={num_machines}, node_rank={index}, master_addr={address!r})"
+        fix = f"if RANK is the number of this machine's first rank: {machine}; {fix}"
     raise UsageError(what, where=where, why=why, fix=fix)
 
 
@@ -275,7 +280,8 @@ class LivePlot:
         self._handle: Any = None
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         if shell is None or not hasattr(shell, "kernel"):
-            print(f"lockstep: this is no notebook, so plot={str(run)!r} shows nothing: lockstep report {run} --live")
+            instead = f"lockstep report {quote(str(run))} --live"
+            print(f"lockstep: this is no notebook, so plot={str(run)!r} shows nothing: {instead}")
             return
         shown = import_module("IPython.display")
         self._html: Any = shown.HTML

@@ -102,8 +102,13 @@ class TokenLosses(nn.Module):
 def require_multiple(what: str, value: int, of: str, divisor: int) -> None:
     """Reject sizes that do not divide, with both names and numbers."""
     if divisor < 1 or value % divisor:
-        what = f"{what}={value} is not a multiple of {of}={divisor}"
-        raise UsageError(what, where="model.args", fix=f"change {what.split('·')[-1]} or {of.split('·')[-1]}")
+        one, other = (name.rpartition("·")[2] for name in (what, of))
+        fix = f"set model.args.{other} to 1 or more"
+        if divisor >= 1:
+            near = [n for n in (value // divisor * divisor, (value // divisor + 1) * divisor) if n]
+            values = " or ".join(map(str, near))
+            fix = f"set model.args.{one} to {values}, or change {other}" if one == what else f"change {one} or {other}"
+        raise UsageError(f"{what}={value} is not a multiple of {of}={divisor}", where="model.args", fix=fix)
 
 
 def require_positive(**sizes: int) -> None:

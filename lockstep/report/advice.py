@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from shlex import quote
 from statistics import median
 from typing import Any
 
@@ -37,8 +38,9 @@ def _crashed(run: RunData) -> Iterator[Advice]:
     step = run.rows[-1]["step"] if run.rows else 0
     lost = f"the newest checkpoint is of step {saves[-1]}" if saves else "there is no checkpoint"
     found = f"The run ended after step {step} without a last event."
-    do = f"Look at the end of {run.path / 'logs' / 'rank-0.log'}; resume with `lockstep train "
-    do += f"{run.path / 'config.yaml'} --output-dir {run.path} --resume auto`."
+    config, folder = quote(str(run.path / "config.yaml")), quote(str(run.path))
+    do = f"Look at the end of {run.path / 'logs' / 'rank-0.log'}; resume with "
+    do += f"`lockstep train {config} --output-dir {folder} --resume auto`."
     yield Advice("bad", found, do, f"events.jsonl does not end with `stop`; the last logged step is {step}, {lost}.")
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from lockstep import checkpoint, collectives
@@ -249,7 +250,7 @@ def clear_later(trainer: "Trainer") -> None:
         collectives.barrier()  # no rank reads the folder before it is in order
 
 
-def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
+def find(trainer: "Trainer", how: str, where: str = "--resume") -> checkpoint.CheckpointPath | None:
     """Return where to resume: the newest whole checkpoint (`auto`), nowhere (`never`), or the given path.
 
     A RunError is raised if there are checkpoints, and none is whole: a person has to decide about a fresh start.
@@ -273,9 +274,15 @@ def find(trainer: "Trainer", how: str) -> checkpoint.CheckpointPath | None:
         return path
     if path.is_dir() and (found := checkpoint.resume_point(path)) is not None:
         return found
-    why = f"there is no {checkpoint.MANIFEST} in it" if path.is_dir() else "there is no such folder"
-    fix = "give a folder checkpoints/step-…, a run directory, auto or never"
-    raise UsageError(f"{how} is not a checkpoint", where="--resume", why=why, fix=fix)
+    why = f"there is no {checkpoint.MANIFEST} in it" if path.is_dir() else "there is no such file or folder"
+    fix = "give a folder checkpoints/step-…, or a run directory"
+    fix += ", auto or never" if where == "--resume" else ""
+    if path.is_file():
+        why = "it is a file, and a checkpoint is a folder"
+        fix = "load a file of weights into the model before the Trainer is made: "
+        fix += f"model.load_state_dict(torch.load({how!r})); or make a checkpoint of it: "
+        fix += f"`lockstep checkpoint import {quote(how)}`"
+    raise UsageError(f"{how} is not a checkpoint", where=where, why=why, fix=fix)
 
 
 def is_same_folder(folder: checkpoint.Directory, path: str | Path) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lockstep.collectives import is_main_process, object_device
 from lockstep.data.batches import MicroBatch
 from lockstep.data.order import preserve_states
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, listed
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import num_samples
 from lockstep.monitor.figures import gather_objects
@@ -47,7 +47,8 @@ class _Finding:
     adds_up: bool | None  # None: unknown
     divisor_known: bool | None  # whether torch's loss functions show it; None: this rank does not compute the loss
     auxiliary: bool  # the loss has a term that depends on the split by design
-    text: tuple[str, str] | None = None  # if it does not add up: (what, fix)
+    text: tuple[str, str] | None  # if it does not add up: (what, fix)
+    fix: str  # where the divisor is unknown
 
 
 class LossCheck:
@@ -89,7 +90,7 @@ class LossCheck:
         must_be_told = self._placed.objective.must_be_told
         text = next((f.text for f in findings if f.text and not (f.divisor_known and f.auxiliary)), None)
         if text is None and must_be_told and any(f.adds_up is None and f.divisor_known is False for f in findings):
-            text = ("nothing tells what the model's loss is a mean over", fix_for_count())
+            text = ("nothing tells what the model's loss is a mean over", findings[0].fix)
         if text is None:
             return
         self.left = 0
@@ -124,7 +125,7 @@ class LossCheck:
                     adds_up = None if draws else False
         text = _message(cut, losses, counted=observed is None) if adds_up is False and cut is not None else None
         divisor_known, auxiliary = (True, False) if observed is None else (observed.told, observed.auxiliary)
-        return _Finding(adds_up, divisor_known, auxiliary, text)
+        return _Finding(adds_up, divisor_known, auxiliary, text, fix_for_count(batch=micro_batches[0].batch))
 
     def _losses(self, batches: Sequence[Any], step: int, phase: str) -> list[tuple[float, float]]:
         """Return (mean, count) of each batch; fewer if the model returns no loss in evaluation mode."""
@@ -277,11 +278,13 @@ _IGNORED = (-100, -1, 0, 255)  # targets that are commonly ignored
 _CLOSE = 1e-4
 
 
-def fix_for_count(halves: tuple[Any, Any] | None = None, weight: float = -1.0, *, counted: bool = False) -> str:
+def fix_for_count(
+    halves: tuple[Any, Any] | None = None, weight: float = -1.0, *, counted: bool = False, batch: Any = None
+) -> str:  # fmt: skip
     """Return the fix for a loss that does not add up.
 
     Of two halves of a batch the first has this `weight` in the loss of both, if it is a mean of the two. `counted`: the
-    model has a `count`, or declares its loss.
+    model has a `count`, or declares its loss. `batch`: one, if it can't be halved.
     """
     if halves is not None and 0 < weight < 1:
         for text, one, other in _candidates(*halves):
@@ -293,9 +296,17 @@ def fix_for_count(halves: tuple[Any, Any] | None = None, weight: float = -1.0, *
             "or the loss is a sum. No count makes the first add up: take it that training.batch_size is part of what "
             'is learned. A sum says so: loss_reduction = "sum", or reduction = "sum" of a loss function'
         )
-    what = "its count(batch) is something else than" if counted else "give the model"
-    count = 'def count(self, batch):\n    return (batch["labels"] != -100).sum()'
-    return f"{what} what its loss is divided by, for instance\n{count}"
+    what = (
+        "its count(batch) is something else than" if counted else "give the model a method count(batch), which returns"
+    )
+    what += " what its loss is divided by"
+    example = halves[0] if halves is not None else batch
+    labels = example.get("labels") if isinstance(example, Mapping) else None
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        count = 'def count(self, batch):\n    return (batch["labels"] != -100).sum()'
+        return f"{what}, for instance the valid labels:\n{count}"
+    members = f"; its batches have {listed([*map(str, example)])}" if isinstance(example, Mapping) else ""
+    return f"{what} (the line of its forward that divides a sum, or takes a mean, shows it{members})"
 
 
 def _candidates(one: Any, other: Any) -> Iterator[tuple[str, float, float]]:

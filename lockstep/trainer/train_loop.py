@@ -3,6 +3,7 @@
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
+from shlex import quote
 
 from lockstep.records import StepRecord
 from lockstep.trainer.evaluator import Evaluator
@@ -48,7 +49,7 @@ class TrainLoop:
             whether = "which is saved: the same command goes on" if saved == step else "which is not saved"
             return f"stopped after step {step}, {whether}"
         why = f"{following.why_stopped()}; " if following.stopped else ""
-        where = f" in {run.path}; `lockstep report {run.path}` draws it" if run is not None else ""
+        where = f" in {run.path}; `lockstep report {quote(str(run.path))}` draws it" if run is not None else ""
         return f"{why}done after step {step}{where}"
 
     def _evaluate(self, *, followed: bool) -> None:

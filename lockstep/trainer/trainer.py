@@ -514,7 +514,7 @@ class Trainer:
         The path is a checkpoint, or a folder of them, whose newest complete one is loaded. Settings are compared with
         those of the checkpoint, as in `resume`: changed rates apply, and another training is refused.
         """
-        found = find(self, str(path))
+        found = find(self, str(path), "load_checkpoint")
         if found is None:
             what = f"there is no checkpoint in {path}"
             raise UsageError(what, fix="give a checkpoint, a run directory or its folder checkpoints/")

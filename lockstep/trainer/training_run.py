@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from lockstep.bad_numbers import ALL_IGNORED, Anomaly, BadNumbersError
@@ -288,4 +289,6 @@ class _Ending:
             fix = "all ranks call trainer.save_checkpoint() after the loop"
             self.monitor.say(f"warning: step {self.step} is the last one, and it is not saved: {fix}")
         elif not failed:
-            self.monitor.say(f"done after step {self.step} in {self.path}; `lockstep report {self.path}` draws it")
+            self.monitor.say(
+                f"done after step {self.step} in {self.path}; `lockstep report {quote(str(self.path))}` draws it"
+            )

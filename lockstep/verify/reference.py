@@ -212,7 +212,7 @@ def _fix(wholes: _CutStep, weights: Sequence[float], per: int) -> str:
     leaves, spec = tree_flatten(wholes.batch)
     size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)
     if per != 2 or size % 2 or not abs(sum(weights) - 1) < _ADDS_UP:
-        return fix_for_count(counted=True)
+        return fix_for_count(counted=True, batch=wholes.batch)
     cut = [slice(0, size // 2), slice(size // 2, size)]
     halves = [[leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves] for part in cut]
     one, two = (tree_unflatten(half, spec) for half in halves)

@@ -146,8 +146,11 @@ raise UsageError("the mesh is 3 × 2, but there are 2 ranks", where="distributed
     )
     ended = launch("--nproc-per-node", "2", "--max-restarts", "3", "script.py")
     assert ended.code == 2
+    lines = (tmp_path / "script.py").read_text().splitlines()
+    raised_at = next(number for number, line in enumerate(lines, 1) if line.startswith("raise UsageError"))
     assert ended.err == (
-        "lockstep: the mesh is 3 × 2, but there are 2 ranks\n  where: distributed\n  do: set shard_size: 2\n"
+        f"lockstep: the mesh is 3 × 2, but there are 2 ranks\n  where: script.py:{raised_at}, distributed\n"
+        "  do: set shard_size: 2\n"
     )
     assert len((tmp_path / "attempts").read_text()) <= 2
 

@@ -136,7 +136,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str, str]] = {
     "a generator function as data": (lambda: train(data=batches, loss_fn=CE()), "the function batches", "batches()"),
     "a class as data": (lambda: train(data=TensorDataset, loss_fn=CE()), "the class TensorDataset", "TensorDataset(…)"),
     "inputs and labels as data": (lambda: train(data=(INPUTS, LABELS), loss_fn=CE()), "two tensors", "TensorDataset("),
-    "a path as data": (lambda: train(data="train.csv", loss_fn=CE()), "the text 'train.csv'", "Dataset"),
+    "a path as data": (lambda: train(data="train.csv", loss_fn=CE()), "the text 'train.csv' can't be", "Dataset"),
 }  # fmt: skip
 
 
