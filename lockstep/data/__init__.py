@@ -1,6 +1,6 @@
 """Defines which samples make up a step (`SampleOrder`), reads them (`StepLoader`), and has the data sets that ship."""
 
-from lockstep.data.adopt import adopt
+from lockstep.data.adopt import adopt, require_data
 from lockstep.data.batches import (
     Assign,
     Data,
@@ -34,4 +34,5 @@ __all__ = [
     "counted_samples",
     "holds_token_ids",
     "move",
+    "require_data",
 ]  # fmt: skip

@@ -101,17 +101,21 @@ def _understand(data: Any, config: DataConfig) -> _UserData:
     if isinstance(data, IterableDataset) or hugging_face_stream:
         notice = "an iterable dataset is read in the training process; give a DataLoader to read it in workers"
         return _UserData(data, iterated=True, notice=notice if config.num_workers else None)
+    require_data(data)
     has_length = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    no_data = isinstance(data, torch.Tensor | dict | str | bytes | type) or not (
-        has_length or hasattr(data, "__iter__")
-    )
-    if no_data or _is_a_pair_of_columns(data):
-        raise _no_data(data)
     if isinstance(data, list | tuple) or not has_length:
         _warn_of_samples(data)
         return _UserData(data, iterated=True, ready=True)
     reading = {name: getattr(config, name) for name in _OF_THE_CONFIG}
     return _UserData(data, shuffle=config.shuffle, drop_last=config.drop_last, reading=reading)
+
+
+def require_data(data: Any) -> None:
+    """Raise a UsageError if this is not a data set and can't be iterated, or is one batch instead of many."""
+    can_be_read = hasattr(data, "__iter__") or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    is_other = isinstance(data, torch.Tensor | dict | str | bytes | type)
+    if is_other or not (can_be_read or isinstance(data, DataLoader)) or _is_a_pair_of_columns(data):
+        raise _no_data(data)
 
 
 def _is_a_pair_of_columns(data: Any) -> bool:

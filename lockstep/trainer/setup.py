@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lockstep import optim
 from lockstep.config import Config, ObjectSpec, TrainingConfig, build_object, check, config_from, require_equation
 from lockstep.config.schema_training import check_object
-from lockstep.data import StepSource, adopt, counted_samples
+from lockstep.data import StepSource, adopt, counted_samples, require_data
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.models.torch_losses import class_of
 from lockstep.optim import CallersRate, PlateauSchedule, Schedule, TorchSchedule
@@ -51,6 +51,7 @@ def make_optimizer(
 
 def with_batch_size_of(data: Any, config: Config) -> Config:
     """Return the config with the batch size of a DataLoader, or of a list of batches, if the settings have none."""
+    require_data(data)
     own = getattr(data, "batch_size", None) if isinstance(data, DataLoader) else _size_of_first(data)
     if own is None or own == config.training.batch_size:
         return config
