@@ -31,6 +31,7 @@ from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.reproducible.tree import Partials, clear_zero_signs, nodes_that_cover, tree_all_reduce
+from lockstep.parallel.strides import lay_gradients
 from lockstep.parallel.tensor_blocks import with_backward
 from lockstep.parallel.tensor_cuts import TensorCuts, train_whole
 from lockstep.torch_compat.fake_tensors import FakeTensor
@@ -231,6 +232,7 @@ class PlacedExperts(AroundMicroBatch):
             for name, total in zip(names, totals or [], strict=False):
                 self._parameter(name).grad = total
             clear_zero_signs([total for total in totals or [] if total is not None])
+        lay_gradients(self.parameters)
 
     def _summed_over_replicas(self, names: Sequence[str], partials: Partials) -> list[Tensor | None]:
         leaves = partials.leaves

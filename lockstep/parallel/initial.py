@@ -78,7 +78,7 @@ class FirstValues:
         if real.numel() and torch.isnan(real).all():
             what = f"init_weights() of {type(self._model).__name__} does not fill {name}"
             raise RunError(what, fix="fill every parameter in place there, e.g. with nn.init")
-        return self.piece(name, real.detach())
+        return self.piece(name, real.detach().contiguous())  # init_weights may have set its data
 
     def _put(self, name: str, parameter: nn.Parameter) -> None:
         for module, attribute in self._owners[name]:

@@ -1,7 +1,7 @@
 """`place` makes a `ParallelModel` of a model and a layout, in one ordered list of steps.
 
-checks → names → its chain compared → keyed randomness → float8 → activation checkpointing → compile → spread experts
-→ cut layers → shard or replicate → first values
+checks → names → its chain compared → strides → keyed randomness → float8 → activation checkpointing → compile
+→ spread experts → cut layers → shard or replicate → first values
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,6 +34,7 @@ from lockstep.parallel.loss_parallel import with_whole_logits
 from lockstep.parallel.parallel_model import ParallelModel, take_hooks
 from lockstep.parallel.placement import Blocks, DryRun, PlacementContext
 from lockstep.parallel.reproducible.determinism import join_uses_of_inputs, switch_on
+from lockstep.parallel.strides import lay_out
 from lockstep.parallel.tensor_blocks import Cut
 from lockstep.parallel.tensor_cuts import TensorCuts, apply_tensor, train_cuts
 from lockstep.parallel.tensor_plan import checked_plan
@@ -110,6 +111,7 @@ def prepared(
 ) -> PlacementContext:  # fmt: skip
     """Return the model keyed and transformed, the same on all ranks, with all that strategies need."""
     shared = layout.world_size > 1
+    log_lines = lay_out(model, aligned=config.distributed.reproducible)
     blocks = blocks_of(model)
     random_state = RandomState(config.training.seed, device)
     first = FirstValues(model, config.training.seed) if on_meta(model) and dry_run is None else None

@@ -16,6 +16,7 @@ from lockstep.errors import UsageError, did_you_mean
 from lockstep.models.torch_losses import class_of
 from lockstep.optim import CallersRate, PlateauSchedule, Schedule, TorchSchedule
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.strides import lay_states
 from lockstep.registry import load_object, require_call
 from lockstep.trainer.arguments import check_made
 
@@ -38,6 +39,7 @@ def make_optimizer(
         )  # fmt: skip
     elif isinstance(given, Optimizer):
         optim.rebind(optimizer := given, before, placed.parameters)
+        lay_states(optimizer)
     else:
         optimizer = given(list(placed.parameters.values()))
         check_made(optimizer, Optimizer, given, "Trainer(optimizer=…)")

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from lockstep.errors import RunError
 from lockstep.parallel.pipeline.trees import StageTrees
+from lockstep.parallel.strides import lay_gradients
 from lockstep.torch_compat.fsdp_state import expect_reduction
 
 Gradients = tuple[Tensor | None, ...]
@@ -284,6 +285,7 @@ class Stage(PipelineStage):
                     self.backward_maybe_with_nosync("weight", arguments)
                 else:
                     call.weights_anew([p for p in self.submod.parameters() if p.requires_grad])
+                lay_gradients(self.submod.parameters())
         self._done(bwd_chunk_id)
 
     def clear_runtime_states(self) -> None:

@@ -1,0 +1,177 @@
+"""Lays parameters and buffers row by row in memory, on every topology, before a model is placed.
+
+Shards, buckets, messages, fused updates and sums up the tree take the memory of a tensor as it lies, and FSDP2 refuses
+what does not lie row by row. So a transposed or expanded parameter gets memory of its own. A memory format in which a
+module came (`model.to(memory_format=torch.channels_last)`) decides which kernels compute, so the module still computes
+with it: it sees a copy in that format while its forward pass runs.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.errors import UsageError, listed
+from lockstep.torch_compat.fake_tensors import FakeTensor
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # number of dims → the memory format that it may have
+_ALIGNED = 64  # bytes: products may round otherwise where their operands begin at other addresses
+
+
+@torch.no_grad()
+def lay_out(model: nn.Module, *, aligned: bool = False) -> list[str]:
+    """Give each strided parameter and buffer memory of its own, row by row, in place; return lines to log.
+
+    Parameters stay the same objects. `aligned`: move what begins at an odd address, too, where bits count.
+
+    Raises:
+        UsageError: a parameter that trains shares memory with itself or another tensor of the model.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if _is_plain(p)}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if _is_plain(buffer)}
+    strided = {name: t for name, t in {**parameters, **buffers}.items() if not lies_row_by_row(t)}
+    _refuse_shared_memory(parameters, buffers)
+    formats = {id(p): found for p in parameters.values() if (found := _format_of(p)) is not None}
+    moved = {name: t for name, t in parameters.items() if aligned and _has_memory(t) and t.data_ptr() % _ALIGNED}
+    for tensor in {**moved, **strided}.values():
+        tensor.data = _row_by_row(tensor.data)
+    for module in model.modules():
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in formats and not isinstance(module, torch.jit.ScriptModule):
+                _compute_in(module, attribute, formats[id(parameter)])
+    names = [name for name in strided if name in parameters]
+    if not names:
+        return []
+    kept = ", and is computed with in its memory format" if formats else ""
+    return [f"{listed(names)} lay strided in memory; it lies row by row now{kept}"]
+
+
+def lies_row_by_row(tensor: Tensor) -> bool:
+    """Return whether a tensor has exactly the strides of a new one, also along dims of size 1, which kernels read."""
+    return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+
+
+def lay_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Let `.grad` lie as its parameter does: autograd sees to that, except for what it is asked to return."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and _is_plain(gradient) and gradient.stride() != parameter.stride():
+            parameter.grad = torch.empty_strided(
+                parameter.shape, parameter.stride(), dtype=gradient.dtype, device=gradient.device
+            ).copy_(gradient.detach())
+
+
+@torch.no_grad()
+def lay_states(optimizer: Optimizer) -> None:
+    """Let the state of an optimizer that has trained before lie as its parameters do, in place."""
+    for parameter, state in optimizer.state.items():
+        for value in state.values():
+            alike = isinstance(value, Tensor) and value.shape == parameter.shape and _is_plain(value)
+            if alike and lies_row_by_row(parameter) and not lies_row_by_row(value):
+                value.data = _row_by_row(value)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor's memory can be looked at: it is not sparse, nested, or a wrapper around others."""
+    wraps = hasattr(type(tensor), "__tensor_flatten__") or hasattr(type(tensor.data), "__tensor_flatten__")
+    return tensor.layout is torch.strided and not (wraps or tensor.is_nested or tensor.is_quantized)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor) or isinstance(tensor.data, FakeTensor))
+
+
+def _row_by_row(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
+
+
+def _format_of(tensor: Tensor) -> torch.memory_format | None:
+    """Return the memory format of a strided tensor, if it has one."""
+    found = _FORMATS.get(tensor.ndim)
+    if found is None or lies_row_by_row(tensor):
+        return None
+    like = torch.empty(tensor.shape, device="meta", memory_format=found)
+    return found if tensor.stride() == like.stride() else None
+
+
+def _compute_in(module: nn.Module, attribute: str, memory_format: torch.memory_format) -> None:
+    """Let a module's forward pass find its parameter in a memory format; outside of it, it is what it is."""
+    module.register_forward_pre_hook(partial(_put, attribute, memory_format))
+    module.register_forward_hook(partial(_take_off, attribute), always_call=True)
+
+
+def _put(attribute: str, memory_format: torch.memory_format, module: nn.Module, _args: Any) -> None:
+    held = module._parameters.get(attribute)
+    if held is None:  # a replica of `dp`, which holds a plain tensor
+        held = getattr(module, attribute)
+    # Found before the parameter of that name, which stays registered.
+    module.__dict__[attribute] = torch.empty_like(held, memory_format=memory_format, requires_grad=False).copy_(held)
+
+
+def _take_off(attribute: str, module: nn.Module, _args: Any, _outputs: Any) -> None:
+    if module._parameters.get(attribute) is not None:
+        module.__dict__.pop(attribute, None)
+
+
+# ---- memory that several tensors share ----
+
+
+def _refuse_shared_memory(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
+    """Refuse what an update of a trained parameter would write twice, or what would come apart when it is moved."""
+    there = {name: t for name, t in {**parameters, **buffers}.items() if t.numel() and _has_memory(t)}
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    for name in trained & there.keys():
+        if _overlaps_itself(there[name]):
+            shape, strides = list(there[name].shape), tuple(there[name].stride())
+            raise UsageError(
+                f"elements of the parameter {name} lie in the same memory: its shape is {shape}, its strides {strides}",
+                where="the model",
+                why="an update would write them several times",
+                fix="write nn.Parameter(tensor.clone()), or keep the small tensor as the parameter, and expand it in "
+                "forward",
+            )
+    begun: list[tuple[torch.device, int, str]] = []  # of those before that reach further: device, end, name
+    for name, tensor in sorted(there.items(), key=lambda item: item[1].data_ptr()):
+        begin, device = tensor.data_ptr(), tensor.device
+        begun = [earlier for earlier in begun if earlier[1] > begin]
+        for other in [other for where, _, other in begun if where == device and {name, other} & trained]:
+            if _share_elements(there[other], tensor):
+                raise UsageError(
+                    f"{other} and {name} are two tensors in the same memory",
+                    where="the model",
+                    why="an update of one would change the other, and they would come apart once they lie on ranks",
+                    fix="let both names have one nn.Parameter; one that is needed transposed, transpose in forward: "
+                    "F.linear(x, weight.t())",
+                )
+        begun.append((device, begin + _extent(tensor) * tensor.element_size(), name))
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the number of elements of memory from a tensor's first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            break
+        reach += (size - 1) * stride
+    else:
+        return False
+    places = torch.arange(_extent(tensor)).as_strided(tensor.shape, tensor.stride())
+    return len(torch.unique(places)) < tensor.numel()
+
+
+def _share_elements(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors, the second of which begins later, have an element in common."""
+    apart, size = other.data_ptr() - one.data_ptr(), one.element_size()
+    if size != other.element_size() or apart % size:
+        return True
+    taken = torch.zeros(max(_extent(one), apart // size + _extent(other)), dtype=torch.bool)
+    taken[torch.arange(_extent(one)).as_strided(one.shape, one.stride()).reshape(-1)] = True
+    places = torch.arange(_extent(other)).as_strided(other.shape, other.stride()) + apart // size
+    return bool(taken[places].any())
