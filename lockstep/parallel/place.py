@@ -115,7 +115,7 @@ def prepared(
     blocks = blocks_of(model)
     random_state = RandomState(config.training.seed, device)
     first = FirstValues(model, config.training.seed) if on_meta(model) and dry_run is None else None
-    log_lines = check_chain(model) if strategy.splits_model and first is None and dry_run is None else []
+    log_lines += check_chain(model) if strategy.splits_model and first is None and dry_run is None else []
     if strategy.keys_random_numbers(device):
         key_model(model, random_state, blocks, cut=strategy.splits_model)
     log_lines += apply_fp8(model, blocks, config.precision.fp8, device)

@@ -103,12 +103,24 @@ def _compute_in(module: nn.Module, attribute: str, memory_format: torch.memory_f
     module.register_forward_hook(partial(_take_off, attribute), always_call=True)
 
 
+class _InFormat(torch.autograd.Function):
+    """A copy in a memory format, whose gradient lies row by row again: DDP warns of others, also where only size 1 is."""
+
+    @staticmethod
+    def forward(_ctx: Any, held: Tensor, memory_format: torch.memory_format) -> Tensor:
+        return torch.empty_like(held, memory_format=memory_format, requires_grad=False).copy_(held)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _row_by_row(gradients[0]), None
+
+
 def _put(attribute: str, memory_format: torch.memory_format, module: nn.Module, _args: Any) -> None:
     held = module._parameters.get(attribute)
     if held is None:  # a replica of `dp`, which holds a plain tensor
         held = getattr(module, attribute)
     # Found before the parameter of that name, which stays registered.
-    module.__dict__[attribute] = torch.empty_like(held, memory_format=memory_format, requires_grad=False).copy_(held)
+    module.__dict__[attribute] = _InFormat.apply(held, memory_format)  # type: ignore[no-untyped-call]
 
 
 def _take_off(attribute: str, module: nn.Module, _args: Any, _outputs: Any) -> None:

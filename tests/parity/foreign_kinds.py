@@ -1,6 +1,8 @@
 """Foreign models, one for each kind of mistake that was once made with such a model; and all foreign models."""
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tests.parity import foreign
 from tests.parity.foreign import (
@@ -8,7 +10,9 @@ from tests.parity.foreign import (
     WITHOUT_CONTEXT,
     WITHOUT_PLANS,
     Foreign,
+    Sample,
     as_it_is,
+    image,
     library,
     padded_text,
     seeded,
@@ -22,6 +26,48 @@ def adapted() -> nn.Module:
 
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     return peft.get_peft_model(library("AutoModelForCausalLM", "mistral", **SIZES)(), config)
+
+
+# ---- parameters and buffers that do not lie row by row in memory ----
+
+
+class Frames(nn.Module):
+    """A convolution over time, for one frame: [B, 3, H, W] → [B, 6, H, W]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over_time = nn.Conv3d(3, 6, 3, padding=1)
+        self.over_time.to(memory_format=torch.channels_last_3d)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.over_time(input.unsqueeze(2)).squeeze(2)
+
+
+class Projection(nn.Module):
+    """Its weight is transposed, its gains are every second of a row, its bias begins within other numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(5, 10).t())
+        self.gains = nn.Parameter((torch.rand(20) + 0.5)[::2])
+        self.shift = nn.Parameter(torch.randn(16)[3:8])
+        self.register_buffer("mixing", torch.randn(10, 10).t() / 3)
+        self.register_buffer("levels", torch.rand(1, 10).expand(3, 10))
+
+    def forward(self, features: Tensor) -> Tensor:
+        mixed = torch.tanh(features * self.gains @ self.mixing + self.levels[0])
+        return mixed @ self.kernel + self.shift
+
+
+def strided() -> nn.Module:
+    convolutions = nn.Sequential(
+        nn.Conv2d(6, 10, 3, stride=2), nn.GELU(), nn.Conv2d(10, 10, 3, groups=10), nn.Conv2d(10, 10, 1), nn.GELU()
+    ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return nn.Sequential(Frames(), *convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), Projection())
+
+
+def photo(index: int) -> Sample:
+    return {"input": image(index), "label": torch.tensor(index % 5)}
 
 
 KINDS: dict[str, Foreign] = {
@@ -44,6 +90,15 @@ KINDS: dict[str, Foreign] = {
     ),
     # A wrapper that hands attributes on to the model within, under other names of parameters.
     "peft": Foreign("Mistral with LoRA of peft", seeded(adapted), text, piped=as_it_is, refused_by=WITHOUT_PLANS),
+    # Memory formats, and what else does not lie row by row in memory.
+    "strided": Foreign(
+        "convolutions in `channels_last`, transposed and strided parameters",
+        seeded(strided),
+        photo,
+        lambda model, batch: F.cross_entropy(model(batch["input"]), batch["label"]),
+        nn.CrossEntropyLoss(),
+        piped=as_it_is,
+    ),
 }
 
 MODELS: dict[str, Foreign] = {**foreign.MODELS, **KINDS}
