@@ -6,7 +6,8 @@ built whole on every rank under one seed, compared, and cut.
 """
 
 import copy
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
-from lockstep.errors import RunError
+from lockstep.errors import RunError, UsageError
 from lockstep.mesh import local_chunk
 from lockstep.randomness import derive_key, seeded
 
@@ -129,9 +130,21 @@ def materialise(model: nn.Module, first: FirstValues) -> None:
             buffer.copy_(values[name])
 
 
+def _require_equal_strides(tensors: Sequence[Tensor]) -> None:
+    """Refuse a model that ranks hold in different memory formats: messages take memory as it lies."""
+    strides = zlib.crc32(str([tensor.stride() for tensor in tensors]).encode())
+    ends = torch.tensor([strides, -strides], device=tensors[0].device if tensors else None)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    if int(ends[0]) != -int(ends[1]):
+        what = "the model's parameters have other shapes or memory formats on one rank than on another"
+        fix = "build the model, and call model.to(memory_format=…), alike on every rank"
+        raise UsageError(what, where="the model", fix=fix)
+
+
 def broadcast_values(model: nn.Module) -> bool:
     """Give every rank the values of rank 0, if fingerprints differ; return whether all had them already."""
     tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
+    _require_equal_strides(tensors)
     numbers = [(torch.view_as_real(t) if t.is_complex() else t).double() for t in tensors]
     prints = [(t.sum(), t.abs().sum()) for t in numbers]
     mine = torch.stack([x for pair in prints for x in pair]) if prints else torch.zeros(1, dtype=torch.float64)

@@ -131,7 +131,8 @@ class FlatParameters:
             size += -(-parameter.numel() // _ALIGNED) * _ALIGNED
         self.data = torch.zeros(-(-size // BLOCK) * BLOCK, dtype=first.dtype, device=first.device)
         self.views = {
-            name: self.data[starts[name] : starts[name] + p.numel()].view(p.shape) for name, p in parameters.items()
+            name: self.data.as_strided(p.shape, p.stride(), starts[name])  # a memory format stays
+            for name, p in parameters.items()
         }
 
     def named(self, prefix: str) -> dict[str, Tensor]:

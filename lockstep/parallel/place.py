@@ -111,7 +111,8 @@ def prepared(
 ) -> PlacementContext:  # fmt: skip
     """Return the model keyed and transformed, the same on all ranks, with all that strategies need."""
     shared = layout.world_size > 1
-    log_lines = lay_out(model, aligned=config.distributed.reproducible)
+    keeps_formats = _holds_parameters_whole(strategy, layout)
+    log_lines = lay_out(model, keeps_formats=keeps_formats, aligned=config.distributed.reproducible)
     blocks = blocks_of(model)
     random_state = RandomState(config.training.seed, device)
     first = FirstValues(model, config.training.seed) if on_meta(model) and dry_run is None else None
@@ -168,6 +169,11 @@ def prepared(
         model, layout, config, mesh, objective, device, precision, random_state, blocks, first, log_lines, dry_run,
         cuts, context, experts, batch_norm,
     )  # fmt: skip
+
+
+def _holds_parameters_whole(strategy: Strategy, layout: Layout) -> bool:
+    sharded = strategy.cuts_parameters(layout) or (strategy.splits_model and layout.data_parallel_size > 1)
+    return not sharded and layout.tensor * layout.expert * layout.context == 1
 
 
 def cut_layers(

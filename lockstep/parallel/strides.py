@@ -1,9 +1,9 @@
 """Lays parameters and buffers row by row in memory, on every topology, before a model is placed.
 
-Shards, buckets, messages, fused updates and sums up the tree take the memory of a tensor as it lies, and FSDP2 refuses
-what does not lie row by row. So a transposed or expanded parameter gets memory of its own. A memory format in which a
-module came (`model.to(memory_format=torch.channels_last)`) decides which kernels compute, so the module still computes
-with it: it sees a copy in that format while its forward pass runs.
+Buckets, messages, fused updates and shards take the memory of a tensor as it lies, and FSDP2 refuses what does not lie
+row by row. So a transposed or expanded parameter gets memory of its own. A memory format in which a module came
+(`model.to(memory_format=torch.channels_last)`) decides which kernels compute: where each rank holds a parameter whole,
+it stays in that format; where it is cut, its module sees a copy in it while its forward pass runs.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,10 +22,11 @@ _ALIGNED = 64  # bytes: products may round otherwise where their operands begin 
 
 
 @torch.no_grad()
-def lay_out(model: nn.Module, *, aligned: bool = False) -> list[str]:
+def lay_out(model: nn.Module, *, keeps_formats: bool = False, aligned: bool = False) -> list[str]:
     """Give each strided parameter and buffer memory of its own, row by row, in place; return lines to log.
 
-    Parameters stay the same objects. `aligned`: move what begins at an odd address, too, where bits count.
+    Parameters stay the same objects. `keeps_formats`: parameters in a memory format stay so; else their modules compute
+    with copies in it. `aligned`: move what begins at an odd address, too, where bits count.
 
     Raises:
         UsageError: a parameter that trains shares memory with itself or another tensor of the model.
@@ -35,9 +36,14 @@ def lay_out(model: nn.Module, *, aligned: bool = False) -> list[str]:
     strided = {name: t for name, t in {**parameters, **buffers}.items() if not lies_row_by_row(t)}
     _refuse_shared_memory(parameters, buffers)
     formats = {id(p): found for p in parameters.values() if (found := _format_of(p)) is not None}
-    moved = {name: t for name, t in parameters.items() if aligned and _has_memory(t) and t.data_ptr() % _ALIGNED}
-    for tensor in {**moved, **strided}.values():
+    if keeps_formats:
+        strided = {name: tensor for name, tensor in strided.items() if id(tensor) not in formats}
+        formats.clear()
+    for tensor in strided.values():
         tensor.data = _row_by_row(tensor.data)
+    for tensor in parameters.values():
+        if aligned and _has_memory(tensor) and tensor.data_ptr() % _ALIGNED:
+            tensor.data = tensor.data.clone()
     for module in model.modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in formats and not isinstance(module, torch.jit.ScriptModule):
@@ -58,10 +64,14 @@ def lay_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Let `.grad` lie as its parameter does: autograd sees to that, except for what it is asked to return."""
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is not None and _is_plain(gradient) and gradient.stride() != parameter.stride():
-            parameter.grad = torch.empty_strided(
-                parameter.shape, parameter.stride(), dtype=gradient.dtype, device=gradient.device
-            ).copy_(gradient.detach())
+        if gradient is not None and gradient.stride() != parameter.stride() and _is_plain(gradient):
+            parameter.grad = laid_like(parameter, gradient.detach())
+
+
+def laid_like(tensor: Tensor, values: Tensor) -> Tensor:
+    """Return a copy of `values` with the strides of `tensor`, which has their shape."""
+    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=values.dtype, device=values.device)
+    return new.copy_(values)
 
 
 @torch.no_grad()
@@ -70,8 +80,8 @@ def lay_states(optimizer: Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         for value in state.values():
             alike = isinstance(value, Tensor) and value.shape == parameter.shape and _is_plain(value)
-            if alike and lies_row_by_row(parameter) and not lies_row_by_row(value):
-                value.data = _row_by_row(value)
+            if alike and value.stride() != parameter.stride():
+                value.data = laid_like(parameter, value)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -104,7 +114,7 @@ def _compute_in(module: nn.Module, attribute: str, memory_format: torch.memory_f
 
 
 class _InFormat(torch.autograd.Function):
-    """A copy in a memory format, whose gradient lies row by row again: DDP warns of others, also where only size 1 is."""
+    """A copy in a memory format, whose gradient lies row by row again."""
 
     @staticmethod
     def forward(_ctx: Any, held: Tensor, memory_format: torch.memory_format) -> Tensor:

@@ -80,7 +80,7 @@ class PowerSGD(AroundMicroBatch):
         self.state: dict[str, Tensor] = {"steps": self._steps}  # what a checkpoint keeps; the tensors are live
         for name, parameter in parameters.items():
             matrix = matrix_of(tuple(parameter.shape), rank)
-            if matrix is None or not parameter.requires_grad:
+            if matrix is None or not parameter.requires_grad or not parameter.is_contiguous():
                 continue
             self._matrix[name] = matrix
             self._qs[name] = self._first_q(name).to(parameter.device)

@@ -18,6 +18,7 @@ from lockstep.errors import UsageError
 from lockstep.models.chain import shared_parameters_of
 from lockstep.parallel.initial import FirstValues, canonical_names
 from lockstep.parallel.parallel_model import local
+from lockstep.parallel.strides import laid_like
 
 Segments = Sequence[tuple[str, nn.Module]]
 
@@ -171,7 +172,8 @@ def materialise(
             held.replace(name, nn.Parameter(torch.empty_like(old, device=device), old.requires_grad))
         elif first is not None or old.device != device:
             values = first.parameter(name) if first is not None else old.detach()
-            held.replace(name, nn.Parameter(values.to(device), old.requires_grad))
+            values = values.to(device) if values.stride() == old.stride() else laid_like(old, values.to(device))
+            held.replace(name, nn.Parameter(values, old.requires_grad))
     made = first.buffers() if first is not None else {}
     for name, registrations in held.buffers.items():
         old = registrations[0].tensor()

@@ -25,6 +25,7 @@ from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.parallel_model import local
 from lockstep.parallel.pipeline.stage_parameters import StageParameters
 from lockstep.parallel.reproducible.tree import Partials, TreeReduceScatter, clear_zero_signs, tree_assignment
+from lockstep.parallel.strides import lay_gradients
 
 _BUCKET = 25 << 20  # bytes of gradients that are sent at once
 Bucket = Sequence[tuple[str, list[Tensor | None]]]  # parameters, with the sums of their gradients over each node
@@ -78,7 +79,7 @@ class StageTrees:
 
     def buffers(self, stage: int) -> tuple[Tensor, ...]:
         """Return buffers for the running sums of shared weights that later stages have used."""
-        return tuple(torch.empty_like(self.uses.like[n], device=self.device) for n in self.uses.crossing(stage))
+        return tuple(self._zeros(name) for name in self.uses.crossing(stage))
 
     def roots(self, stage: int, carried: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return (weight, running sum): the backward pass starts from them, too, so that they precede its own uses."""
@@ -100,10 +101,10 @@ class StageTrees:
             at = self.places[place] if place < len(self.places) else None
             self.experts.add_leaves(at, self._complete[stage])
         handed_on = [(name, sums.get(name)) for name in self.uses.crossing(stage - 1)]
-        return tuple(
-            torch.zeros_like(self.uses.like[name], device=self.device) if value is None else value.contiguous()
-            for name, value in handed_on
-        )
+        return tuple(self._zeros(name) if value is None else value.contiguous() for name, value in handed_on)
+
+    def _zeros(self, name: str) -> Tensor:
+        return torch.zeros_like(self.uses.like[name], device=self.device, memory_format=torch.contiguous_format)
 
     def _parameter(self, name: str) -> nn.Parameter:
         found = self.held.parameters[name][0].tensor()
@@ -121,6 +122,7 @@ class StageTrees:
                     self._parameter(name).grad = total
         else:
             self._sum_over_pipelines(self.dp_group)
+        lay_gradients(self.held.named_parameters().values())
         for name, group in sorted((n, g) for n, g in self.shared_groups.items() if n in self.uses.stages):
             parameter = self._parameter(name)
             if parameter.grad is None:

@@ -32,6 +32,7 @@ from lockstep.parallel.reproducible.tree import (
     tree_all_reduce,
     tree_assignment,
 )
+from lockstep.parallel.strides import lay_gradients
 
 
 class GradientTree(AroundMicroBatch):
@@ -94,6 +95,7 @@ class ExchangedTree(LocalTree):
         sizes = [parameter.numel() for parameter in self.parameters]
         for parameter, piece in zip(self.parameters, torch.split(total, sizes), strict=True):
             parameter.grad = piece.view_as(parameter)
+        lay_gradients(self.parameters)
 
     def _flat(self, values: Sequence[Tensor | None]) -> Tensor:
         both = zip(self.parameters, values, strict=True)
@@ -167,19 +169,29 @@ class ReplicaTree(GradientTree):
         assert self._micro_batch is not None
         partials = self._partials.move_out([self._places[id(p)] for p in bucket.parameters()])
         if self._micro_batch.real:
-            partials.add(self._micro_batch.index, list(bucket.gradients()), owned=False)
+            partials.add(self._micro_batch.index, [*_views(bucket.buffer(), bucket)], owned=False)
         nodes = tree_assignment(partials.leaves, self._group.size())[self._group.rank()]
         return [None if (values := partials.take(node)) is None else _flat(values, bucket) for node in nodes]
 
 
 def _flat(values: Sequence[Tensor | None], bucket: GradBucket) -> Tensor:
-    like = bucket.buffer()
-    flat = torch.zeros_like(like)
-    for value, view in zip(values, bucket.gradients(), strict=True):
+    flat = torch.zeros_like(bucket.buffer())
+    for value, view in zip(values, _views(flat, bucket), strict=True):
         if value is not None:
-            place = view.storage_offset() - like.storage_offset()
-            flat.as_strided(view.size(), view.stride(), place).copy_(value)
+            view.copy_(value)
     return flat
+
+
+def _views(flat: Tensor, bucket: GradBucket) -> list[Tensor]:
+    """Return the gradients in a tensor that is laid out as a bucket: each in the memory format of its parameter.
+
+    `bucket.gradients()` takes the memory of a parameter in `channels_last` for one that lies row by row.
+    """
+    places = [gradient.storage_offset() - bucket.buffer().storage_offset() for gradient in bucket.gradients()]
+    return [
+        flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + place)
+        for parameter, place in zip(bucket.parameters(), places, strict=True)
+    ]
 
 
 class ShardTree(GradientTree):
