@@ -126,7 +126,7 @@ class _InFormat(torch.autograd.Function):
 
 
 def _put(attribute: str, memory_format: torch.memory_format, module: nn.Module, _args: Any) -> None:
-    held = module._parameters.get(attribute)
+    held = _registered(module, attribute)
     if held is None:  # a replica of `dp`, which holds a plain tensor
         held = getattr(module, attribute)
     # Found before the parameter of that name, which stays registered.
@@ -134,8 +134,12 @@ def _put(attribute: str, memory_format: torch.memory_format, module: nn.Module, 
 
 
 def _take_off(attribute: str, module: nn.Module, _args: Any, _outputs: Any) -> None:
-    if module._parameters.get(attribute) is not None:
+    if _registered(module, attribute) is not None:
         module.__dict__.pop(attribute, None)
+
+
+def _registered(module: nn.Module, attribute: str) -> Tensor | None:
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False)).get(attribute)
 
 
 # ---- memory that several tensors share ----
