@@ -46,6 +46,7 @@ FAMILIES: dict[str, Family] = {
     "phi": Family("model", "layers", ("embed_dropout",), "final_layernorm"),
 }  # fmt: skip
 
+_CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the names of causal models
 _CACHE = "decoder_segments"  # attribute of the model: each call returns the same modules
 _KNOWN_ARGUMENTS = ("input_ids", "attention_mask", "labels", "num_items_in_batch", "use_cache", "return_dict")
 
@@ -57,7 +58,7 @@ def decoder_segments(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
         return None
     family = FAMILIES.get(getattr(getattr(causal, "config", None), "model_type", ""))
     name = type(causal).__name__
-    if family is None or not name.endswith(("ForCausalLM", "LMHeadModel")) or not hasattr(causal, family.decoder):
+    if family is None or not name.endswith(_CAUSAL) or not hasattr(causal, family.decoder):
         return None
     config: Any = causal.config
     if getattr(config, "add_cross_attention", False) or getattr(config, "output_router_logits", False):
@@ -68,6 +69,17 @@ def decoder_segments(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
         _require_all(model, kept)
         model.__dict__[_CACHE] = kept
     return list(kept)
+
+
+def without_cache(model: nn.Module) -> dict[str, Any]:
+    """Return the argument by which a decoder that can be cut computes as its segments do: without a cache.
+
+    A cache, which the library fills in training too, lays keys and values otherwise in memory than the layers put them
+    out, and on some CPUs the bits of a batched product follow from that.
+    """
+    _, causal = _without_adapters(model)
+    known = getattr(getattr(causal, "config", None), "model_type", "") in FAMILIES
+    return {"use_cache": False} if known and type(causal).__name__.endswith(_CAUSAL) else {}
 
 
 def _without_adapters(model: nn.Module) -> tuple[str, nn.Module | None]:
@@ -277,7 +289,7 @@ def hf_tensor_plan(model: nn.Module) -> dict[str, str] | None:
     """Return how a causal model of the library is cut over ranks; None where neither it nor Lockstep says."""
     config: Any = getattr(model, "config", None)
     family = {**FAMILIES, **_FURTHER}.get(getattr(config, "model_type", ""))
-    named = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    named = type(model).__name__.endswith(_CAUSAL)
     if family is None or not named or getattr(config, "add_cross_attention", False):
         return None
     decoder = getattr(model, family.decoder)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError, listed
 from lockstep.models.chain import shared_parameters_of
-from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts
+from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts, without_cache
 from lockstep.models.observed import LossCalls
 from lockstep.models.torch_losses import as_object
 from lockstep.torch_compat.pytree import tree_flatten
@@ -367,16 +367,17 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Inputs:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     # `forward(*args, **kwargs)` names nothing: it calls a model that does, as PEFT's does.
     hands_on = takes_any and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
+    defaults = without_cache(model)
 
     def inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(batch, dict | Mapping):  # `dict` first, the quicker check: this runs in each micro-batch
             accepted = {k: v for k, v in batch.items() if k in parameters}
             if hands_on or (takes_any and accepted):
                 accepted = dict(batch)
-            return ((), accepted) if accepted else ((batch,), {})
+            return ((), defaults | accepted) if accepted else ((batch,), {})
         if isinstance(batch, tuple | list):
-            return (tuple(batch[:-1]) if has_loss_fn and len(batch) > 1 else tuple(batch)), {}
-        return (batch,), {}
+            return (tuple(batch[:-1]) if has_loss_fn and len(batch) > 1 else tuple(batch)), dict(defaults)
+        return (batch,), dict(defaults)
 
     return inputs
 
