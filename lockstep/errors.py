@@ -120,3 +120,7 @@ def refuse(contradictions: Iterable[Contradiction]) -> None:
     """Raise the first contradiction, if there is one, as a UsageError."""
     for found in contradictions:
         raise UsageError(found.what, where=", ".join(found.keys), why=found.why, fix=found.fix)
+
+
+class NoEffectWarning(UserWarning):
+    """A setting that is asked for has no effect, in this way to train or beside another setting."""

@@ -205,7 +205,9 @@ class TrainingConfig(Section):
     gradient_checkpointing_every: int = key(2, ge=1)
     """The n of `every_n`, and the number of blocks in a run of `sequential`."""
     compile: bool = key(False, "Compile the blocks with torch.compile.")
-    seed: int = key(1337, "First values, sample order and random numbers.", ge=0, lt=2**63)
+    seed: int = key(1337, ge=0, lt=2**63)
+    """Sample order, random numbers of the steps, and first values of a model that a config names, or that is on meta:
+    one that is handed over has its own (`torch.manual_seed` before it is made)."""
     eval_steps: int | None = key(100, ge=1)
     """Steps between evaluations, in addition to the one at the end; null: only at the end."""
     eval_strategy: Literal["steps", "epoch"] = key("steps")

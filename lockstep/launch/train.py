@@ -51,13 +51,6 @@ def train(
         if config.distributed.strategy == AUTO:
             config = import_module("lockstep.plan.command").resolve_auto(config)
         chosen = resume or config.checkpoint.resume
-        if chosen != "auto" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-            # Restarted ranks resume if this launch has saved a checkpoint.
-            import psutil
-
-            launched = psutil.Process(os.getppid()).create_time()
-            if any(event["kind"] == "save" and event["time"] >= launched for event in run.read_events()):
-                chosen = "auto"
         if rank_facts().world_size > 1:
             # The checks of doctor that cost nothing run at the start of every run.
             from lockstep import cluster

@@ -3,9 +3,12 @@
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +18,7 @@ from lockstep.checkpoint.storage import check_storage
 from lockstep.config import Config
 from lockstep.config.keys import Mistake, usage_error
 from lockstep.data import Data, build_data, check_data
-from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
+from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, NoEffectWarning, UsageError
 from lockstep.models import build_model, check_model
 from lockstep.monitor.callbacks import check_callback
 from lockstep.monitor.sinks import sink_named
@@ -35,12 +38,30 @@ def run(config: Config, *, output_dir: Path, resume: str) -> int:
         raise UsageError(f"the config does not say {missing}", fix=f"set {missing}")
     cluster.setup(config.distributed)
     data = build_data(config.data, seed=config.training.seed)
-    trainer = Trainer(build(config, data), config=config, output_dir=output_dir)
-    stop_on_signals(trainer)
-    trainer.resume(resume)
-    trainer.train(data.train, data.validation)
+    with plain_warnings():
+        trainer = Trainer(build(config, data), config=config, output_dir=output_dir)
+        stop_on_signals(trainer)
+        trainer.go_on_from(resume)
+        trainer.train(data.train, data.validation)
     cluster.cleanup()
     return EXIT_PREEMPTED if trainer.step.stopping else EXIT_DONE
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Print warnings about settings without effect as lines of the run: no line of the user's code has led to them."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def shown(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, NoEffectWarning):
+                for line in str(message).splitlines():
+                    print(f"lockstep: warning: {line}", flush=True)
+            else:
+                show(message, category, *where, **more)
+
+        warnings.showwarning = shown
+        yield
 
 
 def build(config: Config, data: Data) -> nn.Module:

@@ -7,12 +7,15 @@ changed on purpose. So its settings are compared with those of the checkpoint.
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from lockstep import checkpoint, collectives
 from lockstep.bad_numbers import BadNumbersError
@@ -181,6 +184,20 @@ class Checkpointer:
         self.saved = None
         monitor.event("rollback", step=step, checkpoint=found.name, passed_over=error.anomaly.step)
         monitor.say(f"goes back to step {step}, {found.name}, and passes over the data of step {error.anomaly.step}")
+
+
+def after_restart(trainer: "Trainer", how: str) -> str:
+    """Return how to resume on ranks that a launcher has started again: from what this launch has saved, if anything."""
+    directory = trainer.run_directory
+    if how == "auto" or directory is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return how
+
+    def has_saved() -> bool:
+        launched = psutil.Process(os.getppid()).create_time()
+        return any(event["kind"] == "save" and event["time"] >= launched for event in directory.read_events())
+
+    saved = checkpoint.Ranks().broadcast("the events of the run could not be read", has_saved)
+    return "auto" if saved else how
 
 
 def resume(trainer: "Trainer", how: str) -> tuple[checkpoint.CheckpointPath | None, list[str]]:

@@ -71,7 +71,34 @@ class Evaluator:
             return False
         if training.eval_strategy == "epoch":
             return last_of_epoch
+        if last_of_epoch and self._follows_epochs:
+            return True
         return training.eval_steps is not None and step % training.eval_steps == 0
+
+    @property
+    def _follows_epochs(self) -> bool:
+        """Return whether short epochs end with an evaluation, since something follows it, and no key says when."""
+        state, training = self._trainer.state, self._trainer.config.training
+        is_open = not self._trainer.asked & {"training.eval_steps", "training.eval_strategy"}
+        is_short = state.steps_per_epoch is not None and state.steps_per_epoch < (training.eval_steps or 0)
+        return is_open and is_short and state.follows_evaluations
+
+    def too_few(self, total: int | None) -> str | None:
+        """Return a line if a run of `total` steps has too few evaluations for its early stopping to stop it."""
+        state, training = self._trainer.state, self._trainer.config.training
+        by_epoch = training.eval_strategy == "epoch" or self._follows_epochs
+        every = state.steps_per_epoch if by_epoch else training.eval_steps
+        stopping = training.early_stopping
+        if stopping is None or self._data is None or total is None or every is None:
+            return None
+        evaluations = -(-total // every)
+        if evaluations > stopping.patience:
+            return None
+        return (
+            f"warning: early_stopping can't stop this run: it waits for {stopping.patience} evaluations after the best "
+            f"one, and {total} steps have {evaluations}. Set eval_steps, or eval_strategy: epoch and more epochs, or a "
+            "smaller patience"
+        )
 
     @property
     def is_due_at_end(self) -> bool:

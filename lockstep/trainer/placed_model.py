@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lockstep import checkpoint, cluster
 from lockstep.cluster import Cluster
 from lockstep.config import Config, apply_flags
+from lockstep.config.names import foreign_key
 from lockstep.data import StepBatches
 from lockstep.errors import UsageError
 from lockstep.heartbeat import called_by_all_ranks
@@ -34,13 +35,15 @@ from lockstep.paths import local_path
 from lockstep.precision import Precision, resolve_mode
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat import foreach
+from lockstep.trainer import no_effect
 from lockstep.trainer.arguments import check_loss_fn, check_model
 from lockstep.trainer.caller_batches import MicroBatchAssigner
 from lockstep.trainer.evaluator import WINDOW, evaluate, evaluating, sample
 from lockstep.trainer.loss_check import LossCheck
-from lockstep.trainer.setup import PlacementSettings, loss_fn_of, with_settings
+from lockstep.trainer.setup import PlacementSettings, loss_fn_of, with_settings, write_hang_limits
 
 _SECTIONS = ("distributed", "precision")
+_OF_TRAINER = ("scheduler", "scheduler_metric", "output_dir", "after_update", "freeze_until")
 _OF_TRAINING = ("seed", "compile", "gradient_checkpointing", "gradient_checkpointing_every")
 
 
@@ -64,8 +67,10 @@ def place(
     """
     check_model(model, "lockstep.place", has_loss_fn=(loss_fn or (config and config.loss_fn)) is not None)
     check_loss_fn(loss_fn, "lockstep.place")
-    config = _configured(config or Config(), {**settings, **({} if strategy is None else {"strategy": strategy})})
+    given = _dotted({**settings, **({} if strategy is None else {"strategy": strategy})})
+    config = with_settings(config or Config(), given)
     here = cluster.setup(config.distributed)
+    write_hang_limits(config.distributed)
     mode, _ = resolve_mode(config.precision.mode, here.device)
     layout = layout_of(config.distributed, here.facts)
     own_loops = strategy_named(layout.strategy).own_loops
@@ -79,6 +84,8 @@ def place(
             fix = "let lockstep.Trainer run the step" + (", or write bf16" if mode == "fp16" else "")
             raise UsageError(f"{what} is not supported by lockstep.place()", where="lockstep.place", why=why, fix=fix)
     precision = Precision(mode, here.device.type)
+    beside_others = no_effect.beside_others(config, layout.strategy)
+    no_effect.report(beside_others, no_effect.asked_keys(config, given), is_main=here.facts.is_main)
     objective = objective_of(model, loss_fn or loss_fn_of(config))
     placed = place_over(model, layout, config.step, objective=objective, device=here.device, precision=precision)
     return PlacedModel(placed, mode, config, here)
@@ -275,15 +282,26 @@ class PlacedModel:
             yield StepBatches(window, 0, micro_batches_per_step, 0, False, mine)
 
 
-def _configured(config: Config, settings: dict[str, Any]) -> Config:
-    dotted = apply_flags(settings, "lockstep.place")
-    for key in dotted:
-        section, _, name = key.partition(".")
-        if section not in _SECTIONS and not (section == "training" and name in _OF_TRAINING):
-            what = f"{key} means nothing to lockstep.place"
+def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted key; a UsageError if one is no setting of `place`, by whichever name."""
+    for name, value in settings.items():
+        try:
+            keys = list(apply_flags({name: value}, "lockstep.place"))
+        except UsageError:  # its advice is for a Trainer
+            meant = foreign_key(name)
+            if name not in _OF_TRAINER and (meant is None or _is_taken(meant)):
+                raise
+            keys = [name]
+        if others := [key for key in keys if not _is_taken(key)]:
+            what = f"{others[0]} means nothing to lockstep.place"
             why = "data, optimizers, schedules, clipping and checkpoints are the loop's own"
             raise UsageError(what, why=why, fix="leave it out, or let lockstep.Trainer run the step")
-    return with_settings(config, dotted)
+    return apply_flags(settings, "lockstep.place")
+
+
+def _is_taken(key: str) -> bool:
+    section, _, name = key.partition(".")
+    return section in _SECTIONS or (section == "training" and name in _OF_TRAINING)
 
 
 def _names(placed: ParallelModel) -> dict[int, str]:

@@ -100,10 +100,14 @@ class RunState:
         self.best_is_new = False
 
     @property
+    def follows_evaluations(self) -> bool:
+        """Return whether later steps depend on the results of evaluations."""
+        return self.following.early_stopping is not None or self.following.plateau is not None
+
+    @property
     def acts_on_evaluations(self) -> bool:
         """Return whether later steps or checkpoints depend on the results of evaluations."""
-        following = self.following.early_stopping is not None or self.following.plateau is not None
-        return following or (self.keep_best[0] or "").startswith("eval_")
+        return self.follows_evaluations or (self.keep_best[0] or "").startswith("eval_")
 
     def check_followed(self, metrics: Metrics | None, *, evaluates: bool) -> None:
         """Reject a metric named by the config or the caller that no evaluation of the run will compute."""
@@ -114,12 +118,13 @@ class RunState:
             wanted["training.early_stopping.metric"] = self.following.early_stopping.metric
         if self.following.plateau is not None:
             wanted["Trainer(scheduler_metric=…)"] = self.following.plateau.metric
+        kept = self.keep_best[0]
+        if kept is not None and kept not in ("loss", "grad_norm"):
+            wanted["checkpoint.keep_best"] = kept
         if wanted and not evaluates:
             where, name = next(iter(wanted.items()))
             why = "the run has no data to evaluate on"
             raise UsageError(f"{name} is never computed", where=where, why=why, fix="pass val_data to train(…)")
-        if self.keep_best[0] is not None:
-            wanted["checkpoint.keep_best"] = self.keep_best[0]
         results = ["eval_loss", *(f"eval_{name}" for name in metrics or ())]
         for where, name in wanted.items():
             known = [*results, "loss", "grad_norm"] if where == "checkpoint.keep_best" else results

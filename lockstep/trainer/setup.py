@@ -9,10 +9,20 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lockstep import optim
-from lockstep.config import Config, ObjectSpec, TrainingConfig, build_object, check, config_from, require_equation
+from lockstep.config import (
+    Config,
+    DistributedConfig,
+    ObjectSpec,
+    TrainingConfig,
+    build_object,
+    check,
+    config_from,
+    require_equation,
+)
 from lockstep.config.schema_training import check_object
 from lockstep.data import StepSource, adopt, counted_samples, require_data
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.heartbeat import write_limits
 from lockstep.models.torch_losses import class_of
 from lockstep.optim import CallersRate, PlateauSchedule, Schedule, TorchSchedule
 from lockstep.parallel.parallel_model import ParallelModel
@@ -197,6 +207,19 @@ def after_update_calls(
         if attach := getattr(call, "attach", None):
             attach(placed)
     return calls
+
+
+def write_hang_limits(config: DistributedConfig) -> None:
+    """Tell the launcher when a rank of this run counts as hanging."""
+    write_limits(config.hang.factor, config.hang.seconds, config.timeout_seconds)
+
+
+def require_one_length(config: Config, epochs: int | None) -> None:
+    """Reject `epochs` in a call beside another number of epochs in the settings."""
+    length = config.training.num_train_epochs
+    if epochs is not None and length is not None and epochs != length:
+        what = f"the run can't have both {length} epochs and {epochs}"
+        raise UsageError(what, where="training.num_train_epochs, epochs=", fix="keep one of the two")
 
 
 def open_source(

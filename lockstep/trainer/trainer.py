@@ -2,7 +2,7 @@
 
 import atexit
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from lockstep.config import Config, MonitorConfig, apply_flags
 from lockstep.config.names import advice_for_method
 from lockstep.data import StepBatches, StepSource, holds_token_ids
 from lockstep.errors import UsageError
-from lockstep.heartbeat import called_by_all_ranks, own_heartbeat, write_limits
+from lockstep.heartbeat import called_by_all_ranks, own_heartbeat
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.monitor import Monitor
@@ -34,10 +34,11 @@ from lockstep.precision import LossScale, Precision, loss_scale_for, resolve_mod
 from lockstep.records import RunDirectory, StepRecord
 from lockstep.run_lock import RunLock
 from lockstep.step import Step
-from lockstep.trainer import arguments, setup, whole_run
+from lockstep.trainer import arguments, no_effect, setup, whole_run
 from lockstep.trainer.caller_batches import StepWindow
 from lockstep.trainer.checkpointer import (
     Checkpointer,
+    after_restart,
     best_of,
     evaluations,
     find,
@@ -94,7 +95,9 @@ class Trainer:
         own: dict[str, Any] = {**settings}
         if isinstance(optimizer, str):
             own["optimizer"], optimizer = optimizer, None
-        self.config = setup.with_settings(config or Config(), apply_flags(own))
+        given = apply_flags(own)
+        self.config = setup.with_settings(config or Config(), given)
+        self.asked = no_effect.asked_keys(self.config, given)
         self.cluster = cluster.setup(self.config.distributed)
         self.device = self.cluster.device
         self.layout = layout_of(self.config.distributed, self.cluster.facts)
@@ -123,6 +126,9 @@ class Trainer:
             frozen_until=setup.frozen_until(freeze_until or {}, list(names.values())),
         )  # fmt: skip
         plateau = self.user_schedule if isinstance(self.user_schedule, PlateauSchedule) else None
+        if plateau is None and scheduler_metric != "eval_loss":
+            what, fix = "scheduler_metric is for a ReduceLROnPlateau, and the trainer has none", "leave it out"
+            raise UsageError(what, where="Trainer(scheduler_metric=…)", fix=fix)
         kept = self.config.checkpoint.keep_best, self.config.checkpoint.keep_best_mode
         self.state = RunState(self.step, following=Following(training.early_stopping, plateau), keep_best=kept)
         self.run_directory = RunDirectory(local_path(output_dir, "output_dir")) if output_dir is not None else None
@@ -137,13 +143,14 @@ class Trainer:
         self._start_is_decided = False  # the run was resumed, loaded, or told to start afresh
         self._resumed_from: checkpoint.CheckpointPath | None = None  # until its data are compared with this run's
         self.heartbeat = own_heartbeat()
-        hang = self.config.distributed.hang
-        write_limits(hang.factor, hang.seconds, self.config.distributed.timeout_seconds)
+        setup.write_hang_limits(self.config.distributed)
         whole_run.dump_collectives_on_request(self.heartbeat.folder, self.cluster.facts.rank)
         self._start_lines: list[str] = []  # to log at the start
         self.loss_check = LossCheck(self.placed, compiled=training.compile, coarse=self.mode != "fp32")
         if self.has_whole_batch_loss:
             self.loss_check.skip()
+        no_effect.report(no_effect.of_trainer(self), self.asked, is_main=self.is_main_process)
+        self._reported: set[str] = set()  # the ways to train, and data, whose settings without effect were reported
         self._window = StepWindow(self)
         self.current_run: TrainingRun | None = None  # the one in progress, or the last
         self._monitor: Monitor | None = None  # that of the run, or of `log` alone
@@ -166,15 +173,21 @@ class Trainer:
         self._close_run()
         with ExitStack() as ending:
             ending.callback(self._release_lock)
+            self._report("validation", lambda: no_effect.of_validation(self.config, val_data))
+            if metrics is not None and val_data is None:
+                no_effect.warn("metrics= means nothing without validation data: pass val_data to train(…)")
             self.state.check_followed(metrics, evaluates=val_data is not None)
             self._begin(train_data)
             source, total = self._open_source(train_data, epochs)
+            evaluator = Evaluator(self, val_data, metrics)
             self._start_lines += whole_run.nothing_to_do(self, total, val_data)
+            if line := evaluator.too_few(total):
+                self._start_lines.append(line)
             monitor, around_step = whole_run.open_monitor(self, total, self._start_lines)
             self._monitor, self._start_lines = monitor, []
             ending.callback(self._close_run)
             self.current_run = run = TrainingRun(self, monitor, around_step)
-            loop = TrainLoop(run, Evaluator(self, val_data, metrics))
+            loop = TrainLoop(run, evaluator)
             record = loop.to_end(self._steps_of(run, source, total, train_data, epochs, "train"))
             self._load_best()
             return record
@@ -205,7 +218,7 @@ class Trainer:
         """
         with ExitStack() as ending:
             ending.callback(self._release_lock)
-            self._begin(train_data)
+            self._begin(train_data, no_effect.STEPS)
             source, total = self._open_source(train_data, epochs)
             if line := whole_run.no_step_left(self, total):
                 warnings.warn(line, stacklevel=2)
@@ -230,15 +243,26 @@ class Trainer:
         """Return whether the run was stopped: early, by its evaluations, or because a rank was asked to."""
         return self.step.stopping or self.state.following.stopped
 
-    def _begin(self, data: Any) -> None:
-        """Lock the run directory, and resume by `checkpoint.resume` before the first step; all ranks call it."""
+    def _report(self, where: str, found: Callable[[], Iterable[no_effect.NoEffect]]) -> None:
+        """Report settings without effect somewhere, once."""
+        if where not in self._reported:
+            self._reported.add(where)
+            no_effect.report(found(), self.asked, is_main=self.is_main_process)
+
+    def _begin(self, data: Any, where: str | None = None) -> None:
+        """Lock the run directory, and resume by `checkpoint.resume` before the first step; all ranks call it.
+
+        `where` names the way to train in messages about settings that have no effect in it; None: `train`.
+        """
+        if where is not None:
+            self._report(where, lambda: no_effect.of_way(self, where))
         whole_run.lock_run_directory(self)
         if self._start_is_decided or self.step.progress.step:
             return
         self._adopt_batch_size(data)
         how = self.config.checkpoint.resume
         if self.run_directory is not None or how not in ("auto", "never"):
-            self.resume(how)
+            self.go_on_from(how)
 
     def _open_run(self, total: int | None, progress: bool | None) -> TrainingRun:
         """Return the run of a loop of the caller's own: the open one, or a new one."""
@@ -325,6 +349,8 @@ class Trainer:
         """Return the remaining steps, and the number of the last one, if it is known."""
         self.cluster.check()
         self.check_trains()
+        self._report("data", lambda: no_effect.beside_data(self.config, data))
+        setup.require_one_length(self.config, epochs)
         self._adopt_batch_size(data)
         source, total = setup.open_source(
             data, self.config, self.placed, epochs=epochs, global_batch_size=self.global_batch_size,
@@ -337,6 +363,8 @@ class Trainer:
         own_optimizer = not self.scales_rate
         schedule = self.user_schedule or setup.schedule_over(self.config.training, total, own_optimizer=own_optimizer)
         self.step.plan_run(total, schedule)
+        if line := no_effect.unused_of_loader(data):
+            self._start_lines.append(f"warning: {line}")
         if source.notice:
             self._start_lines.append(source.notice)
         return source, total
@@ -381,7 +409,7 @@ class Trainer:
     def begin_training_steps(self, batch: Any) -> None:
         """Do what comes before the first step of a caller's own loop: resume, and open the run; all ranks call it."""
         self._adopt_batch_size([batch])
-        self._begin([batch])
+        self._begin([batch], no_effect.TRAINING_STEP)
         training = self.config.training
         own_optimizer = not self.scales_rate
         total = training.max_steps
@@ -419,6 +447,7 @@ class Trainer:
         """
         arguments.check_metrics(metrics, "Trainer.evaluate")
         self._settle()
+        self._report("validation", lambda: no_effect.of_validation(self.config, val_data))
         found = evaluated(self, val_data, metrics)
         if counts and self.current_run is not None and self.current_run.in_callers_loop:
             self.current_run.add_evaluation(found)
@@ -525,9 +554,19 @@ class Trainer:
 
     @called_by_all_ranks
     def resume(self, how: str) -> checkpoint.CheckpointPath | None:
-        """Resume from the run directory's newest whole checkpoint (`auto`), nowhere (`never`) or a path; return it."""
+        """Resume from the run directory's newest complete checkpoint (`auto`), nowhere (`never`) or a path; return it.
+
+        Without this call a run resumes by `checkpoint.resume` at its first step.
+        """
+        if self.config.checkpoint.resume == "never" != how:
+            what, fix = f"checkpoint.resume is never, and resume({how!r}) is called", "write one of the two"
+            raise UsageError(what, where="checkpoint.resume", fix=fix)
+        return self.go_on_from(how)
+
+    def go_on_from(self, how: str) -> checkpoint.CheckpointPath | None:
+        """Resume as `resume` does; ranks that a launcher has started again go on from what this launch has saved."""
         whole_run.lock_run_directory(self)
-        self._resumed_from, log_lines = resume(self, how)
+        self._resumed_from, log_lines = resume(self, after_restart(self, how))
         self._start_is_decided = True
         self._start_lines += log_lines
         return self._resumed_from

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lockstep import cluster, collectives
+from lockstep.config import CheckpointConfig, Config, MonitorConfig
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import LockstepError, RunError
 from lockstep.layout import AXES
@@ -50,6 +51,16 @@ def settings_of(topology: str) -> dict[str, Any]:
     if not strategy_named(values["strategy"]).reduces_by_ddp:
         settings["distributed.ddp.compression.kind"] = "none"
     return settings
+
+
+def step_alone(config: Config) -> Config:
+    """Return the config without what stands around the steps: records, checkpoints, evaluations."""
+    bad_numbers = config.training.bad_numbers
+    if bad_numbers.action == "rollback":  # it needs checkpoints
+        bad_numbers = bad_numbers.model_copy(update={"action": "stop"})
+    training = config.training.model_copy(update={"early_stopping": None, "bad_numbers": bad_numbers})
+    around = {"checkpoint": CheckpointConfig(allow_changes=True), "monitor": MonitorConfig(), "training": training}
+    return config.model_copy(update=around)
 
 
 def record(spec: Spec, case: Case, folder: Path) -> None:
@@ -198,6 +209,7 @@ def trainer_of(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(spec.threads)
         config, subject = spec.build({**settings_of(topology), **case.settings})
+        config = step_alone(config)
         stack.callback(subject.close)
         # A copy: the user's function may return the same model each time, and later cases need it in float32.
         model = copy.deepcopy(subject.model).double() if double else subject.model

@@ -1,0 +1,266 @@
+"""Finds settings that are asked for and have no effect: in a way to train, or beside another setting.
+
+What would change a result is an error; of the rest the caller is warned, once, before the first step.
+"""
+
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DistributedSampler as TorchDistributedSampler
+
+from lockstep.config import Config
+from lockstep.data import DistributedSampler
+from lockstep.errors import NoEffectWarning, UsageError
+
+if TYPE_CHECKING:
+    from lockstep.trainer.trainer import Trainer
+
+_PACKAGE = str(Path(__file__).parents[1])
+_OFF: tuple[Any, ...] = (None, False, "none", "never", [], {})
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Settings that mean nothing somewhere, and what to do; `is_error`: results would not be those asked for."""
+
+    keys: tuple[str, ...]
+    where: str  # "to Trainer.steps", "without output_dir"
+    why: str
+    fix: str = "leave it out"
+    is_error: bool = False
+
+    def text(self) -> str:
+        """Return it as the first line of a message."""
+        return f"{', '.join(self.keys)} {'mean' if len(self.keys) > 1 else 'means'} nothing {self.where}"
+
+
+def asked_keys(config: Config, given: Mapping[str, Any]) -> frozenset[str]:
+    """Return the dotted keys that someone set: to another value than the default, or as an argument in Python.
+
+    `given` are the arguments, by dotted key. A section that is off by default is one key.
+    """
+    asked = set(_different(config, Config(), ""))
+    for key, value in given.items():
+        asked |= set(_leaves(key, value))
+    return frozenset(asked)
+
+
+def _different(section: BaseModel, default: BaseModel, prefix: str) -> Iterator[str]:
+    for name, field in type(section).model_fields.items():
+        key, value, usual = prefix + (field.alias or name), getattr(section, name), getattr(default, name)
+        if isinstance(value, BaseModel) and isinstance(usual, BaseModel) and field.default_factory is not None:
+            yield from _different(value, usual, f"{key}.")
+        elif value != usual and value not in (None, "none", "never"):
+            yield key
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    from lockstep.config.keys import all_keys
+
+    info = all_keys().get(key)
+    if isinstance(value, Mapping) and value and info is not None and info.is_section:
+        for name, inside in value.items():
+            yield from _leaves(f"{key}.{name}", inside)
+        if info.default is None and key in _OPTIONAL:
+            yield key
+    elif value not in _OFF or (isinstance(value, Mapping) and key in _OPTIONAL):
+        yield key
+
+
+_OPTIONAL = ("training.early_stopping", "monitor.profile", "monitor.prometheus")
+
+_WRITTEN = (
+    "checkpoint.save_strategy", "checkpoint.save_steps", "checkpoint.save_total_limit", "checkpoint.async",
+    "checkpoint.on_failure", "checkpoint.storage", "monitor.profile",
+)  # fmt: skip
+_READING = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "shuffle", "drop_last")
+_RATES = ("learning_rate", "weight_decay", "optimizer_args", "lr_scaling", "base_batch_size", "optimizer")
+STEPS, TRAINING_STEP = "to Trainer.steps", "to Trainer.training_step"
+
+
+def report(found: Iterable[NoEffect], asked: frozenset[str], *, is_main: bool) -> None:
+    """Raise the first error about keys that are `asked` for, or warn of all of them, at the caller's line."""
+    lines = []
+    left = set(asked)
+    for one in found:
+        keys = tuple(sorted(key for key in left if _is_in(key, one.keys)))
+        left -= set(keys)
+        if not keys:
+            continue
+        one = NoEffect(keys, one.where, one.why, one.fix, one.is_error)
+        if one.is_error:
+            raise UsageError(one.text(), where=", ".join(keys), why=one.why, fix=one.fix)
+        lines.append(f"{one.text()}: {one.why}; {one.fix}")
+    if lines and is_main:
+        warn("\n".join(lines))
+
+
+def _is_in(key: str, prefixes: tuple[str, ...]) -> bool:
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def warn(text: str) -> None:
+    """Warn at the innermost line outside of the package."""
+    frame, level = sys._getframe(1), 2
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
+    warnings.warn(text, NoEffectWarning, stacklevel=level)
+
+
+# ---- what is known when a trainer or a placed model is made ----
+
+
+def beside_others(config: Config, strategy: str) -> Iterator[NoEffect]:
+    """Yield the keys that need another one, which is not set; `strategy` is that of the layout."""
+    training, distributed, precision = config.training, config.distributed, config.precision
+    decays = training.lr_schedule == "wsd" or ":" in training.lr_schedule
+    skips = training.bad_numbers.action != "stop"
+    needs: list[tuple[bool, str, str]] = [
+        (training.lr_scaling != "none", "training.base_batch_size", "lr_scaling"),
+        (training.lr_schedule != "constant", "training.min_lr_ratio", "an lr_schedule"),
+        (decays, "training.wsd_decay_ratio", "lr_schedule: wsd"),
+        (training.gradient_checkpointing in ("every_n", "sequential"), "training.gradient_checkpointing_every",
+         "gradient_checkpointing: every_n or sequential"),
+        (training.bad_numbers.spike_factor is not None, "training.bad_numbers.window", "bad_numbers.spike_factor"),
+        (skips, "training.bad_numbers.patience", "bad_numbers.action: skip or rollback"),
+        (precision.mode in ("fp16", "auto"), "precision.loss_scale", "precision: fp16"),
+        (distributed.reproducible, "distributed.tensor_blocks", "reproducible"),
+        (distributed.reproducible, "distributed.context_blocks", "reproducible"),
+        ((distributed.context_size or 1) > 1 or strategy == "context", "distributed.context_method", "context_size"),
+        (distributed.divergence_check_steps is not None, "distributed.divergence_action", "divergence_check_steps"),
+        (config.checkpoint.keep_best is not None, "checkpoint.keep_best_mode", "keep_best"),
+        (bool({"wandb", "mlflow"} & set(config.monitor.sinks)) or any(":" in s for s in config.monitor.sinks),
+         "monitor.experiment", "the sink wandb or mlflow"),
+    ]  # fmt: skip
+    for is_there, key, other in needs:
+        if not is_there:
+            yield NoEffect((key,), f"without {other}", f"it belongs to {other}")
+    compression = distributed.ddp.compression
+    if compression.kind not in ("powersgd", "auto"):
+        options = tuple(
+            f"distributed.ddp.compression.{n}" for n in ("rank", "start_step", "warm_start", "error_feedback")
+        )
+        yield NoEffect(options, "without compression.kind: powersgd", "they are PowerSGD's")
+    if distributed.fsdp.auto_wrap_policy != "size":
+        yield NoEffect(
+            ("distributed.fsdp.min_num_params",), "without auto_wrap_policy: size", "it is the size of a unit"
+        )
+    for section, users in _SECTIONS.items():
+        if strategy not in users and ":" not in strategy:
+            where = f"under strategy {strategy}"
+            yield NoEffect((f"distributed.{section}",), where, f"they are options of {' and '.join(users[:2])}")
+
+
+_SECTIONS = {
+    "ddp": ("ddp", "accelerate", "pipeline", "tensor", "context", "expert"),
+    "fsdp": ("fsdp", "pipeline", "tensor", "context", "expert"),
+    "pipeline": ("pipeline",),
+    "accelerate": ("accelerate",),
+    "diloco": ("diloco",),
+}
+
+
+def of_trainer(trainer: "Trainer") -> Iterator[NoEffect]:
+    """Yield the keys that mean nothing to a trainer in any way to train."""
+    config = trainer.config
+    yield from beside_others(config, trainer.layout.strategy)
+    if not trainer.scales_rate:
+        keys = tuple(f"training.{name}" for name in _RATES)
+        why = "it brings its own options, so that there would be two of each"
+        fix = "leave them out; or give the optimizer by its name, optimizer='adamw'"
+        yield NoEffect(keys, "beside an optimizer of your own", why, fix, is_error=True)
+    if trainer.user_schedule is not None:
+        keys = ("training.min_lr_ratio", "training.wsd_decay_ratio")
+        yield NoEffect(keys, "beside a scheduler of your own", "the rate follows the scheduler")
+    if trainer.run_directory is None:
+        yield from _without_directory(config)
+
+
+def _without_directory(config: Config) -> Iterator[NoEffect]:
+    nowhere, fix = "without output_dir", "write Trainer(…, output_dir=DIR), or leave it out"
+    best = ("checkpoint.keep_best", "checkpoint.load_best")
+    yield NoEffect(best, nowhere, "no checkpoint is kept that could be the best", fix, is_error=True)
+    if config.training.bad_numbers.action == "rollback":
+        why = "there is no checkpoint to go back to"
+        yield NoEffect(
+            ("training.bad_numbers.action",), nowhere, why, f"{fix} (action: skip needs none)", is_error=True
+        )
+    yield NoEffect(_WRITTEN, nowhere, "nothing is written", fix)
+    if config.checkpoint.resume == "auto":
+        yield NoEffect(("checkpoint.resume",), nowhere, "there is nothing to resume from", fix)
+    from lockstep.monitor.sinks import sink_named
+
+    left_out = [name for name in config.monitor.sinks if getattr(sink_named(name), "needs_run_directory", False)]
+    if left_out:
+        yield NoEffect(("monitor.sinks",), nowhere, f"{', '.join(left_out)} write into it", fix)
+
+
+# ---- what is known when it trains ----
+
+
+def of_way(trainer: "Trainer", where: str) -> Iterator[NoEffect]:
+    """Yield the keys that mean nothing in a loop of the caller's own."""
+    config = trainer.config
+    why = "evaluations are the loop's own: trainer.evaluate(val_data) in it counts"
+    yield NoEffect(("training.eval_steps", "training.eval_strategy"), where, why)
+    if where != TRAINING_STEP:
+        return
+    reading = tuple(f"data.{name}" for name in _READING)
+    yield NoEffect(reading, where, "the loop itself reads the data", "leave it out, and give it to your DataLoader")
+    loops = "the loop itself goes through the data"
+    fix = "write max_steps, and end the loop where trainer.done is true; or use Trainer.steps(data)"
+    yield NoEffect(("training.num_train_epochs",), where, loops, fix, is_error=True)
+    if config.checkpoint.save_strategy == "epoch":
+        fix = "write save_strategy='steps', or use Trainer.steps(data)"
+        yield NoEffect(("checkpoint.save_strategy",), where, loops, fix, is_error=True)
+    if config.training.bad_numbers.action == "rollback":
+        why, fix = f"{loops}, which can't be rewound", "write action='skip', or use Trainer.steps(data)"
+        yield NoEffect(("training.bad_numbers.action",), where, why, fix, is_error=True)
+    why, fix = "its micro-batches are gone when a step is found bad", "leave it out, or use Trainer.steps(data)"
+    yield NoEffect(("training.bad_numbers.recompute",), where, why, fix, is_error=True)
+    fix = "call trainer.load_checkpoint(trainer.best_checkpoint) after the loop, or use Trainer.steps(data)"
+    yield NoEffect(("checkpoint.load_best",), where, "it does not see the end of the loop", fix, is_error=True)
+
+
+def beside_data(config: Config, data: Any) -> Iterator[NoEffect]:
+    """Yield the keys about reading that the data decide themselves, and what of a DataLoader is not used."""
+    fix = "leave it out, or give a dataset instead of a loader"
+    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
+        own = {name: getattr(data, name, None) for name in _READING if name != "shuffle"}
+        differ = [name for name, value in own.items() if getattr(config.data, name) != value]
+        shuffles = type(data.sampler).__name__ == "RandomSampler" or bool(getattr(data.sampler, "shuffle", False))
+        differ += ["shuffle"] * (config.data.shuffle != shuffles)
+        keys = tuple(f"data.{name}" for name in differ)
+        yield NoEffect(keys, "beside a DataLoader", "how samples are read is the DataLoader's to say", fix)
+    elif not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or isinstance(data, list | tuple | DataLoader):
+        keys = tuple(f"data.{name}" for name in _READING)
+        yield NoEffect(keys, "for data that are iterated", "they come as they are, in their own order", fix)
+
+
+def unused_of_loader(data: Any) -> str | None:
+    """Return a sentence on a DataLoader's own seed, which is not used: the order follows from `training.seed`."""
+    if not isinstance(data, DataLoader):
+        return None
+    sampler: Any = data.sampler
+    if type(sampler) in (TorchDistributedSampler, DistributedSampler) and sampler.seed:
+        return f"the DistributedSampler's seed {sampler.seed} means nothing: the order follows from training.seed"
+    if type(sampler).__name__ == "RandomSampler" and data.generator is not None and data.batch_size is not None:
+        return "the DataLoader's generator means nothing: the order follows from training.seed"
+    return None
+
+
+def of_validation(config: Config, val_data: Any) -> Iterator[NoEffect]:
+    """Yield the keys about evaluations that mean nothing to these data, or without any."""
+    if val_data is None:
+        keys = ("training.eval_batches", "training.eval_batch_size")
+        yield NoEffect(keys, "without validation data", "nothing is evaluated", "pass val_data to train(…)")
+    own = getattr(val_data, "batch_size", None)
+    if isinstance(val_data, list | tuple) or (own is not None and own != config.training.eval_batch_size):
+        why = "the samples come in batches of their own"
+        yield NoEffect(("training.eval_batch_size",), "beside a DataLoader for validation", why)
