@@ -74,24 +74,26 @@ def losses_of(script: str) -> list[float]:
     return losses
 
 
-def losses_under(strategies: list[str]) -> dict[str, list[float]]:
-    """On every rank: the README's script under each strategy."""
+def losses_under(strategies: list[str], folder: str) -> dict[str, list[float]]:
+    """On every rank: the README's script under each strategy, and a second time, where nothing is left to do."""
     _, after = sides_of_the_diff()
     found = {}
     for strategy in strategies:
-        script = after.replace('strategy="fsdp"', f'strategy="{strategy}"')
+        script = after.replace('strategy="fsdp"', f'strategy="{strategy}"').replace("runs/", f"{folder}/{strategy}/")
         found[strategy] = losses_of(script)
+        with pytest.warns(UserWarning, match="no step is left to take: 50 are done"):
+            assert losses_of(script) == []
     return found
 
 
-def test_the_diff_gives_the_losses_of_the_plain_loop_under_every_strategy() -> None:
+def test_the_diff_gives_the_losses_of_the_plain_loop_under_every_strategy(tmp_path: Path) -> None:
     """50 updates: a schedule or clipping that nobody asked for would show from the first ones on."""
     before, after = sides_of_the_diff()
     assert 'strategy="fsdp"' in after
     plain = losses_of(before)
     assert len(plain) == 50
-    alone = losses_under(["single", "dp", "fsdp"])
-    ranks = run_ranks(losses_under, 2, ["ddp", "fsdp", "pipeline", "accelerate"])
+    alone = losses_under(["single", "dp", "fsdp"], str(tmp_path / "alone"))
+    ranks = run_ranks(losses_under, 2, ["ddp", "fsdp", "pipeline", "accelerate"], str(tmp_path))
     for strategy, losses in [*alone.items(), *ranks[0].items()]:
         assert losses == pytest.approx(plain, rel=1e-6), strategy
 

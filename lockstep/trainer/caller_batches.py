@@ -38,6 +38,7 @@ class StepWindow:
         self._accumulator: LossAccumulator | None = None
         self._calls = self._samples = self._micro_batches_per_step = 0
         self._calls_per_step: int | None = None
+        self._has_warned = False
         self._last: Any = None
 
     def add(self, batch: Any) -> tuple[Tensor, StepRecord | None]:
@@ -60,6 +61,7 @@ class StepWindow:
         if trainer.step.nominal is None:
             trainer.step.set_nominal(batch, self._micro_batches_per_step)
         if self._accumulator is None:
+            self._warn_of_end()
             trainer.loss_check.before_step(
                 [MicroBatch(0, batch)], self._micro_batches_per_step, trainer.step.progress.step
             )
@@ -72,6 +74,18 @@ class StepWindow:
         self._calls += 1
         record = self._update() if last else None
         return loss.summed() / torch.as_tensor(loss.targets), record  # nan without a valid target, as torch has it
+
+    def _warn_of_end(self) -> None:
+        """Warn once if the caller's loop goes on after the run's end."""
+        trainer = self._trainer
+        if trainer.done and not self._has_warned and trainer.is_main_process:
+            self._has_warned = True
+            why = trainer.state.following.why_stopped() if trainer.state.following.stopped else "it was asked to stop"
+            if not trainer.was_stopped:
+                why = f"max_steps {trainer.step.total} are done"
+            warnings.warn(
+                f"{why}, and the loop of training_step goes on: end it where trainer.done is true", stacklevel=5
+            )
 
     def warn_of_open_step(self, what: str) -> None:
         """Warn if micro-batches wait for an update, which `what` will not hold."""

@@ -3,7 +3,7 @@
 import atexit
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep import checkpoint, cluster
-from lockstep.bad_numbers import AnomalyDetector
+from lockstep.bad_numbers import AnomalyDetector, BadNumbersError
 from lockstep.checkpoint import Snapshot
 from lockstep.config import Config, MonitorConfig, apply_flags
 from lockstep.config.names import advice_for_method
@@ -396,9 +396,20 @@ class Trainer:
         that is due. Data and their position are the caller's: `step.progress.step` says how many steps were made. The
         loop ends where `done` is true.
         """
-        loss, record = self._window.add(batch)
-        self._after_update(record)
+        with self._bad_numbers_recorded():
+            loss, record = self._window.add(batch)
+            self._after_update(record)
         return loss
+
+    @contextmanager
+    def _bad_numbers_recorded(self) -> Iterator[None]:
+        """Record bad numbers that end the caller's loop of `training_step`."""
+        try:
+            yield
+        except BadNumbersError as error:
+            if self.current_run is not None:
+                self.current_run.report_and_finish(error)
+            raise
 
     def _after_update(self, record: StepRecord | None) -> None:
         if record is not None:
@@ -420,7 +431,8 @@ class Trainer:
     @called_by_all_ranks
     def flush(self) -> None:
         """Train on an incomplete window of `training_step`, weighted by its contents; all ranks call it together."""
-        self._after_update(self._window.flush())
+        with self._bad_numbers_recorded():
+            self._after_update(self._window.flush())
 
     @overload
     def evaluate(self, val_data: Any, *, counts: bool = True) -> float: ...

@@ -108,6 +108,7 @@ class TrainingRun:
             self._leave()
             raise
         except Exception:
+            self._ending.has_failed = True
             checkpointer.finish_alone()
             raise
         finally:
@@ -225,6 +226,7 @@ class TrainingRun:
 
     def report_and_finish(self, error: BadNumbersError) -> None:
         """Record the bad numbers that end a loop of `training_step`, and wait for a running save."""
+        self._ending.has_failed = True
         self._report(error.anomaly, None)
         self.checkpointer.finish_alone()
 
@@ -267,14 +269,16 @@ class _Ending:
     step: int = 0  # the last one; 0: none was taken
     is_saved: bool = True
     is_recorded: bool = False  # the event of its end is written
+    has_failed: bool = False  # an error of the training ended it
 
     def __call__(self) -> None:
         """Save the last step where this is the only rank, close the monitor, and say where the run is."""
-        failed = getattr(sys, "last_value", None) is not None  # an exception ended the script
+        failed = self.has_failed or getattr(sys, "last_value", None) is not None  # an exception ended the script
         trainer = self.trainer()
         if trainer is not None and trainer.current_run is not None:
             trainer.current_run.note_place()
-        if not self.is_saved and trainer is not None and trainer.layout.world_size == 1 and not failed:
+        saves = self.path is not None and not self.is_saved and not failed
+        if saves and trainer is not None and trainer.layout.world_size == 1:
             try:
                 trainer.save_checkpoint()
                 self.is_saved = True
@@ -283,7 +287,7 @@ class _Ending:
         if self.path is not None and not self.is_recorded and not failed:
             self.monitor.event("stop", step=self.step, reason="done")
         self.monitor.close()
-        if self.path is None or self.step == 0:
+        if self.path is None or self.step == 0 or self.has_failed:
             return
         if not self.is_saved:
             fix = "all ranks call trainer.save_checkpoint() after the loop"

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Trainer, checkpoint
+from lockstep.bad_numbers import BadNumbersError
 from lockstep.checkpoint import digest
 from lockstep.errors import UsageError
 from lockstep.records import RunDirectory
@@ -112,6 +113,29 @@ def test_what_was_left_by_an_error_of_the_callers_code_is_saved(tmp_path: Path) 
     assert saved(tmp_path)[-1] == 6
 
 
+def to_the_end(trainer: Trainer, way: str, data: TensorDataset) -> None:
+    if way == "train":
+        trainer.train(data)
+    elif way == "steps":
+        list(trainer.steps(data))
+    else:
+        for batch in DataLoader(data, batch_size=4):
+            trainer.training_step(batch)
+
+
+@pytest.mark.parametrize("way", ["train", "steps", "training_step"])
+def test_a_run_that_bad_numbers_end_is_not_saved_with_them(tmp_path: Path, way: str) -> None:
+    x = torch.randn(48, 4)
+    x[20:] = float("nan")
+    data = TensorDataset(x, x[:, :1])
+    trainer = made(tmp_path, shuffle=False) if way != "training_step" else made(tmp_path)
+    with pytest.raises(BadNumbersError, match="step 6"):
+        to_the_end(trainer, way, data)
+    trainer._close_run()
+    assert saved(tmp_path) == [4]
+    assert "bad_numbers" in kinds(tmp_path)
+
+
 def test_loops_after_each_other_are_one_run(trained: Path, tmp_path: Path) -> None:
     trainer = made(tmp_path, max_steps=None)
     for epoch in range(3):
@@ -163,6 +187,8 @@ def test_the_schedule_of_training_step_follows_max_steps() -> None:
         assert trainer.last_record is not None
         rates.append(trainer.last_record.lr)
     assert rates == expected
+    with pytest.warns(UserWarning, match=r"max_steps 12 are done, and the loop of training_step goes on"):
+        trainer.training_step(points()[:4])
     with pytest.raises(UsageError, match="lr_schedule cosine needs the number of steps"):
         made(None, lr_schedule="cosine", max_steps=None).training_step(points()[:4])
 
