@@ -58,6 +58,7 @@ _current: Cluster | None = None
 # destroyed, and its port, for the rest of the process.
 _world: "weakref.ref[Any] | None" = None
 _group_is_ours = False
+_timeout = 0.0  # of its collectives
 _calls_folder: Path | None = None  # the folder that this rank has created for the ranks of its machine
 
 
@@ -71,9 +72,11 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
         UsageError: a device, a backend or an address is missing, a port is in use, or an existing group differs.
         RunError: the other ranks did not come within the timeout.
     """
-    global _current, _world, _group_is_ours
+    global _current, _world, _group_is_ours, _timeout
     group = dist.group.WORLD
     if _current is not None and (group is None if _world is None else group is not None and _world() is group):
+        if distributed is not None:
+            _require_same(distributed, _current)
         return _current
     _current, _group_is_ours = None, False  # the script has since created or destroyed a group
     _stop_sharing()
@@ -109,9 +112,27 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     else:
         _join(config, facts, device, backend, store)
     _world = None if dist.group.WORLD is None else weakref.ref(dist.group.WORLD)
-    _current = Cluster(facts, device, backend)
+    _current, _timeout = Cluster(facts, device, backend), config.timeout_seconds
     _share_calls(facts)
     return _current
+
+
+def _require_same(config: DistributedConfig, cluster: Cluster) -> None:
+    """Reject settings of a later trainer that this process, which has its device and its group, can't follow."""
+    has_group, unset = cluster.backend != "none", DistributedConfig()
+    variables = {name: value for name, value in environment(config).items() if os.environ.get(name) != value}
+    differing = {
+        "device": config.device not in ("auto", cluster.device.type),
+        "backend": has_group and config.backend not in ("auto", cluster.backend),
+        "timeout_seconds": has_group and config.timeout_seconds not in (unset.timeout_seconds, _timeout),
+        "debug": config.debug != "none" and bool(variables.keys() - config.env.keys()),
+        "env": bool(variables.keys() & config.env.keys()),
+    }
+    if names := [name for name, differs in differing.items() if differs]:
+        what = f"distributed.{names[0]} is {getattr(config, names[0])}, and this process runs otherwise since its first"
+        what += " lockstep.setup(), Trainer(…) or lockstep.place(…)"
+        fix = f"write {names[0]} there, too; or call lockstep.cleanup() between the two"
+        raise UsageError(what, where=", ".join(f"distributed.{name}" for name in names), fix=fix)
 
 
 def cleanup() -> None:

@@ -1,7 +1,8 @@
 """Runs the user's own callbacks, `monitor.callbacks: [package.module:Name]`, with every logged record.
 
-A function is called; of a class an object is made and called. Objects whose `every_rank` is true are called on every
-rank, others on rank 0. `on_step_end(args, state, control)` is called as in other trainers, on every rank.
+A function is called; of a class an object is made and called; in Python objects are handed over as they are. Objects
+whose `every_rank` is true are called on every rank, others on rank 0. The events of other trainers, `on_step_end(args,
+state, control)` and those beside it in `EVENTS`, are called on every rank.
 """
 
 import inspect
@@ -22,9 +23,14 @@ from lockstep.registry import load_object
 Callback = Callable[[StepRecord], object]
 
 
-def build_callbacks(config: MonitorConfig, run: Path | None = None) -> list[tuple[str, Callback]]:
-    """Return the callbacks and their names; those with an argument `run_directory` get `run`."""
-    built: list[tuple[str, Callback]] = []
+def build_callbacks(
+    config: MonitorConfig, run: Path | None = None, handed_over: Sequence[Any] = ()
+) -> list[tuple[str, Callback]]:
+    """Return the callbacks and their names; those with an argument `run_directory` get `run`.
+
+    `handed_over` are objects in Python, beside those that the config names.
+    """
+    built: list[tuple[str, Callback]] = [(_name_of(one), understood(one)) for one in handed_over]
     for number, spec in enumerate(config.callbacks):
         where = f"monitor.callbacks[{number}]"
         target = check_callback(spec, where)
@@ -32,12 +38,38 @@ def build_callbacks(config: MonitorConfig, run: Path | None = None) -> list[tupl
         if _is_made(spec, target):
             own = run is not None and "run_directory" not in spec.args and _takes_run_directory(target)
             callback = build_object(spec, where, **({"run_directory": run} if own else {}))
-        if hasattr(callback, "on_step_end"):
-            callback = StepEnd(callback)
-        if not callable(callback):
-            raise _cannot_be_called(spec.name, where)
-        built.append((spec.name, callback))
+        built.append((spec.name, understood(callback, spec.name, where)))
     return built
+
+
+def understood(callback: Any, name: str | None = None, where: str = "Trainer(callbacks=…)") -> Callback:
+    """Return a callback as a function of a record; a UsageError if it can't be one, or waits for an event in vain."""
+    name = name or _name_of(callback)
+    if inspect.isclass(callback):
+        raise UsageError(f"{name} is a class", where=where, fix=f"hand over an object: {callback.__name__}()")
+    if any(_defines(callback, event) for event in EVENTS):
+        unknown = [event for event in dir(type(callback)) if event.startswith("on_") and event not in EVENTS]
+        if missed := [event for event in unknown if _defines(callback, event)]:
+            what = f"{name}.{missed[0]} is never called"
+            fix = f"use {', '.join(EVENTS)}; or write the loop yourself: `for record in trainer.steps(data)`"
+            raise UsageError(what, where=where, why="a run has no such event for callbacks", fix=fix)
+        return Events(callback)
+    if not callable(callback):
+        raise _cannot_be_called(name, where)
+    found: Callback = callback
+    return found
+
+
+def _name_of(callback: Any) -> str:
+    return str(getattr(callback, "__qualname__", type(callback).__qualname__))
+
+
+def _defines(callback: Any, event: str) -> bool:
+    """Return whether a callback has an event of its own, not that of transformers' base class, which does nothing."""
+    if event in vars(callback) if hasattr(callback, "__dict__") else False:
+        return True
+    owner = next((kind for kind in type(callback).__mro__ if event in vars(kind)), None)
+    return owner is not None and owner.__name__ != "TrainerCallback"
 
 
 def check_callback(spec: ObjectSpec, where: str) -> Any:
@@ -67,34 +99,65 @@ def _takes_run_directory(target: Any) -> bool:
         return False
 
 
-class StepEnd:
-    """Adapts a callback with `on_step_end(args, state, control, …)`, as in Hugging Face's and Forgather's trainers."""
+EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_train_end")
+"""The events of other trainers' callbacks that are called; of steps, those that are logged."""
+
+
+class Events:
+    """Adapts a callback with events `on_…(args, state, control, …)`, as in Hugging Face's and Forgather's trainers."""
 
     every_rank = True
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
         self._history: list[dict[str, Any]] = []
+        self._place: tuple[int, int] | None = None  # step and epoch
 
     def __call__(self, record: StepRecord) -> None:
-        facts, row = rank_facts(), record.as_dict()
+        row = record.as_dict()
+        self._begin(record.step - 1, record.epoch)
         self._history = [*self._history[-99:], row]
+        self._place = record.step, record.epoch
+        self._send("on_step_end", logs=row)
+        self._send("on_log", logs=row)
+
+    def on_eval(self, row: dict[str, Any]) -> None:
+        """Take an evaluation."""
+        if "eval_loss" in row:
+            self._begin(row["step"], 0)
+            self._history = [*self._history[-99:], row]
+            self._send("on_evaluate", metrics=row)
+
+    def close(self) -> None:
+        """End the training, if it has begun, and close the callback."""
+        if self._place is not None:
+            self._send("on_train_end")
+        close = getattr(self._callback, "close", None)
+        if callable(close):
+            close()
+
+    def _begin(self, step: int, epoch: int) -> None:
+        if self._place is None:
+            self._place = step, epoch
+            self._send("on_train_begin")
+
+    def _send(self, event: str, **facts: Any) -> None:
+        call = getattr(self._callback, event, None)
+        if call is None:
+            return
+        assert self._place is not None
+        here = rank_facts()
         state = SimpleNamespace(
-            global_step=record.step, epoch=record.epoch, log_history=self._history, is_world_process_zero=facts.is_main,
-            is_local_process_zero=facts.local_rank == 0, num_input_tokens_seen=None,
+            global_step=self._place[0], epoch=self._place[1], log_history=self._history,
+            is_world_process_zero=here.is_main, is_local_process_zero=here.local_rank == 0, num_input_tokens_seen=None,
         )  # fmt: skip
-        args = SimpleNamespace(local_rank=facts.local_rank, process_index=facts.rank, world_size=facts.world_size)
+        args = SimpleNamespace(local_rank=here.local_rank, process_index=here.rank, world_size=here.world_size)
         control = SimpleNamespace(**dict.fromkeys(_REQUESTS, False))
-        self._callback.on_step_end(args, state, control, logs=row)
+        call(args, state, control, **facts)
         if requested := [name for name, value in vars(control).items() if value]:
             what = f"a callback set {requested[0]}, but callbacks cannot control the training"
             fix = "write the loop yourself: `for record in trainer.steps(data)`, and break or save there"
             raise UsageError(what, where="monitor.callbacks", fix=fix)
-
-    def close(self) -> None:
-        close = getattr(self._callback, "close", None)
-        if callable(close):
-            close()
 
 
 # What such a callback can ask of other trainers.

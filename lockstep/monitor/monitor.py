@@ -30,12 +30,14 @@ _MEMORY_SECONDS = 1.0
 class Monitor:
     """Logs records; the loop calls `on_step` after every step on every rank, and rank 0 writes.
 
-    `figures` gathers the ranks' measurements; None: nothing is sent. `hosts` are the ranks' machines.
+    `figures` gathers the ranks' measurements; None: nothing is sent. `hosts` are the ranks' machines. `callbacks` are
+    objects, beside those that the config names.
     """
 
     def __init__(
         self, config: MonitorConfig, run: RunDirectory | None, *, is_main: bool, total_steps: int | None = None,
         start_step: int = 0, figures: Figures | None = None, hosts: Sequence[str] = (),
+        callbacks: Sequence[Any] = (),
     ) -> None:  # fmt: skip
         self._config, self._run, self._is_main, self._total = config, run, is_main, total_steps
         self._meters, self.counts_tokens = Meters(), True
@@ -49,7 +51,7 @@ class Monitor:
             self._profiler = Profiler(config.profile, run.path / "profile", rank_facts().rank, self.event)
         self._callbacks = [
             Guarded(f"the callback {name}", call, self.event)
-            for name, call in build_callbacks(config, None if run is None else run.path)
+            for name, call in build_callbacks(config, None if run is None else run.path, callbacks)
             if is_main or getattr(call, "every_rank", False)
         ]
         self._sinks: list[Guarded | Background] = []
@@ -82,6 +84,8 @@ class Monitor:
         row = {"time": time.time(), **record}
         for sink in self._sinks:
             sink.send("on_eval", row)
+        for callback in self._callbacks:
+            callback.send("on_eval", row)
 
     def on_log(self, step: int, values: Mapping[str, Any]) -> None:
         """Log a user's values: numbers, and texts, images and histograms (`lockstep.monitor.media`)."""

@@ -333,7 +333,7 @@ class TrainerSettings(PlacementSettings, total=False):
     allow_changes: bool
     log_steps: int
     sinks: Sequence[str]
-    callbacks: Sequence[str | Mapping[str, Any]]
+    callbacks: Sequence[str | Mapping[str, Any] | Callable[..., Any] | Any]  # in Python also functions and objects
     profile: Mapping[str, Any] | None
     memory: Mapping[str, Any]
     straggler: Mapping[str, Any]

@@ -23,6 +23,7 @@ from lockstep.heartbeat import called_by_all_ranks, own_heartbeat
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.monitor import Monitor
+from lockstep.monitor.callbacks import understood
 from lockstep.monitor.meters import waits_counted
 from lockstep.optim import PlateauSchedule, scaled_learning_rate
 from lockstep.parallel.activation import apply_activation_checkpointing
@@ -95,6 +96,11 @@ class Trainer:
         own: dict[str, Any] = {**settings}
         if isinstance(optimizer, str):
             own["optimizer"], optimizer = optimizer, None
+        self.callbacks = [one for one in own.get("callbacks") or () if not isinstance(one, str | Mapping)]
+        if self.callbacks:
+            own["callbacks"] = [one for one in own["callbacks"] if isinstance(one, str | Mapping)]
+        for callback in self.callbacks:
+            understood(callback)
         given = apply_flags(own)
         self.config = setup.with_settings(config or Config(), given)
         self.asked = no_effect.asked_keys(self.config, given)

@@ -71,7 +71,7 @@ def open_monitor(
     start = trainer.step.progress.step
     monitor = Monitor(
         config, directory, is_main=trainer.is_main_process, total_steps=total, start_step=start, figures=figures,
-        hosts=[rank["host"] for rank in ranks],
+        hosts=[rank["host"] for rank in ranks], callbacks=trainer.callbacks,
     )  # fmt: skip
     lines = [*_lines(trainer, total), *log_lines]
     monitor.say(*lines)
@@ -102,7 +102,7 @@ def records_steps(trainer: "Trainer") -> bool:
     """Return whether the steps of a caller's own loop are recorded: there is a run directory, or someone who asks."""
     asked = trainer.config.monitor.model_fields_set - {"log_steps", "sinks"}
     own_sinks = any(":" in name for name in trainer.config.monitor.sinks)
-    return trainer.run_directory is not None or own_sinks or bool(asked)
+    return trainer.run_directory is not None or own_sinks or bool(asked) or bool(trainer.callbacks)
 
 
 def no_step_left(trainer: "Trainer", total: int | None) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from lockstep import Trainer
 from lockstep.config import MonitorConfig
 from lockstep.errors import UsageError
 from lockstep.monitor import JsonLogger, Meters, Monitor
@@ -338,3 +339,76 @@ def test_metrics_are_one_object_a_line(run: RunDirectory) -> None:
     lines = run.metrics.read_text().splitlines()
     names = {"step", "loss", "grad_norm", "lr", "samples", "tokens", "step_seconds", "tokens_per_second"}
     assert names | {"memory_bytes", "loss_scale", "time"} <= set(json.loads(lines[1]))
+
+
+# ---- callbacks that are handed over in Python ----
+
+
+class Seen:
+    """Keeps the events of a callback of transformers' kind."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.events.append(("begin", state.global_step))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.events.append(("step", state.global_step))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **more: Any) -> None:
+        self.events.append(("evaluate", metrics["step"]))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.events.append(("end", state.global_step))
+
+
+@pytest.mark.parametrize("way", ["train", "steps", "training_step"])
+def test_functions_and_objects_are_callbacks_in_every_way_to_train(way: str) -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
+    seen, losses = Seen(), list[float]()
+    trainer = Trainer(
+        torch.nn.Linear(4, 1), loss_fn=torch.nn.MSELoss(), batch_size=8, max_steps=3, log_steps=1, sinks=[],
+        callbacks=[lambda record: losses.append(record.loss), seen],
+    )  # fmt: skip
+    if way == "train":
+        trainer.train(data, data)
+    elif way == "steps":
+        for _ in trainer.steps(data):
+            pass
+        trainer.evaluate(data)
+    else:
+        for batch in torch.utils.data.DataLoader(data, 8):
+            trainer.training_step(batch)
+        trainer.evaluate(data)
+    trainer._close_run()
+    assert len(losses) == 3
+    middle = [("step", 1), ("step", 2), ("step", 3), ("evaluate", 3)]
+    assert seen.events == [("begin", 0), *middle, ("end", 3)]
+
+
+def test_a_callback_that_waits_in_vain_is_refused() -> None:
+    class Late(Seen):
+        def on_epoch_end(self, *_: Any, **more: Any) -> None: ...
+
+    for callback, message in (
+        (Late(), "on_epoch_end is never called"), (Seen, "Seen is a class"), (7, "int can't be called"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=message):
+            Trainer(torch.nn.Linear(4, 1), loss_fn=torch.nn.MSELoss(), callbacks=[callback])
+
+
+def test_a_callback_of_transformers_is_called_for_the_events_that_it_has() -> None:
+    transformers = pytest.importorskip("transformers")
+    steps = []
+
+    class Mine(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            steps.append(state.global_step)
+
+    data = torch.utils.data.TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
+    trainer = Trainer(
+        torch.nn.Linear(4, 1), loss_fn=torch.nn.MSELoss(), batch_size=8, log_steps=1, sinks=[], callbacks=[Mine()]
+    )
+    list(trainer.steps(data))
+    assert steps == [1, 2, 3]

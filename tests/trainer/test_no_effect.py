@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep import Trainer
+from lockstep import Trainer, cluster
 from lockstep.errors import NoEffectWarning, UsageError
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
@@ -129,6 +130,22 @@ def test_what_has_no_effect_is_warned_of_once_at_the_callers_line(name: str) -> 
     assert warned.filename == __file__
     with pytest.warns(NoEffectWarning, match=message):
         warnings.warn_explicit(warned.message, None, warned.filename, warned.lineno)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("env", {"MINE": "7"}), ("debug", "info"), ("timeout_seconds", 7.0), ("backend", "nccl"), ("device", "xpu")],
+)
+def test_what_the_process_has_settled_is_not_ignored_in_a_second_trainer(
+    key: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single process has no group, whose backend and timeout could differ."""
+    made()
+    has_group = key not in ("backend", "timeout_seconds")
+    if not has_group:
+        monkeypatch.setattr(cluster, "_current", replace(cluster.setup(), backend="gloo"))
+    with pytest.raises(UsageError, match=f"distributed.{key} is .*, and this process runs otherwise"):
+        cluster.setup(lockstep.Config().replaced({f"distributed.{key}": value}).distributed)
 
 
 @pytest.mark.parametrize("loader", [
