@@ -19,6 +19,7 @@ from lockstep.config.checks import step_contradictions
 from lockstep.errors import UsageError, listed, refuse
 from lockstep.layout import Layout
 from lockstep.mesh import device_mesh
+from lockstep.models.hf_cache import without_cache
 from lockstep.models.protocol import Objective, blocks_of, require_segments, segments_of
 from lockstep.parallel import divergence, side_effects
 from lockstep.parallel.activation import apply_activation_checkpointing
@@ -121,6 +122,8 @@ def prepared(
         key_model(model, random_state, blocks, cut=strategy.splits_model)
     log_lines += apply_fp8(model, blocks, config.precision.fp8, device)
     training = config.training
+    if training.gradient_checkpointing != "none":
+        without_cache(model, blocks)
     apply_activation_checkpointing(
         blocks, training.gradient_checkpointing, random_state,
         every=training.gradient_checkpointing_every, compiled=training.compile,
