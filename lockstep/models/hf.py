@@ -31,6 +31,12 @@ except ImportError as error:
 
 from lockstep.models.hf_causal import can_be_cut, meet_protocol
 
+OLDEST = (4, 57)  # version of transformers, as pyproject.toml has it
+if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+    oldest = ".".join(map(str, OLDEST))
+    what = f"transformers {transformers.__version__} is installed, and models that are built by name need {oldest}"
+    raise UsageError(what, where="model.name", fix=f'pip install "transformers>={oldest}"')
+
 # The types of the library's automatic classes are incomplete.
 _AutoConfig: Any = transformers.AutoConfig
 _AutoModel: Any = transformers.AutoModelForCausalLM

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend
@@ -29,7 +29,7 @@ from lockstep.models.protocol import IGNORED_TARGET
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 
 # Families that attend through `Attend`, each tested. Others have a window, a softcap, sinks or learned positions.
-_ATTENDING = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
+ATTENDING = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
 _ATTENTION = "lockstep_attend"
 _SEQUENCES = {"input_ids": 1, "targets": 1}
 
@@ -37,9 +37,13 @@ _SEQUENCES = {"input_ids": 1, "targets": 1}
 def can_be_cut(config: Any) -> bool:
     """Return whether models of this config can run as a chain of segments."""
     if config.model_type == "llama":
-        rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-        return rotary.get("rope_type", "default") in _FIXED_ROTARY
+        return _rotary_type(config) in _FIXED_ROTARY
     return bool(config.model_type == "gpt2" and not config.add_cross_attention)
+
+
+def _rotary_type(config: Any) -> str:
+    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return str(rotary.get("rope_type") or rotary.get("type") or "default")
 
 
 def meet_protocol(model: Any) -> nn.Module:
@@ -294,10 +298,12 @@ def attend_through(model: nn.Module) -> dict[str, int]:
     """
     config: Any = model.config
     problem = fix = ""
-    if config.model_type not in _ATTENDING or getattr(config, "output_router_logits", False):
-        problem, fix = "its attention or its loss does more", f"use one of {', '.join(_ATTENDING)}"
+    if config.model_type not in ATTENDING or getattr(config, "output_router_logits", False):
+        problem, fix = "its attention or its loss does more", f"use one of {', '.join(ATTENDING)}"
     elif getattr(config, "sliding_window", None) is not None:
         problem, fix = "it attends within a window", "write sliding_window: null in model.args"
+    elif (kind := _rotary_type(config)) not in _FIXED_ROTARY:
+        problem, fix = f"its angles ({kind}) depend on the length of a text", f"use one of {', '.join(_FIXED_ROTARY)}"
     elif config.attention_dropout:
         problem, fix = "it has attention_dropout", "write attention_dropout: 0 in model.args"
     if problem:
@@ -309,7 +315,7 @@ def attend_through(model: nn.Module) -> dict[str, int]:
         return _SEQUENCES
     for layer in layers:
         layer.attend = Attend()
-    AttentionInterface.register(_ATTENTION, _attend)
+    transformers.AttentionInterface.register(_ATTENTION, _attend)
     model.set_attn_implementation(_ATTENTION)  # type: ignore[operator]
     rotary = getattr(model.get_submodule("model"), "rotary_emb", None)
     attend = layers[0].attend
@@ -327,6 +333,8 @@ def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
     **_others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    assert attention_mask is None
-    assert scaling == module.head_dim**-0.5
+    if attention_mask is not None or scaling != module.head_dim**-0.5:
+        what = f"{type(module).__name__} attends with a {'mask' if attention_mask is not None else 'scale'} of its own"
+        why = "each rank has a part of every sequence, and no rank applies it to all of one"
+        raise UsageError(what, where="distributed.context_size", why=why, fix="write context_size: 1")
     return module.attend(query, key, value).transpose(1, 2).contiguous(), None

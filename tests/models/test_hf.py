@@ -2,6 +2,7 @@
 
 import copy
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,14 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.models import build_model, get_model
 from lockstep.models.chain import lent, run_segments
+from lockstep.models.hf_causal import ATTENDING
 from lockstep.models.language import generate
+from tests.hosts import REPOSITORY
+from tests.models.config_changes import all_changes
+from tests.models.decoders import decoder, sizes
 from tests.models.samples import VOCABULARY, texts
 from tests.models.test_builders import Section
+from tests.parity.toy import VOCAB
 
 transformers = pytest.importorskip("transformers")
 
@@ -284,3 +290,41 @@ def test_experts_are_balanced_as_their_author_wrote_it(family: str) -> None:
     torch.testing.assert_close(loss, without + 0.5 * balance, rtol=1e-5, atol=1e-6)
     assert balance > 1  # 2 where both experts of a token are always the same
     assert model.loss(outputs, {**batch, "targets": torch.full_like(batch["targets"], -100)}) == 0
+
+
+def test_the_oldest_version_of_transformers_is_the_one_that_is_promised() -> None:
+    from lockstep.models.hf import OLDEST
+
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["transformers"] == ["transformers>=" + ".".join(map(str, OLDEST))]
+
+
+@pytest.mark.parametrize("family", sorted({*SIZES, *ATTENDING}))
+def test_every_field_of_the_config_counts(family: str) -> None:
+    """Also where the library's attention is exchanged for one that other ranks take part in, or that is refused."""
+    changes, _ = all_changes(family)
+    args = {**sizes(family), **changes}
+    ours, theirs = (get_model(f"hf:{family}")(**args).eval(), decoder(family, **changes).eval())
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    ours.load_state_dict({key: value for key, value in theirs.state_dict().items() if key in ours.state_dict()})
+    ids = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-6, atol=1e-6)
+    if "sliding_window" in args or family == "gpt2":
+        with pytest.raises(UsageError, match="can't be cut over ranks"):
+            ours.context_plan()
+    else:
+        ours.config.attention_dropout = 0.0
+        ours.context_plan()
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_angles_that_depend_on_the_length_are_refused_where_sequences_are_cut() -> None:
+    """The part of a rank may be shorter than where the library changes them."""
+    for family in ("llama", "qwen3"):
+        rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+        name = "rope_parameters" if int(transformers.__version__.split(".")[0]) >= 5 else "rope_scaling"
+        model: Any = get_model(f"hf:{family}")(**sizes(family, attention_dropout=0.0), **{name: rotary})
+        with pytest.raises(UsageError, match=r"its angles \(dynamic\) depend on the length of a text"):
+            model.context_plan()

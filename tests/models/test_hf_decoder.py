@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.models.chain import run_segment
-from lockstep.models.hf_decoder import FAMILIES
+from lockstep.models.hf_causal import meet_protocol
+from lockstep.models.hf_decoder import FAMILIES, hf_tensor_plan
 from lockstep.models.protocol import blocks_of, objective_of, require_segments, segments_of
 from lockstep.parallel.place import key_model
+from lockstep.parallel.tensor_cuts import apply_tensor
 from lockstep.randomness import RandomState
 from tests.models.config_changes import all_changes, built, outputs, single_changes
 from tests.models.decoders import decoder
@@ -56,8 +59,7 @@ def test_the_changes_of_a_config_tell() -> None:
     """They are generated from a config's fields; these are known to count."""
     multipliers = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
     assert {*multipliers, "attention_bias"} <= set(all_changes("granite")[1])
-    caps = ("final_logit_softcapping", "attn_logit_softcapping")
-    assert {*caps, "query_pre_attn_scalar", "layer_types"} <= set(all_changes("gemma2")[1])
+    assert {"final_logit_softcapping", "query_pre_attn_scalar", "layer_types"} <= set(all_changes("gemma2")[1])
     assert {"no_rope_layers", "layer_types"} <= set(all_changes("smollm3")[1])
 
 
@@ -67,6 +69,20 @@ def test_the_chain_is_the_librarys_forward_pass_with_each_field_of_the_config_ch
     for field, value in single_changes(family):
         if outputs(family, {field: value}) is not None:
             check_chain(built(family, **{field: value}))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_layers_that_are_cut_are_the_librarys_with_every_field_of_the_config_changed(family: str) -> None:
+    """In blocks on one process, as each rank computes its own; or there is no plan, and the axis is refused."""
+    changes, _ = all_changes(family)
+    exact = config_from({"distributed.reproducible": True, "distributed.tensor_blocks": 2})
+    for args in ({}, changes):
+        model = built(family, **args).eval()
+        expected = model(input_ids=batches()[0]["input_ids"]).logits
+        model = meet_protocol(model)
+        if hf_tensor_plan(model) is not None:
+            apply_tensor(model, None, exact)
+            torch.testing.assert_close(model(batches()[0]["input_ids"]), expected, rtol=1e-5, atol=1e-4)
 
 
 def check_chain(whole: nn.Module) -> None:

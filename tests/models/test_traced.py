@@ -9,7 +9,7 @@ from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.models.traced import trace
 from lockstep.parallel.place import key_model
 from lockstep.randomness import RandomState
-from tests.models.decoders import decoder
+from tests.models.decoders import decoder, transformers
 from tests.parity.pipelines import NoChain
 from tests.parity.toy import VOCAB
 
@@ -165,6 +165,10 @@ class Logits(nn.Module):
 def test_decoders_of_the_library_that_are_wrapped_for_logits() -> None:
     """Their angles are computed without gradients and without autocast: graphs within the graph."""
     model = Logits(decoder("mixtral", attention_dropout=0.0))
+    if int(transformers.__version__.partition(".")[0]) < 5:  # its experts loop over those that were chosen
+        with pytest.raises(UsageError, match="torch can't export Logits"):
+            trace(model, ids(2))
+        return
     chain = trace(model, ids(2))
     assert [name for name, _ in chain.segments()][1:-1] == [f"model.model.layers.{i}" for i in range(3)]
     batch = ids(3)
