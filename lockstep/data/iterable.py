@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
 from lockstep.collectives import is_main_process
 from lockstep.data.agreement import MOST_ITEMS, Evidence, require_same_data, several_ranks
 from lockstep.data.batches import Assign, MicroBatch, StepBatches, batch_length, known_length, move
 from lockstep.data.fingerprint import summary
-from lockstep.data.mistakes import reason, users_line
+from lockstep.data.mistakes import collate_by_default, reason, users_line
 from lockstep.data.order import preserve_states, seed_from
 from lockstep.data.stream import NotRestoredError, Stream, start_of
 from lockstep.errors import RunError, UsageError
@@ -206,7 +205,10 @@ class IterableSteps:
             try:
                 with preserve_states():
                     seed_from("collate", self._seed, step, index)
-                    batch = default_collate(piece)
+                    batch = collate_by_default(piece, [f"its sample {number}" for number in range(len(piece))])
+            except RunError as error:
+                where = f"micro-batch {index} of step {step}"
+                raise RunError(error.what, where=where, why=error.why, fix=error.fix) from error
             except Exception as error:
                 what = f"collating micro-batch {index} of step {step} failed"
                 raise RunError(what, where=users_line(error), why=f"{type(error).__name__}: {error}") from error

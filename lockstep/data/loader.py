@@ -22,7 +22,7 @@ from lockstep.data.agreement import Evidence, Probed, known, order_checksum, rem
 from lockstep.data.batches import Assign, CollatingDataset, MicroBatch, StepBatches, known_length, move
 from lockstep.data.fingerprint import summary
 from lockstep.data.generators import can_be_seeded, generators_of, preserve, seed_generators
-from lockstep.data.mistakes import users_line
+from lockstep.data.mistakes import advice, collate_by_default, users_line, workers_not_started
 from lockstep.data.order import Order, StepSamples, preserve_states, seed_from
 from lockstep.errors import RunError, UsageError, listed
 from lockstep.heartbeat import went_forward
@@ -58,6 +58,7 @@ class ReadFailure(NamedTuple):
     where: str | None
     why: str
     cause: BaseException | None  # only within the same process
+    fix: str | None = None
 
 
 class Reader(Dataset[Any]):
@@ -83,6 +84,8 @@ class Reader(Dataset[Any]):
         self._at = None
         try:
             batch = self._read(request)
+        except RunError as error:
+            return ReadFailure(error.what, error.where, error.why or "", None, error.fix)
         except Exception as error:
             what = f"dataset[{self._at}] failed"
             if self._at is None:
@@ -90,14 +93,14 @@ class Reader(Dataset[Any]):
                 rest = f", … {len(request.indices)} in all" if len(request.indices) > 8 else ""
                 what = f"reading or collating the samples [{indices}{rest}] failed"
             cause = error if worker_info() is None else None
-            return ReadFailure(what, users_line(error), f"{type(error).__name__}: {error}", cause)
+            return ReadFailure(what, users_line(error), f"{type(error).__name__}: {error}", cause, advice(error))
         return batch if worker_info() is None else InlineBatch(batch)
 
     def _read(self, request: ReadRequest) -> Any:
         if self._collated is not None and not self._draws:
             return self._together(self._collated, request.indices)
         if not self._draws and not self._collate_draws:
-            return self._collate(self._samples(request))
+            return self._put_together(self._samples(request), request)
         if self._own_of_epoch != request.epoch:  # `set_epoch` may have made others
             self._own, self._own_of_epoch = self.own_generators(), request.epoch
         if self._own:
@@ -109,7 +112,12 @@ class Reader(Dataset[Any]):
         with preserve_states():
             samples = self._samples(request)
             self._seed_all("collate", self._seed, request.step, request.micro_batch)
+            return self._put_together(samples, request)
+
+    def _put_together(self, samples: list[Any], request: ReadRequest) -> Any:
+        if self._collate_draws:
             return self._collate(samples)
+        return collate_by_default(samples, [f"dataset[{index}]" for index in request.indices])
 
     def _probe(self, index: int) -> Probed | None:
         """Return two summaries of a sample; None if it can't be read, which its step will say."""
@@ -308,7 +316,7 @@ class StepLoader:
         if self._compares and self._wanted and known(self._dataset) is None:
             size = len(self._dataset)  # type: ignore[arg-type]
             self._probes = ProbeRequest(sorted({0, size // 2, size - 1}))
-        self._running = iter(self._loader) if self._wanted and not self._reads_here else None
+        self._running = self._started() if self._wanted and not self._reads_here else None
         try:
             if self._compares:
                 self._compare()
@@ -320,6 +328,13 @@ class StepLoader:
         finally:
             if not self._persistent:
                 self.close()
+
+    def _started(self) -> Any:
+        """Start the workers, or take those that are kept, and return what they will send."""
+        try:
+            return iter(self._loader)
+        except OSError as error:
+            raise workers_not_started(error) from error
 
     def _compare(self) -> None:
         """Compare the data with those of the other ranks, or raise a UsageError; all ranks call it together."""
@@ -394,7 +409,7 @@ class StepLoader:
         else:
             batch = self._received()
         if isinstance(batch, ReadFailure):
-            raise RunError(batch.what, where=batch.where, why=batch.why) from batch.cause
+            raise RunError(batch.what, where=batch.where, why=batch.why, fix=batch.fix) from batch.cause
         return batch if self.device.type == "cpu" else move(batch, self.device)
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from lockstep.data.fingerprint import alike, summary
-from lockstep.data.mistakes import reason, users_line
+from lockstep.data.mistakes import advice, reason, users_line
 from lockstep.data.order import preserve_states, seed_from, set_epoch
 from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.heartbeat import went_forward
@@ -135,7 +135,7 @@ class Stream:
             if self._expected:
                 raise NotRestoredError(self.position, ended=False) from error
             what = f"the {type(self._iterable).__name__} does not load the state that its state_dict has returned"
-            raise RunError(what, where=users_line(error), why=reason(error)) from error
+            raise RunError(what, where=users_line(error), why=reason(error), fix=advice(error)) from error
 
     def _state_before_all(self) -> Any:
         """Return the iterable's state before it is read; None if it has one only later, or none that can be saved."""
@@ -166,7 +166,7 @@ class Stream:
             if self._expects_more:  # states that are not restored make errors of any kind, and in workers late ones
                 raise NotRestoredError(self.position, ended=True) from error
             what = f"item {self.position} of the {type(self._iterable).__name__} failed in epoch {self._keys[2]}"
-            raise RunError(what, where=users_line(error), why=reason(error)) from error
+            raise RunError(what, where=users_line(error), why=reason(error), fix=advice(error)) from error
 
 
 def _holders(iterable: Any) -> list[Any]:

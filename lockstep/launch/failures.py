@@ -97,6 +97,8 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
         line = _user_line(error.__traceback__) if kind == "usage" else None
         if line is not None and line not in (error.where or ""):
             parts["where"] = f"{line}, {error.where}" if error.where else line
+        if error.fix is None and (known := recognise(error.why or "")) is not None:
+            parts["fix"] = known.fix
         return Failure(**common, **parts, kind=kind, exit_code=error.exit_code, consequence=gone)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else EXIT_FAILED
@@ -108,7 +110,7 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
         return Failure(**common, kind="signal", what="interrupted", consequence=True)
     first_line, _, rest = str(error).strip().partition("\n")
     where, frames = _user_frames(error.__traceback__)
-    known = recognise(f"{type(error).__name__}: {error}", log)
+    known = recognise("\n".join([f"{type(error).__name__}: {error}", *frames[-1:]]), log)
     why = ([known.cause] if known else []) + [*rest.splitlines()[:3], *frames]
     what = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
     reason = "\n       ".join(line for line in why if line.strip()) or None

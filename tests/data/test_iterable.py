@@ -356,8 +356,10 @@ def test_an_iterable_that_raises_is_named_with_its_item():
 
 
 def test_samples_of_unlike_shapes_are_not_blamed_on_this_package():
-    with pytest.raises(RunError, match="collating micro-batch 0 of step 0 failed") as caught:
+    found = r"sample is of shape \[2\] in its sample 0, and of shape \[3\] in its sample 1"
+    with pytest.raises(RunError, match=found) as caught:
         list(steps_of([torch.zeros(2), torch.zeros(3)]))
+    assert caught.value.where == "micro-batch 0 of step 0"
     assert "lockstep" not in (caught.value.where or "")
     assert "stack expects each tensor to be equal size" in (caught.value.why or "")
 

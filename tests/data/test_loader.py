@@ -21,6 +21,7 @@ from lockstep.data.batches import CollatingDataset, batch_length, move
 from lockstep.data.loader import INLINE_LIMIT, InlineBatch
 from lockstep.errors import RunError
 from tests.data.shared import everything, plain, share, whole_from
+from tests.diagnose.provoke import mount_full_shared_memory
 
 
 class Drawing(Dataset[dict[str, Any]]):
@@ -359,3 +360,67 @@ def test_small_tensors_travel_in_the_message_and_large_ones_do_not():
     small, large = torch.zeros(INLINE_LIMIT // 8, dtype=torch.int64), torch.zeros(INLINE_LIMIT, dtype=torch.int64)
     assert len(ForkingPickler.dumps(InlineBatch(small))) > INLINE_LIMIT
     assert len(ForkingPickler.dumps(InlineBatch(large))) < 4096
+
+
+class Large(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((100_000,), float(index))
+
+
+def in_full_shared_memory(space: int, queue: Any) -> None:
+    try:
+        mount_full_shared_memory(space)
+        list(loader(Large(), num_workers=1))
+        queue.write(b"read")
+    except BaseException as error:
+        queue.write(str(error).encode())
+
+
+@pytest.mark.fault("data: /dev/shm is full", "a worker starts, or sends a batch", "one message with the way out")
+@pytest.mark.parametrize(
+    ("space", "what"), [(8, "can't be started: there is no space left in /dev/shm"), (64, "failed")]
+)
+def test_workers_without_shared_memory_are_one_message_with_the_way_out(space: int, what: str) -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with os.fdopen(write, "wb") as answer:
+            in_full_shared_memory(space, answer)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as answer:
+        text = answer.read().decode()
+    os.waitpid(child, 0)
+    if "not permitted" in text:
+        pytest.skip("mounting a /dev/shm takes root")
+    assert what in text
+    assert "do: give /dev/shm more space" in text
+
+
+@pytest.mark.parametrize(
+    ("make", "misfit"),
+    [
+        (lambda i: torch.zeros(i + 1), "sample is of shape [1] in dataset[0], and of shape [2] in dataset[1]"),
+        (lambda i: {"y": 1, "ids": np.zeros(3 - i)}, "sample['ids'] is of shape [3] in dataset[0], and of shape [2]"),
+        (lambda i: {"ids": [1] * (i + 2)}, "sample['ids'] is a list of length 2 in dataset[0], and a list of length 3"),
+        (lambda i: ([torch.zeros(2), torch.zeros(2 + i)], 1), "sample[0][1] is of shape [2] in dataset[0]"),
+        (lambda i: (1,) * (i + 1), "sample is a tuple of length 1 in dataset[0], and a tuple of length 2"),
+        (lambda i: {"x": i, f"y{i}": i}, "sample is a dict with the keys ['x', 'y0'] in dataset[0], and a dict"),
+        (lambda i: {"x": None if i else 1}, "sample['x'] is a number in dataset[0], and a NoneType in dataset[1]"),
+        (lambda _i: {"x": None}, "sample['x'] is a NoneType, which can't be stacked"),
+    ],
+    ids=["tensors", "arrays", "lists", "nested", "tuples", "keys", "missing", "none"],
+)
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_samples_that_do_not_fit_together_are_named_with_what_differs(make: Any, misfit: str, workers: int) -> None:
+    class Misfits(Drawing):
+        def __getitem__(self, index: int) -> Any:
+            return make(index)
+
+    with pytest.raises(RunError) as caught:
+        list(loader(Misfits(), shuffle=False, num_workers=workers))
+    assert f"samples do not fit together: {misfit}" in caught.value.what
+    assert "collate_fn that pads" in (caught.value.fix or "")

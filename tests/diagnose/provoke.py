@@ -4,6 +4,7 @@ import ctypes
 import datetime
 import io
 import json
+import multiprocessing
 import os
 import pickle
 import resource
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -205,6 +207,48 @@ def _no_shared_memory() -> None:
             os.close(kept)
 
 
+def _in_full_shared_memory(function: Callable[[], Any]) -> Callable[[], None]:
+    """What `function` raises in a child whose /dev/shm has one page left; it takes a right to mount."""
+
+    def run() -> None:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            text = ""
+            try:
+                mount_full_shared_memory()
+                function()
+            except BaseException as error:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                text = f"{type(error).__name__}: {error}\n{last.filename}:{last.lineno} in {last.name}: {last.line}"
+            os.write(write, text.encode())
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as answer:
+            text = answer.read()
+        os.waitpid(child, 0)
+        if text.startswith("PermissionError"):
+            with _limit(resource.RLIMIT_FSIZE, 4096):
+                torch.ones(10**6).share_memory_()
+        raise RuntimeError(text)
+
+    return run
+
+
+def mount_full_shared_memory(kilobytes: int = 8) -> None:
+    """Give this process, and no other, a /dev/shm of so many kilobytes, four of which are taken."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_namespace, private, tmpfs = 0x20000, 1 << 18 | 1 << 14, b"tmpfs"  # of sched.h and mount.h
+    for failed in (
+        libc.unshare(new_namespace),
+        libc.mount(b"none", b"/", None, private, None),
+        libc.mount(tmpfs, b"/dev/shm", tmpfs, 0, b"size=%dk" % kilobytes),
+    ):
+        if failed:
+            raise PermissionError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    Path("/dev/shm/full").write_bytes(bytes(4096))
+
+
 def _files() -> None:
     with _limit(resource.RLIMIT_NOFILE, 64):
         kept = [open("/dev/null") for _ in range(100)]  # noqa: SIM115
@@ -331,6 +375,8 @@ ALONE: tuple[Case, ...] = (
     ("host memory is full", lambda: torch.empty(10**15)),
     ("host memory is full", lambda: bytearray(2**60)),
     ("shared memory is full", _no_shared_memory),
+    ("shared memory is full", _in_full_shared_memory(lambda: torch.ones(10**6).share_memory_())),
+    ("shared memory is full", _in_full_shared_memory(lambda: [multiprocessing.Lock() for _ in range(9)])),
     ("too many open files", _files),
     ("too many processes", _threads),
     ("CUDA is not there", lambda: torch.ones(1).cuda()),
