@@ -70,6 +70,17 @@ def is_address(host: str) -> bool:
     return True
 
 
+def is_here(host: str) -> bool:
+    """Return whether a name or an address is one of this machine."""
+    if host in ("localhost", socket.gethostname()):
+        return True
+    try:
+        socket.create_server((socket.gethostbyname(host), 0)).close()
+    except OSError:
+        return False
+    return True
+
+
 def is_loopback(address: str) -> bool:
     """Return whether an address is a loopback of this machine."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -54,6 +54,12 @@ class Parser(argparse.ArgumentParser):
         given, unknown = self.parse_known_args(dashed) if until_script else self.parse_known_intermixed_args(dashed)
         if unknown:
             self._reject([argv[dashed.index(token)] for token in unknown])
+        self._note_typed(dashed, given)
+        verb = str(getattr(given, "verb", ""))
+        if verb in self._subverbs:
+            # A schedule that is not drawn has a message of its own.
+            accepted = (*self._subverbs[verb][1], "verb", "schedule", "ranks")
+            self.take_only(verb, lambda dest: dest.split(":")[0] in accepted)
         for action in self._actions:
             if action.type is Path:
                 values = vars(given)[action.dest]
@@ -61,6 +67,29 @@ class Parser(argparse.ArgumentParser):
                     if value is not None:
                         local_path(value, action.option_strings[-1] if action.option_strings else str(action.metavar))
         return given
+
+    def _note_typed(self, dashed: list[str], given: argparse.Namespace) -> None:
+        """Note which arguments were typed: name → as they were typed."""
+        self._typed: dict[str, str] = {}
+        for token in dashed:
+            option = token.partition("=")[0]
+            if option in self._option_string_actions:
+                self._typed.setdefault(self._option_string_actions[option].dest, option)
+        for action in self._actions:
+            value = vars(given).get(action.dest)
+            if not action.option_strings and value:
+                self._typed[action.dest] = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+    def take_only(self, form: str, accepts: Callable[[str], bool], fix: str = "leave it out") -> None:
+        """Raise a UsageError for an argument that was typed, and that this form of the command does not use."""
+        unused = [typed for dest, typed in self._typed.items() if not accepts(dest)]
+        if unused:
+            what = f"{', '.join(unused)} {'mean' if len(unused) > 1 else 'means'} nothing to `{self.prog} {form}`"
+            raise UsageError(what, where=f"the command {self.prog!r}", fix=fix)
+
+    def refuse(self, form: str, *names: str, fix: str = "leave it out") -> None:
+        """Raise a UsageError if one of these arguments was typed, which this form of the command does not use."""
+        self.take_only(form, lambda dest: dest not in names, fix)
 
     def _dashed(self, argv: list[str], until_script: bool) -> list[str]:
         takes_value = {name for action in self._actions for name in action.option_strings if action.nargs != 0}

@@ -103,6 +103,8 @@ def launch(argv: list[str]) -> int:
 
     if given.module and given.no_python:
         raise UsageError("a module is run by Python", where="-m and --no-python", fix="leave one of them out")
+    if given.log_dir is not None:
+        parser.refuse("--log-dir DIR", "output_dir", fix="keep one of the two: logs go to --log-dir")
     output = given.output_dir or Path("runs", Path(given.script).stem)
     if given.watch_training is not None:
         from lockstep.verify.watch import inject
@@ -207,6 +209,10 @@ def report(argv: list[str]) -> int:
     parser.add_argument("--live", action="store_true", help="serve the page on loopback instead, following the run")
     parser.add_argument("--port", metavar="N", type=int, default=0, help="with --live (default: any free port)")
     given = parser.parse(argv)
+    if given.live:
+        parser.refuse("RUN --live", "output", fix="leave it out: the page is served, not written")
+    else:
+        parser.refuse("RUN", "port", fix="add --live, or leave it out")
     from lockstep.report.index import run
 
     return run(given.runs, output=given.output, live=given.live, port=given.port)
@@ -235,6 +241,7 @@ def bench(argv: list[str]) -> int:
     parser.add_argument("--steps", metavar="N", type=int, default=30, help="steps of each run (default: 30)")
     parser.add_argument("-o", "--output", metavar="NAME", type=Path, default=Path("scaling"), help="NAME.md, NAME.html")
     given = parser.parse(argv)
+    parser.refuse("scaling", f"{FLAG}max_steps", fix="write --steps N, the length of each run")
     path, overrides = config_and_overrides(given)
     assert path is not None
     from lockstep.report.scaling import bench as measure
@@ -251,11 +258,19 @@ def data(argv: list[str]) -> int:
 
 def plan(argv: list[str]) -> int:
     """Run `lockstep plan CONFIG [KEY=VALUE …]`, or `lockstep plan --params N --seq-length N --batch-size N`."""
-    given = _plan_parser().parse(argv)
+    parser = _plan_parser()
+    given = parser.parse(argv)
     path, overrides = config_and_overrides(given, required=given.params is None)
     if given.params is not None and (path is not None or given.stages is not None):
         other = "--stages" if path is None else str(path)
         raise UsageError(f"--params plans without a config, and {other} needs one", fix="leave one of the two out")
+    if given.params is not None:
+        parser.take_only("--params N", lambda dest: dest in _OF_PARAMS)
+    elif given.stages is not None:
+        accepted = ("words", "config", "stages", FLAG.rstrip(":"))
+        parser.take_only("CONFIG --stages N", lambda dest: dest.split(":")[0] in accepted)
+    else:
+        parser.refuse("CONFIG", "seq_length", "headroom", fix="leave it out: it goes with --params N")
     size = getattr(given, f"{FLAG}batch_size") or "1"
     if not size.isdecimal():
         raise UsageError(f"--batch-size {size} is not a whole number", fix="count the samples of a micro-batch")
@@ -284,6 +299,9 @@ def plan(argv: list[str]) -> int:
     else:
         print(command.plan(config, request))
     return EXIT_DONE
+
+
+_OF_PARAMS = ("params", "seq_length", "headroom", "gpus", "json", f"{FLAG}batch_size")
 
 
 def _plan_parser() -> Parser:
@@ -334,6 +352,10 @@ def verify(argv: list[str]) -> int:
     if given.words and (given.words[0].endswith(".py") or len(given.words[0].split()) > 1):
         from lockstep.verify.command import run_script
 
+        ranks_typed = ("nproc_per_node",) if given.nproc_per_node is not None else ("against",)
+        accepted = ("words", "steps", "json", "html", *ranks_typed)
+        fix = "leave it out: a script sets such keys itself; what follows -- goes to the script"
+        parser.take_only("SCRIPT", lambda dest: dest in accepted, fix)
         script, arguments = given.words[0], [*given.words[1:], *argv[end + 1 :]]
         ranks = given.nproc_per_node or given.against
         return run_script(script, arguments, ranks=ranks, steps=given.steps, in_json=given.json, page=given.html)
@@ -375,6 +397,9 @@ def doctor(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     given = parser.parse(argv)
     path, overrides = config_and_overrides(given, required=False)
+    if path is None:
+        typed = ("words", *(dest for dest in vars(given) if dest.startswith(FLAG)))
+        parser.refuse("without a config", *typed, fix="name the config: lockstep doctor CONFIG …")
     from lockstep.launch.doctor import doctor as examine
 
     return examine(path, overrides, launch_options(given), output_dir=given.output_dir, as_json=given.json, argv=argv)
@@ -399,6 +424,10 @@ def submit(argv: list[str]) -> int:
     parser.add_argument("--output-dir", metavar="DIR", type=Path, help="the run directory, shared by all machines")
     add_options(parser, argv[0])
     given = parser.parse(argv[1:])
+    parser.refuse(
+        "CONFIG", "node_rank", "rdzv_id", "rdzv_endpoint", "rdzv_conf", "master_addr", "master_port", "local_rank",
+        "standalone", "rdzv_backend", fix="leave it out: the job's machines find each other by themselves",
+    )  # fmt: skip
     path, overrides = config_and_overrides(given)
     assert path is not None
     print(run(argv[0], given, path, overrides, launch_options(given, at_once=False)))

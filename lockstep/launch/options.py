@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep import cores
 from lockstep.errors import LockstepError, RunError, UsageError
-from lockstep.network import DEFAULT_PORT, interface_of, is_loopback, port_in_use
+from lockstep.network import DEFAULT_PORT, interface_of, is_here, is_loopback, port_in_use
 
 # Keys of --rdzv-conf: numbers of seconds, except the last two.
 RDZV_CONF = (
@@ -110,6 +110,9 @@ class LaunchOptions:
         if self.node_rank is not None and not 0 <= self.node_rank < most:
             text = f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}"
             raise UsageError(text, where="--node-rank", why="machines are numbered from 0")
+        if most == 1 and self.master_addr is not None and not is_here(self.master_addr):
+            what = f"--master-addr {self.master_addr} means nothing to one machine (--nnodes {self.nnodes})"
+            raise UsageError(what, where="--master-addr", fix="add --nnodes N and --node-rank N, or leave it out")
         if most > 1 and self.rdzv_endpoint is None and self.master_addr is None:
             fix = "on every machine: --rdzv-endpoint HOST:PORT, or --master-addr HOST [--master-port PORT] with "
             fix += "--node-rank 0, 1, …; HOST is the first machine"
