@@ -132,10 +132,34 @@ def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, 
     for group in optimizer.param_groups:
         if unknown := [p for p in group["params"] if id(p) not in names]:
             what = f"the optimizer holds {len(unknown)} parameter(s) that are not the model's"
-            why = "it was made for another model, or after this one was wrapped: nothing would train"
-            fix = "make it from model.parameters() of the model that you pass, or pass `parameters -> optimizer`"
+            why = "it was made for another model, or after this one was wrapped: nothing would train; or a loss function "
+            why += "that is no nn.Module holds them"
+            fix = "make it from model.parameters() of the model that you pass, or pass `parameters -> optimizer`; write "
+            fix += "a loss function with weights as an nn.Module, and pass its object as loss_fn"
             raise UsageError(what, where="the optimizer", why=why, fix=fix)
         group["params"] = [placed[names[id(p)]] for p in group["params"] if names[id(p)] in placed]
+
+
+def made_by(
+    make: Callable[[Any], Optimizer], placed: Mapping[str, nn.Parameter], names: Mapping[int, str],
+    of_loss: Sequence[nn.Parameter],
+) -> Optimizer:  # fmt: skip
+    """Return the optimizer that a user's function makes of the `placed` parameters.
+
+    It may add the weights of a loss function, `of_loss`, by itself: `[*parameters, *loss_fn.parameters()]`, or in a
+    group of their own. Then it is given the model's alone.
+    """
+    if not of_loss:
+        return make(list(placed.values()))
+    own = {id(parameter) for parameter in of_loss}
+    of_model = [parameter for name, parameter in placed.items() if name not in {names[each] for each in own}]
+    optimizer = make(of_model)
+    groups = optimizer.param_groups
+    if not any(id(p) in own for group in groups for p in group["params"]):
+        return make(list(placed.values()))
+    for group in groups:
+        group["params"] = [placed[names[id(p)]] if id(p) in own else p for p in group["params"]]
+    return optimizer
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,16 @@ checkpoints may be given as a path or a `Storage`, a checkpoint as a path or a `
 """
 
 from lockstep.checkpoint.commit import AsyncSaver, SaveOptions, is_shared, save
-from lockstep.checkpoint.convert import digest, digest_tensors, export_safetensors, import_weights, weights
+from lockstep.checkpoint.convert import (
+    digest,
+    digest_tensors,
+    export_safetensors,
+    import_weights,
+    loss_weights,
+    weights,
+)
 from lockstep.checkpoint.keep import copy_to_hosts, list_checkpoints, newest, resume_point, rotate, set_aside
-from lockstep.checkpoint.manifest import DamagedError, config_text, read_manifest, read_state, verify
+from lockstep.checkpoint.manifest import LOSS_NAMES, DamagedError, config_text, read_manifest, read_state, verify
 from lockstep.checkpoint.ranks import Ranks, gather, scatter
 from lockstep.checkpoint.restore import load, optimizer_state, optimizer_targets, optimizers_in, restore_optimizer
 from lockstep.checkpoint.snapshot import Snapshot
@@ -34,9 +41,10 @@ from lockstep.checkpoint.storage import (
 )
 
 __all__ = [
+    "LOSS_NAMES",
     "MANIFEST", "AsyncSaver", "Checkpoint", "CheckpointPath", "DamagedError", "Directory", "Location", "Ranks",
     "SaveOptions", "Snapshot", "Storage", "build_storage", "config_text", "copy_to_hosts", "digest", "digest_tensors",
-    "export_safetensors", "gather", "import_weights", "is_shared", "list_checkpoints", "load", "newest",
+    "export_safetensors", "gather", "import_weights", "is_shared", "list_checkpoints", "load", "loss_weights", "newest",
     "optimizer_state", "optimizer_targets", "optimizers_in", "read_manifest", "read_state", "restore_optimizer",
     "resume_point", "rotate", "save", "scatter", "set_aside", "step_of", "verify", "weights",
 ]  # fmt: skip

@@ -12,7 +12,8 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +25,7 @@ from lockstep.checkpoint.commit import SaveOptions, write_staged
 from lockstep.checkpoint.manifest import (
     GROUPS_KEY,
     JSON_LIMIT,
+    LOSS_NAMES,
     MODEL,
     Manifest,
     config_text,
@@ -42,6 +44,7 @@ from lockstep.checkpoint.read import check_block, open_part
 from lockstep.checkpoint.snapshot import Part, Snapshot, Staged, TensorBlock, stage
 from lockstep.checkpoint.storage import Checkpoint, CheckpointPath, Location
 from lockstep.errors import UsageError
+from lockstep.models.loss_modules import PREFIX
 from lockstep.paths import local_path
 from lockstep.progress import Advance, progress_of
 from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
@@ -80,24 +83,42 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def weights(path: Checkpoint) -> dict[str, Tensor]:
-    """Return the model's whole tensors on the CPU; tied names share memory. DamagedError: a byte is not as written."""
+    """Return the model's whole tensors on the CPU, without those of a loss function; tied names share memory.
+
+    A DamagedError is raised where a byte is not as written.
+    """
     checkpoint = locate(path)
     manifest = verified_manifest(checkpoint, MODEL)
     model: dict[str, Tensor] = {}
-    for name, tensor in _whole_tensors(checkpoint, manifest):
+    for name, tensor in _whole_tensors(checkpoint, manifest, without=_of_loss(checkpoint)):
         model |= dict.fromkeys((name, *manifest.parameters[name].aliases), tensor)
     return model
+
+
+def loss_weights(path: Checkpoint) -> dict[str, Tensor]:
+    """Return the tensors of a run's loss function on the CPU, as its own `state_dict` names them."""
+    checkpoint = locate(path)
+    manifest = verified_manifest(checkpoint, MODEL)
+    of_model = set(manifest.parameters) - _of_loss(checkpoint)
+    tensors = _whole_tensors(checkpoint, manifest, without=of_model)
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors}
+
+
+def _of_loss(checkpoint: Location) -> set[str]:
+    """Return the names in a checkpoint that are of a loss function."""
+    return set(read_state(checkpoint).get(LOSS_NAMES, ()))
 
 
 def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
     """Write the whole tensors of the model to one safetensors file, by canonical name; its metadata has tied names."""
     checkpoint, target = locate(path), local_path(output, "the file to write")
-    manifest = verified_manifest(checkpoint, MODEL)
-    header = _safetensors_header(manifest)
+    manifest, of_loss = verified_manifest(checkpoint, MODEL), _of_loss(checkpoint)
+    of_model = {name: info for name, info in manifest.parameters.items() if name not in of_loss}
+    header = _safetensors_header(replace(manifest, parameters=of_model))
 
     def write(file: BinaryIO) -> None:
         file.write(header)
-        for _, tensor in _whole_tensors(checkpoint, manifest):
+        for _, tensor in _whole_tensors(checkpoint, manifest, without=of_loss):
             file.write(tensor_bytes(tensor))
 
     return _write_whole(target, write)
@@ -122,13 +143,16 @@ def rewrite_full(path: Checkpoint, output: Checkpoint) -> CheckpointPath:
     return target.path
 
 
-def _whole_tensors(checkpoint: Location, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
+def _whole_tensors(
+    checkpoint: Location, manifest: Manifest, *, without: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole tensors of the model on CPU, one at a time, in the order of the names."""
     size = sum(manifest.files[file].size for file in manifest.files_of(MODEL))
     with progress_of(f"reading {checkpoint.name}", size) as advance:
         model = _unread_part(checkpoint, manifest, MODEL, advance)
         for name in model.blocks:
-            yield name, model.tensor(name)
+            if name not in without:
+                yield name, model.tensor(name)
 
 
 def _unread_part(checkpoint: Location, manifest: Manifest, part: str, advance: Advance) -> Part:

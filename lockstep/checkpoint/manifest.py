@@ -284,6 +284,9 @@ def verify(path: Checkpoint, *, thorough: bool = True) -> list[str]:
         return problems_of_files(checkpoint, manifest, thorough=thorough, advance=advance)
 
 
+LOSS_NAMES = "loss_fn"  # key of the state: names of the weights of a loss function, which are with the model's
+
+
 def read_state(path: Checkpoint) -> dict[str, Any]:
     """Return `state.json`, without comparing its checksum; raise a DamagedError if it can't be read."""
     checkpoint = locate(path)

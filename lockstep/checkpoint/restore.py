@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.manifest import MODEL, DamagedError, Manifest, problems_of_files, read_manifest, read_state
+from lockstep.checkpoint.manifest import (
+    LOSS_NAMES,
+    MODEL,
+    DamagedError,
+    Manifest,
+    problems_of_files,
+    read_manifest,
+    read_state,
+)
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.read import LocalReader, PartReader, open_part
@@ -53,7 +61,12 @@ def load(path: Checkpoint, snapshot: Snapshot, *, only: Collection[str] | None =
         return {part: target.info() for part, target in targets.items()}
 
     def compare(described: list[dict[str, _Infos]]) -> None:
-        _compare(checkpoint, {part: target.reader.stored.info() for part, target in targets.items()}, described)
+        stored = {part: target.reader.stored.info() for part, target in targets.items()}
+        spare = set(read_state(checkpoint).get(LOSS_NAMES, ()))
+        if MODEL in stored and not any(spare & infos[MODEL].keys() for infos in described):
+            # whoever samples or evaluates needs no loss function
+            stored[MODEL] = {name: info for name, info in stored[MODEL].items() if name not in spare}
+        _compare(checkpoint, stored, described)
 
     def fill() -> dict[str, Any]:
         for target in targets.values():

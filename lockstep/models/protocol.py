@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError, listed
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts, without_cache
+from lockstep.models.loss_modules import module_of
 from lockstep.models.observed import LossCalls
 from lockstep.models.torch_losses import as_object
 from lockstep.torch_compat.pytree import tree_flatten
@@ -93,6 +94,7 @@ class Objective:
     observed: Observed | None = None  # observations of a mean without a declared count
     must_be_told: bool = False  # reject an unknown divisor, unless a comparison shows a mean over samples
     of_model: bool = False  # whether `loss` is the model's own method
+    module: nn.Module | None = None  # the loss function, if it is one, whose weights train with the model's
     tap: Tap = field(default_factory=Tap)
     # outputs of this rank → outputs for the whole batch, where ranks share its sequences
     whole: Callable[[Any], Any] = lambda outputs: outputs
@@ -239,7 +241,10 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
     if loss_fn is not None:
         counted = declared or _count_for(loss_fn)
         reduction = str(getattr(loss_fn, "reduction", "mean"))
-        return _reduced(inputs, _with_targets(loss_fn), reduction, counted or num_samples, observes=counted is None)
+        objective = _reduced(
+            inputs, _with_targets(loss_fn), reduction, counted or num_samples, observes=counted is None
+        )
+        return replace(objective, module=module_of(loss_fn))
     objective = _reduced(
         inputs, _loss_in_outputs, getattr(model, "loss_reduction", "mean"), declared or num_samples,
         observes=declared is None,

@@ -32,14 +32,13 @@ from lockstep.torch_compat.gradient_hooks import has_hooks_after_accumulation, h
 GradientHooks = dict[str, list[Callable[[Tensor], Any]]]  # parameter → what its gradient goes through, in order
 
 
-def take_hooks(model: nn.Module, *, workers: bool = False) -> GradientHooks:
-    """Remove and return the gradient hooks of a model that is about to be placed: `parameter.register_hook(function)`.
+def take_hooks(named: Mapping[str, nn.Parameter], *, workers: bool = False) -> GradientHooks:
+    """Remove and return the gradient hooks of parameters that are about to be placed: `parameter.register_hook(f)`.
 
     A hook expects the whole gradient of the loss, and in a distributed backward pass would see one micro-batch's, or
     none. So `run_hooks` calls them once a step, on the gradient of the step's mean loss, before it is clipped.
     If `workers` train by themselves on its parameters, there is no gradient of a step, and hooks are refused.
     """
-    named = dict(model.named_parameters())
     if early := [name for name, p in named.items() if has_hooks_after_accumulation(p)]:
         what = f"the parameter {listed(early)} has a hook from register_post_accumulate_grad_hook"
         why = "it would run on a rank's own micro-batches before gradients are reduced, and never under FSDP"
@@ -82,6 +81,7 @@ def run_hooks(hooks: GradientHooks, parameters: Mapping[str, nn.Parameter]) -> N
 
 if TYPE_CHECKING:
     from lockstep.parallel.local_workers import LocalWorkers
+    from lockstep.parallel.loss_weights import LossWeights
 
 _NOTHING = nullcontext()  # one for all uses: making it is a call
 
@@ -128,7 +128,18 @@ class ParallelModel:
     gradient_hooks: GradientHooks = field(default_factory=dict)  # the user's hooks on parameters, called once a step
     num_parameters: int = 0  # of the whole model, tied ones counted once
     context: Context | None = None  # the way in which sequences are cut; None: they are whole
+    loss: "LossWeights | None" = None  # the weights of a loss function that is a module
     adds_losses: bool = True  # of ranks that run the same micro-batches, the first adds their losses
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules of this rank: its parts of the model, and the loss function, if that is one."""
+        return self.parts if self.loss is None else [*self.parts, self.loss.module]
+
+    @property
+    def loss_names(self) -> list[str]:
+        """Names of the weights and buffers of a loss function, over all ranks."""
+        return [] if self.loss is None else sorted({*self.loss.own, *self.loss.buffers})
 
     def loss_accumulator(self, micro_batches_per_step: int) -> LossAccumulator:
         """Return an empty accumulator for a step, or for a window of an evaluation."""

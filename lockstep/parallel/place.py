@@ -20,6 +20,7 @@ from lockstep.errors import UsageError, listed, refuse
 from lockstep.layout import Layout
 from lockstep.mesh import device_mesh
 from lockstep.models.hf_cache import without_cache
+from lockstep.models.loss_modules import refuse_shared
 from lockstep.models.protocol import Objective, blocks_of, require_segments, segments_of
 from lockstep.parallel import divergence, side_effects
 from lockstep.parallel.activation import apply_activation_checkpointing
@@ -32,6 +33,7 @@ from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.fsdp_units import units_of
 from lockstep.parallel.initial import FirstValues, broadcast_values, canonical_names, on_meta, to_empty
 from lockstep.parallel.loss_parallel import with_whole_logits
+from lockstep.parallel.loss_weights import LossWeights
 from lockstep.parallel.parallel_model import ParallelModel, take_hooks
 from lockstep.parallel.placement import Blocks, DryRun, PlacementContext
 from lockstep.parallel.reproducible.determinism import join_uses_of_inputs, switch_on
@@ -59,10 +61,14 @@ def place(
     refuse_parameters(model, sharded=strategy.cuts_parameters(layout), reproducible=config.distributed.reproducible)
     switch_tf32(config.precision.tf32)
     strategy = strategy.on(layout)
-    names, aliases = canonical_names(model)
-    hooks = take_hooks(model, workers=layout.workers > 0)
-    size = sum(p.numel() for p in model.parameters())
+    _, aliases = canonical_names(model)
+    loss = loss_weights_of(model, strategy, layout, config, objective)
+    own = dict(model.named_parameters()) | ({} if loss is None else loss.own)
+    hooks = take_hooks(own, workers=layout.workers > 0)
+    size = sum(p.numel() for p in own.values())
     placement = prepared(model, strategy, layout, config, objective, device, precision, dry_run)
+    if loss is not None:
+        prepare_loss(loss, placement)
     placed = strategy.place(placement) if dry_run is None else strategy.rehearse(placement)
     require_placed(placed, placement)
     if placement.context is not None:
@@ -77,13 +83,44 @@ def place(
     if not strategy.splits_model:
         held = sum(p.numel() for p in placed.parameters.values())
         assert size == held, "placement changed the number of parameters"
-        assert set(placed.parameters) == set(names.values()), "placement changed names of parameters"
+        assert set(placed.parameters) == set(own), "placement changed names of parameters"
     placed.aliases, placed.num_parameters, placed.gradient_hooks = aliases, size, hooks
     if dry_run is None:
         cut = set() if cuts is None else set(cuts.dims)
         divergence.guard_replicas(placed, config, placement.mesh, cut=cut, experts=experts)
         side_effects.watch(placed)
     return placed
+
+
+def loss_weights_of(
+    model: nn.Module, strategy: Strategy, layout: Layout, config: StepConfig, objective: Objective
+) -> LossWeights | None:
+    """Return the weights of an objective's loss function; None if that is no module."""
+    module, exact = objective.module, config.distributed.reproducible
+    if module is None:
+        return None
+    refuse_parameters(module, sharded=False, reproducible=exact)
+    cuts = strategy.cuts_parameters(layout) or strategy.splits_model or layout.tensor > 1
+    refuse_shared(module, model, cut=cuts)
+    return LossWeights(module, model, reproducible=exact)
+
+
+def prepare_loss(loss: LossWeights, placement: PlacementContext) -> None:
+    """Bring a loss function to the device, with the same values on all ranks."""
+    placement.loss = loss
+    if placement.dry_run is not None:
+        loss.to_fake()
+        return
+    if loss.any and placement.context is not None and placement.context.blocks is not None:
+        what = f"the loss function has weights of its own: {listed(list(loss.own))}"
+        why = "under reproducible the gradient of each parameter is a sum over chunks of sequences"
+        fix = "let the model hold them and compute loss(outputs, batch), or write reproducible: false"
+        raise UsageError(what, where="distributed.context_blocks", why=why, fix=fix)
+    loss.module.to(placement.device)
+    if placement.layout.world_size > 1:
+        refuse_synchronised(loss.module)
+        if not broadcast_values(loss.module):
+            placement.log_lines.append("the loss function's values differed between ranks: all took rank 0's")
 
 
 _COMPILED: WeakSet[nn.Module] = WeakSet()

@@ -24,6 +24,7 @@ from lockstep.parallel.comm.compression import Compression, compress
 from lockstep.parallel.context_attention import Context
 from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.initial import FirstValues, materialise, on_meta, to_empty
+from lockstep.parallel.loss_weights import LossWeights, train_loss_weights
 from lockstep.parallel.micro_step import AroundMicroBatch, evaluation_of, in_order, micro_step_of, plain_forward
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.reproducible.determinism import DeterministicKernels
@@ -67,6 +68,7 @@ class PlacementContext:
     context: Context | None = None  # the way in which sequences are cut
     experts: PlacedExperts | None = None  # spread over the axis `expert`; None where that has one rank
     batch_norm: BatchNormRows | None = None  # rows of ranks that it covers; None: a micro-batch
+    loss: LossWeights | None = None  # of a loss function that is a module
 
     @property
     def device_type(self) -> str:
@@ -155,7 +157,7 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
     around = around_micro_batches(p, applied)
     micro_step = micro_step_of(runs, objective, p.random_state, p.precision, around, multiplier=applied.multiplier)
     persistent = model.state_dict(keep_vars=True)
-    return ParallelModel(
+    placed = ParallelModel(
         layout=p.layout,
         parts=[model],
         parameters=dict(model.named_parameters()) | applied.parameters,
@@ -176,6 +178,9 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
         state=applied.compression.state,
         reproducible=p.reproducible,
     )
+    if p.loss is not None:
+        train_loss_weights(placed, p.loss, alone=p.dry_run is not None or applied.statistics_over == 1)
+    return placed
 
 
 def _check(applied: AppliedStrategy, p: PlacementContext) -> None:
@@ -211,6 +216,10 @@ def around_micro_batches(p: PlacementContext, applied: AppliedStrategy) -> list[
     buffers = RunningBuffers(p.model, ranks, p.dp_group, reproducible=p.reproducible, row=row)
     if buffers.any:
         around.append(buffers)
+    if p.loss is not None:
+        p.loss.scale = 1.0 / applied.multiplier
+        of_loss = RunningBuffers(p.loss.module, ranks, p.dp_group, reproducible=p.reproducible, row=row)
+        around += [step for step in (p.loss, of_loss) if step.any]
     if applied.gradient_sync is not None:
         around.append(applied.gradient_sync)  # innermost: it finds missing gradients before others exchange anything
     return around

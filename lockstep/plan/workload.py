@@ -96,7 +96,7 @@ class Workload:
 
     def objective(self, model: nn.Module) -> Objective:
         """Return the loss of a model with its inputs."""
-        return objective_of(model, self.loss_fn)
+        return objective_of(model, copy.deepcopy(self.loss_fn))
 
     def batch(self, size: int, device: torch.device | None = None) -> Any:
         """Create a micro-batch of `size` samples, all zeros."""

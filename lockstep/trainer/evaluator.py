@@ -166,8 +166,8 @@ def validation_source(trainer: "Trainer", data: Any, limit: int | None) -> StepS
 @contextmanager
 def evaluating(placed: ParallelModel) -> Iterator[None]:
     """Put the model into evaluation mode for the block; what FSDP2 has gathered is freed: shards may be written."""
-    before = [(module, module.training) for part in placed.parts for module in part.modules()]
-    for part in placed.parts:
+    before = [(module, module.training) for part in placed.modules for module in part.modules()]
+    for part in placed.modules:
         part.eval()
     try:
         yield
@@ -180,7 +180,7 @@ def evaluating(placed: ParallelModel) -> Iterator[None]:
 
 def restored_buffers(placed: ParallelModel) -> AbstractContextManager[None]:
     """Return a context that restores the buffers, such as running statistics, after the forward passes in it."""
-    buffers = [buffer for part in placed.parts for buffer in part.buffers()]
+    buffers = [buffer for part in placed.modules for buffer in part.buffers()]
     if placed.local_training is not None:  # under local updates the common model is evaluated, with its own buffers
         buffers += [value for name, value in placed.kept().items() if name not in placed.parameters]
     return restored(buffers)

@@ -219,7 +219,7 @@ def _without_compiled_code(placed: ParallelModel) -> Iterator[None]:
 @contextmanager
 def _restored_afterwards(placed: ParallelModel) -> Iterator[None]:
     """Restore what a forward pass may change: buffers, plain numbers in modules, random states."""
-    modules = [module for part in placed.parts for module in part.modules()]
+    modules = [module for part in placed.modules for module in part.modules()]
     with restored_buffers(placed), restored_numbers(modules), preserve_states():
         yield
 

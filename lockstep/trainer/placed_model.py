@@ -29,6 +29,7 @@ from lockstep.heartbeat import called_by_all_ranks
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import objective_of
 from lockstep.parallel.loss_accumulator import at_least, at_most, mean_of, tensor_of
+from lockstep.parallel.loss_weights import refuse_hidden
 from lockstep.parallel.parallel_model import ParallelModel, run_hooks
 from lockstep.parallel.place import place as place_over
 from lockstep.paths import local_path
@@ -40,7 +41,7 @@ from lockstep.trainer.arguments import check_loss_fn, check_model
 from lockstep.trainer.caller_batches import MicroBatchAssigner
 from lockstep.trainer.evaluator import WINDOW, evaluate, evaluating, sample
 from lockstep.trainer.loss_check import LossCheck
-from lockstep.trainer.setup import PlacementSettings, loss_fn_of, with_settings, write_hang_limits
+from lockstep.trainer.setup import PlacementSettings, Unplaced, loss_fn_of, with_settings, write_hang_limits
 
 _SECTIONS = ("distributed", "precision")
 _OF_TRAINER = ("scheduler", "scheduler_metric", "output_dir", "after_update", "freeze_until")
@@ -86,8 +87,11 @@ def place(
     precision = Precision(mode, here.device.type)
     beside_others = no_effect.beside_others(config, layout.strategy)
     no_effect.report(beside_others, no_effect.asked_keys(config, given), is_main=here.facts.is_main)
-    objective = objective_of(model, loss_fn or loss_fn_of(config))
+    loss_fn = loss_fn or loss_fn_of(config)
+    objective = objective_of(model, loss_fn)
+    hidden = Unplaced.of(model, objective, loss_fn).hidden
     placed = place_over(model, layout, config.step, objective=objective, device=here.device, precision=precision)
+    refuse_hidden(placed, hidden)
     return PlacedModel(placed, mode, config, here)
 
 
@@ -231,6 +235,8 @@ class PlacedModel:
         for name, optimizer in (optimizers or {}).items():
             snapshot.optimizers[name], snapshot.groups[name] = checkpoint.optimizer_state(optimizer, names)
         snapshot.state = {"step": self.step, "metadata": metadata or {}}
+        if self._placed.loss_names:
+            snapshot.state[checkpoint.LOSS_NAMES] = self._placed.loss_names
         saved = checkpoint.save(
             local_path(path, "save_checkpoint"), self.step, snapshot, config_yaml=self._config.to_yaml()
         )

@@ -202,6 +202,8 @@ class RunState:
         """Return a checkpoint's contents for the current state, with the live tensors; `facts` join the state."""
         placed, local = self.step.placed, self.step.placed.local_training
         state = {**self.state_dict(), **facts, "metadata": metadata}
+        if placed.loss_names:
+            state[checkpoint.LOSS_NAMES] = placed.loss_names
         extra = placed.state if local is None else {**placed.state, WORKERS: local.state()}
         snapshot = checkpoint.Snapshot(placed.kept(), state=state, extra=extra, aliases=placed.named_aliases)
         if include_optimizer:

@@ -1,6 +1,8 @@
 """Builds the parts of a trainer from the user's arguments and the config."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from torch import nn
@@ -9,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lockstep import optim
+from lockstep.collectives import is_main_process
 from lockstep.config import (
     Config,
     DistributedConfig,
@@ -21,10 +24,13 @@ from lockstep.config import (
 )
 from lockstep.config.schema_training import check_object
 from lockstep.data import StepSource, adopt, counted_samples, require_data
-from lockstep.errors import UsageError, did_you_mean
+from lockstep.errors import UsageError, did_you_mean, listed
 from lockstep.heartbeat import write_limits
+from lockstep.models.loss_modules import hidden_parameters, own_weights
+from lockstep.models.protocol import Objective
 from lockstep.models.torch_losses import class_of
 from lockstep.optim import CallersRate, PlateauSchedule, Schedule, TorchSchedule
+from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.strides import lay_states
 from lockstep.registry import load_object, require_call
@@ -34,11 +40,28 @@ MakeOptimizer = Callable[[Any], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 
 
+@dataclass(frozen=True)
+class Unplaced:
+    """The parameters before they are placed."""
+
+    names: dict[int, str]  # id → canonical name, of the model's and of its loss function's
+    of_loss: list[nn.Parameter]  # those of the loss function
+    hidden: list[nn.Parameter]  # that a loss function holds which is no module
+
+    @classmethod
+    def of(cls, model: nn.Module, objective: Objective, loss_fn: Any) -> "Unplaced":
+        """Return those of a model and a loss function."""
+        names, _ = canonical_names(model)
+        own = {} if objective.module is None else own_weights(objective.module, model)
+        hidden = [p for p in hidden_parameters(loss_fn) if id(p) not in names]
+        return cls(names | {id(p): name for name, p in own.items()}, list(own.values()), hidden)
+
+
 def make_optimizer(
-    given: Optimizer | MakeOptimizer | None, before: dict[int, str], placed: ParallelModel, config: Config,
+    given: Optimizer | MakeOptimizer | None, before: Unplaced, placed: ParallelModel, config: Config,
     global_batch_size: int,
 ) -> tuple[Optimizer, str]:  # fmt: skip
-    """Return an optimizer (None: the config's) and its rate's log line; `before`: id → name of unplaced parameters."""
+    """Return an optimizer (None: the config's) and its rate's log line."""
     training = config.training
     rate, line = optim.scaled_learning_rate(training, global_batch_size)
     if given is None:
@@ -48,17 +71,38 @@ def make_optimizer(
             reproducible=config.distributed.reproducible,
         )  # fmt: skip
     elif isinstance(given, Optimizer):
-        optim.rebind(optimizer := given, before, placed.parameters)
+        optim.rebind(optimizer := given, before.names, placed.parameters)
         lay_states(optimizer)
     else:
-        optimizer = given(list(placed.parameters.values()))
-        check_made(optimizer, Optimizer, given, "Trainer(optimizer=…)")
+
+        def make(parameters: Any) -> Optimizer:
+            made = given(parameters)
+            check_made(made, Optimizer, given, "Trainer(optimizer=…)")
+            return made
+
+        optimizer = optim.made_by(make, placed.parameters, before.names, before.of_loss)
+    _warn_of_untrained(optimizer, placed)
     optim.check_no_closure(optimizer)
     if given is not None:
         line = f"learning rate {optimizer.param_groups[0]['lr']:g}, as {type(optimizer).__name__} says"
     if placed.layout.shard > 1:
         optim.check_shardable(optimizer)
     return optimizer, line
+
+
+def _warn_of_untrained(optimizer: Optimizer, placed: ParallelModel) -> None:
+    """Warn of weights of the loss function that no optimizer updates."""
+    if placed.loss is None:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left = [name for name in placed.loss.own if id(placed.parameters[name]) not in held]
+    if left and is_main_process():
+        warnings.warn(
+            f"the loss function's {listed(left)} is in no group of the optimizer, and stays as it is\n"
+            "  do: make it from [*model.parameters(), *loss_fn.parameters()], or give Trainer a function "
+            "`parameters -> optimizer`; loss_fn.requires_grad_(False) says that it is meant so",
+            stacklevel=4,
+        )
 
 
 def with_batch_size_of(data: Any, config: Config) -> Config:

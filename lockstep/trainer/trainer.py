@@ -28,7 +28,7 @@ from lockstep.monitor.callbacks import understood
 from lockstep.monitor.meters import waits_counted
 from lockstep.optim import PlateauSchedule, scaled_learning_rate
 from lockstep.parallel.activation import apply_activation_checkpointing
-from lockstep.parallel.initial import canonical_names
+from lockstep.parallel.loss_weights import refuse_hidden
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import place
 from lockstep.paths import local_path
@@ -109,12 +109,16 @@ class Trainer:
         self.device = self.cluster.device
         self.layout = layout_of(self.config.distributed, self.cluster.facts)
         self.mode, self.why_mode = resolve_mode(self.config.precision.mode, self.device)
-        names, _ = canonical_names(model)
-        self._is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+        loss_fn = loss_fn or setup.loss_fn_of(self.config)
+        objective = objective_of(model, loss_fn)
+        before = setup.Unplaced.of(model, objective, loss_fn)
+        trained = [*model.parameters(), *before.of_loss]
+        self._is_frozen = not any(parameter.requires_grad for parameter in trained)
         self.placed: ParallelModel = place(
             model, self.layout, self.config.step, device=self.device, precision=Precision(self.mode, self.device.type),
-            objective=objective_of(model, loss_fn or setup.loss_fn_of(self.config)),
+            objective=objective,
         )  # fmt: skip
+        refuse_hidden(self.placed, before.hidden)
         self.has_whole_batch_loss = isinstance(loss_fn, WholeBatch)
         if isinstance(loss_fn, WholeBatch):
             self.placed.forward_backward = WholeBatchSteps(self.placed, loss_fn).forward_backward
@@ -122,7 +126,7 @@ class Trainer:
         training = self.config.training
         self.scales_rate = optimizer is None  # a user's optimizer brings its own learning rate
         self.optimizer, self.rate_line = setup.make_optimizer(
-            optimizer, names, self.placed, self.config, self.global_batch_size
+            optimizer, before, self.placed, self.config, self.global_batch_size
         )
         self.user_schedule = setup.user_schedule(scheduler, self.optimizer, training, scheduler_metric)
         schedule = self.user_schedule or setup.schedule_before_data(training, own_optimizer=not self.scales_rate)
@@ -130,7 +134,7 @@ class Trainer:
             self.placed, self.optimizer, schedule, training.gradient_clip,
             loss_scale_for(self.config.precision, self.mode), anomaly_detector=AnomalyDetector(training.bad_numbers),
             after_update=setup.after_update_calls(after_update, freeze_until, self.placed),
-            frozen_until=setup.frozen_until(freeze_until or {}, list(names.values())),
+            frozen_until=setup.frozen_until(freeze_until or {}, list(before.names.values())),
         )  # fmt: skip
         plateau = self.user_schedule if isinstance(self.user_schedule, PlateauSchedule) else None
         if plateau is None and scheduler_metric != "eval_loss":
@@ -551,7 +555,8 @@ class Trainer:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the model's parameters and persistent buffers, whole, on the CPU, for its plain `load_state_dict`.
 
-        All of them are on rank 0; other ranks get none, since they would fill the host's memory.
+        All of them are on rank 0; other ranks get none, since they would fill the host's memory. Names that begin with
+        `loss_fn.` are of a loss function that has weights of its own (docs/how_to/loss.md).
         """
         return checkpoint.gather(self.placed.kept(), self.placed.named_aliases)
 

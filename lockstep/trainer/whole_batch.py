@@ -71,7 +71,8 @@ class WholeBatchSteps:
         with tap.opened(collect), restored_buffers(self._placed):
             self._placed.evaluate(micro_batches, self._placed.loss_accumulator(accumulator.micro_batches_per_step))
         mine = [micro_batch.index for micro_batch in micro_batches if micro_batch.real]
-        loss, samples, gradients = Ranks().exchange(_FAILED, lambda: (kept, mine), self._gradients)
+        loss, samples, gradients, of_loss = Ranks().exchange(_FAILED, lambda: (kept, mine), self._gradients)
+        self._train_loss(of_loss, factor * samples, accumulator.micro_batches_per_step)
 
         def surrogate(outputs: Any, batch: Any) -> tuple[Tensor, int, int]:
             """Return a number whose gradient is the loss's, and whose value is this micro-batch's share of it."""
@@ -87,8 +88,10 @@ class WholeBatchSteps:
 
     def _gradients(
         self, by_rank: list[tuple[dict[int, tuple[Any, Any]], list[int]]]
-    ) -> list[tuple[float, int, dict[int, list[Tensor]]]]:
-        """Return the loss, the number of samples, and the gradients of its micro-batches' outputs, for each rank.
+    ) -> list[tuple[float, int, dict[int, list[Tensor]], dict[str, Tensor]]]:
+        """Return loss, number of samples, gradients of its micro-batches' outputs, and the loss's own, for each rank.
+
+        The last are the gradients of the weights of the loss function, by name, and its buffers as they are now.
 
         A rank brings outputs and targets by micro-batch, and the micro-batches that it runs: those that share layers
         run the same ones.
@@ -104,13 +107,32 @@ class WholeBatchSteps:
         with torch.enable_grad():
             loss = self._loss(outputs, targets)
         wanted = [[leaf for leaf in row if _is_float(leaf)] for row in leaves]
-        found = iter(torch.autograd.grad(loss, list(chain.from_iterable(wanted)), allow_unused=True))
+        weights = self._placed.loss
+        own = {} if weights is None else weights.own
+        asked = [*chain.from_iterable(wanted), *own.values()]
+        found = iter(torch.autograd.grad(loss, asked, allow_unused=True))
         each = {}
         for (index, _), row in zip(rows, wanted, strict=True):
             each[index] = [(torch.zeros_like(leaf) if (g := next(found)) is None else g).cpu() for leaf in row]
         samples = sum(next(leaf.shape[0] for leaf in row if isinstance(leaf, Tensor) and leaf.ndim) for row in leaves)
         value = float(loss.detach())  # host waits for the device
-        return [(value, samples, {index: each[index] for index in indices}) for _, indices in by_rank]
+        of_loss = {name: g.cpu() for name in own if (g := next(found)) is not None}
+        of_loss |= {} if weights is None else {name: buffer.cpu() for name, buffer in weights.buffers.items()}
+        return [(value, samples, {index: each[index] for index in indices}, of_loss) for _, indices in by_rank]
+
+    @torch.no_grad()
+    def _train_loss(self, of_loss: dict[str, Tensor], factor: float, micro_batches_per_step: int) -> None:
+        """Add gradients of the loss function's weights, times `factor`, and take over its buffers."""
+        weights = self._placed.loss
+        if weights is None:
+            return
+        for name, buffer in weights.buffers.items():
+            buffer.copy_(of_loss[name])
+        if weights.any and weights.is_first:
+            weights.begin(micro_batches_per_step)
+            device = self._placed.random_state.device
+            scale = factor / weights.scale
+            weights.add(0, [of_loss[n].to(device) * scale if n in of_loss else None for n in weights.own])
 
 
 def _is_float(leaf: Any) -> bool:

@@ -17,6 +17,7 @@ from lockstep.mesh import data_parallel_group
 from lockstep.parallel import fsdp
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.fsdp_units import explain_mixing, units_of, used_elsewhere
+from lockstep.parallel.loss_weights import train_loss_weights
 from lockstep.parallel.micro_step import Explain, explained
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
 from lockstep.parallel.pipeline import stage_parameters
@@ -59,12 +60,15 @@ def place(placement: PlacementContext) -> ParallelModel:
     halves, lines = splits_backward(plan, uses, p.config)
     p.log_lines += lines
     cut = local_stages(p, mesh, plan)
+    for part in cut.parts:
+        if part.is_last and p.loss is not None:  # after FSDP2, which leaves it whole
+            part.loss_fn = p.loss.module
     cut.dp_rank = mesh["replicate"].get_local_rank() * layout.shard + mesh["shard"].get_local_rank()
     cut.dp_group = data_parallel_group(mesh) if layout.data_parallel_size > 1 else None
     groups = stage_parameters.groups_that_share(plan.across(), mesh.mesh.flatten(1).T.tolist())
     if p.reproducible:
         here = [part.index for part in cut.parts]
-        cut.trees = StageTrees(cut.held, uses, here, p.device, mesh, cut.dp_group, groups, p.experts)
+        cut.trees = StageTrees(cut.held, uses, here, p.device, mesh, cut.dp_group, groups, p.experts, p.loss)
     runner = _runner(p, cut, group, halves=halves)
     explanations: list[Explain] = [explain_kernel] if p.reproducible else []
     if layout.data_parallel_size > 1:  # the stages are FSDP2's
@@ -73,7 +77,7 @@ def place(placement: PlacementContext) -> ParallelModel:
     assign = partial(assign_tree, even=True) if p.reproducible else assign_strided
     if p.experts is not None:
         p.experts.assign = assign
-    return ParallelModel(
+    placed = ParallelModel(
         layout=layout,
         parts=list(cut.parts),
         parameters=cut.held.named_parameters(),
@@ -91,6 +95,11 @@ def place(placement: PlacementContext) -> ParallelModel:
         log_lines=p.log_lines,
         reproducible=p.reproducible,
     )
+    if p.loss is not None:
+        train_loss_weights(placed, p.loss, alone=p.dry_run is not None)
+        if not any(part.is_last for part in cut.parts):  # forward passes of the loss function change them elsewhere
+            placed.buffers = {name: b for name, b in placed.buffers.items() if name not in p.loss.buffers}
+    return placed
 
 
 def local_stages(p: PlacementContext, mesh: DeviceMesh, plan: PipelinePlan) -> LocalStages:

@@ -22,6 +22,7 @@ from lockstep.data.batches import MicroBatch
 from lockstep.mesh import local_chunk
 from lockstep.parallel.comm import all_gather_flat
 from lockstep.parallel.expert import PlacedExperts
+from lockstep.parallel.loss_weights import LossWeights
 from lockstep.parallel.parallel_model import local
 from lockstep.parallel.pipeline.stage_parameters import StageParameters
 from lockstep.parallel.reproducible.tree import Partials, TreeReduceScatter, clear_zero_signs, tree_assignment
@@ -59,6 +60,7 @@ class StageTrees:
     dp_group: dist.ProcessGroup | None  # the ranks with the same stages; None where there is one pipeline
     shared_groups: Mapping[str, dist.ProcessGroup]  # parameter → group of this pipeline's ranks that hold it
     experts: PlacedExperts | None = None  # those that the parallel pipelines share out, which have sums of their own
+    loss: LossWeights | None = None  # of the loss function
     run: Sequence[MicroBatch] = ()  # micro-batches of the schedule's run
     places: range = range(0)  # of these in the step; without those that pad a run
     _partials: dict[int, Partials] = field(default_factory=dict)
@@ -74,6 +76,8 @@ class StageTrees:
         self._partials = {stage: Partials(leaves) for stage in self.stages}
         if self.experts is not None:
             self.experts.begin(leaves)
+        if self.loss is not None:
+            self.loss.begin(leaves)
 
     # ---- what stages send: see `torch_stage.Stage` ----
 
@@ -97,6 +101,8 @@ class StageTrees:
         micro_batch = self.run[place]
         if micro_batch.real:
             self._partials[stage].add(micro_batch.index, [sums.get(name) for name in self._complete[stage]])
+        if self.loss is not None and stage == len(self.uses.rank_of) - 1:
+            self.loss.take(micro_batch.index, real=micro_batch.real)
         if self.experts is not None:
             at = self.places[place] if place < len(self.places) else None
             self.experts.add_leaves(at, self._complete[stage])

@@ -155,6 +155,10 @@ class Partials:
             return right if left is None else left
         return _added(left, right, True)
 
+    def held(self) -> list[Values]:
+        """Return the sums of all nodes that are held, which stay here."""
+        return list(self._held.values())
+
     def total(self) -> Values | None:
         return self.take((0, self.leaves))
 

@@ -1,0 +1,93 @@
+"""Finds the module behind a loss function, which may have weights: class centres, a temperature, weights of terms."""
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
+
+from lockstep.errors import UsageError, listed
+
+PREFIX = "loss_fn."  # of the names of a loss function's weights in a model's state
+
+
+def module_of(loss_fn: Any) -> nn.Module | None:
+    """Return the module that a loss function is, whose method it is, or that it wraps; None if there is none."""
+    if isinstance(loss_fn, functools.partial):
+        return module_of(loss_fn.func)
+    if inspect.ismethod(loss_fn):
+        return module_of(loss_fn.__self__)
+    inner = getattr(loss_fn, "_orig_mod", None) or getattr(loss_fn, "loss_fn", None)  # torch.compile, WholeBatch
+    if isinstance(inner, nn.Module) or (callable(inner) and not isinstance(loss_fn, nn.Module)):
+        return module_of(inner)
+    return loss_fn if isinstance(loss_fn, nn.Module) else None
+
+
+def own_weights(loss: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return name → parameter of a loss function that trains, without those that the model has, too."""
+    of_model = {id(parameter) for parameter in model.parameters()}
+    return {
+        PREFIX + name: parameter
+        for name, parameter in loss.named_parameters()
+        if parameter.requires_grad and id(parameter) not in of_model
+    }
+
+
+def own_buffers(loss: nn.Module, model: nn.Module) -> dict[str, Tensor]:
+    """Return name → persistent buffer of a loss function, without arguments of torch's losses (class weights)."""
+    of_model = {id(buffer) for buffer in model.buffers()}
+    persistent = loss.state_dict(keep_vars=True)
+    constant = {id(b) for m in loss.modules() if isinstance(m, _Loss) for b in m.buffers(recurse=False)}
+    return {
+        PREFIX + name: buffer
+        for name, buffer in loss.named_buffers()
+        if name in persistent and id(buffer) not in constant | of_model
+    }
+
+
+def hidden_parameters(loss_fn: Any) -> list[nn.Parameter]:
+    """Return the parameters that train in the closure or the attributes of a loss function that is no module."""
+    if loss_fn is None or module_of(loss_fn) is not None:
+        return []
+    return [p for p in dict.fromkeys(_parameters_in(loss_fn, depth=3)) if p.requires_grad]
+
+
+def _parameters_in(value: Any, depth: int) -> Iterator[nn.Parameter]:
+    if isinstance(value, nn.Parameter):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+    elif depth and not isinstance(value, type | Tensor):
+        for inner in _held_by(value):
+            yield from _parameters_in(inner, depth - 1)
+
+
+def _held_by(value: Any) -> list[Any]:
+    """Return what a function, a container or an object holds."""
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if inspect.ismethod(value):
+        return [value.__self__]
+    if inspect.isfunction(value):
+        seen = inspect.getclosurevars(value)
+        return [*seen.nonlocals.values(), *(v for v in seen.globals.values() if not inspect.ismodule(v))]
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return list(value)
+    return list(getattr(value, "__dict__", {}).values()) if not inspect.ismodule(value) else []
+
+
+def refuse_shared(loss: nn.Module, model: nn.Module, *, cut: bool) -> None:
+    """Refuse what model and loss function share where the model is `cut` over ranks; and equal names, everywhere."""
+    of_model = {id(parameter): name for name, parameter in model.named_parameters()}
+    if cut and (shared := [of_model[id(p)] for p in loss.parameters() if id(p) in of_model]):
+        what = f"the loss function uses {listed(shared)} of the model"
+        why = "a rank has its piece of it alone, outside of the model's forward pass"
+        fix = "let forward return what the loss needs of it, or write strategy: ddp"
+        raise UsageError(what, where="loss_fn", why=why, fix=fix)
+    if own_weights(loss, model) and (taken := [name for name in of_model.values() if name.startswith(PREFIX)]):
+        what = f"the model's {listed(taken)} is named like a weight of the loss function"
+        raise UsageError(what, where="loss_fn", fix="name the model's attribute otherwise than loss_fn")
