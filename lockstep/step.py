@@ -149,6 +149,7 @@ class Step:
     def open(self, micro_batches_per_step: int) -> LossAccumulator:
         """Begin a step: return its loss accumulator, and save running statistics if the step may be undone."""
         self._check_requires_grad()
+        self.placed.objective.begin_step(micro_batches_per_step)
         if self.anomaly_detector.decides_at_once:
             self._buffers = {name: buffer.clone() for name, buffer in self.placed.buffers.items()}
         accumulator = self.placed.loss_accumulator(micro_batches_per_step)

@@ -73,16 +73,26 @@ class LossCalls:
             return self.means[0].divisor
         if all(mean.of_elements for mean in self.means):
             return samples(batch)
-        if len({mean.size for mean in self.means}) == 1:  # of the same targets: start and end of an answer
+        if self._of_same_size:  # start and end of an answer
             return _average([mean.divisor for mean in self.means])
         # Several means over different things have a common weight only if none of them leaves anything out.
         return samples(batch) if all(int(mean.divisor) == mean.size for mean in self.means) else None
 
+    @property
+    def _of_same_size(self) -> bool:
+        """Whether there are several means, over as many targets before some are left out."""
+        return len(self.means) > 1 and len({mean.size for mean in self.means}) == 1
+
+    @property
+    def uneven(self) -> tuple[int, ...]:
+        """The divisors of means of one size that leave out different targets; empty where the host does not know."""
+        divisors = tuple(mean.divisor for mean in self.means if isinstance(mean.divisor, int))
+        differ = self._of_same_size and not self.others and len(set(divisors)) > 1
+        return divisors if differ and len(divisors) == len(self.means) else ()
+
     def divisors(self) -> tuple[float, ...]:
-        """Return the divisor of each mean; empty if they are of the same targets, or are not the whole loss."""
-        if self.others or (len(self.means) > 1 and len({mean.size for mean in self.means}) == 1):
-            return ()
-        return tuple(float(mean.divisor) for mean in self.means)
+        """Return the divisor of each mean; empty if they are not the whole loss."""
+        return () if self.others else tuple(float(mean.divisor) for mean in self.means)
 
 
 def _average(counts: list[int | Tensor]) -> int | Tensor:

@@ -55,6 +55,7 @@ class Observed:
     """Observations about a loss when it was last computed."""
 
     told: bool | None = None  # whether torch's loss functions showed its divisor; None: not computed in this process
+    cut: bool = False  # whether the step that runs has several micro-batches
     looks: bool = False  # whether to look for auxiliary terms and divisors, while losses are compared
     auxiliary: bool = False  # whether terms depend on how a batch is divided: the load balancing of experts
     divisors: tuple[float, ...] = ()  # of its terms, and the count that was used; empty if unknown
@@ -148,6 +149,8 @@ class Objective:
         shown = seen.count(batch, num_samples)
         count = self.count(batch) if shown is None else shown
         observed.told = shown is not None
+        if observed.cut and seen.uneven:
+            _refuse_uneven(seen.uneven)
         if observed.looks:
             # by the names that the library gives the losses that balance experts
             observed.auxiliary = isinstance(outputs, Mapping) and any(
@@ -157,6 +160,11 @@ class Objective:
             divisors = seen.divisors()
             observed.divisors = (*divisors, float(count)) if divisors else ()
         return loss, count
+
+    def begin_step(self, micro_batches_per_step: int) -> None:
+        """Say into how many micro-batches the samples are cut that follow."""
+        if self.observed is not None:
+            self.observed.cut = micro_batches_per_step > 1
 
     def estimate(self, batch: Any) -> int | Tensor:
         """Estimate the number of valid targets before the forward pass, as backward's provisional divisor.
@@ -171,6 +179,15 @@ class Objective:
             valid: Tensor = targets != IGNORED_TARGET
             return valid.sum()
         return self.count(batch)
+
+
+def _refuse_uneven(divisors: tuple[int, ...]) -> None:
+    what = f"the loss has {len(divisors)} terms that leave out different targets of a micro-batch: they are means over "
+    what += f"{', '.join(map(str, divisors[:-1]))} and {divisors[-1]}"
+    why = "each term would need the number of its own targets in the whole step: no one number weighs micro-batches"
+    fix = "let the targets of all terms be ignored together (drop answers of which only one end lies in the text); or "
+    fix += "take a step of one micro-batch; or give the model count(batch), by which all terms are to be weighed"
+    raise UsageError(what, where="the loss", why=why, fix=fix)
 
 
 def _sum_of(outputs: Any, loss: Tensor) -> Tensor:

@@ -32,13 +32,17 @@ from lockstep.torch_compat.gradient_hooks import has_hooks_after_accumulation, h
 GradientHooks = dict[str, list[Callable[[Tensor], Any]]]  # parameter → what its gradient goes through, in order
 
 
-def take_hooks(named: Mapping[str, nn.Parameter], *, workers: bool = False) -> GradientHooks:
-    """Remove and return the gradient hooks of parameters that are about to be placed: `parameter.register_hook(f)`.
+def take_hooks(
+    model: nn.Module, further: Mapping[str, nn.Parameter] | None = None, *, workers: bool = False
+) -> GradientHooks:
+    """Remove and return the gradient hooks of a model that is about to be placed: `parameter.register_hook(function)`.
 
     A hook expects the whole gradient of the loss, and in a distributed backward pass would see one micro-batch's, or
     none. So `run_hooks` calls them once a step, on the gradient of the step's mean loss, before it is clipped.
-    If `workers` train by themselves on its parameters, there is no gradient of a step, and hooks are refused.
+    `further` parameters are a loss function's. If `workers` train by themselves on them, there is no gradient of a
+    step, and hooks are refused.
     """
+    named = dict(model.named_parameters()) | dict(further or {})
     if early := [name for name, p in named.items() if has_hooks_after_accumulation(p)]:
         what = f"the parameter {listed(early)} has a hook from register_post_accumulate_grad_hook"
         why = "it would run on a rank's own micro-batches before gradients are reduced, and never under FSDP"

@@ -63,8 +63,9 @@ def place(
     strategy = strategy.on(layout)
     _, aliases = canonical_names(model)
     loss = loss_weights_of(model, strategy, layout, config, objective)
-    own = dict(model.named_parameters()) | ({} if loss is None else loss.own)
-    hooks = take_hooks(own, workers=layout.workers > 0)
+    of_loss = {} if loss is None else loss.own
+    hooks = take_hooks(model, of_loss, workers=layout.workers > 0)
+    own = dict(model.named_parameters()) | of_loss
     size = sum(p.numel() for p in own.values())
     placement = prepared(model, strategy, layout, config, objective, device, precision, dry_run)
     if loss is not None:

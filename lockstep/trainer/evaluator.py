@@ -194,6 +194,7 @@ def evaluate(
 
     EvaluationStoppedError: some rank was `asked` to stop; on every rank, after the same window.
     """
+    placed.objective.begin_step(1)  # micro-batches of an evaluation are weighed by the mean of their terms' targets
     loss_sum: Number = 0.0
     count: Number = 0.0
     try:

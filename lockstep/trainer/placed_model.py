@@ -162,6 +162,7 @@ class PlacedModel:
         if not micro_batches:
             raise UsageError("no rank brings a micro-batch", fix="end the loop when all ranks have run out of data")
         self._loss_check.before_step(micro_batches, micro_batches_per_step, self.step)
+        placed.objective.begin_step(micro_batches_per_step)
         accumulator, nominal = placed.loss_accumulator(micro_batches_per_step), self._assigner.nominal
         with placed.random_state.running("train", self.step):
             placed.forward_backward(micro_batches, accumulator, 1.0 / nominal)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import lockstep
 from lockstep import Trainer
 from lockstep.config import config_from
 from lockstep.errors import UsageError
@@ -267,6 +268,35 @@ def on_ranks() -> dict[str, Any]:
             texts = [str(w.message) for w in caught if "does not add up" in str(w.message)]
             found[f"{strategy} {make.__name__}"] = float(record.loss), texts
     return found
+
+
+class TwoEnds(Scores):
+    """Two terms, as of question answering: the second leaves out `fewer` targets that the first one counts."""
+
+    def __init__(self, fewer: int) -> None:
+        super().__init__()
+        self.fewer = fewer
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        scores, start, end = super().forward(ids).flatten(0, 1), targets.flatten(), targets.clone()
+        if self.fewer:
+            end[-self.fewer :] = -100
+        return {"loss": (F.cross_entropy(scores, start) + F.cross_entropy(-scores, end.flatten())) / 2}
+
+
+def test_terms_that_leave_out_different_targets_are_refused_where_a_step_is_cut() -> None:
+    whole, even = plain(TwoEnds(1), None, -100), plain(TwoEnds(0), None, -100)
+    assert train(TwoEnds(1), batch_size=SAMPLES)[0] == pytest.approx(whole, abs=1e-6)
+    assert train(TwoEnds(0), batch_size=2)[0] == pytest.approx(even, abs=1e-5)
+    with pytest.raises(UsageError, match="2 terms that leave out different targets of a micro-batch"):
+        train(TwoEnds(1), batch_size=2)
+    model = TwoEnds(1)
+    placed = lockstep.place(model, strategy="single")
+    micro_batches = [
+        {name: value[rows] for name, value in Samples(-100).whole().items()} for rows in (slice(4), slice(4, 8))
+    ]
+    with pytest.raises(UsageError, match="2 terms that leave out different targets"):
+        placed.backward(*micro_batches)
 
 
 def test_on_several_ranks_one_of_them_tells() -> None:
