@@ -84,6 +84,7 @@ class Step:
     after_update: list[Callable[[int], None]] = field(default_factory=list)  # called with the number of updates
     frozen_until: dict[str, int] = field(default_factory=dict)  # parameter → the first step (from 0) that trains it
     _buffers: dict[str, Tensor] = field(default_factory=dict)
+    _num_groups: int = 0  # parameter groups of the optimizer
     _trained: list[bool] = field(default_factory=list)  # requires_grad of the parameters at placement
 
     def __post_init__(self) -> None:
@@ -93,8 +94,22 @@ class Step:
             # They take `grad_scale` and ignore it (FusedAdamWKernelImpl.mm), and gradients are scaled by it here.
             self.placed.log_lines.append("mps: the optimizer's fused kernels are switched off, they do not scale")
         self._trained = [parameter.requires_grad for parameter in self.placed.parameters.values()]
-        for group in self.optimizer.param_groups:
+        self._adopt_groups()
+
+    def _adopt_groups(self) -> None:
+        """Take over the optimizer's parameter groups, of which some may have been added between steps."""
+        if self.placed.reproducible:
+            unfuse(self.optimizer)
+        placed = {id(parameter) for parameter in self.placed.parameters.values()}
+        for number, group in enumerate(self.optimizer.param_groups):
             group.setdefault("initial_lr", group["lr"])
+            strange = [parameter for parameter in group["params"] if id(parameter) not in placed]
+            if strange and number >= self._num_groups > 0:
+                what = f"the group that was added to the optimizer has {len(strange)} parameter(s) that are not trained"
+                why = "placement has replaced the model's parameters by this rank's"
+                fix = "take them from the model now: optimizer.add_param_group({'params': model.head.parameters()})"
+                raise UsageError(what, where="the optimizer", why=why, fix=fix)
+        self._num_groups = len(self.optimizer.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress and everything else, besides tensors, that later steps depend on."""
@@ -231,6 +246,8 @@ class Step:
     def _update(self, finished: _FinishedGradients, samples: int, recomputed: str | None = None) -> StepRecord:
         placed, updates, norm, numbers = self.placed, finished.updates, finished.norm, finished.check
         groups = self.optimizer.param_groups
+        if len(groups) != self._num_groups:
+            self._adopt_groups()
         for group, rate in zip(groups, self.schedule.rates(groups, self.progress.updates), strict=True):
             group["lr"] = rate
         step = self.progress.step + 1

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.manifest import (
+    GROUPS_KEY,
     LOSS_NAMES,
     MODEL,
     DamagedError,
@@ -230,6 +231,23 @@ def optimizer_targets(path: Checkpoint, name: str, parameters: Mapping[str, Tens
         elif of in parameters:
             targets[full] = torch.empty(stored.size, dtype=dtype)
     return targets
+
+
+def add_missing_groups(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], path: Checkpoint, name: str
+) -> None:
+    """Add the parameter groups that the run that saved had added later.
+
+    Nothing is added unless the optimizer's own groups are the first of those in the checkpoint. Parameters that were
+    frozen until then train from now on.
+    """
+    names = {id(parameter): each for each, parameter in parameters.items()}
+    stored = [group["params"] for group in read_state(path)[GROUPS_KEY][name]["groups"]]
+    own = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+    here = [[each for each in group if each in parameters] for group in stored]
+    if len(here) > len(own) and here[: len(own)] == own:
+        for group in here[len(own) :]:
+            optimizer.add_param_group({"params": [parameters[each].requires_grad_() for each in group]})
 
 
 def restore_optimizer(

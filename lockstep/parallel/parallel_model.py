@@ -132,6 +132,7 @@ class ParallelModel:
     gradient_hooks: GradientHooks = field(default_factory=dict)  # the user's hooks on parameters, called once a step
     num_parameters: int = 0  # of the whole model, tied ones counted once
     context: Context | None = None  # the way in which sequences are cut; None: they are whole
+    root: nn.Module | None = None  # the model that was given, which a pipeline has taken apart
     loss: "LossWeights | None" = None  # the weights of a loss function that is a module
     adds_losses: bool = True  # of ranks that run the same micro-batches, the first adds their losses
 

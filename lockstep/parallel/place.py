@@ -85,7 +85,7 @@ def place(
         held = sum(p.numel() for p in placed.parameters.values())
         assert size == held, "placement changed the number of parameters"
         assert set(placed.parameters) == set(own), "placement changed names of parameters"
-    placed.aliases, placed.num_parameters, placed.gradient_hooks = aliases, size, hooks
+    placed.root, placed.aliases, placed.num_parameters, placed.gradient_hooks = model, aliases, size, hooks
     if dry_run is None:
         cut = set() if cuts is None else set(cuts.dims)
         divergence.guard_replicas(placed, config, placement.mesh, cut=cut, experts=experts)

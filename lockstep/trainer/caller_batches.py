@@ -62,6 +62,7 @@ class StepWindow:
             trainer.step.set_nominal(batch, self._micro_batches_per_step)
         if self._accumulator is None:
             self._warn_of_end()
+            trainer.modes.before_step()
             trainer.loss_check.before_step(
                 [MicroBatch(0, batch)], self._micro_batches_per_step, trainer.step.progress.step
             )

@@ -145,6 +145,7 @@ def evaluated(
 
 def _evaluated_weights(trainer: "Trainer") -> AbstractContextManager[None]:
     """Give the model the weights that are evaluated: an average's, if it says so."""
+    trainer.modes.eval()
     averages = [call for call in trainer.step.after_update if getattr(call, "evaluates", False)]
     return averages[0].applied() if averages else nullcontext()  # type: ignore[attr-defined]
 

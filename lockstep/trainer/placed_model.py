@@ -41,6 +41,7 @@ from lockstep.trainer.arguments import check_loss_fn, check_model
 from lockstep.trainer.caller_batches import MicroBatchAssigner
 from lockstep.trainer.evaluator import WINDOW, evaluate, evaluating, sample
 from lockstep.trainer.loss_check import LossCheck
+from lockstep.trainer.modes import warn_of_evaluation_mode
 from lockstep.trainer.setup import PlacementSettings, Unplaced, loss_fn_of, with_settings, write_hang_limits
 
 _SECTIONS = ("distributed", "precision")
@@ -104,7 +105,7 @@ class PlacedModel:
 
     def __init__(self, placed: ParallelModel, mode: str, config: Config, here: Cluster) -> None:
         self._placed, self._mode, self._config, self.step = placed, mode, config, 0
-        self._assigner, self._cluster = MicroBatchAssigner(placed), here
+        self._assigner, self._cluster, self._has_begun = MicroBatchAssigner(placed), here, False
         self._loss_check = LossCheck(placed, compiled=config.training.compile, coarse=mode != "fp32")
         self.log_lines = placed.log_lines
 
@@ -156,6 +157,9 @@ class PlacedModel:
             why = "one call is one step: its mean is over all that it is given, and does not add up over calls"
             fix = "pass all micro-batches of a step to one backward(…), and zero_grad() after the update"
             raise UsageError("the gradients of the last backward are still there", why=why, fix=fix)
+        if not self._has_begun:
+            self._has_begun = True
+            warn_of_evaluation_mode(placed)
         for look in placed.checks:
             look(self.step)
         micro_batches, micro_batches_per_step = self._assigner.assign(batches, self.step, "backward")
@@ -264,6 +268,7 @@ class PlacedModel:
         for name, optimizer in optimizers.items():
             if name not in checkpoint.optimizers_in(found):
                 raise UsageError(f"{found} holds no optimizer {name!r}", fix="name the optimizers as they were saved")
+            checkpoint.add_missing_groups(optimizer, self._placed.parameters, found, name)
             own = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names}
             target.optimizers[name] = checkpoint.optimizer_targets(found, name, own)
         parts = ["model", *(f"optimizer/{name}" for name in optimizers), *(f"extra/{name}" for name in target.extra)]

@@ -168,7 +168,7 @@ class RunState:
         before = self._given_before
         if before is None:  # a checkpoint of an older version: its groups know the first rate alone
             before = [{"lr": group["initial_lr"]} if "initial_lr" in group else {} for group in groups]
-        for group, old, new in zip(groups, before, self._given, strict=True):
+        for group, old, new in zip(groups, before, self._given, strict=False):  # others were added by the run
             for name in sorted(new.keys() & old.keys() - {"initial_lr"}):
                 if _comparable(old[name]) == _comparable(new[name]):
                     continue
@@ -256,6 +256,8 @@ class RunState:
         named = {}
         for prefix in self._prefixes():
             named[prefix] = {("" if begins else prefix) + name: p for name, p in placed.parameters.items()}
+        if optimizer is not None and local is None:
+            checkpoint.add_missing_groups(self.step.optimizer, placed.parameters, path, optimizer)
         if optimizer is not None:
             wanted = {name: p for names in named.values() for name, p in names.items()}
             target.optimizers[optimizer] = checkpoint.optimizer_targets(path, optimizer, wanted)

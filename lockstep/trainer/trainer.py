@@ -51,6 +51,7 @@ from lockstep.trainer.checkpointer import (
 )
 from lockstep.trainer.evaluator import Evaluator, Metrics, evaluated, predicted, sample
 from lockstep.trainer.loss_check import LossCheck
+from lockstep.trainer.modes import Modes
 from lockstep.trainer.run_state import Following, RunState
 from lockstep.trainer.setup import AfterUpdate, MakeOptimizer, MakeScheduler, TrainerSettings
 from lockstep.trainer.train_loop import TrainLoop
@@ -128,6 +129,7 @@ class Trainer:
         self.optimizer, self.rate_line = setup.make_optimizer(
             optimizer, before, self.placed, self.config, self.global_batch_size
         )
+        self.modes = Modes(self.placed, self.optimizer)
         self.user_schedule = setup.user_schedule(scheduler, self.optimizer, training, scheduler_metric)
         schedule = self.user_schedule or setup.schedule_before_data(training, own_optimizer=not self.scales_rate)
         self.step = Step(
@@ -200,6 +202,7 @@ class Trainer:
             self.current_run = run = TrainingRun(self, monitor, around_step)
             loop = TrainLoop(run, evaluator)
             record = loop.to_end(self._steps_of(run, source, total, train_data, epochs, "train"))
+            self.modes.eval()
             self._load_best()
             return record
 
@@ -348,6 +351,7 @@ class Trainer:
             self.step.skip_step(batches.samples)
             return None
         self.reads_tokens = self.reads_tokens or holds_token_ids(batches.mine[0].batch)
+        self.modes.before_step()
         if self.loss_check.left:
             self.loss_check.before_step(batches.mine, batches.num_micro_batches, batches.step)
         with self.current_run.around_step() if self.current_run is not None else nullcontext():
@@ -545,6 +549,7 @@ class Trainer:
 
     def snapshot(self, *, include_optimizer: bool = True, metadata: dict[str, Any] | None = None) -> Snapshot:
         """Return a checkpoint's contents for the current state, with the live tensors."""
+        self.modes.eval()
         facts = {
             "seed": self.config.training.seed, "layout": str(self.layout), "workers": self.layout.workers,
             "global_batch_size": self.global_batch_size,
@@ -558,6 +563,7 @@ class Trainer:
         All of them are on rank 0; other ranks get none, since they would fill the host's memory. Names that begin with
         `loss_fn.` are of a loss function that has weights of its own (docs/how_to/loss.md).
         """
+        self.modes.eval()
         return checkpoint.gather(self.placed.kept(), self.placed.named_aliases)
 
     @called_by_all_ranks
@@ -650,4 +656,5 @@ class Trainer:
     @called_by_all_ranks
     def forward(self, *inputs: Any, **more: Any) -> Any:
         """Return the model's outputs in evaluation mode, without a graph; the same arguments on all ranks."""
+        self.modes.eval()
         return sample(self.placed, 0, *inputs, **more)
