@@ -132,9 +132,13 @@ def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, 
     for group in optimizer.param_groups:
         if unknown := [p for p in group["params"] if id(p) not in names]:
             what = f"the optimizer holds {len(unknown)} parameter(s) that are not the model's"
-            why = "it was made for another model, or after this one was wrapped: nothing would train; or a loss function "
+            why = (
+                "it was made for another model, or after this one was wrapped: nothing would train; or a loss function "
+            )
             why += "that is no nn.Module holds them"
-            fix = "make it from model.parameters() of the model that you pass, or pass `parameters -> optimizer`; write "
+            fix = (
+                "make it from model.parameters() of the model that you pass, or pass `parameters -> optimizer`; write "
+            )
             fix += "a loss function with weights as an nn.Module, and pass its object as loss_fn"
             raise UsageError(what, where="the optimizer", why=why, fix=fix)
         group["params"] = [placed[names[id(p)]] for p in group["params"] if names[id(p)] in placed]

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss
 
 from lockstep.errors import UsageError, listed
+from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
 
 PREFIX = "loss_fn."  # of the names of a loss function's weights in a model's state
 
@@ -19,7 +19,8 @@ def module_of(loss_fn: Any) -> nn.Module | None:
         return module_of(loss_fn.func)
     if inspect.ismethod(loss_fn):
         return module_of(loss_fn.__self__)
-    inner = getattr(loss_fn, "_orig_mod", None) or getattr(loss_fn, "loss_fn", None)  # torch.compile, WholeBatch
+    wrapped = next((found for name in WRAPPER_NAMES if (found := getattr(loss_fn, name, None)) is not None), None)
+    inner = wrapped or getattr(loss_fn, "loss_fn", None)  # of torch.compile, or a WholeBatch
     if isinstance(inner, nn.Module) or (callable(inner) and not isinstance(loss_fn, nn.Module)):
         return module_of(inner)
     return loss_fn if isinstance(loss_fn, nn.Module) else None
@@ -39,7 +40,8 @@ def own_buffers(loss: nn.Module, model: nn.Module) -> dict[str, Tensor]:
     """Return name → persistent buffer of a loss function, without arguments of torch's losses (class weights)."""
     of_model = {id(buffer) for buffer in model.buffers()}
     persistent = loss.state_dict(keep_vars=True)
-    constant = {id(b) for m in loss.modules() if isinstance(m, _Loss) for b in m.buffers(recurse=False)}
+    of_torch = (module for module in loss.modules() if type(module).__module__ == nn.CrossEntropyLoss.__module__)
+    constant = {id(buffer) for module in of_torch for buffer in module.buffers(recurse=False)}
     return {
         PREFIX + name: buffer
         for name, buffer in loss.named_buffers()
