@@ -41,7 +41,7 @@ from lockstep.checkpoint.metadata import StoredPart, check_sizes, parse_metadata
 from lockstep.checkpoint.ranks import Ranks, narrow
 from lockstep.checkpoint.snapshot import TensorBlock
 from lockstep.checkpoint.storage import Location
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.heartbeat import went_forward
 from lockstep.torch_compat.checkpoint_format import read_items
 
@@ -84,11 +84,23 @@ class ShardedReader(FileSystemReader):
                     check_block(stream, place.offset, place.length)
                 except ValueError as error:
                     raise unreadable_error(f"{self.checkpoint}/{file}", error) from None
-        with torch.no_grad():
+        with torch.no_grad(), _explained(f"{self.checkpoint}/{self.part}"):
             self.read_data(LoadPlan(items), _BlockLoadPlanner(blocks)).wait()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise AssertionError("the metadata is read by read_stored_part, never by torch's unpickler")
+
+
+@contextmanager
+def _explained(where: str) -> Generator[None, None, None]:
+    """Raise a DamagedError for what torch raises where bytes with right checksums are no tensors: nearly any error."""
+    try:
+        yield
+    except (LockstepError, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        raise unreadable_error(where, f"{type(error).__name__}: {lines[0]}") from error
 
 
 class _CheckpointFiles(FileSystem):
@@ -196,7 +208,7 @@ class LocalReader:
     """Reads blocks of one part from the raw files of all ranks; of replicas, that of the first rank."""
 
     def __init__(self, checkpoint: Location, manifest: Manifest, part: str) -> None:
-        self._checkpoint = checkpoint
+        self._checkpoint, self._part = checkpoint, part
         self.by_rank: list[dict[str, RawBlock]] = []
         try:
             for rank in range(manifest.ranks or 0):
@@ -230,7 +242,7 @@ class LocalReader:
         return {name: list(mine.values()) for name, mine in found.items()}
 
     def read_into(self, blocks: dict[str, TensorBlock]) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), _explained(f"{self._checkpoint}/{self._part}"):
             for name, block in blocks.items():
                 for raw in self._raw_blocks[name] if block.tensor.numel() else ():
                     _copy_overlap(self._checkpoint, raw, block)

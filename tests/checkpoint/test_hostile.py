@@ -3,9 +3,11 @@
 import io
 import os
 import pickle
+import random
 import shutil
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from lockstep.checkpoint.manifest import Manifest, ParameterInfo, read_manifest,
 from lockstep.checkpoint.metadata import parse_metadata
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.storage import FileInfo
-from lockstep.errors import RunError
+from lockstep.errors import LockstepError, RunError
 from tests.checkpoint.shared import blank, save, snapshot
 
 
@@ -399,3 +401,38 @@ def test_a_part_whose_file_is_shorter_than_listed_is_not_allocated(tmp_path: Pat
     reseal(path, files={**facts, name: FileInfo(40 << 30, facts[name].crc32)})
     with pytest.raises(DamagedError, match=f"where {40 << 30} were written"):
         checkpoint.optimizer_targets(path, "main", {})
+
+
+@pytest.mark.fault(
+    "hostile: any bytes of a checkpoint are altered under right checksums",
+    "bits flipped, bytes taken out or put in, in the metadata, the tensors or the state, and the manifest made to fit",
+    "loaded, or refused with one message: no traceback, by no command",
+)
+def test_altered_bytes_under_right_checksums_are_one_message(tmp_path: Path) -> None:
+    good, noise = save(tmp_path / "good", 1), random.Random(0)
+    files = [path.relative_to(good).as_posix() for path in good.rglob("*") if path.is_file()]
+    files = [name for name in files if name != "manifest.json"]
+    path = tmp_path / "bad" / good.name
+    outcomes: Counter[str] = Counter()
+    for number in range(60):
+        shutil.copytree(good, path)
+        altered = path / files[number % len(files)]
+        data = bytearray(altered.read_bytes())
+        at = noise.randrange(len(data))
+        kind = noise.choice(("flip", "cut", "insert"))
+        if kind == "flip":
+            data[at] ^= 1 << noise.randrange(8)
+        elif kind == "cut":
+            del data[at : at + noise.randrange(1, 9)]
+        else:
+            data[at:at] = noise.randbytes(noise.randrange(1, 9))
+        altered.write_bytes(data)
+        reseal(path)
+        for use in (lambda: checkpoint.digest(path), lambda: checkpoint.load(path, blank(snapshot()))):
+            try:
+                use()
+                outcomes["read"] += 1
+            except LockstepError:
+                outcomes["refused"] += 1
+        shutil.rmtree(path)
+    assert min(outcomes["read"], outcomes["refused"]) > 10
