@@ -400,4 +400,7 @@ def _callers_line() -> str:
 
 @functools.cache
 def _shown(path: str) -> str:
-    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+    try:
+        return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+    except FileNotFoundError:  # the working directory is gone
+        return path

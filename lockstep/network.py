@@ -86,6 +86,15 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
+def require_loopback(host: str) -> None:
+    """Raise a UsageError if ranks would meet at this machine's loopback, which is down: they would wait for minutes."""
+    address = "127.0.0.1" if host == "localhost" else host
+    if is_address(address) and is_loopback(address) and address_towards(address) is None:
+        what = f"this machine can't reach itself at {address}, where its ranks meet"
+        fix = "switch it on: `ip link set lo up`, as root; in a container or a sandbox, allow it a network"
+        raise UsageError(what, why="its loopback interface (lo) is down", fix=fix)
+
+
 def listener(host: str, port: int) -> socket.socket | None:
     """Return a socket that listens only at `host`, or None if that is no address of this machine.
 

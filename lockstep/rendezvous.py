@@ -22,7 +22,7 @@ from lockstep import accelerator, scratch
 from lockstep.config import DistributedConfig
 from lockstep.environment import RankFacts, facts_for_group, machine_id, parent_identity
 from lockstep.errors import RunError, UsageError
-from lockstep.network import DEFAULT_PORT, interface_variables, listener, port_in_use
+from lockstep.network import DEFAULT_PORT, interface_variables, listener, port_in_use, require_loopback
 
 
 def host_store(host: str, port: int, timeout: datetime.timedelta, *, wait_for: int | None = None) -> TCPStore:
@@ -32,6 +32,7 @@ def host_store(host: str, port: int, timeout: datetime.timedelta, *, wait_for: i
     A second store of this process at the same port is the first one. Port 0 is a free one; one in use raises a
     UsageError. `wait_for`: number of ranks to wait for, including this one; None: do not wait.
     """
+    require_loopback(host)
     try:
         opened = listener(host, port)
     except UsageError:

@@ -21,8 +21,13 @@ _DESCRIPTION = "Distributed training for PyTorch in which every strategy takes t
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit code."""
     arguments = without_legacy(sys.argv[1:] if argv is None else argv)
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())  # for the user's own `package.module:Name`, as under `python -m lockstep`
+    try:
+        here = os.getcwd()
+    except OSError:
+        why = "it was deleted, or made anew, while this shell was in it"
+        return _report(UsageError("the working directory is gone", why=why, fix="go to one that is there: cd ~"))
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)  # for the user's own `package.module:Name`, as under `python -m lockstep`
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()

@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from lockstep.errors import UsageError, listed
+from lockstep.run_files import create_file
 
 
 def project(folder: Path, *, script: bool, data: Path | None) -> str:
@@ -83,7 +84,7 @@ def _write(folder: Path, files: Mapping[str, str], steps: list[str]) -> str:
     """Write the files; return their names and the steps to take next."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
+        create_file(folder / name, text)
     written = ", ".join(str(folder / name) for name in files)
     return "\n".join([f"lockstep: wrote {written}; next:", *(f"  {step}" for step in steps)])
 

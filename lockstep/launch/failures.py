@@ -163,7 +163,7 @@ def short_path(path: str) -> str:
     """Return the path relative to the working directory, if it is inside."""
     try:
         return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
+    except (ValueError, FileNotFoundError):  # FileNotFoundError: the working directory is gone
         return path
 
 

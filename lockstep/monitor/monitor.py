@@ -5,7 +5,9 @@ logged steps only: every `log_steps`-th, the first of this process, and the last
 """
 
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -19,8 +21,8 @@ from lockstep.monitor.figures import Figures, StragglerWatch
 from lockstep.monitor.media import sorted_values
 from lockstep.monitor.meters import Meters, memory_of_this_rank, without_graph
 from lockstep.monitor.profiling import Profiler
-from lockstep.monitor.sinks import Background, Guarded, Row, Sink, SinkContext, sink_named, warn_left_out
-from lockstep.records import RunDirectory, StepRecord
+from lockstep.monitor.sinks import CAPACITY, Background, Guarded, Row, Sink, SinkContext, sink_named, warn_left_out
+from lockstep.records import RunDirectory, StepRecord, append_line
 from lockstep.registry import SINKS, require_methods
 
 _log = logging.getLogger("lockstep")
@@ -40,6 +42,8 @@ class Monitor:
         callbacks: Sequence[Any] = (),
     ) -> None:  # fmt: skip
         self._config, self._run, self._is_main, self._total = config, run, is_main, total_steps
+        self._events: deque[dict[str, Any]] = deque(maxlen=CAPACITY)  # that are not written yet
+        self._writing_events = threading.Lock()  # the thread that writes a checkpoint tells of it
         self._meters, self.counts_tokens = Meters(), True
         self._last: StepRecord | None = None  # the newest record, if it was not logged
         self._seen_one, self._skipped, self._memory, self._memory_read = False, 0, 0, 0.0
@@ -122,13 +126,20 @@ class Monitor:
             sink.send("go_on_to", total_steps)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write to `events.jsonl`, on rank 0 only; a full disk does not stop the run."""
+        """Write to `events.jsonl`, on rank 0 only; a full disk does not stop the run, and events wait for space."""
         if self._run is None or not self._is_main:
             return
+        self._events.append({"kind": kind, "time": time.time(), **fields})
         try:
-            self._run.append_event(kind, **fields)
+            self._write_events()
         except OSError as error:
             _log.warning("warning: the event %r could not be written: %s", kind, error)
+
+    def _write_events(self) -> None:
+        with self._writing_events:
+            while self._run is not None and self._events:
+                append_line(self._run.events, self._events[0])
+                self._events.popleft()
 
     def close(self) -> None:
         """Log the last step if needed, and close the sinks; a second call does nothing."""
@@ -138,6 +149,8 @@ class Monitor:
         if self._profiler is not None:
             self._profiler.close()
         self._sinks, self._callbacks, self._each_step = [], [], []
+        with suppress(OSError):  # it was warned of
+            self._write_events()
 
     def _build_sinks(self, context: SinkContext) -> list[Guarded | Background]:
         config, run = context.config, context.run

@@ -79,6 +79,7 @@ class Jsonl:
     """Writes `metrics.jsonl` of the run directory."""
 
     needs_run_directory = True
+    rows_wait = True  # each is appended whole or not at all, so it may be tried again
 
     def __init__(self, context: SinkContext) -> None:
         self._run = context.directory
@@ -108,19 +109,30 @@ class Jsonl:
         """Do nothing: every row is written already."""
 
 
+PAUSE_SECONDS = 0.2
+CAPACITY = 10_000  # rows; if a server hangs for longer, later rows are dropped
+FLUSHING_SECONDS, CLOSING_SECONDS = 5.0, 60.0
+
+
 class Guarded:
     """Turns a sink's failures into one warning and one event.
 
     It is tried again after a pause that grows with the time it took to fail: a twentieth of the run is lost at most.
+    Rows of a sink with `rows_wait` are kept meanwhile, up to `CAPACITY`, and are sent in their order; those of others,
+    which may have sent a part of a row, are dropped.
     """
 
     def __init__(self, name: str, sink: Any, event: Event) -> None:
         self.name, self._sink, self._event = name, sink, event
         self.each_step: bool = getattr(sink, "each_step", False)
+        self._rows_wait: bool = getattr(sink, "rows_wait", False)
+        self._waiting: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=CAPACITY)
         self.failures = 0
         self._not_before = 0.0
 
     def flush(self) -> None:
+        if self._waiting:
+            self._not_before = 0.0  # a checkpoint promises that the rows up to it are there: try at once
         self.send("flush")
 
     def close(self) -> None:
@@ -128,9 +140,20 @@ class Guarded:
         self.send("close")
 
     def send(self, method: str, *args: Any) -> None:
+        if self._rows_wait:
+            self._waiting.append((method, args))
+            while self._waiting and self._call(*self._waiting[0]):
+                self._waiting.popleft()
+        else:
+            self._call(method, args)
+
+    def _call(self, method: str, args: tuple[Any, ...]) -> bool:
+        """Call a method of the sink; return whether that is done."""
         call, since = getattr(self._sink, method, None), time.monotonic()
-        if not callable(call) or since < self._not_before:
-            return
+        if not callable(call):
+            return True
+        if since < self._not_before:
+            return False
         try:
             call(*args)
         except Exception as error:  # of any library or the user's own code: none may stop the run
@@ -142,11 +165,8 @@ class Guarded:
                 trace = os.environ.get("LOCKSTEP_TRACEBACK") == "1"
                 _log.warning("warning: %s failed, training goes on: %s", self.name, reason, exc_info=trace)
                 self._event("sink_failed", sink=self.name, reason=reason)
-
-
-PAUSE_SECONDS = 0.2
-CAPACITY = 10_000  # rows; if a server hangs for longer, later rows are dropped
-FLUSHING_SECONDS, CLOSING_SECONDS = 5.0, 60.0
+            return False
+        return True
 
 
 class Background:

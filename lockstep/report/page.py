@@ -8,6 +8,7 @@ markup. Pages are made of runs of strangers too, so an image is read only if it 
 import base64
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -299,6 +300,9 @@ def _read(name: str) -> str:
     return (resources.files("lockstep.report") / name).read_text(encoding="utf-8")
 
 
+_OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]+)?", re.IGNORECASE)
+
+
 def serve(paths: Sequence[Path], port: int = 0) -> None:
     """Serve run directories until interrupted."""
     with make_server(paths, port) as server, suppress(KeyboardInterrupt):
@@ -324,7 +328,7 @@ def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             # Another site whose name resolves to this address must not read the run.
-            if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
+            if not _OWN_HOST.fullmatch(self.headers.get("Host", "")):
                 self._answer(403, "text/plain", b"this page is for this machine")
             elif self.path == "/":
                 self._answer(200, "text/html; charset=utf-8", render(data(), live=True).encode(errors="replace"))
@@ -339,8 +343,9 @@ def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
-            self.end_headers()
-            self.wfile.write(body)
+            with suppress(ConnectionError):  # the reader has gone
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
             """Log no requests."""

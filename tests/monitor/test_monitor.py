@@ -1,10 +1,13 @@
 """Which steps are read, what sinks get, and that none of them stops a run."""
 
+import errno
 import gc
 import json
 import logging
+import os
 import subprocess
 import sys
+import threading
 import types
 import weakref
 from pathlib import Path
@@ -412,3 +415,36 @@ def test_a_callback_of_transformers_is_called_for_the_events_that_it_has() -> No
     )
     list(trainer.steps(data))
     assert steps == [1, 2, 3]
+
+
+@pytest.mark.fault(
+    "storage: metrics or events can't be written for a while",
+    "a write of a row fails, as on a disk that is full, and later ones succeed",
+    "rows and events wait, and are written in their order once there is room: none is lost, none is there twice",
+)
+def test_rows_and_events_wait_for_room(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = Monitor(config(sinks=["jsonl"], log_steps=1), run, is_main=True)
+    write, refuses = os.write, threading.Event()
+
+    def refusing(handle: int, data: bytes) -> int:
+        if refuses.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, data)
+
+    monkeypatch.setattr(os, "write", refusing)
+    monitor.on_step(record(1))
+    monitor.flush()
+    refuses.set()
+    monitor.on_step(record(2))
+    monitor.event("save", step=2)
+    monitor.flush()
+    monitor.on_step(record(3))
+    monitor.on_log(3, {"own": 1.0})
+    refuses.clear()
+    monitor.event("save", step=3)
+    monitor.close()
+    assert [row["step"] for row in run.read_metrics() if "loss" in row] == [1, 2, 3]
+    assert [row["own"] for row in run.read_metrics() if "own" in row] == [1.0]
+    events = [event for event in run.read_events() if event["kind"] == "save"]
+    assert [event["step"] for event in events] == [2, 3]
+    assert events[0]["time"] < events[1]["time"]

@@ -220,9 +220,7 @@ def test_a_disk_that_is_full_stops_nothing_and_leaves_whole_lines(run: RunDirect
         assert done.stderr.count(f"{name} failed, training goes on") == 1, done.stderr
     assert done.stdout.count("the log can't be written") == 1
     steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
-    assert steps == sorted(steps)
-    assert 20 < len(steps) < 200
-    assert steps[-1] == 409, "it goes on when there is room again"
+    assert steps == [*range(1, 410)], "it goes on when there is room again, and none is lost"
     scalars_ = EventAccumulator(str(run.tensorboard)).Reload().Scalars("loss")
     assert scalars_[-1].step == 409
 
