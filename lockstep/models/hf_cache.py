@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 
-def without_cache(model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> None:
+def switch_cache_off(model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> None:
     """Let the modules around `blocks` run without a cache in training, unless their caller asks for one."""
     inside = {module for _, block in blocks for module in block.modules()}
     for module in model.modules():

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend
 from lockstep.models.chain import run_segments
+from lockstep.models.hf_layers import ATTENDING
 from lockstep.models.language import LanguageModel, OutputLayer, TokenLosses, TokenTable
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import IGNORED_TARGET
@@ -28,8 +29,6 @@ from lockstep.models.protocol import IGNORED_TARGET
 # With these kinds of rotary positions the angles do not depend on the length of the text.
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 
-# Families that attend through `Attend`, each tested. Others have a window, a softcap, sinks or learned positions.
-ATTENDING = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
 _ATTENTION = "lockstep_attend"
 _SEQUENCES = {"input_ids": 1, "targets": 1}
 

@@ -1,18 +1,13 @@
-"""Cuts causal models of the Hugging Face library: into segments for pipelines, and their layers over ranks.
+"""Cuts causal models of the Hugging Face library into segments for pipelines.
 
 Each segment runs the library's own decoder with at most one of its layers, so that masks, positions, multipliers and
 caps are the library's. A `Door` stands before that layer, or before the last norm, and gives it what the previous
 segment has returned; what the decoder makes of embeddings, the first segment alone uses. Layers stay modules of the
 model. The mask is passed on with the hidden states. Each listed family is tested to compute the library's bits with
 every field of its config changed, and `lockstep.parallel.chain_check` compares each model that is placed.
-
-Over ranks (`lockstep.parallel.tensor_plan`) the library's own plan (`base_model_tp_plan` of a config) is translated,
-and what it leaves out is added: GPT-2, weights in which several layers lie side by side, embeddings, heads and losses.
 """
 
 import copy
-import re
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,7 +41,7 @@ FAMILIES: dict[str, Family] = {
     "phi": Family("model", "layers", ("embed_dropout",), "final_layernorm"),
 }  # fmt: skip
 
-_CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the names of causal models
+CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the names of causal models
 _CACHE = "decoder_segments"  # attribute of the model: each call returns the same modules
 _KNOWN_ARGUMENTS = ("input_ids", "attention_mask", "labels", "num_items_in_batch", "use_cache", "return_dict")
 
@@ -58,7 +53,7 @@ def decoder_segments(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
         return None
     family = FAMILIES.get(getattr(getattr(causal, "config", None), "model_type", ""))
     name = type(causal).__name__
-    if family is None or not name.endswith(_CAUSAL) or not hasattr(causal, family.decoder):
+    if family is None or not name.endswith(CAUSAL) or not hasattr(causal, family.decoder):
         return None
     config: Any = causal.config
     if getattr(config, "add_cross_attention", False) or getattr(config, "output_router_logits", False):
@@ -79,7 +74,7 @@ def without_cache(model: nn.Module) -> dict[str, Any]:
     """
     _, causal = _without_adapters(model)
     known = getattr(getattr(causal, "config", None), "model_type", "") in FAMILIES
-    return {"use_cache": False} if known and type(causal).__name__.endswith(_CAUSAL) else {}
+    return {"use_cache": False} if known and type(causal).__name__.endswith(CAUSAL) else {}
 
 
 def _without_adapters(model: nn.Module) -> tuple[str, nn.Module | None]:
@@ -264,138 +259,3 @@ def _without_embeddings(decoder: nn.Module, family: Family) -> nn.Module:
         if name in family.before or module is decoder.get_input_embeddings():  # type: ignore[operator]
             setattr(part, name, Absent())
     return part
-
-
-# ---- layers cut over ranks ----
-
-# What transformers calls the ways in which a layer is cut, and `lockstep.parallel.tensor_plan` does.
-_WAYS = {
-    "colwise": "column", "rowwise": "row", "colwise_rep": "head", "colwise_gather_output": "head",
-    "replicated_with_grad_allreduce": "inner", "moe_tp_experts": "routed",
-}  # fmt: skip
-_GPT2 = {"h.*.attn.c_attn": "fused_heads", "h.*.attn.c_proj": "row", "h.*.mlp.c_fc": "column", "h.*.mlp.c_proj": "row"}
-_PHI3 = {
-    "layers.*.self_attn.qkv_proj": "fused_heads", "layers.*.self_attn.o_proj": "row",
-    "layers.*.mlp.gate_up_proj": "fused", "layers.*.mlp.down_proj": "row",
-}  # fmt: skip
-_FURTHER = {"qwen2_moe": Family()}
-_OWN = {"gpt2": _GPT2, "phi3": _PHI3}
-_SHARED = {f"layers.*.mlp.shared_expert.{name}_proj": "column" for name in ("gate", "up")} | {
-    "layers.*.mlp.shared_expert.down_proj": "row"
-}
-
-
-def hf_tensor_plan(model: nn.Module) -> dict[str, str] | None:
-    """Return how a causal model of the library is cut over ranks; None where neither it nor Lockstep says."""
-    config: Any = getattr(model, "config", None)
-    family = {**FAMILIES, **_FURTHER}.get(getattr(config, "model_type", ""))
-    named = type(model).__name__.endswith(_CAUSAL)
-    if family is None or not named or getattr(config, "add_cross_attention", False):
-        return None
-    decoder = getattr(model, family.decoder)
-    ways = _OWN.get(config.model_type) or _translated(decoder, getattr(config, "base_model_tp_plan", None) or {})
-    embeds = decoder.get_input_embeddings()
-    embedding = next(name for name, module in decoder.named_modules() if module is embeds)
-    if not ways or not (type(embeds) is nn.Embedding or hasattr(embeds, "product")):
-        return None
-    _note_layouts(decoder, ways, config)
-    loss = {"token_losses": "loss"} if hasattr(model, "token_losses") else {}
-    inner = {f"{family.decoder}.{name}": way for name, way in {embedding: "vocabulary", **ways}.items()}
-    return {**inner, "lm_head": "head", **loss}
-
-
-def _translated(decoder: nn.Module, of_library: dict[str, str]) -> dict[str, str]:
-    """Return the library's plan in our words, without what this model does not have; empty if it can't be followed."""
-    routed = {name for name, way in of_library.items() if _WAYS.get(way) == "routed"}
-    ways = {
-        name: "heads" if name.endswith(("q_proj", "k_proj", "v_proj")) and way == "colwise" else _WAYS.get(way, "")
-        for name, way in of_library.items()
-        if name.rpartition(".")[0] not in routed  # the stacked weights of experts are cut with their module
-    }
-    names = [name for name, _ in decoder.named_modules()]
-    there = {name: way for name, way in {**ways, **_SHARED}.items() if any(map(_expression(name).fullmatch, names))}
-    experts = [module for name, module in decoder.named_modules() if _has_way(there, name, "routed")]
-    plain = all(map(_is_plain, experts))
-    attentions = {name.rpartition(".")[0] for name in names if _has_way(there, name, "heads")}
-    owners = {name.rpartition(".")[0] for name, _ in decoder.named_parameters()}
-    told = all(  # a norm of heads that the plan does not name would get the gradient of a rank's heads
-        any(_expression(pattern).fullmatch(owner) for pattern in there)
-        for owner in owners
-        if owner.rpartition(".")[0] in attentions
-    )
-    followed = plain and told and bool(attentions) and all(there.values()) and "head" not in there.values()
-    return there if followed else {}
-
-
-def _expression(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-
-
-def _has_way(ways: dict[str, str], name: str, way: str) -> bool:
-    return any(each == way and _expression(pattern).fullmatch(name) for pattern, each in ways.items())
-
-
-def _is_plain(experts: Any) -> bool:
-    """Return whether experts are gated layers without biases, stacked in dim 0."""
-    odd = any(getattr(experts, name, False) for name in ("has_bias", "is_transposed", "has_post_expert_norm"))
-    return not odd and all(hasattr(experts, name) for name in ("gate_up_proj", "down_proj", "act_fn", "num_experts"))
-
-
-def _note_layouts(decoder: nn.Module, ways: dict[str, str], config: Any) -> None:
-    """Write down the outputs of each layer that lies in a fused weight, and along which dim a norm sees heads."""
-    queries = config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or queries
-    for name, module in decoder.named_modules():
-        if _has_way(ways, name, "fused_heads"):
-            attention: Any = decoder.get_submodule(name.rpartition(".")[0])
-            width = attention.head_dim
-            module.fused_sizes = (queries * width, keys * width, keys * width)
-        elif _has_way(ways, name, "inner") and config.model_type == "gemma3_text":
-            module.heads_dim = 1  # its norms of heads see [B, H, T, D]
-        elif _has_way(ways, name, "fused"):
-            module.fused_sizes = (config.intermediate_size,) * 2
-
-
-def fit_heads(attention: Any, ranks: int) -> None:
-    """Tell an attention module with a fused weight how many heads a rank has."""
-    if hasattr(attention, "split_size"):  # of GPT-2
-        attention.split_size //= ranks
-    elif hasattr(attention, "num_key_value_heads"):  # of Phi-3, which reads the queries' in the config
-        attention.num_key_value_heads //= ranks
-        attention.config = copy.copy(attention.config)
-        attention.config.num_attention_heads //= ranks
-
-
-class ContiguousActivation(nn.Module):
-    """An activation of a slice, in memory of its own: torch rounds a row's last numbers by the row's length else."""
-
-    def __init__(self, activation: nn.Module) -> None:
-        super().__init__()
-        self.activation = activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.activation(x.contiguous())
-        return y
-
-
-def fit_units(mlp: Any) -> None:
-    """Let a feed-forward layer with a fused weight compute its units alike on any number of ranks."""
-    if hasattr(mlp, "activation_fn"):  # of Phi-3
-        mlp.activation_fn = ContiguousActivation(mlp.activation_fn)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether a layer's weight is [in, out], as in the library's `Conv1D`."""
-    library = sys.modules.get("transformers.pytorch_utils")
-    return library is not None and isinstance(module, library.Conv1D)
-
-
-def refuse_attention_dropout(model: nn.Module) -> None:
-    """Refuse dropout within attention where heads are cut: the kernel would not draw what one process draws."""
-    config = getattr(model, "config", None)
-    for name in ("attention_dropout", "attn_pdrop"):
-        if getattr(config, name, 0.0):
-            what = f"{type(model).__name__} has {name}={getattr(config, name)}, and its heads are cut over ranks"
-            why = "the kernel draws for the heads that a rank has, not what one process draws for all of them"
-            fix = f"write {name}: 0 in the model's arguments, or tensor_size: 1"
-            raise UsageError(what, where="distributed.tensor_size", why=why, fix=fix)

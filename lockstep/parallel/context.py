@@ -26,6 +26,7 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.attention import Attend, SequenceBernoulli, SequenceMean
 from lockstep.models.chain import shared_parameters_of
+from lockstep.models.hf_layers import advice_for_object
 from lockstep.models.protocol import Objective, offered
 from lockstep.parallel.context_attention import Context, cut_attention
 from lockstep.parallel.parallel_model import ParallelModel, local
@@ -70,6 +71,7 @@ def plan_of(model: nn.Module) -> dict[str, int]:
     why = "each rank has a part of every sequence, and positions meet in attention"
     fix = "let its attention be self.attend = Attend(), called as self.attend(q, k, v), and give it context_plan() "
     fix += '-> {"input_ids": 1, "targets": 1}: the dims of a batch along which its sequences lie'
+    fix = advice_for_object(model, "context") or fix
     raise UsageError(what, where="distributed.context_size", why=why, fix=fix)
 
 

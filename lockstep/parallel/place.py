@@ -19,7 +19,7 @@ from lockstep.config.checks import step_contradictions
 from lockstep.errors import UsageError, listed, refuse
 from lockstep.layout import Layout
 from lockstep.mesh import device_mesh
-from lockstep.models.hf_cache import without_cache
+from lockstep.models.hf_cache import switch_cache_off
 from lockstep.models.loss_modules import refuse_shared
 from lockstep.models.protocol import Objective, blocks_of, require_segments, segments_of
 from lockstep.parallel import divergence, side_effects
@@ -161,7 +161,7 @@ def prepared(
     log_lines += apply_fp8(model, blocks, config.precision.fp8, device)
     training = config.training
     if training.gradient_checkpointing != "none":
-        without_cache(model, blocks)
+        switch_cache_off(model, blocks)
     apply_activation_checkpointing(
         blocks, training.gradient_checkpointing, random_state,
         every=training.gradient_checkpointing_every, compiled=training.compile,

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lockstep.config import StepConfig
 from lockstep.errors import UsageError
-from lockstep.models.hf_decoder import fit_heads, fit_units, is_transposed, refuse_attention_dropout
+from lockstep.models.hf_layers import fit_heads, fit_units, is_transposed, refuse_attention_dropout
 from lockstep.models.mixture import through_experts
 from lockstep.parallel import tensor_blocks
 from lockstep.parallel.initial import canonical_names

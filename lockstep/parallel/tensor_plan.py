@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.models.hf_decoder import hf_tensor_plan, is_transposed
+from lockstep.models.hf_layers import advice_for_object, hf_tensor_plan, is_transposed
 from lockstep.models.protocol import offered
 
 PRODUCTS = ("column", "heads", "fused", "fused_heads", "row", "vocabulary", "head")
@@ -66,6 +66,7 @@ def _planned(model: nn.Module) -> Iterator[Planned]:
         what = f"{type(model).__name__} does not say how its layers are cut"
         fix = 'give the model tensor_plan() -> {"layers.*.attention.query": "heads", "layers.*.attention.out": "row"}'
         fix += f"; the ways are {', '.join(WAYS)}"
+        fix = advice_for_object(model, "tensor") or fix
         raise UsageError(what, where="distributed.tensor_size", fix=fix)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for pattern, way in plan.items():

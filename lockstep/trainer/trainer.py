@@ -21,7 +21,7 @@ from lockstep.data import StepBatches, StepSource, holds_token_ids
 from lockstep.errors import UsageError
 from lockstep.heartbeat import called_by_all_ranks, own_heartbeat
 from lockstep.mesh import layout_of
-from lockstep.models.hf_cache import without_cache
+from lockstep.models.hf_cache import switch_cache_off
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.monitor import Monitor
 from lockstep.monitor.callbacks import understood
@@ -650,7 +650,7 @@ class Trainer:
     def enable_gradient_checkpointing(self, mode: str = "full") -> None:
         """Recompute the activations of blocks in the backward pass, from now on."""
         for part in self.placed.parts:
-            without_cache(part, blocks_of(part))
+            switch_cache_off(part, blocks_of(part))
             apply_activation_checkpointing(blocks_of(part), mode, self.placed.random_state)
 
     @called_by_all_ranks

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.models import build_model, get_model
 from lockstep.models.chain import lent, run_segments
-from lockstep.models.hf_causal import ATTENDING
+from lockstep.models.hf_layers import ATTENDING
 from lockstep.models.language import generate
+from lockstep.parallel import context
+from lockstep.parallel.tensor_plan import checked_plan
 from tests.hosts import REPOSITORY
 from tests.models.config_changes import all_changes
 from tests.models.decoders import decoder, sizes
@@ -328,3 +330,19 @@ def test_angles_that_depend_on_the_length_are_refused_where_sequences_are_cut() 
         model: Any = get_model(f"hf:{family}")(**sizes(family, attention_dropout=0.0), **{name: rotary})
         with pytest.raises(UsageError, match=r"its angles \(dynamic\) depend on the length of a text"):
             model.context_plan()
+
+
+@pytest.mark.parametrize(("family", "axis"), [("qwen3", "context"), ("llama", "context"), ("gemma", "tensor")])
+def test_a_refusal_of_the_librarys_object_names_what_can_be_cut(family: str, axis: str, tmp_path: Path) -> None:
+    """The advice is followed: the same model, built by name."""
+    plan_of: Any = context.plan_of if axis == "context" else checked_plan
+    model: Any = decoder(family, attention_dropout=0.0)
+    with pytest.raises(UsageError, match=r"do: let Lockstep build it by name: [\s\S]*hf:folder"):
+        plan_of(model)
+    model.save_pretrained(tmp_path)
+    assert plan_of(get_model(f"hf:{tmp_path}")())
+
+
+def test_a_refusal_of_another_family_names_those_whose_sequences_can_be_cut() -> None:
+    with pytest.raises(UsageError, match=r"do: write context_size: 1, or use one of hf:llama, hf:mistral"):
+        context.plan_of(decoder("mixtral"))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lockstep.models.hf_cache import without_cache
+from lockstep.models.hf_cache import switch_cache_off
 from lockstep.models.protocol import blocks_of
 from lockstep.trainer import Trainer
 from tests.models.decoders import decoder
@@ -36,8 +36,8 @@ def test_a_recomputed_encoder_and_decoder_has_the_losses_of_one_that_is_not() ->
 def test_the_cache_is_off_in_training_unless_it_is_asked_for() -> None:
     model: Any = decoder("gpt2")
     given: list[Any] = []
-    without_cache(model, blocks_of(model))
-    without_cache(model, blocks_of(model))
+    switch_cache_off(model, blocks_of(model))
+    switch_cache_off(model, blocks_of(model))
     assert len(model._forward_pre_hooks) == 1
     model.transformer.register_forward_pre_hook(
         lambda _m, _a, kwargs: given.append(kwargs["use_cache"]), with_kwargs=True

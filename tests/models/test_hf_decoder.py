@@ -13,7 +13,8 @@ from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.models.chain import run_segment
 from lockstep.models.hf_causal import meet_protocol
-from lockstep.models.hf_decoder import FAMILIES, hf_tensor_plan
+from lockstep.models.hf_decoder import FAMILIES
+from lockstep.models.hf_layers import hf_tensor_plan
 from lockstep.models.protocol import blocks_of, objective_of, require_segments, segments_of
 from lockstep.parallel.place import key_model
 from lockstep.parallel.tensor_cuts import apply_tensor

@@ -20,7 +20,8 @@ Sample = dict[str, Tensor]
 WITHOUT_PLANS = {"tensor": "tensor_plan()", "context": "context_plan()"}
 """What the messages name where a model does not say how its layers and sequences are cut."""
 
-WITHOUT_CONTEXT = {"context": "context_plan()"}
+WITHOUT_CONTEXT = {"context": "hf:"}
+"""A model of the library, whose layers are cut as they are."""
 
 
 class Foreign(NamedTuple):
@@ -572,6 +573,7 @@ MODELS: dict[str, Foreign] = {
             eos_token_id=2,
         ),
         text,
+        refused_by={**WITHOUT_PLANS, **WITHOUT_CONTEXT},
     ),
     "qwen3": Foreign(
         "Qwen 3, tied",
@@ -585,7 +587,7 @@ MODELS: dict[str, Foreign] = {
         seeded(lora),
         text,
         piped=as_it_is,
-        refused_by={**WITHOUT_PLANS, "tensor": "a forward pass of its own"},
+        refused_by={**WITHOUT_CONTEXT, "tensor": "a forward pass of its own"},
     ),
     "llama_by_name": named("Llama (`hf:`)", "llama", {}, **SIZES),
     "qwen3_by_name": named("Qwen 3 (`hf:`)", "qwen3", {}, **SIZES, head_dim=8),

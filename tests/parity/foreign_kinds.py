@@ -89,7 +89,13 @@ KINDS: dict[str, Foreign] = {
         refused_by=WITHOUT_CONTEXT,
     ),
     # A wrapper that hands attributes on to the model within, under other names of parameters.
-    "peft": Foreign("Mistral with LoRA of peft", seeded(adapted), text, piped=as_it_is, refused_by=WITHOUT_PLANS),
+    "peft": Foreign(
+        "Mistral with LoRA of peft",
+        seeded(adapted),
+        text,
+        piped=as_it_is,
+        refused_by={**WITHOUT_PLANS, **WITHOUT_CONTEXT},
+    ),
     # Memory formats, and what else does not lie row by row in memory.
     "strided": Foreign(
         "convolutions in `channels_last`, transposed and strided parameters",
