@@ -9,7 +9,7 @@ number of this step: fp16, `bad_numbers.action: skip` and `recompute`. Each line
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -85,6 +85,7 @@ class Step:
     frozen_until: dict[str, int] = field(default_factory=dict)  # parameter → the first step (from 0) that trains it
     _buffers: dict[str, Tensor] = field(default_factory=dict)
     _num_groups: int = 0  # parameter groups of the optimizer
+    _rates: Sequence[Any] | None = None  # those that the schedule has set in the last step
     _trained: list[bool] = field(default_factory=list)  # requires_grad of the parameters at placement
 
     def __post_init__(self) -> None:
@@ -119,6 +120,7 @@ class Step:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+        self._rates = None  # the optimizer's groups have been restored, too
         keys = ("step", "updates", "epoch", "samples")
         self.progress = Progress(skipped=list(state["skipped"]), **{key: state[key] for key in keys})
         if state["nominal"] is not None:  # it is unknown before the first step, and for imported weights
@@ -248,7 +250,11 @@ class Step:
         groups = self.optimizer.param_groups
         if len(groups) != self._num_groups:
             self._adopt_groups()
-        for group, rate in zip(groups, self.schedule.rates(groups, self.progress.updates), strict=True):
+            self._rates = None
+        if self._rates is not None and isinstance(self.schedule, Schedule):
+            self._keep_callers_rates(groups, self._rates)
+        self._rates = self.schedule.rates(groups, self.progress.updates)
+        for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate
         step = self.progress.step + 1
         # On a GPU an anomaly may be that of the step before, whose gradient was zero if it had no valid target.
@@ -289,6 +295,13 @@ class Step:
         self.clock.enter("other")
         self._raise_if_bad(numbers.anomaly)
         return record
+
+    def _keep_callers_rates(self, groups: list[dict[str, Any]], made: Sequence[Any]) -> None:
+        """Take a rate that the caller's code has set on the optimizer for the new peak, as plain PyTorch keeps it."""
+        for group, rate in zip(groups, made, strict=True):
+            if group["lr"] != rate and isinstance(group["lr"], float):
+                factor = rate / group["initial_lr"] if group["initial_lr"] else 1.0
+                group["initial_lr"] = group["lr"] / (factor or 1.0)
 
     def _undo(self) -> None:
         for name, before in self._buffers.items():

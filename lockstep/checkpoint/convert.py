@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lockstep.checkpoint.commit import SaveOptions, write_staged
+from lockstep.checkpoint.keep import newest
 from lockstep.checkpoint.manifest import (
     GROUPS_KEY,
     JSON_LIMIT,
@@ -42,7 +43,7 @@ from lockstep.checkpoint.posix import locate, sync_folder
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.read import check_block, open_part
 from lockstep.checkpoint.snapshot import Part, Snapshot, Staged, TensorBlock, stage
-from lockstep.checkpoint.storage import Checkpoint, CheckpointPath, Location
+from lockstep.checkpoint.storage import MANIFEST, Checkpoint, CheckpointPath, Location
 from lockstep.errors import UsageError
 from lockstep.models.loss_modules import PREFIX
 from lockstep.paths import local_path
@@ -83,14 +84,17 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def weights(path: Checkpoint) -> dict[str, Tensor]:
-    """Return the model's whole tensors on the CPU, without those of a loss function; tied names share memory.
+    """Return the model's gathered tensors on the CPU, without those of a loss function; tied names share memory.
+
+    The path is a checkpoint, or a run directory or folder of checkpoints, whose newest complete one is read. Of a run
+    that evaluates an average of the weights (`WeightAverage(evaluate=True)`) they are the average.
 
     A DamagedError is raised where a byte is not as written.
     """
-    checkpoint = locate(path)
+    checkpoint = locate(_newest_in(path))
     manifest = verified_manifest(checkpoint, MODEL)
     model: dict[str, Tensor] = {}
-    for name, tensor in _whole_tensors(checkpoint, manifest, without=_of_loss(checkpoint)):
+    for name, tensor in _evaluated_tensors(checkpoint, manifest, without=_of_loss(checkpoint)):
         model |= dict.fromkeys((name, *manifest.parameters[name].aliases), tensor)
     return model
 
@@ -109,6 +113,17 @@ def _of_loss(checkpoint: Location) -> set[str]:
     return set(read_state(checkpoint).get(LOSS_NAMES, ()))
 
 
+def _newest_in(path: Checkpoint) -> Checkpoint:
+    """Return the newest complete checkpoint of a folder of them; a checkpoint is returned as it is."""
+    if isinstance(path, Location):
+        return path
+    folder = local_path(path, "the checkpoint")
+    if (folder / MANIFEST).exists() or not folder.is_dir():
+        return path
+    within = folder / "checkpoints"
+    return newest(within if within.is_dir() else folder) or path
+
+
 def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
     """Write the whole tensors of the model to one safetensors file, by canonical name; its metadata has tied names."""
     checkpoint, target = locate(path), local_path(output, "the file to write")
@@ -118,7 +133,7 @@ def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
 
     def write(file: BinaryIO) -> None:
         file.write(header)
-        for _, tensor in _whole_tensors(checkpoint, manifest, without=of_loss):
+        for _, tensor in _evaluated_tensors(checkpoint, manifest, without=of_loss):
             file.write(tensor_bytes(tensor))
 
     return _write_whole(target, write)
@@ -153,6 +168,20 @@ def _whole_tensors(
         for name in model.blocks:
             if name not in without:
                 yield name, model.tensor(name)
+
+
+def _evaluated_tensors(
+    checkpoint: Location, manifest: Manifest, *, without: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the model that the run evaluates, in the order of the names: its average, if it has one."""
+    part = f"extra/{read_state(checkpoint).get('evaluated')}"
+    if part not in manifest.parts:
+        yield from _whole_tensors(checkpoint, manifest, without=without)
+        return
+    verified_manifest(checkpoint, part)
+    average = _unread_part(checkpoint, manifest, part, lambda _size: None)
+    for name, tensor in _whole_tensors(checkpoint, manifest, without=without):
+        yield name, average.tensor(name) if name in average.blocks else tensor
 
 
 def _unread_part(checkpoint: Location, manifest: Manifest, part: str, advance: Advance) -> Part:

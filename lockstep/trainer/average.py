@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.errors import UsageError
 from lockstep.parallel.parallel_model import ParallelModel
 
-_EXTRA = "average"  # name in a checkpoint
+AVERAGE = "average"  # name in a checkpoint
 
 
 class WeightAverage:
@@ -43,7 +43,7 @@ class WeightAverage:
         """Start with the values of a placed model, and add the average to its checkpoints."""
         self._placed = placed
         self._average = {name: p.detach().clone() for name, p in placed.parameters.items()}
-        placed.state[_EXTRA] = self._average
+        placed.state[AVERAGE] = self._average
 
     @torch.no_grad()
     def __call__(self, updates: int) -> None:

@@ -138,12 +138,12 @@ def evaluated(
     limit, placed = trainer.config.training.eval_batches, trainer.placed
     computes = None if metrics is None else MetricSet(metrics, placed)
     collector = None if computes is None else computes.collector
-    with _evaluated_weights(trainer):
+    with evaluated_weights(trainer):
         loss = evaluate(placed, validation_source(trainer, data, limit), limit=limit, asked=asked, collector=collector)
     return {"loss": loss, **({} if computes is None else computes.results())}
 
 
-def _evaluated_weights(trainer: "Trainer") -> AbstractContextManager[None]:
+def evaluated_weights(trainer: "Trainer") -> AbstractContextManager[None]:
     """Give the model the weights that are evaluated: an average's, if it says so."""
     trainer.modes.eval()
     averages = [call for call in trainer.step.after_update if getattr(call, "evaluates", False)]
@@ -232,7 +232,7 @@ def predicted(trainer: "Trainer", data: Any, transform: Callable[[Any], Any] | N
 
     failure = "the predictions could not be collected"
     collector = OutputCollector(trainer.placed, keep, parts.append, failure, skips_loss=True)
-    with _evaluated_weights(trainer):
+    with evaluated_weights(trainer):
         evaluate(trainer.placed, validation_source(trainer, data, None), collector=collector)
     return Ranks().broadcast(failure, lambda: _joined(parts))
 

@@ -37,6 +37,7 @@ from lockstep.records import RunDirectory, StepRecord
 from lockstep.run_lock import RunLock
 from lockstep.step import Step
 from lockstep.trainer import arguments, no_effect, setup, whole_run
+from lockstep.trainer.average import AVERAGE
 from lockstep.trainer.caller_batches import StepWindow
 from lockstep.trainer.checkpointer import (
     Checkpointer,
@@ -49,7 +50,7 @@ from lockstep.trainer.checkpointer import (
     require_same_epoch,
     resume,
 )
-from lockstep.trainer.evaluator import Evaluator, Metrics, evaluated, predicted, sample
+from lockstep.trainer.evaluator import Evaluator, Metrics, evaluated, evaluated_weights, predicted, sample
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.modes import Modes
 from lockstep.trainer.run_state import Following, RunState
@@ -554,17 +555,21 @@ class Trainer:
             "seed": self.config.training.seed, "layout": str(self.layout), "workers": self.layout.workers,
             "global_batch_size": self.global_batch_size,
         }  # fmt: skip
+        if any(getattr(call, "evaluates", False) for call in self.step.after_update):
+            facts["evaluated"] = AVERAGE  # whose weights count
         return self.state.snapshot(facts, metadata or {}, include_optimizer=include_optimizer)
 
     @called_by_all_ranks
     def state_dict(self) -> dict[str, Tensor]:
         """Return the model's parameters and persistent buffers, whole, on the CPU, for its plain `load_state_dict`.
 
-        All of them are on rank 0; other ranks get none, since they would fill the host's memory. Names that begin with
-        `loss_fn.` are of a loss function that has weights of its own (docs/how_to/loss.md).
+        All of them are on rank 0; other ranks get none, since they would fill the host's memory. They are the weights
+        that `evaluate` sees: the average's of a `WeightAverage(evaluate=True)`. Names that begin with `loss_fn.` are of
+        a loss function that has weights of its own (docs/how_to/loss.md).
         """
         self.modes.eval()
-        return checkpoint.gather(self.placed.kept(), self.placed.named_aliases)
+        with evaluated_weights(self):
+            return checkpoint.gather(self.placed.kept(), self.placed.named_aliases)
 
     @called_by_all_ranks
     def load_checkpoint(self, path: str | Path) -> tuple[int, dict[str, Any]]:

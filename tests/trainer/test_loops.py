@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Trainer, checkpoint
+from lockstep import Trainer, WeightAverage, checkpoint
 from lockstep.bad_numbers import BadNumbersError
 from lockstep.checkpoint import digest
 from lockstep.errors import UsageError
@@ -289,3 +289,31 @@ def test_loops_on_several_ranks_are_saved_where_all_of_them_are(tmp_path: Path) 
         assert said["again"] == [8, 9, 10, 11, 12]
         assert said["stopped"] == [1, 2]
         assert (said["asked"], said["asked saved"]) == (4, [4]), "saved at the next step, and ended"
+
+
+def test_the_weights_that_are_evaluated_are_those_that_are_taken_out(tmp_path: Path) -> None:
+    average = WeightAverage(0.5, evaluate=True)
+    trainer = made(tmp_path, after_update=average, keep_best="eval_loss", load_best=True, eval_steps=4)
+    trainer.train(points(), points())
+    best = trainer.best_checkpoint
+    assert best is not None
+    evaluated = trainer.evaluate(points(), counts=False)
+    raw = trainer.placed.parameters["weight"].detach().clone()
+    for state in (trainer.state_dict(), checkpoint.weights(best)):
+        model = nn.Linear(4, 1)
+        model.load_state_dict(state)
+        assert not torch.equal(model.weight, raw)
+        assert nn.MSELoss()(model(points().tensors[0]), points().tensors[1]).item() == pytest.approx(evaluated)
+    newest = checkpoint.weights(tmp_path)
+    assert torch.equal(newest["weight"], checkpoint.weights(tmp_path / "checkpoints/step-00000012")["weight"])
+
+
+def test_a_rate_that_the_loop_sets_stays() -> None:
+    trainer, rates = made(None, lr_schedule="linear", min_lr_ratio=0.0), []
+    for record in trainer.steps(points()):
+        rates.append(record.lr)
+        if record.step == 6:
+            trainer.optimizer.param_groups[0]["lr"] *= 10
+    plain = [record.lr for record in made(None, lr_schedule="linear", min_lr_ratio=0.0).steps(points())]
+    assert rates[:6] == plain[:6]
+    assert rates[6:] == pytest.approx([10 * rate for rate in plain[6:]])
