@@ -29,6 +29,8 @@ def answers(address: str, port: int) -> bool:
     return True
 
 
+@pytest.mark.promise("On one machine the stores where ranks meet listen on 127.0.0.1 alone.")
+@pytest.mark.promise("and at no other of that machine")
 def test_trap_57_the_store_where_ranks_meet_answers_at_its_own_address_alone() -> None:
     """torch's listens on all interfaces, asks for no password, and unpickles what lies in it: reach it, run code."""
     store = host_store("127.0.0.1", 0, _SECONDS)
@@ -42,6 +44,7 @@ def test_trap_57_the_store_where_ranks_meet_answers_at_its_own_address_alone() -
     assert store.get("key") == b"value", "asked for twice by one process it is one store"
 
 
+@pytest.mark.promise("where a name was given, which may mean different addresses here and there, on all interfaces.")
 def test_a_name_is_no_place_to_listen_at() -> None:
     """It may mean the loopback here and something else elsewhere: then all interfaces must do."""
     assert network.listener(socket.gethostname(), 0) is None
@@ -86,6 +89,7 @@ print(json.dumps([interface_variables(host) for host in sys.argv[1:]]))
 
 
 @pytest.mark.root
+@pytest.mark.promise("on the interface towards the machine of rank 0")
 def test_the_interface_is_the_one_on_the_route(host: Host, tmp_path: Path) -> None:
     """The first one that is up leads elsewhere; and this host's own name means its loopback, as on Debian."""
     names = tmp_path / "hosts"

@@ -141,6 +141,7 @@ def test_the_folders_above_are_named_durably_too(tmp_path: Path) -> None:
     assert changes[:4] == ["os.mkdir run", f"fsync {tmp_path.name}", "os.mkdir checkpoints", "fsync run"]
 
 
+@pytest.mark.promise("Nothing that exists is written over, except what Lockstep itself wrote")
 def test_no_file_is_written_over(tmp_path: Path) -> None:
     draft = Location(posix.PosixStorage(tmp_path), posix.PosixStorage(tmp_path).begin("step-00000001"))
     draft.put("model/file", b"first")

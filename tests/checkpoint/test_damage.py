@@ -27,6 +27,7 @@ def positions(size: int) -> list[int]:
     "anywhere in any file",
     "noticed by `checkpoint verify` and on load: nothing is loaded",
 )
+@pytest.mark.promise("Every byte has a CRC-32. That finds damage")
 def test_trap_50_one_flipped_bit_in_any_file_is_noticed(place: Place) -> None:
     """torch's own format has no checksum: flipped bits load successfully."""
     path = place.save(1)

@@ -64,6 +64,7 @@ def assert_refused(path: Path, match: str) -> None:
     "a pickle that runs a program",
     "nothing runs: the file is read by a parser of its own, which knows a dozen classes",
 )
+@pytest.mark.promise("Metadata that other programs unpickle are read by a parser of Lockstep's own.")
 def test_trap_50_the_metadata_pickle_runs_nothing(tmp_path: Path) -> None:
     """`.metadata` is a pickle: torch would run whatever it names."""
     path, witness = save(tmp_path, 1), tmp_path / "witness"
@@ -107,6 +108,7 @@ def test_trap_50_the_metadata_pickle_runs_nothing(tmp_path: Path) -> None:
         pickle.dumps(Metadata({}, None, None)),
     ],
 )
+@pytest.mark.promise("It knows a dozen plain classes and calls no function; anything else is refused.")
 def test_programs_that_are_no_metadata_are_refused(program: bytes) -> None:
     with pytest.raises(ValueError):
         parse_metadata(program)
@@ -135,6 +137,7 @@ def test_only_a_tensor_file_beside_it_is_pointed_at(tmp_path: Path, path: str) -
     "metadata point at files outside",
     "refused; nothing outside is read or written",
 )
+@pytest.mark.promise("Names may not climb out of the folder")
 def test_trap_50_paths_do_not_climb_out(tmp_path: Path) -> None:
     """`relative_path` in the metadata may name any file of the machine."""
     secret = tmp_path / "__0_0.distcp"
@@ -177,6 +180,7 @@ def test_the_manifest_lists_no_file_outside(tmp_path: Path) -> None:
     "a file or a folder is a link to elsewhere",
     "not followed: refused",
 )
+@pytest.mark.promise("links are not followed, pipes and devices are not opened.")
 def test_links_are_not_followed(tmp_path: Path) -> None:
     other = save(tmp_path / "other", 1)
     for linked in ("state.json", "model/__0_0.distcp", "model/.metadata", "manifest.json"):
@@ -199,6 +203,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     "opening it would wait for ever",
     "refused at once",
 )
+@pytest.mark.promise("links are not followed, pipes and devices are not opened.")
 def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     (path / "state.json").unlink()
@@ -211,6 +216,7 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
     "an object beside the tensors",
     "never unpickled: refused",
 )
+@pytest.mark.promise("Everything that is no tensor is JSON.")
 def test_stored_objects_are_never_unpickled(tmp_path: Path) -> None:
     """DCP loads what is no tensor with a full unpickler."""
     path = save(tmp_path, 1)
@@ -227,6 +233,7 @@ def test_stored_objects_are_never_unpickled(tmp_path: Path) -> None:
     "a pickle where a tensor should be",
     "read with `weights_only`: nothing runs",
 )
+@pytest.mark.promise("Tensors are read with `weights_only`.")
 def test_a_tensor_file_is_read_as_weights_only(tmp_path: Path) -> None:
     path, witness = save(tmp_path, 1), tmp_path / "witness"
     program = io.BytesIO()

@@ -128,6 +128,7 @@ def test_a_name_of_ones_own(tmp_path: Path) -> None:
     "other names, shapes or dtypes",
     "exit code 2; what differs is named, nothing is touched",
 )
+@pytest.mark.promise("Names, shapes and dtypes must be those of your model before one byte is copied into it.")
 def test_what_differs_is_named(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     target = blank(snapshot())

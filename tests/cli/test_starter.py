@@ -45,6 +45,7 @@ def test_what_is_written_trains_and_is_proved(here: Path) -> None:
     assert float(accuracy) > 0.7, said["table"]
 
 
+@pytest.mark.promise("Nothing that exists is written over, except what Lockstep itself wrote")
 def test_nothing_is_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "mine").mkdir()
     (here / "mine" / ".git").touch()

@@ -335,6 +335,7 @@ def test_what_is_a_template() -> None:
         ("{% for a in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "text"),
     ],
 )
+@pytest.mark.promise("Templates are filled in by a process of their own with little memory and time")
 def test_a_template_that_grows_without_end_is_an_error(
     tmp_path: Path, statement: str, of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,14 +1,18 @@
 """The table of faults: what the tests that carry the marker `fault` promise. `python -m tests.faults.table` writes it.
 
-A test says `@pytest.mark.fault(name, what_happens, promise)`, in literals; a name is "kind: fault".
+A test says `@pytest.mark.fault(name, what_happens, promise)`, in literals; a name is "kind: fault". In the same way
+`@pytest.mark.promise(words)` quotes what docs/security.md promises: the last section of that page names the tests.
 """
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
 PAGE = TESTS.parent / "docs" / "faults.md"
+SECURITY = TESTS.parent / "docs" / "security.md"
+KEPT = "## Each promise and its test"
 KINDS = {
     "process": "Processes",
     "hang": "Hangs",
@@ -45,24 +49,46 @@ class Fault:
 
 def read_faults() -> list[Fault]:
     """All rows, in the order of the page."""
-    found = []
-    for path in sorted(TESTS.rglob("test_*.py")):
-        text = path.read_text()
-        if "mark.fault(" not in text:
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                found += [_row(path, node.name, mark) for mark in node.decorator_list if _is_fault(mark)]
+    found = [_row(path, test, mark) for path, test, mark in _marks("fault")]
     kinds = list(KINDS)
     return sorted(found, key=lambda fault: (kinds.index(fault.kind), fault.test, fault.name))
 
 
-def _is_fault(mark: ast.expr) -> bool:
-    return isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.fault"
+def read_promises() -> dict[str, list[str]]:
+    """Words of the page of security → the tests that keep them, in the order of the page."""
+    found: dict[str, list[str]] = {}
+    for path, test, mark in _marks("promise"):
+        found.setdefault(ast.literal_eval(mark.args[0]), []).append(f"{path.relative_to(TESTS.parent)}::{test}")
+    text = " ".join(security_text().split())
+    return dict(sorted(found.items(), key=lambda pair: text.find(pair[0])))
 
 
-def _row(path: Path, test: str, mark: ast.expr) -> Fault:
-    assert isinstance(mark, ast.Call)
+def security_text() -> str:
+    """The page of security, without the section that is made from the tests."""
+    return SECURITY.read_text().partition(KEPT)[0]
+
+
+def security_page() -> str:
+    """The page of security, with that section."""
+    rows = [f"| {words.replace('|', chr(92) + '|')} | {', '.join(f'`{test}`' for test in tests)} |"
+            for words, tests in read_promises().items()]  # fmt: skip
+    made = "Made from the tests by `python -m tests.faults.table`."
+    return security_text() + "\n".join([KEPT, "", made, "", "| promise | test |", "|---|---|", *rows]) + "\n"
+
+
+def _marks(name: str) -> Iterator[tuple[Path, str, ast.Call]]:
+    """Each mark of this name: the file, the test, the call."""
+    for path in sorted(TESTS.rglob("test_*.py")):
+        text = path.read_text()
+        if f"mark.{name}(" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == f"pytest.mark.{name}":
+                    yield path, node.name, mark
+
+
+def _row(path: Path, test: str, mark: ast.Call) -> Fault:
     name, what_happens, promise = (ast.literal_eval(argument) for argument in mark.args)
     kind, _, fault = name.partition(": ")
     assert kind in KINDS, f"{path}: {name}"
@@ -84,3 +110,5 @@ if __name__ == "__main__":
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(read_faults()))
     print(f"{PAGE}: {len(read_faults())} faults")
+    SECURITY.write_text(security_page())
+    print(f"{SECURITY}: {len(read_promises())} promises")

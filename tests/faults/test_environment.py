@@ -63,6 +63,7 @@ def test_a_machine_without_a_network_is_one_message(tmp_path: Path) -> None:
     assert time.monotonic() - began < 60  # seconds, on a busy machine
 
 
+@pytest.mark.promise("answers on 127.0.0.1, and only who asks for this machine by that name.")
 def test_the_live_page_is_for_this_machine(tmp_path: Path) -> None:
     """Another site whose name resolves to 127.0.0.1 must not read the run: the name that was asked for is compared."""
     server = make_server([write_run(tmp_path / "run", steps=20).path])

@@ -101,6 +101,7 @@ def test_a_missing_library_is_one_warning(
     assert len(run.read_metrics()) == 1
 
 
+@pytest.mark.promise("`/metrics` for Prometheus is off unless asked for, and then answers on 127.0.0.1")
 def test_prometheus_serves_the_newest_record_on_loopback(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("prometheus_client")
     monitor = Monitor(config(sinks=["console"], prometheus={"port": 0}), run, is_main=True)

@@ -65,6 +65,7 @@ def replaced(run: RunDirectory, name: str, make: Callable[[Path], object]) -> No
     "not followed: nothing of the file is in the page, which says what it left out",
 )
 @pytest.mark.parametrize("name", FILES)
+@pytest.mark.promise("No other link in it is followed, neither to read nor to write.")
 def test_links_are_not_followed(run: RunDirectory, tmp_path: Path, name: str) -> None:
     secret = tmp_path / "secret"
     row = {"step": 1, "time": 1.0, "loss": 1.0, "kind": "start", "layout": SECRET, "about": SECRET, SECRET: 1.0}
@@ -98,6 +99,7 @@ def test_a_folder_that_is_a_link_is_not_followed(run: RunDirectory, tmp_path: Pa
     assert not [item for shown in page_of(run.path)["samples"] for item in shown["items"]]
 
 
+@pytest.mark.promise("The folder itself may be a link")
 def test_a_run_directory_may_be_a_link_itself(run: RunDirectory, tmp_path: Path) -> None:
     (tmp_path / "runs").symlink_to(tmp_path)
     assert page_of(tmp_path / "runs" / "run")["not_read"] == []
@@ -109,6 +111,7 @@ def test_a_run_directory_may_be_a_link_itself(run: RunDirectory, tmp_path: Path)
     "left out, at once, by `report` and `top`",
 )
 @pytest.mark.parametrize("name", FILES)
+@pytest.mark.promise("Only ordinary files are read")
 def test_pipes_are_not_opened(run: RunDirectory, name: str) -> None:
     replaced(run, name, os.mkfifo)
     data = page_of(run.path)
@@ -133,6 +136,7 @@ def test_devices_are_not_read(run: RunDirectory, name: str) -> None:
 )
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("text", [DEEP, '{"a":' * 100_000, f'{{"step": 1, "time": 1, "loss": {DEEP}', BOMB, "\0" * 99])
+@pytest.mark.promise("of a record only so many levels")
 def test_depth_and_aliases(run: RunDirectory, name: str, text: str) -> None:
     (run.path / name).write_text(text + "\n" + (run.path / name).read_text() if name.endswith("l") else text)
     data = page_of(run.path)
@@ -140,6 +144,7 @@ def test_depth_and_aliases(run: RunDirectory, name: str, text: str) -> None:
         assert any("config.yaml" in note for note in data["not_read"])
 
 
+@pytest.mark.promise("lines of gigabytes cost seconds and little memory.")
 def test_a_line_without_end(run: RunDirectory) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with run.metrics.open("ab") as file:
@@ -155,6 +160,7 @@ def test_a_line_without_end(run: RunDirectory) -> None:
     "names of hosts, layouts or events that would move the cursor, or write into the clipboard",
     "printed as `\\x1b`, by `top`, `report` and `checkpoint`, and in every error",
 )
+@pytest.mark.promise("in the terminal, control characters are shown as `\\x1b`.")
 def test_no_escape_reaches_the_terminal(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = [{"rank": 0, "host": ESCAPES, "device": ESCAPES}]
     run.append_event("start", layout=ESCAPES, ranks=ranks, total_steps=40, lines=[ESCAPES])
@@ -181,6 +187,9 @@ JUNK: tuple[Any, ...] = (
     "what does not fit is left out; the page is made",
 )
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.promise(
+    "What does not fit, such as a text where a number belongs, is left out. The page is made all the same"
+)
 def test_anything_in_the_place_of_anything(run: RunDirectory, seed: int) -> None:
     """Each round, a tenth of the values at any place of the records is replaced."""
     noise = random.Random(seed)
@@ -211,6 +220,8 @@ def test_anything_in_the_place_of_anything(run: RunDirectory, seed: int) -> None
     "`report.html`, or a temporary name that could be guessed, is a link to a file of the reader's",
     "the file is untouched: temporary names can't be guessed, and only an earlier page is replaced",
 )
+@pytest.mark.promise("No other link in it is followed, neither to read nor to write.")
+@pytest.mark.promise("Temporary files have names that nobody can guess.")
 def test_nothing_is_written_through_a_link(run: RunDirectory, tmp_path: Path, capsys: Any) -> None:
     mine = tmp_path / "mine"
     mine.write_text("mine")
@@ -234,6 +245,7 @@ def test_nothing_is_written_through_a_link(run: RunDirectory, tmp_path: Path, ca
     assert mine.read_text() == "mine"
 
 
+@pytest.mark.promise("Nothing that exists is written over, except what Lockstep itself wrote")
 def test_what_a_user_names_is_not_written_over(run: RunDirectory, tmp_path: Path, capsys: Any) -> None:
     mine = tmp_path / "mine.html"
     mine.write_text("mine")
