@@ -78,6 +78,10 @@ def set_rank_facts(facts: RankFacts | None, valid: Callable[[], bool] | None = N
     _given_facts, _are_valid = facts, valid
 
 
+# accelerate sets the last two for several processes; torchrun's, which it starts, have RANK as well.
+_OF_ACCELERATE = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"}
+
+
 def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
     """Return the facts of this process; a process without a launcher is rank 0 of 1.
 
@@ -99,6 +103,12 @@ def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
         fix = f"unset {name}, and start the ranks by `lockstep launch`, torchrun or lockstep.spawn; or set {missing} "
         fix += "too"
         raise UsageError(what, where="the environment", why=why, fix=fix)
+    if facts is None and env.keys() >= _OF_ACCELERATE:
+        what = "accelerate launch was asked for several processes, and has started one"
+        why = "without --multi_gpu it starts a single process on a CPU, whatever --num_processes says"
+        fix = "accelerate launch --multi_gpu --num_processes N, which starts ranks on CPUs, too; or "
+        fix += "`lockstep launch --nproc-per-node N SCRIPT`"
+        raise UsageError(what, where="the command", why=why, fix=fix)
     return facts or RankFacts()
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,13 +25,15 @@ from lockstep.environment import RankFacts, facts_for_group, machine_id, parent_
 from lockstep.errors import RunError, UsageError
 from lockstep.network import DEFAULT_PORT, interface_variables, listener, port_in_use, require_loopback
 
+_LOOK_SECONDS = 0.02
 
-def host_store(host: str, port: int, timeout: datetime.timedelta, *, wait_for: int | None = None) -> TCPStore:
+
+def host_store(host: str, port: int, timeout: datetime.timedelta) -> TCPStore:
     """Host a store that listens only at `host`, if that is an address of this machine.
 
     torch's own store listens on all interfaces; whoever reaches it can run code here, since its values are unpickled.
     A second store of this process at the same port is the first one. Port 0 is a free one; one in use raises a
-    UsageError. `wait_for`: number of ranks to wait for, including this one; None: do not wait.
+    UsageError. It waits for nobody.
     """
     require_loopback(host)
     try:
@@ -39,15 +42,13 @@ def host_store(host: str, port: int, timeout: datetime.timedelta, *, wait_for: i
         opened = None  # possibly by this process
     if opened is None:
         try:
-            return TCPStore(host, port, wait_for, True, timeout, wait_for is not None, multi_tenant=port != 0)
+            return TCPStore(host, port, None, True, timeout, False, multi_tenant=port != 0)
         except dist.DistNetworkError as error:
             if "EADDRINUSE" in str(error):
                 raise port_in_use(host, port) from error
             raise
     port = opened.getsockname()[1]
-    return TCPStore(
-        host, port, wait_for, True, timeout, wait_for is not None, multi_tenant=True, master_listen_fd=opened.detach()
-    )
+    return TCPStore(host, port, None, True, timeout, False, multi_tenant=True, master_listen_fd=opened.detach())
 
 
 def rendezvous(config: DistributedConfig, facts: RankFacts, timeout: datetime.timedelta) -> Store:
@@ -79,14 +80,49 @@ def choose_interface(config: DistributedConfig, facts: RankFacts) -> None:
 
 def _tcp_store(host: str, port: int, facts: RankFacts, timeout: datetime.timedelta, *, hosted_elsewhere: bool) -> Store:
     try:
-        if facts.rank == 0 and not hosted_elsewhere:
-            return host_store(host, port, timeout, wait_for=facts.world_size)
-        return TCPStore(host, port, facts.world_size, False, timeout)
+        if hosted_elsewhere:
+            return TCPStore(host, port, facts.world_size, False, timeout)
+        if facts.rank == 0:
+            store = host_store(host, port, timeout)
+        else:
+            store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+        _meet(store, facts, timeout)
+        return store
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         what = f"rank {facts.rank} did not meet the other ranks at {host}:{port} within {timeout.total_seconds():g} s"
         fix = f"check that all {facts.world_size} ranks were started, that {host} is the machine of rank 0 and that "
         fix += "it can be reached from here: on that port for meeting, on any port for the traffic between ranks"
         raise RunError(what, why=str(error).splitlines()[0], fix=fix) from error
+
+
+_WORLD, _DIFFERS, _HERE = "lockstep/world-size", "lockstep/world-size-differs", "lockstep/here/"
+
+
+def _meet(store: TCPStore, facts: RankFacts, timeout: datetime.timedelta) -> None:
+    """Wait for all ranks. Raises UsageError: they count themselves differently; DistStoreError: some did not come."""
+    if facts.rank == 0:
+        store.set(_WORLD, str(facts.world_size))
+    theirs = int(store.get(_WORLD))
+    if theirs != facts.world_size:
+        store.set(_DIFFERS, f"{facts.rank} {facts.world_size}")
+        raise _another_world(facts.rank, facts.world_size, theirs)
+    store.set(f"{_HERE}{facts.rank}", "")
+    wanted = [f"{_HERE}{rank}" for rank in range(facts.world_size)]
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not store.check(wanted):
+        if store.check([_DIFFERS]):
+            rank, size = map(int, store.get(_DIFFERS).split())
+            raise _another_world(rank, size, theirs)
+        if time.monotonic() > deadline:
+            missing = [str(rank) for rank in range(facts.world_size) if not store.check([f"{_HERE}{rank}"])]
+            raise dist.DistStoreError(f"no sign of rank {', '.join(missing)}")
+        time.sleep(_LOOK_SECONDS)
+
+
+def _another_world(rank: int, size: int, of_main: int) -> UsageError:
+    what = f"WORLD_SIZE is {size} on rank {rank}, and {of_main} on rank 0"
+    fix = "set WORLD_SIZE to the number of all ranks on all machines, the same on each; RANK counts them from 0"
+    return UsageError(what, where="the environment: WORLD_SIZE", fix=fix)
 
 
 def _file_store(facts: RankFacts) -> Store:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -378,3 +379,21 @@ def test_auto_takes_the_accelerator_that_torch_finds_except_mps(monkeypatch: pyt
 def test_each_device_has_its_backend(kind: str, joined: str) -> None:
     device = torch.device(kind)
     assert cluster._beside_gloo(device, cluster._choose_backend("auto", device)) == joined
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
+def test_ranks_that_count_themselves_differently_are_told_so_on_each(sizes: tuple[int, int]) -> None:
+    """They waited until the timeout, and nothing named WORLD_SIZE."""
+    port = free_port()
+
+    def meet(rank: int) -> str:
+        facts = RankFacts(rank, rank, sizes[rank], sizes[rank], 0, "the script")
+        try:
+            rendezvous._tcp_store("127.0.0.1", port, facts, datetime.timedelta(seconds=30), hosted_elsewhere=False)
+        except UsageError as error:
+            return error.what
+        return "met"
+
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(meet, (0, 1)))
+    assert said == [f"WORLD_SIZE is {sizes[1]} on rank 1, and {sizes[0]} on rank 0"] * 2

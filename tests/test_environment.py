@@ -91,3 +91,13 @@ def test_texts_in_the_place_of_numbers_are_one_error(wrong: dict[str, str]) -> N
     read = rank_facts if len(wrong) > 1 else check_numbers
     with pytest.raises(UsageError, match=f"{next(iter(wrong))} should be a whole number, but is '(abc|x)'"):
         read(wrong)
+
+
+def test_accelerate_that_starts_one_process_for_several_is_told() -> None:
+    """On a CPU, without --multi_gpu, it sets the address for several processes, and starts one."""
+    alone = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true"}
+    assert rank_facts(alone).world_size == 1
+    with pytest.raises(UsageError, match="was asked for several processes, and has started one"):
+        rank_facts({**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert rank_facts({**alone, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).rank == 1

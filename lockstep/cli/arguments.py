@@ -98,9 +98,18 @@ class Parser(argparse.ArgumentParser):
             value_of_flag = bool(result) and result[-1] in takes_value
             if until_script and not token.startswith("-") and not value_of_flag:
                 return result + argv[index:]
+            if value_of_flag and (own := self._optional.get(result[-1])) and not _is_of(own, token):
+                result[-1] += f"={own.const}"  # what follows a flag without its value is another argument
+                if until_script and not token.startswith("-"):
+                    return result + argv[index:]
             name, equals, value = token.partition("=")
             result.append(name.replace("_", "-") + equals + value if token.startswith("--") else token)
         return result
+
+    @property
+    def _optional(self) -> dict[str, argparse.Action]:
+        """Flags whose value may be left out, by name."""
+        return {name: action for action in self._actions for name in action.option_strings if action.nargs == "?"}
 
     def _reject(self, tokens: list[str]) -> NoReturn:
         """Raise one error for all unknown arguments, because commands are often copied from other tools."""
@@ -125,6 +134,14 @@ class Parser(argparse.ArgumentParser):
         begin = [known for known in self._option_string_actions if known.startswith(option) and len(option) > 3]
         near = begin or get_close_matches(option, self._option_string_actions, n=1, cutoff=0.75)
         return f"write {near[0]}" if near else f"`{self.prog} --help` lists the arguments"
+
+
+def _is_of(action: argparse.Action, text: str) -> bool:
+    """Return whether the text is a value of the type that a flag takes."""
+    try:
+        return not callable(action.type) or action.type(text) is not None
+    except ValueError:
+        return False
 
 
 class _Help(argparse.HelpFormatter):

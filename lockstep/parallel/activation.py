@@ -32,6 +32,10 @@ _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.
 _KEPT = tuple(operator.default for operator in (*_PRODUCTS, *FUSED_ATTENTION))
 
 
+_MODES = ("none", "full", "selective", "every_n", "sequential")
+_replaced: "weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]]" = weakref.WeakKeyDictionary()  # their own forward
+
+
 def apply_activation_checkpointing(
     blocks: Sequence[tuple[str, nn.Module]], mode: str, random_state: RandomState, *, every: int = 2,
     compiled: bool = False,
@@ -43,8 +47,16 @@ def apply_activation_checkpointing(
             `every`-th) | sequential (runs of `every` blocks).
         compiled: the blocks will be compiled; the random context is then left to the hooks outside of them.
     """
+    for _, block in blocks:  # another mode takes the place of the one before
+        if (before := _replaced.pop(block, None)) is not None:
+            block.forward = before
     if mode == "none":
         return
+    if mode not in _MODES:
+        raise UsageError(
+            f"there is no activation checkpointing {mode!r}", where="training.gradient_checkpointing",
+            fix=f"write one of {', '.join(_MODES)}",
+        )  # fmt: skip
     if not blocks:
         what = "activation checkpointing needs to know the model's repeated blocks, and none were found"
         fix = "give the model a method blocks() -> [(name, module)]"
@@ -56,9 +68,11 @@ def apply_activation_checkpointing(
             raise UsageError(what, where="training.gradient_checkpointing, training.compile", fix=fix)
         runs = _Runs(random_state)
         for place, (_, block) in enumerate(blocks):
+            _replaced[block] = block.forward
             block.forward = runs.over(block, starts=place % every == 0)
         return
     for _, block in blocks[::every] if mode == "every_n" else blocks:
+        _replaced[block] = block.forward
         block.forward = _checkpointed(block, random_state, selective=mode == "selective", compiled=compiled)
 
 

@@ -26,8 +26,15 @@ from lockstep.costs.hardware import GIB, GPUS, LINKS, Gpu, GpuCluster, Link, clu
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError
 from lockstep.plan import calculate_resources
-from lockstep.plan.candidates import Candidate, ValuesNeededError, candidates, evaluate_layout, largest_batch
-from lockstep.plan.layouts import model_size_of
+from lockstep.plan.candidates import (
+    Candidate,
+    ValuesNeededError,
+    candidates,
+    evaluate_layout,
+    largest_batch,
+    micro_batches,
+)
+from lockstep.plan.layouts import layout_of, model_size_of
 from lockstep.plan.workload import workload_of
 from lockstep.run_files import exists_already, write_result
 from lockstep.strategy import REPLICAS, SINGLE
@@ -342,6 +349,8 @@ def choose(config: Config, world_size: int, local_world_size: int, cluster: GpuC
     asked = {"training.gradient_checkpointing": config.training.gradient_checkpointing}
     shows = rank_facts().is_main
     replicated = config.replaced({"distributed.strategy": REPLICAS})
+    layout = layout_of(config, cluster, {"distributed.strategy": REPLICAS})
+    micro_batches(replicated, layout)  # numbers that contradict each other are no reason for another layout
     try:
         replicas = evaluate_layout(work, config, cluster, {"distributed.strategy": REPLICAS, **asked}, facts)
     except ValuesNeededError as error:
@@ -355,11 +364,13 @@ def choose(config: Config, world_size: int, local_world_size: int, cluster: GpuC
         raise UsageError(
             f"no layout of this model fits {world_size} ranks of {cluster.gpu.name}",
             where="distributed.strategy: auto",
+            why=f"ddp: {replicas.refused}" if replicas.refused else None,
             fix="`lockstep plan` says by how much; use more ranks or a smaller training.batch_size",
         )
     # The user's mode of checkpointing stays, if a layout fits with it.
     best = next((c for c in found if c.checkpointing == asked["training.gradient_checkpointing"]), found[0])
     lacking = "" if replicas.fits else f"ddp needs {needs}; "
+    lacking = f"ddp: {replicas.refused}; " if replicas.refused else lacking
     changes = {key: value for key, value in best.changes.items() if value is not None}
     return Choice(config.replaced(changes), f"{best.name()}: {lacking}{_size(best)} a rank, the fastest that fits")
 

@@ -653,10 +653,18 @@ class Trainer:
         return training.global_batch_size or training.batch_size * self.layout.batch_shares * training.accumulation
 
     def enable_gradient_checkpointing(self, mode: str = "full") -> None:
-        """Recompute the activations of blocks in the backward pass, from now on."""
+        """Recompute the activations of blocks in the backward pass from now on; "none" keeps them again."""
+        training = self.config.training
+        if training.compile:
+            what = "the blocks are compiled with the activation checkpointing that they were placed with"
+            fix = f"give it to the trainer: Trainer(…, gradient_checkpointing={mode!r})"
+            raise UsageError(what, where="Trainer.enable_gradient_checkpointing", fix=fix)
         for part in self.placed.parts:
-            switch_cache_off(part, blocks_of(part))
-            apply_activation_checkpointing(blocks_of(part), mode, self.placed.random_state)
+            if mode != "none":
+                switch_cache_off(part, blocks_of(part))
+            every = training.gradient_checkpointing_every
+            apply_activation_checkpointing(blocks_of(part), mode, self.placed.random_state, every=every)
+        self.config = self.config.replaced({"training.gradient_checkpointing": mode})
 
     @called_by_all_ranks
     def forward(self, *inputs: Any, **more: Any) -> Any:

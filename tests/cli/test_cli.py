@@ -430,3 +430,23 @@ def test_a_pipe_that_closes_early_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "every", "arguments"),
+    [
+        (["--watch-training", "train.py", "--lr", "3"], 100, ["--lr", "3"]),
+        (["--watch_training", "train.py"], 100, []),
+        (["--watch-training", "7", "train.py", "5"], 7, ["5"]),
+        (["--watch-training=7", "train.py"], 7, []),
+        (["--watch-training", "--nproc-per-node", "1", "train.py"], 100, []),
+    ],
+)
+def test_a_flag_whose_value_may_be_left_out_goes_before_a_script(
+    words: list[str], every: int, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("lockstep.verify.watch.inject", lambda **variables: seen.append(variables))
+    monkeypatch.setattr(lockstep.launch.train, "launch_script", lambda *given, **_rest: seen.append(given[:2]) or 0)
+    assert cli.main(["launch", *words]) == 0
+    assert seen == [{"LOCKSTEP_WATCHED_TRAINING": str(every)}, ("train.py", arguments)]

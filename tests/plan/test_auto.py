@@ -1,9 +1,11 @@
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.config import config_from
 from lockstep.costs.hardware import cluster_of
+from lockstep.errors import UsageError
 from lockstep.plan.command import choose
 
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "block_size": 16}
@@ -66,3 +68,10 @@ def test_a_model_that_does_not_fit_is_sharded_and_why_is_said() -> None:
     assert choice.config.distributed.strategy in ("fsdp", "pipeline")
     assert "ddp needs" in choice.reason
     assert choice.config.precision.param_dtype == "fp32"  # another would be another run
+
+
+def test_numbers_that_contradict_each_other_are_no_reason_for_another_layout() -> None:
+    """Two ranks take 2 × 4 × 2 = 16 samples a step, and the config says 8: it took a pipeline, and said "ddp needs"."""
+    numbers = {"training.batch_size": 2, "training.gradient_accumulation_steps": 4, "training.global_batch_size": 8}
+    with pytest.raises(UsageError, match="batch_size 2 × gradient_accumulation_steps 4 × data-parallel size 2 = 16"):
+        choose(config(SMALL).replaced(numbers), 2, 2)

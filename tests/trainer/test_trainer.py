@@ -397,3 +397,36 @@ def test_what_is_said_at_start_is_said_once(capsys: pytest.CaptureFixture[str], 
     trainer.train(TensorDataset(*regression()[:45]), epochs=1)
     trainer.train(TensorDataset(*regression()[:45]), epochs=2)
     assert capsys.readouterr().out.count("drop_last leaves out 5 of 45 samples") == 2, "in each of the two calls"
+
+
+def test_activation_checkpointing_is_switched_on_changed_and_off_again() -> None:
+    calls = []
+
+    class Counted(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            calls.append(1)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Counted(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    trainer = Trainer(model, loss_fn=nn.MSELoss(), batch_size=8, max_steps=40, strategy="single")
+    batch = torch.ones(8, 4), torch.zeros(8, 4)
+    for _ in range(3):  # the first steps compare losses, too
+        trainer.training_step(batch)
+
+    def forward_passes() -> int:
+        calls.clear()
+        trainer.training_step(batch)
+        return len(calls)
+
+    assert forward_passes() == 3
+    trainer.enable_gradient_checkpointing()
+    assert forward_passes() == 6
+    assert trainer.config.training.gradient_checkpointing == "full"
+    trainer.enable_gradient_checkpointing("every_n")
+    assert forward_passes() == 5
+    trainer.enable_gradient_checkpointing("none")
+    assert forward_passes() == 3
+    assert trainer.config.training.gradient_checkpointing == "none"
+    with pytest.raises(UsageError, match="there is no activation checkpointing 'ful'"):
+        trainer.enable_gradient_checkpointing("ful")
