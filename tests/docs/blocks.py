@@ -4,9 +4,10 @@ A block is ```bash, ```python, ```yaml or ```diff. An HTML comment in the line a
 
     <!-- file: NAME -->        it is the file NAME, which the blocks after it may use
     <!-- beside -->            (bash) it runs beside the next block, as in a second terminal
-    <!-- elsewhere: WHY -->    it can't run here, and is only parsed
     <!-- run by: TEST -->      that test runs it
     <!-- needs: PACKAGE -->    (python) it runs where the package is installed; else the test says that it did not
+
+What can't run here is only parsed, and its reader sees why: a line `*Not run by the tests: WHY.*` is above it.
 
 Blocks of a page run in their order in one empty folder; python blocks without a file share their names. A page that
 goes on from the tutorial has its files, by `<!-- uses: run.yaml, text.txt -->`.
@@ -19,11 +20,14 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 _FENCE = re.compile(
-    r"(?:^<!-- (?P<mark>[a-z ]+)(?:: (?P<text>[^>]*))? -->\n)?^```(?P<language>\w*)\n(?P<body>.*?)^```$",
+    r"(?:^<!-- (?P<mark>[a-z ]+)(?:: (?P<text>[^>]*))? -->\n)?"
+    r"(?:^\*Not run by the tests: (?P<why>[^\n]+)\.\*\n\n)?"
+    r"^```(?P<language>\w*)\n(?P<body>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 LANGUAGES = ("bash", "python", "yaml", "diff")
-MARKS = ("file", "beside", "elsewhere", "run by", "needs")
+NOT_RUN = "not run"
+MARKS = ("file", "beside", NOT_RUN, "run by", "needs")
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,10 @@ def blocks_in(path: Path) -> list[Block]:
     text, name = path.read_text(encoding="utf-8"), str(path.relative_to(REPOSITORY))
     found = []
     for match in _FENCE.finditer(text):
-        mark, language = match["mark"] or "", match["language"]
+        mark, language = NOT_RUN if match["why"] else match["mark"] or "", match["language"]
         line = text.count("\n", 0, match.start()) + 1
         if language in LANGUAGES:
-            found.append(Block(name, line, language, match["body"], mark, match["text"] or ""))
+            found.append(Block(name, line, language, match["body"], mark, match["why"] or match["text"] or ""))
         else:
             assert language == "text" or not language, f"{name}:{line}: ```{language} is not one of {LANGUAGES}, text"
     return found

@@ -92,10 +92,19 @@ def _nothing(*_args: Any, **_options: Any) -> int:
 
 
 def _train(path: Path, overrides: list[str], options: Any, **_rest: Any) -> int:
-    from lockstep.config import load_config
+    from lockstep.config import load_config, require_equation
     from lockstep.config.checks import require_runnable
+    from lockstep.strategy import AUTO, REPLICAS, SINGLE, resolve
 
-    require_runnable(load_config(path, overrides))
+    config = load_config(path, overrides)
+    require_runnable(config)
+    ranks = str(getattr(options, "nproc_per_node", None) or "1")
+    if ranks.isdecimal() and getattr(options, "nnodes", "") == "1" and config.distributed.device == "auto":
+        named = config
+        if config.distributed.strategy == AUTO:
+            named = config.replaced({"distributed.strategy": REPLICAS if int(ranks) > 1 else SINGLE})
+        layout = resolve(named.distributed, int(ranks), int(ranks))
+        require_equation(named.training, layout.batch_shares)
     return 0
 
 

@@ -18,7 +18,7 @@ import yaml
 from lockstep.config import load_config
 from lockstep.config.checks import require_runnable
 from lockstep.config.keys import children
-from tests.docs.blocks import MARKS, REPOSITORY, Block, Page, pages
+from tests.docs.blocks import MARKS, NOT_RUN, REPOSITORY, Block, Page, pages
 from tests.docs.commands import commands_in, parse
 
 PAGES = pages()
@@ -80,7 +80,7 @@ def _check(block: Block, folder: Path, names: dict[str, Any], monkeypatch: pytes
 def _check_config(block: Block, folder: Path) -> None:
     """A config, whole or a part; anything else only has to be YAML."""
     template = block.body.startswith("-- ")
-    if block.mark == "elsewhere" or not (template or set(yaml.safe_load(block.body)) <= {*children(""), "extends"}):
+    if block.mark == NOT_RUN or not (template or set(yaml.safe_load(block.body)) <= {*children(""), "extends"}):
         return
     path = folder / (block.text if block.mark == "file" else f"line-{block.line}.yaml")
     path.write_text(block.body)
