@@ -20,7 +20,7 @@ _NAMES = ("fix", "do")
 _SECTIONS = "training|distributed|data|model|precision|checkpoint|monitor|accelerate"
 _KEY = re.compile(rf"(?<![\w./…=-])(?:{_SECTIONS})(?:\.[a-z_]+)+(?![\w(/]|:\w)")
 _PAIR = re.compile(r"(?<![\w`…])((?:[a-z_]+[.])*[a-z_0-9]+): ([\w.-]+)(?<![.])")  # training.compile: false
-_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z_-]+")
 _COMMAND = re.compile(r"`(lockstep [^`]+)`|(?:^|[:;,] )(lockstep (?:config|data|checkpoint|init|bench|report) [^;,]+)")
 _PYTHON = re.compile(r"(?<![\w.…])((?:torch|lockstep|nn|F|trainer|transformers)(?:\.[A-Za-z_]\w*)+)")
 

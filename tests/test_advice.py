@@ -32,7 +32,7 @@ from tests.docs.commands import commands_in, parse
 
 ADVICE = all_advice()
 # What is said of other programs: `torchrun`, `accelerate launch`, `sbatch`, `pip`.
-OTHERS_FLAGS = {"--shm-size", "--ipc"}
+OTHERS_FLAGS = {"--shm-size", "--ipc", "--multi_gpu", "--num_processes"}
 STAND_INS = {
     "CONFIG": "c.yaml", "FILE": "c.yaml", "SCRIPT.py": "s.py", "SCRIPT": "s.py", "PATH": ".", "RUN": ".", "DIR": "new",
     "SOURCE": "python-docs", "NAME": "mine", "N": "2", "STORAGE": ".", "KEY=VALUE": "training.seed=1", "OUT": "out",
@@ -62,7 +62,8 @@ def test_keys_that_advice_names_are_keys() -> None:
 
 def is_in_python(key: str, advice: Advice) -> bool:
     """Whether it is an attribute of Python's (`model.parameters`, `data.Dataset`) and no key."""
-    return f"{key}(" in advice.text or f"torch.utils.{key}" in advice.text or f"{key}.NAME" in advice.text
+    written = (f"{key}(", f"torch.utils.{key}", f"{key}.NAME", f"{key} = ", f"{key}.parameters(")
+    return any(text in advice.text for text in written)
 
 
 def test_values_that_advice_writes_are_values_of_their_keys() -> None:
@@ -124,7 +125,7 @@ def is_mention(words: list[str]) -> bool:
 @pytest.fixture
 def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "c.yaml").write_text(
-        "model: {name: transformer}\ndata: {name: python-docs}\ndistributed: {strategy: pipeline, pipeline_size: 2}\n"
+        "model: {name: transformer}\ndata: {name: python-docs}\ndistributed: {strategy: pipeline}\n"
     )
     (tmp_path / "s.py").write_text("")
     monkeypatch.chdir(tmp_path)
