@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import secrets
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.read import check_block, open_part
 from lockstep.checkpoint.snapshot import Part, Snapshot, Staged, TensorBlock, stage
 from lockstep.checkpoint.storage import MANIFEST, Checkpoint, CheckpointPath, Location
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, listed
 from lockstep.models.loss_modules import PREFIX
 from lockstep.paths import local_path
 from lockstep.progress import Advance, progress_of
@@ -55,7 +56,7 @@ Weights = dict[str, Tensor]  # by name
 _DDP_PREFIX = "module."
 _INDEX = "model.safetensors.index.json"
 _IN_FOLDERS = (_INDEX, "model.safetensors", "pytorch_model.bin")
-_WEIGHT_KEYS = ("state_dict", "model")  # keys of a checkpoint under which weights may be
+_WEIGHT_KEYS = ("state_dict", "model_state_dict", "model")  # keys of a checkpoint under which weights may be
 _SAFETENSORS_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool":
@@ -346,12 +347,18 @@ def _pickled(file: Path) -> Weights:
         raise UsageError(what, fix="save the weights alone: torch.save(model.state_dict(), FILE)")
     if strange := [n for n, value in found.items() if not (isinstance(n, str) and isinstance(value, Tensor))]:
         what = f"{file} holds {strange[0]!r}, which is not the name of a tensor, among {len(found)} entries"
-        raise UsageError(what, fix="save the weights alone: torch.save(model.state_dict(), FILE)")
+        fix = "save the weights alone: torch.save(model.state_dict(), FILE)"
+        if isinstance(found[strange[0]], Mapping):
+            fix = f"if the weights are there, save them alone: torch.save(torch.load(FILE)[{strange[0]!r}], ANOTHER)"
+        raise UsageError(what, fix=fix)
     return dict(found)
 
 
 def _check(weights: Weights, source: str | Path) -> None:
-    """Refuse tensors that can't be stored or would be larger in memory than in the file, and names that collide."""
+    """Refuse tensors that can't be stored or would be larger in memory than in the file, and names that collide.
+
+    Values that are not finite are warned of: training goes on from them.
+    """
     for name, tensor in weights.items():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
             what = f"{name} in {source} can't be imported"
@@ -361,6 +368,9 @@ def _check(weights: Weights, source: str | Path) -> None:
             what = f"{name} in {source} has {tensor.numel()} elements, and only some of them are stored"
             why = "it is an expanded view, which would grow in memory"
             raise UsageError(what, why=why, fix="save the weights again with Tensor.contiguous()")
+    floats = {name: tensor for name, tensor in weights.items() if tensor.is_floating_point()}
+    if bad := [name for name, tensor in floats.items() if not torch.isfinite(tensor.float()).all()]:
+        warnings.warn(f"{source} holds values that are no numbers (nan or inf), in {listed(bad)}", stacklevel=3)
     if len({_canonical(name) for name in weights}) < len(weights):
         what = f"two names in {source} differ only in what wrappers add to them ({', '.join(WRAPPER_NAMES)})"
         raise UsageError(what, fix="save the weights of the model alone: torch.save(model.state_dict(), FILE)")

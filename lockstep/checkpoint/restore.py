@@ -4,7 +4,7 @@ The state of an optimizer is stored by canonical parameter names, as in `layers.
 groups and plain numbers are JSON. Nothing depends on the order of parameters or on their number per rank.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,14 @@ from lockstep.checkpoint.manifest import (
     MODEL,
     DamagedError,
     Manifest,
+    dtype_of,
     problems_of_files,
     read_manifest,
     read_state,
 )
 from lockstep.checkpoint.posix import locate
 from lockstep.checkpoint.ranks import Ranks
-from lockstep.checkpoint.read import LocalReader, PartReader, open_part
+from lockstep.checkpoint.read import LocalReader, PartReader, ShardedReader, open_part
 from lockstep.checkpoint.snapshot import Snapshot, TensorBlock, TensorInfo, as_json, blocks_of
 from lockstep.checkpoint.storage import Checkpoint, Location
 from lockstep.errors import UsageError, listed
@@ -67,6 +68,8 @@ def load(path: Checkpoint, snapshot: Snapshot, *, only: Collection[str] | None =
         if MODEL in stored and not any(spare & infos[MODEL].keys() for infos in described):
             # whoever samples or evaluates needs no loss function
             stored[MODEL] = {name: info for name, info in stored[MODEL].items() if name not in spare}
+        for alias in _equal_aliases(targets.get(MODEL), snapshot.aliases):  # a file may have tied weights twice
+            del stored[MODEL][alias]
         _compare(checkpoint, stored, described)
 
     def fill() -> dict[str, Any]:
@@ -122,9 +125,19 @@ def _targets(
     }
     if MODEL in targets:
         ties = {alias: name for name, info in manifest.parameters.items() for alias in info.aliases}
-        targets[MODEL].owner = ties
+        targets[MODEL].owner = ties | _stored_under_aliases(targets[MODEL], snapshot.aliases)
         _check_ties(checkpoint, targets[MODEL], {a for others in snapshot.aliases.values() for a in others})
     return targets
+
+
+def _stored_under_aliases(model: _Target, aliases: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return name → alias for tied weights that files of others have under another of their names."""
+    stored = model.reader.stored.info()
+    return {
+        name: next(other for other in others if other in stored)
+        for name, others in aliases.items()
+        if name not in stored and any(other in stored for other in others)
+    }
 
 
 def _check_ties(checkpoint: Location, model: _Target, declared: Collection[str]) -> None:
@@ -143,6 +156,35 @@ def _check_ties(checkpoint: Location, model: _Target, declared: Collection[str])
         if model.blocks[other].memory != block.memory and not {name, other} & set(declared):
             what = f"{other} and {name} are two parameters in the model, but tied in {checkpoint}"
             raise UsageError(what, fix="tie them before loading: training would pull them apart")
+
+
+def _equal_aliases(model: _Target | None, aliases: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the names of tied weights that are stored apart from the first name, with the same values."""
+    found: list[str] = []
+    if model is None or not isinstance(model.reader, ShardedReader):
+        return found
+    stored = model.reader.stored.info()
+    for name, others in aliases.items():
+        for other in others:
+            if name in stored and stored.get(other) == stored[name] and other not in model.owner:
+                shape, dtype = stored[name]
+                both = {each: torch.empty(shape, dtype=dtype_of(dtype)) for each in (name, other)}
+                model.reader.read_into({each: TensorBlock.whole(tensor) for each, tensor in both.items()})
+                found += [other] if torch.equal(both[name], both[other]) else []
+    return found
+
+
+def _to_import_again(checkpoint: Location, missing: set[str], unexpected: set[str]) -> str | None:
+    """Return how imported weights become those of the model; None if they are a run's own."""
+    if "imported_from" not in read_state(checkpoint).get("metadata", {}):
+        return None
+    for prefix in {name.removesuffix(wanted) for wanted in missing for name in unexpected if name.endswith(wanted)}:
+        if prefix and all(prefix + name in unexpected for name in missing):
+            return f"import the weights again with --prefix {prefix} (in Python import_weights(…, prefix={prefix!r}))"
+    return (
+        "import weights with these very names and shapes; or load what fits before the Trainer is made: "
+        "model.load_state_dict(lockstep.checkpoint.weights(PATH), strict=False)"
+    )
 
 
 def _compare(checkpoint: Location, stored: dict[str, _Infos], ranks: list[dict[str, _Infos]]) -> None:
@@ -170,6 +212,7 @@ def _compare(checkpoint: Location, stored: dict[str, _Infos], ranks: list[dict[s
         )
         fix += "new run there, --resume never (in Python resume='never') sets the old checkpoints aside; or choose "
         fix += "another --output-dir (in Python output_dir=…)"
+        fix = _to_import_again(checkpoint, missing, unexpected) or fix
         raise UsageError(f"{checkpoint} does not fit this model", why="; ".join(differing), fix=fix)
 
 

@@ -4,8 +4,9 @@ checks → names → its chain compared → strides → keyed randomness → flo
 → spread experts → cut layers → shard or replicate → first values
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial, reduce
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -44,6 +45,7 @@ from lockstep.parallel.tensor_plan import checked_plan
 from lockstep.precision import Precision, switch_tf32
 from lockstep.randomness import RandomState, key_segments
 from lockstep.strategy import Strategy, strategy_named
+from lockstep.torch_compat.module_hooks import has_hooks
 
 
 def place(
@@ -66,6 +68,9 @@ def place(
     of_loss = {} if loss is None else loss.own
     hooks = take_hooks(model, of_loss, workers=layout.workers > 0)
     own = dict(model.named_parameters()) | of_loss
+    attributes = {name: dict(vars(parameter)) for name, parameter in own.items()}
+    if strategy.splits_model:
+        refuse_hooks_outside_segments(model)
     size = sum(p.numel() for p in own.values())
     placement = prepared(model, strategy, layout, config, objective, device, precision, dry_run)
     if loss is not None:
@@ -85,12 +90,21 @@ def place(
         held = sum(p.numel() for p in placed.parameters.values())
         assert size == held, "placement changed the number of parameters"
         assert set(placed.parameters) == set(own), "placement changed names of parameters"
+    keep_attributes(placed, attributes)
     placed.root, placed.aliases, placed.num_parameters, placed.gradient_hooks = model, aliases, size, hooks
     if dry_run is None:
         cut = set() if cuts is None else set(cuts.dims)
         divergence.guard_replicas(placed, config, placement.mesh, cut=cut, experts=experts)
         side_effects.watch(placed)
     return placed
+
+
+def keep_attributes(placed: ParallelModel, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Hang on the placed parameters what hung on those of the model, by name: optimizer groups are chosen by it."""
+    for name, parameter in placed.parameters.items():
+        for attribute, value in attributes[name].items():
+            if attribute not in vars(parameter):
+                setattr(parameter, attribute, value)
 
 
 def loss_weights_of(
@@ -260,6 +274,21 @@ def refuse_parameters(model: nn.Module, *, sharded: bool, reproducible: bool) ->
         fix = "keep it real, with a last dim of 2, and take torch.view_as_complex(…) of it in forward; "
         fix += "or write strategy: ddp and reproducible: false"
         raise UsageError(f"the parameter {listed(of_complex)} is complex", where=where, why=why, fix=fix)
+
+
+def refuse_hooks_outside_segments(model: nn.Module) -> None:
+    """Refuse hooks on modules that a pipeline does not call: it runs the model's segments one by one."""
+    called = {id(module) for _, segment in require_segments(model) for module in segment.modules()}
+    hooked = [
+        name or type(model).__name__
+        for name, module in model.named_modules()
+        if id(module) not in called and has_hooks(module)
+    ]
+    if hooked:
+        what = f"{listed(hooked)} has a hook that a pipeline does not call"
+        why = "its stages run the model's segments one by one, not the modules that hold them"
+        fix = "register it on a segment, or on a module inside of one; or use ddp or fsdp"
+        raise UsageError(what, where="distributed.strategy: pipeline", why=why, fix=fix)
 
 
 def refuse_wrapped(model: nn.Module) -> None:
