@@ -1,0 +1,219 @@
+"""Every setting in every way to train: it acts, is refused, or is warned of. A key without an entry fails.
+
+What no rule of `no_effect` names, and no run here shows, is in `ACTS`, with what it acts on.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep import Trainer
+from lockstep.config import Config
+from lockstep.config.keys import all_keys
+from lockstep.errors import LockstepError, NoEffectWarning, UsageError
+
+WAYS = ("train", "steps", "training_step", "place")
+IN_PLACE = ("distributed", "precision")
+OF_TRAINING_IN_PLACE = ("seed", "compile", "gradient_checkpointing", "gradient_checkpointing_every")
+EVALUATING = "the evaluations of `train`, and those of the loop: `evaluate`"
+# Key, or section → what it acts on, for those that one process in two steps does not show.
+ACTS = {
+    "model": "the model that a config names; in Python it is handed over",
+    "data.name": "the data that a config names; in Python they are handed over",
+    "data.args": "the data that a config names; in Python they are handed over",
+    "loss_fn": "the loss",
+    "data": "how a dataset is read (tests/data)",
+    "training.max_steps": "the length of the run, and `trainer.done`",
+    "training.num_train_epochs": "the length of the run",
+    "training.eval_batch_size": EVALUATING,
+    "training.eval_batches": EVALUATING,
+    "training.eval_steps": EVALUATING,
+    "training.eval_strategy": EVALUATING,
+    "training.early_stopping": EVALUATING,
+    "training.batch_size": "the micro-batch",
+    "training.batch_norm_samples": "batch normalisation over ranks (tests/parallel/test_buffers.py)",
+    "training.gradient_accumulation_steps": "the step",
+    "training.global_batch_size": "the step",
+    "training.optimizer": "the update",
+    "training.optimizer_args": "the update",
+    "training.learning_rate": "the update",
+    "training.lr_schedule": "the update",
+    "training.lr_scaling": "the update",
+    "training.warmup_steps": "the update",
+    "training.weight_decay": "the update",
+    "training.gradient_clip": "the update",
+    "training.bad_numbers": "a step with bad numbers (tests/faults/test_numbers.py)",
+    "training.gradient_checkpointing": "what is kept of a forward pass (tests/parallel/test_activation.py)",
+    "training.compile": "the blocks of the model",
+    "training.seed": "order and random numbers",
+    "precision": "number formats (tests/test_precision.py)",
+    "distributed": "ranks (tests/parallel, tests/launch)",
+    "checkpoint": "saves of the run, and `save_checkpoint` (tests/checkpoint, test_loops.py)",
+    "monitor": "records, callbacks and watchers (tests/monitor)",
+}  # fmt: skip
+# The keys of those sections of which `ACTS` has no single ones: a new one is added here when it acts.
+LISTED = {
+    "data": (
+        "name args num_workers prefetch_factor pin_memory persistent_workers shuffle drop_last"
+    ),
+    "precision": (
+        "mode param_dtype fp8 tf32 loss_scale.dynamic loss_scale.initial_scale loss_scale.growth_factor "
+        "loss_scale.backoff_factor loss_scale.growth_interval loss_scale.min_scale loss_scale.max_scale "
+        "loss_scale.history_size"
+    ),
+    "distributed": (
+        "strategy device backend init_method timeout_seconds hang.factor hang.seconds debug env reproducible "
+        "divergence_check_steps divergence_action replicate_size shard_size pipeline_size context_size "
+        "context_method context_blocks tensor_size expert_size sequence_parallel tensor_blocks "
+        "ddp.bucket_cap_mb ddp.find_unused_parameters ddp.static_graph ddp.gradient_as_bucket_view "
+        "ddp.compression.kind ddp.compression.rank ddp.compression.start_step ddp.compression.warm_start "
+        "ddp.compression.error_feedback fsdp.sharding_strategy fsdp.auto_wrap_policy fsdp.accumulate "
+        "fsdp.min_num_params fsdp.forward_prefetch fsdp.backward_prefetch fsdp.cpu_offload fsdp.reduce_dtype "
+        "fsdp.buffer_dtype pipeline.split_spec pipeline.stages_per_rank pipeline.schedule "
+        "pipeline.n_microbatches accelerate.device_placement accelerate.cpu accelerate.mixed_precision "
+        "accelerate.split_batches accelerate.dispatch_batches accelerate.even_batches "
+        "accelerate.use_seedable_sampler accelerate.gradient_accumulation_plugin diloco.workers "
+        "diloco.inner_steps diloco.outer_learning_rate diloco.outer_momentum diloco.nesterov diloco.fragments "
+        "diloco.send_as diloco.error_feedback"
+    ),
+    "checkpoint": (
+        "save_strategy save_steps save_total_limit keep_best keep_best_mode load_best format storage async "
+        "retries on_failure resume allow_changes"
+    ),
+    "monitor": (
+        "log_steps sinks callbacks profile.wait profile.warmup profile.active profile.record_shapes "
+        "profile.profile_memory profile.with_stack profile.ranks profile.dir memory.threshold "
+        "memory.alert_on_imbalance straggler.threshold straggler.patience prometheus.port prometheus.host "
+        "gradient_norms experiment"
+    ),
+}  # fmt: skip
+# A value that is asked for, where it does not follow from the key's type; None: it can't be set alone.
+VALUES: dict[str, Any] = {
+    "model.name": None, "data.name": None, "loss_fn": "mse", "model.args": None, "data.args": None,
+    "data.prefetch_factor": None, "data.persistent_workers": None, "data.num_workers": 1,
+    "training.batch_norm_samples": None, "training.gradient_accumulation_steps": 2, "training.optimizer": "sgd",
+    "training.optimizer_args": {"amsgrad": True}, "training.lr_schedule": "cosine", "training.lr_scaling": None,
+    "training.early_stopping": {}, "training.eval_strategy": "epoch", "training.gradient_clip.strategy": "value",
+    "training.compile": None, "training.gradient_checkpointing": None, "precision.mode": "bf16",
+    "precision.param_dtype": None, "precision.fp8": None, "checkpoint.keep_best": "eval_loss",
+    "checkpoint.load_best": None, "checkpoint.storage": None, "checkpoint.resume": None,
+    "monitor.sinks": ["jsonl"], "monitor.callbacks": None, "monitor.profile": {}, "monitor.prometheus": None,
+    "monitor.experiment": "mine", "distributed.strategy": "ddp", "distributed.device": None,
+    "distributed.backend": None, "distributed.init_method": None, "distributed.timeout_seconds": None,
+    "distributed.debug": None, "distributed.env": None, "distributed.accelerate.gradient_accumulation_plugin": None,
+    "distributed.fsdp.cpu_offload": None, "distributed.pipeline.split_spec": {"0": "end"},
+}  # fmt: skip
+LEAVES = [key for key, info in all_keys().items() if not info.is_section or key in VALUES]
+X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(X, X.sum(1, keepdim=True))
+
+
+def asked(key: str) -> Any:
+    """Another value than the default, or None if there is none that stands alone."""
+    if key in VALUES:
+        return VALUES[key]
+    info = all_keys()[key]
+    if isinstance(info.default, bool):
+        return not info.default
+    others = [choice for choice in info.choices or () if choice != info.default]
+    if others:
+        return others[0]
+    if isinstance(info.default, int | float):
+        return type(info.default)(info.default / 2) if isinstance(info.default, float) else info.default + 1
+    return 1
+
+
+def outcome(key: str, value: Any, way: str, output: Path | None) -> str:
+    """`error`, `warning` or `accepted`: what a way to train says to one setting that is asked for."""
+    settings: dict[str, Any] = {key: value, "loss_fn": nn.MSELoss()}
+    if key == "loss_fn":
+        settings = {"config": Config().replaced({"loss_fn": value})}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            if way == "place":
+                lockstep.place(nn.Linear(4, 1), **settings)
+            else:
+                length = {} if key == "training.num_train_epochs" else {"max_steps": 2}
+                trainer = Trainer(nn.Linear(4, 1), output_dir=output, **{**length, **settings})
+                trained(trainer, way)
+                trainer._close_run()
+        except UsageError:
+            return "error"
+        except LockstepError as error:
+            raise AssertionError(f"{key} in {way}: {error}") from error
+    return "warning" if any(one.category is NoEffectWarning for one in seen) else "accepted"
+
+
+def trained(trainer: Trainer, way: str) -> None:
+    if way == "train":
+        trainer.train(DATA, DATA)
+    elif way == "steps":
+        list(trainer.steps(DATA))
+    else:
+        size = trainer.config.training.batch_size
+        trainer.training_step((X[:size], X[:size].sum(1, keepdim=True)))
+
+
+def entry_of(key: str) -> str | None:
+    """What a key acts on, by its nearest entry."""
+    parts = key.split(".")
+    return next((ACTS[name] for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in ACTS), None)
+
+
+def taken_by_place(key: str) -> bool:
+    section, _, name = key.partition(".")
+    return key == "loss_fn" or section in IN_PLACE or (section == "training" and name in OF_TRAINING_IN_PLACE)
+
+
+def test_each_key_has_an_entry_and_each_entry_a_key() -> None:
+    for key in LEAVES:
+        assert entry_of(key) is not None or key in NEEDS_ANOTHER, f"{key}: say in ACTS what it acts on"
+    for section, names in LISTED.items():
+        keys = [key for key, info in all_keys().items() if key.startswith(f"{section}.") and not info.is_section]
+        assert sorted(keys) == sorted(f"{section}.{name}" for name in names.split()), f"list the keys of {section}"
+    for name in {*ACTS, *VALUES}:
+        assert name in all_keys(), name
+
+
+NEEDS_ANOTHER = {  # warned of wherever they stand alone
+    "training.base_batch_size", "training.min_lr_ratio", "training.wsd_decay_ratio", "training.bad_numbers.window",
+    "training.bad_numbers.patience", "training.gradient_checkpointing_every", "distributed.tensor_blocks",
+    "distributed.context_blocks", "distributed.context_method", "checkpoint.keep_best_mode", "monitor.experiment",
+}  # fmt: skip
+MEANS_NOTHING = {
+    "steps": ("training.eval_steps", "training.eval_strategy"),
+    "training_step": ("training.eval_steps", "training.eval_strategy", "training.num_train_epochs", "data."),
+}
+# Those of `save_checkpoint(path)` and `load_checkpoint(path)` act without a run directory, too.
+WITHOUT_DIRECTORY = ("checkpoint.format", "checkpoint.retries", "checkpoint.allow_changes")
+EACH = [key for key in LEAVES if asked(key) is not None]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "key", [key if number % 12 == 0 else pytest.param(key, marks=pytest.mark.full) for number, key in enumerate(EACH)]
+)
+def test_a_setting_acts_or_is_refused_or_warned_of(
+    key: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = outcome(key, asked(key), way, tmp_path / "run" if way != "place" else None)
+    if way == "place" and not taken_by_place(key):
+        assert found == "error"
+    elif key in NEEDS_ANOTHER or key.startswith("precision.loss_scale."):
+        assert found != "accepted"
+    elif way != "place" and key.startswith(("checkpoint.", "monitor.profile")):
+        without = outcome(key, asked(key), way, None)
+        acts = key in (
+            "checkpoint.format",
+            "checkpoint.retries",
+            "checkpoint.allow_changes",
+        )  # `save_checkpoint`, `resume`
+        assert (without == "accepted") == acts, f"{key} without output_dir: {without}"
