@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from lockstep.config.schema import Config, StepConfig
+from lockstep.config.schema_distributed import OPEN_BLOCKS
 from lockstep.config.schema_training import TrainingConfig
 from lockstep.errors import Contradiction, UsageError, refuse
 from lockstep.layout import Layout
@@ -58,6 +59,7 @@ def step_contradictions(
     name = distributed.strategy if layout is None else layout.strategy
     yield from _context(config, layout)
     yield from _tensor(config, layout)
+    yield from _open_axes(config, layout)
     yield from _expert(config, layout)
     yield from _batch_norm(config, layout)
     if device_type == "mps":
@@ -81,33 +83,42 @@ def _mps(config: StepConfig, strategy: str) -> Iterator[Contradiction]:
         yield Contradiction(("distributed.device", "distributed.reproducible"), what, fix)
 
 
-def _context(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
-    where, distributed = "distributed.context_size", config.distributed
-    ranks, tensor = _ranks(config, layout, "context"), _ranks(config, layout, "tensor")
-    if distributed.reproducible and distributed.context_blocks % ranks:
-        blocks = distributed.context_blocks
-        what = f"reproducible cuts sequences into {blocks} chunk(s), which {ranks} ranks can't share"
-        fix = f"write context_blocks: {2 * ranks}, here and in the runs that are to have the same bits"
-        yield Contradiction((where, "distributed.context_blocks"), what, fix)
-    if distributed.reproducible and distributed.context_method == "ring":
+def _open_axes(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
+    """Yield what keeps a reproducible run from an axis: at most one, for one key mends all of it."""
+    distributed = config.distributed
+    context, tensor = _ranks(config, layout, "context"), _ranks(config, layout, "tensor")
+    chunks, blocks = distributed.chunks_of_sequences, distributed.blocks_of_layers
+    cuts_twice = tensor > 1 and chunks > 1 and distributed.cuts_sequences_between_layers
+    closed = {"context_blocks": chunks % context, "tensor_blocks": blocks % tensor, "sequence_parallel": cuts_twice}
+    first = next((key for key, is_closed in closed.items() if is_closed), None)
+    if not distributed.reproducible or first is None:
+        return
+    what = {
+        "context_blocks": f"reproducible cuts sequences into {chunks} chunk(s), which {context} ranks can't share",
+        "tensor_blocks": f"{tensor} ranks can't share the {blocks} blocks in which reproducible computes a layer",
+        "sequence_parallel": "sequence_parallel cuts across the chunks in which reproducible computes a sequence",
+    }[first]
+    written = [key for key, is_closed in closed.items() if is_closed and getattr(distributed, key) is not None]
+    fix = f"leave {' and '.join(written)} out, and " if written else ""
+    fix += "write open_axes: [tensor, context]"
+    if OPEN_BLOCKS % context or OPEN_BLOCKS % tensor:
+        own = {"context_blocks": 2 * context, "tensor_blocks": 2 * tensor}
+        fix = "write " + " and ".join(f"{key}: {own[key]}" for key in own if closed[key])
+    fix += ", here and in all runs that are to have the same bits, from their start"
+    axis = "context" if first == "context_blocks" else "tensor"
+    yield Contradiction((f"distributed.{axis}_size", "distributed.open_axes"), what, fix)
+
+
+def _context(config: StepConfig, _layout: Layout | None) -> Iterator[Contradiction]:
+    if config.distributed.reproducible and config.distributed.context_method == "ring":
         what = "ring merges the parts of a softmax in an order that depends on the rank, which reproducible can't"
         fix = "write context_method: gathered or all_to_all, or reproducible: false"
         yield Contradiction(("distributed.context_method", "distributed.reproducible"), what, fix)
-    cuts_twice = distributed.sequence_parallel and max(ranks, distributed.context_blocks) > 1
-    if distributed.reproducible and cuts_twice and tensor > 1:
-        what = "sequence_parallel cuts across the chunks in which reproducible computes a sequence"
-        fix = "write sequence_parallel: false, here and in the runs that are to have the same bits"
-        yield Contradiction((where, "distributed.sequence_parallel"), what, fix)
 
 
 def _tensor(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
-    where, distributed = "distributed.tensor_size", config.distributed
+    distributed = config.distributed
     ranks = _ranks(config, layout, "tensor")
-    if distributed.reproducible and distributed.tensor_blocks % ranks:
-        blocks = distributed.tensor_blocks
-        what = f"{ranks} ranks can't share the {blocks} blocks in which reproducible computes a layer"
-        fix = f"write tensor_blocks: {blocks * ranks}, or another tensor_size"
-        yield Contradiction((where, "distributed.tensor_blocks"), what, fix)
     compression, offload = distributed.ddp.compression.kind, distributed.fsdp.cpu_offload
     if ranks > 1:
         yield from _excluded("tensor", f"layers are cut over {ranks} ranks", (

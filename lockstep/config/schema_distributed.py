@@ -120,6 +120,10 @@ class HangConfig(Section):
     and a collective that only some ranks enter, are found after this time."""
 
 
+OpenAxis = Literal["tensor", "context"]
+OPEN_BLOCKS = 8  # in which an open axis is computed: as many ranks as a node has can share them
+
+
 class DistributedConfig(Section):
     """The distribution of micro-batches and parameters over ranks; sizes of the mesh are in ranks."""
 
@@ -156,25 +160,45 @@ class DistributedConfig(Section):
     """How the parts of a sequence meet in attention: keys and values are `gathered`, or heads are exchanged by
     `all_to_all` (Ulysses; `context_size` divides the numbers of heads), or keys and values travel in a `ring` (slower,
     for the longest sequences; not with `reproducible`)."""
-    context_blocks: int = key(1, ge=1)
+    open_axes: list[OpenAxis] = key(["tensor"])
+    """Under `reproducible`, the axes that the run may enter later and keep its bits: write the same in all runs that
+    are to end in one digest. Each costs time on any number of ranks: layers, or sequences, are computed in 8 blocks."""
+    context_blocks: int | None = key(None, ge=1)
     """Under `reproducible`, the chunks in which sequences are computed on any number of ranks; `context_size` divides
-    it."""
+    it. Unset: 8 if `open_axes` names context, else 1."""
     tensor_size: int | None = key(None, ge=1)
     """Ranks over which each layer is cut (tensor parallel), and which work on the same micro-batches. Unset: 1."""
     expert_size: int | None = key(None, ge=1)
     """Ranks over which the experts of each layer are spread (expert parallel); it divides those that share out
     micro-batches. Unset: 1."""
-    sequence_parallel: bool = key(True)
+    sequence_parallel: bool | None = key(None)
     """Between the layers that are cut over `tensor_size` ranks, each rank has a part of every sequence, if the model
-    says how; else all of it."""
-    tensor_blocks: int = key(8, ge=1)
+    says how; else all of it. Unset: true, but false under `reproducible` where `open_axes` names tensor and context."""
+    tensor_blocks: int | None = key(None, ge=1)
     """Under `reproducible`, the blocks in which layers that can be cut are computed on any number of ranks;
-    `tensor_size` divides it."""
+    `tensor_size` divides it. Unset: 8 if `open_axes` names tensor, else 1."""
     ddp: DDPConfig = section(DDPConfig, "Options of `strategy: ddp`.")
     fsdp: FSDPConfig = section(FSDPConfig, "Options of `strategy: fsdp`.")
     pipeline: PipelineConfig = section(PipelineConfig, "Options of `strategy: pipeline`.")
     accelerate: AccelerateConfig = section(AccelerateConfig, "Options of `strategy: accelerate`.")
     diloco: DiLoCoConfig = section(DiLoCoConfig, "Options of `strategy: diloco`.")
+
+    @property
+    def chunks_of_sequences(self) -> int:
+        """Number of chunks in which `reproducible` computes a sequence."""
+        return self.context_blocks or (OPEN_BLOCKS if "context" in self.open_axes else 1)
+
+    @property
+    def blocks_of_layers(self) -> int:
+        """Number of blocks in which `reproducible` computes a layer that can be cut."""
+        return self.tensor_blocks or (OPEN_BLOCKS if "tensor" in self.open_axes else 1)
+
+    @property
+    def cuts_sequences_between_layers(self) -> bool:
+        """Whether ranks along `tensor` share out sequences between the layers that are cut."""
+        if self.sequence_parallel is not None:
+            return self.sequence_parallel
+        return not (self.reproducible and {"tensor", "context"} <= set(self.open_axes))
 
     @field_validator("env", mode="before")
     @classmethod

@@ -37,7 +37,7 @@ from lockstep.torch_compat.pytree import tree_map
 
 def context_of(model: nn.Module, layout: Layout, config: StepConfig, mesh: DeviceMesh | None) -> Context | None:
     """Return how the sequences of a model are cut over the axis `context`; None if they stay whole."""
-    blocks = config.distributed.context_blocks if config.distributed.reproducible else None
+    blocks = config.distributed.chunks_of_sequences if config.distributed.reproducible else None
     if layout.context == 1 and blocks in (None, 1):
         return None
     plan_of(model)

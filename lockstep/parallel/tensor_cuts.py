@@ -81,8 +81,9 @@ def apply_tensor(
         refuse_attention_dropout(model)
     cut = Cut(
         None if mesh is None else mesh["tensor"].get_group(),
-        distributed.tensor_blocks if distributed.reproducible else None,
-        sequence=distributed.sequence_parallel and {"vocabulary", "sequence", "head"} <= {way for *_, way in plan},
+        distributed.blocks_of_layers if distributed.reproducible else None,
+        sequence=distributed.cuts_sequences_between_layers
+        and {"vocabulary", "sequence", "head"} <= {way for *_, way in plan},
     )
     cut.within = within
     cut.keeps_logits = own_loss and loss_is_planned(model, plan)

@@ -87,7 +87,7 @@ def axes_to_plan(work: Workload, facts: ModelSize, config: Config, cluster: GpuC
     context, tokens = 1, work.tokens_per_sample()
     if tokens >= LONG and offered(model, "context_plan") is not None:
         context = _power_of_two(tokens // SHARE, gpus)
-        if distributed.reproducible and distributed.context_blocks % context:
+        if distributed.reproducible and distributed.chunks_of_sequences % context:
             context = 1
     long = {"distributed.context_size": context} if context > 1 else {}
     if long:

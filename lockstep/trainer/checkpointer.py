@@ -335,7 +335,10 @@ def best_of(
     return min(reversed(known), key=lambda pair: pair[0])[1] if known else None
 
 
-_COMPARED = ("model.", "loss_fn", "data.", "training.", "precision.", "distributed.reproducible")
+_COMPARED = (
+    *("model.", "loss_fn", "data.", "training.", "precision.", "distributed.reproducible", "distributed.open_axes"),
+    *("distributed.context_blocks", "distributed.tensor_blocks", "distributed.sequence_parallel"),
+)
 _HOW_DATA_ARE_READ = ("data.num_workers", "data.prefetch_factor", "data.pin_memory", "data.persistent_workers")
 _ANOTHER_TRAINING = ("model.", "data.", "training.seed")
 _SIZES = ("training.batch_size", "training.gradient_accumulation_steps", "training.global_batch_size")

@@ -317,12 +317,13 @@ class PlacementSettings(TypedDict, total=False):
     shard_size: int | None
     pipeline_size: int | None
     context_size: int | None
-    context_blocks: int
+    open_axes: list[Literal["tensor", "context"]]
+    context_blocks: int | None
     context_method: Literal["gathered", "all_to_all", "ring"]
     tensor_size: int | None
     expert_size: int | None
-    sequence_parallel: bool
-    tensor_blocks: int
+    sequence_parallel: bool | None
+    tensor_blocks: int | None
     ddp: Mapping[str, Any]
     fsdp: Mapping[str, Any]
     pipeline: Mapping[str, Any]

@@ -214,7 +214,8 @@ CONTRADICTED = (
 )
 drawn = {key: facts for key, facts in all_keys().items() if not key.startswith(CONTRADICTED)}
 chosen = {key: st.sampled_from(facts.choices) for key, facts in drawn.items() if facts.choices}
-chosen["monitor.sinks"] = st.lists(chosen["monitor.sinks"], max_size=3)
+for several in ("monitor.sinks", "distributed.open_axes"):
+    chosen[several] = st.lists(chosen[several], max_size=3)
 switches = {key: st.booleans() for key, facts in drawn.items() if facts.takes == "true or false"}
 
 

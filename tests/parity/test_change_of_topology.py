@@ -37,10 +37,8 @@ def test_a_run_that_is_cut_over_the_axis_tensor_for_a_while(tmp_path: Path) -> N
 
 
 def test_a_run_whose_sequences_are_cut_over_the_axis_context_for_a_while(tmp_path: Path) -> None:
-    settings = {
-        **SMALL_STEPS, "training.max_steps": 7, "distributed.context_blocks": 4,
-        "distributed.sequence_parallel": False,
-    }  # fmt: skip
+    """One key, `open_axes`, keeps both axes open."""
+    settings = {**SMALL_STEPS, "training.max_steps": 7, "distributed.open_axes": ["tensor", "context"]}
     reference, records = bits("single", "transformer", settings, vocab_size=64)
     four = ["fsdp:2*context:2", "context:4", "context:2*tensor:2", "pipeline:2*context:2"]
     first = run_ranks(relay, 4, str(tmp_path), "transformer", settings, four, 1, 64)[0][1]

@@ -32,6 +32,7 @@ SMALL = {"n_layer": 2, "vocab_size": 64}
 GROUPED = {**SMALL, "n_kv_head": 2}
 TIED = {**GROUPED, "tie_embeddings": True}
 PACKED = {"packed": True}
+OPEN = {"distributed.open_axes": ["tensor", "context"]}
 EXACT = {"distributed.context_blocks": 4, "distributed.sequence_parallel": False}
 PLAIN = {"distributed.reproducible": False}
 RECOMPUTED = {"training.gradient_checkpointing": "full"}
@@ -174,6 +175,31 @@ def test_what_does_not_divide_or_does_not_go_together() -> None:
     ):
         with pytest.raises(UsageError, match=says):
             config_from({"distributed.context_size": 2, **{f"distributed.{k}": v for k, v in settings.items()}})
+
+
+def test_one_key_opens_the_axes_that_a_run_may_enter() -> None:
+    """Whatever is missing, the first error names it, and what it says is enough."""
+    entered = [{"context_size": 2}, {"context_size": 2, "tensor_size": 2}, {"context_size": 4, "context_blocks": 6}]
+    entered += [{"tensor_size": 2, "open_axes": []}, {"tensor_size": 2, "open_axes": ["context"]}]
+    entered += [{"context_size": 2, "tensor_size": 2, "context_blocks": 4}]
+    entered += [{"context_size": 2, "tensor_size": 2, "context_blocks": 4, "sequence_parallel": True}]
+    for settings in entered:
+        flat = {f"distributed.{key}": value for key, value in {"reproducible": True, **settings}.items()}
+        with pytest.raises(UsageError, match=r"write open_axes: \[tensor, context\]") as found:
+            config_from(flat)
+        assert str(found.value).count("open_axes: [") == 1
+        left_out = [key for key in flat if f"leave {key.removeprefix('distributed.')} out" in str(found.value)]
+        config_from({key: v for key, v in flat.items() if key not in left_out} | OPEN)
+    with pytest.raises(UsageError, match="write context_blocks: 32"):
+        config_from({"distributed.reproducible": True, "distributed.context_size": 16, **OPEN})
+    default, both = config_from({}).distributed, config_from({"distributed.reproducible": True, **OPEN}).distributed
+    assert (default.blocks_of_layers, default.chunks_of_sequences, default.cuts_sequences_between_layers) == (
+        8,
+        1,
+        True,
+    )
+    assert (both.blocks_of_layers, both.chunks_of_sequences, both.cuts_sequences_between_layers) == (8, 8, False)
+    assert config_from({"distributed.context_blocks": 4, **OPEN}).distributed.chunks_of_sequences == 4
 
 
 def test_families_whose_attention_does_more_are_refused() -> None:
