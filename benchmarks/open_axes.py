@@ -25,7 +25,7 @@ OPEN: dict[str, list[Literal["tensor", "context"]]] = {
     "[tensor, context]": ["tensor", "context"],
 }
 LAYERS, VOCABULARY, LENGTH, SAMPLES = 4, 512, 256, 4
-WIDTHS = (128, 512)
+WIDTHS = (128, 384)
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
