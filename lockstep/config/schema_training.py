@@ -204,7 +204,9 @@ class TrainingConfig(Section):
     (`selective`), of every n-th block (`every_n`), or of runs of blocks (`sequential`)."""
     gradient_checkpointing_every: int = key(2, ge=1)
     """The n of `every_n`, and the number of blocks in a run of `sequential`."""
-    compile: bool = key(False, "Compile the blocks with torch.compile.")
+    compile: bool = key(False)
+    """Compile the blocks with torch.compile. From torch 2.14 on, compiled blocks that are recomputed draw other random
+    numbers than those that are not, so that `gradient_checkpointing` changes the dropout of a compiled run there."""
     seed: int = key(1337, ge=0, lt=2**63)
     """Sample order, random numbers of the steps, and first values of a model that a config names, or that is on meta:
     one that is handed over has its own (`torch.manual_seed` before it is made)."""
