@@ -24,7 +24,8 @@ from lockstep.errors import Contradiction, UsageError, listed
 from lockstep.layout import Layout, layout_of_sizes
 from lockstep.parallel.comm.gloo import GlooMessages
 from lockstep.parallel.expert import PlacedExperts
-from lockstep.parallel.fsdp_units import UnitUsage, own_parameters, units_of
+from lockstep.parallel.fsdp_order import UnitOrder
+from lockstep.parallel.fsdp_units import UnitUsage, own_parameters, sharded_units, units_of
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
@@ -139,7 +140,11 @@ class FSDP(Strategy):
         scalars = Scalars(p.model)
         around: list[AroundMicroBatch] = [scalars]
         if p.dry_run is None:  # ranks compare what they use, and without values there is nothing to compare
-            around.append(UnitUsage(p.model, p.device, shards))
+            around.append(UnitUsage(p.model, p.device))
+            exchanging: dict[bool, dist.ProcessGroup | None] = {} if shards is None else {True: shards, False: shards}
+            if not p.reproducible:  # replicas add up unit by unit, too
+                exchanging[True] = p.dp_group
+            around.append(UnitOrder(sharded_units(p.model), p.device, exchanging))
         if p.device_type == "cpu":
             may_wait = not p.reproducible and layout.replicate == 1  # else a sum follows on what FSDP2 is given
             messages = GlooMessages(p.model, may_wait=may_wait)

@@ -1,16 +1,15 @@
 """Units of FSDP2: which modules are gathered at once, and which of them the forward passes use.
 
-FSDP2 requires that every rank calls the same units in the same order, and that the same parameters get gradients on all
-ranks. `UnitUsage` gives a parameter that only other ranks use a gradient of zeros, and one that no rank uses none.
-Ranks compare which units they call: a difference is an error, not a hang or another unit's values. (On GPUs, after the
-first step, only where a model left something unused: a comparison holds up the host.)
+FSDP2 requires that every rank calls the same units in the same order (see `lockstep.parallel.fsdp_order`), and that the
+same parameters get gradients on all ranks. `UnitUsage` gives a parameter that only other ranks use a gradient of zeros,
+and one that no rank uses none. (On GPUs, after the first step, ranks compare what they used only where a model left
+something unused: a comparison holds up the host.)
 """
 
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -113,6 +112,12 @@ def _picking(policy: Any, name: str) -> Callable[[nn.Module], object]:
     return policy  # type: ignore[no-any-return]
 
 
+def sharded_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of each unit of a sharded model, the root first."""
+    sharded = {type(module) for module in model.modules() if isinstance(module, FSDPModule)}
+    return [(name, m) for name, m in model.named_modules() if type(m) in sharded]
+
+
 def own_parameters(unit: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of a unit that are in no unit inside it."""
     inner = [module for module in unit.modules() if isinstance(module, FSDPModule) and module is not unit]
@@ -123,16 +128,14 @@ def own_parameters(unit: nn.Module) -> list[nn.Parameter]:
 class UnitUsage(AroundMicroBatch):
     """The record of which units and parameters of a sharded model a step uses.
 
-    `shards` gather units together; None: each rank holds the whole model. Other replicas may run fewer micro-batches.
+    Other replicas may run fewer micro-batches.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, shards: dist.ProcessGroup | None) -> None:
-        self._model, self._device, self._shards = model, device, shards
-        sharded = {type(module) for module in model.modules() if isinstance(module, FSDPModule)}
-        self._units = [(name, m) for name, m in model.named_modules() if type(m) in sharded]
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._units = sharded_units(model)
         self._names = [name for name, p in model.named_parameters() if p.ndim and p.requires_grad]
         self._used: set[str] = set()
-        self._order = 0  # a checksum of the units called in this step, in order
         self._calls: dict[int, int] = {}  # place of a unit → calls in this forward pass
         self._called: set[int] = set()  # units that were called
         self._forward, self._first_step = False, True
@@ -153,7 +156,7 @@ class UnitUsage(AroundMicroBatch):
         if run.last:
             self._compare()
             self._used.clear()
-            self._order, self._first_step = 0, False
+            self._first_step = False
 
     def failed(self, error: BaseException) -> Exception | None:
         self._forward = False
@@ -164,30 +167,12 @@ class UnitUsage(AroundMicroBatch):
         if not self._forward:
             return
         self._called.add(place)
-        self._order = crc32(place.to_bytes(4, "little"), self._order)
         self._calls[place] = self._calls.get(place, 0) + 1
         if self._calls[place] == 2:
             _fill_unused(unit, False)  # its gradient is there after the last call's backward: others would send zeros
-        if self._first_step and place != _END:
-            self._agree(place)
 
     def _after(self, _model: nn.Module, _args: object, _output: object) -> None:
-        if self._forward and self._first_step:
-            self._agree(_END)
         self._forward = False
-
-    def _agree(self, place: int) -> None:
-        """Check that all ranks that gather units together call the same one, or that all have called their last one."""
-        if self._shards is None:
-            return
-        both = torch.tensor([place, -place], device=self._device)  # host waits for the copy, in the first step
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._shards)
-        high, low = both.tolist()  # host waits for the device
-        low = -low
-        if high != low:
-            unit = self._units[high][0] if low == _END else self._units[low][0]
-            other = "none" if low == _END else self._units[high][0]
-            raise self._mismatch(unit, f"one rank's forward pass calls {unit} where another's calls {other}")
 
     def _watching(self, unit_name: str, unit: nn.Module) -> Any:
         """Return a hook that registers, once, on each whole parameter of the unit a hook that notes its gradient."""
@@ -213,36 +198,13 @@ class UnitUsage(AroundMicroBatch):
         if self._device.type != "cpu" and not self._first_step and not self._varies:
             return  # the host would wait for the device in each step
         used_here = [name in self._used for name in self._names]
-        mine = [*used_here, not all(used_here)]
-        flags = torch.tensor(mine, dtype=torch.int64, device=self._device)  # host waits for the copy
-        order = torch.tensor([self._order, -self._order], device=self._device)  # host waits for the copy
-        if self._shards is not None and self._shards.size() == dist.get_world_size():
-            flags = torch.cat([flags, order])  # one message for both
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-            flags, order = flags[:-2], flags[-2:]
-        else:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-            if self._shards is not None:
-                dist.all_reduce(order, op=dist.ReduceOp.MAX, group=self._shards)
+        flags = torch.tensor([*used_here, not all(used_here)], dtype=torch.int64, device=self._device)  # host waits
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         *used, varies = flags.tolist()  # host waits for the device
-        high, low = order.tolist()  # host waits for the device
         self._varies = bool(varies)
-        if high != -low:
-            what = "ranks called other units, or called them in another order, in one step"
-            raise self._mismatch(self._units[-1][0], what)
         for name, there in zip(self._names, used, strict=True):
             if not there:
                 self._model.get_parameter(name).grad = None
-
-    def _mismatch(self, unit: str, what: str) -> UsageError:
-        around = [self._model.get_submodule(unit.rsplit(".", depth)[0]) for depth in range(unit.count("."), 0, -1)]
-        outer = [module for module in around if implements_forward(module)]
-        fix = "let every rank call it, and multiply by 0 what is not wanted; or write strategy: ddp and "
-        fix += "ddp.find_unused_parameters: true"
-        if outer:
-            fix = f"gather what is always called: auto_wrap_policy: [{_class_of(outer[-1])}]"
-        why = "FSDP gathers a unit from all ranks at once, so none can leave it out for its data"
-        return UsageError(what, where="distributed.fsdp.auto_wrap_policy", why=why, fix=fix)
 
     def _not_called(self) -> UsageError:
         name, unit = next((u for place, u in enumerate(self._units) if place not in self._called), self._units[_END])

@@ -7,11 +7,11 @@ What wraps a micro-batch is a list of `AroundMicroBatch` (see `lockstep.parallel
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.data.batches import MicroBatch
 from lockstep.heartbeat import went_forward
@@ -41,6 +41,8 @@ class MicroBatchPass:
     micro_batches_per_step: int  # their number over all ranks
     factor: float  # what the summed loss is multiplied by before backward
     last: bool  # whether it is this rank's last of the step, whose gradients are reduced over ranks
+    # Tensors that the backward pass begins at beside the loss, with gradients of zero, for the messages inside of it.
+    further_roots: list[Tensor] = field(default_factory=list)
 
 
 class AroundMicroBatch:
@@ -81,7 +83,10 @@ def micro_step_of(
                 accumulator.start_reduce()
             # A dummy has weight zero: its backward pass is there for the collectives inside of it.
             weight = factor * multiplier * loss.times if micro_batch.real else 0.0
-            loss.value.backward(torch.full_like(loss.value, weight))  # type: ignore[no-untyped-call]
+            roots = [loss.value, *run.further_roots]
+            torch.autograd.backward(
+                roots, [torch.full_like(root, weight if root is loss.value else 0.0) for root in roots]
+            )
             random_state.backward_done()
         except BaseException as error:
             explanations = [step.failed(error) for step in outward]

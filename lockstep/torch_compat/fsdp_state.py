@@ -1,16 +1,17 @@
-"""The training state of FSDP2's units: gradients still to be reduced, and forward passes within a backward pass.
+"""The state of FSDP2's units: gradients to be reduced, forward passes within a backward pass, and messages alone.
 
-Public torch: none for either. From torch 2.15 on `finalize_backward` reduces only units whose forward pass ran in the
-same step; a pipeline reduces once for several runs of its schedule, in the last of which a unit may have had no forward
-pass. And a unit that reentrant checkpoints call twice loses the gradient of one of the calls: when the second is
-repeated, the unit's state still says that its backward pass is about to come.
+Public torch: none for any of them. From torch 2.15 on `finalize_backward` reduces only units whose forward pass ran in
+the same step; a pipeline reduces once for several runs of its schedule, in the last of which a unit may have had no
+forward pass. A unit that reentrant checkpoints call twice loses the gradient of one of the calls: when the second is
+repeated, the unit's state still says that its backward pass is about to come. And calling a unit for its messages alone
+would run everybody's hooks on it.
 Seen to work: torch 2.13.0 and 2.15.0. Before 2.15 there is no `finalize_backward`; `expect_reduction` is not called.
 When gone: AttributeError in the first step of a pipeline with FSDP2, or of a model on FSDP2 that recomputes itself.
 """
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.torch_compat.backward_pass import running_node
@@ -37,3 +38,15 @@ def _begin_anew(unit: Any, _args: object) -> None:
     groups = {group._training_state.name for group in state._fsdp_param_groups}
     if state._training_state.name == "PRE_BACKWARD" and groups == {"POST_BACKWARD"}:
         state._training_state = type(state._training_state).IDLE
+
+
+def pass_through(unit: Any, given: Tensor, made: Tensor | None) -> Tensor:
+    """Have a unit gather its parameters as in a forward pass, and gather and reduce in the backward pass of the result.
+
+    Args:
+        given: [1], in the place of its inputs; gradients are reduced when that of `given` is there, or at the end.
+        made: [1], in the place of what it makes of them; None: `given`.
+    """
+    state = unit._get_fsdp_state()
+    (given,), _ = state._pre_forward(unit, (given,), {})
+    return state._post_forward(unit, (given,), (given if made is None else made).clone())  # type: ignore[no-any-return]

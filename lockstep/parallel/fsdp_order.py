@@ -1,0 +1,248 @@
+"""The order in which ranks gather the units of FSDP2, where the data decide which units a forward pass calls.
+
+FSDP2 gathers a unit from all ranks at once, forward and backward, and reduces its gradients from all of them. A rank
+whose data leave a unit out (a tower for images, a layer that is dropped at random) would pair the next unit's messages
+with this one's. So the ranks agree in their first passes on an order, unit by unit, and follow it from then on without
+a message: a rank joins the gathers and reductions of a unit that it leaves out, with gradients of zeros.
+
+FSDP2 reduces a unit's gradients when those of its inputs are there, or, if none of them needs any, at the end of the
+backward pass. A rank that left out what made the inputs has to do as the others: its inputs are attached to the token.
+"""
+
+import time
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
+from lockstep.torch_compat.backward_pass import running_node
+from lockstep.torch_compat.default_store import default_store
+from lockstep.torch_compat.fsdp_state import pass_through
+from lockstep.torch_compat.pytree import tree_leaves, tree_map_only
+
+_PATIENCE = 20.0  # seconds in which the other ranks, too, come to a unit that the order does not have there
+
+
+class _Inputs(IntEnum):
+    """The part of a unit's inputs in the backward pass; of several ranks the least counts."""
+
+    NEED_GRADIENTS = 0
+    NEED_NONE = 1  # they are of floating point, but what made them is not trained
+    ARE_INTEGERS = 2
+    NO_BACKWARD = 3  # nothing is trained in the unit or before it, or the call is under `no_grad`
+
+
+class UnitOrder(AroundMicroBatch):
+    """Has all ranks gather units in one order, those that their data leave out as well.
+
+    `units` are (name, module), the root first. `groups` are the ranks, None: all, that exchange messages for a unit, by
+    whether a pass makes gradients; they run the same number of such passes.
+    """
+
+    def __init__(
+        self, units: Sequence[tuple[str, nn.Module]], device: torch.device, groups: dict[bool, dist.ProcessGroup | None]
+    ) -> None:
+        self._units, self._device, self._end = list(units), device, len(units)
+        self._model = units[0][1]
+        self._groups = groups
+        self._orders: dict[bool, list[int]] = {}  # with gradients? → places of units, in the order of a pass
+        self._learning = {True: True, False: True}
+        self._roots: list[Tensor] = []  # of the backward pass, beside the loss
+        self._mode, self._passes, self._inside = True, 0, False
+        self._called: list[int] = []  # units of this pass, called or joined
+        self._inputs: dict[bool, dict[int, _Inputs]] = {True: {}, False: {}}  # of units, by place
+        self._agrees = False  # unit by unit, in this pass
+        self._token: Tensor | None = None  # has gone through the units that were joined
+        self._trained = [any(p.requires_grad for p in unit.parameters()) for _, unit in self._units]
+        self._model.register_forward_pre_hook(self._begin, prepend=True)
+        self._model.register_forward_hook(self._finish)
+        for place, (_, unit) in enumerate(self._units):
+            if place:
+                unit.register_forward_pre_hook(partial(self._before, place), prepend=True, with_kwargs=True)
+
+    def before(self, run: MicroBatchPass) -> None:
+        self._roots = run.further_roots
+
+    def after(self, run: MicroBatchPass) -> None:
+        if run.last and self._learning[True] and True in self._orders:
+            self._learning[True] = False
+            self._orders[True] = self._with_unused(self._orders[True])
+
+    def _begin(self, _model: nn.Module, _args: object) -> None:
+        if running_node() is not None:
+            return
+        self._mode, self._passes = torch.is_grad_enabled(), self._passes + 1
+        self._inside = self._mode in self._groups
+        self._called, self._token, self._agrees = [], None, self._learning[self._mode]
+
+    def _before(self, place: int, _unit: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._inside or running_node() is not None:  # a backward pass recomputes what was called
+            return None
+        inputs = self._inputs_of(place, (args, kwargs))
+        self._arrive(place, inputs)
+        if inputs is _Inputs.NEED_NONE and self._inputs[self._mode][place] is _Inputs.NEED_GRADIENTS:
+            return self._attached(args, kwargs)
+        return None
+
+    def _inputs_of(self, place: int, inputs: Any) -> _Inputs:
+        if not torch.is_grad_enabled():
+            return _Inputs.NO_BACKWARD
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        if any(tensor.requires_grad for tensor in tensors):
+            return _Inputs.NEED_GRADIENTS
+        if not self._trained[place]:
+            return _Inputs.NO_BACKWARD
+        floating = any(tensor.is_floating_point() for tensor in tensors)
+        return _Inputs.NEED_NONE if floating else _Inputs.ARE_INTEGERS
+
+    def _attached(self, args: Any, kwargs: Any) -> Any:
+        """Return the inputs of a unit, one of them as if the token had made it."""
+        attached = False
+
+        def attach(leaf: Tensor) -> Tensor:
+            nonlocal attached
+            if attached or not leaf.is_floating_point():
+                return leaf
+            attached = True
+            apply: Any = _Attached.apply
+            return apply(leaf, self._own_token())  # type: ignore[no-any-return]
+
+        return tree_map_only(Tensor, attach, (args, kwargs))
+
+    def _own_token(self) -> Tensor:
+        if self._token is None:
+            self._token = torch.zeros(1, device=self._device, requires_grad=self._mode)
+        return self._token
+
+    def _finish(self, _model: nn.Module, _args: object, _outputs: object) -> None:
+        if not self._inside or running_node() is not None:
+            return
+        self._arrive(self._end, _Inputs.NO_BACKWARD)
+        self._inside = False
+        if self._token is not None and self._token.requires_grad:
+            self._roots.append(self._token)
+        if self._agrees:
+            self._orders[self._mode] = _merged(self._orders.get(self._mode, []), self._called)
+            self._learning[False] = self._learning[False] and self._mode
+
+    def _arrive(self, place: int, inputs: _Inputs) -> None:
+        """Join what other ranks gather before the unit at `place`."""
+        order = [] if self._agrees else self._orders[self._mode]
+        if not self._agrees and place != self._end:
+            known = self._inputs[self._mode].get(place, inputs)
+            if place not in order[len(self._called) :] or inputs < known:
+                self._meet(place)
+                self._agrees = True
+        if self._agrees:
+            self._agree(place, inputs)
+            return
+        while len(self._called) < len(order):
+            due = order[len(self._called)]
+            if due == place:
+                self._called.append(place)
+                return
+            self._join(due, alone=order.count(due) == 1)
+
+    def _agree(self, place: int, inputs: _Inputs) -> None:
+        """Find out, unit by unit, where the ranks are; those that are further join the others' units."""
+        kinds = len(_Inputs)
+        while True:
+            # Host waits for the copy, in the first passes.
+            both = torch.tensor([place * kinds + inputs, -place], device=self._device)
+            dist.all_reduce(both, op=dist.ReduceOp.MIN, group=self._groups[self._mode])
+            found, last = both.tolist()  # host waits for the device
+            first, theirs = divmod(found, kinds)
+            if first == self._end:
+                return
+            if first != -last and first in self._called:
+                raise self._not_joined(first)
+            known = self._inputs[self._mode]
+            known[first] = min(_Inputs(theirs), known.get(first, _Inputs.NO_BACKWARD))
+            if first == place:
+                self._called.append(place)
+                return
+            self._join(first, alone=True)
+
+    def _join(self, place: int, *, alone: bool) -> None:
+        """Take part in the messages of a unit; `alone`: it is called once in a pass."""
+        unit, inputs = self._units[place][1], self._inputs[self._mode][place]
+        backward = self._mode and inputs is not _Inputs.NO_BACKWARD
+        # Trained, and called under `no_grad`: a reentrant checkpoint may call it again in the backward pass.
+        unclear = self._mode and not backward and self._trained[place]
+        if not alone or unclear or (backward and not hasattr(unit, "set_reduce_scatter_unused_params")):
+            raise self._not_joined(place)
+        self._called.append(place)
+        token = self._own_token()
+        if not backward:
+            pass_through(unit, token.detach(), token.detach())
+        elif inputs is _Inputs.NEED_GRADIENTS:
+            self._token = pass_through(unit, token, None)
+        else:
+            self._token = pass_through(unit, token.detach(), token)
+
+    def _meet(self, place: int) -> None:
+        """Wait until all ranks call this unit here, where the order has another one; an error if some do not."""
+        group = self._groups[self._mode]
+        ranks = dist.get_process_group_ranks(group) if group is not None else range(dist.get_world_size())
+        key = f"lockstep/fsdp_order/{min(ranks)}/{self._mode}/{self._passes}/{len(self._called)}/{place}"
+        store, until = default_store(), time.monotonic() + _PATIENCE
+        store.add(key, 1)
+        while store.add(key, 0) < len(ranks):
+            if time.monotonic() > until:
+                raise self._unexpected(place)
+            time.sleep(0.01)
+
+    def _with_unused(self, order: list[int]) -> list[int]:
+        """Return the order with the units that no rank has called yet: data of a later step may need them."""
+        order, known = list(order), self._inputs[True]
+        for place in range(1, len(self._units)):
+            if place not in order and self._trained[place] and hasattr(self._model, "set_reduce_scatter_unused_params"):
+                order.insert(next((at for at, later in enumerate(order) if later > place), len(order)), place)
+                known[place] = _Inputs.NEED_GRADIENTS
+                # What it makes may become the input of any other.
+                known.update({p: _Inputs.NEED_GRADIENTS for p, each in known.items() if each is _Inputs.NEED_NONE})
+        return order
+
+    def _not_joined(self, place: int) -> UsageError:
+        what = f"the data of some ranks leave out a call of {self._units[place][0]}, which others make"
+        why = "FSDP gathers a unit from all ranks at once; a rank can join in for a unit that is called once in a pass"
+        return UsageError(what, where="distributed.strategy: fsdp", why=why, fix=_FIX)
+
+    def _unexpected(self, place: int) -> UsageError:
+        what = (
+            f"this rank's forward pass calls {self._units[place][0]} where no rank's did before, and others don't now"
+        )
+        why = "FSDP gathers a unit from all ranks at once, in one order, which the first step has set"
+        return UsageError(what, where="distributed.strategy: fsdp", why=why, fix=_FIX)
+
+
+class _Attached(torch.autograd.Function):
+    """Returns `x` as a result of `token`, too, whose gradient is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, gradients[0].new_zeros(1, dtype=torch.float32)
+
+
+_FIX = "call it on every rank, and multiply by 0 what is not wanted; or write strategy: ddp and "
+_FIX += "ddp.find_unused_parameters: true"
+
+
+def _merged(one: list[int], other: list[int]) -> list[int]:
+    """Return an order in which both are contained, with units left out."""
+    found: list[int] = []
+    for kind, begin, end, from_other, to_other in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+        found += one[begin:end]
+        found += [] if kind == "equal" else other[from_other:to_other]
+    return found
