@@ -72,8 +72,7 @@ class UnitOrder(AroundMicroBatch):
 
     def after(self, run: MicroBatchPass) -> None:
         if run.last and self._learning[True] and True in self._orders:
-            self._learning[True] = False
-            self._orders[True] = self._with_unused(self._orders[True])
+            self._learn(with_gradients=True)
 
     def _begin(self, _model: nn.Module, _args: object) -> None:
         if running_node() is not None:
@@ -130,7 +129,8 @@ class UnitOrder(AroundMicroBatch):
             self._roots.append(self._token)
         if self._agrees:
             self._orders[self._mode] = _merged(self._orders.get(self._mode, []), self._called)
-            self._learning[False] = self._learning[False] and self._mode
+            if not self._mode and self._learning[False]:
+                self._learn(with_gradients=False)
 
     def _arrive(self, place: int, inputs: _Inputs) -> None:
         """Join what other ranks gather before the unit at `place`."""
@@ -199,16 +199,18 @@ class UnitOrder(AroundMicroBatch):
                 raise self._unexpected(place)
             time.sleep(0.01)
 
-    def _with_unused(self, order: list[int]) -> list[int]:
-        """Return the order with the units that no rank has called yet: data of a later step may need them."""
-        order, known = list(order), self._inputs[True]
+    def _learn(self, *, with_gradients: bool) -> None:
+        """Complete an order by the units that no rank has called yet: the data of a later pass may need them."""
+        self._learning[with_gradients] = False
+        order, known = self._orders[with_gradients], self._inputs[with_gradients]
         for place in range(1, len(self._units)):
-            if place not in order and self._trained[place] and hasattr(self._model, "set_reduce_scatter_unused_params"):
-                order.insert(next((at for at, later in enumerate(order) if later > place), len(order)), place)
-                known[place] = _Inputs.NEED_GRADIENTS
-                # What it makes may become the input of any other.
+            backward = with_gradients and self._trained[place]
+            if place in order or (backward and not hasattr(self._model, "set_reduce_scatter_unused_params")):
+                continue
+            order.insert(next((at for at, later in enumerate(order) if later > place), len(order)), place)
+            known[place] = _Inputs.NEED_GRADIENTS if backward else _Inputs.NO_BACKWARD
+            if backward:  # what it makes may become the input of any other
                 known.update({p: _Inputs.NEED_GRADIENTS for p, each in known.items() if each is _Inputs.NEED_NONE})
-        return order
 
     def _not_joined(self, place: int) -> UsageError:
         what = f"the data of some ranks leave out a call of {self._units[place][0]}, which others make"

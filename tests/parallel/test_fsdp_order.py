@@ -1,0 +1,192 @@
+"""Data decide which units of FSDP2 a forward pass calls: ranks that leave one out join its messages.
+
+Right is what one process computes. What can't be joined is one error, soon.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import config_from
+from lockstep.errors import UsageError
+from lockstep.parallel import fsdp_order
+from lockstep.strategy import parse_topology
+from lockstep.trainer import Trainer
+from tests.ranks import run_ranks
+
+WIDTH, SAMPLES = 6, 48
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    """Parts that run by `way`; samples have a kind, which decides."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.step = way, 0
+        self.first, self.second = (nn.ModuleList(Part() for _ in range(2)) for _ in range(2))
+        self.text, self.head = nn.ModuleList(Part() for _ in range(2)), nn.Linear(WIDTH, 1)
+        if way == "frozen tower":
+            self.first.requires_grad_(False)
+
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        lists = {"first": self.first, "second": self.second, "text": self.text}
+        return [(f"{name}.{i}", part) for name, parts in lists.items() for i, part in enumerate(parts)]
+
+    def forward(self, x: Tensor, image: Tensor, kind: Tensor) -> Tensor:
+        seen = {int(each) for each in kind}
+        way: Callable[[Tensor, Tensor, set[int]], Tensor] = getattr(self, self.way.replace(" ", "_"))
+        x = way(x, image, seen)
+        for part in self.text:
+            x = part(x)
+        return self.head(x)
+
+    def towers(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
+        for place, tower in enumerate((self.first, self.second)):
+            if place in seen:
+                made = image + place
+                for part in tower:
+                    made = part(made)
+                x = x + made
+        return x
+
+    frozen_tower = towers
+
+    def late(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
+        """Run the towers on what the text's parts made, and the text's parts once more: no unit is called twice."""
+        x = self.second[0](x)
+        return self.second[1](x) if 1 in seen else self.first[0](x)
+
+    def dropped(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
+        for part in (*self.first, *self.second):
+            x = part(x) if random.random() < 0.5 else x
+        return x
+
+    def backwards(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
+        """Call units in another order than they were registered in."""
+        for part in (*self.second, *self.first):
+            x = part(x) if 0 in seen or part in self.first else x
+        return x
+
+    def repeated(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
+        for _ in range(1 + (0 in seen)):
+            x = self.first[0](x)
+        return self.first[1](self.second[1](self.second[0](x)))
+
+    def growing(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
+        """Call a unit more often from some step on, on all ranks alike."""
+        for part in (*self.first, *self.second, *([self.first[0]] if self.step >= 2 else [])):
+            x = part(x)
+        return x
+
+
+class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Kinds of micro-batches (of 2 samples), by their place in the order of the data."""
+
+    deterministic = True
+
+    def __init__(self, kinds: str) -> None:
+        self.kinds = kinds
+
+    def __len__(self) -> int:
+        return 2 * len(self.kinds)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        x, image = torch.randn(2, WIDTH, generator=generator)
+        return {"x": x, "image": image, "kind": torch.tensor(int(self.kinds[index // 2])), "y": x.sum(0, keepdim=True)}
+
+
+KINDS = "001101220221201222110022"  # 0, 1: the first, the second tower; 2: none
+NONE_FIRST = "222222220122021022110022"
+
+Case = tuple[str, str, str, dict[str, Any]]  # (topology, way, kinds, settings)
+
+
+def train(topology: str, way: str, kinds: str, settings: dict[str, Any]) -> list[tuple[float, float]]:
+    values, _ = parse_topology(topology)
+    common = {
+        "training.batch_size": 2, "training.global_batch_size": 8, "training.num_train_epochs": 1,
+        "training.learning_rate": 1e-2, "training.optimizer": "adamw", "precision.mode": "fp32", "data.shuffle": False,
+    }  # fmt: skip
+    config = config_from({**common, **{f"distributed.{key}": value for key, value in values.items()}, **settings})
+    model = Model(way).train()
+    trainer, rows = Trainer(model, loss_fn=nn.MSELoss(), config=config), []
+    for record in trainer.steps(torch.utils.data.DataLoader(Samples(kinds), batch_size=2)):
+        rows.append((float(record.loss), float(record.grad_norm)))
+        model.step = record.step
+    rows.append((float(trainer.evaluate(torch.utils.data.DataLoader(Samples(kinds), batch_size=2))), 0.0))
+    return rows
+
+
+def train_all(cases: list[Case]) -> list[list[tuple[float, float]]]:
+    return [train(*case) for case in cases]
+
+
+def assert_like_one_process(cases: list[Case], found: list[list[tuple[float, float]]]) -> None:
+    for case, rows in zip(cases, found, strict=True):
+        kept = {key: value for key, value in case[3].items() if not key.startswith("distributed.fsdp")}
+        alone = train("single", *case[1:3], kept)
+        assert len(rows) == len(alone)
+        for mine, right in zip(rows, alone, strict=True):
+            assert mine == pytest.approx(right, rel=2e-5), case
+
+
+def test_ranks_join_the_units_that_their_data_leave_out() -> None:
+    cases: list[Case] = [
+        ("fsdp:2", "towers", KINDS, {}),
+        ("fsdp:2", "towers", NONE_FIRST, {}),
+        ("fsdp:2", "frozen tower", KINDS, {}),
+        ("fsdp:2", "dropped", KINDS, {}),
+        ("fsdp:2", "growing", KINDS, {}),
+        ("fsdp:2", "towers", KINDS, {"distributed.reproducible": True}),
+    ]
+    for found in run_ranks(train_all, 2, cases):
+        assert_like_one_process(cases, found)
+
+
+@pytest.mark.full
+def test_ranks_join_under_each_setting() -> None:
+    settings: list[dict[str, Any]] = [
+        {"training.gradient_checkpointing": "full"},
+        {"distributed.fsdp.sharding_strategy": "shard_grad_op"},
+        {"distributed.fsdp.accumulate": "unsharded"},
+        {"training.global_batch_size": 4},
+        {"distributed.reproducible": True, "training.global_batch_size": 4},
+    ]
+    cases: list[Case] = [("fsdp:2", "towers", kinds, more) for more in settings for kinds in (KINDS, NONE_FIRST)]
+    cases += [("fsdp:2", way, KINDS, {}) for way in ("late", "backwards")]
+    assert_like_one_process(cases, run_ranks(train_all, 2, cases)[0])
+    hybrid: list[Case] = [
+        ("hybrid:2x2", way, kinds, {}) for way in ("towers", "dropped") for kinds in (KINDS, NONE_FIRST)
+    ]
+    hybrid += [("hybrid:2x2", "towers", KINDS, {"distributed.reproducible": True}), ("fsdp:4", "towers", KINDS, {})]
+    assert_like_one_process(hybrid, run_ranks(train_all, 4, hybrid)[0])
+
+
+def refused(case: Case) -> str:
+    fsdp_order._PATIENCE = 2.0
+    with pytest.raises((UsageError, RuntimeError)) as error:
+        train(*case)
+    return str(error.value)
+
+
+def test_a_unit_that_ranks_call_another_number_of_times_is_an_error() -> None:
+    """In the first step, where all ranks know, and later, where the one that leaves out a call does."""
+    for text in run_ranks(refused, 2, ("fsdp:2", "repeated", "0101" * 6, {})):
+        assert "leave out a call of first.0" in text
+    texts = run_ranks(refused, 2, ("fsdp:2", "repeated", "0000" + "01" * 10, {}))
+    assert any("leave out a call of first.0" in text for text in texts)
