@@ -144,7 +144,7 @@ class FSDP(Strategy):
             exchanging: dict[bool, dist.ProcessGroup | None] = {} if shards is None else {True: shards, False: shards}
             if not p.reproducible:  # replicas add up unit by unit, too
                 exchanging[True] = p.dp_group
-            around.append(UnitOrder(sharded_units(p.model), p.device, exchanging))
+            around.append(UnitOrder(sharded_units(p.model), p.device, exchanging, p.dp_group))
         if p.device_type == "cpu":
             may_wait = not p.reproducible and layout.replicate == 1  # else a sum follows on what FSDP2 is given
             messages = GlooMessages(p.model, may_wait=may_wait)

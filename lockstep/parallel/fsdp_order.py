@@ -10,6 +10,7 @@ backward pass. A rank that left out what made the inputs has to do as the others
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 from enum import IntEnum
@@ -42,25 +43,33 @@ class _Inputs(IntEnum):
 class UnitOrder(AroundMicroBatch):
     """Has all ranks gather units in one order, those that their data leave out as well.
 
-    `units` are (name, module), the root first. `groups` are the ranks, None: all, that exchange messages for a unit, by
-    whether a pass makes gradients; they run the same number of such passes.
+    Args:
+        units: (name, module), the root first.
+        groups: makes gradients? → ranks that exchange messages for a unit in each such pass, and run the same number of
+            them. Without an entry there are no messages but those of a step's last pass.
+        everyone: ranks that exchange messages in a step's last pass. None, here and above: all ranks.
     """
 
     def __init__(
-        self, units: Sequence[tuple[str, nn.Module]], device: torch.device, groups: dict[bool, dist.ProcessGroup | None]
-    ) -> None:
+        self, units: Sequence[tuple[str, nn.Module]], device: torch.device,
+        groups: dict[bool, dist.ProcessGroup | None], everyone: dist.ProcessGroup | None,
+    ) -> None:  # fmt: skip
         self._units, self._device, self._end = list(units), device, len(units)
         self._model = units[0][1]
-        self._groups = groups
+        self._groups, self._everyone = groups, everyone
+        self._group: dist.ProcessGroup | None = None  # of this pass
         self._orders: dict[bool, list[int]] = {}  # with gradients? → places of units, in the order of a pass
         self._learning = {True: True, False: True}
         self._roots: list[Tensor] = []  # of the backward pass, beside the loss
-        self._mode, self._passes, self._inside = True, 0, False
+        self._mode, self._last, self._inside = True, False, False
+        self._passes: Counter[tuple[int, ...]] = Counter()  # by ranks that exchange messages
         self._called: list[int] = []  # units of this pass, called or joined
         self._inputs: dict[bool, dict[int, _Inputs]] = {True: {}, False: {}}  # of units, by place
         self._agrees = False  # unit by unit, in this pass
         self._token: Tensor | None = None  # has gone through the units that were joined
         self._trained = [any(p.requires_grad for p in unit.parameters()) for _, unit in self._units]
+        names = [name for name, _ in self._units[1:]]
+        self._nested = {name for a in names for b in names if _in(a, b) for name in (a, b)}
         self._model.register_forward_pre_hook(self._begin, prepend=True)
         self._model.register_forward_hook(self._finish)
         for place, (_, unit) in enumerate(self._units):
@@ -68,7 +77,7 @@ class UnitOrder(AroundMicroBatch):
                 unit.register_forward_pre_hook(partial(self._before, place), prepend=True, with_kwargs=True)
 
     def before(self, run: MicroBatchPass) -> None:
-        self._roots = run.further_roots
+        self._roots, self._last = run.further_roots, run.last
 
     def after(self, run: MicroBatchPass) -> None:
         if run.last and self._learning[True] and True in self._orders:
@@ -77,8 +86,13 @@ class UnitOrder(AroundMicroBatch):
     def _begin(self, _model: nn.Module, _args: object) -> None:
         if running_node() is not None:
             return
-        self._mode, self._passes = torch.is_grad_enabled(), self._passes + 1
-        self._inside = self._mode in self._groups
+        self._mode = torch.is_grad_enabled()
+        with_everyone = self._mode and self._last
+        self._inside = with_everyone or self._mode in self._groups
+        if not self._inside:
+            return
+        self._group = self._everyone if with_everyone else self._groups[self._mode]
+        self._passes[self._ranks()] += 1
         self._called, self._token, self._agrees = [], None, self._learning[self._mode]
 
     def _before(self, place: int, _unit: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -156,7 +170,7 @@ class UnitOrder(AroundMicroBatch):
         while True:
             # Host waits for the copy, in the first passes.
             both = torch.tensor([place * kinds + inputs, -place], device=self._device)
-            dist.all_reduce(both, op=dist.ReduceOp.MIN, group=self._groups[self._mode])
+            dist.all_reduce(both, op=dist.ReduceOp.MIN, group=self._group)
             found, last = both.tolist()  # host waits for the device
             first, theirs = divmod(found, kinds)
             if first == self._end:
@@ -176,7 +190,7 @@ class UnitOrder(AroundMicroBatch):
         backward = self._mode and inputs is not _Inputs.NO_BACKWARD
         # Trained, and called under `no_grad`: a reentrant checkpoint may call it again in the backward pass.
         unclear = self._mode and not backward and self._trained[place]
-        if not alone or unclear or (backward and not hasattr(unit, "set_reduce_scatter_unused_params")):
+        if not alone or unclear or not self._can_join(place, backward=backward):
             raise self._not_joined(place)
         self._called.append(place)
         token = self._own_token()
@@ -187,11 +201,15 @@ class UnitOrder(AroundMicroBatch):
         else:
             self._token = pass_through(unit, token.detach(), token)
 
+    def _can_join(self, place: int, *, backward: bool) -> bool:
+        """Return whether zeros can stand for gradients, since torch 2.13, and messages come one unit after another."""
+        name, unit = self._units[place]
+        return name not in self._nested and (not backward or hasattr(unit, "set_reduce_scatter_unused_params"))
+
     def _meet(self, place: int) -> None:
         """Wait until all ranks call this unit here, where the order has another one; an error if some do not."""
-        group = self._groups[self._mode]
-        ranks = dist.get_process_group_ranks(group) if group is not None else range(dist.get_world_size())
-        key = f"lockstep/fsdp_order/{min(ranks)}/{self._mode}/{self._passes}/{len(self._called)}/{place}"
+        ranks = self._ranks()
+        key = f"lockstep/fsdp_order/{ranks}/{self._mode}/{self._passes[ranks]}/{len(self._called)}/{place}"
         store, until = default_store(), time.monotonic() + _PATIENCE
         store.add(key, 1)
         while store.add(key, 0) < len(ranks):
@@ -199,22 +217,40 @@ class UnitOrder(AroundMicroBatch):
                 raise self._unexpected(place)
             time.sleep(0.01)
 
+    def _ranks(self) -> tuple[int, ...]:
+        return tuple(range(dist.get_world_size()) if self._group is None else dist.get_process_group_ranks(self._group))
+
     def _learn(self, *, with_gradients: bool) -> None:
         """Complete an order by the units that no rank has called yet: the data of a later pass may need them."""
         self._learning[with_gradients] = False
+        if with_gradients:
+            self._merge_replicas()
         order, known = self._orders[with_gradients], self._inputs[with_gradients]
         for place in range(1, len(self._units)):
             backward = with_gradients and self._trained[place]
-            if place in order or (backward and not hasattr(self._model, "set_reduce_scatter_unused_params")):
+            if place in order or not self._can_join(place, backward=backward):
                 continue
             order.insert(next((at for at, later in enumerate(order) if later > place), len(order)), place)
             known[place] = _Inputs.NEED_GRADIENTS if backward else _Inputs.NO_BACKWARD
             if backward:  # what it makes may become the input of any other
                 known.update({p: _Inputs.NEED_GRADIENTS for p, each in known.items() if each is _Inputs.NEED_NONE})
 
+    def _merge_replicas(self) -> None:
+        """Let all ranks have one order: replicas that run other micro-batches have learned others."""
+        every: list[Any] = [None] * dist.get_world_size(self._everyone)
+        dist.all_gather_object(every, (self._orders[True], self._inputs[True]), group=self._everyone)
+        self._orders[True], self._inputs[True] = [], {}
+        for order, known in every:
+            self._orders[True] = _merged(self._orders[True], order)
+            for place, inputs in known.items():
+                self._inputs[True][place] = min(inputs, self._inputs[True].get(place, inputs))
+
     def _not_joined(self, place: int) -> UsageError:
         what = f"the data of some ranks leave out a call of {self._units[place][0]}, which others make"
-        why = "FSDP gathers a unit from all ranks at once; a rank can join in for a unit that is called once in a pass"
+        why = (
+            "FSDP gathers a unit from all ranks at once; a rank can join in for a unit that is called once in a pass, "
+        )
+        why += "outside of checkpoints that are reentrant, and has no units inside"
         return UsageError(what, where="distributed.strategy: fsdp", why=why, fix=_FIX)
 
     def _unexpected(self, place: int) -> UsageError:
@@ -239,6 +275,10 @@ class _Attached(torch.autograd.Function):
 
 _FIX = "call it on every rank, and multiply by 0 what is not wanted; or write strategy: ddp and "
 _FIX += "ddp.find_unused_parameters: true"
+
+
+def _in(inner: str, outer: str) -> bool:
+    return inner.startswith(f"{outer}.")
 
 
 def _merged(one: list[int], other: list[int]) -> list[int]:

@@ -138,7 +138,7 @@ def train_all(cases: list[Case]) -> list[list[tuple[float, float]]]:
 
 def assert_like_one_process(cases: list[Case], found: list[list[tuple[float, float]]]) -> None:
     for case, rows in zip(cases, found, strict=True):
-        kept = {key: value for key, value in case[3].items() if not key.startswith("distributed.fsdp")}
+        kept = {key: value for key, value in case[3].items() if key.startswith("training")}
         alone = train("single", *case[1:3], kept)
         assert len(rows) == len(alone)
         for mine, right in zip(rows, alone, strict=True):
@@ -174,6 +174,11 @@ def test_ranks_join_under_each_setting() -> None:
         ("hybrid:2x2", way, kinds, {}) for way in ("towers", "dropped") for kinds in (KINDS, NONE_FIRST)
     ]
     hybrid += [("hybrid:2x2", "towers", KINDS, {"distributed.reproducible": True}), ("fsdp:4", "towers", KINDS, {})]
+    no_shard: dict[str, Any] = {
+        "distributed.fsdp.sharding_strategy": "no_shard", "distributed.shard_size": 1, "distributed.replicate_size": 4,
+    }  # fmt: skip
+    hybrid += [("fsdp:4", "towers", KINDS, no_shard | more) for more in ({}, {"distributed.reproducible": True})]
+    hybrid += [("hybrid:2x2", "dropped", KINDS, {"distributed.reproducible": True, "training.global_batch_size": 6})]
     assert_like_one_process(hybrid, run_ranks(train_all, 4, hybrid)[0])
 
 
