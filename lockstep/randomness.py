@@ -13,6 +13,7 @@ repeats a forward pass restores that state first, so the key there says after wh
 import hashlib
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from lockstep.accelerator import default_generator
-from lockstep.torch_compat.backward_pass import running_node
+from lockstep.torch_compat.backward_pass import graph_task, running_node
 
 
 def derive_key(*parts: object) -> int:
@@ -121,7 +122,8 @@ class _Calls:
 
     def __init__(self) -> None:
         self._next: dict[tuple[int, str], int] = {}  # (key before, segment) → key of the call that followed
-        self._keys: dict[tuple[int, str], list[int]] = {}  # (micro-batch, segment) → keys of its calls, in order
+        # (micro-batch, segment) → keys of its calls, in order
+        self._keys: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
         self._left: dict[tuple[int, str], int] = {}  # (micro-batch, segment) → calls not repeated yet
         self._latest = (0, 0)  # node of the backward pass, and key, of the latest repetition
 
@@ -134,7 +136,7 @@ class _Calls:
     def add(self, before: int, micro_batch: int, segment: str, key: int) -> None:
         """Record a call; `before` is the key that the generator had."""
         self._next[before, segment] = key
-        self._keys.setdefault((micro_batch, segment), []).append(key)
+        self._keys[micro_batch, segment].append(key)
 
     def repeated(self, before: int, micro_batch: int, segment: str, node: int) -> int | None:
         """Return the key of the call that node `node` of a backward pass repeats; None if there was none.
@@ -191,7 +193,8 @@ class RandomState:
 
     def enter(self, segment: str) -> None:
         """Seed the generator for the next call of `segment`; in a backward pass, for the call that is repeated."""
-        before, node = self._generator.initial_seed(), running_node()
+        before = self._generator.initial_seed()
+        node = None if graph_task() == -1 else running_node()  # in each call: no needless calls
         key = None if node is None else self._made.repeated(before, self.micro_batch, segment, node)
         if key is None:
             call = self.calls.get(segment, 0)

@@ -71,7 +71,7 @@ class UnitOrder(AroundMicroBatch):
         names = [name for name, _ in self._units[1:]]
         self._nested = {name for a in names for b in names if _in(a, b) for name in (a, b)}
         self._model.register_forward_pre_hook(self._begin, prepend=True)
-        self._model.register_forward_hook(self._finish)
+        self._model.register_forward_hook(self._finish, prepend=True)
         for place, (_, unit) in enumerate(self._units):
             if place:
                 unit.register_forward_pre_hook(partial(self._before, place), prepend=True, with_kwargs=True)
@@ -101,7 +101,7 @@ class UnitOrder(AroundMicroBatch):
         inputs = self._inputs_of(place, (args, kwargs))
         self._arrive(place, inputs)
         if inputs is _Inputs.NEED_NONE and self._inputs[self._mode][place] is _Inputs.NEED_GRADIENTS:
-            return self._attached(args, kwargs)
+            return self._attached((args, kwargs))
         return None
 
     def _inputs_of(self, place: int, inputs: Any) -> _Inputs:
@@ -115,36 +115,31 @@ class UnitOrder(AroundMicroBatch):
         floating = any(tensor.is_floating_point() for tensor in tensors)
         return _Inputs.NEED_NONE if floating else _Inputs.ARE_INTEGERS
 
-    def _attached(self, args: Any, kwargs: Any) -> Any:
-        """Return the inputs of a unit, one of them as if the token had made it."""
-        attached = False
-
-        def attach(leaf: Tensor) -> Tensor:
-            nonlocal attached
-            if attached or not leaf.is_floating_point():
-                return leaf
-            attached = True
-            apply: Any = _Attached.apply
-            return apply(leaf, self._own_token())  # type: ignore[no-any-return]
-
-        return tree_map_only(Tensor, attach, (args, kwargs))
+    def _attached(self, tensors: Any) -> Any:
+        """Return tensors of floating point, in any structure, as if the token had made them, too."""
+        apply: Any = _Attached.apply
+        token = self._own_token()
+        return tree_map_only(Tensor, lambda leaf: apply(leaf, token) if leaf.is_floating_point() else leaf, tensors)
 
     def _own_token(self) -> Tensor:
         if self._token is None:
             self._token = torch.zeros(1, device=self._device, requires_grad=self._mode)
         return self._token
 
-    def _finish(self, _model: nn.Module, _args: object, _outputs: object) -> None:
+    def _finish(self, _model: nn.Module, _args: object, outputs: Any) -> Any:
+        """Join what is left of the pass, before FSDP2 ends the root's forward pass: its backward pass comes first."""
         if not self._inside or running_node() is not None:
-            return
+            return None
         self._arrive(self._end, _Inputs.NO_BACKWARD)
         self._inside = False
-        if self._token is not None and self._token.requires_grad:
-            self._roots.append(self._token)
         if self._agrees:
             self._orders[self._mode] = _merged(self._orders.get(self._mode, []), self._called)
             if not self._mode and self._learning[False]:
                 self._learn(with_gradients=False)
+        if self._token is None or not self._token.requires_grad:
+            return None
+        self._roots.append(self._token)  # the loss may use none of the outputs that are found here
+        return self._attached(outputs)
 
     def _arrive(self, place: int, inputs: _Inputs) -> None:
         """Join what other ranks gather before the unit at `place`."""
@@ -270,7 +265,7 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, gradients[0].new_zeros(1, dtype=torch.float32)
+        return gradients[0], gradients[0].new_zeros(1, dtype=torch.float32)
 
 
 _FIX = "call it on every rank, and multiply by 0 what is not wanted; or write strategy: ddp and "

@@ -83,10 +83,12 @@ def micro_step_of(
                 accumulator.start_reduce()
             # A dummy has weight zero: its backward pass is there for the collectives inside of it.
             weight = factor * multiplier * loss.times if micro_batch.real else 0.0
-            roots = [loss.value, *run.further_roots]
-            torch.autograd.backward(
-                roots, [torch.full_like(root, weight if root is loss.value else 0.0) for root in roots]
-            )
+            gradient = torch.full_like(loss.value, weight)
+            if run.further_roots:
+                zeros = [torch.zeros_like(root) for root in run.further_roots]
+                torch.autograd.backward([loss.value, *run.further_roots], [gradient, *zeros])
+            else:
+                loss.value.backward(gradient)  # type: ignore[no-untyped-call]
             random_state.backward_done()
         except BaseException as error:
             explanations = [step.failed(error) for step in outward]

@@ -155,6 +155,9 @@ ALIKE: list[tuple[str, str, dict[str, Any]]] = [
     *(("fsdp:2", model, more) for model in ("containers", "scalars", "experts") for more in ({}, EXACT)),
     ("fsdp:2", "scalars", {"training.optimizer": "sgd", "distributed.fsdp.accumulate": "unsharded"}),
     ("fsdp:2", "beside its blocks", {POLICY: ["Linear"]}),
+    ("fsdp:2", "experts", {POLICY: ["Block"]}),
+    ("fsdp:2", "sometimes short", {}),
+    ("fsdp:2", "sometimes short", EXACT),
     ("ddp:2", "sometimes short", UNUSED),
     ("ddp:2", "sometimes short", UNUSED | EXACT),
     ("ddp:2", "sometimes short", UNUSED | EXACT | {"training.global_batch_size": 12}),
@@ -163,13 +166,6 @@ ALIKE: list[tuple[str, str, dict[str, Any]]] = [
 # What is refused: (topology, model, settings, what the message says).
 REFUSED: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("fsdp:2", "beside its blocks", {}, ["layers.0 are used, but its forward() is not called", "[Linear]"]),
-    ("fsdp:2", "experts", {POLICY: ["Block"]}, ["calls layers.0.experts.0 where another's calls", "[Experts]"]),
-    (
-        "fsdp:2",
-        "sometimes short",
-        {},
-        ["layers.1 where another's calls layers.2", "find_unused_parameters: true"],
-    ),
     ("fsdp:2", "complex", {}, ["phases is complex", "view_as_complex"]),
     ("ddp:2", "complex", EXACT, ["phases is complex", "view_as_complex"]),
     ("fsdp:2", "several types", {}, ["has parameters of several types", "model.to(torch.float32)"]),
