@@ -13,7 +13,6 @@ repeats a forward pass restores that state first, so the key there says after wh
 import hashlib
 import random
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -121,22 +120,17 @@ class _Calls:
     """The calls of segments in a step's forward passes, to be found again when a backward pass repeats them."""
 
     def __init__(self) -> None:
-        self._next: dict[tuple[int, str], int] = {}  # (key before, segment) → key of the call that followed
-        # (micro-batch, segment) → keys of its calls, in order
-        self._keys: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
-        self._left: dict[tuple[int, str], int] = {}  # (micro-batch, segment) → calls not repeated yet
+        # Forward passes write to these two themselves: in each call of a segment, a call of a function counts.
+        self.following: dict[tuple[int, str], int] = {}  # (key before, segment) → key of the call that followed
+        self.keys: dict[tuple[int, str, int], int] = {}  # (micro-batch, segment, which of its calls) → key
+        self._repeated: dict[tuple[int, str], int] = {}  # (micro-batch, segment) → the call that was repeated last
         self._latest = (0, 0)  # node of the backward pass, and key, of the latest repetition
 
     def clear(self) -> None:
         """Forget the calls; their backward passes are over."""
-        self._next.clear()
-        self._keys.clear()
-        self._left.clear()
-
-    def add(self, before: int, micro_batch: int, segment: str, key: int) -> None:
-        """Record a call; `before` is the key that the generator had."""
-        self._next[before, segment] = key
-        self._keys[micro_batch, segment].append(key)
+        self.following.clear()
+        self.keys.clear()
+        self._repeated.clear()
 
     def repeated(self, before: int, micro_batch: int, segment: str, node: int) -> int | None:
         """Return the key of the call that node `node` of a backward pass repeats; None if there was none.
@@ -145,16 +139,16 @@ class _Calls:
         a backward pass goes from the last call to the first. A generator that still has the key of another node's
         repetition was not restored.
         """
-        keys = self._keys.get((micro_batch, segment), [])
+        keys = [key for (at, name, _), key in self.keys.items() if (at, name) == (micro_batch, segment)]
         latest_node, latest_key = self._latest
         restored = before != latest_key or node == latest_node
-        key = self._next.get((before, segment)) if restored else None
+        key = self.following.get((before, segment)) if restored else None
         if key is None:
             if not keys:
                 return None
-            key = keys[self._left.get((micro_batch, segment), len(keys)) - 1]
+            key = keys[(self._repeated.get((micro_batch, segment)) or len(keys)) - 1]
         if key in keys:
-            self._left[micro_batch, segment] = keys.index(key) or len(keys)
+            self._repeated[micro_batch, segment] = keys.index(key)
         self._latest = (node, key)
         return key
 
@@ -175,10 +169,11 @@ class RandomState:
     def __post_init__(self) -> None:
         self._generator = default_generator(self.device)
         self.host = HostRandom(self.device)
+        self._key = 0  # that forward passes have set last
 
     def running(self, phase: str, step: int) -> AbstractContextManager[None]:
         """Return a context for one step's forward and backward passes, which restores the generators' outer states."""
-        self.phase, self.step = phase, step
+        self.phase, self.step, self._key = phase, step, self._generator.initial_seed()
         self._made.clear()
         return _RestoredStates(self._generator, self.host)
 
@@ -193,19 +188,24 @@ class RandomState:
 
     def enter(self, segment: str) -> None:
         """Seed the generator for the next call of `segment`; in a backward pass, for the call that is repeated."""
-        before = self._generator.initial_seed()
-        node = None if graph_task() == -1 else running_node()  # in each call: no needless calls
-        key = None if node is None else self._made.repeated(before, self.micro_batch, segment, node)
+        key = None if graph_task() == -1 else self._repeated(segment)
         if key is None:
             call = self.calls.get(segment, 0)
             self.calls[segment] = call + 1
             key = derive_key(self.seed, self.phase, self.step, self.micro_batch, segment, call)
             if self.phase == "train":
-                self._made.add(before, self.micro_batch, segment, key)
+                self._made.following[self._key, segment] = self._made.keys[self.micro_batch, segment, call] = key
+            self._key = key
         self._generator.manual_seed(key)
         if self.host is not None:
             self.host.seed(key)
             self.host.trained = self.host.trained or self.phase == "train"
+
+    def _repeated(self, segment: str) -> int | None:
+        """Return the key of the call of `segment` that a backward pass repeats; None if it makes a new one."""
+        node = running_node()
+        before = self._generator.initial_seed()
+        return None if node is None else self._made.repeated(before, self.micro_batch, segment, node)
 
     def capture(self) -> HostState | None:
         """Return the states of the generators on the host, for `recomputing`; None if the model uses none."""
