@@ -28,7 +28,8 @@ def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) ->
     if len(paths) == 1 and paths[0].is_dir() and not is_run(paths[0]):
         target = write_index(paths[0], output)
     else:
-        runs = [read_run(path) for path in {path.resolve(): path for path in paths}.values()]  # each once
+        each = {path.resolve(): path for path in paths}.values()  # once
+        runs = [read_run(path, among=len(each)) for path in each]
         target = output or paths[0] / "report.html"
         write(render(page_data(runs)), target)
         for one in runs:
@@ -69,7 +70,7 @@ def write_index(folder: Path, output: Path | None) -> Path:
         fix = "give the folder that `lockstep train --output-dir` wrote, as runs/NAME, or a folder of such folders"
         raise UsageError(f"{folder} is not a run directory, and there is none in it", fix=fix)
     target = output or folder / INDEX
-    runs = [read_run(path) for path in paths]
+    runs = [read_run(path, among=len(paths)) for path in paths]
     for run in runs:
         run.name = run.path.relative_to(folder).as_posix()
         report, files = run.path / "report.html", RunDirectory(run.path)

@@ -320,7 +320,7 @@ def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
         nonlocal page, seen
         now = [_state(path / name) for path in paths for name in ("metrics.jsonl", "events.jsonl")]
         if now != seen or any(run["status"] == "running" for run in page["runs"]):
-            page, seen = page_data([read_run(path) for path in paths]), now
+            page, seen = page_data([read_run(path, among=len(paths)) for path in paths]), now
         return page
 
     data()  # raises what is wrong with a path

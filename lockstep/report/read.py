@@ -19,11 +19,12 @@ from lockstep import run_files
 from lockstep.errors import UsageError
 from lockstep.records import RunDirectory
 from lockstep.report.shapes import EVENT, MEDIA, PROFILE, STEP, fitting, fitting_row, moment_of, step_of
-from lockstep.report.thinning import Thinner
+from lockstep.report.thinning import BUDGET, Thinner
 from lockstep.run_files import Note, parse_object
 
 Row = dict[str, Any]
 _CONFIG_BYTES = 200_000
+_LEAST_BYTES = 256 << 10  # of a run's rows, of however many runs
 _PROFILE_BYTES = 16 << 20
 _EVENT_BYTES = 8 << 20  # of lines of events; the newest are kept
 _BAD_STEPS = 1_000
@@ -81,8 +82,8 @@ def is_run(path: Path) -> bool:
     return path.is_dir() and (run.metrics.exists() or run.events.exists() or run.config.exists())
 
 
-def read_run(path: Path, now: float | None = None) -> RunData:
-    """Read a run directory. Raises UsageError: it is not a run directory."""
+def read_run(path: Path, now: float | None = None, *, among: int = 1) -> RunData:
+    """Read a run directory, one `among` so many, which share the memory. Raises UsageError: it is not one."""
     run = RunDirectory(path)
     if not is_run(path):
         why = "it has no metrics.jsonl, no events.jsonl and no config.yaml" if path.is_dir() else "it does not exist"
@@ -90,7 +91,7 @@ def read_run(path: Path, now: float | None = None) -> RunData:
         raise UsageError(f"{path} is not a run directory", why=why, fix=fix)
     left_out: list[str] = []
     events = read_events(path, left_out.append)
-    metrics = _Metrics(_restarts(events))
+    metrics = _Metrics(_restarts(events), budget=max(BUDGET // among, _LEAST_BYTES))
     for line in run_files.read_lines(path, run.metrics.name, left_out.append):
         metrics.add(line)
     rows = [_row(row, STEP) for row in metrics.steps.rows()]
@@ -115,8 +116,8 @@ def read_run(path: Path, now: float | None = None) -> RunData:
 class _Metrics:
     """What is kept of metrics.jsonl, line by line."""
 
-    def __init__(self, restarts: Sequence[int]) -> None:
-        self.steps, self.evaluations = Thinner(_PEAKS), Thinner()
+    def __init__(self, restarts: Sequence[int], budget: int) -> None:
+        self.steps, self.evaluations = Thinner(_PEAKS, budget), Thinner(budget=budget)
         self.phases = PhaseSums(restarts)
         self.media: dict[str, list[Row]] = {}
         self.not_numbers: list[int] = []

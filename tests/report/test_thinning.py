@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from lockstep.report import thinning
+from lockstep.report import read
 from lockstep.report.page import page_data
 from lockstep.report.read import phase_totals, read_run, typical_step
 from lockstep.report.thinning import Thinner
@@ -51,8 +51,8 @@ def test_many_columns_do_not_keep_it_from_thinning() -> None:
 def test_sums_over_a_thinned_run_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", killed_at=200)
     whole = read_run(run.path)
-    monkeypatch.setattr(thinning.Thinner.__init__, "__defaults__", (None, 60_000))
-    thinned = read_run(run.path)
+    monkeypatch.setattr(read, "_LEAST_BYTES", 60_000)
+    thinned = read_run(run.path, among=10_000)
     assert len(thinned.rows) < len(whole.rows) / 2
     assert phase_totals(thinned) == pytest.approx(phase_totals(whole))
     assert typical_step(thinned) == pytest.approx(typical_step(whole), rel=0.05)
