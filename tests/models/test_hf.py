@@ -346,3 +346,21 @@ def test_a_refusal_of_the_librarys_object_names_what_can_be_cut(family: str, axi
 def test_a_refusal_of_another_family_names_those_whose_sequences_can_be_cut() -> None:
     with pytest.raises(UsageError, match=r"do: write context_size: 1, or use one of hf:llama, hf:mistral"):
         context.plan_of(decoder("mixtral"))
+
+
+@cut_families
+def test_a_library_that_computes_something_else_than_the_chain_is_refused(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a later version might: it scales what its embedding looks up, outside of the modules of the chain."""
+    causal = {"llama": transformers.LlamaForCausalLM, "gpt2": transformers.GPT2LMHeadModel}[family]
+    forward = causal.forward
+
+    def other(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = forward(self, *args, **kwargs)
+        found.logits = found.logits * 2
+        return found
+
+    monkeypatch.setattr(causal, "forward", other)
+    with pytest.raises(UsageError, match=f"computes something else for a {family} of this config"):
+        get_model(f"hf:{family}")(**SIZES[family])
