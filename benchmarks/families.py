@@ -288,11 +288,19 @@ def page(rows: Sequence[Row]) -> str:
         "",
         "A class that is refused trains with a `count(batch)` of its own ([how](how_to/loss.md)), or with one",
         "micro-batch a step on one rank. Why a class was not built is mostly said in the library's own words.",
+        "",
+        *_decoders(PAGE.read_text()),
     ]
     for task in dict.fromkeys(row.task for row in rows):
         lines += ["", f"## {task.replace('_', ' ').capitalize()}", "", "| class | | counts |", "|---|---|---|"]
         lines += [f"| {row.name} | {row.outcome} | {_in_a_cell(row.how)} |" for row in rows if row.task == task]
     return "\n".join(lines) + "\n"
+
+
+def _decoders(text: str) -> list[str]:
+    """Return the section of the page that `tests.parity.decoders` writes, as it is."""
+    section = text[text.index("## Decoders that have an adapter") :]
+    return section[: section.index("\n## ")].rstrip().splitlines()
 
 
 def _in_a_cell(text: str) -> str:

@@ -14,6 +14,8 @@ from lockstep.config import Config, config_from
 from lockstep.errors import UsageError
 from lockstep.strategy import parse_topology
 from lockstep.trainer import Trainer
+from tests.parity import decoders
+from tests.parity.decoders import DECODERS
 from tests.parity.foreign import SAMPLES, Sample, gan, noisy
 from tests.parity.foreign_kinds import MODELS
 from tests.parity.same_bits import digest
@@ -29,6 +31,7 @@ TOPOLOGIES = {
 TRACED = ("nanochat", "x_transformers")  # takes seconds on each rank: in CI only nanogpt is traced for a pipeline
 GAN = "gan"  # two models and two optimizers: no Trainer has them
 
+MADE = {**MODELS, **DECODERS}
 IN_CHUNKS = {"distributed.context_blocks": 4, "distributed.sequence_parallel": False}
 
 Case = tuple[str, str, bool]
@@ -80,7 +83,7 @@ def settings_of(topology: str, reproducible: bool, like: str = "") -> Config:
 def run(name: str, topology: str, reproducible: bool = True, like: str = "") -> Run:
     if name == GAN:
         return run_gan(topology) if reproducible else run_gan_by_hand(topology)
-    made = MODELS[name]
+    made = MADE[name]
     model = made.make()
     if topology.startswith("pipeline") and made.piped is not None:
         model = made.piped(model)
@@ -134,11 +137,11 @@ def own_loop(name: str) -> list[float]:
     if name == GAN:
         models, losses_of = list(gan()), [lambda m, b: m(**b), lambda m, b: m(b["noise"])]
         batch = default_collate([noisy(index) for index in range(SAMPLES)])
-    elif MODELS[name].loss is None:
+    elif MADE[name].loss is None:
         return alone(name).losses
     else:
-        models, losses_of = [(MODELS[name].reference or MODELS[name].make)()], [MODELS[name].loss]
-        batch = default_collate([MODELS[name].sample(index) for index in range(SAMPLES)])
+        models, losses_of = [(MADE[name].reference or MADE[name].make)()], [MADE[name].loss]
+        batch = default_collate([MADE[name].sample(index) for index in range(SAMPLES)])
     optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=LEARNING_RATE) for m in models]
     losses = []
     for _ in range(STEPS):
@@ -163,7 +166,7 @@ def apart(one: Sequence[float], other: Sequence[float]) -> float:
 
 def refusal(name: str, topology: str) -> str:
     """What the message must name; empty where the model trains."""
-    return "" if name == GAN else MODELS[name].refusal(topology)
+    return "" if name == GAN or name in DECODERS else MODELS[name].refusal(topology)
 
 
 def problem(case: Case, result: Run | str) -> str:
@@ -216,3 +219,10 @@ def test_every_model_under_every_topology(ranks: int) -> None:
     """Reproducible or not."""
     cases = [(*pair, reproducible) for pair in pairs_of(ranks) for reproducible in (True, False)]
     require(ranks, cases, timeout=3000)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_the_page_of_families_says_what_came_out_of_each_decoder() -> None:
+    text = decoders.PAGE.read_text()
+    assert text == decoders.in_page(text), "python -m tests.parity.decoders --write"
