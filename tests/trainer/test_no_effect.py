@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep import Trainer, cluster
+from lockstep import Trainer, cluster, heartbeat
 from lockstep.errors import NoEffectWarning, UsageError
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
@@ -146,6 +146,16 @@ def test_what_the_process_has_settled_is_not_ignored_in_a_second_trainer(
         monkeypatch.setattr(cluster, "_current", replace(cluster.setup(), backend="gloo"))
     with pytest.raises(UsageError, match=f"distributed.{key} is .*, and this process runs otherwise"):
         cluster.setup(lockstep.Config().replaced({f"distributed.{key}": value}).distributed)
+
+
+def test_limits_of_a_hang_are_told_to_the_launcher_by_place_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "_mine", heartbeat.Heartbeat(tmp_path, 0))
+    placed(hang={"seconds": 3.0}, timeout_seconds=cluster._timeout or 1800.0)
+    limits = heartbeat.read_limits(tmp_path)
+    assert limits is not None
+    assert limits[1] == 3.0
 
 
 @pytest.mark.parametrize("loader", [
