@@ -36,10 +36,10 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError, listed
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts, without_cache
+from lockstep.models.left_out import refuse_uneven, stop_gradients_unless, sum_of_outputs
 from lockstep.models.loss_modules import module_of
 from lockstep.models.observed import LossCalls
 from lockstep.models.torch_losses import as_object
-from lockstep.torch_compat.pytree import tree_flatten
 
 IGNORED_TARGET = -100  # torch's default `ignore_index`
 DOCUMENTS = "document_ids"  # the part of a batch that numbers the documents of a sequence
@@ -135,9 +135,9 @@ class Objective:
         # loss functions see to; those of a mean that is written by hand are not numbers.
         if n.device.type != "cpu" or not n > 0:
             if not self.in_outputs:
-                _stop_gradients_unless(n > 0, outputs)
+                stop_gradients_unless(n > 0, outputs)
             elif n.device.type == "cpu" and (self.observed is None or not self.observed.told):
-                loss = _sum_of(outputs, loss)
+                loss = sum_of_outputs(outputs, loss)
         return torch.where(n > 0, loss * n, 0.0), 1, count
 
     def _observe(
@@ -150,7 +150,7 @@ class Objective:
         count = self.count(batch) if shown is None else shown
         observed.told = shown is not None
         if observed.cut and seen.uneven:
-            _refuse_uneven(seen.uneven)
+            refuse_uneven(seen.uneven)
         if observed.looks:
             # by the names that the library gives the losses that balance experts
             observed.auxiliary = isinstance(outputs, Mapping) and any(
@@ -179,34 +179,6 @@ class Objective:
             valid: Tensor = targets != IGNORED_TARGET
             return valid.sum()
         return self.count(batch)
-
-
-def _refuse_uneven(divisors: tuple[int, ...]) -> None:
-    what = f"the loss has {len(divisors)} terms that leave out different targets of a micro-batch: they are means over "
-    what += f"{', '.join(map(str, divisors[:-1]))} and {divisors[-1]}"
-    why = "each term would need the number of its own targets in the whole step: no one number weighs micro-batches"
-    fix = "let the targets of all terms be ignored together (drop answers of which only one end lies in the text); or "
-    fix += "take a step of one micro-batch; or give the model count(batch), by which all terms are to be weighed"
-    raise UsageError(what, where="the loss", why=why, fix=fix)
-
-
-def _sum_of(outputs: Any, loss: Tensor) -> Tensor:
-    """Return the sum of a model's outputs besides its loss; the loss if there are none."""
-    leaves = [
-        leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.ndim
-    ]
-    return torch.stack([leaf.float().sum() for leaf in leaves]).sum() if leaves else loss
-
-
-def _stop_gradients_unless(condition: Tensor, outputs: Any) -> None:
-    """Make the gradient of the outputs zero where a condition, 0-dim, does not hold: that of 0/0 is not a number."""
-
-    def stop(gradient: Tensor) -> Tensor:
-        return torch.where(condition.to(gradient.device), gradient, 0.0)
-
-    for leaf in tree_flatten(outputs)[0]:
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(stop)  # type: ignore[no-untyped-call]
 
 
 def _outputs(
