@@ -176,6 +176,20 @@ def on_a_rank(folder: str) -> tuple[str, list[list[list[float]]]]:
     return relay(["ddp", "fsdp", "pipeline"], folder), both
 
 
+def formats_that_differ() -> str:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, 5))
+    if torch.distributed.get_rank():
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with pytest.raises(UsageError) as found:
+        trainer_of("ddp", model)
+    return str(found.value)
+
+
+def test_ranks_must_agree_on_formats() -> None:
+    for told in run_ranks(formats_that_differ, 2):
+        assert "have other shapes or memory formats on one rank than on another" in told
+
+
 def test_other_strategies_and_changes_between_them(tmp_path: Path) -> None:
     """`tests/parity/test_foreign.py` compares this model with plain PyTorch under ddp, fsdp and pipelines."""
     wanted = relay(["single"] * 3, str(tmp_path / "one"))
