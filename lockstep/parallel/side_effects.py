@@ -4,11 +4,15 @@ Parameters that a forward pass writes (`nn.Embedding(max_norm=…)`), counters a
 model's own generators differ from one process, without an error. On several ranks, and under `reproducible`, such a
 model is refused; one process trains it with a warning. A parameter counts as written if its version, its storage or the
 sum of its bits has changed: `.data` hides a write from the version.
+
+A tensor that a forward pass leaves in an attribute, and that the next one computes with and replaces, is state: on each
+number of ranks it comes from other samples. It is refused under `reproducible`, and on several ranks it is a warning.
 """
 
 import logging
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,10 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UsageError, listed
 from lockstep.parallel.divergence import fingerprint
 from lockstep.parallel.parallel_model import ParallelModel, local
+from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.torch_compat.tensor_versions import version_of
 
 _STEPS = 2  # steps whose first forward pass is watched: a counter has moved in both of them
@@ -94,6 +100,8 @@ class _Watch:
     _open: dict[int, _Values] = field(default_factory=dict)  # unit → its parameters
     _attributes: dict[int, dict[str, Any]] = field(default_factory=dict)  # root → what it was before the pass
     _generators: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _tensors: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)  # root → before the first pass
+    _uses: dict[int, "_Uses"] = field(default_factory=dict)  # root → in the second pass, if one was left by the first
     _warned: set[str] = field(default_factory=set)
     _moved: dict[int, list[dict[str, float]]] = field(default_factory=dict)  # root → by how much, in each pass
 
@@ -108,6 +116,7 @@ class _Watch:
                 seen.add(random_state.step)
                 self._attributes[id(root)] = dict(_attributes(root))
                 self._generators[id(root)] = dict(_generators(root))
+                self._watch_tensors(root)
             elif id(root) not in self._attributes:
                 return
             here = {name: p for name, p in unit.named_parameters() if not p.is_meta}
@@ -139,7 +148,37 @@ class _Watch:
 
         return after
 
+    def _watch_tensors(self, root: nn.Module) -> None:
+        here = dict(_tensors(root))
+        if id(root) not in self._tensors:
+            self._tensors[id(root)] = {name: _mark(tensor) for name, tensor in here.items()}
+            return
+        first = self._tensors[id(root)]
+        left = {name: tensor for name, tensor in here.items() if first.get(name) != _mark(tensor)}
+        if left:
+            self._uses[id(root)] = _Uses(left)
+            self._uses[id(root)].__enter__()  # until the pass is over; an error inside ends the run
+
+    def _compare_tensors(self, root: nn.Module) -> None:
+        uses = self._uses.pop(id(root), None)
+        if uses is None:
+            return
+        uses.__exit__(None, None, None)
+        here = dict(_tensors(root))
+        state = sorted(name for name in uses.used if name not in here or _mark(here[name]) != uses.marks[name])
+        if not state:
+            return
+        what = f"the forward pass goes on from {listed(state)}, which the one before it left"
+        why = "a rank goes on from its own micro-batch, so what it computes depends on the number of ranks"
+        fix = "give the state to the model with the batch, or begin each forward pass with a new one; "
+        fix += "or set distributed.reproducible: false"
+        if self.placed.reproducible:
+            raise UsageError(what, where="distributed.reproducible", why=why, fix=fix)
+        if self.placed.layout.world_size > 1:
+            _log.warning("%s: %s, and checkpoints do not have it", what, why)
+
     def _compare_attributes(self, root: nn.Module) -> None:
+        self._compare_tensors(root)
         generators = self._generators.pop(id(root))
         if moved := [name for name, state in _generators(root) if name in generators and generators[name] != state]:
             self._report(
@@ -169,6 +208,50 @@ class _Watch:
         if what not in self._warned:
             self._warned.add(what)
             _log.warning("%s: one process trains it as PyTorch does, but several ranks would refuse it: %s", what, why)
+
+
+class _Uses(TorchFunctionMode):
+    """Records which of some tensors functions of torch are called with."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._kept = list(tensors.values())  # so that no other tensor gets the same id
+        self.marks = {name: _mark(tensor) for name, tensor in tensors.items()}
+        self.used: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.used |= {self._names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._names}
+        return func(*args, **(kwargs or {}))
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    return id(tensor), version_of(tensor)
+
+
+def _tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of the tensors in attributes of its modules, but parameters and buffers."""
+    for path, module in root.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OF_TORCH:
+                yield from _inside(f"{path}.{name}" if path else name, value, depth=3)
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))  # names of the attributes that every module has
+
+
+def _inside(name: str, value: Any, *, depth: int) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif depth and isinstance(value, list | tuple | deque):
+        for place, each in enumerate(value):
+            yield from _inside(f"{name}[{place}]", each, depth=depth - 1)
+    elif depth and isinstance(value, dict):
+        for key, each in value.items():
+            yield from _inside(f"{name}[{key!r}]", each, depth=depth - 1)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not callable(value):
+        for key, each in list(vars(value).items()):
+            yield from _inside(f"{name}.{key}", each, depth=depth - 1)
 
 
 def _attributes(root: nn.Module) -> Iterator[tuple[str, float]]:
