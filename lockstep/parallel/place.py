@@ -267,6 +267,10 @@ def refuse_parameters(model: nn.Module, *, sharded: bool, reproducible: bool) ->
             what = f"{name or type(model).__name__} makes sparse gradients"
             why = "gradients are summed over micro-batches and ranks, and clipped, as dense tensors"
             raise UsageError(what, why=why, fix=f"write {type(module).__name__}(…, sparse=False)")
+    if sharded and (empty := [name for name, parameter in model.named_parameters() if not parameter.numel()]):
+        what = f"the parameter {listed(empty)} has no elements, so FSDP can't cut it"
+        raise UsageError(what, where="distributed.strategy: fsdp", fix="leave it out, or write strategy: ddp")
+    refuse_scripted(model, sharded=sharded)
     of_complex = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
     if of_complex and (sharded or reproducible):
         where = "distributed.strategy: fsdp" if sharded else "distributed.reproducible"
@@ -289,6 +293,20 @@ def refuse_hooks_outside_segments(model: nn.Module) -> None:
         why = "its stages run the model's segments one by one, not the modules that hold them"
         fix = "register it on a segment, or on a module inside of one; or use ddp or fsdp"
         raise UsageError(what, where="distributed.strategy: pipeline", why=why, fix=fix)
+
+
+def refuse_scripted(model: nn.Module, *, sharded: bool) -> None:
+    """Refuse TorchScript where modules get hooks: the model, its blocks and segments, and all of it on FSDP."""
+    named = dict(model.named_modules())
+    hooked = [("", model), *blocks_of(model), *(segments_of(model) or ())]
+    found = [
+        name for name, module in (named.items() if sharded else hooked) if isinstance(module, torch.jit.ScriptModule)
+    ]
+    if found:
+        what = f"{found[0] or 'the model'} is TorchScript (torch.jit.script or trace)"
+        why = "it takes no hooks, which key random numbers and gather parameters"
+        fix = "give the module as it was before, and training.compile: true for speed"
+        raise UsageError(what, why=why, fix=fix + ("; or write strategy: ddp" if sharded else ""))
 
 
 def refuse_wrapped(model: nn.Module) -> None:

@@ -157,13 +157,13 @@ class _Watch:
         left = {name: tensor for name, tensor in here.items() if first.get(name) != _mark(tensor)}
         if left:
             self._uses[id(root)] = _Uses(left)
-            self._uses[id(root)].__enter__()  # until the pass is over; an error inside ends the run
+            self._uses[id(root)].__enter__()  # type: ignore[no-untyped-call]  # until the pass is over
 
     def _compare_tensors(self, root: nn.Module) -> None:
         uses = self._uses.pop(id(root), None)
         if uses is None:
             return
-        uses.__exit__(None, None, None)
+        uses.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         here = dict(_tensors(root))
         state = sorted(name for name in uses.used if name not in here or _mark(here[name]) != uses.marks[name])
         if not state:

@@ -128,6 +128,18 @@ class Complex(Stack):
         return (super().forward(x).to(torch.complex64) @ self.phases).real
 
 
+class WithoutElements(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 8))
+
+
+class ScriptedPart(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = torch.jit.script(linear())  # type: ignore[no-untyped-call]
+
+
 class SeveralTypes(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -144,6 +156,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "beside its blocks": BesideItsBlocks,
     "sometimes short": SometimesShort,
     "complex": Complex,
+    "without elements": WithoutElements,
+    "scripted part": ScriptedPart,
+    "scripted blocks": lambda: Stack(lambda: torch.jit.script(linear())),  # type: ignore[no-untyped-call]
     "several types": lambda: Stack(SeveralTypes),
 }
 POLICY = "distributed.fsdp.auto_wrap_policy"
@@ -162,12 +177,16 @@ ALIKE: list[tuple[str, str, dict[str, Any]]] = [
     ("ddp:2", "sometimes short", UNUSED | EXACT),
     ("ddp:2", "sometimes short", UNUSED | EXACT | {"training.global_batch_size": 12}),
     ("ddp:2", "complex", {}),
+    ("ddp:2", "scripted part", {}),
 ]
 # What is refused: (topology, model, settings, what the message says).
 REFUSED: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("fsdp:2", "beside its blocks", {}, ["layers.0 are used, but its forward() is not called", "[Linear]"]),
     ("fsdp:2", "complex", {}, ["phases is complex", "view_as_complex"]),
     ("ddp:2", "complex", EXACT, ["phases is complex", "view_as_complex"]),
+    ("fsdp:2", "without elements", {}, ["nothing has no elements", "write strategy: ddp"]),
+    ("fsdp:2", "scripted part", {}, ["out is TorchScript", "write strategy: ddp"]),
+    ("ddp:2", "scripted blocks", {}, ["layers.0 is TorchScript", "as it was before"]),
     ("fsdp:2", "several types", {}, ["has parameters of several types", "model.to(torch.float32)"]),
 ]
 
