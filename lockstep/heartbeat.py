@@ -273,7 +273,9 @@ def own_heartbeat() -> Heartbeat:
 
 def went_forward() -> None:
     """Record that long work of this rank, in whichever process and thread, goes forward."""
-    own_heartbeat().went_forward()
+    beat = _mine or own_heartbeat()  # a data worker that was forked shares its rank's
+    if beat._map is not None:  # asked here, since each sample comes by
+        beat.went_forward()
 
 
 def share_calls(folder: Path, rank: int, ranks: int) -> None:
