@@ -17,6 +17,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.utils.data import TensorDataset
 
 import lockstep
@@ -210,3 +211,17 @@ def test_ranks_of_an_environment_are_told_the_machines(monkeypatch: pytest.Monke
     fix = advised(lambda: spawn._check_environment(2, 1, 0))
     assert "spawn(…, nprocs=2, nnodes=2, node_rank=1, master_addr='10.0.0.1')" in fix
     spawn._check_environment(2, 2, 1)
+
+
+def test_policies_of_torchs_fsdp_are_told_by_name() -> None:
+    class Decoder(nn.Linear):
+        """A block."""
+
+    policies = {
+        ModuleWrapPolicy({Decoder}): 'auto_wrap_policy: ["Decoder"]',
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Decoder}): '["Decoder"]',
+        functools.partial(size_based_auto_wrap_policy, min_num_params=1000): "size, and min_num_params: 1000",
+    }
+    for policy, name in policies.items():
+        given = {"auto_wrap_policy": policy}
+        assert name in advised(lambda given=given: trainer(nn.Linear(4, 1), strategy="fsdp", fsdp=given))  # type: ignore[misc]

@@ -117,3 +117,11 @@ def test_the_trainers_train(trainer: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "lockstep", *command[1].split(), *few], cwd=REPOSITORY, check=False)
     assert done.returncode == 0
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) >= 2
+
+
+def test_what_no_gpu_has_seen_is_said_everywhere_alike() -> None:
+    """Once `make gpu` has written pages, none of these may say so any more."""
+    ran = list((REPOSITORY / "benchmarks/results").glob("gpu*"))
+    for page in ("README.md", "docs/hardware.md", "benchmarks/README.md"):
+        text = " ".join((REPOSITORY / page).read_text().split())
+        assert ("No GPU has run Lockstep yet" in text) == (not ran), page

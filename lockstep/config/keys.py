@@ -273,6 +273,8 @@ def _mistakes(details: ErrorDetails, path: Path, tree: Node) -> list[Mistake]:
         takes = words.get(details["type"]) or (info.takes if info is not None else details["msg"].lower())
     value = node.plain()
     fix = advice_for_value(info.key if info is not None else key, value)
+    if key == "distributed.fsdp.auto_wrap_policy":
+        fix = _policy_by_name(value) or fix
     if fix is None and key == "distributed.device" and str(value)[-1:].isdecimal():
         fix = "leave it out: each rank takes the device of its local rank"  # scripts that place ranks write cuda:1
     if fix is None and info is not None and info.choices and isinstance(value, str):
@@ -288,6 +290,17 @@ def _mistakes(details: ErrorDetails, path: Path, tree: Node) -> list[Mistake]:
             float(value)
             fix = f"write {value.replace('_', '')} without quotes or underscores"
     return [Mistake(str(node.origin), f"{key} should be {takes}, but is {_show(value)}", fix)]
+
+
+def _policy_by_name(policy: Any) -> str | None:
+    """Return what names one of torch's policies for FSDP units, given as an object; None for anything else."""
+    arguments = getattr(policy, "keywords", {})  # of a functools.partial
+    classes = getattr(policy, "_module_classes", None) or arguments.get("transformer_layer_cls")
+    if classes:
+        return f"write auto_wrap_policy: {json.dumps(sorted(kind.__name__ for kind in classes))}"
+    if "min_num_params" in arguments:
+        return f"write auto_wrap_policy: size, and min_num_params: {arguments['min_num_params']}"
+    return None
 
 
 def _show(value: Any) -> str:

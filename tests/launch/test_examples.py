@@ -25,11 +25,13 @@ def start(folder: Path, script: str, *arguments: str, **more: str) -> subprocess
 
 def test_each_trains(tmp_path: Path) -> None:
     port = str(free_port())
+    by_names = ("--num_nodes", "2", "--node_rank", "1", "--num_gpus", "1", "--master_addr", "127.0.0.1")
+    by_names += ("--config", "tiny.yaml", "--output-dir", "runs/m")
     asked = {
         "one": ("train_distributed.sh", ("tiny.yaml", "--output-dir", "runs/one")),
         "torchrun": ("train_dist_torchrun.sh", ("--num_gpus", "1", "--config", "tiny.yaml", "--output-dir", "runs/t")),
         "first": ("train_multinode.sh", ("2", "0", "127.0.0.1", "tiny.yaml", "--output-dir", "runs/m")),
-        "second": ("train_multinode.sh", ("2", "1", "127.0.0.1", "tiny.yaml", "--output-dir", "runs/m")),
+        "second": ("train_multinode.sh", by_names),
     }
     for names in (["one", "torchrun"], ["first", "second"]):
         running = [start(tmp_path, asked[n][0], *asked[n][1], NPROC="1", MASTER_PORT=port) for n in names]
