@@ -16,7 +16,7 @@ from tests.parity.foreign import VOCAB, Foreign, as_it_is, library, named, padde
 PAGE = Path(__file__).parents[2] / "docs/families.md"
 BEGIN, END = "<!-- table of decoders: python -m tests.parity.decoders --write -->", "<!-- end of the table -->"
 TOPOLOGIES = ("ddp:2", "fsdp:2", "pipeline:2", "tensor:2", "context:2")
-COLUMNS = [(topology, "") for topology in TOPOLOGIES] + [(topology, "hf:") for topology in TOPOLOGIES[2:]]
+COLUMNS = [(topology, "object:") for topology in TOPOLOGIES] + [(topology, "hf:") for topology in TOPOLOGIES[2:]]
 _WITHOUT_DROPOUT = {"attention_dropout": 0.0}
 _OF_GPT2 = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
@@ -32,7 +32,9 @@ def _config(family: str) -> dict[str, Any]:
 
 DECODERS: dict[str, Foreign] = {
     **{
-        family: Foreign(family, library("AutoModelForCausalLM", family, **_config(family)), padded_text, piped=as_it_is)
+        f"object:{family}": Foreign(
+            family, library("AutoModelForCausalLM", family, **_config(family)), padded_text, piped=as_it_is
+        )
         for family in sorted(FAMILIES)
     },
     **{f"hf:{family}": named(family, family, {}, **_config(family)) for family in sorted(FAMILIES)},
@@ -65,7 +67,7 @@ def outcomes(families: Sequence[str]) -> dict[tuple[str, str], str]:
 
 def table() -> str:
     """In Markdown: a row for each family, a column for each strategy."""
-    header = [f"`{topology}`" + (", `hf:`" if kind else "") for topology, kind in COLUMNS]
+    header = [f"`{topology}`" + (", `hf:`" if kind == "hf:" else "") for topology, kind in COLUMNS]
     lines = ["| family | " + " | ".join(header) + " |", "|" + "---|" * (len(COLUMNS) + 1)]
     return "\n".join([*lines, *rows(sorted(FAMILIES))])
 
