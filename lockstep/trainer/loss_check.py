@@ -245,7 +245,15 @@ def _sliced(batch: Any, size: int, part: slice) -> Any:
     leaves, spec = tree_flatten(batch)
     if not all(_by_samples(leaf, size) for leaf in leaves):
         return None
-    return tree_unflatten([leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves], spec)
+    return tree_unflatten(
+        [_rows(leaf, part) if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves], spec
+    )
+
+
+def _rows(tensor: Tensor, part: slice) -> Tensor:
+    if tensor.is_nested:  # has no slices along its samples
+        return torch.nested.as_nested_tensor(list(tensor.unbind())[part], layout=tensor.layout)
+    return tensor[part]
 
 
 def _joined(one: Any, other: Any) -> Any:
