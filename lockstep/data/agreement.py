@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lockstep.collectives import is_main_process
@@ -47,12 +48,14 @@ class Evidence:
         order: a checksum of the first step's samples, by index; None for streams.
         samples: some of a dataset that this rank reads.
         items: summaries of a stream's first items.
+        seed: what torch's generator was seeded with; another on each rank if a script seeds nothing.
     """
 
     length: int | None
     order: int | None = None
     samples: list[Probed] = field(default_factory=list)
     items: list[list[Row]] = field(default_factory=list)
+    seed: int = field(default_factory=torch.initial_seed)
 
 
 def several_ranks() -> bool:
@@ -80,11 +83,22 @@ def require_same_data(data: Any, mine: Evidence, *, sampler: Any = None, reprodu
         if difference is None and its.order != ranks[0].order:
             difference = f"the {type(sampler).__name__} gives rank {rank} other samples than rank 0"
             data = sampler
-        if difference is not None:
+        may_be_random = its.seed != ranks[0].seed and its.length == ranks[0].length and _cut_of(data) is None
+        if difference is not None and may_be_random and not reproducible:
+            _warn(
+                f"{difference}, and ranks are seeded differently: data that are made of random numbers need the same "
+                "seed on all ranks, such as torch.manual_seed(0) before they are made; of data that are cut by rank "
+                "most samples are never seen"
+            )
+        elif difference is not None:
             why = "every rank is to have all data, because Lockstep shares them out: what is cut by rank beforehand is "
             why += "cut twice, and most samples are never seen"
-            fix = f"delete {_cut_of(data)} and hand over all data. Where each rank's are its own on purpose, say so: "
-            fix += "data.rank_sharded = True; where they come from random numbers, seed these alike on all ranks"
+            fix = (
+                f"delete {_cut_of(data) or _ANY_CUT} and hand over all data. Where each rank's are its own on purpose, "
+            )
+            fix += (
+                "say so: data.rank_sharded = True; where they come from random numbers, seed these alike on all ranks"
+            )
             raise UsageError(difference, where="the training or validation data", why=why, fix=fix)
 
 
@@ -151,8 +165,13 @@ def _check_repeats(ranks: Sequence[Evidence], reproducible: bool) -> None:
     _warn(f"{what}: {why}. What it is depends on ranks, workers and restarts\n  do: {fix}")
 
 
-def _cut_of(data: Any) -> str:
-    """Return the call that may have cut the data, as a user writes it."""
+_ANY_CUT = (
+    "the line that picks a rank's part (dataset.shard(…), Subset(…), a slice [rank::world], a file for each rank)"
+)
+
+
+def _cut_of(data: Any) -> str | None:
+    """Return the call that may have cut the data, as a user writes it; None for data that do not tell."""
     dataset = getattr(data, "dataset", data) if hasattr(data, "batch_sampler") else data
     kinds = {kind.__name__ for kind in type(dataset).__mro__}
     if type(dataset).__module__.startswith("datasets."):
@@ -161,9 +180,7 @@ def _cut_of(data: Any) -> str:
         return f"{type(dataset).__name__}(dataset, …)"
     if "Sampler" in kinds or "BatchSampler" in kinds:
         return f"the {type(dataset).__name__}"
-    return (
-        "the line that picks a rank's part (dataset.shard(…), Subset(…), a slice [rank::world], a file for each rank)"
-    )
+    return None
 
 
 def _warn(text: str) -> None:

@@ -4,6 +4,7 @@ import functools
 import random
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from datasets.distributed import split_dataset_by_node
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
 
 from lockstep import Trainer
 from lockstep.data import DistributedSampler, adopt
@@ -144,6 +145,7 @@ def labels_of(batch: Any) -> list[int]:
 
 def agreement() -> dict[str, Any]:
     """What each rank reads of the data that it was given in training and in evaluation, or the error."""
+    torch.manual_seed(0)
     found: dict[str, Any] = {}
     for name, data in given_data().items():
         for evaluates in (False, True):
@@ -157,6 +159,32 @@ def agreement() -> dict[str, Any]:
             except UsageError as error:
                 read = error
             found[f"{name}, evaluated" if evaluates else name] = read
+    return found
+
+
+def unseeded() -> dict[str, str]:
+    """What is said where each rank has another seed, as in a script that seeds nothing: the error, or the warning."""
+    torch.manual_seed(dist.get_rank())
+    noise = TensorDataset(torch.randn(24, 3))
+    rows = Rows(range(24))
+    uses = {
+        "random": (noise, False),
+        "random, reproducible": (noise, True),
+        "subset": (Subset(rows, list(range(dist.get_rank(), 24, 2))), False),
+        "unequal": (Rows(range(12 + dist.get_rank())), False),
+    }
+    found = {}
+    for name, (data, reproducible) in uses.items():
+        said: list[str] = []
+        with patch("lockstep.data.agreement._warn", said.append):
+            try:
+                source = adopt(
+                    data, batch_size=2, global_batch_size=4, assign=share(dist.get_rank(), 2), epochs=1, seed=1,
+                    device="cpu", reproducible=reproducible,
+                )  # fmt: skip
+                found[name] = f"{sum(len(row.mine) for row in source)} {said[0]}"
+            except UsageError as error:
+                found[name] = str(error)
     return found
 
 

@@ -1,7 +1,7 @@
 """On real ranks: streams that end at different times, and a sampler that knows its rank."""
 
 from lockstep.errors import UsageError
-from tests.data.rank_cases import agreement, all_cases, trainers
+from tests.data.rank_cases import agreement, all_cases, trainers, unseeded
 from tests.ranks import run_ranks
 
 
@@ -38,6 +38,16 @@ def test_data_that_are_cut_by_rank_beforehand_are_refused_and_no_others():
     assert "delete dataset.shard(…) or split_dataset_by_node(…)" in texts["cut: a stream by node, evaluated"]
     assert "the OfARank gives rank 1 other samples than rank 0" in texts["cut: sampler"]
     assert "rank 0 has 12 samples or batches of data, and rank 1 has 13" in texts["cut: unequal"]
+
+
+def test_random_data_of_a_script_that_seeds_nothing_are_warned_of():
+    """Their ranks may have made them of random numbers; what is surely cut is refused all the same."""
+    said, other = run_ranks(unseeded, 2)
+    assert said == other
+    assert said["random"].startswith("6 ranks 0 and 1 have 24 each, but dataset[0] on rank 1")
+    assert "torch.manual_seed(0) before they are made" in said["random"]
+    for name in ("random, reproducible", "subset", "unequal"):
+        assert "data.rank_sharded = True" in said[name], name
 
 
 def test_every_way_to_use_data_compares_them():
