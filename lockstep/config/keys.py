@@ -18,6 +18,7 @@ from lockstep.config.schema import Config
 from lockstep.config.schema_training import GradientClipConfig, Named, ObjectSpec, Section
 from lockstep.config.tree import Node, Path
 from lockstep.errors import UsageError
+from lockstep.torch_compat.wrap_policy import classes_of
 
 # A block of a template → the section of most of its keys.
 _BLOCKS = {"trainer_args": "training", "distributed_env": "distributed"}
@@ -295,9 +296,9 @@ def _mistakes(details: ErrorDetails, path: Path, tree: Node) -> list[Mistake]:
 def _policy_by_name(policy: Any) -> str | None:
     """Return what names one of torch's policies for FSDP units, given as an object; None for anything else."""
     arguments = getattr(policy, "keywords", {})  # of a functools.partial
-    classes = getattr(policy, "_module_classes", None) or arguments.get("transformer_layer_cls")
-    if classes:
-        return f"write auto_wrap_policy: {json.dumps(sorted(kind.__name__ for kind in classes))}"
+    names = classes_of(policy) or sorted(kind.__name__ for kind in arguments.get("transformer_layer_cls", ()))
+    if names:
+        return f"write auto_wrap_policy: {json.dumps(names)}"
     if "min_num_params" in arguments:
         return f"write auto_wrap_policy: size, and min_num_params: {arguments['min_num_params']}"
     return None

@@ -99,7 +99,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str, str]] = {
     "a number as loss": (lambda: train(loss_fn=3), "loss_fn is an int", "pass a function"),
     "a loss of one argument": (lambda: train(loss_fn=lambda o: o.sum()), "can't be called", "def loss_fn(outputs, t"),
     "a loss that returns a number": (lambda: train(loss_fn=lambda o, t: o.sum().item()), "returned", "without .item()"),
-    "a loss that returns nothing": (lambda: train(loss_fn=lambda o, t: None), "returned None", "return the loss"),
+    "a loss that returns nothing": (lambda: train(loss_fn=lambda o, t: None), "loss function returned None", "return"),
     "everything frozen": (lambda: train(frozen(), loss_fn=CE()), "all 4 parameters", "requires_grad_(True)"),
     "everything frozen, steps": (lambda: train(frozen(), loss_fn=CE(), call="steps"), "all 4 par", "evaluate"),
     "everything frozen, training_step": (
@@ -121,15 +121,18 @@ MISTAKES: dict[str, tuple[Callable[[], object], str, str]] = {
         lambda: train(optimizer=lambda: None, loss_fn=CE()), "can't be called with (parameters)", "lambda parameters",
     ),
     "a function that makes no optimizer": (
-        lambda: train(optimizer=lambda parameters: None, loss_fn=CE()), "returned None", "return the object",
+        lambda: train(optimizer=lambda parameters: None, loss_fn=CE()), "returned None, not an object of", "return",
     ),
     "loss and optimizer swapped": (
         lambda: train(optimizer=CE(), loss_fn=torch.optim.SGD(network().parameters())), "is a module", "Trainer(model",
     ),
+    "an optimizer as loss": (
+        lambda: train(loss_fn=torch.optim.SGD(network().parameters())), "loss_fn is the optimizer SGD", "optimizer, l",
+    ),
     "a scheduler's class": (lambda: train(scheduler=CosineAnnealingLR, loss_fn=CE()), "T_max", "lambda optimizer"),
-    "a path as config": (lambda: train(config="train.yaml", loss_fn=CE()), "'train.yaml'", "load_config('train.yaml')"),
+    "a path as config": (lambda: train(config="train.yaml", loss_fn=CE()), "not a lockstep.Config", "load_config("),
     "a number as after_update": (lambda: train(after_update=5, loss_fn=CE()), "after_update is an int", "a function"),
-    "three sets of data": (lambda: of_any_kind().train(DATA, DATA, DATA), "epochs is", "epochs=3"),
+    "three sets of data": (lambda: of_any_kind().train(DATA, DATA, DATA), "not a number of passes over", "epochs=3"),
     "metrics without names": (
         lambda: of_any_kind().train(DATA, DATA, metrics=[CE()]), "metrics is a list", "metrics={",
     ),
