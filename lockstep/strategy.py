@@ -30,6 +30,14 @@ AUTO = "auto"
 TENSOR, CONTEXT = "tensor", "context"  # the strategies of layouts without an axis that shares out micro-batches
 EXPERT = "expert"  # in a topology: how many of the ranks before it share out experts
 SINGLE, REPLICAS = "single", "ddp"  # the meaning of `auto` in Python: on one rank, and on several
+# Sections of options under `distributed` → the strategies that read them.
+OPTIONS_OF = {
+    REPLICAS: (REPLICAS, "accelerate", "pipeline", TENSOR, CONTEXT, EXPERT),
+    "fsdp": ("fsdp", "pipeline", TENSOR, CONTEXT, EXPERT),
+    "pipeline": ("pipeline",),
+    "accelerate": ("accelerate",),
+    "diloco": ("diloco",),
+}
 
 
 class Strategy(ABC):

@@ -40,7 +40,7 @@ class Probed:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class DataEvidence:
     """What one rank knows of its data.
 
     Attributes:
@@ -68,7 +68,7 @@ def order_checksum(micro_batches: Sequence[Sequence[int]]) -> int:
     return zlib.crc32(repr([list(indices) for indices in micro_batches]).encode())
 
 
-def require_same_data(data: Any, mine: Evidence, *, sampler: Any = None, reproducible: bool = False) -> None:
+def require_same_data(data: Any, mine: DataEvidence, *, sampler: Any = None, reproducible: bool = False) -> None:
     """Compare the data of all ranks, or raise a UsageError on each of them; all ranks call it together.
 
     `sampler` is the user's own, if the order is its.
@@ -119,7 +119,7 @@ def known(dataset: Any) -> list[Probed] | None:
         return None
 
 
-def _difference(first: Evidence, other: Evidence, rank: int) -> str | None:
+def _difference(first: DataEvidence, other: DataEvidence, rank: int) -> str | None:
     """Say how the data of a rank differ from those of rank 0; None if they are the same."""
     if first.length != other.length:
         return f"rank 0 has {first.length} samples or batches of data, and rank {rank} has {other.length}"
@@ -152,7 +152,7 @@ def _share_a_column(first: list[list[Row]], other: list[list[Row]]) -> bool:
     return False
 
 
-def _check_repeats(ranks: Sequence[Evidence], reproducible: bool) -> None:
+def _check_repeats(ranks: Sequence[DataEvidence], reproducible: bool) -> None:
     """Warn of samples that are others when they are read again, or refuse them under `reproducible`."""
     changing = next((probed for its in ranks for probed in its.samples if not probed.repeats), None)
     if changing is None:

@@ -27,7 +27,8 @@ Generator = torch.Generator | random.Random | np.random.Generator | np.random.Ra
 _MOST_OBJECTS = 10_000  # that are looked at
 _MOST_ITEMS = 32  # of a container
 _LEAVES = (str, bytes, int, float, torch.Tensor, np.ndarray, type, types.ModuleType)
-_GLOBALS = (random._inst, np.random.mtrand._rand, torch.default_generator)
+# The global ones, to which the functions of the modules are bound.
+_GLOBALS: tuple[Any, ...] = (random.random.__self__, np.random.rand.__self__, torch.default_generator)
 
 
 def generators_of(root: Any) -> dict[str, Generator]:

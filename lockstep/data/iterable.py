@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lockstep.collectives import is_main_process
-from lockstep.data.agreement import MOST_ITEMS, Evidence, require_same_data, several_ranks
+from lockstep.data.agreement import MOST_ITEMS, DataEvidence, require_same_data, several_ranks
 from lockstep.data.batches import Assign, MicroBatch, StepBatches, batch_length, known_length, move
 from lockstep.data.fingerprint import summary
 from lockstep.data.mistakes import collate_by_default, reason, users_line
@@ -168,7 +168,9 @@ class IterableSteps:
         """Compare the first items that are trained on with those of the other ranks; all ranks call it together."""
         if self._compares and several_ranks():
             self._compares = False
-            require_same_data(self._iterable, Evidence(known_length(self._iterable), items=list(map(summary, items))))
+            require_same_data(
+                self._iterable, DataEvidence(known_length(self._iterable), items=list(map(summary, items)))
+            )
 
     def _any(self, more: bool) -> bool:
         return more if self._any_left is None else self._any_left(more)

@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, Subset
 from torch.utils.data import get_worker_info as worker_info
 
 from lockstep import accelerator
-from lockstep.data.agreement import Evidence, Probed, known, order_checksum, remember, require_same_data
+from lockstep.data.agreement import DataEvidence, Probed, known, order_checksum, remember, require_same_data
 from lockstep.data.batches import Assign, CollatingDataset, MicroBatch, StepBatches, known_length, move
 from lockstep.data.fingerprint import summary
 from lockstep.data.generators import can_be_seeded, generators_of, preserve, seed_generators
@@ -344,7 +344,7 @@ class StepLoader:
             remember(self._dataset, probed)
             self._probes = None
         ended = self._stop is not None and self._stop <= self._start
-        evidence = Evidence(
+        evidence = DataEvidence(
             known_length(self._dataset), None if ended else order_checksum(self._plan(self._start)[0].micro_batches),
             probed,
         )  # fmt: skip

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.torch_compat.module_hooks import forward_pre_hooks
+
 
 def switch_cache_off(model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> None:
     """Let the modules around `blocks` run without a cache in training, unless their caller asks for one."""
     inside = {module for _, block in blocks for module in block.modules()}
     for module in model.modules():
-        if module in inside or _say_no in module._forward_pre_hooks.values():
+        if module in inside or _say_no in forward_pre_hooks(module):
             continue
         if {"use_cache", "past_key_values"} <= inspect.signature(module.forward).parameters.keys():
             module.register_forward_pre_hook(_say_no, with_kwargs=True)

@@ -17,6 +17,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 from lockstep.config import Config
 from lockstep.data import DistributedSampler
 from lockstep.errors import NoEffectWarning, UsageError
+from lockstep.strategy import OPTIONS_OF
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -151,19 +152,10 @@ def beside_others(config: Config, strategy: str) -> Iterator[NoEffect]:
         yield NoEffect(
             ("distributed.fsdp.min_num_params",), "without auto_wrap_policy: size", "it is the size of a unit"
         )
-    for section, users in _SECTIONS.items():
+    for section, users in OPTIONS_OF.items():
         if strategy not in users and ":" not in strategy:
             where = f"under strategy {strategy}"
             yield NoEffect((f"distributed.{section}",), where, f"they are options of {' and '.join(users[:2])}")
-
-
-_SECTIONS = {
-    "ddp": ("ddp", "accelerate", "pipeline", "tensor", "context", "expert"),
-    "fsdp": ("fsdp", "pipeline", "tensor", "context", "expert"),
-    "pipeline": ("pipeline",),
-    "accelerate": ("accelerate",),
-    "diloco": ("diloco",),
-}
 
 
 def of_trainer(trainer: "Trainer") -> Iterator[NoEffect]:
