@@ -27,8 +27,10 @@ Generator = torch.Generator | random.Random | np.random.Generator | np.random.Ra
 _MOST_OBJECTS = 10_000  # that are looked at
 _MOST_ITEMS = 32  # of a container
 _LEAVES = (str, bytes, int, float, torch.Tensor, np.ndarray, type, types.ModuleType)
-# The global ones, to which the functions of the modules are bound.
-_GLOBALS: tuple[Any, ...] = (random.random.__self__, np.random.rand.__self__, torch.default_generator)
+# The global ones: the functions of the modules are their methods.
+_OF_PYTHON: Any = random.random
+_OF_NUMPY: Any = np.random.rand
+_GLOBALS = (_OF_PYTHON.__self__, _OF_NUMPY.__self__, torch.default_generator)
 
 
 def generators_of(root: Any) -> dict[str, Generator]:
