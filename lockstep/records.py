@@ -46,8 +46,8 @@ _MOST_OF_RANKS = 16 << 20  # bytes of ranks.json; one of 10,000 ranks has less t
 class StepRecord:
     """One step, as the loop yields it and `metrics.jsonl` stores it.
 
-    On a GPU `loss`, `grad_norm`, `tokens` and `clipped` are 0-dim tensors until they are read: reading one
-    (`float(record.loss)`) waits for the device. On the CPU they are plain numbers.
+    On a GPU `loss`, `grad_norm`, `tokens`, `tokens_read` and `clipped` are 0-dim tensors until they are read: reading
+    one (`float(record.loss)`) waits for the device. On the CPU they are plain numbers.
     """
 
     step: int
@@ -56,6 +56,7 @@ class StepRecord:
     lr: float
     samples: int  # in this step, over all ranks
     tokens: Scalar  # valid targets in this step, over all ranks
+    tokens_read: "Scalar | None" = None  # token ids in this step, over all ranks; 0 for other data; None: as `tokens`
     epoch: int = 0
     # The fraction that clipping changed: 1 or 0 (norm), of elements (value), of units (adaptive).
     clipped: "Scalar | None" = None
@@ -63,7 +64,8 @@ class StepRecord:
     skipped: bool = False  # no update was made: overflow under fp16, or an anomaly
     step_seconds: float = 0.0
     samples_per_second: float = 0.0
-    tokens_per_second: float = 0.0  # for data of token ids; rows of other data do not have it
+    tokens_per_second: float = 0.0  # that were read; rows of data without token ids have neither this nor the next
+    targets_per_second: float = 0.0  # of these, valid targets
     memory_bytes: int = 0
     loss_scale: float | None = None
     time: float = field(default_factory=time.time)  # seconds since the Unix epoch

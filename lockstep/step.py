@@ -57,6 +57,7 @@ class Progress:
 class _FinishedGradients(NamedTuple):
     loss: Number
     targets: Number
+    tokens: Number  # read, whether they are targets or not
     norm: Number
     updates: list[ModelUpdate]
     check: StepCheck
@@ -75,6 +76,7 @@ class Step:
     nominal: float | None = None  # divisor of the summed loss in backward; None: no micro-batch was seen yet
     progress: Progress = field(default_factory=Progress)
     stop_asked: bool = False  # this rank was asked to stop; may be set at any time
+    reads_tokens: bool = False  # the micro-batches hold token ids
     stopping: bool = False  # all ranks know that one of them was asked to stop
     clock: PhaseClock = field(default_factory=PhaseClock)
     wants_layer_norms: Callable[[int], bool] = lambda _step: False  # by the step's number; the same on all ranks
@@ -170,6 +172,7 @@ class Step:
         if self.anomaly_detector.decides_at_once:
             self._buffers = {name: buffer.clone() for name, buffer in self.placed.buffers.items()}
         accumulator = self.placed.loss_accumulator(micro_batches_per_step)
+        accumulator.counts_tokens = self.reads_tokens
         accumulator.mark_step(self.progress.step + 1)
         return accumulator
 
@@ -243,7 +246,7 @@ class Step:
         check = self.anomaly_detector.check(step, loss, seen, accumulator.stop_votes, out_of_step, targets)
         if check.anomaly is not None and (empty := accumulator.without_targets()):
             check.anomaly = check.anomaly.beside(empty)
-        return _FinishedGradients(loss, targets, norm, updates, check)
+        return _FinishedGradients(loss, targets, accumulator.tokens_read, norm, updates, check)
 
     def _update(self, finished: _FinishedGradients, samples: int, recomputed: str | None = None) -> StepRecord:
         placed, updates, norm, numbers = self.placed, finished.updates, finished.norm, finished.check
@@ -262,7 +265,7 @@ class Step:
         overflow = self.loss_scale is not None and not is_bad and not math.isfinite(float(norm))  # host waits
         record = StepRecord(
             step=step, loss=finished.loss, grad_norm=norm, lr=float(groups[0]["lr"]), samples=samples,
-            tokens=finished.targets, epoch=self.progress.epoch, recomputed=recomputed,
+            tokens=finished.targets, tokens_read=finished.tokens, epoch=self.progress.epoch, recomputed=recomputed,
             loss_scale=self.loss_scale.scale if self.loss_scale else None,
         )  # fmt: skip
         if self.wants_layer_norms(record.step) and updates:

@@ -79,14 +79,26 @@ class StepSource(Protocol):
         """End workers."""
 
 
+def num_tokens(batch: Any) -> int:
+    """Return the number of token ids in a batch, padding included; 0 if it holds none."""
+    found = _token_ids(batch)
+    return 0 if found is None else found.numel()
+
+
 def holds_token_ids(batch: Any) -> bool:
     """Return whether `input_ids`, or else the first tensor, is integral with several numbers per sample."""
+    return _token_ids(batch) is not None
+
+
+def _token_ids(batch: Any) -> torch.Tensor | None:
     if isinstance(batch, dict | Mapping):  # `dict` first: it is the quicker check
         values = [batch["input_ids"]] if "input_ids" in batch else list(batch.values())
     else:
         values = list(batch) if isinstance(batch, list | tuple) else [batch]
     first = next((value for value in values if isinstance(value, torch.Tensor)), None)
-    return first is not None and first.ndim > 1 and not (first.is_floating_point() or first.is_complex())
+    if first is None or first.ndim < 2 or first.is_floating_point() or first.is_complex():
+        return None
+    return first
 
 
 def move(batch: Any, device: torch.device) -> Any:

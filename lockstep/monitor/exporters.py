@@ -38,13 +38,25 @@ class TensorBoard:
         run.tensorboard.mkdir(parents=True, exist_ok=True)
         self._path.touch()
         self._append(self._event(wall_time=now, file_version="brain.Event:2"))
+        self._session = import_module("tensorboard.compat.proto.event_pb2").SessionLog
+        self._start_step = context.start_step
+        self._newest: int | None = None  # the step that was written last
 
     def on_step(self, row: Row) -> None:
+        if self._newest is None or row["step"] <= self._newest:  # resumed, or rolled back
+            self._hide_points_from(self._start_step + 1 if self._newest is None and self._start_step else row["step"])
+        self._newest = row["step"]
+        self.on_eval(row)
+
+    def on_eval(self, row: Row) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
         when = row.get("time") or time.time()
         self._append(self._event(step=row["step"], wall_time=when, summary=self._summary(value=values)))
 
-    on_eval = on_step
+    def _hide_points_from(self, step: int) -> None:
+        """Have TensorBoard leave out what was written for this step and later ones: they are taken once more."""
+        start = self._session(status=self._session.START)
+        self._append(self._event(step=step, wall_time=time.time(), session_log=start))
 
     def on_media(self, step: int, media: Mapping[str, Media]) -> None:
         values = []

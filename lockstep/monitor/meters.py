@@ -26,7 +26,8 @@ class Rates(NamedTuple):
 
     step_seconds: float  # the mean
     samples: float  # per second, over all ranks
-    tokens: float  # valid targets per second, over all ranks
+    tokens: float  # read per second, over all ranks
+    targets: float  # valid ones per second, over all ranks
 
 
 class Meters:
@@ -36,21 +37,24 @@ class Meters:
         self._clock, self._since = clock, clock()
         self._steps, self._samples = 0, 0
         self._tokens: Any = 0
+        self._targets: Any = 0
 
     def count(self, record: StepRecord) -> None:
         self._steps += 1
         self._samples += record.samples
-        self._tokens = self._tokens + without_graph(record.tokens)
+        targets = without_graph(record.tokens)
+        self._targets = self._targets + targets
+        self._tokens = self._tokens + (targets if record.tokens_read is None else record.tokens_read)
 
     def read(self) -> Rates:
         """Return the rates since the last reading and start again; waits for the device."""
-        tokens = float(plain(self._tokens))  # host waits for the device
+        tokens, targets = float(plain(self._tokens)), float(plain(self._targets))  # host waits for the device
         now = self._clock()
         seconds, steps, samples = now - self._since, self._steps, self._samples
-        self._since, self._steps, self._samples, self._tokens = now, 0, 0, 0
+        self._since, self._steps, self._samples, self._tokens, self._targets = now, 0, 0, 0, 0
         if steps == 0 or seconds <= 0:
-            return Rates(0.0, 0.0, 0.0)
-        return Rates(seconds / steps, samples / seconds, tokens / seconds)
+            return Rates(0.0, 0.0, 0.0, 0.0)
+        return Rates(seconds / steps, samples / seconds, tokens / seconds, targets / seconds)
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent on steps: an evaluation, a checkpoint."""

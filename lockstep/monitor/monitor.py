@@ -224,8 +224,10 @@ class Monitor:
         row["step_seconds"] = record.step_seconds or rates.step_seconds
         row["samples_per_second"] = record.samples_per_second or rates.samples
         row["tokens_per_second"] = record.tokens_per_second or rates.tokens
-        if not self.counts_tokens or rates.tokens <= rates.samples:  # one target per sample: a class, an image
-            del row["tokens_per_second"]
+        row["targets_per_second"] = record.targets_per_second or rates.targets
+        if not self.counts_tokens or rates.targets <= rates.samples:  # classes, images
+            for name in ("tokens_per_second", "targets_per_second", "tokens_read"):
+                row.pop(name, None)
         if not 0 <= row["time"] - self._memory_read < _MEMORY_SECONDS:  # the system call is slow
             self._memory, self._memory_read = memory_of_this_rank().peak, row["time"]
         row["memory_bytes"] = record.memory_bytes or self._memory

@@ -189,7 +189,7 @@ class WorkersLossAccumulator(LossAccumulator):
     @property
     def mean_norm(self) -> Number:
         """Mean norm of the workers' gradients, after `totals`; equal on all ranks."""
-        norms, noted = self._table[:, self.micro_batches_per_step : -1].sum(dim=1)
+        norms, noted = self._table[:, self.micro_batches_per_step : -2].sum(dim=1)
         return number(norms / noted.clamp(min=1))
 
 

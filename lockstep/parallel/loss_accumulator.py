@@ -1,7 +1,8 @@
 """Sums the losses and valid targets of a step's micro-batches over all ranks.
 
 One small all-reduce adds zeros to what each rank wrote, which changes no bit; micro-batches are then summed in order,
-so the loss is the same number on every topology. One more column carries votes to stop and the step that a rank is in.
+so the loss is the same number on every topology. Two more columns carry the number of token ids that were read, votes
+to stop, and the step that a rank is in.
 """
 
 import math
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.data.batches import MicroBatch
+from lockstep.data.batches import MicroBatch, num_tokens
 
 # Numbers of a step are tensors where reading them would wait for the device, plain floats on the CPU: a 0-dim tensor
 # costs ten to fifty times what a float does. The functions below calculate with both.
@@ -78,7 +79,8 @@ class LossAccumulator:
         self._shared = shared
         self._work: dist.Work | None = None
         self._started = False
-        self._begin(micro_batches_per_step + 1, device)
+        self.counts_tokens = False  # whether micro-batches hold token ids
+        self._begin(micro_batches_per_step + 2, device)
 
     def _begin(self, columns: int, device: torch.device) -> None:
         self._table = torch.zeros(2, columns, dtype=torch.float64, device=device)
@@ -88,6 +90,8 @@ class LossAccumulator:
         if micro_batch.real and self._adds:
             self._table[0, micro_batch.index] = loss.summed()
             self._table[1, micro_batch.index] = loss.targets
+            if self.counts_tokens:
+                self._table[0, -2] += num_tokens(micro_batch.batch)
 
     def vote_to_stop(self) -> None:
         """Tell all ranks, with the next reduction, that this rank wants to stop after this step."""
@@ -108,16 +112,21 @@ class LossAccumulator:
     def totals(self) -> tuple[Number, Number]:
         """Return (loss sum, number of valid targets) of the step, float64, equal on all ranks."""
         self._finish()
-        sums = self._table[:, :-1].sum(dim=1)
+        sums = self._table[:, :-2].sum(dim=1)
         return sums[0], sums[1]
 
     def losses(self) -> list[float]:
         """Return the summed loss of each micro-batch of the step, after `totals`; equal on all ranks."""
-        return self._table[0, :-1].tolist()  # host waits for the device
+        return self._table[0, :-2].tolist()  # host waits for the device
 
     def without_targets(self) -> list[int]:
         """Return the micro-batches without a valid target, after `totals`; none where the host would have to wait."""
         return []
+
+    @property
+    def tokens_read(self) -> Number:
+        """Number of token ids in the step, after `totals`; equal on all ranks."""
+        return number(self._table[0, -2])
 
     @property
     def stop_votes(self) -> Number:
@@ -151,6 +160,8 @@ class HostLossAccumulator(LossAccumulator):
             # Rounded as the product of a float32 tensor is.
             self._losses[micro_batch.index] = value if loss.times == 1 else c_float(value * loss.times).value
             self._counts[micro_batch.index] = float(loss.targets)
+            if self.counts_tokens:
+                self._losses[-2] += num_tokens(micro_batch.batch)
 
     def vote_to_stop(self) -> None:
         self._losses[-1] = 1.0
@@ -167,13 +178,17 @@ class HostLossAccumulator(LossAccumulator):
         self._finish()
         if self._shared:
             self._losses, self._counts = self._table.tolist()
-        return sum(self._losses[:-1]), sum(self._counts[:-1])
+        return sum(self._losses[:-2]), sum(self._counts[:-2])
 
     def losses(self) -> list[float]:
-        return self._losses[:-1]
+        return self._losses[:-2]
 
     def without_targets(self) -> list[int]:
-        return [index for index, count in enumerate(self._counts[:-1]) if count == 0]
+        return [index for index, count in enumerate(self._counts[:-2]) if count == 0]
+
+    @property
+    def tokens_read(self) -> Number:
+        return self._losses[-2]
 
     @property
     def stop_votes(self) -> Number:

@@ -66,8 +66,11 @@ def _data(run: RunData) -> Iterator[Advice]:
     share = step_shares(run).get("data", 0.0)
     if share < 0.1:
         return
-    workers = flat_config(run.config_text).get("data.num_workers", 0)
+    asked = flat_config(run.config_text).get("data.num_workers", 0)
+    workers = run.start.get("data_workers", asked)
     advice = "Raise data.num_workers" if not workers else f"Raise data.num_workers above {workers} or prefetch_factor"
+    if workers != asked:
+        advice = f"Raise num_workers of the DataLoader, which is {workers}"
     found = f"{share:.0%} of each step waits for data."
     do = f"{advice}, or put the data on a faster disk (`lockstep data prepare` makes tokens beforehand)."
     yield Advice("warn", found, do, _of_a_step(run, share) + f"; data.num_workers is {workers}.")

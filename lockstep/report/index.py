@@ -10,7 +10,7 @@ from lockstep.records import RunDirectory
 from lockstep.report import units
 from lockstep.report.advice import advise
 from lockstep.report.charts import LINES_AT_MOST, loss_against, shortened
-from lockstep.report.page import Page, compared, differences, not_read, page_data, render, serve, write
+from lockstep.report.page import Page, best_first, compared, differences, not_read, page_data, render, serve, write
 from lockstep.report.read import RunData, is_run, read_run, typical_step, wall_seconds
 from lockstep.run_files import printable
 
@@ -70,7 +70,7 @@ def write_index(folder: Path, output: Path | None) -> Path:
         fix = "give the folder that `lockstep train --output-dir` wrote, as runs/NAME, or a folder of such folders"
         raise UsageError(f"{folder} is not a run directory, and there is none in it", fix=fix)
     target = output or folder / INDEX
-    runs = [read_run(path, among=len(paths)) for path in paths]
+    runs = best_first([read_run(path, among=len(paths)) for path in paths])
     for run in runs:
         run.name = run.path.relative_to(folder).as_posix()
         report, files = run.path / "report.html", RunDirectory(run.path)

@@ -7,6 +7,7 @@ markup. Pages are made of runs of strangers too, so an image is read only if it 
 
 import base64
 import json
+import math
 import os
 import re
 import time
@@ -25,7 +26,7 @@ from lockstep.records import RunDirectory
 from lockstep.report import read, units
 from lockstep.report.advice import advise
 from lockstep.report.charts import COLOURS, Figure, chart, charts, coloured, line, shortened
-from lockstep.report.read import NEWEST, Row, RunData, flat_config, read_run, typical_step, wall_seconds
+from lockstep.report.read import NEWEST, Row, RunData, flat_config, read_run, typical, typical_step, wall_seconds
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
 _POLICY += "base-uri 'none'; form-action 'none'; connect-src {connect}"
@@ -133,7 +134,7 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
         ("steps", f"{last['step']:,}", f"of {total:,}" if total else ""),
         ("loss", f"{loss:.4f}" if loss is not None else "–", f"best evaluation {best:.4f}" if best is not None else ""),
         ("step time", units.seconds(typical_step(run)), "median"),
-        (f"{unit} / s", units.count(rate), "") if rate else ("", "", ""),
+        (f"{unit} / s", units.count(rate), "median") if rate else ("", "", ""),
         ("MFU", f"{mfu:.1%}", str(run.start.get("peak_source", "")).partition(":")[0]) if mfu else ("", "", ""),
         ("peak memory", units.size(peak), "rank 0"),
         ("wall time", units.seconds(wall_seconds(run)), ""),
@@ -146,9 +147,9 @@ def _best_evaluation(run: RunData) -> float | None:
 
 
 def _rate(run: RunData) -> tuple[float | None, str]:
-    """Return the newest rate, and its unit."""
-    tokens = run.last("tokens_per_second")
-    return (tokens, "tokens") if tokens else (run.last("samples_per_second"), "samples")
+    """Return the usual rate, a median like the step's time, and its unit."""
+    tokens = typical(run, "tokens_per_second")
+    return (tokens, "tokens") if tokens else (typical(run, "samples_per_second") or None, "samples")
 
 
 def compared(runs: list[RunData]) -> Page:
@@ -164,17 +165,53 @@ def compared(runs: list[RunData]) -> Page:
             units.seconds(typical_step(run)), "–" if not rate else f"{units.count(rate)} {unit} / s",
             "–" if not mfu else f"{mfu:.1%}", "–" if not peak else units.size(peak),
         ])  # fmt: skip
+    for name in own_metrics(runs):
+        head.append(name)
+        for run, row in zip(runs, rows, strict=True):
+            value = next((row[name] for row in reversed(run.evaluations) if _is_number(row.get(name))), None)
+            row.append("–" if value is None else f"{value:.5g}")
     return {"title": "The runs side by side", "head": head, "rows": rows}
+
+
+def own_metrics(runs: list[RunData]) -> list[str]:
+    """Return the names of a user's own numbers, at most six, in the order in which they come."""
+    rows = [row for run in runs for row in run.evaluations[-1:]]
+    known = ("step", "time", "eval_loss")
+    return list(dict.fromkeys(name for row in rows for name in row if name not in known and _is_number(row[name])))[:6]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def best_first(runs: list[RunData]) -> list[RunData]:
+    """Return the runs by the metric that their configs keep the best of, else by the best evaluation loss."""
+    configs = [flat_config(run.config_text) for run in runs]
+    asked = {(config.get("checkpoint.keep_best"), config.get("checkpoint.keep_best_mode")) for config in configs}
+    name, mode = asked.pop() if len(asked) == 1 else (None, None)
+    name, sign = str(name or "eval_loss"), -1 if mode == "max" and name else 1
+
+    def place(run: RunData) -> float:
+        values = [sign * row[name] for row in (*run.evaluations, *run.rows) if _is_number(row.get(name))]
+        return min(values, default=math.inf)
+
+    return sorted(runs, key=place)
 
 
 def differences(runs: list[RunData]) -> Page | None:
     """Return the table of the keys in which configs differ; None if there is nothing to tell."""
-    configs = [flat_config(run.config_text) for run in runs] if len(runs) > 1 else []
+    configs = [flat_config(run.config_text) | _given(run) for run in runs] if len(runs) > 1 else []
     keys = dict.fromkeys(key for config in configs for key in config)
     apart = [key for key in keys if len({str(config.get(key)) for config in configs}) > 1]
     rows = [[key, *(str(config.get(key, "–")) for config in configs)] for key in apart]
     head = ["key", *(run.name for run in runs)]
     return {"title": "Where the configs differ", "head": head, "rows": rows} if rows else None
+
+
+def _given(run: RunData) -> Row:
+    """Return what the run's script gave in Python, where a config says nothing."""
+    given = run.start.get("given")
+    return {f"{name} (in Python)": str(value) for name, value in given.items()} if isinstance(given, dict) else {}
 
 
 def _operators(runs: list[RunData]) -> Page | None:

@@ -294,7 +294,12 @@ def step_shares(run: RunData) -> dict[str, float]:
 
 def typical_step(run: RunData) -> float:
     """Return the seconds of a step, the median over rows after the warm-up; 0 without measurements."""
-    values = [row["step_seconds"] for row in after_warmup(run.rows) if row.get("step_seconds")]
+    return typical(run, "step_seconds")
+
+
+def typical(run: RunData, name: str) -> float:
+    """Return the median of a number over rows after the warm-up; 0 without measurements."""
+    values = [row[name] for row in after_warmup(run.rows) if row.get(name)]
     return float(median(values)) if values else 0.0
 
 

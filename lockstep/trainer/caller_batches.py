@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep import collectives
 from lockstep.collectives import object_device
 from lockstep.config import require_equation
-from lockstep.data import batch_length, move
+from lockstep.data import batch_length, holds_token_ids, move
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import RunError, UsageError
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
@@ -66,6 +66,7 @@ class StepWindow:
             trainer.loss_check.before_step(
                 [MicroBatch(0, batch)], self._micro_batches_per_step, trainer.step.progress.step
             )
+            trainer.step.reads_tokens = trainer.step.reads_tokens or holds_token_ids(batch)
             self._accumulator, self._calls, self._samples = trainer.step.open(self._micro_batches_per_step), 0, 0
         if trainer.step.stop_asked:
             self._accumulator.vote_to_stop()

@@ -1,8 +1,11 @@
 """Builds the parts of a trainer from the user's arguments and the config."""
 
+import shlex
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from torch import nn
@@ -264,6 +267,25 @@ def require_one_length(config: Config, epochs: int | None) -> None:
     if epochs is not None and length is not None and epochs != length:
         what = f"the run can't have both {length} epochs and {epochs}"
         raise UsageError(what, where="training.num_train_epochs, epochs=", fix="keep one of the two")
+
+
+def data_workers(data: Any, config: Config) -> int:
+    """Return the number of workers that read the data: a DataLoader's own, or those of the config."""
+    if isinstance(data, DataLoader):
+        return data.num_workers
+    return config.data.num_workers if hasattr(data, "__getitem__") and not isinstance(data, list | tuple) else 0
+
+
+def given_in_python(model: nn.Module | None, optimizer: Optimizer | None) -> dict[str, str]:
+    """Return what a config does not say of a run that a script has made, in words: to compare runs by it."""
+    given = {} if model is None else {"model": type(model).__name__}
+    if optimizer is not None:
+        settings = {**optimizer.defaults, "lr": optimizer.param_groups[0].get("initial_lr")}
+        named = ", ".join(f"{key}={value}" for key, value in settings.items() if value and not isinstance(value, bool))
+        given["optimizer"] = f"{type(optimizer).__name__}({named})"
+    if Path(sys.argv[0]).name not in ("__main__.py", "lockstep"):
+        given["arguments"] = shlex.join(sys.argv[1:])[:200]
+    return given
 
 
 def open_source(

@@ -116,6 +116,9 @@ class Trainer:
         before = setup.Unplaced.of(model, objective, loss_fn)
         trained = [*model.parameters(), *before.of_loss]
         self._is_frozen = not any(parameter.requires_grad for parameter in trained)
+        self.data_workers = 0  # of the training data
+        # Numbers of the whole model, and of a loss with weights.
+        self.num_trained = sum(p.numel() for p in {*trained} if p.requires_grad)
         self.placed: ParallelModel = place(
             model, self.layout, self.config.step, device=self.device, precision=Precision(self.mode, self.device.type),
             objective=objective,
@@ -153,7 +156,6 @@ class Trainer:
             self.checkpoints = self.run_directory.checkpoints if storage is None else checkpoint.build_storage(storage)
             self.lock = RunLock(self.run_directory.path, lambda text: print(f"lockstep: {text}", flush=True))
         self.last_record: StepRecord | None = None
-        self.reads_tokens = False  # known after the first batch
         self._start_is_decided = False  # the run was resumed, loaded, or told to start afresh
         self._resumed_from: checkpoint.CheckpointPath | None = None  # until its data are compared with this run's
         self.heartbeat = own_heartbeat()
@@ -351,7 +353,7 @@ class Trainer:
         if batches.step in self.step.avoid:
             self.step.skip_step(batches.samples)
             return None
-        self.reads_tokens = self.reads_tokens or holds_token_ids(batches.mine[0].batch)
+        self.step.reads_tokens = self.step.reads_tokens or holds_token_ids(batches.mine[0].batch)
         self.modes.before_step()
         if self.loss_check.left:
             self.loss_check.before_step(batches.mine, batches.num_micro_batches, batches.step)
@@ -372,6 +374,7 @@ class Trainer:
             data, self.config, self.placed, epochs=epochs, global_batch_size=self.global_batch_size,
             start_step=self.step.progress.step, position=self.state.source,
         )  # fmt: skip
+        self.data_workers = setup.data_workers(data, self.config)
         self.state.steps_per_epoch = source.steps_per_epoch
         if self._resumed_from is not None and not self.config.checkpoint.allow_changes:
             found, self._resumed_from = self._resumed_from, None

@@ -213,7 +213,7 @@ class TrainingRun:
         if trainer.lock is not None:
             trainer.lock.check()
         if record is not None:
-            monitor.counts_tokens = trainer.reads_tokens
+            monitor.counts_tokens = trainer.step.reads_tokens
             monitor.on_step(record)
             if trainer.placed.later_log_lines:
                 self.say(*trainer.placed.take_log_lines())

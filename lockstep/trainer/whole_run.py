@@ -26,6 +26,7 @@ from lockstep.monitor.figures import first_step_counted, gather_objects, peak_fl
 from lockstep.run_files import replace_file
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat import flight_recorder
+from lockstep.trainer.setup import given_in_python
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -81,6 +82,7 @@ def open_monitor(
         "start", layout=str(trainer.layout), sizes=trainer.layout.sizes, world_size=trainer.layout.world_size,
         lines=lines, ranks=ranks, step=start, total_steps=total, parameters=trainer.placed.num_parameters,
         peak_flops=figures.peak, peak_source=figures.peak_source, versions=versions,
+        data_workers=trainer.data_workers, given=_given(trainer),
     )  # fmt: skip
     trainer.step.observe(clock, monitor.logs if config.gradient_norms else None)
     return monitor, around_step
@@ -145,7 +147,7 @@ def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
     precision = f"{trainer.mode} ({trainer.why_mode})" if trainer.why_mode else trainer.mode
     return [
         f"strategy {trainer.layout} on {trainer.cluster.facts.world_size} × {trainer.device.type}, {precision}, "
-        f"{trainer.placed.num_parameters:,} parameters",
+        + _parameters(trainer.num_trained, trainer.placed.num_parameters),
         f"global batch {total} = {micro_batches} micro-batch{'es' * (micro_batches != 1)} × {training.batch_size}, "
         f"over {ranks} data-parallel rank{'s' * (ranks != 1)}; {trainer.rate_line}",
         *(f"warning: {line}" for line in idle_ranks(trainer)),
@@ -153,6 +155,16 @@ def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
         *([trainer.layout.notice] if trainer.layout.notice else []),
         *trainer.placed.log_lines,
     ]
+
+
+def _given(trainer: "Trainer") -> dict[str, str]:
+    """Return what the script gave in Python: a model that no config names, an optimizer of its own, arguments."""
+    model = None if trainer.config.model.name is not None else trainer.placed.parts[0]
+    return given_in_python(model, None if trainer.scales_rate else trainer.optimizer)
+
+
+def _parameters(trained: int, total: int) -> str:
+    return f"{total:,} parameters" if trained == total else f"{trained:,} of {total:,} parameters train"
 
 
 def idle_ranks(trainer: "Trainer") -> list[str]:

@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import types
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -86,7 +88,7 @@ def test_trap_46_numbers_are_read_on_logged_steps_only(run: RunDirectory) -> Non
     monitor.close()
     rows = run.read_metrics()
     assert [row["step"] for row in rows] == [1, 10, 20, 30, 35], "every tenth, the first and the last"
-    assert OnDevice.waits == len(rows) * 4, "loss, norm, tokens of the step, tokens of the interval"
+    assert OnDevice.waits == len(rows) * 5, "loss, norm, tokens of the step, tokens and targets of the interval"
 
 
 def test_trap_46_no_graph_is_kept_alive(run: RunDirectory) -> None:
@@ -128,14 +130,15 @@ def test_other_ranks_write_nothing_and_read_nothing(run: RunDirectory) -> None:
 def test_rows_hold_what_the_interval_was_like(run: RunDirectory) -> None:
     monitor = Monitor(config(), run, is_main=True)
     for step in range(1, 11):
-        monitor.on_step(record(step, tokens=torch.tensor(64), loss=torch.tensor(float("nan"))))
+        monitor.on_step(record(step, tokens=64, tokens_read=torch.tensor(96), loss=torch.tensor(float("nan"))))
     monitor.on_eval({"step": 10, "eval_loss": 1.5})
     monitor.close()
     *_, last, evaluation = run.read_metrics()
     assert last["loss"] == "nan"
     assert last["tokens"] == 64
     assert last["step_seconds"] > 0
-    assert last["tokens_per_second"] == pytest.approx(64 / last["step_seconds"])
+    assert last["tokens_per_second"] == pytest.approx(96 / last["step_seconds"])
+    assert last["targets_per_second"] == pytest.approx(64 / last["step_seconds"])
     assert last["memory_bytes"] > 10_000_000
     assert evaluation["eval_loss"] == 1.5
 
@@ -145,14 +148,14 @@ def test_meters_average_over_the_interval_and_leave_out_pauses() -> None:
     meters = Meters(clock=lambda: now[0])
     for step in range(4):
         now[0] += 0.5
-        meters.count(record(step, tokens=torch.tensor(100)))
-    assert meters.read() == (0.5, 2.0 * record(0).samples, 200.0)
+        meters.count(record(step, tokens_read=torch.tensor(100), tokens=torch.tensor(40)))
+    assert meters.read() == (0.5, 2.0 * record(0).samples, 200.0, 80.0)
     now[0] += 2.0
-    meters.count(record(5, tokens=100))
+    meters.count(record(5, tokens_read=100, tokens=40))
     now[0] += 10.0
     meters.pause(10.0)
-    assert meters.read() == (2.0, 0.5 * record(0).samples, 50.0)
-    assert meters.read() == (0.0, 0.0, 0.0)
+    assert meters.read() == (2.0, 0.5 * record(0).samples, 50.0, 20.0)
+    assert meters.read() == (0.0, 0.0, 0.0, 0.0)
 
 
 def test_memory_is_this_ranks_own() -> None:
@@ -310,6 +313,28 @@ def test_tensorboard_holds_the_scalars(run: RunDirectory) -> None:
     found = EventAccumulator(str(run.tensorboard)).Reload()
     assert [(e.step, e.value) for e in found.Scalars("loss")] == [(1, 2.5), (2, 1.5)]
     assert [(e.step, e.value) for e in found.Scalars("eval_loss")] == [(2, 1.25)]
+
+
+def test_tensorboard_has_each_point_once_after_a_resume_and_a_rollback(run: RunDirectory) -> None:
+    """A killed run has written steps that are taken once more."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def write(start: int, steps: Iterable[int]) -> None:
+        sink = Monitor(config(sinks=["tensorboard"], log_steps=1), run, is_main=True, start_step=start)
+        for step in steps:
+            sink.on_step(record(step, loss=float(step)))
+            sink.on_eval({"step": step, "eval_loss": float(step)})
+        sink.close()
+
+    write(0, range(1, 8))
+    time.sleep(1.1)  # files are read in the order of their names, which hold seconds
+    write(4, [5, 6, 7, 6, 7, 8])
+    after = Monitor(config(sinks=["tensorboard"]), run, is_main=True)
+    after.on_log(8, {"mine": 1.0})  # hides nothing
+    after.close()
+    found = EventAccumulator(str(run.tensorboard)).Reload()
+    for name in ("loss", "eval_loss"):
+        assert [event.step for event in found.Scalars(name)] == list(range(1, 9)), name
 
 
 def test_a_missing_tensorboard_is_one_warning(

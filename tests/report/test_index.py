@@ -1,13 +1,16 @@
 """The index of a folder of runs: what it compares, where its links lead, how large it is."""
 
+import json
 import warnings
 from pathlib import Path
 
 import pytest
 
 from lockstep.cli import main
+from lockstep.records import RunDirectory
 from lockstep.report.charts import loss_against
 from lockstep.report.index import index_data, runs_in
+from lockstep.report.page import best_first
 from lockstep.report.read import read_run
 from tests.report.browser import Page, browser
 from tests.report.shared import write_run
@@ -41,6 +44,26 @@ def test_each_run_has_a_row_a_line_and_a_link_to_its_report(folder: Path) -> Non
     assert {chart["title"] for chart in data["charts"]} == {f"Loss against {x}" for x in ("steps", "tokens", "seconds")}
     for run in runs:
         assert (run.path / "report.html").exists()
+
+
+def test_runs_are_ordered_by_the_best_with_their_own_metrics_and_what_python_gave(tmp_path: Path) -> None:
+    for name, lr, best in (("a", 0.1, 0.9), ("b", 0.2, 0.5), ("c", 0.3, 0.7)):
+        write_run(tmp_path / name, steps=20, ranks=1)
+        records = RunDirectory(tmp_path / name)
+        kept = [line for line in records.metrics.read_text().splitlines() if "eval_loss" not in line]
+        evaluation = json.dumps({"step": 20, "eval_loss": best, "eval_accuracy": 1 - best, "time": 1.0})
+        records.metrics.write_text("\n".join([*kept, evaluation, ""]))
+        events = [json.loads(line) for line in records.events.read_text().splitlines()]
+        for event in events:
+            event |= {"given": {"optimizer": f"SGD(lr={lr})"}} if event["kind"] == "start" else {}
+        records.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    runs = best_first([read_run(path) for path in runs_in(tmp_path)])
+    data = index_data(tmp_path, runs, tmp_path)
+    head, rows = data["tables"][0]["head"], data["tables"][0]["rows"]
+    assert [row[0]["text"] for row in rows] == ["b", "c", "a"]
+    assert [row[head.index("eval_accuracy")] for row in rows] == ["0.5", "0.3", "0.1"]
+    different = {row[0]: row[1:] for row in data["tables"][1]["rows"]}
+    assert different["optimizer (in Python)"] == ["SGD(lr=0.2)", "SGD(lr=0.3)", "SGD(lr=0.1)"]
 
 
 def test_tokens_and_seconds_are_those_up_to_the_step(tmp_path: Path) -> None:

@@ -160,6 +160,30 @@ def test_rates_count_tokens_where_there_are_tokens_and_samples_elsewhere(
         assert ("tokens/s" in said) == (unit == "tokens")
 
 
+def test_rates_count_what_is_read_and_targets_apart(tmp_path: Path) -> None:
+    """Prompts that are masked, as in fine-tuning: two of six ids are targets."""
+    labels = torch.randint(5, (8, 6))
+    labels[:, :4] = -100
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5), Transposed())
+    settings = {"batch_size": 2, "max_steps": 3, "log_steps": 1, "eval_steps": None}
+    trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), output_dir=tmp_path, save_strategy="none", **settings)
+    trainer.train(TensorDataset(torch.randint(5, (8, 6)), labels))
+    row = RunDirectory(tmp_path).read_metrics()[-1]
+    assert (row["samples"], row["tokens"], row["tokens_read"]) == (2, 4, 12)
+    assert row["tokens_per_second"] == pytest.approx(3 * row["targets_per_second"])
+
+
+class Transposed(nn.Module):
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.transpose(1, 2)
+
+
+def test_frozen_parameters_are_said_at_start(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 1))
+    Trainer(model, loss_fn=nn.MSELoss(), max_steps=1).train(regression())
+    assert ", 5 of 25 parameters train\n" in capsys.readouterr().out
+
+
 def test_a_warm_up_that_is_longer_than_the_run_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Two steps of a long run's config: they are its first two."""
     trainer = Trainer(linear(), loss_fn=nn.MSELoss(), max_steps=2, warmup_steps=100, output_dir=tmp_path, log_steps=1)
