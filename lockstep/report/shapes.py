@@ -23,7 +23,7 @@ STEP = {
 }  # fmt: skip
 EVENT = {
     "sizes": {str: int}, "versions": {str: str}, "lines": [str], "total_steps": int, "parameters": int, "layout": str,
-    "peak_source": str, "rank": int,
+    "peak_source": str, "rank": int, "data_workers": int, "given": {str: str},
     "ranks": [{"rank": int, "host": str, "device": str, "process": int, "threads": int, "cores": int}],
 }  # fmt: skip
 PROFILE = {
