@@ -273,9 +273,15 @@ def own_heartbeat() -> Heartbeat:
 
 def went_forward() -> None:
     """Record that long work of this rank, in whichever process and thread, goes forward."""
+    record = recorder_of_work()
+    if record is not None:
+        record()
+
+
+def recorder_of_work() -> Callable[[], None] | None:
+    """Return what records that work goes forward, or None where nobody reads it: for loops of many small parts."""
     beat = _mine or own_heartbeat()  # a data worker that was forked shares its rank's
-    if beat._map is not None:  # asked here, since each sample comes by
-        beat.went_forward()
+    return None if beat._map is None else beat.went_forward
 
 
 def share_calls(folder: Path, rank: int, ranks: int) -> None:

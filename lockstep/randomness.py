@@ -128,9 +128,11 @@ class _Calls:
 
     def clear(self) -> None:
         """Forget the calls; their backward passes are over."""
-        self.following.clear()
-        self.keys.clear()
-        self._repeated.clear()
+        if self.keys:
+            self.following.clear()
+            self.keys.clear()
+        if self._repeated:
+            self._repeated.clear()
 
     def repeated(self, before: int, micro_batch: int, segment: str, node: int) -> int | None:
         """Return the key of the call that node `node` of a backward pass repeats; None if there was none.

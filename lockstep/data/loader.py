@@ -25,7 +25,7 @@ from lockstep.data.generators import can_be_seeded, generators_of, preserve, see
 from lockstep.data.mistakes import advice, collate_by_default, users_line, workers_not_started
 from lockstep.data.order import Order, StepSamples, preserve_states, seed_from
 from lockstep.errors import RunError, UsageError, listed
-from lockstep.heartbeat import went_forward
+from lockstep.heartbeat import recorder_of_work, went_forward
 from lockstep.torch_compat.data_workers import end_workers, workers_of
 
 INLINE_LIMIT = 256 * 1024  # bytes; above about this size shared memory is faster
@@ -149,7 +149,7 @@ class Reader(Dataset[Any]):
         if together is not None and not self._draws:
             samples: list[Any] = self._together(lambda indices: list(together(indices)), request.indices)
             return samples
-        samples = []
+        samples, record_work = [], recorder_of_work()
         for self._at in request.indices:  # kept in `_at` for the message if it fails
             if self.reading is not None:
                 self._mark(self._at)
@@ -160,7 +160,8 @@ class Reader(Dataset[Any]):
             samples.append(self.dataset[self._at])
             if self._is_first:
                 samples[0] = self._read_again_if_new(request.epoch, self._at, samples[0])
-            went_forward()
+            if record_work is not None:
+                record_work()
         self._at = None
         self._mark(-1)
         return samples
