@@ -25,7 +25,8 @@ multiplied by its count: `count(batch)`; without it, the divisor of torch's loss
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -362,6 +363,11 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Inputs:
     # `forward(*args, **kwargs)` names nothing: it calls a model that does, as PEFT's does.
     hands_on = takes_any and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
     defaults = without_cache(model)
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [name for name, p in parameters.items() if p.kind in by_place]
+    most = len(positional)
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+        most = sys.maxsize
 
     def inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(batch, dict | Mapping):  # `dict` first, the quicker check: this runs in each micro-batch
@@ -370,10 +376,30 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Inputs:
                 accepted = dict(batch)
             return ((), defaults | accepted) if accepted else ((batch,), {})
         if isinstance(batch, tuple | list):
-            return (tuple(batch[:-1]) if has_loss_fn and len(batch) > 1 else tuple(batch)), dict(defaults)
+            arguments = tuple(batch[:-1]) if has_loss_fn and len(batch) > 1 else tuple(batch)
+            if len(arguments) > most and (has_loss_fn or _look_like_samples(batch)):
+                raise _too_many(model, batch, len(arguments), positional)
+            return arguments, dict(defaults)
         return (batch,), dict(defaults)
 
     return inputs
+
+
+def _look_like_samples(batch: Sequence[Any]) -> bool:
+    return all(isinstance(item, Mapping | tuple | list) for item in batch)
+
+
+def _too_many(model: nn.Module, batch: Sequence[Any], count: int, positional: list[str]) -> UsageError:
+    """Return the error for a batch with more items than the model takes, such as a list of samples."""
+    what = f"a batch is a {type(batch).__name__} of {len(batch)}, which gives {type(model).__name__}.forward {count} "
+    what += f"arguments, and it takes {len(positional)}: {', '.join(positional)}"
+    why = "the items of a batch are the model's arguments, and with a loss_fn the last are the targets"
+    if _look_like_samples(batch):
+        why += "; these look like samples, as a collate function returns that does not stack them"
+    key = positional[0] if positional else "x"
+    fix = f'let the collate function return {{"{key}": …, "targets": …}}, with lists where shapes differ, or give the '
+    fix += "model a method inputs(batch) that returns its positional arguments"
+    return UsageError(what, where="the training or validation data", why=why, fix=fix)
 
 
 def _with_documents(model: nn.Module, inputs: Inputs) -> Inputs:

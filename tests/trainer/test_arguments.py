@@ -27,6 +27,16 @@ def frozen() -> nn.Module:
     return network().requires_grad_(False)
 
 
+def unstacked() -> DataLoader[Any]:
+    """Batches are lists of samples, as those of detectors are."""
+    rows = [{"x": INPUTS[i], "y": LABELS[i]} for i in range(16)]
+    return DataLoader(rows, batch_size=4, collate_fn=list)  # type: ignore[arg-type]
+
+
+def detect(outputs: Tensor, targets: Any) -> Tensor:
+    return outputs.sum()
+
+
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         return network()
@@ -140,6 +150,16 @@ MISTAKES: dict[str, tuple[Callable[[], object], str, str]] = {
     "a class as data": (lambda: train(data=TensorDataset, loss_fn=CE()), "the class TensorDataset", "TensorDataset(…)"),
     "inputs and labels as data": (lambda: train(data=(INPUTS, LABELS), loss_fn=CE()), "two tensors", "TensorDataset("),
     "a path as data": (lambda: train(data="train.csv", loss_fn=CE()), "the text 'train.csv' can't be", "Dataset"),
+    "samples that are not put together": (
+        lambda: list(Trainer(network(), loss_fn=detect, max_steps=1).steps(unstacked())),
+        "look like samples", "let the collate function return",
+    ),
+    "more inputs than the model takes": (
+        lambda: list(
+            Trainer(nn.Linear(4, 3), loss_fn=CE(), max_steps=1, batch_size=16).steps([(INPUTS, INPUTS, LABELS)])
+        ),
+        "gives Linear.forward 2 arguments, and it takes 1: input", "inputs(batch)",
+    ),
 }  # fmt: skip
 
 
