@@ -207,7 +207,7 @@ class IterableSteps:
             try:
                 with preserve_states():
                     seed_from("collate", self._seed, step, index)
-                    batch = collate_by_default(piece, [f"its sample {number}" for number in range(len(piece))])
+                    batch = collate_by_default(piece, lambda: [f"its sample {number}" for number in range(len(piece))])
             except RunError as error:
                 where = f"micro-batch {index} of step {step}"
                 raise RunError(error.what, where=where, why=error.why, fix=error.fix) from error

@@ -117,7 +117,7 @@ class Reader(Dataset[Any]):
     def _put_together(self, samples: list[Any], request: ReadRequest) -> Any:
         if self._collate_draws:
             return self._collate(samples)
-        return collate_by_default(samples, [f"dataset[{index}]" for index in request.indices])
+        return collate_by_default(samples, lambda: [f"dataset[{index}]" for index in request.indices])
 
     def _probe(self, index: int) -> Probed | None:
         """Return two summaries of a sample; None if it can't be read, which its step will say."""

@@ -3,7 +3,7 @@
 import errno
 import os
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,12 +68,15 @@ def workers_not_started(error: OSError) -> BaseException:
     return RunError(what, where="the training or validation data", why=reason(error), fix=_MORE)
 
 
-def collate_by_default(samples: Sequence[Any], names: Sequence[str]) -> Any:
-    """Return torch's `default_collate` of samples; a RunError says which of them do not fit together, and in what."""
+def collate_by_default(samples: Sequence[Any], names: Callable[[], Sequence[str]]) -> Any:
+    """Return torch's `default_collate` of samples; a RunError says which of them do not fit together, and in what.
+
+    `names` returns what the samples are called in that message.
+    """
     try:
         return default_collate(list(samples))
     except Exception as error:
-        misfit = _misfit(samples, names, "")
+        misfit = _misfit(samples, names(), "")
         if misfit is None:
             raise
         why = f"without a collate_fn the samples of a micro-batch are stacked ({reason(error)})"

@@ -168,6 +168,7 @@ class Trainer:
         no_effect.report(no_effect.of_trainer(self), self.asked, is_main=self.is_main_process)
         self._reported: set[str] = set()  # the ways to train, and data, whose settings without effect were reported
         self._window = StepWindow(self)
+        self._data_are_new = True  # no batch of the loop's data was looked at
         self.current_run: TrainingRun | None = None  # the one in progress, or the last
         self._monitor: Monitor | None = None  # that of the run, or of `log` alone
 
@@ -353,7 +354,9 @@ class Trainer:
         if batches.step in self.step.avoid:
             self.step.skip_step(batches.samples)
             return None
-        self.step.reads_tokens = self.step.reads_tokens or holds_token_ids(batches.mine[0].batch)
+        if self._data_are_new:
+            self._data_are_new = False
+            self.step.reads_tokens = self.step.reads_tokens or holds_token_ids(batches.mine[0].batch)
         self.modes.before_step()
         if self.loss_check.left:
             self.loss_check.before_step(batches.mine, batches.num_micro_batches, batches.step)
@@ -365,6 +368,7 @@ class Trainer:
 
     def _open_source(self, data: Any, epochs: int | None) -> tuple[StepSource, int | None]:
         """Return the remaining steps, and the number of the last one, if it is known."""
+        self._data_are_new = True
         self.cluster.check()
         self.check_trains()
         self._report("data", lambda: no_effect.beside_data(self.config, data))
