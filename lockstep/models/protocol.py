@@ -41,6 +41,7 @@ from lockstep.models.left_out import refuse_uneven, stop_gradients_unless, sum_o
 from lockstep.models.loss_modules import module_of
 from lockstep.models.observed import LossCalls
 from lockstep.models.torch_losses import as_object
+from lockstep.torch_compat.fake_tensors import FakeTensor
 
 IGNORED_TARGET = -100  # torch's default `ignore_index`
 DOCUMENTS = "document_ids"  # the part of a batch that numbers the documents of a sequence
@@ -134,7 +135,8 @@ class Objective:
         n = torch.as_tensor(count, device=loss.device)
         # A batch without a valid target has the mean 0/0: its sum is 0, and so are its gradients, which torch's own
         # loss functions see to; those of a mean that is written by hand are not numbers.
-        if n.device.type != "cpu" or not n > 0:
+        # In `lockstep plan`, where nothing has values, it has some.
+        if n.device.type != "cpu" or not (isinstance(n, FakeTensor) or n > 0):
             if not self.in_outputs:
                 stop_gradients_unless(n > 0, outputs)
             elif n.device.type == "cpu" and (self.observed is None or not self.observed.told):
@@ -172,7 +174,7 @@ class Objective:
 
         A batch without one says nothing about the others, so its samples are counted.
         """
-        return self._estimate(batch) or num_samples(batch)
+        return self._estimate(batch) or num_samples(batch)  # host waits for the device, as the caller does
 
     def _estimate(self, batch: Any) -> int | Tensor:
         targets = targets_of(batch, default=None) if self.observed is not None else None

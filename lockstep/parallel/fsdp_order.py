@@ -163,8 +163,8 @@ class UnitOrder(AroundMicroBatch):
         """Find out, unit by unit, where the ranks are; those that are further join the others' units."""
         kinds = len(_Inputs)
         while True:
-            # Host waits for the copy, in the first passes.
-            both = torch.tensor([place * kinds + inputs, -place], device=self._device)
+            mine = [place * kinds + inputs, -place]
+            both = torch.tensor(mine, device=self._device)  # host waits for the copy, in the first passes
             dist.all_reduce(both, op=dist.ReduceOp.MIN, group=self._group)
             found, last = both.tolist()  # host waits for the device
             first, theirs = divmod(found, kinds)
