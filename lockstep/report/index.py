@@ -21,8 +21,6 @@ _DEEPEST = 3  # levels of folders below the one that is named
 def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) -> int:
     """Serve the page of runs, or write it, to `RUN/report.html` of the first or `output`; of a folder, its index."""
     if live:
-        if output is not None:
-            raise UsageError("--live serves the page; it writes no file", fix="leave out -o, or --live")
         serve(paths, port)
         return 0
     if len(paths) == 1 and paths[0].is_dir() and not is_run(paths[0]):

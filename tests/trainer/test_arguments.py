@@ -158,7 +158,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str, str]] = {
         lambda: list(
             Trainer(nn.Linear(4, 3), loss_fn=CE(), max_steps=1, batch_size=16).steps([(INPUTS, INPUTS, LABELS)])
         ),
-        "gives Linear.forward 2 arguments, and it takes 1: input", "inputs(batch)",
+        "a batch is a tuple of 3, which gives Linear.forward 2 arguments, and it takes 1: input", "inputs(batch)",
     ),
 }  # fmt: skip
 
