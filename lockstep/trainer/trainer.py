@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -117,8 +118,8 @@ class Trainer:
         trained = [*model.parameters(), *before.of_loss]
         self._is_frozen = not any(parameter.requires_grad for parameter in trained)
         self.data_workers = 0  # of the training data
-        # Numbers of the whole model, and of a loss with weights.
-        self.num_trained = sum(p.numel() for p in {*trained} if p.requires_grad)
+        # Numbers of the whole model, and of a loss with weights; `place` refuses parameters that have none yet.
+        self.num_trained = sum(p.numel() for p in {*trained} if p.requires_grad and not is_lazy(p))
         self.placed: ParallelModel = place(
             model, self.layout, self.config.step, device=self.device, precision=Precision(self.mode, self.device.type),
             objective=objective,
