@@ -20,6 +20,7 @@ pytestmark = pytest.mark.root
 
 KIND = "distributed.ddp.compression.kind"
 RANK, MEASURED = 2, 4
+POWERSGD = {"distributed.ddp.compression.rank": RANK, "distributed.ddp.compression.start_step": 2}
 LEAST = 0.99  # of theory: what TCP repeats is taken off in whole segments, and some are short
 SIZE = {"n_embd": 128, "n_layer": 3, "mlp_hidden": 512}
 
@@ -31,8 +32,6 @@ def trainer_with(settings: dict[str, Any], accumulation: int = 1) -> Trainer:
         "training.max_steps": 50,
         "precision.mode": "fp32",
         "distributed.strategy": "ddp",
-        "distributed.ddp.compression.rank": RANK,
-        "distributed.ddp.compression.start_step": 2,
     }
     return Trainer(language_model("transformer", **SIZE), config=config_from({**common, **settings}))
 
@@ -44,7 +43,7 @@ def settled() -> int:
 
 
 def bytes_per_step(kind: str) -> dict[str, float]:
-    trainer = trainer_with({KIND: kind})
+    trainer = trainer_with({KIND: kind, **(POWERSGD if kind == "powersgd" else {})})
     shapes = {name: tuple(p.shape) for name, p in trainer.placed.parameters.items()}
     steps = trainer.steps(Tokens())
     for _ in range(3):  # DDP cuts its buckets anew, PowerSGD begins
@@ -60,9 +59,10 @@ def bytes_per_step(kind: str) -> dict[str, float]:
 
 def bytes_by_micro_batch(settings: dict[str, Any]) -> dict[str, Any]:
     """Bytes that this host sends in each call of an accumulated step, the second step of a run."""
-    trainer = trainer_with(settings, accumulation=3)
+    trainer = trainer_with({**settings, "training.batch_size": 2}, accumulation=3)
     trainer.loss_check.skip()  # it gathers parameters in the first three steps
-    items = [Tokens()[i] for i in range(2)]
+    first = 2 * dist.get_rank()  # samples of its own, as a loop with a DistributedSampler brings them
+    items = [Tokens()[first + i] for i in range(2)]
     batch: dict[str, Tensor] = {key: torch.stack([item[key] for item in items]) for key in items[0]}
     sent = []
     for _ in range(6):
