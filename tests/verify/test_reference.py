@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from benchmarks.silent_bugs.faults import data, memory, models, sound
 from lockstep import verify as package
@@ -61,8 +63,20 @@ def test_samples_that_are_coupled_are_no_fault(make: Callable[[], Any], tmp_path
     assert all(check.passed and "coupled" in check.text for check in found.values()), found
 
 
+class RoundedByRows(models.Chaos):
+    """Its last bits depend on the rows of a batch, as with kernels of some machines; those of others round alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x * (1 + len(x) * torch.finfo(x.dtype).eps))
+        return y
+
+
+def chaotic_net() -> Any:
+    return models.vectors(RoundedByRows())
+
+
 def test_where_last_bits_go_too_far_it_says_that_it_cannot_judge(tmp_path: Path) -> None:
-    found = checked(sound.chaotic_net, [BASE, NUDGED_BASE, TWICE], tmp_path)[TWICE]
+    found = checked(chaotic_net, [BASE, NUDGED_BASE, TWICE], tmp_path)[TWICE]
     assert found.passed
     assert found.text.startswith("cannot judge: ")
 
