@@ -6,15 +6,15 @@ samples. A sample that a rank reads twice with other results draws random number
 """
 
 import logging
-import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.collectives import is_main_process
 from lockstep.data.fingerprint import Row, alike, same_row
@@ -102,7 +102,7 @@ def require_same_data(data: Any, mine: DataEvidence, *, sampler: Any = None, rep
             raise UsageError(difference, where="the training or validation data", why=why, fix=fix)
 
 
-_known: "weakref.WeakKeyDictionary[Any, list[Probed]]" = weakref.WeakKeyDictionary()
+_known: MutableMapping[Any, list[Probed]] = WeakIdKeyDictionary()  # by identity: tensors compare to no single bool
 
 
 def remember(dataset: Any, probed: list[Probed]) -> None:
