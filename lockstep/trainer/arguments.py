@@ -109,10 +109,15 @@ def check_epochs(epochs: Any) -> None:
 
 
 def check_metrics(metrics: Any, where: str) -> None:
-    """Raise a UsageError unless metrics have names."""
-    if metrics is not None and not isinstance(metrics, Mapping):
+    """Raise a UsageError unless metrics have names, or are an object that may return several by name."""
+    if metrics is not None and not isinstance(metrics, Mapping) and not _computes(metrics):
         what = f"metrics is {_described(metrics)}, without names"
         raise UsageError(what, where=where, fix='write metrics={"accuracy": function}')
+
+
+def _computes(metrics: Any) -> bool:
+    """Return whether this is an object as torchmetrics' MetricCollection is; what it returns is looked at later."""
+    return not isinstance(metrics, type) and hasattr(metrics, "update") and hasattr(metrics, "compute")
 
 
 def check_trains(parameters: Mapping[str, nn.Parameter]) -> None:

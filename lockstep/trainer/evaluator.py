@@ -348,6 +348,9 @@ class MetricSet:
             for name, metric in self._objects.items():
                 with _without_sync(metric):
                     value = on_cpu(metric.compute())
+                if self._several and not isinstance(value, Mapping):
+                    what = f"metrics is {type(metric).__name__}(…), which returns one result, without a name"
+                    raise UsageError(what, where="metrics", fix=f'write metrics={{"{type(metric).__name__}": …}}')
                 found |= value if self._several else {name: value}
             self._reset_objects()
             order = list(found) if self._several else self._names

@@ -169,6 +169,8 @@ def test_a_collection_names_its_results() -> None:
     collection = torchmetrics.MetricCollection(objects(), prefix="val_")
     found = Trainer(chain(), loss_fn=nn.CrossEntropyLoss()).evaluate(points(), collection)
     assert list(found) == ["loss", "val_f1", "val_auroc"] or sorted(found) == ["loss", "val_auroc", "val_f1"]
+    with pytest.raises(UsageError, match=r"without a name(.|\n)*write metrics="):
+        Trainer(chain(), loss_fn=nn.CrossEntropyLoss()).evaluate(points(), objects()["f1"])
 
 
 class Lengths(Dataset[dict[str, Tensor]]):
