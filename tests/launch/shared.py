@@ -40,7 +40,8 @@ class Ended:
 def environment(**more: str) -> dict[str, str]:
     """This process's, without what a launcher sets."""
     kept = {name: value for name, value in os.environ.items() if name not in CLEAN}
-    path = f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    # No part is empty: Python takes that for the working directory, and does not start where that is gone.
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     return kept | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | more
 
 
