@@ -24,7 +24,8 @@ def one_call_too_many(folder: str) -> str:
         meet(run)
     progress.step = 3
     if dist.get_rank() == 1:
-        dist.all_reduce(torch.zeros(2, 3, dtype=torch.float64))
+        columns = 2 + 2  # micro-batches, then token ids and votes
+        dist.all_reduce(torch.zeros(2, columns, dtype=torch.float64))
     try:
         meet(run)
     except RunError as error:
