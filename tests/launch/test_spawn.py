@@ -94,7 +94,7 @@ def test_the_first_error_is_raised_once(said: Ended) -> None:
     assert text.startswith("rank 1 of 2 failed: ValueError: the loss is no number")
     assert "script.py:11" in text
     assert told["dies"][1].startswith("rank 1 of 2 failed: the program left with code 3")
-    assert told["refuses"][:2] == ["UsageError", "bad mesh\n  do: a better one"]
+    assert told["refuses"][:2] == ["UsageError", "bad mesh\n  where: script.py:20\n  do: a better one"]
     assert all(seconds < 40 for _, _, seconds in told.values()), "peers, which would sleep for 60 s, are not waited for"
     assert said.err.count("Traceback") == 2, "of the errors that are no messages to the user, one each"
 
