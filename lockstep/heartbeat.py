@@ -66,7 +66,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Write:
-    """How far a rank's writes in the background have come."""
+    """The progress of a rank's writes in the background."""
 
     forward: float = 0.0  # when the one under way last went forward (seconds, monotonic)
     count: int = 0  # of those that have ended well

@@ -195,7 +195,7 @@ class DistributedConfig(Section):
 
     @property
     def cuts_sequences_between_layers(self) -> bool:
-        """Whether ranks along `tensor` share out sequences between the layers that are cut."""
+        """Return whether ranks along `tensor` share out sequences between the layers that are cut."""
         if self.sequence_parallel is not None:
             return self.sequence_parallel
         return not (self.reproducible and {"tensor", "context"} <= set(self.open_axes))

@@ -48,7 +48,7 @@ class LossWeights(AroundMicroBatch):
 
     @property
     def any(self) -> bool:
-        """Whether there is a weight that trains."""
+        """Return whether there is a weight that trains."""
         return bool(self.own)
 
     def share(self, layout: Layout, *, alone: bool) -> None:
@@ -115,7 +115,7 @@ class LossWeights(AroundMicroBatch):
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of those whose gradients are summed."""
+        """Return whether this rank is the first of those whose gradients are summed."""
         return self._ranks == 1 or dist.get_rank(self._group) == 0
 
     @torch.no_grad()

@@ -114,7 +114,7 @@ def read_run(path: Path, now: float | None = None, *, among: int = 1) -> RunData
 
 
 class _Metrics:
-    """What is kept of metrics.jsonl, line by line."""
+    """Collects the rows of metrics.jsonl, line by line, within a budget of memory."""
 
     def __init__(self, restarts: Sequence[int], budget: int) -> None:
         self.steps, self.evaluations = Thinner(_PEAKS, budget), Thinner(budget=budget)
