@@ -12,6 +12,7 @@ from lockstep.errors import UsageError
 from lockstep.models.language import generate
 from lockstep.parallel.initial import to_empty
 from lockstep.records import RunDirectory
+from lockstep.torch_compat.module_state import persistent_buffers
 from lockstep.trainer import build
 
 
@@ -50,7 +51,7 @@ def load_model(config: Config, data: Data, path: checkpoint.Checkpoint) -> Any:
     if any(p.is_meta for p in model.parameters()):
         to_empty(model, torch.device("cpu"))
         model.init_weights()  # buffers that no checkpoint holds
-    persistent = model.state_dict(keep_vars=True)
+    persistent = persistent_buffers(model)
     tensors = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in persistent}
     with torch.no_grad():
         checkpoint.load(path, checkpoint.Snapshot(model=tensors), only=["model"])

@@ -25,7 +25,15 @@ from lockstep.checkpoint.convert import (
     weights,
 )
 from lockstep.checkpoint.keep import copy_to_hosts, list_checkpoints, newest, resume_point, rotate, set_aside
-from lockstep.checkpoint.manifest import LOSS_NAMES, DamagedError, config_text, read_manifest, read_state, verify
+from lockstep.checkpoint.manifest import (
+    LOSS_NAMES,
+    OWN_FORM,
+    DamagedError,
+    config_text,
+    read_manifest,
+    read_state,
+    verify,
+)
 from lockstep.checkpoint.ranks import Ranks, gather, scatter
 from lockstep.checkpoint.restore import (
     add_missing_groups,
@@ -48,8 +56,8 @@ from lockstep.checkpoint.storage import (
 )
 
 __all__ = [
-    "LOSS_NAMES", "MANIFEST", "AsyncSaver", "Checkpoint", "CheckpointPath", "DamagedError", "Directory", "Location",
-    "Ranks", "SaveOptions", "Snapshot", "Storage", "add_missing_groups", "build_storage", "config_text",
+    "LOSS_NAMES", "MANIFEST", "OWN_FORM", "AsyncSaver", "Checkpoint", "CheckpointPath", "DamagedError", "Directory",
+    "Location", "Ranks", "SaveOptions", "Snapshot", "Storage", "add_missing_groups", "build_storage", "config_text",
     "copy_to_hosts", "digest", "digest_tensors", "export_safetensors", "gather", "import_weights", "is_shared",
     "list_checkpoints", "load", "loss_weights", "newest", "optimizer_state", "optimizer_targets", "optimizers_in",
     "read_manifest", "read_state", "restore_optimizer", "resume_point", "rotate", "save", "scatter", "set_aside",

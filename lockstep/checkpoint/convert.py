@@ -29,6 +29,7 @@ from lockstep.checkpoint.manifest import (
     JSON_LIMIT,
     LOSS_NAMES,
     MODEL,
+    OWN_FORM,
     Manifest,
     config_text,
     dtype_name,
@@ -54,6 +55,7 @@ from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
 Weights = dict[str, Tensor]  # by name
 
 _DDP_PREFIX = "module."
+_EXTRA_STATE = "_extra_state"  # under which torch keeps what a module's get_extra_state returns
 _INDEX = "model.safetensors.index.json"
 _IN_FOLDERS = (_INDEX, "model.safetensors", "pytorch_model.bin")
 _WEIGHT_KEYS = ("state_dict", "model_state_dict", "model")  # keys of a checkpoint under which weights may be
@@ -94,6 +96,7 @@ def weights(path: Checkpoint) -> dict[str, Tensor]:
     """
     checkpoint = locate(_newest_in(path))
     manifest = verified_manifest(checkpoint, MODEL)
+    _warn_of_own_form(checkpoint)
     model: dict[str, Tensor] = {}
     for name, tensor in _evaluated_tensors(checkpoint, manifest, without=_of_loss(checkpoint)):
         model |= dict.fromkeys((name, *manifest.parameters[name].aliases), tensor)
@@ -114,6 +117,16 @@ def _of_loss(checkpoint: Location) -> set[str]:
     return set(read_state(checkpoint).get(LOSS_NAMES, ()))
 
 
+def _warn_of_own_form(checkpoint: Location) -> None:
+    """Warn that the model's `load_state_dict` may read tensors of these names in another way."""
+    if modules := read_state(checkpoint).get(OWN_FORM):
+        text = (
+            f"a hook or a method of {listed(modules)} makes the model's state_dict, which is not simply its tensors. "
+        )
+        text += "These are its parameters and buffers; Trainer.state_dict() returns what the model's own would"
+        warnings.warn(text, stacklevel=3)
+
+
 def _newest_in(path: Checkpoint) -> Checkpoint:
     """Return the newest complete checkpoint of a folder of them; a checkpoint is returned as it is."""
     if isinstance(path, Location):
@@ -130,6 +143,7 @@ def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
     checkpoint, target = locate(path), local_path(output, "the file to write")
     manifest, of_loss = verified_manifest(checkpoint, MODEL), _of_loss(checkpoint)
     of_model = {name: info for name, info in manifest.parameters.items() if name not in of_loss}
+    _warn_of_own_form(checkpoint)
     header = _safetensors_header(replace(manifest, parameters=of_model))
 
     def write(file: BinaryIO) -> None:
@@ -348,7 +362,9 @@ def _pickled(file: Path) -> Weights:
     if strange := [n for n, value in found.items() if not (isinstance(n, str) and isinstance(value, Tensor))]:
         what = f"{file} holds {strange[0]!r}, which is not the name of a tensor, among {len(found)} entries"
         fix = "save the weights alone: torch.save(model.state_dict(), FILE)"
-        if isinstance(found[strange[0]], Mapping):
+        if str(strange[0]).rpartition(".")[2] == _EXTRA_STATE:
+            fix = "load the file before the Trainer is made: model.load_state_dict(torch.load(FILE))"
+        elif isinstance(found[strange[0]], Mapping):
             fix = f"if the weights are there, save them alone: torch.save(torch.load(FILE)[{strange[0]!r}], ANOTHER)"
         raise UsageError(what, fix=fix)
     return dict(found)

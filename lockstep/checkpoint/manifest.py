@@ -285,6 +285,7 @@ def verify(path: Checkpoint, *, thorough: bool = True) -> list[str]:
 
 
 LOSS_NAMES = "loss_fn"  # key of the state: names of the weights of a loss function, which are with the model's
+OWN_FORM = "own_form"  # key of the state: modules that give their `state_dict` a form of their own
 
 
 def read_state(path: Checkpoint) -> dict[str, Any]:

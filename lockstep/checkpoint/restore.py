@@ -70,7 +70,7 @@ def load(path: Checkpoint, snapshot: Snapshot, *, only: Collection[str] | None =
             stored[MODEL] = {name: info for name, info in stored[MODEL].items() if name not in spare}
         for alias in _equal_aliases(targets.get(MODEL), snapshot.aliases):  # a file may have tied weights twice
             del stored[MODEL][alias]
-        _compare(checkpoint, stored, described)
+        _compare(checkpoint, stored, described, snapshot.aliases)
 
     def fill() -> dict[str, Any]:
         for target in targets.values():
@@ -174,20 +174,30 @@ def _equal_aliases(model: _Target | None, aliases: Mapping[str, Sequence[str]]) 
     return found
 
 
-def _to_import_again(checkpoint: Location, missing: set[str], unexpected: set[str]) -> str | None:
+def _to_import_again(
+    checkpoint: Location, missing: set[str], unexpected: set[str], ties: Mapping[str, Sequence[str]]
+) -> str | None:
     """Return how imported weights become those of the model; None if they are a run's own."""
     if "imported_from" not in read_state(checkpoint).get("metadata", {}):
         return None
     for prefix in {name.removesuffix(wanted) for wanted in missing for name in unexpected if name.endswith(wanted)}:
         if prefix and all(prefix + name in unexpected for name in missing):
             return f"import the weights again with --prefix {prefix} (in Python import_weights(…, prefix={prefix!r}))"
+    for name, others in ties.items():
+        if not missing and unexpected <= set(others):  # of the shape that both have, and with other values
+            what = (
+                f"{name} and {listed(sorted(unexpected))} are one parameter in the model, with two values in the file"
+            )
+            return f"{what}: delete one of these names from the weights, and import them again"
     return (
         "import weights with these very names and shapes; or load what fits before the Trainer is made: "
         "model.load_state_dict(lockstep.checkpoint.weights(PATH), strict=False)"
     )
 
 
-def _compare(checkpoint: Location, stored: dict[str, _Infos], ranks: list[dict[str, _Infos]]) -> None:
+def _compare(
+    checkpoint: Location, stored: dict[str, _Infos], ranks: list[dict[str, _Infos]], ties: Mapping[str, Sequence[str]]
+) -> None:
     """Refuse names that only one side has, or that have another shape or dtype; on rank 0."""
     found: dict[str, set[str]] = {
         "missing in the checkpoint": set(), "only in the checkpoint": set(), "of another shape": set(),
@@ -212,7 +222,7 @@ def _compare(checkpoint: Location, stored: dict[str, _Infos], ranks: list[dict[s
         )
         fix += "new run there, --resume never (in Python resume='never') sets the old checkpoints aside; or choose "
         fix += "another --output-dir (in Python output_dir=…)"
-        fix = _to_import_again(checkpoint, missing, unexpected) or fix
+        fix = _to_import_again(checkpoint, missing, unexpected, ties) or fix
         raise UsageError(f"{checkpoint} does not fit this model", why="; ".join(differing), fix=fix)
 
 

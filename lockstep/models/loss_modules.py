@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError, listed
+from lockstep.torch_compat.module_state import persistent_buffers
 from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
 
 PREFIX = "loss_fn."  # of the names of a loss function's weights in a model's state
@@ -39,7 +40,7 @@ def own_weights(loss: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
 def own_buffers(loss: nn.Module, model: nn.Module) -> dict[str, Tensor]:
     """Return name → persistent buffer of a loss function, without arguments of torch's losses (class weights)."""
     of_model = {id(buffer) for buffer in model.buffers()}
-    persistent = loss.state_dict(keep_vars=True)
+    persistent = persistent_buffers(loss)
     of_torch = (module for module in loss.modules() if type(module).__module__ == nn.CrossEntropyLoss.__module__)
     constant = {id(buffer) for module in of_torch for buffer in module.buffers(recurse=False)}
     return {

@@ -20,6 +20,7 @@ from lockstep.errors import UsageError
 from lockstep.models.chain import look_up, run_segments
 from lockstep.models.observed import note_losses
 from lockstep.models.protocol import blocks_of
+from lockstep.torch_compat.module_state import persistent_buffers
 from lockstep.torch_compat.operators import schema_of
 from lockstep.torch_compat.pytree import TreeSpec, tree_unflatten
 
@@ -57,7 +58,7 @@ class Chain(nn.Module):
 
     def __init__(self, model: nn.Module, pieces: Mapping[str, "TracedSegment"], example: Sequence[Tensor]) -> None:
         super().__init__()
-        persistent = model.state_dict(keep_vars=True)
+        persistent = persistent_buffers(model)
         tensors = (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))
         if taken := [name for name, _ in (*tensors, *model.named_children()) if hasattr(self, name)]:
             what = f"{type(model).__name__} has a member named {taken[0]}, and so has a traced model"

@@ -25,6 +25,7 @@ from lockstep.parallel.context_attention import Context
 from lockstep.parallel.loss_accumulator import HostLossAccumulator, LossAccumulator, Number, number, tensor_of
 from lockstep.parallel.micro_step import Evaluate, ForwardBackward, MicroStep
 from lockstep.parallel.reproducible.exact_norm import exact_norm, gradient_norm
+from lockstep.parallel.state_form import StateForm
 from lockstep.randomness import RandomState
 from lockstep.torch_compat import foreach
 from lockstep.torch_compat.gradient_hooks import has_hooks_after_accumulation, hooks_of, remove_hooks
@@ -133,6 +134,7 @@ class ParallelModel:
     num_parameters: int = 0  # of the whole model, tied ones counted once
     context: Context | None = None  # the way in which sequences are cut; None: they are whole
     root: nn.Module | None = None  # the model that was given, which a pipeline has taken apart
+    form: StateForm | None = None  # what the model makes of its `state_dict`; None: its tensors by name
     loss: "LossWeights | None" = None  # the weights of a loss function that is a module
     adds_losses: bool = True  # of ranks that run the same micro-batches, the first adds their losses
 

@@ -38,6 +38,7 @@ from lockstep.parallel.loss_weights import LossWeights
 from lockstep.parallel.parallel_model import ParallelModel, take_hooks
 from lockstep.parallel.placement import Blocks, DryRun, PlacementContext
 from lockstep.parallel.reproducible.determinism import join_uses_of_inputs, switch_on
+from lockstep.parallel.state_form import StateForm
 from lockstep.parallel.strides import lay_out
 from lockstep.parallel.tensor_blocks import Cut
 from lockstep.parallel.tensor_cuts import TensorCuts, apply_tensor, train_cuts
@@ -64,6 +65,7 @@ def place(
     switch_tf32(config.precision.tf32)
     strategy = strategy.on(layout)
     _, aliases = canonical_names(model)
+    form = StateForm.of(model)
     loss = loss_weights_of(model, strategy, layout, config, objective)
     of_loss = {} if loss is None else loss.own
     hooks = take_hooks(model, of_loss, workers=layout.workers > 0)
@@ -92,6 +94,7 @@ def place(
         assert set(placed.parameters) == set(own), "placement changed names of parameters"
     keep_attributes(placed, attributes)
     placed.root, placed.aliases, placed.num_parameters, placed.gradient_hooks = model, aliases, size, hooks
+    placed.form = form
     if dry_run is None:
         cut = set() if cuts is None else set(cuts.dims)
         divergence.guard_replicas(placed, config, placement.mesh, cut=cut, experts=experts)

@@ -33,6 +33,7 @@ from lockstep.parallel.tensor_cuts import TensorCuts
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
 from lockstep.registry import STRATEGIES, require_call
+from lockstep.torch_compat.module_state import persistent_buffers
 
 Blocks = list[tuple[str, nn.Module]]
 
@@ -156,7 +157,7 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
     objective, runs = applied.objective or p.objective, applied.runs or model
     around = around_micro_batches(p, applied)
     micro_step = micro_step_of(runs, objective, p.random_state, p.precision, around, multiplier=applied.multiplier)
-    persistent = model.state_dict(keep_vars=True)
+    persistent = persistent_buffers(model)
     placed = ParallelModel(
         layout=p.layout,
         parts=[model],

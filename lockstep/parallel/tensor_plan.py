@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lockstep.errors import UsageError
 from lockstep.models.hf_layers import advice_for_object, hf_tensor_plan, is_transposed
@@ -37,6 +38,11 @@ def checked_plan(model: nn.Module) -> list[Planned]:
                 where="distributed.tensor_size",
                 fix="give it a method product(x, weight), which its forward pass calls, or leave it out of the plan",
             )
+        if (computed := _computed_weight(module, way)) is not None:
+            what = f"{f'{name}.{computed}'.strip('.')} is computed from other parameters, so its layer can't be cut"
+            why = "a parametrization or a hook makes it anew in each forward pass, from all of its rows"
+            fix = "take it off (torch.nn.utils.parametrize.remove_parametrizations), or leave the layer out of the plan"
+            raise UsageError(what, where="distributed.tensor_size", why=why, fix=fix)
         if way == "sequence" and not isinstance(module, nn.RMSNorm | nn.LayerNorm | nn.Dropout):
             what = f'tensor_plan() says "sequence" of {name}, a {type(module).__name__}'
             fix = "say so of nn.RMSNorm, nn.LayerNorm and nn.Dropout only"
@@ -49,6 +55,17 @@ def checked_plan(model: nn.Module) -> list[Planned]:
         why = "each rank would take the whole vocabulary for its own part of it"
         raise UsageError(what, why=why, fix='say "head" of the output layer, or leave the loss out of the plan')
     return plan
+
+
+def _computed_weight(module: nn.Module, way: str) -> str | None:
+    """Return the name of a weight in a module to be cut that is not a parameter; None if all of them are."""
+    if way in ("loss", "scope"):
+        return None
+    for name, inner in module.named_modules():
+        if is_parametrized(inner):
+            return f"{name}.{next(iter(inner.parametrizations))}".strip(".")  # type: ignore[arg-type]
+    weight = getattr(module, "weight", None)
+    return "weight" if way in PRODUCTS and not isinstance(weight, nn.Parameter | None) else None
 
 
 def loss_is_planned(model: nn.Module, plan: list[Planned]) -> bool:

@@ -42,6 +42,13 @@ from lockstep.trainer.caller_batches import MicroBatchAssigner
 from lockstep.trainer.evaluator import WINDOW, evaluate, evaluating, sample
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.modes import warn_of_evaluation_mode
+from lockstep.trainer.plain_state import (
+    load_imported,
+    load_plain_state_dict,
+    load_state_of_model,
+    plain_state_dict,
+    state_of_model,
+)
 from lockstep.trainer.setup import PlacementSettings, Unplaced, loss_fn_of, with_settings, write_hang_limits
 
 _SECTIONS = ("distributed", "precision")
@@ -213,7 +220,7 @@ class PlacedModel:
 
         All of them are on rank 0; other ranks get none, since they would fill the host's memory.
         """
-        return checkpoint.gather(self._placed.kept(), self._placed.named_aliases)
+        return plain_state_dict(self._placed)
 
     @called_by_all_ranks
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -223,7 +230,7 @@ class PlacedModel:
             UsageError: on every rank; names or shapes are not the model's.
         """
         with evaluating(self._placed):
-            checkpoint.scatter(state, self._placed.kept(), self._placed.named_aliases)
+            load_plain_state_dict(self._placed, state)
 
     @called_by_all_ranks
     def save_checkpoint(
@@ -239,9 +246,7 @@ class PlacedModel:
         snapshot, names = self._snapshot(), _names(self._placed)
         for name, optimizer in (optimizers or {}).items():
             snapshot.optimizers[name], snapshot.groups[name] = checkpoint.optimizer_state(optimizer, names)
-        snapshot.state = {"step": self.step, "metadata": metadata or {}}
-        if self._placed.loss_names:
-            snapshot.state[checkpoint.LOSS_NAMES] = self._placed.loss_names
+        snapshot.state = {"step": self.step, "metadata": metadata or {}, **state_of_model(self._placed)}
         saved = checkpoint.save(
             local_path(path, "save_checkpoint"), self.step, snapshot, config_yaml=self._config.to_yaml()
         )
@@ -273,7 +278,8 @@ class PlacedModel:
             target.optimizers[name] = checkpoint.optimizer_targets(found, name, own)
         parts = ["model", *(f"optimizer/{name}" for name in optimizers), *(f"extra/{name}" for name in target.extra)]
         with evaluating(self._placed), torch.no_grad():
-            state = checkpoint.load(found, target, only=parts)
+            state = load_imported(self._placed, found) or checkpoint.load(found, target, only=parts)
+            load_state_of_model(self._placed, state)
         for name, optimizer in optimizers.items():
             checkpoint.restore_optimizer(optimizer, names, target.optimizers[name], state["optimizer_groups"][name])
         self.step, loaded = int(state["step"]), state["metadata"]

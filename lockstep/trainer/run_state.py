@@ -15,6 +15,7 @@ from lockstep.optim import PlateauSchedule
 from lockstep.records import StepRecord, plain
 from lockstep.step import Step
 from lockstep.trainer.evaluator import Metrics
+from lockstep.trainer.plain_state import load_imported, load_state_of_model, state_of_model
 
 OPTIMIZER = "main"
 WORKERS = "workers"  # name of the workers' tensors
@@ -201,9 +202,7 @@ class RunState:
     ) -> checkpoint.Snapshot:
         """Return a checkpoint's contents for the current state, with the live tensors; `facts` join the state."""
         placed, local = self.step.placed, self.step.placed.local_training
-        state = {**self.state_dict(), **facts, "metadata": metadata}
-        if placed.loss_names:
-            state[checkpoint.LOSS_NAMES] = placed.loss_names
+        state = {**self.state_dict(), **facts, **state_of_model(placed), "metadata": metadata}
         extra = placed.state if local is None else {**placed.state, WORKERS: local.state()}
         snapshot = checkpoint.Snapshot(placed.kept(), state=state, extra=extra, aliases=placed.named_aliases)
         if include_optimizer:
@@ -219,6 +218,7 @@ class RunState:
                 f"{path} is of a loop over lockstep.place: data go on as after {state['step']} steps of this trainer"
             )
         self.load_state_dict(state)
+        load_state_of_model(self.step.placed, state)
         return state["metadata"], log_lines
 
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -243,6 +243,10 @@ class RunState:
     def _fill(self, path: checkpoint.Checkpoint) -> dict[str, Any]:
         """Fill the tensors of the model, the strategy and the optimizer; return the state besides tensors."""
         placed, local = self.step.placed, self.step.placed.local_training
+        if (imported := load_imported(placed, path)) is not None:
+            if local is not None:
+                local.begin_from_common()
+            return imported
         target = self.snapshot({}, {}, include_optimizer=False)
         # Workers may start from a run without workers: each takes over its model and its optimizer state.
         begins = local is not None and f"extra/{WORKERS}" not in checkpoint.read_manifest(path).parts

@@ -54,6 +54,7 @@ from lockstep.trainer.checkpointer import (
 from lockstep.trainer.evaluator import Evaluator, Metrics, evaluated, evaluated_weights, predicted, sample
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.modes import Modes
+from lockstep.trainer.plain_state import plain_state_dict
 from lockstep.trainer.run_state import Following, RunState
 from lockstep.trainer.setup import AfterUpdate, MakeOptimizer, MakeScheduler, TrainerSettings
 from lockstep.trainer.train_loop import TrainLoop
@@ -577,7 +578,7 @@ class Trainer:
         """
         self.modes.eval()
         with evaluated_weights(self):
-            return checkpoint.gather(self.placed.kept(), self.placed.named_aliases)
+            return plain_state_dict(self.placed)
 
     @called_by_all_ranks
     def load_checkpoint(self, path: str | Path) -> tuple[int, dict[str, Any]]:

@@ -55,7 +55,10 @@ RIGHT: dict[str, Any] = {
     "model_state_dict": lambda: {"model_state_dict": weights()},
 }  # fmt: skip
 REFUSED: dict[str, tuple[Any, str]] = {
-    "other values": (lambda: {**weights(), "out.weight": torch.zeros(8, 4)}, "only in the checkpoint: out.weight"),
+    "other values": (
+        lambda: {**weights(), "out.weight": torch.zeros(8, 4)},
+        "table.weight and out.weight are one parameter in the model, with two values in the file",
+    ),
     "Lightning": (lambda: {"state_dict": prefixed("model.")}, r"import the weights again with --prefix model\."),
     "extra": (lambda: {**weights(), "more": torch.ones(2)}, "load what fits before the Trainer is made"),
     "missing": (lambda: without("middle.bias"), "missing in the checkpoint: middle.bias"),

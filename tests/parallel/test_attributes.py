@@ -64,9 +64,26 @@ def test_groups_by_attributes_are_those_of_plain_pytorch() -> None:
         assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in expected.items())
 
 
-def with_cut_layers() -> list[Any]:
+def of_texts() -> nn.Module:
     torch.manual_seed(0)
-    model = get_model("transformer")(vocab_size=32, block_size=8, n_embd=16, n_head=4, n_layer=1)
+    model: nn.Module = get_model("transformer")(vocab_size=32, block_size=8, n_embd=16, n_head=4, n_layer=1)
+    return model
+
+
+NORMS = {"its own": nn.utils.parametrizations.weight_norm, "with hooks": nn.utils.weight_norm}
+
+
+def normed(how: str) -> nn.Module:
+    model = of_texts()
+    NORMS[how](model.get_submodule("layers.0.attention.query"))
+    return model
+
+
+def with_cut_layers() -> list[Any]:
+    for how in NORMS:
+        with pytest.raises(UsageError, match=r"layers\.0\.attention\.query\.weight is computed from other parameters"):
+            lockstep.place(normed(how), strategy="tensor")
+    model = of_texts()
     for name, parameter in model.named_parameters():
         parameter.own_name = name
     placed = lockstep.place(model, strategy="tensor")
@@ -77,6 +94,20 @@ def test_attributes_survive_where_layers_are_cut() -> None:
     for found in run_ranks(with_cut_layers, 2):
         assert found
         assert all(name == own for name, own in found)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("how", NORMS)
+def test_parametrized_layers_train_the_same_where_bits_count(how: str) -> None:
+    """`reproducible` computes layers in blocks, as if they were cut, where the plan allows it."""
+    ids = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(1))
+    batches = [{"input_ids": ids[:, :-1], "targets": ids[:, 1:]}]
+    losses = []
+    for reproducible in (False, True):
+        settings: Any = {"batch_size": 4, "max_steps": 2, "reproducible": reproducible}
+        trainer = Trainer(normed(how), "sgd", learning_rate=0.1, **settings)
+        losses.append([float(record.loss) for record in trainer.steps(batches)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 def hooked(strategy: str, where: str) -> int:

@@ -19,6 +19,7 @@ from lockstep.models.chain import shared_parameters_of
 from lockstep.parallel.initial import FirstValues, canonical_names
 from lockstep.parallel.parallel_model import local
 from lockstep.parallel.strides import laid_like
+from lockstep.torch_compat.module_state import persistent_buffers
 
 Segments = Sequence[tuple[str, nn.Module]]
 
@@ -71,7 +72,7 @@ def survey(model: nn.Module, segments: Segments) -> Survey:
         for name in used:
             users[name].append(segment)
     buffers = {id(buffer): name for name, buffer in model.named_buffers()}
-    persistent = set(model.state_dict(keep_vars=True)) & set(buffers.values())
+    persistent = persistent_buffers(model) & set(buffers.values())
     return Survey(parameters, _registrations(model, buffers), users, lent, persistent)
 
 

@@ -1,0 +1,152 @@
+"""The form that a model gives its own `state_dict`: by hooks, overridden methods, and state beside the tensors.
+
+Checkpoints hold parameters and persistent buffers by their names in the model, and `get_extra_state` as JSON. What
+comes from a plain `state_dict`, or is to be one, goes through the model's own code: for the time of a call it holds
+whole tensors on the CPU, in place of this rank's.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError, listed
+from lockstep.torch_compat.module_state import persistent_buffers, state_hooks, without_hooks_of_fsdp
+
+_METHODS = (
+    "state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict", "get_extra_state",
+    "set_extra_state",
+)  # fmt: skip
+
+
+@dataclass
+class StateForm:
+    """The form of one model, which is placed, as all ranks know it.
+
+    Args:
+        root: the model; it keeps its modules when it is placed.
+        modules: names of those that have a form of their own.
+        extra: name → module, of those with state beside their tensors.
+        shapes: name → (shape, dtype) of the whole parameters and persistent buffers; all names of tied ones.
+        owners: further name → first name, of tied tensors.
+    """
+
+    root: nn.Module
+    modules: list[str]
+    extra: dict[str, nn.Module]
+    shapes: dict[str, tuple[torch.Size, torch.dtype]]
+    owners: dict[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "StateForm | None":
+        """Return the form of a model that is to be placed; None where torch's own code alone makes its `state_dict`."""
+        named = dict(model.named_modules())
+        found = [name for name, module in named.items() if _has_own_form(module)]
+        if not found:
+            return None
+        tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        kept = persistent_buffers(model)
+        tensors |= {n: b for n, b in model.named_buffers(remove_duplicate=False) if n in kept}
+        first: dict[int, str] = {}
+        owners = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
+        extra = {name: named[name] for name in found if _is_own(type(named[name]).get_extra_state)}
+        _check_extra(extra)
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        return cls(model, [name or type(model).__name__ for name in found], extra, shapes, owners)
+
+    def written(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the model's own `state_dict` for whole tensors, by all their names; others stay as they are."""
+        with self._holding(tensors):
+            state = dict(self.root.state_dict())
+        return state | {name: tensor for name, tensor in tensors.items() if name not in self.shapes}
+
+    def read(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the whole tensors that the model makes of a `state_dict`, by their first names.
+
+        Raises:
+            UsageError: the model's `load_state_dict` refuses it.
+        """
+        whole = {
+            name: torch.zeros(shape, dtype=dtype)
+            for name, (shape, dtype) in self.shapes.items()
+            if self.owners[name] == name
+        }
+        with self._holding({name: whole[first] for name, first in self.owners.items()}):
+            try:
+                self.root.load_state_dict(dict(state))
+            except (RuntimeError, KeyError) as error:
+                lines = [line.strip() for line in str(error).splitlines()]
+                fix = "give what state_dict() of this very model returns"
+                raise UsageError("the model does not load the state", why=" ".join(lines), fix=fix) from error
+        return whole
+
+    def extra_state(self, parts: Iterable[nn.Module]) -> dict[str, Any]:
+        """Return name → state beside the tensors, of the modules within `parts`, for JSON."""
+        here = {id(module) for part in parts for module in part.modules()}
+        found = {name: _json_of(name, module) for name, module in self.extra.items() if id(module) in here}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def load_extra(self, state: Mapping[str, Any]) -> None:
+        """Give the modules what `extra_state` returned, of all ranks."""
+        for name, value in state.items():
+            if name in self.extra:
+                self.extra[name].set_extra_state(value)
+
+    @contextmanager
+    def _holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the model hold these tensors, by their names, inside of the block."""
+        kept: list[tuple[nn.Module, str, Any]] = []
+        for path, module in self.root.named_modules(remove_duplicate=False):
+            parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+            for name, old in (parameters | dict(module.named_buffers(recurse=False, remove_duplicate=False))).items():
+                full = f"{path}.{name}" if path else name
+                if full in tensors:
+                    kept.append((module, name, old))
+                    new = tensors[full]
+                    setattr(module, name, nn.Parameter(new, requires_grad=False) if name in parameters else new)
+        try:
+            with without_hooks_of_fsdp(self.root):
+                yield
+        finally:
+            for module, name, old in reversed(kept):
+                setattr(module, name, old)
+
+
+def _has_own_form(module: nn.Module) -> bool:
+    own = [vars(module).get(name) or getattr(type(module), name) for name in _METHODS]
+    return any(map(_is_own, (*own, *state_hooks(module))))
+
+
+def _is_own(function: Any) -> bool:
+    """Return whether a function is not of torch, whose own ones leave today's tensors as they are."""
+    function = getattr(function, "func", function)  # of functools.partial
+    where = getattr(function, "__module__", None) or type(function).__module__
+    return not (where == "torch" or where.startswith("torch."))
+
+
+def _check_extra(extra: Mapping[str, nn.Module]) -> None:
+    for name, module in extra.items():
+        _json_of(name, module)
+        if not _is_own(type(module).set_extra_state):
+            what = f"{name or type(module).__name__} has get_extra_state and no set_extra_state"
+            raise UsageError(what, fix="write both: a run that resumes gives the state back")
+
+
+def _json_of(name: str, module: nn.Module) -> Any:
+    value = module.get_extra_state()
+    if value is None or (isinstance(value, Tensor) and not value.numel()):
+        return None
+    try:
+        same = json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        what = f"get_extra_state of {name or type(module).__name__} returns what JSON can't hold"
+        fix = "return numbers, strings, lists and dicts of them; register tensors as buffers: "
+        fix += "self.register_buffer('name', tensor)"
+        raise UsageError(what, where=listed([type(value).__name__]), why="checkpoints hold it as JSON", fix=fix)
+    return value
