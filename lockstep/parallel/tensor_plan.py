@@ -63,7 +63,7 @@ def _computed_weight(module: nn.Module, way: str) -> str | None:
         return None
     for name, inner in module.named_modules():
         if is_parametrized(inner):
-            return f"{name}.{next(iter(inner.parametrizations))}".strip(".")  # type: ignore[arg-type]
+            return f"{name}.{next(iter(inner.parametrizations))}".strip(".")
     weight = getattr(module, "weight", None)
     return "weight" if way in PRODUCTS and not isinstance(weight, nn.Parameter | None) else None
 
