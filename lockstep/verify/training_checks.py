@@ -40,6 +40,19 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside of wrappers, such as DistributedDataParallel, whose own mode says nothing."""
+    while inner := [child for name, child in model.named_children() if name in _WRAPPERS]:
+        (model,) = inner[:1]
+    return model
+
+
+def _name_in(model: nn.Module, name: str) -> str:
+    """Return the unwrapped model's name of a parameter; the stage of a pipeline knows that of the model it is of."""
+    naming = getattr(_unwrapped(model), "name_in_model", None)
+    return plain_name(name) if naming is None else str(naming(plain_name(name)))
+
+
 class TrainingChecks:
     """Checks what one rank sees of a training loop: in the `first` steps, and then `every` so many."""
 
@@ -89,7 +102,7 @@ class TrainingChecks:
         """Look at a model that is called from outside, with gradients."""
         if not any(model is known for known in self.models):
             self._begin_with(model)
-        self._calls[id(model), model.training] += 1
+        self._calls[id(model), _unwrapped(model).training] += 1
 
     def batch_read(self) -> None:
         """Note a batch that a loader gives."""
@@ -100,7 +113,7 @@ class TrainingChecks:
         shared: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             shared.setdefault(id(parameter), []).append(name)
-            self.names.setdefault(id(parameter), plain_name(name))
+            self.names.setdefault(id(parameter), _name_in(model, name))
             if not parameter.requires_grad and not isinstance(parameter, DTensor):
                 self._frozen[name] = parameter.detach().clone()
         self._tied |= {tuple(names): None for names in shared.values() if len(names) > 1}
@@ -200,7 +213,7 @@ class TrainingChecks:
             self._check_schedules(optimizer)
         for model in self.models if self.looks else ():
             moved = [
-                plain_name(name)
+                _name_in(model, name)
                 for name, parameter in model.named_parameters(remove_duplicate=False)
                 if name in self._frozen and not parameter.requires_grad
                 and parameter.shape == self._frozen[name].shape and not torch.equal(parameter, self._frozen[name])
@@ -251,7 +264,7 @@ class TrainingChecks:
         optimizers = [one for known in self._optimizers if (one := known()) is not None]
         held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
         for model in self.models:
-            trained = {plain_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+            trained = {_name_in(model, n): p for n, p in model.named_parameters() if p.requires_grad}
             missing = [name for name, p in trained.items() if id(p) not in held and p.is_leaf]
             flattened = any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules())
             if missing and len(missing) < len(trained) and not flattened:
@@ -266,8 +279,8 @@ class TrainingChecks:
         still, never = ([name for name, n in counted.items() if n >= self.first] for counted in self._without)
         if still:
             self.find("parameters that do not move", f"{listed(still, 5)} have gradients, and no update changes them")
-        modules = [pair for model in self.models for pair in model.named_modules()]
-        called = {plain_name(owner) for owner, module in modules if id(module) in self.called}
+        modules = [(_name_in(model, name), module) for model in self.models for name, module in model.named_modules()]
+        called = {owner for owner, module in modules if id(module) in self.called}
         cut = [name for name in never if name.rpartition(".")[0] in called]
         if cut and "stale optimizer" not in self.findings:
             text = f"{listed(cut, 5)} take part in the forward pass, and got no gradient in {self.first} steps"

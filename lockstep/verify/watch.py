@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import runpy
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ _PREFIX = "lockstep-watch"
 _CONNECT_SECONDS = 20.0
 _WAIT_SECONDS = 600.0  # for what another rank says of a step
 _FOLDER = Path(__file__).parent / "injected"  # its `sitecustomize.py` is put on the path of other processes
+_END = -1  # stands for a step in what ranks say when their processes end
 _log = logging.getLogger("lockstep.watch")
 
 
@@ -104,6 +106,11 @@ class observe:  # noqa: N801 — called as a function
         if self._ranks is not None:
             self._ranks.flush()
 
+    def found_by_all(self) -> int | None:
+        """Return the number of findings of all ranks, on rank 0, once the others have ended; None: it is not known."""
+        found = len(self.findings)
+        return found if self._ranks is None else self._ranks.sum_at_end(found)
+
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             return
@@ -170,6 +177,7 @@ class _Ranks:
         self._queue: Queue[tuple[int, dict[str, Any]]] = Queue()
         self._connected = True  # until the thread finds no store
         self._equal: set[str] = set()  # weights that were equal on all ranks once
+        self._found: int | None = None  # by all ranks, when all have ended
         threading.Thread(target=self._run, daemon=True).start()
 
     def send(self, step: int, said: dict[str, Any]) -> None:
@@ -180,6 +188,12 @@ class _Ranks:
         deadline = time.monotonic() + seconds
         while self._connected and self._queue.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.01)
+
+    def sum_at_end(self, found: int) -> int | None:
+        """Tell rank 0 what this rank found; return the sum there, None elsewhere or if a rank does not answer."""
+        self.send(_END, {"found": found})
+        self.flush()
+        return self._found
 
     def _run(self) -> None:
         try:
@@ -205,7 +219,10 @@ class _Ranks:
         for rank in range(1, self.world):
             ranks.append(pickle.loads(store.get(f"{_PREFIX}/{step}/{rank}")))
             store.delete_key(f"{_PREFIX}/{step}/{rank}")
-        self._compare(step + 1, ranks)
+        if step == _END:
+            self._found = sum(each["found"] for each in ranks)
+        else:
+            self._compare(step + 1, ranks)
 
     def _compare(self, step: int, ranks: list[dict[str, Any]]) -> None:
         if any(said["rates"] != ranks[0]["rates"] for said in ranks):
@@ -231,7 +248,10 @@ class _Ranks:
 
 def _warn(finding: LoopFinding) -> None:
     do = f"; do: {finding.fix}" if finding.fix else ""
-    print(f"watch-training: ✗ rank {rank_facts().rank}: {finding.kind}: {finding.text}{do}", flush=True)
+    line = f"watch-training: ✗ rank {rank_facts().rank}: {finding.kind}: {finding.text}{do}"
+    print(line, flush=True)
+    if not getattr(sys.stdout, "shown", True):  # the launcher shows rank 0 alone: a log would keep this line
+        print(line, file=getattr(sys.stdout, "console", sys.stderr), flush=True)
 
 
 def install() -> None:
@@ -239,9 +259,13 @@ def install() -> None:
     seen = observe(int(os.environ["LOCKSTEP_WATCHED_TRAINING"])).start()
 
     def end() -> None:
-        found = len(seen.findings)
-        if seen.steps and rank_facts().is_main:
-            print(f"watch-training: {seen.steps} steps, {found or 'nothing'} found", flush=True)
+        if not seen.steps:
+            return
+        found = seen.found_by_all()
+        if rank_facts().is_main:
+            own = "" if found is not None else " on rank 0; what the others found is not known"
+            number = len(seen.findings) if found is None else found
+            print(f"watch-training: {seen.steps} steps, {number or 'nothing'} found{own}", flush=True)
 
     atexit.register(end)
 

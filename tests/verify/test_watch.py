@@ -99,6 +99,22 @@ def evaluating(self: Loop) -> None:
     self.model.eval()
 
 
+class Wrapper(nn.Module):
+    """As DistributedDataParallel: in training mode, whatever is in it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Any:
+        return self.module(x)
+
+
+def evaluating_in_a_wrapper(self: Loop) -> None:
+    evaluating(self)
+    self.model = Wrapper(self.model)
+
+
 def clipping_each(self: Loop, loss: Tensor) -> None:
     loss.backward()
     nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -128,6 +144,7 @@ def infinite(self: Loop, x: Tensor) -> Tensor:
         (loop(__init__=other_optimizer), "stale optimizer"),
         (loop(__init__=part_of_the_model), "parameters without an optimizer"),
         (loop(__init__=evaluating), "evaluation mode"),
+        (loop(__init__=evaluating_in_a_wrapper), "evaluation mode"),
         (loop(loss=frozen_part), "parameters without gradients"),
         (loop(accumulate=2, backward=clipping_each), "clipping"),
         (loop(accumulate=2, loss=undivided), "gradient accumulation"),
@@ -177,6 +194,33 @@ def test_ranks_are_compared(case: str, found: str, tmp_path: Path) -> None:
     said = re.findall(r"watch-training: ✗ rank 0: (.*?):", ended.stdout + ended.stderr)
     assert said == [found] * bool(found), ended.stdout + ended.stderr
     assert f"{'1' if found else 'nothing'} found" in ended.stdout + ended.stderr
+
+
+ONE_LAYER_WITHOUT_OPTIMIZER = """
+import lockstep
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+trained = [parameter for name, parameter in model.named_parameters() if name != "4.bias"]
+optimizer = torch.optim.SGD(trained, lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+trainer = lockstep.Trainer(
+    model, optimizer, loss_fn=nn.MSELoss(), batch_size=4, gradient_accumulation_steps=2, max_steps=4, strategy="pipeline"
+)
+trainer.train(data)
+"""
+
+
+def test_what_another_rank_finds_is_told_and_counted_by_the_name_that_the_model_has(tmp_path: Path) -> None:
+    """The last stage of a pipeline: the console shows rank 0 alone, and a stage has names of its own."""
+    (tmp_path / "train.py").write_text(ONE_LAYER_WITHOUT_OPTIMIZER)
+    command = [sys.executable, "-m", "lockstep", "launch", "--nproc-per-node", "2", "--watch-training", "train.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    told = ended.stdout + ended.stderr
+    assert "watch-training: ✗ rank 1: parameters without an optimizer: 4.bias require gradients" in told, told
+    assert "watch-training: 4 steps, 1 found" in told, told
 
 
 def test_ranks_that_reach_no_store_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,12 +50,21 @@ class StageModule(nn.Module):
         self.segments_here = nn.ModuleList(module for _, module in segments)
         self.owns = owns
         self._segments = [(module, borrowed.get(name, {})) for name, module in segments]
+        self._names = [name for name, _ in segments]
         self._blocks = list(blocks)
         self._earlier = dict(earlier)
         self._work, self._precision = work, precision
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         return list(self._blocks)
+
+    def name_in_model(self, name: str) -> str:
+        """Return the unsplit model's name of a module or parameter here, for those who watch the training."""
+        first, _, rest = name.partition(".")
+        if first != "segments_here" or not rest:
+            return name
+        place, _, inside = rest.partition(".")
+        return ".".join(filter(None, (self._names[int(place)], inside)))
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
         """Yield own and borrowed parameters: schedules that split the backward pass differentiate by these."""
