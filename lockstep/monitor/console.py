@@ -27,6 +27,7 @@ class Console:
 
     at_once = True
     prints_steps = True
+    media_kinds = ("text",)
 
     def __init__(self, context: SinkContext) -> None:
         self._total = context.total_steps

@@ -18,6 +18,7 @@ from torch import Tensor
 from lockstep.errors import UsageError
 
 BINS = 32
+MEDIA_KINDS = ("text", "image", "histogram")
 _CHANNELS = {1: 0, 3: 2, 4: 6}  # number of channels → PNG's colour type
 
 

@@ -91,14 +91,21 @@ class Monitor:
         for callback in self._callbacks:
             callback.send("on_eval", row)
 
-    def on_log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log a user's values: numbers, and texts, images and histograms (`lockstep.monitor.media`)."""
+    def on_log(self, step: int, values: Mapping[str, Any]) -> list[str]:
+        """Log a user's values: numbers, and texts, images and histograms (`lockstep.monitor.media`).
+
+        Returns:
+            the names of those that no sink takes.
+        """
         numbers, media = sorted_values(values)
         if numbers:
             self.on_eval({"step": step, **numbers})
         if media:
             for sink in self._sinks:
                 sink.send("on_media", step, media)
+        kinds = set[str]().union(*(sink.media_kinds for sink in self._sinks))
+        lost = [name for name, value in media.items() if value.kind not in kinds]
+        return lost if self._sinks or self._callbacks else [*numbers, *lost]
 
     def say(self, *lines: str) -> None:
         """Print lines for the person who started the run: once, by rank 0, if there is a console."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lockstep.config import MonitorConfig
-from lockstep.monitor.media import Media, file_name
+from lockstep.monitor.media import MEDIA_KINDS, Media, file_name
 from lockstep.records import RunDirectory
 from lockstep.registry import SINKS, require_call
 from lockstep.run_files import replace_file
@@ -48,8 +48,8 @@ class SinkContext:
 class Sink(Protocol):
     """A destination of records, made with a `SinkContext`. `row` has plain numbers by the names of `StepRecord`.
 
-    A sink may also have `on_media(step, media)`, for texts, images and histograms by name (`lockstep.monitor.media`).
-    Numbers that a user logs come to `on_eval`.
+    A sink may also have `on_media(step, media)`, for texts, images and histograms by name (`lockstep.monitor.media`),
+    and `media_kinds`, where it takes some kinds alone. Numbers that a user logs come to `on_eval`.
 
     Optional attributes: `at_once = True` writes in the training thread, for output that people see at once, and
     `each_step = True` with it calls `on_each_step(record)` after every step, whose tensors are not read yet;
@@ -126,6 +126,8 @@ class Guarded:
         self.name, self._sink, self._event = name, sink, event
         self.each_step: bool = getattr(sink, "each_step", False)
         self._rows_wait: bool = getattr(sink, "rows_wait", False)
+        takes_media = callable(getattr(sink, "on_media", None))
+        self.media_kinds: set[str] = set(getattr(sink, "media_kinds", MEDIA_KINDS)) if takes_media else set()
         self._waiting: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=CAPACITY)
         self.failures = 0
         self._not_before = 0.0
@@ -177,6 +179,7 @@ class Background:
     def __init__(self, sinks: Sequence[Guarded], event: Event) -> None:
         self._sinks, self._event = list(sinks), event
         self._names = ", ".join(sink.name for sink in sinks)
+        self.media_kinds = set[str]().union(*(sink.media_kinds for sink in sinks))
         self._rows: deque[tuple[str, tuple[Any, ...]]] = deque()
         self._there_are_rows, self._hurry, self._idle = threading.Event(), threading.Event(), threading.Event()
         self._closing = False

@@ -5,7 +5,7 @@ What would change a result is an error; of the rest the caller is warned, once, 
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from lockstep.config import Config
 from lockstep.data import DistributedSampler
-from lockstep.errors import NoEffectWarning, UsageError
+from lockstep.errors import NoEffectWarning, UsageError, listed
 from lockstep.strategy import OPTIONS_OF
 
 if TYPE_CHECKING:
@@ -112,6 +112,15 @@ def warn(text: str) -> None:
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]
     warnings.warn(text, NoEffectWarning, stacklevel=level)
+
+
+def of_log(names: Sequence[str], *, records: bool) -> str:
+    """Return what to say of values that `Trainer.log` was given, and that no sink takes."""
+    if records:
+        return f"trainer.log keeps nothing of {listed(names)}: no sink takes such values; add jsonl to monitor.sinks"
+    why = "there is no output_dir, and nothing here prints such values"
+    fix = 'write Trainer(…, output_dir="runs/mine")'
+    return f"trainer.log keeps nothing of {listed(names)}: {why}; {fix}"
 
 
 # ---- what is known when a trainer or a placed model is made ----

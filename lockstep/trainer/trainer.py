@@ -522,7 +522,10 @@ class Trainer:
                     self.run_directory.create()
                 self._monitor = Monitor(self.config.monitor, self.run_directory, is_main=True)
                 atexit.register(self._monitor.close)
-            self._monitor.on_log(self.step.progress.step if step is None else step, values)
+            lost = self._monitor.on_log(self.step.progress.step if step is None else step, values)
+            if lost and "log" not in self._reported:
+                self._reported.add("log")
+                no_effect.warn(no_effect.of_log(lost, records=self.run_directory is not None))
 
     @called_by_all_ranks
     def save_checkpoint(

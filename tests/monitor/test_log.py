@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Trainer
 from lockstep.config import MonitorConfig
-from lockstep.errors import UsageError
+from lockstep.errors import NoEffectWarning, UsageError
 from lockstep.monitor import Monitor
 from lockstep.monitor.media import Media, sorted_values
 from lockstep.records import RunDirectory
@@ -67,7 +67,7 @@ def data() -> TensorDataset:
     return TensorDataset(x, x.sum(1, keepdim=True))
 
 
-def trainer(folder: Path, **settings: Any) -> Trainer:
+def trainer(folder: Path | None, **settings: Any) -> Trainer:
     torch.manual_seed(0)
     return Trainer(nn.Linear(2, 1), loss_fn=nn.MSELoss(), batch_size=4, output_dir=folder, **settings)
 
@@ -123,6 +123,32 @@ def test_within_a_run_it_goes_where_the_run_is_recorded(tmp_path: Path) -> None:
     assert [row["half"] for row in found if "half" in row] == [0.5, 1.0, 1.5, 2.0]
     assert sum("eval_loss" in row for row in found) == 1
     assert sum("media" in row for row in RunDirectory(tmp_path).read_metrics()) == 2
+
+
+@pytest.mark.parametrize("way", ["steps", "training_step", "train"])
+def test_values_that_nothing_takes_are_told_of_once(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without an output_dir: a loop of one's own records nothing, and `train` prints numbers and texts alone."""
+    run = trainer(None, max_steps=4)
+
+    def log() -> None:
+        run.log({"mine": 1.0, "digits": np.zeros((4, 4))})
+
+    if way == "train":
+        run.step.after_update.append(lambda _updates: log())
+        with pytest.warns(NoEffectWarning) as told:
+            run.train(data())
+        assert "mine 1.0000" in capsys.readouterr().out
+        expected = "trainer.log keeps nothing of digits"
+    else:
+        with pytest.warns(NoEffectWarning) as told:
+            loop = (run.training_step(data()[:4]) for _ in range(4))
+            for _ in run.steps(data()) if way == "steps" else loop:
+                log()
+        expected = "trainer.log keeps nothing of mine, digits"
+    (one,) = told
+    assert expected in str(one.message)
+    assert "output_dir" in str(one.message)
+    assert one.filename == __file__, "the line of the user"
 
 
 class Numbers:
