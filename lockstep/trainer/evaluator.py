@@ -26,6 +26,7 @@ from lockstep.parallel.loss_accumulator import Number, mean_of
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.records import read_lines
 from lockstep.torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
+from lockstep.trainer.metric_values import call_metric, mean_of_values
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -321,21 +322,18 @@ class MetricSet:
         outputs, targets = logits_of(outputs), targets_of(batch, default=None)
         means = {}
         for name, function in self._functions.items():
-            values = function(outputs, targets)
-            if isinstance(values, Tensor) and values.ndim:
-                means[name] = float(values.double().sum()), float(values.numel())  # host waits for the device
-            else:
-                samples = float(batch_length(batch))
-                means[name] = float(values) * samples, samples  # host waits for the device
+            values = call_metric(name, function, outputs, targets)
+            means[name] = mean_of_values(name, values, outputs, targets, batch_length(batch))
         return means, on_cpu((outputs, targets)) if self._objects else None
 
     def _receive(self, row: tuple[dict[str, tuple[float, float]], Any]) -> None:
         means, pair = row
         for name, (total, count) in means.items():
             self._sums[name] = self._sums[name][0] + total, self._sums[name][1] + count
-        for metric in self._objects.values():
+        for name, metric in self._objects.items():
             device = getattr(metric, "device", None)
-            metric.update(*(move(pair, device) if isinstance(device, torch.device) else pair))
+            outputs, targets = move(pair, device) if isinstance(device, torch.device) else pair
+            call_metric(name or type(metric).__name__, metric.update, outputs, targets)
 
     def results(self) -> dict[str, Any]:
         """Return the values by name, the same on every rank; all ranks call it together, once.

@@ -294,6 +294,15 @@ def _nan() -> None:
         (torch.sqrt(torch.zeros(1, requires_grad=True)) * 0).backward()
 
 
+def _load_folder(name: str) -> Callable[[], None]:
+    def load() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / name).mkdir()
+            torch.load(Path(folder) / name)
+
+    return load
+
+
 def _saved(value: Any) -> io.BytesIO:
     file = io.BytesIO()
     torch.save(value, file)
@@ -415,6 +424,8 @@ ALONE: tuple[Case, ...] = (
     ("another model's checkpoint", lambda: _load_state({"weight": [2, 2]})),
     ("another model's checkpoint", lambda: _load_state({"weight": [3, 2], "bias": [2]})),
     ("a checkpoint with code in it", lambda: torch.load(_saved(nn.Linear(2, 2)))),
+    ("a checkpoint folder read as a file", _load_folder("step-00000002")),
+    ("a checkpoint folder read as a file", _load_folder("checkpoints")),
     ("a damaged checkpoint", lambda: torch.load(io.BytesIO(_saved(torch.ones(9)).getvalue()[:400]))),
     ("a checkpoint from a GPU", _saved_on_gpu),
     ("samples of unequal size", _load(_unequal)),

@@ -1,7 +1,9 @@
 """Metrics and predictions over whole data sets: each sample once, on every topology the number of one process."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,11 +199,68 @@ def test_an_error_in_a_metric_and_a_value_that_is_none() -> None:
     def broken(outputs: Tensor, targets: Tensor) -> Tensor:
         raise ValueError("shapes differ")
 
-    with pytest.raises(RunError, match=r"the metrics could not be computed(.|\n)*ValueError: shapes differ"):
+    with pytest.raises(
+        RunError, match=r"the metric 'broken' raised ValueError: shapes differ\n  where: .*test_metrics"
+    ):
         trainer.evaluate(points(), {"broken": broken})
     with pytest.raises(UsageError, match=r"the metric 'accuracy' is a str(.|\n)*function \(outputs, targets\)"):
         trainer.evaluate(points(), {"accuracy": "accuracy"})  # type: ignore[dict-item]
     assert trainer.evaluate(points(), {"hits": hits}).keys() == {"loss", "hits"}
+
+
+class Answering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = chain()
+
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(logits=self.inside(x), hidden_states=(x,))
+
+
+def of_the_batch(outputs: Any, batch: Any) -> Any:
+    return outputs.argmax(-1) == batch["labels"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "what"),
+    [
+        (
+            lambda outputs, targets: outputs.logits.argmax(-1) == targets,
+            "raised AttributeError: 'Tensor' object has no attribute",
+        ),
+        (of_the_batch, "raised IndexError: "),
+        (lambda outputs, targets: {"accuracy": 1.0}, "returned a dict, which is not a number or several"),
+        (lambda outputs, targets: None, "returned a NoneType"),
+        (lambda prediction: 1.0, "raised TypeError: "),
+    ],
+)
+def test_a_metric_that_takes_something_else_is_one_error_that_says_what_it_is_given(metric: Any, what: str) -> None:
+    trainer = Trainer(Answering(), loss_fn=nn.CrossEntropyLoss(), batch_size=4)
+    with pytest.raises(RunError) as caught:
+        trainer.evaluate(points(), {"accuracy": metric})
+    message = str(caught.value)
+    assert f"the metric 'accuracy' {what}" in message
+    assert re.search(r"given outputs = Tensor \[4, \d\] float32 and targets = Tensor \[4\] int64", message), message
+    assert 'do: write a function of these two, such as {"accuracy": lambda outputs, targets:' in message
+
+
+def test_an_object_that_takes_something_else_is_told_the_same() -> None:
+    class Counting:
+        def update(self, outputs: Any, targets: Any) -> None:
+            outputs.logits.sum()
+
+        def compute(self) -> float:
+            return 0.0
+
+    with pytest.raises(RunError, match=r"the metric 'mine' raised AttributeError(.|\n)*given outputs = Tensor \[4"):
+        Trainer(Answering(), loss_fn=nn.CrossEntropyLoss(), batch_size=4).evaluate(points(), {"mine": Counting()})
+
+
+def test_values_of_numpy_and_lists_are_values() -> None:
+    trainer = Trainer(chain(), loss_fn=nn.CrossEntropyLoss(), batch_size=4)
+    as_array = {"hits": hits, "array": lambda o, y: hits(o, y).numpy(), "list": lambda o, y: hits(o, y).tolist()}
+    found = trainer.evaluate(points(), as_array)
+    assert found["array"] == found["list"] == found["hits"]
 
 
 # ---- what follows them ----

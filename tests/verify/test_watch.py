@@ -207,7 +207,8 @@ trained = [parameter for name, parameter in model.named_parameters() if name != 
 optimizer = torch.optim.SGD(trained, lr=0.1)
 data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
 trainer = lockstep.Trainer(
-    model, optimizer, loss_fn=nn.MSELoss(), batch_size=4, gradient_accumulation_steps=2, max_steps=4, strategy="pipeline"
+    model, optimizer, loss_fn=nn.MSELoss(), strategy="pipeline",
+    batch_size=4, gradient_accumulation_steps=2, max_steps=4,
 )
 trainer.train(data)
 """
