@@ -62,6 +62,7 @@ def step_contradictions(
     yield from _open_axes(config, layout)
     yield from _expert(config, layout)
     yield from _batch_norm(config, layout)
+    yield from _buffers(config, layout)
     if device_type == "mps":
         yield from _mps(config, name)
     if name != AUTO:
@@ -188,6 +189,16 @@ def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradic
             what = f"batch normalisation over ranks is not offered with {key.rpartition('.')[2]}"
             fix = f"write {key.rpartition('.')[2]}: {'1' if key.endswith('size') else 'false'}, {alone}"
             yield Contradiction((where, key), what, fix)
+
+
+def _buffers(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
+    """Yield the axes along which several ranks run one micro-batch: each sees a part of what a buffer is made of."""
+    for axis, cut in (("context", "sequences"), ("tensor", "layers"), ("expert", "experts")):
+        if config.distributed.buffers and _ranks(config, layout, axis) > 1:
+            what = f"what forward passes write to buffers can't be combined where {cut} are spread over ranks"
+            fix = f"leave buffers out, or write {axis}_size: 1"
+            why = "a rank computes it from its part of a micro-batch"
+            yield Contradiction(("distributed.buffers", f"distributed.{axis}_size"), what, fix, why)
 
 
 def _of_strategy(strategy: Strategy, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:

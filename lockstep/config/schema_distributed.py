@@ -120,6 +120,7 @@ class HangConfig(Section):
     and a collective that only some ranks enter, are found after this time."""
 
 
+BufferWay = Literal["mean", "gather", "rank0"]
 OpenAxis = Literal["tensor", "context"]
 OPEN_BLOCKS = 8  # in which an open axis is computed: as many ranks as a node has can share them
 
@@ -146,6 +147,11 @@ class DistributedConfig(Section):
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables for every rank.")
     reproducible: bool = key(False)
     """Equal in every bit under single, ddp, fsdp, hybrid shard and pipeline, on any number of ranks."""
+    buffers: dict[str, BufferWay] = Field(default_factory=dict)
+    """How buffers that the forward pass writes combine over a step's micro-batches, on any number of ranks: name, or
+    pattern with `*`, → `mean` of all results (averages, observers, codebooks), `gather` the rows that each has written,
+    in the order of the samples (queues with a pointer, memory banks), or `rank0`, the first micro-batch's result. Each
+    micro-batch starts from the buffers that the step began with. Not for batch normalisation, which needs none."""
     divergence_check_steps: int | None = key(100, ge=1)
     """Steps between comparisons of the replicas' parameters; the run stops if they differ. Null: never."""
     divergence_action: Literal["stop", "repair"] = key("stop")

@@ -6,12 +6,12 @@ With n earlier calls, momentum m and a module called k times in a forward pass, 
 (1 - m)^k r + c, where c is the result for an average of zero; without momentum (cumulative) to (n r + k c) / (n + k).
 
 Spectral normalisation makes one power iteration a step, as a plain loop over the whole batch does. `step_counts` are
-added up and handed to `end_step` (`lockstep.models.protocol`). Other buffers can't be replayed: ranks take rank 0's.
+added up and handed to `end_step` (`lockstep.models.protocol`). Of other buffers the user says how they combine
+(`lockstep.parallel.combined_buffers`), or ranks take rank 0's (`lockstep.parallel.unexplained_buffers`).
 """
 
-import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,22 +19,22 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lockstep.errors import UsageError, listed
-from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
-from lockstep.torch_compat.module_hooks import forward_pre_hooks
-from lockstep.torch_compat.normalizations import BatchNorm, SpectralNormParametrization
+from lockstep.data.batches import MicroBatch
+from lockstep.errors import UsageError
+from lockstep.parallel.buffer_kinds import COUNTS, STATISTICS, explained_buffers
+from lockstep.parallel.combined_buffers import BufferWays, CombinedBuffers
+from lockstep.parallel.gathered_rows import BufferPlace
+from lockstep.parallel.loss_accumulator import LossAccumulator
+from lockstep.parallel.micro_step import AroundMicroBatch, Evaluate, MicroBatchPass
+from lockstep.parallel.unexplained_buffers import UnexplainedBuffers
+from lockstep.randomness import RandomState
+from lockstep.torch_compat.normalizations import BatchNorm
 from lockstep.torch_compat.tensor_versions import version_of
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-_COUNTS = "step_counts"
-_EMPTIED = (*_STATISTICS, _COUNTS)  # at the begin of a micro-batch
+_EMPTIED = (*STATISTICS, COUNTS)  # at the begin of a micro-batch
 
 _NOTHING = nullcontext()  # one for all micro-batches: making it is a call
-
-_log = logging.getLogger("lockstep")
 
 
 def refuse_synchronised(model: nn.Module) -> None:
@@ -48,27 +48,51 @@ def refuse_synchronised(model: nn.Module) -> None:
 
 
 @contextmanager
-def restored(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Restore buffers after the forward passes in the block."""
-    before = [buffer.clone() for buffer in buffers]
+def restored(roots: Iterable[nn.Module], further: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Restore the buffers of modules, and `further` tensors, after the forward passes in the block.
+
+    Buffers that these have replaced are registered again, and those that were None are None.
+    """
+    modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+    before = [dict(module.named_buffers(recurse=False, remove_duplicate=False)) for module in modules]
+    names = [set(dir(module)) for module in modules]  # also of buffers that are None
+    tensors = [*(buffer for own in before for buffer in own.values()), *further]
+    copies = {id(tensor): (tensor, tensor.clone()) for tensor in tensors}
     try:
         yield
     finally:
+        for module, own, known in zip(modules, before, names, strict=True):
+            now = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+            for name in now.keys() - own.keys():
+                if name in known:
+                    setattr(module, name, None)
+                else:
+                    delattr(module, name)
+            for name, buffer in own.items():
+                if now.get(name) is not buffer:
+                    setattr(module, name, buffer)
         with torch.no_grad():
-            for buffer, values in zip(buffers, before, strict=True):
-                buffer.copy_(values)
+            for tensor, copy in copies.values():
+                tensor.copy_(copy)
+
+
+_PLAIN = (bool, int, float, str, Tensor, type(None))
 
 
 @contextmanager
-def restored_numbers(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore plain numbers, texts and flags of modules after the forward passes in the block, except their mode."""
-    numbers = [{k: v for k, v in vars(m).items() if isinstance(v, bool | int | float | str)} for m in modules]
+def restored_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore numbers, texts, flags and tensors of modules after the forward passes in the block, but not their mode.
+
+    A tensor is the one that it was; what was written to it in place stays.
+    """
+    attributes = [{k: v for k, v in vars(m).items() if isinstance(v, _PLAIN) and k != "training"} for m in modules]
     try:
         yield
     finally:
-        for module, before in zip(modules, numbers, strict=True):
+        for module, before in zip(modules, attributes, strict=True):
+            now = vars(module)
             for name, value in before.items():
-                if name != "training" and vars(module).get(name) != value:
+                if name in now and now[name] is not value:
                     setattr(module, name, value)
 
 
@@ -81,16 +105,16 @@ class RunningBuffers(AroundMicroBatch):
     group: dist.ProcessGroup | None = None  # of these ranks; None for the default group
     reproducible: bool = False  # refuse buffers whose changes can't be replayed
     row: int = 1  # ranks that have the same statistics, of which the first records them
+    ways: BufferWays = field(default_factory=lambda: BufferWays({}))  # how others combine
+    random_state: RandomState | None = None  # knows the number of the step
+    looks_every: int = 100  # steps between two looks at the bits of unexplained buffers, at most
+    has_values: bool = True  # False in a plan
     _norms: dict[str, BatchNorm] = field(init=False)
     _vectors: list[tuple[nn.Module, str]] = field(init=False)  # of spectral normalisation: module, and name there
     _iterated: list[Tensor] = field(default_factory=list)  # the vectors after a micro-batch of this step
     _counting: list[nn.Module] = field(init=False)
     _counts: Tensor | None = None  # of the step so far, of all of them
-    _others: dict[str, tuple[nn.Module, str]] = field(init=False)  # name → its module, and its name there
     _records: dict[int, Tensor] = field(default_factory=dict)  # micro-batch → flat statistics
-    _changing: list[str] | None = None  # other buffers that change; None before the first step's end
-    _changed: set[str] = field(default_factory=set)
-    _versions: dict[str, tuple[int, int]] = field(default_factory=dict)  # of the others, before the forward pass
     _index: int = 0  # of the micro-batch that runs
     _real: bool = False  # whether it counts
     _calls: list[int] = field(default_factory=list)  # of each active norm, when its calls were last recorded
@@ -98,31 +122,24 @@ class RunningBuffers(AroundMicroBatch):
     _open: AbstractContextManager[None] = _NOTHING  # around the micro-batch that runs
 
     def __post_init__(self) -> None:
-        self._norms = {
-            name: module
-            for name, module in self.model.named_modules()
-            if isinstance(module, BatchNorm) and module.track_running_stats and module.running_mean is not None
-        }
-        self._vectors, self._counting = [], []
-        for module in self.model.modules():
-            if isinstance(module, SpectralNormParametrization):
-                self._vectors += [(module, name) for name, _ in module.named_buffers(recurse=False)]
-            for hook in forward_pre_hooks(module):
-                if isinstance(hook, SpectralNorm):  # the old one
-                    self._vectors += [(module, f"{hook.name}_u"), (module, f"{hook.name}_v")]
-            if _COUNTS in dict(module.named_buffers(recurse=False)) and hasattr(module, "end_step"):
-                self._counting.append(module)
-        known = {(id(module), name) for module, name in self._vectors} | {(id(m), _COUNTS) for m in self._counting}
-        self._others = {
-            f"{path}.{name}" if path else name: (module, name)
+        found = explained_buffers(self.model)
+        self._norms, self._vectors, self._counting = found.norms, found.vectors, found.counting
+        self._combined = CombinedBuffers(self.ways, self.model, self.group, self.ranks)
+        known = found.registrations | set(self.ways.ways)
+        others = {
+            name: BufferPlace(name, module, attribute)
             for path, module in self.model.named_modules()
-            for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
-            if not (path in self._norms and name in _STATISTICS) and (id(module), name) not in known
+            for attribute, _ in module.named_buffers(recurse=False, remove_duplicate=False)
+            if (id(module), attribute) not in known and (name := f"{path}.{attribute}" if path else attribute)
         }
+        self._others = UnexplainedBuffers(
+            others, self.ranks, self.group, self.reproducible, self.looks_every, self.has_values
+        )
 
     @property
     def any(self) -> bool:
-        return bool(self._norms or self._others or self._vectors or self._counting)
+        explained = self._norms or self._vectors or self._counting
+        return bool(explained or self._others.places or self._combined.any)
 
     def before(self, run: MicroBatchPass) -> None:
         self._open = self.micro_batch(run.micro_batch.index, real=run.micro_batch.real)
@@ -130,6 +147,8 @@ class RunningBuffers(AroundMicroBatch):
 
     def after_forward(self, run: MicroBatchPass) -> None:
         self.forward_done()
+        if self._combined.any:
+            self._combined.begin_again()  # for what the backward pass recomputes
 
     def after(self, run: MicroBatchPass) -> None:
         self._backward_done(apart=False)
@@ -139,6 +158,21 @@ class RunningBuffers(AroundMicroBatch):
 
     def failed(self, error: BaseException) -> None:
         self._open.__exit__(None, None, None)
+        self._combined.forget()
+
+    def begin_evaluation(self) -> None:
+        """Prepare for forward passes that are no step's; buffers that are combined are left alone by them."""
+        if self._combined.any:
+            self._combined.begin()
+        if self._others.places:
+            self._others.before_forward()
+
+    def end_evaluation(self) -> None:
+        """Restore what these forward passes have written, where the step combines it."""
+        if self._combined.any:
+            self._combined.end()
+        if self._others.places:
+            self._others.after_evaluation()
 
     def micro_batch(self, index: int, *, real: bool) -> AbstractContextManager[None]:
         """Record a micro-batch's forward and backward pass, which run inside; call `forward_done` between them."""
@@ -146,33 +180,46 @@ class RunningBuffers(AroundMicroBatch):
 
     @contextmanager
     def _recording(self, index: int, real: bool) -> Iterator[None]:
-        exchanged: list[tuple[nn.Module, str]] = [(norm, key) for norm in self._active() for key in _STATISTICS]
-        exchanged += [(module, _COUNTS) for module in self._counting]
+        exchanged: list[tuple[nn.Module, str]] = [(norm, key) for norm in self._active() for key in STATISTICS]
+        exchanged += [(module, COUNTS) for module in self._counting]
         kept = [(module, name, getattr(module, name)) for module, name in (*exchanged, *self._vectors)]
         for module, name, buffer in kept:
             if buffer is not None:
                 setattr(module, name, torch.zeros_like(buffer) if name in _EMPTIED else buffer.clone())
-        self._index, self._real, self._versions = index, real, self._versions_now()
+        self._index, self._real = index, real
+        if self._combined.any:
+            self._combined.begin()
+        if self._others.places:
+            self._others.before_forward()
         try:
             yield
         finally:
             for module, name, buffer in kept:
                 setattr(module, name, buffer)
+            if self._combined.any:
+                self._combined.end()
 
     def forward_done(self) -> None:
         """Record the statistics of this micro-batch after its forward pass."""
         self._iterated = [getattr(module, name) for module, name in self._vectors]
         if self._counting and self._real:
-            counts = torch.cat([module.get_buffer(_COUNTS) for module in self._counting])
+            counts = torch.cat([module.get_buffer(COUNTS) for module in self._counting])
             self._counts = counts if self._counts is None else self._counts + counts
-        if not self._norms and not self._others:
+        if self._combined.any and self._real:
+            self._combined.take(self._index)
+        if self._others.places:
+            self._others.after_forward(self._step)
+        if not self._norms:
             return
         active = self._active()
         if active and self._real and self._index % self.row == 0:
             self._records[self._index] = _flat(active)
         self._calls = _calls_of(active)
-        now = self._versions_now()
-        self._changed |= {name for name, seen in self._versions.items() if now[name] != seen}
+
+    @property
+    def _step(self) -> int:
+        """Number of the step that runs, from 1."""
+        return 1 if self.random_state is None else self.random_state.step + 1
 
     @contextmanager
     def repeating(self, index: int, *, real: bool) -> Iterator[None]:
@@ -205,15 +252,17 @@ class RunningBuffers(AroundMicroBatch):
         for (module, name), iterated in zip(self._vectors, self._iterated, strict=True) if self._iterated else ():
             getattr(module, name).copy_(iterated)
         if self._counting:
-            none = [torch.zeros_like(module.get_buffer(_COUNTS)) for module in self._counting]
+            none = [torch.zeros_like(module.get_buffer(COUNTS)) for module in self._counting]
             counts = torch.cat(none) if self._counts is None else self._counts  # None: this rank ran a dummy alone
             self._counts = None
             if self.ranks > 1:
                 dist.all_reduce(counts, group=self.group)
             for module, part in zip(self._counting, torch.split(counts, [each.numel() for each in none]), strict=True):
                 module.end_step(part)  # type: ignore[operator]
-        if self._others:
-            self._synchronize_others()
+        if self._combined.any:
+            self._combined.finish(micro_batches_per_step)
+        if self._others.places:
+            self._others.finish_step(self._step)
 
     def _active(self) -> list[BatchNorm]:
         """Return those that update their averages; frozen ones, in evaluation mode, do not."""
@@ -233,42 +282,24 @@ class RunningBuffers(AroundMicroBatch):
         table = torch.cat(theirs)
         return table[table[:, -1].argsort(stable=True), :-1]  # sorted on the device: nothing waits for it
 
-    def _synchronize_others(self) -> None:
-        """Find the other buffers that change, after the first step; broadcast rank 0's after each step."""
-        if self._changing is None:
-            names = list(self._others)
-            if self.ranks > 1:
-                flags = torch.tensor([name in self._changed for name in names], dtype=torch.int32)
-                flags = flags.to(self._other(names[0]).device)
-                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-                self._changing = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
-            else:
-                self._changing = [name for name in names if name in self._changed]
-            if self._changing:
-                self._report(self._changing)
-        if self._changing and self.ranks > 1:
-            source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-            for name in self._changing:
-                dist.broadcast(self._other(name), src=source, group=self.group)
 
-    def _other(self, name: str) -> Tensor:
-        """Return the buffer that is registered now: a forward pass may replace it."""
-        module, own = self._others[name]
-        return getattr(module, own)  # type: ignore[no-any-return]
+def keeping(buffers: Sequence[RunningBuffers], evaluate: Evaluate, *, apart: bool) -> Evaluate:
+    """Return an evaluation that leaves no trace in buffers which steps combine, and reports others that it writes.
 
-    def _versions_now(self) -> dict[str, tuple[int, int]]:
-        buffers = {name: self._other(name) for name in self._others}
-        return {name: (id(buffer), version_of(buffer)) for name, buffer in buffers.items()}
+    With `apart` each micro-batch starts from the same buffers, whichever rank runs it.
+    """
 
-    def _report(self, names: list[str]) -> None:
-        why = "how it changes is the model's own, so it depends on which micro-batches a rank runs"
-        if self.reproducible:
-            what = f"the forward pass changes the buffer {listed(names)}"
-            fix = "compute it outside of the forward pass, or set distributed.reproducible: false"
-            raise UsageError(what, where="distributed.reproducible", why=why, fix=fix)
-        _log.warning(
-            "the forward pass changes the buffer %s: %s; ranks take rank 0's after each step", listed(names), why
-        )
+    def evaluate_and_restore(micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator) -> None:
+        for window in [[each] for each in micro_batches] if apart else [micro_batches]:
+            for one in buffers:
+                one.begin_evaluation()
+            try:
+                evaluate(window, accumulator)
+            finally:
+                for one in buffers:
+                    one.end_evaluation()
+
+    return evaluate_and_restore
 
 
 # A micro-batch's statistics, flat: of each module its means and variances, then of each module the number of its calls.

@@ -19,7 +19,7 @@ from lockstep.data.order import preserve_states
 from lockstep.errors import UsageError
 from lockstep.models.chain import lent, run_segment, shared_parameters_of
 from lockstep.models.protocol import logits_of, offered, require_segments
-from lockstep.parallel.buffers import restored, restored_numbers
+from lockstep.parallel.buffers import restored, restored_attributes
 from lockstep.torch_compat.pytree import tree_leaves
 
 _SAMPLES, _LENGTH = 2, 16
@@ -170,7 +170,7 @@ def _unchanged(model: nn.Module, segments: Segments) -> Iterator[None]:
     roots = [model, *(segment for _, segment in segments)]
     modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
     training = [module.training for module in modules]
-    with preserve_states(), restored([*model.buffers()]), restored_numbers(modules):
+    with preserve_states(), restored([model]), restored_attributes(modules):
         for root in roots:
             root.eval()
         try:

@@ -52,6 +52,10 @@ class DP(Strategy):
     def place(self, placement: PlacementContext) -> ParallelModel:
         p = placement
         p.materialise()
+        if p.ways.patterns and num_gpus(p.device) > 1:
+            what = f"dp cuts a micro-batch over {num_gpus(p.device)} GPUs, and keeps what the first makes of buffers"
+            fix = "write strategy: ddp, which is faster as well"
+            raise UsageError(what, where="distributed.buffers, distributed.strategy", fix=fix)
         refuse_mean_losses(p.model, p.objective, num_gpus(p.device))
         runs = apply_dp(p.model, p.config, p.random_state, p.log_lines)
         assign, objective = shared_out(assign_contiguous, p), over_parts(p.objective)

@@ -57,6 +57,10 @@ class DiLoCo(Strategy):
             what = "each worker has made its own update before the numbers of all are known"
             fix = "leave recompute out, or use ddp or fsdp"
             yield Contradiction(("training.bad_numbers.recompute", "distributed.strategy"), what, fix)
+        if config.distributed.buffers:
+            what = "each worker has buffers of its own, which are not combined over a step"
+            fix = "leave buffers out, or use ddp or fsdp"
+            yield Contradiction(("distributed.buffers", "distributed.strategy"), what, fix)
         micro_batches = (training.global_batch_size or 0) // training.batch_size
         if training.global_batch_size is not None and diloco.workers is not None and micro_batches < diloco.workers:
             yield Contradiction(

@@ -18,7 +18,7 @@ from lockstep.layout import Layout
 from lockstep.models.loss_modules import PREFIX, own_buffers, own_weights
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel
-from lockstep.parallel.reproducible.tree import Partials, clear_zero_signs, nodes_that_cover, tree_all_reduce
+from lockstep.parallel.reproducible.tree import Partials, clear_zero_signs, nodes_of_owners, tree_all_reduce
 
 
 class LossWeights(AroundMicroBatch):
@@ -157,11 +157,8 @@ class LossWeights(AroundMicroBatch):
                 [any(v[place] is not None for v in held) for place in range(len(self.own))]
             )
             dist.all_reduce(whose, group=self._group)
-            owners = whose[: self._leaves].tolist()  # host waits for the device
-            nodes = [
-                nodes_that_cover({index for index, owner in enumerate(owners) if owner == rank + 1}, self._leaves)
-                for rank in range(self._ranks)
-            ]
+            owners = [rank - 1 for rank in whose[: self._leaves].tolist()]  # host waits for the device
+            nodes = nodes_of_owners(owners, self._ranks)
             mine = [self._partials.take(node) for node in nodes[me]]
             total = self._flat([None] * len(self.own))
             sums = [None if values is None else self._flat(values) for values in mine]

@@ -26,8 +26,9 @@ from lockstep.models.protocol import Objective, blocks_of, require_segments, seg
 from lockstep.parallel import divergence, side_effects
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.batch_norm_rows import apply_batch_norm_rows
-from lockstep.parallel.buffers import refuse_synchronised
+from lockstep.parallel.buffers import keeping, refuse_synchronised
 from lockstep.parallel.chain_check import check_chain
+from lockstep.parallel.combined_buffers import BufferWays, warn_of_unwritten, ways_of
 from lockstep.parallel.context import apply_context, context_of, cut_objective, plan_of, train_context
 from lockstep.parallel.expert import apply_experts, train_experts
 from lockstep.parallel.fp8 import apply_fp8
@@ -77,6 +78,8 @@ def place(
     placement = prepared(model, strategy, layout, config, objective, device, precision, dry_run)
     if loss is not None:
         prepare_loss(loss, placement)
+    if config.distributed.buffers:
+        placement.ways = buffer_ways(placement)
     placed = strategy.place(placement) if dry_run is None else strategy.rehearse(placement)
     require_placed(placed, placement)
     if placement.context is not None:
@@ -98,8 +101,24 @@ def place(
     if dry_run is None:
         cut = set() if cuts is None else set(cuts.dims)
         divergence.guard_replicas(placed, config, placement.mesh, cut=cut, experts=experts)
-        side_effects.watch(placed)
+        side_effects.watch(placed, compiled=config.training.compile)
+        kept = [buffers for buffers in placement.running if buffers.any]
+        if kept:
+            placed.evaluate = keeping(kept, placed.evaluate, apart=bool(placement.ways.patterns))
+        if placement.ways.patterns:
+            warn_of_unwritten(placed, placement.ways)
     return placed
+
+
+def buffer_ways(placement: PlacementContext) -> BufferWays:
+    """Return how the buffers that forward passes write are combined, by `distributed.buffers`."""
+    model, loss = placement.model, placement.loss
+    of_loss = {} if loss is None else loss.buffers
+    persistent = model.state_dict(keep_vars=True)
+    kept = {id(buffer) for name, buffer in model.named_buffers() if name in persistent}
+    kept |= {id(buffer) for buffer in of_loss.values()}
+    module = None if loss is None else loss.module
+    return ways_of(placement.config.distributed.buffers, model, module, set(of_loss), kept)
 
 
 def keep_attributes(placed: ParallelModel, attributes: Mapping[str, Mapping[str, Any]]) -> None:

@@ -20,6 +20,7 @@ from lockstep.mesh import data_parallel_group
 from lockstep.models.protocol import Objective
 from lockstep.parallel.batch_norm_rows import BatchNormRows
 from lockstep.parallel.buffers import RunningBuffers
+from lockstep.parallel.combined_buffers import BufferWays
 from lockstep.parallel.comm.compression import Compression, compress
 from lockstep.parallel.context_attention import Context
 from lockstep.parallel.expert import PlacedExperts
@@ -70,6 +71,8 @@ class PlacementContext:
     experts: PlacedExperts | None = None  # spread over the axis `expert`; None where that has one rank
     batch_norm: BatchNormRows | None = None  # rows of ranks that it covers; None: a micro-batch
     loss: LossWeights | None = None  # of a loss function that is a module
+    ways: BufferWays = field(default_factory=lambda: BufferWays({}))  # how buffers combine that forward passes write
+    running: list[RunningBuffers] = field(default_factory=list)  # of the model, or its stages, and the loss function
 
     @property
     def device_type(self) -> str:
@@ -113,6 +116,19 @@ class PlacementContext:
         to_empty(self.model, self.device)
         if self.first is not None:
             materialise(self.model, self.first)
+
+    def running_buffers(
+        self, model: nn.Module, ranks: int, group: dist.ProcessGroup | None, *, row: int = 1
+    ) -> RunningBuffers:  # fmt: skip
+        """Return what keeps the buffers of a model, or of a stage of it, that `ranks` ranks of a group hold."""
+        has_values = self.dry_run is None
+        made = RunningBuffers(
+            model, ranks, group, reproducible=self.reproducible, row=row, random_state=self.random_state,
+            ways=self.ways if has_values else BufferWays({}), has_values=has_values,
+            looks_every=self.config.distributed.divergence_check_steps or 100,
+        )  # fmt: skip
+        self.running.append(made)
+        return made
 
     def compress(self) -> Compression:
         """Return the compression of gradients that the config asks for; the model is whole, and on its device."""
@@ -214,12 +230,12 @@ def around_micro_batches(p: PlacementContext, applied: AppliedStrategy) -> list[
     ranks = 1 if p.dry_run is not None else applied.statistics_over or p.ranks  # without values there is no exchange
     around += [] if p.batch_norm is None else [p.batch_norm]
     row = 1 if p.batch_norm is None else p.batch_norm.ranks
-    buffers = RunningBuffers(p.model, ranks, p.dp_group, reproducible=p.reproducible, row=row)
+    buffers = p.running_buffers(p.model, ranks, p.dp_group, row=row)
     if buffers.any:
         around.append(buffers)
     if p.loss is not None:
         p.loss.scale = 1.0 / applied.multiplier
-        of_loss = RunningBuffers(p.loss.module, ranks, p.dp_group, reproducible=p.reproducible, row=row)
+        of_loss = p.running_buffers(p.loss.module, ranks, p.dp_group, row=row)
         around += [step for step in (p.loss, of_loss) if step.any]
     if applied.gradient_sync is not None:
         around.append(applied.gradient_sync)  # innermost: it finds missing gradients before others exchange anything

@@ -6,13 +6,13 @@ model is refused; one process trains it with a warning. A parameter counts as wr
 sum of its bits has changed: `.data` hides a write from the version.
 
 A tensor that a forward pass leaves in an attribute, and that the next one computes with and replaces, is state: on each
-number of ranks it comes from other samples. It is refused under `reproducible`, and on several ranks it is a warning.
+number of ranks it comes from other samples. So is a number that the next one reads, and replaces. State is refused
+under `reproducible`, and on several ranks it is a warning.
 """
 
 import logging
 import random
 import sys
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UsageError, listed
 from lockstep.parallel.divergence import fingerprint
+from lockstep.parallel.kept_numbers import KeptNumber, Uses, kept_numbers, members
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.torch_compat.tensor_versions import version_of
@@ -66,9 +67,9 @@ class _Values:
         ]
 
 
-def watch(placed: ParallelModel) -> None:
+def watch(placed: ParallelModel, *, compiled: bool = False) -> None:
     """Watch the first forward passes of a placed model, and stop keying generators that nobody draws from."""
-    watch = _Watch(placed)
+    watch = _Watch(placed, compiled)
     for root in placed.parts:
         for module in root.modules():
             if module is root or isinstance(module, FSDPModule):
@@ -95,6 +96,7 @@ def _decide_host_generators(placed: ParallelModel, _step: int) -> None:
 @dataclass
 class _Watch:
     placed: ParallelModel
+    compiled: bool  # blocks of it are
     handles: list[Any] = field(default_factory=list)
     _seen: dict[int, set[int]] = field(default_factory=dict)  # root → steps whose first forward pass was watched
     _open: dict[int, _Values] = field(default_factory=dict)  # unit → its parameters
@@ -102,6 +104,9 @@ class _Watch:
     _generators: dict[int, dict[str, Any]] = field(default_factory=dict)
     _tensors: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)  # root → before the first pass
     _uses: dict[int, "_Uses"] = field(default_factory=dict)  # root → in the second pass, if one was left by the first
+    _numbers: dict[int, dict[str, KeptNumber]] = field(default_factory=dict)  # root → before the first pass
+    _reads: dict[int, Uses] = field(default_factory=dict)  # root → in the second pass, of those that have changed
+    _buffers: dict[int, set[str]] = field(default_factory=dict)  # root → those that were there before the first pass
     _warned: set[str] = field(default_factory=set)
     _moved: dict[int, list[dict[str, float]]] = field(default_factory=dict)  # root → by how much, in each pass
 
@@ -117,6 +122,7 @@ class _Watch:
                 self._attributes[id(root)] = dict(_attributes(root))
                 self._generators[id(root)] = dict(_generators(root))
                 self._watch_tensors(root)
+                self._watch_numbers(root)
             elif id(root) not in self._attributes:
                 return
             here = {name: p for name, p in unit.named_parameters() if not p.is_meta}
@@ -149,7 +155,8 @@ class _Watch:
         return after
 
     def _watch_tensors(self, root: nn.Module) -> None:
-        here = dict(_tensors(root))
+        known = self._buffers.setdefault(id(root), {name for name, _ in root.named_buffers(remove_duplicate=False)})
+        here = dict(_tensors(root, known))
         if id(root) not in self._tensors:
             self._tensors[id(root)] = {name: _mark(tensor) for name, tensor in here.items()}
             return
@@ -159,26 +166,56 @@ class _Watch:
             self._uses[id(root)] = _Uses(left)
             self._uses[id(root)].__enter__()  # type: ignore[no-untyped-call]  # until the pass is over
 
-    def _compare_tensors(self, root: nn.Module) -> None:
+    def _watch_numbers(self, root: nn.Module) -> None:
+        here = kept_numbers(root)
+        if id(root) not in self._numbers:
+            self._numbers[id(root)] = here
+            return
+        first = self._numbers[id(root)]
+        left = {name: number for name, number in here.items() if not number.equals(first.get(name))}
+        if left:
+            self._reads[id(root)] = Uses(left)
+            if self.compiled:  # it would be compiled again
+                self._reads[id(root)].unknown |= set(left)
+            else:
+                self._reads[id(root)].start()
+
+    def _kept_tensors(self, root: nn.Module) -> list[str]:
+        """Return the tensors that the second pass has computed with and replaced."""
         uses = self._uses.pop(id(root), None)
         if uses is None:
-            return
+            return []
         uses.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        here = dict(_tensors(root))
-        state = sorted(name for name in uses.used if name not in here or _mark(here[name]) != uses.marks[name])
-        if not state:
-            return
-        what = f"the forward pass goes on from {listed(state)}, which the one before it left"
+        here = dict(_tensors(root, self._buffers[id(root)]))
+        return sorted(name for name in uses.used if name not in here or _mark(here[name]) != uses.marks[name])
+
+    def _kept_numbers(self, root: nn.Module) -> tuple[list[str], list[str]]:
+        """Return the numbers that the second pass has read and replaced; and replaced, where nobody saw reading."""
+        uses = self._reads.pop(id(root), None)
+        if uses is None:
+            return [], []
+        uses.stop()
+        here = kept_numbers(root)
+        replaced = [name for name, old in uses.numbers.items() if not old.equals(here.get(name))]
+        return [n for n in replaced if n in uses.read], [n for n in replaced if n in uses.unknown]
+
+    def _report_state(self, state: list[str], perhaps: list[str]) -> None:
         why = "a rank goes on from its own micro-batch, so what it computes depends on the number of ranks"
-        fix = "give the state to the model with the batch, or begin each forward pass with a new one; "
-        fix += "or set distributed.reproducible: false"
-        if self.placed.reproducible:
+        fix = "give the state to the model with the batch, or begin each forward pass with a new one; or register it "
+        fix += "as a buffer, and say in distributed.buffers how it combines"
+        if state and self.placed.reproducible:
+            what = f"the forward pass goes on from {listed(state)}, which the one before it left"
+            fix += "; or set distributed.reproducible: false"
             raise UsageError(what, where="distributed.reproducible", why=why, fix=fix)
-        if self.placed.layout.world_size > 1:
-            _log.warning("%s: %s, and checkpoints do not have it", what, why)
+        several = self.placed.layout.world_size > 1
+        for names, goes_on in ((state, "goes on"), (perhaps, "may go on")):
+            if names and (several or self.placed.reproducible):
+                what = f"the forward pass {goes_on} from {listed(names)}, which the one before it left"
+                _log.warning("%s: %s, and checkpoints do not have it", what, why)
 
     def _compare_attributes(self, root: nn.Module) -> None:
-        self._compare_tensors(root)
+        tensors = self._kept_tensors(root)
+        numbers, perhaps = self._kept_numbers(root)
         generators = self._generators.pop(id(root))
         if moved := [name for name, state in _generators(root) if name in generators and generators[name] != state]:
             self._report(
@@ -191,6 +228,7 @@ class _Watch:
         deltas = {n: v - before[n] for n, v in _attributes(root) if n in before and v != before[n]}
         passes = self._moved.setdefault(id(root), [])
         passes.append(deltas)
+        counters: list[str] = []
         if len(passes) == _STEPS:
             counters = [name for name, delta in passes[0].items() if passes[1].get(name) == delta]
             if counters:
@@ -199,6 +237,7 @@ class _Watch:
                     "it counts the micro-batches of one rank, so what follows from it depends on the number of ranks",
                     "set it from the number of the update: Trainer(…, after_update=function) (docs/how_to/teachers.md)",
                 )
+        self._report_state([*tensors, *(n for n in numbers if n not in counters)], perhaps)
 
     def _report(self, what: str, why: str, fix: str) -> None:
         if self.placed.reproducible:
@@ -229,12 +268,13 @@ def _mark(tensor: Tensor) -> tuple[int, int]:
     return id(tensor), version_of(tensor)
 
 
-def _tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the tensors in attributes of its modules, but parameters and buffers."""
+def _tensors(root: nn.Module, known: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of the tensors in attributes of its modules, but parameters and `known` buffers."""
     for path, module in root.named_modules():
         for name, value in vars(module).items():
             if name not in _OF_TORCH:
                 yield from _inside(f"{path}.{name}" if path else name, value, depth=3)
+    yield from ((name, b) for name, b in root.named_buffers(remove_duplicate=False) if name not in known)
 
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # names of the attributes that every module has
@@ -243,15 +283,9 @@ _OF_TORCH = frozenset(vars(nn.Module()))  # names of the attributes that every m
 def _inside(name: str, value: Any, *, depth: int) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
-    elif depth and isinstance(value, list | tuple | deque):
-        for place, each in enumerate(value):
-            yield from _inside(f"{name}[{place}]", each, depth=depth - 1)
-    elif depth and isinstance(value, dict):
-        for key, each in value.items():
-            yield from _inside(f"{name}[{key!r}]", each, depth=depth - 1)
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not callable(value):
-        for key, each in list(vars(value).items()):
-            yield from _inside(f"{name}.{key}", each, depth=depth - 1)
+    elif depth:
+        for full, each, _ in members(name, value):
+            yield from _inside(full, each, depth=depth - 1)
 
 
 def _attributes(root: nn.Module) -> Iterator[tuple[str, float]]:

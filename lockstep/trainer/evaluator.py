@@ -182,10 +182,10 @@ def evaluating(placed: ParallelModel) -> Iterator[None]:
 
 def restored_buffers(placed: ParallelModel) -> AbstractContextManager[None]:
     """Return a context that restores the buffers, such as running statistics, after the forward passes in it."""
-    buffers = [buffer for part in placed.modules for buffer in part.buffers()]
+    further: list[Tensor] = []
     if placed.local_training is not None:  # under local updates the common model is evaluated, with its own buffers
-        buffers += [value for name, value in placed.kept().items() if name not in placed.parameters]
-    return restored(buffers)
+        further = [value for name, value in placed.kept().items() if name not in placed.parameters]
+    return restored(placed.modules, further)
 
 
 def evaluate(

@@ -25,7 +25,7 @@ from lockstep.errors import UsageError, listed
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import num_samples
 from lockstep.monitor.figures import gather_objects
-from lockstep.parallel.buffers import restored_numbers
+from lockstep.parallel.buffers import restored_attributes
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import compiled_blocks
@@ -220,7 +220,7 @@ def _without_compiled_code(placed: ParallelModel) -> Iterator[None]:
 def _restored_afterwards(placed: ParallelModel) -> Iterator[None]:
     """Restore what a forward pass may change: buffers, plain numbers in modules, random states."""
     modules = [module for part in placed.modules for module in part.modules()]
-    with restored_buffers(placed), restored_numbers(modules), preserve_states():
+    with restored_buffers(placed), restored_attributes(modules), preserve_states():
         yield
 
 

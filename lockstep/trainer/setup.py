@@ -333,6 +333,7 @@ class PlacementSettings(TypedDict, total=False):
     debug: Literal["none", "info", "detail"]
     env: Mapping[str, Any]
     reproducible: bool
+    buffers: Mapping[str, Any]
     divergence_check_steps: int | None
     divergence_action: Literal["stop", "repair"]
     replicate_size: int | None

@@ -1,8 +1,10 @@
-"""A hidden state that a model keeps from one forward pass to the next is noticed; what is only left behind is not."""
+"""State that a model keeps from one forward pass to the next is noticed; what is only left behind is not."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,10 +50,10 @@ class Recurrent(nn.Module):
         return self.head(after * self.cache[len(x)])  # type: ignore[no-any-return]
 
 
-def train(kind: str, strategy: str, reproducible: bool) -> None:
+def train(kind: str, strategy: str, reproducible: bool, make: Callable[[str], nn.Module] = Recurrent) -> None:
     x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2)
-    model = Recurrent(kind).train()
+    model = make(kind).train()
     optimizer, more = torch.optim.SGD(model.parameters(), lr=0.01), {"reproducible": reproducible}
     trainer = Trainer(model, optimizer, nn.MSELoss(), strategy=strategy, global_batch_size=4, max_steps=3, **more)  # type: ignore[arg-type]
     list(trainer.steps(data))
@@ -68,6 +70,136 @@ def test_what_is_left_behind_or_cached_is_no_state() -> None:
     train("none", "single", True)
 
 
+class Scaled(nn.Module):
+    """Keeps numbers in the way that `kind` says; all of them go on from what they were, but the last ones."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.head = kind, nn.Linear(WIDTH, 1)
+        self.gain, self.late_gain, self.last_gain = 1.0, None, 0.0
+        self.array, self.kept, self.series = np.ones(1), {"gain": 1.0}, [1.0, 0.0]
+        self.tracker, self.nested = SimpleTracker(), {"inner": {"gain": 1.0}}
+        self.register_buffer("lazy", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = float(x.abs().mean())
+        gain: Any = 1.0
+        if self.kind == "attribute":
+            gain = self.gain = 0.9 * self.gain + 0.1 * seen
+        elif self.kind == "late":
+            gain = self.late_gain = seen if self.late_gain is None else 0.9 * self.late_gain + 0.1 * seen
+        elif self.kind == "array":
+            self.array = 0.9 * self.array + 0.1 * seen
+            gain = float(self.array[0])
+        elif self.kind == "dict":
+            self.kept["gain"] = gain = 0.9 * self.kept["gain"] + 0.1 * seen
+        elif self.kind == "list":
+            self.series[0] = gain = 0.9 * self.series[0] + 0.1 * seen
+        elif self.kind == "object":
+            gain = self.tracker.update(seen)
+        elif self.kind == "nested":
+            self.nested["inner"]["gain"] = gain = 0.9 * self.nested["inner"]["gain"] + 0.1 * seen
+        elif self.kind == "lazy buffer":
+            self.lazy = x.abs().mean() if self.lazy is None else 0.9 * self.lazy + 0.1 * x.abs().mean()
+            gain = self.lazy
+        # For others to look at.
+        self.last_gain = self.kept["last"] = self.series[1] = self.tracker.last = seen
+        return self.head(x * gain)  # type: ignore[no-any-return]
+
+
+class SimpleTracker:
+    def __init__(self) -> None:
+        self.value, self.last = 1.0, 0.0
+
+    def update(self, seen: float) -> float:
+        self.value = 0.9 * self.value + 0.1 * seen
+        return self.value
+
+
+KEPT = {
+    "attribute": "gain", "late": "late_gain", "array": "array", "dict": r"kept\['gain'\]", "list": r"series\[0\]",
+    "object": r"tracker\.value", "lazy buffer": "lazy",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_number_that_the_next_pass_goes_on_from_is_refused_too(kind: str) -> None:
+    with pytest.raises(UsageError, match=f"goes on from {KEPT[kind]}, which"):
+        train(kind, "single", True, Scaled)
+    train(kind, "single", False, Scaled)
+
+
+def test_numbers_that_are_written_alone_are_no_state(caplog: pytest.LogCaptureFixture) -> None:
+    train("none", "single", True, Scaled)
+    assert "on from" not in caplog.text
+    train("nested", "single", True, Scaled)
+    assert "may go on from nested['inner']['gain'], which" in caplog.text
+
+
+class Late(nn.Module):
+    """A buffer that is first written in the third step, in the way that `kind` says."""
+
+    level: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.head = kind, nn.Linear(WIDTH, 1)
+        self.register_buffer("level", torch.zeros(1))
+        self.register_buffer("constant", torch.ones(1))
+        self.step = 0  # which the loop sets
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "in place" and self.step > 1:
+            self.level += x.mean()
+        elif self.kind == "replaced" and self.step > 1:
+            self.level = self.level + x.mean()
+        elif (self.kind == "data" and self.step > 1) or self.kind == "data at once":
+            self.level.data.add_(x.mean())
+        return self.head(x) * self.constant + self.level  # type: ignore[no-any-return]
+
+
+WHEN = {"in place": "in step 3", "replaced": "in step 3", "data": "in steps 3 to 4"}
+
+
+def train_late(kind: str, strategy: str, reproducible: bool) -> Tensor:
+    model = Late(kind).train()
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = Trainer(
+        model, optimizer, nn.MSELoss(), strategy=strategy, batch_size=2, global_batch_size=4, max_steps=4,
+        reproducible=reproducible,
+    )  # fmt: skip
+    for step, _ in enumerate(trainer.steps(data), start=1):
+        model.step = step
+    return trainer.placed.buffers["level"].clone()
+
+
+@pytest.mark.parametrize("kind", [*WHEN, "data at once"])
+def test_a_buffer_is_noticed_in_the_step_in_which_it_is_first_written(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one written through `.data`, which hides it from versions; a checkpoint has what it became."""
+    first = f", first {WHEN[kind]}" if kind in WHEN else ""
+    with pytest.raises(UsageError, match=f"changes the buffer level{first}\\n"):
+        train_late(kind, "single", True)
+    assert train_late(kind, "single", False).abs() > 0
+    assert f"changes the buffer level{first}:" in caplog.text
+    assert "constant" not in caplog.text
+
+
+def late_on_ranks() -> list[Any]:
+    found: list[Any] = [train_late(kind, "ddp", False) for kind in ("data", "replaced")]
+    for kind in WHEN:
+        try:
+            train_late(kind, "ddp", True)
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
 def on_ranks() -> list[str]:
     found = []
     for kind in ("tensor", "none"):
@@ -76,10 +208,16 @@ def on_ranks() -> list[str]:
             found.append("trains")
         except UsageError as error:
             found.append(str(error))
-    return found
+    return found + late_on_ranks()
 
 
 def test_ranks_refuse_it_together() -> None:
-    for refused, trained in run_ranks(on_ranks, 2):
+    """Buffers that are written late end as rank 0's on all ranks."""
+    found = run_ranks(on_ranks, 2)
+    for refused, trained, hidden, replaced, *late in found:
         assert "goes on from h" in refused
         assert trained == "trains"
+        assert hidden == found[0][2] != 0
+        assert replaced == found[0][3] != 0
+        for text, when in zip(late, WHEN.values(), strict=True):
+            assert f"changes the buffer level, first {when}" in text

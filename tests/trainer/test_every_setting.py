@@ -69,7 +69,7 @@ LISTED = {
     ),
     "distributed": (
         "strategy device backend init_method timeout_seconds hang.factor hang.seconds debug env reproducible "
-        "divergence_check_steps divergence_action replicate_size shard_size pipeline_size context_size "
+        "buffers divergence_check_steps divergence_action replicate_size shard_size pipeline_size context_size "
         "context_method context_blocks tensor_size expert_size sequence_parallel tensor_blocks open_axes "
         "ddp.bucket_cap_mb ddp.find_unused_parameters ddp.static_graph ddp.gradient_as_bucket_view "
         "ddp.compression.kind ddp.compression.rank ddp.compression.start_step ddp.compression.warm_start "
@@ -106,7 +106,7 @@ VALUES: dict[str, Any] = {
     "monitor.sinks": ["jsonl"], "monitor.callbacks": None, "monitor.profile": {}, "monitor.prometheus": None,
     "monitor.experiment": "mine", "distributed.strategy": "ddp", "distributed.device": None,
     "distributed.backend": None, "distributed.init_method": None, "distributed.timeout_seconds": None,
-    "distributed.debug": None, "distributed.env": None, "distributed.accelerate.gradient_accumulation_plugin": None,
+    "distributed.buffers": None, "distributed.debug": None, "distributed.env": None, "distributed.accelerate.gradient_accumulation_plugin": None,
     "distributed.fsdp.cpu_offload": None, "distributed.open_axes": ["tensor", "context"],
     "distributed.pipeline.split_spec": {"0": "end"},
 }  # fmt: skip

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.collectives import object_device
 from lockstep.mesh import data_parallel_group
 from lockstep.parallel import fsdp
-from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.fsdp_units import explain_mixing, units_of, used_elsewhere
 from lockstep.parallel.loss_weights import train_loss_weights
 from lockstep.parallel.micro_step import Explain, explained
@@ -126,7 +125,7 @@ def _runner(p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, 
     stages = len(plan.parts.stages)
     objects_on = object_device(p.device)
     knows_batches = parts[0].is_first and (p.cuts is None or p.cuts.cut.rank == 0)
-    buffers = [RunningBuffers(part, dp_size, cut.dp_group, reproducible=p.reproducible) for part in parts]
+    buffers = [p.running_buffers(part, dp_size, cut.dp_group) for part in parts]
     relay = Relay(parts, plan.parts.ranks, group, p.device, objects_on)
     shapes = Shapes(cut.dp_rank, dp_size, knows_batches, objects_on, together=p.experts is not None)
     runner = Runner(

@@ -293,7 +293,7 @@ class Runner:
         """Send each new shape of batch through the stages once, up to the last one, which sends nothing."""
         agreement = self.shapes.agree([self._inputs_of(micro_batch) for micro_batch in micro_batches], training=True)
         if agreement.anyone:
-            with self._gathered(keep=True), restored([buffer for part in self.parts for buffer in part.buffers()]):
+            with self._gathered(keep=True), restored(self.parts):
                 for place in agreement.new:
                     learn = partial(self.shapes.learn, agreement.signatures[place])
                     self.relay.one(

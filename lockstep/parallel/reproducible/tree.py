@@ -86,6 +86,14 @@ def nodes_that_cover(indices: Set[int], leaves: int) -> list[Node]:
     return within((0, leaves))
 
 
+def nodes_of_owners(owners: Sequence[int], ranks: int) -> list[list[Node]]:
+    """Return the nodes that cover what each rank has run; `owners`: of each micro-batch, its rank."""
+    return [
+        nodes_that_cover({index for index, owner in enumerate(owners) if owner == rank}, len(owners))
+        for rank in range(ranks)
+    ]
+
+
 def assign_tree(micro_batches: int, rank: int, ranks: int, *, even: bool = False) -> list[tuple[int, bool]]:
     """Return (index, real) of what a rank runs with one reduction a step; one dummy if it has no micro-batch.
 

@@ -1,0 +1,252 @@
+"""Buffers that forward passes write, combined as the user says (`distributed.buffers`), whichever rank runs what.
+
+Each micro-batch of a step starts from the buffers that the step began with, and what it makes of them is kept apart.
+After the step's last micro-batch the results of all of them, from all ranks, are combined in the order of the samples:
+
+    mean     the mean of all results, each micro-batch weighted alike
+    rank0    the result of the step's first micro-batch, which rank 0 runs
+    gather   what each has written, one after the other (`lockstep.parallel.gathered_rows`)
+
+So a step's buffers depend on its micro-batches alone. A recomputation in the backward pass starts from them, too.
+"""
+
+import fnmatch
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.accelerator import widest_float
+from lockstep.errors import UsageError, did_you_mean, listed
+from lockstep.models.loss_modules import PREFIX
+from lockstep.parallel.buffer_kinds import explained_buffers
+from lockstep.parallel.gathered_rows import KEY, BufferPlace, GatheredRows, differs, in_sample_order
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.reproducible.tree import Partials, nodes_of_owners, tree_all_reduce
+
+_log = logging.getLogger("lockstep")
+
+
+@dataclass
+class BufferWays:
+    """How the buffers of a model and of its loss function are combined, by `distributed.buffers`."""
+
+    patterns: dict[str, str]  # pattern → way
+    ways: dict[tuple[int, str], tuple[str, str]] = field(default_factory=dict)  # (module's id, attribute) → name, way
+    unwritten: set[str] = field(default_factory=set)  # patterns of which no buffer was written yet, on this rank
+
+    def places(self, model: nn.Module, way: str) -> list[BufferPlace]:
+        """Return the buffers of a model, or of a stage of it, that are combined in a way."""
+        found: dict[str, BufferPlace] = {}
+        for module in model.modules():
+            for attribute, _ in module.named_buffers(recurse=False, remove_duplicate=False):
+                name, own = self.ways.get((id(module), attribute), ("", ""))
+                if own == way:
+                    found.setdefault(name, BufferPlace(name, module, attribute))
+        return list(found.values())
+
+    def mark_written(self, name: str) -> None:
+        """Note that a forward pass has written a buffer."""
+        self.unwritten -= {pattern for pattern in self.unwritten if _fits(name, pattern)}
+
+
+def ways_of(
+    patterns: Mapping[str, str], model: nn.Module, loss: nn.Module | None, of_loss: Collection[str],
+    kept: Collection[int],
+) -> BufferWays:  # fmt: skip
+    """Return how buffers are combined; a UsageError if a pattern names none, or two name one in two ways.
+
+    Args:
+        patterns: pattern of canonical names → way.
+        model: before it is cut into stages.
+        loss: a loss function that is a module.
+        of_loss: canonical names of the buffers that it brings.
+        kept: ids of the buffers that checkpoints have.
+    """
+    ways = BufferWays(dict(patterns), unwritten=set(patterns))
+    named = dict(_registered(model, ""))
+    if loss is not None:
+        named |= {name: places for name, places in _registered(loss, PREFIX) if name in of_loss}
+    by: dict[str, str] = {}  # name → the pattern that named it
+    for pattern, way in patterns.items():
+        found = [name for name in named if _fits(name, pattern)]
+        if not found:
+            _refuse_nameless(pattern, list(named), model)
+        persistent = [name for name in found if id(named[name][0].tensor) in kept]
+        if not persistent:
+            what = f"{KEY}: {pattern} names {listed(found)}, which no checkpoint has"
+            fix = "register it to be kept: register_buffer(name, tensor), without persistent=False"
+            raise UsageError(what, where=KEY, why="a run that resumes would go on from another state", fix=fix)
+        for name in persistent:
+            other = by.setdefault(name, pattern)
+            if patterns[other] != way:
+                what = f"{KEY}: {name} is named twice, by {other}: {patterns[other]} and by {pattern}: {way}"
+                raise UsageError(what, where=KEY, fix="write patterns that do not overlap")
+            for place in named[name]:
+                ways.ways[id(place.module), place.attribute] = (name, way)
+    return ways
+
+
+def _registered(model: nn.Module, prefix: str) -> Iterator[tuple[str, list[BufferPlace]]]:
+    """Yield (canonical name, all places where the buffer is registered), without those that the step itself keeps."""
+    explained = explained_buffers(model).registrations
+    places: dict[int, list[BufferPlace]] = {}
+    for path, module in model.named_modules():
+        for attribute, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
+            if (id(module), attribute) not in explained:
+                name = f"{prefix}{path}.{attribute}" if path else f"{prefix}{attribute}"
+                places.setdefault(id(tensor), []).append(BufferPlace(name, module, attribute))
+    for found in places.values():
+        name = found[0].name
+        yield name, [BufferPlace(name, place.module, place.attribute) for place in found]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+def _refuse_nameless(pattern: str, known: Sequence[str], model: nn.Module) -> None:
+    everything = [name for name, _ in model.named_buffers()]
+    if own := [name for name in everything if _fits(name, pattern)]:
+        what = f"{KEY}: {pattern} names {listed(own)} alone, which the step itself keeps equal on all ranks"
+        raise UsageError(what, where=KEY, fix=f"leave {pattern} out")
+    what = f"{KEY}: {pattern} names no buffer of the model{did_you_mean(pattern, known)}"
+    fix = f"write names, or patterns with *, of {listed(known)}" if known else "leave it out: the model has no buffers"
+    raise UsageError(what, where=KEY, fix=fix)
+
+
+def warn_of_unwritten(placed: ParallelModel, ways: BufferWays) -> None:
+    """Warn, early in the second step, of patterns none of whose buffers any rank has written in the first one."""
+    calls = 0
+
+    def check(_step: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls != 2:  # the first call comes before the first step, or after it
+            return
+        flags = torch.tensor([pattern in ways.unwritten for pattern in ways.patterns], dtype=torch.int32)
+        flags = flags.to(placed.random_state.device)
+        if placed.layout.world_size > 1:
+            dist.all_reduce(flags, op=dist.ReduceOp.MIN)
+        left = [pattern for pattern, flag in zip(ways.patterns, flags.tolist(), strict=True) if flag]
+        if left:
+            _log.warning("%s: %s: no forward pass of the first step has written such a buffer", KEY, listed(left))
+
+    placed.checks.append(check)
+
+
+class CombinedBuffers:
+    """The buffers of one model, or of a stage of it, that are combined once a step."""
+
+    def __init__(self, ways: BufferWays, model: nn.Module, group: dist.ProcessGroup | None, ranks: int) -> None:
+        self._ways, self._group, self._ranks = ways, group, ranks
+        self._mean, self._first, gathered = (ways.places(model, way) for way in ("mean", "rank0", "gather"))
+        self._rows = GatheredRows(gathered, group, ranks)
+        self._places = [*self._mean, *self._first, *gathered]
+        names = {place.name for place in self._places}
+        self._others = [  # further places where they are registered
+            BufferPlace(name, module, attribute)
+            for module in model.modules()
+            for attribute, _ in module.named_buffers(recurse=False, remove_duplicate=False)
+            if (name := ways.ways.get((id(module), attribute), ("", ""))[0]) in names
+        ]
+        self._began: dict[str, Tensor] = {}  # name → the buffer that the step began with
+        self._results: dict[int, list[Tensor]] = {}  # micro-batch → what it made of the means, and of the first ones
+        self._looked = False  # whether a step has shown which of them are written
+
+    @property
+    def any(self) -> bool:
+        """Return whether there is such a buffer."""
+        return bool(self._places)
+
+    def begin(self) -> None:
+        """Register copies of the buffers, for a forward or a backward pass."""
+        self._began = {place.name: place.tensor for place in self._places}
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Register new copies of the buffers that the step began with."""
+        copies = {name: tensor.clone() for name, tensor in self._began.items()}
+        for place in self._others:
+            place.put(copies[place.name])
+
+    def end(self) -> None:
+        """Register the buffers that the step began with."""
+        for place in self._others:
+            place.put(self._began[place.name])
+
+    @torch.no_grad()
+    def take(self, index: int) -> None:
+        """Take what the forward pass of a micro-batch has made of the copies."""
+        for place in self._places:
+            before, after = self._began[place.name], place.tensor
+            if after.shape != before.shape:
+                what = f"{KEY}: the forward pass changes the shape of {place.name}, {list(before.shape)} → "
+                what += f"{list(after.shape)}, and results are combined element by element"
+                fix = "register it with its last shape; one that is shaped by the first forward pass has it once the "
+                fix += "model was called before it is handed over: model(*inputs of one batch)"
+                raise UsageError(what, where=KEY, fix=fix)
+            if not self._looked and bool(differs(before, after).any()):
+                self._ways.mark_written(place.name)
+        whole = self._mean if index else [*self._mean, *self._first]
+        self._results[index] = [place.tensor.detach() for place in whole]
+        self._rows.take(index, self._began)
+
+    def forget(self) -> None:
+        """Forget the micro-batches of a step that failed."""
+        self._results.clear()
+        self._rows.forget()
+
+    @torch.no_grad()
+    def finish(self, micro_batches: int) -> None:
+        """Write the step's results to the buffers that it began with; all ranks call it."""
+        self._looked = True
+        began = {place.name: place.tensor for place in self._places}
+        if self._mean:
+            self._write_mean(micro_batches, [began[place.name] for place in self._mean])
+        for place, each in enumerate(self._first):
+            buffer = began[each.name]
+            own = {0: self._results[0][len(self._mean) + place][None]} if 0 in self._results else {}
+            result = in_sample_order(own, buffer[None], micro_batches, self._group, self._ranks)[0]
+            buffer.copy_(result[0])
+        if self._rows.any:
+            self._rows.finish(micro_batches, began)
+        self._results.clear()
+
+    def _write_mean(self, micro_batches: int, buffers: list[Tensor]) -> None:
+        """Write means: sums in the widest type, up the tree, which are the same on any number of ranks."""
+        like = torch.cat([_flat(buffer) for buffer in buffers])
+        partials = Partials(micro_batches)
+        for index in sorted(self._results):
+            results = self._results[index][: len(buffers)]
+            partials.add(index, [torch.cat([_flat(result) for result in results])])
+        total = self._summed(partials, like, micro_batches) / micro_batches
+        pieces = torch.split(total, [_flat(buffer).numel() for buffer in buffers])
+        for buffer, piece in zip(buffers, pieces, strict=True):
+            if buffer.is_complex():
+                buffer.copy_(torch.view_as_complex(piece.view(*buffer.shape, 2)))
+            else:
+                buffer.copy_((piece if buffer.is_floating_point() else piece.round()).view_as(buffer))
+
+    def _summed(self, partials: Partials, like: Tensor, micro_batches: int) -> Tensor:
+        if self._ranks == 1:
+            return partials.single()
+        whose = torch.zeros(micro_batches, dtype=torch.int64, device=like.device)
+        for index in self._results:
+            whose[index] = dist.get_rank(self._group) + 1
+        dist.all_reduce(whose, group=self._group)
+        nodes = nodes_of_owners([owner - 1 for owner in whose.tolist()], self._ranks)  # host waits for the device
+        sums = [values[0] for node in nodes[dist.get_rank(self._group)] if (values := partials.take(node))]
+        total, group = torch.empty_like(like), self._group or dist.group.WORLD
+        assert group is not None
+        tree_all_reduce(sums, total, micro_batches, group, nodes)
+        return total
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor, in the widest type."""
+    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return numbers.flatten().to(widest_float(tensor.device))
