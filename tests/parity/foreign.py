@@ -7,6 +7,7 @@ PyTorch. Targets are masked unevenly wherever a family masks them.
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ class Foreign(NamedTuple):
         refused: what the message names where every topology refuses the model, for a step has several micro-batches.
         refused_by: strategy → what its message names, where not all refuse the model.
         reference: the model of the author's own loop, with the same values, where it is not what `make` makes.
+        settings: what its author has to say in the config.
     """
 
     title: str
@@ -48,6 +50,7 @@ class Foreign(NamedTuple):
     refused: str = ""
     refused_by: Mapping[str, str] = WITHOUT_PLANS
     reference: Callable[[], nn.Module] | None = None
+    settings: Mapping[str, Any] = MappingProxyType({})
 
     def refusal(self, topology: str) -> str:
         """What the message under a topology must name; empty where the model trains."""

@@ -66,6 +66,51 @@ def strided() -> nn.Module:
     return nn.Sequential(Frames(), *convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), Projection())
 
 
+# ---- buffers that forward passes write ----
+
+
+class Whitening(nn.Module):
+    """Takes off a mean that follows its inputs, as DINO's centre does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_centre", torch.zeros(12))
+
+    def forward(self, features: Tensor) -> Tensor:
+        centred = features - self.running_centre
+        if self.training:
+            self.running_centre = torch.lerp(self.running_centre, features.detach().mean(0), 0.3)
+        return centred
+
+
+class Negatives(nn.Module):
+    """Compares with the samples of earlier steps, in the manner of MoCo; rows of a ring, and where it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_key = nn.Linear(12, 6)
+        self.register_buffer("memory", F.normalize(torch.randn(32, 6), dim=1))
+        self.register_buffer("memory_at", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, features: Tensor) -> Tensor:
+        query = F.normalize(self.to_key(features), dim=1)
+        key = F.normalize(query.detach() + 0.2 * features.detach()[:, :6], dim=1)
+        scores = torch.cat([(query * key).sum(1, keepdim=True), query @ self.memory.clone().T], 1) / 0.2
+        if self.training:
+            begin = int(self.memory_at)
+            self.memory[begin : begin + len(key)] = key
+            self.memory_at.fill_((begin + len(key)) % len(self.memory))
+        return scores
+
+
+def remembering() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 12), Whitening(), nn.Tanh(), Negatives())
+
+
+def unlabelled(index: int) -> Sample:
+    return {"input": image(index), "label": torch.tensor(0)}
+
+
 def photo(index: int) -> Sample:
     return {"input": image(index), "label": torch.tensor(index % 5)}
 
@@ -104,6 +149,17 @@ KINDS: dict[str, Foreign] = {
         lambda model, batch: F.cross_entropy(model(batch["input"]), batch["label"]),
         nn.CrossEntropyLoss(),
         piped=as_it_is,
+    ),
+    # State that a forward pass leaves to the next one.
+    "remembering": Foreign(
+        "queue and running centre in buffers, with `distributed.buffers`",
+        seeded(remembering),
+        unlabelled,
+        lambda model, batch: F.cross_entropy(model(batch["input"]), batch["label"]),
+        nn.CrossEntropyLoss(),
+        piped=as_it_is,
+        refused_by=dict.fromkeys(("tensor", "context"), "leave buffers out"),
+        settings={"distributed.buffers": {"*.memory*": "gather", "*.running_centre": "mean"}},
     ),
 }
 

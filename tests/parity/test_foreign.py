@@ -1,8 +1,9 @@
 """Models as others write them: the author's own losses, and one digest, under every topology; or a clear refusal."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -72,12 +73,14 @@ class Run(NamedTuple):
     refused: str = ""
 
 
-def settings_of(topology: str, reproducible: bool, like: str = "") -> Config:
+def settings_of(
+    topology: str, reproducible: bool, like: str = "", own: Mapping[str, Any] = MappingProxyType({})
+) -> Config:  # fmt: skip
     """Settings of a topology, with the bits of runs that are `like` another."""
     values, _ = parse_topology(topology)
     distributed = {f"distributed.{key}": value for key, value in values.items()}
     exact = IN_CHUNKS if reproducible and "context" in (like or topology) else {}
-    return config_from({**TORCH_STEP, **distributed, **exact, "distributed.reproducible": reproducible})
+    return config_from({**TORCH_STEP, **own, **distributed, **exact, "distributed.reproducible": reproducible})
 
 
 def run(name: str, topology: str, reproducible: bool = True, like: str = "") -> Run:
@@ -88,7 +91,7 @@ def run(name: str, topology: str, reproducible: bool = True, like: str = "") -> 
     if topology.startswith("pipeline") and made.piped is not None:
         model = made.piped(model)
     try:
-        trainer = Trainer(model, loss_fn=made.loss_fn, config=settings_of(topology, reproducible, like))
+        trainer = Trainer(model, loss_fn=made.loss_fn, config=settings_of(topology, reproducible, like, made.settings))
         losses = [float(record.loss) for record in trainer.steps(Samples(made.sample))]
     except UsageError as error:
         return Run([], "", str(error))

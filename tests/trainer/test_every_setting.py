@@ -106,7 +106,8 @@ VALUES: dict[str, Any] = {
     "monitor.sinks": ["jsonl"], "monitor.callbacks": None, "monitor.profile": {}, "monitor.prometheus": None,
     "monitor.experiment": "mine", "distributed.strategy": "ddp", "distributed.device": None,
     "distributed.backend": None, "distributed.init_method": None, "distributed.timeout_seconds": None,
-    "distributed.buffers": None, "distributed.debug": None, "distributed.env": None, "distributed.accelerate.gradient_accumulation_plugin": None,
+    "distributed.buffers": None, "distributed.debug": None, "distributed.env": None,
+    "distributed.accelerate.gradient_accumulation_plugin": None,
     "distributed.fsdp.cpu_offload": None, "distributed.open_axes": ["tensor", "context"],
     "distributed.pipeline.split_spec": {"0": "end"},
 }  # fmt: skip
