@@ -12,7 +12,7 @@ So a step's buffers depend on its micro-batches alone. A recomputation in the ba
 
 import fnmatch
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +36,7 @@ class BufferWays:
 
     patterns: dict[str, str]  # pattern → way
     ways: dict[tuple[int, str], tuple[str, str]] = field(default_factory=dict)  # (module's id, attribute) → name, way
+    patterns_of: dict[str, set[str]] = field(default_factory=dict)  # name → the patterns that name it
     unwritten: set[str] = field(default_factory=set)  # patterns of which no buffer was written yet, on this rank
 
     def places(self, model: nn.Module, way: str) -> list[BufferPlace]:
@@ -50,7 +51,7 @@ class BufferWays:
 
     def mark_written(self, name: str) -> None:
         """Note that a forward pass has written a buffer."""
-        self.unwritten -= {pattern for pattern in self.unwritten if _fits(name, pattern)}
+        self.unwritten -= self.patterns_of[name]
 
 
 def ways_of(
@@ -67,41 +68,53 @@ def ways_of(
         kept: ids of the buffers that checkpoints have.
     """
     ways = BufferWays(dict(patterns), unwritten=set(patterns))
-    named = dict(_registered(model, ""))
+    named = list(_registered(model, ""))
     if loss is not None:
-        named |= {name: places for name, places in _registered(loss, PREFIX) if name in of_loss}
+        named += [buffer for buffer in _registered(loss, PREFIX) if buffer.name in of_loss]
     by: dict[str, str] = {}  # name → the pattern that named it
     for pattern, way in patterns.items():
-        found = [name for name in named if _fits(name, pattern)]
+        found = [buffer for buffer in named if any(_fits(name, pattern) for name in buffer.names)]
         if not found:
-            _refuse_nameless(pattern, list(named), model)
-        persistent = [name for name in found if id(named[name][0].tensor) in kept]
+            _refuse_nameless(pattern, [buffer.name for buffer in named], model)
+        persistent = [buffer for buffer in found if id(buffer.places[0].tensor) in kept]
         if not persistent:
-            what = f"{KEY}: {pattern} names {listed(found)}, which no checkpoint has"
+            what = f"{KEY}: {pattern} names {listed([buffer.name for buffer in found])}, which no checkpoint has"
             fix = "register it to be kept: register_buffer(name, tensor), without persistent=False"
             raise UsageError(what, where=KEY, why="a run that resumes would go on from another state", fix=fix)
-        for name in persistent:
-            other = by.setdefault(name, pattern)
+        for buffer in persistent:
+            other = by.setdefault(buffer.name, pattern)
             if patterns[other] != way:
-                what = f"{KEY}: {name} is named twice, by {other}: {patterns[other]} and by {pattern}: {way}"
+                what = f"{KEY}: {buffer.name} is named twice, by {other}: {patterns[other]} and by {pattern}: {way}"
                 raise UsageError(what, where=KEY, fix="write patterns that do not overlap")
-            for place in named[name]:
-                ways.ways[id(place.module), place.attribute] = (name, way)
+            for place in buffer.places:
+                ways.ways[id(place.module), place.attribute] = (buffer.name, way)
+            ways.patterns_of.setdefault(buffer.name, set()).add(pattern)
     return ways
 
 
-def _registered(model: nn.Module, prefix: str) -> Iterator[tuple[str, list[BufferPlace]]]:
-    """Yield (canonical name, all places where the buffer is registered), without those that the step itself keeps."""
+@dataclass
+class _Registered:
+    """A buffer with all its names and the places where it is registered."""
+
+    names: list[str] = field(default_factory=list)  # the canonical one first
+    places: list[BufferPlace] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def _registered(model: nn.Module, prefix: str) -> Collection[_Registered]:
+    """Return the buffers of a model, without those that the step itself keeps."""
     explained = explained_buffers(model).registrations
-    places: dict[int, list[BufferPlace]] = {}
-    for path, module in model.named_modules():
+    found: dict[int, _Registered] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
         for attribute, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
             if (id(module), attribute) not in explained:
-                name = f"{prefix}{path}.{attribute}" if path else f"{prefix}{attribute}"
-                places.setdefault(id(tensor), []).append(BufferPlace(name, module, attribute))
-    for found in places.values():
-        name = found[0].name
-        yield name, [BufferPlace(name, place.module, place.attribute) for place in found]
+                buffer = found.setdefault(id(tensor), _Registered())
+                buffer.names.append(f"{prefix}{path}.{attribute}" if path else f"{prefix}{attribute}")
+                buffer.places.append(BufferPlace(buffer.name, module, attribute))
+    return found.values()
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -147,7 +160,7 @@ class CombinedBuffers:
         self._rows = GatheredRows(gathered, group, ranks)
         self._places = [*self._mean, *self._first, *gathered]
         names = {place.name for place in self._places}
-        self._others = [  # further places where they are registered
+        self._registrations = [  # of all of them, tied ones several times
             BufferPlace(name, module, attribute)
             for module in model.modules()
             for attribute, _ in module.named_buffers(recurse=False, remove_duplicate=False)
@@ -170,12 +183,12 @@ class CombinedBuffers:
     def begin_again(self) -> None:
         """Register new copies of the buffers that the step began with."""
         copies = {name: tensor.clone() for name, tensor in self._began.items()}
-        for place in self._others:
+        for place in self._registrations:
             place.put(copies[place.name])
 
     def end(self) -> None:
         """Register the buffers that the step began with."""
-        for place in self._others:
+        for place in self._registrations:
             place.put(self._began[place.name])
 
     @torch.no_grad()
@@ -217,19 +230,23 @@ class CombinedBuffers:
         self._results.clear()
 
     def _write_mean(self, micro_batches: int, buffers: list[Tensor]) -> None:
-        """Write means: sums in the widest type, up the tree, which are the same on any number of ranks."""
-        like = torch.cat([_flat(buffer) for buffer in buffers])
+        """Write means: sums in the widest type, up the tree, which are the same on any number of ranks.
+
+        A buffer that no micro-batch has written keeps its bits.
+        """
+        like = _flat(buffers, buffers)
         partials = Partials(micro_batches)
         for index in sorted(self._results):
-            results = self._results[index][: len(buffers)]
-            partials.add(index, [torch.cat([_flat(result) for result in results])])
-        total = self._summed(partials, like, micro_batches) / micro_batches
-        pieces = torch.split(total, [_flat(buffer).numel() for buffer in buffers])
-        for buffer, piece in zip(buffers, pieces, strict=True):
+            partials.add(index, [_flat(buffers, self._results[index][: len(buffers)])])
+        total = self._summed(partials, like, micro_batches)
+        written, sums = total[: len(buffers)], total[len(buffers) :]
+        pieces = torch.split(sums / micro_batches, [_numbers(buffer).numel() for buffer in buffers])
+        for buffer, piece, times in zip(buffers, pieces, written, strict=True):
             if buffer.is_complex():
-                buffer.copy_(torch.view_as_complex(piece.view(*buffer.shape, 2)))
+                mean = torch.view_as_complex(piece.view(*buffer.shape, 2))
             else:
-                buffer.copy_((piece if buffer.is_floating_point() else piece.round()).view_as(buffer))
+                mean = (piece if buffer.is_floating_point() else piece.round()).view_as(buffer)
+            buffer.copy_(torch.where(times > 0, mean.to(buffer.dtype), buffer))
 
     def _summed(self, partials: Partials, like: Tensor, micro_batches: int) -> Tensor:
         if self._ranks == 1:
@@ -246,7 +263,12 @@ class CombinedBuffers:
         return total
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor, in the widest type."""
-    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return numbers.flatten().to(widest_float(tensor.device))
+def _flat(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
+    """Return, in the widest type, whether each of some buffers has changed, then the numbers of all of them."""
+    wide = widest_float(before[0].device)
+    changed = [differs(old, new).any() for old, new in zip(before, after, strict=True)]
+    return torch.cat([torch.stack(changed).to(wide), *(_numbers(each).to(wide) for each in after)])
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()

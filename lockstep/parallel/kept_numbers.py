@@ -68,7 +68,7 @@ def members(name: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 @dataclass
-class Uses:
+class RecordedReads:
     """Records in one forward pass which of some numbers are read before they are written.
 
     `unknown`: those of holders that can't record it.

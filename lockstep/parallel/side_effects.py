@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UsageError, listed
 from lockstep.parallel.divergence import fingerprint
-from lockstep.parallel.kept_numbers import KeptNumber, Uses, kept_numbers, members
+from lockstep.parallel.kept_numbers import KeptNumber, RecordedReads, kept_numbers, members
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.torch_compat.tensor_versions import version_of
@@ -105,7 +105,7 @@ class _Watch:
     _tensors: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)  # root → before the first pass
     _uses: dict[int, "_Uses"] = field(default_factory=dict)  # root → in the second pass, if one was left by the first
     _numbers: dict[int, dict[str, KeptNumber]] = field(default_factory=dict)  # root → before the first pass
-    _reads: dict[int, Uses] = field(default_factory=dict)  # root → in the second pass, of those that have changed
+    _reads: dict[int, RecordedReads] = field(default_factory=dict)  # root → in the second pass, of changed ones
     _buffers: dict[int, set[str]] = field(default_factory=dict)  # root → those that were there before the first pass
     _warned: set[str] = field(default_factory=set)
     _moved: dict[int, list[dict[str, float]]] = field(default_factory=dict)  # root → by how much, in each pass
@@ -174,7 +174,7 @@ class _Watch:
         first = self._numbers[id(root)]
         left = {name: number for name, number in here.items() if not number.equals(first.get(name))}
         if left:
-            self._reads[id(root)] = Uses(left)
+            self._reads[id(root)] = RecordedReads(left)
             if self.compiled:  # it would be compiled again
                 self._reads[id(root)].unknown |= set(left)
             else:

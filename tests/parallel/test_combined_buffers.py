@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
+from lockstep import place
 from lockstep.config import config_from
 from lockstep.data import SampleOrder
 from lockstep.errors import UsageError
@@ -55,6 +56,7 @@ class Centred(nn.Module):
         self.register_buffer("coarser", torch.zeros(WIDTH, dtype=torch.bfloat16))
         self.register_buffer("turner", torch.zeros(2, dtype=torch.complex64))
         self.register_buffer("begun_or", torch.tensor(False))
+        self.register_buffer("untouched_r", torch.tensor([2**53 + 1, 2**62 + 3]))  # no float64
         self.register_buffer("first", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,7 +134,7 @@ class Chain(nn.Module):
     def forward(self, x: Tensor) -> Any:
         values: Any = (x,)
         for module in self.children():
-            values = module(*values)
+            values = module(*values) if isinstance(values, tuple) else module(values)
         return values
 
 
@@ -197,6 +199,44 @@ def test_buffers_are_those_of_the_whole_batch_on_any_number_of_ranks() -> None:
                     torch.testing.assert_close(
                         tensor, alone[name], rtol=tolerance, atol=tolerance, msg=lambda m, at=(case, name): f"{at}: {m}"
                     )
+
+
+def test_each_way_to_train_combines_them() -> None:
+    """Also a buffer that two modules share, under its second name."""
+    whole = remembered({})
+    trainer = trainer_of(Chain(remembering()), {"training.max_steps": 9, "training.num_train_epochs": None})
+    order = SampleOrder(SAMPLES, EACH, BATCH, seed=1337)
+    steps = [
+        [default_collate([Numbered()[index] for index in indices]) for indices in order.window(step).micro_batches]
+        for step in range(order.steps_per_epoch)
+    ]
+    ways = {**{name: way for name, way in WAYS.items() if name != "1.offset"}, "4.offset": "mean"}
+    model = Chain(remembering()).train()
+    model.add_module("4", Idle(model.get_submodule("1").get_buffer("offset")))
+    placed = place(model, loss_fn=nn.CrossEntropyLoss(), precision="fp32", buffers=ways)
+    optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
+    for micro_batches in steps[:-1]:
+        for batch in micro_batches:
+            trainer.training_step(batch)
+        placed.backward(*micro_batches)
+        optimizer.step()
+        optimizer.zero_grad()
+    early = remembered({"training.max_steps": len(steps) - 1, "training.num_train_epochs": None})
+    assert not torch.equal(early["1.offset"], whole["1.offset"])
+    for name, tensor in early.items():
+        assert torch.equal(trainer.state_dict()[name], tensor), name
+        torch.testing.assert_close(placed.state_dict()[name], tensor, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class Idle(nn.Module):
+    """Has a buffer of another module."""
+
+    def __init__(self, shared: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("offset", shared)
+
+    def forward(self, *values: Tensor) -> Any:
+        return values if len(values) > 1 else values[0]
 
 
 def test_a_run_that_resumes_goes_on_in_the_same_bits(tmp_path: Path) -> None:
