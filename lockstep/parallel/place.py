@@ -48,6 +48,7 @@ from lockstep.precision import Precision, switch_tf32
 from lockstep.randomness import RandomState, key_segments
 from lockstep.strategy import Strategy, strategy_named
 from lockstep.torch_compat.module_hooks import has_hooks
+from lockstep.torch_compat.module_state import persistent_buffers
 
 
 def place(
@@ -114,7 +115,7 @@ def buffer_ways(placement: PlacementContext) -> BufferWays:
     """Return how the buffers that forward passes write are combined, by `distributed.buffers`."""
     model, loss = placement.model, placement.loss
     of_loss = {} if loss is None else loss.buffers
-    persistent = model.state_dict(keep_vars=True)
+    persistent = persistent_buffers(model)
     kept = {id(buffer) for name, buffer in model.named_buffers() if name in persistent}
     kept |= {id(buffer) for buffer in of_loss.values()}
     module = None if loss is None else loss.module
