@@ -171,7 +171,8 @@ class RunningBuffers(AroundMicroBatch):
         """Restore what these forward passes have written, where the step combines it."""
         if self._combined.any:
             self._combined.end()
-        if self._others.places:
+        evaluates = self.random_state is not None and self.random_state.phase == "eval"  # checks restore all buffers
+        if self._others.places and evaluates:
             self._others.after_evaluation()
 
     def micro_batch(self, index: int, *, real: bool) -> AbstractContextManager[None]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, default_collate
 
 from lockstep import place
@@ -237,6 +238,47 @@ class Idle(nn.Module):
 
     def forward(self, *values: Tensor) -> Any:
         return values if len(values) > 1 else values[0]
+
+
+class Recomputing(nn.Module):
+    """Blocks that write buffers, and read what they wrote in earlier steps."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.recomputes = recomputes
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH + 1, WIDTH + 1), Level()) for _ in range(2))
+        self.head = nn.Linear(WIDTH + 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x / 9, use_reentrant=False) if self.recomputes else block(x / 9)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Level(nn.Module):
+    level: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.zeros(WIDTH + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(x) - self.level
+        self.level.lerp_(out.detach().mean(0), 0.3)
+        return out
+
+
+def test_a_pass_that_is_recomputed_starts_from_the_same_buffers() -> None:
+    found = []
+    for recomputes, more in ((False, {}), (True, {}), (False, {"training.gradient_checkpointing": "full"})):
+        settings = {"distributed.buffers": {"*.level": "mean"}, **more}
+        trainer = trainer_of(Recomputing(recomputes), settings)
+        list(trainer.steps(Numbered()))
+        found.append({name: tensor.clone() for name, tensor in trainer.state_dict().items()})
+    for other in found[1:]:
+        for name, tensor in found[0].items():
+            assert torch.equal(other[name], tensor), name
 
 
 def test_a_run_that_resumes_goes_on_in_the_same_bits(tmp_path: Path) -> None:

@@ -190,6 +190,27 @@ def test_a_buffer_is_noticed_in_the_step_in_which_it_is_first_written(
     assert "constant" not in caplog.text
 
 
+def test_a_buffer_that_evaluations_write_is_refused_there() -> None:
+    class Evaluated(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, 1)
+            self.register_buffer("evaluated", torch.zeros(1))
+
+        def forward(self, input: Tensor) -> Tensor:
+            if not self.training:
+                self.evaluated += input.sum()
+            return super().forward(input)
+
+    x = torch.randn(8, WIDTH)
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    trainer = Trainer(
+        Evaluated(), loss_fn=nn.MSELoss(), batch_size=2, global_batch_size=4, max_steps=1, reproducible=True
+    )
+    list(trainer.steps(data))
+    with pytest.raises(UsageError, match="changes the buffer evaluated in evaluation, too"):
+        trainer.evaluate(data)
+
+
 def late_on_ranks() -> list[Any]:
     found: list[Any] = [train_late(kind, "ddp", False) for kind in ("data", "replaced")]
     for kind in WHEN:
