@@ -124,7 +124,8 @@ class RunningBuffers(AroundMicroBatch):
     def __post_init__(self) -> None:
         found = explained_buffers(self.model)
         self._norms, self._vectors, self._counting = found.norms, found.vectors, found.counting
-        self._combined = CombinedBuffers(self.ways, self.model, self.group, self.ranks)
+        combined = self.ways if self.has_values else BufferWays({})  # without values nothing can be compared
+        self._combined = CombinedBuffers(combined, self.model, self.group, self.ranks)
         known = found.registrations | set(self.ways.ways)
         others = {
             name: BufferPlace(name, module, attribute)

@@ -121,10 +121,9 @@ class PlacementContext:
         self, model: nn.Module, ranks: int, group: dist.ProcessGroup | None, *, row: int = 1
     ) -> RunningBuffers:  # fmt: skip
         """Return what keeps the buffers of a model, or of a stage of it, that `ranks` ranks of a group hold."""
-        has_values = self.dry_run is None
         made = RunningBuffers(
             model, ranks, group, reproducible=self.reproducible, row=row, random_state=self.random_state,
-            ways=self.ways if has_values else BufferWays({}), has_values=has_values,
+            ways=self.ways, has_values=self.dry_run is None,
             looks_every=self.config.distributed.divergence_check_steps or 100,
         )  # fmt: skip
         self.running.append(made)

@@ -98,11 +98,12 @@ class UnexplainedBuffers:
                 if differs:
                     self._when.setdefault(name, hidden)
         self._bits, self._looked = now, step
-        flags = torch.tensor([name in self._when for name in names], dtype=torch.int32)
-        flags = flags.to(next(iter(self.places.values())).tensor.device)
+        seen = [name for name in names if name in self._when]
         if self.ranks > 1:
+            flags = torch.tensor([name in self._when for name in names], dtype=torch.int32)
+            flags = flags.to(next(iter(self.places.values())).tensor.device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        seen = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+            seen = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
         if new := [name for name in seen if name not in self._written]:
             if self.reproducible:
                 raise self._error(new)

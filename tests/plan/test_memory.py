@@ -40,16 +40,28 @@ def test_predicted_peaks_are_within_5_percent_of_tracked_ones(cases: list[Case])
         assert all(abs(error) < 0.05 for error in errors_of(case, predicted, measured)), (case, predicted, measured)
 
 
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.centre += x.detach().mean(0)
+        return x - self.centre
+
+
 def normalised() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), Centred(), nn.ReLU(), nn.Linear(8, 2))
 
 
 @pytest.mark.parametrize("layout", [Layout("ddp", 1, 2), Layout("fsdp", 1, 1, 2), Layout("fsdp", 1, 2, 2)])
 def test_a_model_with_running_statistics_is_rehearsed_on_several_ranks(layout: Layout) -> None:
     """Ranks gather a record of each micro-batch: there must be room for those of all ranks."""
     work = Workload(normalised, (torch.zeros(8), torch.zeros((), dtype=torch.int64)), nn.CrossEntropyLoss())
-    config = config_from({"training.batch_size": 4})
-    assert rehearse(work, config, layout, micro_batches=2, device_type="cpu").peak.total > 0
+    named = {"distributed.buffers": {"*.centre": "mean"}, "distributed.reproducible": True}
+    for settings in ({}, named):
+        config = config_from({"training.batch_size": 4, **settings})
+        assert rehearse(work, config, layout, micro_batches=2, device_type="cpu").peak.total > 0
 
 
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
