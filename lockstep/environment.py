@@ -105,9 +105,12 @@ def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
         raise UsageError(what, where="the environment", why=why, fix=fix)
     if facts is None and env.keys() >= _OF_ACCELERATE:
         what = "accelerate launch was asked for several processes, and has started one"
-        why = "without --multi_gpu it starts a single process on a CPU, whatever --num_processes says"
+        why = "without --multi_gpu, or with --cpu, it starts a single process on a CPU, whatever --num_processes says"
         fix = "accelerate launch --multi_gpu --num_processes N, which starts ranks on CPUs, too; or "
         fix += "`lockstep launch --nproc-per-node N SCRIPT`"
+        if env["MASTER_ADDR"] not in ("127.0.0.1", "localhost"):
+            why += "; of several machines, each would train a model of its own"
+            fix += f" with --nnodes N --node-rank R --master-addr {env['MASTER_ADDR']} on each machine"
         raise UsageError(what, where="the command", why=why, fix=fix)
     return facts or RankFacts()
 

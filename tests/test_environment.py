@@ -99,5 +99,9 @@ def test_accelerate_that_starts_one_process_for_several_is_told() -> None:
     assert rank_facts(alone).world_size == 1
     with pytest.raises(UsageError, match="was asked for several processes, and has started one"):
         rank_facts({**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    with pytest.raises(UsageError) as machines:
+        rank_facts({**alone, "MASTER_ADDR": "10.99.0.1", "MASTER_PORT": "29500"})
+    assert "each would train a model of its own" in str(machines.value)
+    assert "--master-addr 10.99.0.1 on each machine" in str(machines.value)
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     assert rank_facts({**alone, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).rank == 1

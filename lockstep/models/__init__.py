@@ -84,9 +84,15 @@ def _require_accepted(name: str, constructor: Callable[..., "nn.Module"], args: 
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown = [key for key in args if key not in accepted]
     if unknown and not takes_any:
-        ours = (foreign_key(unknown[0]) or "").removeprefix("model.args.")
-        near = "" if ours in accepted else did_you_mean(unknown[0], accepted)
-        what = f"the model {name} takes no argument {unknown[0]!r}{near}"
-        fix = f"write {ours}" if ours in accepted else f"it takes {', '.join(accepted) or 'none'}"
-        raise UsageError(what, where=f"model.args.{unknown[0]}", fix=fix)
+        ours = {key: (foreign_key(key) or "").removeprefix("model.args.") for key in unknown}
+        known = {key: its for key, its in ours.items() if its in accepted}
+        near = "" if known else did_you_mean(unknown[0], accepted)
+        what = f"the model {name} takes no argument {' and no '.join(map(repr, unknown))}{near}"
+        fix = f"it takes {', '.join(accepted) or 'none'}"
+        if len(unknown) == len(known) == 1:
+            fix = f"write {known[unknown[0]]}"
+        elif known:
+            written = "; ".join(f"{its} for {key}" for key, its in known.items())
+            fix = f"write {written}" + ("" if len(known) == len(unknown) else f"; {fix}")
+        raise UsageError(what, where=", ".join(f"model.args.{key}" for key in unknown), fix=fix)
     return accepted

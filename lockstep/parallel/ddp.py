@@ -47,7 +47,8 @@ class Replicas(Strategy):
         if several and torch.__version__.startswith("2.13.") and level.name == "DETAIL":
             what = "torch 2.13 dies of a segmentation fault in DistributedDataParallel under "
             what += "TORCH_DISTRIBUTED_DEBUG=DETAIL"
-            fix = "write debug: info; or strategy: fsdp with fsdp.sharding_strategy: no_shard, which replicates as well"
+            fix = "write debug: info, or unset TORCH_DISTRIBUTED_DEBUG; or strategy: fsdp with "
+            fix += "fsdp.sharding_strategy: no_shard, which replicates as well"
             yield Contradiction(("distributed.debug: detail",), what, fix)
 
     def step_time(

@@ -46,6 +46,22 @@ def test_ranks_know_their_place(went_well: Ended) -> None:
         assert said["main"] == "__main__"
 
 
+def test_variables_of_the_user_reach_the_ranks_as_they_are(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU or NCCL makes of them no CPU shows; the launcher changes and drops none."""
+    users = {
+        "CUDA_VISIBLE_DEVICES": "3,1", "NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_DISABLE": "1",
+        "NCCL_P2P_LEVEL": "NVL", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }  # fmt: skip
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+    script(tmp_path, f"say(**{{name: os.environ.get(name) for name in {list(users)}}})\n")
+    ended = launch("--nproc-per-node", "2", "script.py")
+    assert ended.code == 0, ended.err
+    assert ended.said(0) == ended.said(1) == users
+
+
 def test_arguments_after_the_script_are_its_own(went_well: Ended) -> None:
     assert went_well.said(1)["arguments"] == ["--nproc-per-node=9", "x_y", "--a_b"]
 

@@ -74,6 +74,17 @@ def test_classes_of_the_users_own() -> None:
     [
         ("transfomer", {}, r"no model 'transfomer'; did you mean 'transformer'\?[\s\S]*free_transformer"),
         ("bdh", {"n_layers": 3}, r"bdh takes no argument 'n_layers'; did you mean 'n_layer'\?[\s\S]*mlp_multiplier"),
+        (
+            "free_transformer",
+            {"vocab_size": 50, "hidden_dim": 64, "num_layers": 2, "num_heads": 2, "latent_dim": 8},
+            r"no argument 'hidden_dim' and no 'num_layers' and no [\s\S]*"
+            "write n_embd for hidden_dim; n_layer for num_layers; n_head for num_heads; latent_bits for latent_dim$",
+        ),
+        (
+            "transformer",
+            {"num_hidden_layers": 2, "what": 1},
+            r"model\.args\.num_hidden_layers, model\.args\.what[\s\S]*write n_layer for num_hidden_layers; it takes",
+        ),
         ("no.such.module:Model", {}, r"there is no module 'no', needed by no\.such\.module:Model"),
         (f"{HERE}:Missing", {}, r"has no Missing"),
         (f"{HERE}:HERE", {}, r"is a str, not a class"),

@@ -48,13 +48,17 @@ def batch() -> dict[str, Tensor]:
 
 
 def held_while_training(settings: dict[str, Any]) -> dict[str, Any]:
-    """What is held after each of three micro-batches, and before the update, in a run's third step."""
+    """What is held at the loss and after each of three micro-batches, and before the update, in a run's third step."""
     gc.collect()
     gc.freeze()  # a look at each of the million objects that imports have made takes longer than the steps
     before = held_bytes()
     trainer = trainer_with({**settings, "training.gradient_accumulation_steps": 3}, UNIT)
     at_update: list[int] = []
     trainer.optimizer.register_step_pre_hook(lambda *_: at_update.append(held_bytes() - before))
+    at_loss: list[int] = []
+    trainer.placed.parts[0].get_submodule("head").register_forward_hook(
+        lambda *_: at_loss.append(held_bytes() - before)
+    )
     one, held = batch(), []
     for _ in range(9):
         trainer.training_step(one)
@@ -62,7 +66,13 @@ def held_while_training(settings: dict[str, Any]) -> dict[str, Any]:
     sizes = {name: p.numel() * 4 for name, p in trainer.placed.parameters.items()}
     blocks = range(UNIT["n_layer"])
     unit = max(sum(size for name, size in sizes.items() if name.startswith(f"layers.{i}.")) for i in blocks)
-    return {"between": held[-3:-1], "at update": at_update[-1], "parameters": sum(sizes.values()), "unit": unit}
+    return {
+        "between": held[-3:-1],
+        "at loss": at_loss[-3],
+        "at update": at_update[-1],
+        "parameters": sum(sizes.values()),
+        "unit": unit,
+    }
 
 
 def in_one_launch(cases: list[dict[str, Any]], limited: dict[str, Any]) -> dict[str, Any]:

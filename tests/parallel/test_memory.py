@@ -8,7 +8,14 @@ from tests.parallel.memory import HEADROOM, in_one_launch, train_within_a_limit
 from tests.ranks import run_ranks
 
 FSDP = {"distributed.strategy": "fsdp"}
-CASES = [FSDP, {**FSDP, "distributed.fsdp.accumulate": "unsharded"}, {"distributed.strategy": "ddp"}]
+KIND = "distributed.fsdp.sharding_strategy"
+CASES = [
+    FSDP,
+    {**FSDP, "distributed.fsdp.accumulate": "unsharded"},
+    {"distributed.strategy": "ddp"},
+    {**FSDP, KIND: "shard_grad_op"},
+    {**FSDP, KIND: "no_shard"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +29,25 @@ def test_a_rank_holds_its_share_and_one_gathered_unit(ranks: list[dict[str, Any]
     Without reduction of each micro-batch's gradients (`accumulate: unsharded`) a rank holds those of the whole model.
     """
     for rank in ranks:
-        sharded, unsharded, replica = rank["held"]
+        sharded, unsharded, replica, *_ = rank["held"]
         parameters = sharded["parameters"]
         allowed = 1.05 * (4 * parameters / 4 + sharded["unit"])
         assert 4 * parameters / 4 * 0.99 < sharded["at update"] < allowed
         assert max(sharded["between"]) < allowed
         assert min(unsharded["between"]) > sharded["at update"] + 0.7 * parameters
         assert replica["at update"] > 3.95 * parameters
+
+
+def test_the_order_of_strategies_by_memory_is_the_documented_one(ranks: list[dict[str, Any]]) -> None:
+    """`shard_grad_op` gathers the parameters for the forward and backward pass, `full_shard` a unit at a time."""
+    for rank in ranks:
+        full, _, replica, gathered, unsharded = rank["held"]
+        parameters = full["parameters"]
+        assert full["at loss"] < 0.25 * 3 * parameters + 2.5 * full["unit"], full
+        assert full["at loss"] + 0.5 * parameters < gathered["at loss"], (full, gathered)
+        for replicas in (unsharded, replica):
+            assert gathered["at loss"] + 0.5 * parameters < replicas["at loss"], (gathered, replicas)
+            assert gathered["at update"] < 0.3 * replicas["at update"], (gathered, replicas)
 
 
 def test_fsdp_trains_what_one_process_can_not(ranks: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:

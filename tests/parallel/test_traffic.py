@@ -76,8 +76,24 @@ def bytes_by_micro_batch(settings: dict[str, Any]) -> dict[str, Any]:
     return {"sent": sent[3:], "gradients": 4 * trainer.placed.num_parameters}
 
 
+def bytes_of_samples(accumulation: int) -> int:
+    """Bytes that this host sends while both train 24 samples, one at a time, in steps of so many micro-batches each."""
+    trainer = trainer_with({}, accumulation)
+    trainer.loss_check.skip()
+    steps = trainer.steps(Tokens())
+    for _ in range(2):  # DDP cuts its buckets anew
+        next(steps)
+    dist.barrier()
+    before = settled()
+    for _ in range(12 // accumulation):
+        next(steps)
+    dist.barrier()
+    return settled() - before
+
+
 def on_two_ranks() -> dict[str, Any]:
     found: dict[str, Any] = {kind: bytes_per_step(kind) for kind in ("none", "fp16", "bf16", "powersgd")}
+    found["samples"] = {accumulation: bytes_of_samples(accumulation) for accumulation in (1, 4)}
     found["ddp"] = bytes_by_micro_batch({})
     found["accelerate"] = bytes_by_micro_batch({"distributed.strategy": "accelerate"})
     found["unsharded"] = bytes_by_micro_batch(
@@ -130,6 +146,12 @@ def test_compressions_send_less(found: list[dict[str, Any]]) -> None:
     whole = found[0]["none"]["sent"]
     assert found[0]["bf16"]["sent"] < 0.55 * whole
     assert found[0]["powersgd"]["sent"] < 0.15 * whole
+
+
+def test_accumulation_divides_what_a_sample_costs_the_link(found: list[dict[str, Any]]) -> None:
+    """Four micro-batches a step: a quarter of the steps for as many samples, and of the bytes."""
+    for rank in found:
+        assert rank["samples"][4] == pytest.approx(rank["samples"][1] / 4, rel=0.05), rank["samples"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "accelerate"])
