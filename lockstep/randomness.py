@@ -99,6 +99,14 @@ class HostRandom:
         return states
 
 
+_running = 0  # blocks of `RandomState.running` that are open, of any state
+
+
+def is_running() -> bool:
+    """Return whether a forward or backward pass of a step, an evaluation or a sample runs, not a caller's own."""
+    return _running > 0
+
+
 class _RestoredStates:
     """Restores the states of random generators after a block. A class, since generators are slower."""
 
@@ -106,11 +114,15 @@ class _RestoredStates:
         self._generator, self._host = generator, host
 
     def __enter__(self) -> None:
+        global _running
+        _running += 1
         self._state = self._generator.get_state()
         if self._host is not None:
             self._outer = self._host.capture()
 
     def __exit__(self, *_error: Any) -> None:
+        global _running
+        _running -= 1
         if self._host is not None:
             self._host.end(self._outer)
         self._generator.set_state(self._state)

@@ -66,15 +66,11 @@ def decoder_segments(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
     return list(kept)
 
 
-def without_cache(model: nn.Module) -> dict[str, Any]:
-    """Return the argument by which a decoder that can be cut computes as its segments do: without a cache.
-
-    A cache, which the library fills in training too, lays keys and values otherwise in memory than the layers put them
-    out, and on some CPUs the bits of a batched product follow from that.
-    """
+def is_known_decoder(model: nn.Module) -> bool:
+    """Return whether it is a causal model of a listed family, adapted by PEFT or not."""
     _, causal = _without_adapters(model)
     known = getattr(getattr(causal, "config", None), "model_type", "") in FAMILIES
-    return {"use_cache": False} if known and type(causal).__name__.endswith(CAUSAL) else {}
+    return known and type(causal).__name__.endswith(CAUSAL)
 
 
 def _without_adapters(model: nn.Module) -> tuple[str, nn.Module | None]:

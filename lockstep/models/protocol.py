@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError, listed
 from lockstep.models.chain import shared_parameters_of
-from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts, without_cache
+from lockstep.models.hf_decoder import decoder_segments, refuse_balanced_experts
 from lockstep.models.left_out import refuse_uneven, stop_gradients_unless, sum_of_outputs
 from lockstep.models.loss_modules import module_of
 from lockstep.models.observed import LossCalls
@@ -364,7 +364,6 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Inputs:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     # `forward(*args, **kwargs)` names nothing: it calls a model that does, as PEFT's does.
     hands_on = takes_any and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
-    defaults = without_cache(model)
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [name for name, p in parameters.items() if p.kind in by_place]
     most = len(positional)
@@ -376,13 +375,13 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Inputs:
             accepted = {k: v for k, v in batch.items() if k in parameters}
             if hands_on or (takes_any and accepted):
                 accepted = dict(batch)
-            return ((), defaults | accepted) if accepted else ((batch,), {})
+            return ((), accepted) if accepted else ((batch,), {})
         if isinstance(batch, tuple | list):
             arguments = tuple(batch[:-1]) if has_loss_fn and len(batch) > 1 else tuple(batch)
             if len(arguments) > most and (has_loss_fn or _look_like_samples(batch)):
                 raise _too_many(model, batch, len(arguments), positional)
-            return arguments, dict(defaults)
-        return (batch,), dict(defaults)
+            return arguments, {}
+        return (batch,), {}
 
     return inputs
 

@@ -20,7 +20,8 @@ from lockstep.config.checks import step_contradictions
 from lockstep.errors import UsageError, listed, refuse
 from lockstep.layout import Layout
 from lockstep.mesh import device_mesh
-from lockstep.models.hf_cache import switch_cache_off
+from lockstep.models.hf_cache import switch_cache_off, without_cache
+from lockstep.models.hf_decoder import is_known_decoder
 from lockstep.models.loss_modules import refuse_shared
 from lockstep.models.protocol import Objective, blocks_of, require_segments, segments_of
 from lockstep.parallel import divergence, side_effects
@@ -197,7 +198,7 @@ def prepared(
         key_model(model, random_state, blocks, cut=strategy.splits_model)
     log_lines += apply_fp8(model, blocks, config.precision.fp8, device)
     training = config.training
-    if training.gradient_checkpointing != "none":
+    if training.gradient_checkpointing != "none" or is_known_decoder(model):
         switch_cache_off(model, blocks)
     apply_activation_checkpointing(
         blocks, training.gradient_checkpointing, random_state,
@@ -309,7 +310,7 @@ def refuse_hooks_outside_segments(model: nn.Module) -> None:
     hooked = [
         name or type(model).__name__
         for name, module in model.named_modules()
-        if id(module) not in called and has_hooks(module)
+        if id(module) not in called and has_hooks(module, but=without_cache)
     ]
     if hooked:
         what = f"{listed(hooked)} has a hook that a pipeline does not call"

@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether something looks at the module's inputs, outputs or gradients."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+def has_hooks(module: nn.Module, *, but: Any = None) -> bool:
+    """Return whether something looks at the module's inputs, outputs or gradients, other than the hook `but`."""
+    before = [hook for hook in module._forward_pre_hooks.values() if hook is not but]
+    return bool(module._forward_hooks or before or module._backward_hooks)
 
 
 def forward_pre_hooks(module: nn.Module) -> Iterable[Any]:

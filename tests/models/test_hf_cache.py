@@ -7,6 +7,7 @@ from torch import nn
 
 from lockstep.models.hf_cache import switch_cache_off
 from lockstep.models.protocol import blocks_of
+from lockstep.randomness import RandomState
 from lockstep.trainer import Trainer
 from tests.models.decoders import decoder
 from tests.parity.foreign import VOCAB, library, padded_text
@@ -33,7 +34,7 @@ def test_a_recomputed_encoder_and_decoder_has_the_losses_of_one_that_is_not() ->
     assert losses(make(), "full") == losses(make(), "none")
 
 
-def test_the_cache_is_off_in_training_unless_it_is_asked_for() -> None:
+def test_the_cache_is_off_in_steps_and_evaluations_unless_it_is_asked_for() -> None:
     model: Any = decoder("gpt2")
     given: list[Any] = []
     switch_cache_off(model, blocks_of(model))
@@ -43,7 +44,24 @@ def test_the_cache_is_off_in_training_unless_it_is_asked_for() -> None:
         lambda _m, _a, kwargs: given.append(kwargs["use_cache"]), with_kwargs=True
     )
     ids = model.dummy_inputs["input_ids"] % 4
+    with RandomState(0, ids.device).running("train", 0):
+        model(ids)
+        model.eval()(ids)
+        model(ids, use_cache=True)
     model(ids)
-    model(ids, use_cache=True)
-    model.eval()(ids)
-    assert given == [False, True, None]
+    assert given == [False, False, True, None]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_decoder_that_can_be_cut_is_trained_and_evaluated_without_a_cache(family: str) -> None:
+    """By its own object, and by PEFT's around it; a forward pass by hand, after training, has its cache."""
+    model: Any = decoder(family, vocab_size=VOCAB)
+    seen: list[bool] = []
+    model.register_forward_hook(lambda _m, _a, outputs: seen.append(outputs.past_key_values is not None))
+    trainer = Trainer(model, config=settings_of("single", False))
+    for _ in trainer.steps(Samples(padded_text)):
+        trainer.evaluate(Samples(padded_text))
+    assert seen
+    assert not any(seen)
+    model(input_ids=model.dummy_inputs["input_ids"] % 4, use_cache=None)
+    assert seen[-1]

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lockstep
 from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.models.chain import run_segment
 from lockstep.models.hf_causal import meet_protocol
 from lockstep.models.hf_decoder import FAMILIES
 from lockstep.models.hf_layers import hf_tensor_plan
-from lockstep.models.protocol import blocks_of, objective_of, require_segments, segments_of
+from lockstep.models.protocol import blocks_of, require_segments, segments_of
 from lockstep.parallel.place import key_model
 from lockstep.parallel.tensor_cuts import apply_tensor
 from lockstep.randomness import RandomState
@@ -142,12 +143,12 @@ def test_the_chain_multiplies_what_lies_alike_in_memory(family: str) -> None:
         if not _attends_by(whole, attention):
             continue
         cut = copy.deepcopy(whole)
+        lockstep.place(whole)
         for batch in batches():
             seen = []
             for model in (whole, cut):
-                with Products() as products:
-                    _, given = objective_of(model).inputs(batch)
-                    outputs = folded(model, batch) if model is cut else model(**given)
+                with Products() as products, RandomState(0, torch.device("cpu")).running("train", 0):
+                    outputs = folded(model, batch) if model is cut else model(**batch)
                     outputs.loss.backward()
                 seen.append(products.seen)
             assert seen[0] == seen[1], attention

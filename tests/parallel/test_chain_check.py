@@ -1,5 +1,8 @@
 """A chain of segments that computes something else than the model's forward pass is refused, and leaves no trace."""
 
+import contextlib
+import io
+import warnings
 from typing import Any
 
 import numpy as np
@@ -7,9 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import lockstep
 from lockstep.errors import UsageError
 from lockstep.parallel.chain_check import check_chain
+from tests.ranks import run_ranks
 
 VOCAB, WIDTH = 23, 12
 
@@ -72,6 +78,20 @@ class Noisy(Tower):
         return super().forward(ids) + torch.rand(())
 
 
+class Sounds(nn.Module):
+    """Begins with a layer that does not show what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(3, 4, 1), nn.Conv1d(4, 2, 1)
+
+    def forward(self, waves: Tensor) -> Tensor:
+        return self.second(self.first(waves))
+
+    def segments(self) -> list[tuple[str, nn.Module]]:
+        return [("first", self.first), ("second", self.second)]
+
+
 class Pictures(nn.Module):
     def __init__(self, *, forgets: bool) -> None:
         super().__init__()
@@ -105,9 +125,47 @@ def test_a_sequential_with_a_forward_pass_of_its_own_is_compared() -> None:
     check_chain(nn.Sequential(nn.Linear(3, 4)))
 
 
-@pytest.mark.parametrize("model", [Tower(), Pictures(forgets=False), Tower(last_only=True), Noisy()])
-def test_what_is_equal_or_can_not_be_compared_is_not_refused(model: nn.Module) -> None:
-    check_chain(model)
+NOT_COMPARED = "the chain of segments was not compared with the model"
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Tower(), None),
+        (Pictures(forgets=False), None),
+        (Tower(last_only=True), "its outputs have another shape"),
+        (Noisy(), "it draws random numbers in evaluation mode"),
+    ],
+)
+def test_what_is_equal_or_can_not_be_compared_is_not_refused(model: nn.Module, reason: str | None) -> None:
+    """What can't be compared is told."""
+    lines = check_chain(model)
+    assert lines == [] if reason is None else f"{NOT_COMPARED} ({reason}" in lines[0]
+
+
+def _said_in_each_way() -> dict[str, str]:
+    """What rank 0 prints and warns of."""
+    found = {}
+    for way in ("train", "steps", "place"):
+        settings: Any = {"strategy": "pipeline", "loss_fn": nn.MSELoss()}
+        with contextlib.redirect_stdout(io.StringIO()) as out, warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            if way == "place":
+                lockstep.place(Sounds(), **settings)
+            else:
+                trainer = lockstep.Trainer(Sounds(), batch_size=4, **settings)
+                data = TensorDataset(torch.randn(8, 3, 5), torch.randn(8, 2, 5))
+                for epochs in (1, 2):  # a second loop does not say it again
+                    trainer.train(data, epochs=2) if way == "train" else list(trainer.steps(data, epochs=epochs))
+        found[way] = out.getvalue() + "".join(str(one.message) for one in seen)
+    return found
+
+
+def test_a_chain_that_was_not_compared_is_told_in_each_way_to_train() -> None:
+    found = run_ranks(_said_in_each_way, 2)
+    assert [found[0][way].count(NOT_COMPARED) for way in ("steps", "place")] == [1, 1]
+    assert found[0]["train"].count(NOT_COMPARED) == 2, "each call begins with its lines"
+    assert not any(NOT_COMPARED in said for said in found[1].values())
 
 
 def test_the_comparison_leaves_no_trace() -> None:
