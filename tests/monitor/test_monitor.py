@@ -369,6 +369,16 @@ def test_metrics_are_one_object_a_line(run: RunDirectory) -> None:
     assert names | {"memory_bytes", "loss_scale", "time"} <= set(json.loads(lines[1]))
 
 
+def test_the_start_tells_the_workers_of_the_loader_that_is_read(run: RunDirectory) -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
+    trainer = Trainer(
+        torch.nn.Linear(4, 1), loss_fn=torch.nn.MSELoss(), max_steps=1, sinks=["jsonl"], output_dir=run.path
+    )
+    list(trainer.steps(torch.utils.data.DataLoader(data, 8, num_workers=1)))
+    trainer._close_run()
+    assert json.loads(run.events.read_text().splitlines()[0])["data_workers"] == 1
+
+
 # ---- callbacks that are handed over in Python ----
 
 

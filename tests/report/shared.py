@@ -50,7 +50,8 @@ def step_row(
 
 def write_run(
     path: Path, *, steps: int = 600, ranks: int = 4, data: float = 0.012, slow_from: int | None = 360,
-    killed_at: int | None = None, ends: bool = True, seed: int = 0, log_steps: int = 2, **config: Any,
+    killed_at: int | None = None, ends: bool = True, seed: int = 0, log_steps: int = 2,
+    data_workers: int | None = None, **config: Any,
 ) -> RunDirectory:  # fmt: skip
     """A run of `ranks` ranks, logged every `log_steps` steps, saved and evaluated every 100.
 
@@ -58,6 +59,7 @@ def write_run(
         slow_from: rank 2 is a straggler from this step on.
         killed_at: it is killed there and goes on from the checkpoint before.
         ends: False: it stops without a word.
+        data_workers: of the loader that it read from; None: it does not tell.
     """
     run, noise, now = RunDirectory(path), random.Random(seed), BEGUN
     run.create()
@@ -73,6 +75,7 @@ def write_run(
         "ranks": [{"rank": r, "host": f"node{r // 2}", "device": "NVIDIA A100-SXM4-80GB"} for r in range(ranks)],
         "lines": ["strategy", "global batch 64 = 8 micro-batches × 8, over 4 data-parallel ranks"],
     }  # fmt: skip
+    about |= {} if data_workers is None else {"data_workers": data_workers}
     event("start", step=0, **about)
     now, step = now + 9, 0
     while step < steps:

@@ -85,6 +85,14 @@ def test_advice_comes_with_its_evidence(tmp_path: Path) -> None:
     assert "The sink wandb failed" in found(quick.path)
 
 
+def test_advice_on_data_workers_is_about_the_loader_that_was_read(tmp_path: Path) -> None:
+    """A script's own DataLoader has its own number of workers, whatever the config says."""
+    write_run(tmp_path / "loader", data=0.015, data_workers=3)
+    assert "Raise num_workers of the DataLoader, which is 3" in found(tmp_path / "loader")
+    write_run(tmp_path / "config", data=0.015, data_workers=2, **{"data.num_workers": 2})
+    assert "Raise data.num_workers above 2" in found(tmp_path / "config")
+
+
 @pytest.mark.parametrize(
     ("sizes", "fits", "does_not"),
     [
