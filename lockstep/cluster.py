@@ -120,6 +120,8 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
 def _require_same(config: DistributedConfig, cluster: Cluster) -> None:
     """Reject settings of a later trainer that this process, which has its device and its group, can't follow."""
     has_group, unset = cluster.backend != "none", DistributedConfig()
+    if not has_group:
+        _choose_backend(config.backend, cluster.device, alone=True)
     variables = {name: value for name, value in environment(config).items() if os.environ.get(name) != value}
     differing = {
         "device": config.device not in ("auto", cluster.device.type),

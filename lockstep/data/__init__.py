@@ -1,6 +1,6 @@
 """Defines which samples make up a step (`SampleOrder`), reads them (`StepLoader`), and has the data sets that ship."""
 
-from lockstep.data.adopt import adopt, require_data
+from lockstep.data.adopt import adopt, require_data, usual_order
 from lockstep.data.batches import (
     Assign,
     Data,
@@ -35,4 +35,5 @@ __all__ = [
     "holds_token_ids",
     "move",
     "require_data",
+    "usual_order",
 ]  # fmt: skip

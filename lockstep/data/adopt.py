@@ -166,7 +166,7 @@ def _loader(loader: DataLoader[Any]) -> _UserData:
         sharded = _is_rank_sharded(loader)
         return _UserData(loader, own, iterated=True, ready=True, notice=None if sharded else notice)
     found = _UserData(loader.dataset, own, reading={name: getattr(loader, name) for name in _OF_A_LOADER})
-    shuffle = _usual_order(loader)
+    shuffle = usual_order(loader)
     if shuffle is None:
         found.batch_sampler = loader.batch_sampler
         name = type(loader.batch_sampler if own is None else loader.sampler).__name__
@@ -178,7 +178,7 @@ def _loader(loader: DataLoader[Any]) -> _UserData:
     return found
 
 
-def _usual_order(loader: DataLoader[Any]) -> bool | None:
+def usual_order(loader: DataLoader[Any]) -> bool | None:
     """Return whether the loader shuffles, if `SampleOrder` can replace its order; else None."""
     sampler = loader.sampler
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:

@@ -110,9 +110,16 @@ class LaunchOptions:
         if self.node_rank is not None and not 0 <= self.node_rank < most:
             text = f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}"
             raise UsageError(text, where="--node-rank", why="machines are numbered from 0")
-        if most == 1 and self.master_addr is not None and not is_here(self.master_addr):
-            what = f"--master-addr {self.master_addr} means nothing to one machine (--nnodes {self.nnodes})"
-            raise UsageError(what, where="--master-addr", fix="add --nnodes N and --node-rank N, or leave it out")
+        endpoint = self.rdzv_endpoint
+        meeting_host = None if endpoint is None else endpoint.rsplit(":", 1)[0].strip("[]")
+        meetings = [
+            ("--master-addr", self.master_addr, self.master_addr, "--nnodes N and --node-rank N"),
+            ("--rdzv-endpoint", endpoint, meeting_host, "--nnodes N"),
+        ]
+        for flag, given, host, others in meetings:
+            if most == 1 and host and not is_here(host):
+                what = f"{flag} {given} means nothing to one machine (--nnodes {self.nnodes})"
+                raise UsageError(what, where=flag, fix=f"add {others}, or leave it out")
         if most > 1 and self.rdzv_endpoint is None and self.master_addr is None:
             fix = "on every machine: --rdzv-endpoint HOST:PORT, or --master-addr HOST [--master-port PORT] with "
             fix += "--node-rank 0, 1, …; HOST is the first machine"

@@ -185,6 +185,16 @@ class Profiler:
             self._finish(step)
 
     def close(self) -> None:
+        """Stop, and say so if the run has ended before the traced steps."""
+        if self._rank == 0 and self._first is not None and self._left > 0:
+            config = self._config
+            needed = config.wait + config.warmup + config.active
+            text = "warning: monitor.profile has written nothing: wait, warmup and active are %d steps, the run had %d"
+            _log.warning(text, needed, needed - self._left)
+            self._left = 0
+        self._stop()
+
+    def _stop(self) -> None:
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
@@ -207,8 +217,12 @@ class Profiler:
         self._summary = summarise(profile.events(), self._rank, self._config.active)
 
     def _finish(self, step: int) -> None:
-        self.close()  # it holds the trace, and its own callback holds it
-        found = [summary for summary in gather_objects(self._summary) if summary is not None]
+        self._stop()  # it holds the trace, and its own callback holds it
+        summaries = gather_objects(self._summary)
+        found = [summary for summary in summaries if summary is not None]
+        if self._rank == 0 and not found:
+            ranks, last = self._config.ranks, len(summaries) - 1
+            _log.warning("warning: monitor.profile.ranks names %s, and the run has ranks 0 to %d", ranks, last)
         if self._rank != 0 or not found:
             return
         summary = combine(found, step - self._config.active + 1, step)

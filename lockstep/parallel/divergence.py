@@ -43,7 +43,7 @@ def guard_replicas(
         repair = config.distributed.divergence_action == "repair"
         placed.checks.append(guard(placed, mesh["replicate"].get_group(), every, left_out=spread, repair=repair))
     elif "divergence_check_steps" in config.distributed.model_fields_set:
-        placed.log_lines.append("divergence_check_steps: one replica, nothing to compare")
+        placed.log_lines.append("warning: divergence_check_steps: one replica, nothing to compare")
 
 
 def guard(

@@ -208,6 +208,10 @@ class ParallelModel:
             return self.gradients()
         return [local(p.grad) for name, p in self.parameters.items() if name in self.counted and p.grad is not None]
 
+    def warnings(self) -> list[str]:
+        """Return those of the lines logged at start that warn: they are said in every way to train."""
+        return [line for line in self.log_lines if line.startswith("warning: ")]
+
     def take_log_lines(self) -> list[str]:
         """Return the lines that became known since the last call."""
         lines = list(self.later_log_lines)

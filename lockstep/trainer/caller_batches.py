@@ -7,6 +7,7 @@ and the order in which losses are summed, follow from that number.
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,14 +31,27 @@ if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
 
 
+@dataclass
+class OpenStep:
+    """Counts the micro-batches that wait for their update; it knows no trainer, and so can outlive one."""
+
+    calls: int = 0
+    calls_per_step: int | None = None
+
+    def sentence(self) -> str:
+        """Return how many micro-batches wait; "" if none does."""
+        waiting = f"{self.calls} of {self.calls_per_step} micro-batches of a step wait for their update"
+        return waiting if self.calls else ""
+
+
 class StepWindow:
     """Collects the micro-batches of one step, which the caller passes one at a time."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
         self._accumulator: LossAccumulator | None = None
-        self._calls = self._samples = self._micro_batches_per_step = 0
-        self._calls_per_step: int | None = None
+        self.open_step = OpenStep()
+        self._samples = self._micro_batches_per_step = 0
         self._has_warned = False
         self._last: Any = None
 
@@ -50,14 +64,15 @@ class StepWindow:
             what = "for a loss over the whole batch" if trainer.has_whole_batch_loss else what
             raise UsageError(f"{what} micro-batches can't be run one at a time", fix="use Trainer.steps(data)")
         batch = move(batch, trainer.device)
-        if self._calls_per_step is None:
+        opened = self.open_step
+        if opened.calls_per_step is None:
             trainer.cluster.check()
             trainer.check_trains()
             _warn_of_equal_batches(trainer, batch)
             calls = _calls_in_a_step(trainer, batch)
             trainer.begin_training_steps(batch)
-            self._calls_per_step = calls
-            self._micro_batches_per_step = self._calls_per_step * trainer.layout.data_parallel_size
+            opened.calls_per_step = calls
+            self._micro_batches_per_step = calls * trainer.layout.data_parallel_size
         if trainer.step.nominal is None:
             trainer.step.set_nominal(batch, self._micro_batches_per_step)
         if self._accumulator is None:
@@ -67,13 +82,13 @@ class StepWindow:
                 [MicroBatch(0, batch)], self._micro_batches_per_step, trainer.step.progress.step
             )
             trainer.step.reads_tokens = trainer.step.reads_tokens or holds_token_ids(batch)
-            self._accumulator, self._calls, self._samples = trainer.step.open(self._micro_batches_per_step), 0, 0
+            self._accumulator, self._samples = trainer.step.open(self._micro_batches_per_step), 0
         if trainer.step.stop_asked:
             self._accumulator.vote_to_stop()
         self._samples, self._last = self._samples + batch_length(batch), batch
-        last = self._calls + 1 == self._calls_per_step
+        last = opened.calls + 1 == opened.calls_per_step
         loss = self._run(batch, real=True, last=last)
-        self._calls += 1
+        opened.calls += 1
         record = self._update() if last else None
         return loss.summed() / torch.as_tensor(loss.targets), record  # nan without a valid target, as torch has it
 
@@ -91,12 +106,8 @@ class StepWindow:
 
     def warn_of_open_step(self, what: str) -> None:
         """Warn if micro-batches wait for an update, which `what` will not hold."""
-        if self._accumulator is not None:
-            warnings.warn(
-                f"{self._calls} of {self._calls_per_step} micro-batches of a step wait for their update, which {what} "
-                "does not hold: call trainer.flush() before it",
-                stacklevel=4,
-            )
+        if waiting := self.open_step.sentence():
+            warnings.warn(f"{waiting}, which {what} does not hold: call trainer.flush() before it", stacklevel=4)
 
     def flush(self) -> StepRecord | None:
         """Update with the micro-batches so far, and return the record; None if there are none."""
@@ -109,7 +120,7 @@ class StepWindow:
         placed, step = self._trainer.placed, self._trainer.step
         assert placed.micro_step is not None
         assert self._accumulator is not None
-        index, _ = placed.assign(self._micro_batches_per_step)[self._calls]
+        index, _ = placed.assign(self._micro_batches_per_step)[self.open_step.calls]
         with placed.random_state.running("train", step.progress.step):
             return placed.micro_step(MicroBatch(index, batch, real), self._accumulator, step.factor, last)
 
@@ -117,6 +128,7 @@ class StepWindow:
         trainer, accumulator, samples = self._trainer, self._accumulator, self._samples
         assert accumulator is not None
         self._accumulator = None
+        self.open_step.calls = 0
         if trainer.layout.world_size > 1:
             samples = int(collectives.all_reduce(samples, op="sum"))
         return trainer.step.update(accumulator, samples)

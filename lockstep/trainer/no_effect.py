@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from lockstep.config import Config
-from lockstep.data import DistributedSampler
+from lockstep.data import DistributedSampler, usual_order
 from lockstep.errors import NoEffectWarning, UsageError, listed
+from lockstep.heartbeat import own_heartbeat
+from lockstep.layout import Layout
 from lockstep.strategy import OPTIONS_OF
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ _WRITTEN = (
 )  # fmt: skip
 _READING = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "shuffle", "drop_last")
 _RATES = ("learning_rate", "weight_decay", "optimizer_args", "lr_scaling", "base_batch_size", "optimizer")
+_OF_RANKS = ("distributed.init_method", "distributed.backend", "distributed.timeout_seconds", "monitor.straggler")
 STEPS, TRAINING_STEP = "to Trainer.steps", "to Trainer.training_step"
 
 
@@ -126,8 +129,9 @@ def of_log(names: Sequence[str], *, records: bool) -> str:
 # ---- what is known when a trainer or a placed model is made ----
 
 
-def beside_others(config: Config, strategy: str) -> Iterator[NoEffect]:
-    """Yield the keys that need another one, which is not set; `strategy` is that of the layout."""
+def beside_others(config: Config, layout: Layout) -> Iterator[NoEffect]:
+    """Yield the keys that need another one, which is not set, or ranks that this run has not."""
+    strategy = layout.strategy
     training, distributed, precision = config.training, config.distributed, config.precision
     decays = training.lr_schedule == "wsd" or ":" in training.lr_schedule
     skips = training.bad_numbers.action != "stop"
@@ -142,6 +146,8 @@ def beside_others(config: Config, strategy: str) -> Iterator[NoEffect]:
         (precision.mode in ("fp16", "auto"), "precision.loss_scale", "precision: fp16"),
         (distributed.reproducible, "distributed.tensor_blocks", "reproducible"),
         (distributed.reproducible, "distributed.context_blocks", "reproducible"),
+        (distributed.reproducible, "distributed.open_axes", "reproducible"),
+        (distributed.reproducible or layout.tensor > 1, "distributed.sequence_parallel", "tensor_size"),
         ((distributed.context_size or 1) > 1 or strategy == "context", "distributed.context_method", "context_size"),
         (distributed.divergence_check_steps is not None, "distributed.divergence_action", "divergence_check_steps"),
         (config.checkpoint.keep_best is not None, "checkpoint.keep_best_mode", "keep_best"),
@@ -161,6 +167,11 @@ def beside_others(config: Config, strategy: str) -> Iterator[NoEffect]:
         yield NoEffect(
             ("distributed.fsdp.min_num_params",), "without auto_wrap_policy: size", "it is the size of a unit"
         )
+    if layout.world_size == 1:
+        yield NoEffect(_OF_RANKS, "in one process", "it is about several ranks")
+    if own_heartbeat().folder is None:
+        why, fix = "the launcher looks for hangs", "start it by `lockstep launch` or `lockstep train`, or leave it out"
+        yield NoEffect(("distributed.hang",), "to a process that no launcher has started", why, fix)
     for section, users in OPTIONS_OF.items():
         if strategy not in users and ":" not in strategy:
             where = f"under strategy {strategy}"
@@ -170,7 +181,7 @@ def beside_others(config: Config, strategy: str) -> Iterator[NoEffect]:
 def of_trainer(trainer: "Trainer") -> Iterator[NoEffect]:
     """Yield the keys that mean nothing to a trainer in any way to train."""
     config = trainer.config
-    yield from beside_others(config, trainer.layout.strategy)
+    yield from beside_others(config, trainer.layout)
     if not trainer.scales_rate:
         keys = tuple(f"training.{name}" for name in _RATES)
         why = "it brings its own options, so that there would be two of each"
@@ -229,6 +240,12 @@ def of_way(trainer: "Trainer", where: str) -> Iterator[NoEffect]:
     yield NoEffect(("checkpoint.load_best",), where, "it does not see the end of the loop", fix, is_error=True)
 
 
+def of_unrecorded_loop() -> Iterator[NoEffect]:
+    """Yield the key that means nothing to a loop whose steps are neither recorded nor printed."""
+    fix = "write Trainer(…, output_dir=DIR), trainer.steps(data, progress=True), or leave it out"
+    yield NoEffect(("monitor.log_steps",), "to a loop without output_dir", "its steps are not recorded", fix)
+
+
 def beside_data(config: Config, data: Any) -> Iterator[NoEffect]:
     """Yield the keys about reading that the data decide themselves, and what of a DataLoader is not used."""
     fix = "leave it out, or give a dataset instead of a loader"
@@ -251,7 +268,8 @@ def unused_of_loader(data: Any) -> str | None:
     sampler: Any = data.sampler
     if type(sampler) in (TorchDistributedSampler, DistributedSampler) and sampler.seed:
         return f"the DistributedSampler's seed {sampler.seed} means nothing: the order follows from training.seed"
-    if type(sampler).__name__ == "RandomSampler" and data.generator is not None and data.batch_size is not None:
+    generator = data.generator or getattr(sampler, "generator", None)
+    if type(sampler) is RandomSampler and generator is not None and usual_order(data) is not None:
         return "the DataLoader's generator means nothing: the order follows from training.seed"
     return None
 

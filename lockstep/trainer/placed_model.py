@@ -10,6 +10,7 @@
 After `backward`, `.grad` holds the gradient of the mean loss over all valid targets of all ranks, as in the `Trainer`.
 """
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import count, islice
 from pathlib import Path
@@ -93,13 +94,15 @@ def place(
             fix = "let lockstep.Trainer run the step" + (", or write bf16" if mode == "fp16" else "")
             raise UsageError(f"{what} is not supported by lockstep.place()", where="lockstep.place", why=why, fix=fix)
     precision = Precision(mode, here.device.type)
-    beside_others = no_effect.beside_others(config, layout.strategy)
+    beside_others = no_effect.beside_others(config, layout)
     no_effect.report(beside_others, no_effect.asked_keys(config, given), is_main=here.facts.is_main)
     loss_fn = loss_fn or loss_fn_of(config)
     objective = objective_of(model, loss_fn)
     hidden = Unplaced.of(model, objective, loss_fn).hidden
     placed = place_over(model, layout, config.step, objective=objective, device=here.device, precision=precision)
     refuse_hidden(placed, hidden)
+    for line in placed.warnings() if here.facts.is_main else ():
+        warnings.warn(line.removeprefix("warning: "), stacklevel=2)
     return PlacedModel(placed, mode, config, here)
 
 

@@ -110,6 +110,15 @@ class RunState:
         """Return whether later steps or checkpoints depend on the results of evaluations."""
         return self.follows_evaluations or (self.keep_best[0] or "").startswith("eval_")
 
+    def waits_for_evaluations(self) -> str:
+        """Return the names of the settings that do nothing without an evaluation; "" if there is none."""
+        waiting = {
+            "training.early_stopping": self.following.early_stopping is not None,
+            "the ReduceLROnPlateau": self.following.plateau is not None,
+            "checkpoint.keep_best": (self.keep_best[0] or "").startswith("eval_"),
+        }
+        return ", ".join(name for name, waits in waiting.items() if waits)
+
     def check_followed(self, metrics: Metrics | None, *, evaluates: bool) -> None:
         """Reject a metric named by the config or the caller that no evaluation of the run will compute."""
         if metrics is not None and not isinstance(metrics, Mapping):

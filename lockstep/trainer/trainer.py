@@ -170,9 +170,11 @@ class Trainer:
         no_effect.report(no_effect.of_trainer(self), self.asked, is_main=self.is_main_process)
         self._reported: set[str] = set()  # the ways to train, and data, whose settings without effect were reported
         self._window = StepWindow(self)
+        self.open_step = self._window.open_step
         self._data_are_new = True  # no batch of the loop's data was looked at
         self.current_run: TrainingRun | None = None  # the one in progress, or the last
-        self._monitor: Monitor | None = None  # that of the run, or of `log` alone
+        self._monitor: Monitor | None = None  # that of the recorded run, or of `log` alone
+        self._placement_warnings = self.placed.warnings()  # that a loop which nothing records has not printed
 
     def train(
         self, train_data: Any, val_data: Any = None, epochs: int | None = None, *, metrics: Metrics | None = None
@@ -298,12 +300,15 @@ class Trainer:
             monitor, around_step = whole_run.open_monitor(self, total, lines, prints=progress is not False)
         else:
             monitor = whole_run.open_bar(self, total, progress)
+            if not progress:
+                self._report("log_steps", no_effect.of_unrecorded_loop)
             for line in whole_run.idle_ranks(self) if self.is_main_process else ():
                 warnings.warn(line, stacklevel=3)
-        self._monitor = monitor
+        self._monitor = monitor if is_recorded else None  # `log` makes one of its own
         self.current_run = run = TrainingRun(self, monitor, around_step, in_callers_loop=True, is_recorded=is_recorded)
         if not is_recorded:
-            run.say(*lines)
+            warnings_of_placement, self._placement_warnings = self._placement_warnings, []
+            run.say(*warnings_of_placement, *lines)
         return run
 
     def _steps_of(
@@ -322,7 +327,7 @@ class Trainer:
         """Close the monitor of an earlier loop, or of `log` alone."""
         if self.current_run is not None:
             self.current_run.close()
-        elif self._monitor is not None:
+        if self._monitor is not None:
             self._monitor.close()
         self._monitor = None
 
@@ -517,7 +522,7 @@ class Trainer:
             UsageError: a value is of another kind.
         """
         if self.is_main_process:
-            if self._monitor is None:  # `train` does not run: one for `log` alone, until the process ends
+            if self._monitor is None:  # nothing is recorded: one for `log` alone, until the process ends
                 if self.run_directory is not None:
                     self.run_directory.create()
                 self._monitor = Monitor(self.config.monitor, self.run_directory, is_main=True)

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from lockstep.errors import RunError, listed
 from lockstep.monitor import Monitor
 from lockstep.records import StepRecord
 from lockstep.trainer import whole_run
+from lockstep.trainer.caller_batches import OpenStep
 from lockstep.trainer.checkpointer import Checkpointer
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class TrainingRun:
         self._evaluated: int | None = None  # the step of the last evaluation that counted
         directory = trainer.run_directory if in_callers_loop else None
         self._ending = _Ending(weakref.ref(trainer), monitor, None if directory is None else str(directory.path))
+        if in_callers_loop and trainer.is_main_process:
+            self._ending.window, self._ending.waits_for = trainer.open_step, trainer.state.waits_for_evaluations()
         self._closing = weakref.finalize(trainer, self._ending)
 
     def steps(
@@ -172,7 +175,7 @@ class TrainingRun:
                 "warning: two evaluations after step %d count: for one that early_stopping, keep_best and schedulers "
                 "should not see, write evaluate(…, counts=False)", step,
             )  # fmt: skip
-        was_stopped, self._evaluated = following.stopped, step
+        was_stopped, self._evaluated, self._ending.waits_for = following.stopped, step, ""
         trainer.state.record_evaluation(results, followed=True)
         self.checkpointer.remember_evaluation(step, results)
         self.monitor.on_eval({"step": step, **results})
@@ -270,6 +273,8 @@ class _Ending:
     is_saved: bool = True
     is_recorded: bool = False  # the event of its end is written
     has_failed: bool = False  # an error of the training ended it
+    window: OpenStep = field(default_factory=OpenStep)  # of `training_step`
+    waits_for: str = ""  # settings that wait for a first evaluation of the loop
 
     def __call__(self) -> None:
         """Save the last step where this is the only rank, close the monitor, and say where the run is."""
@@ -278,6 +283,8 @@ class _Ending:
         if trainer is not None and trainer.current_run is not None:
             trainer.current_run.note_place()
         saves = self.path is not None and not self.is_saved and not failed
+        if not failed:
+            self._warn_of_what_was_not_done(is_saved_now=saves)
         if saves and trainer is not None and trainer.layout.world_size == 1:
             try:
                 trainer.save_checkpoint()
@@ -296,3 +303,12 @@ class _Ending:
             self.monitor.say(
                 f"done after step {self.step} in {self.path}; `lockstep report {quote(str(self.path))}` draws it"
             )
+
+    def _warn_of_what_was_not_done(self, *, is_saved_now: bool) -> None:
+        """Warn of micro-batches without an update, as a save does, and of settings that no evaluation has reached."""
+        if (waiting := self.window.sentence()) and not is_saved_now:
+            _log.warning("warning: %s, which the end of the loop drops: call trainer.flush() after it", waiting)
+        if self.waits_for and self.step:
+            fix = "call trainer.evaluate(val_data) in it"
+            _log.warning("warning: %s did nothing: the loop made no evaluation that counts; %s", self.waits_for, fix)
+            self.waits_for = ""

@@ -79,6 +79,10 @@ def test_each_flag_is_used_or_refused(
         (("submit", "slurm", CONFIG, "--node-rank", "0"), "--node-rank means nothing"),
         (("launch", "--output-dir", "a", "--log-dir", "b", "train.py"), "--output-dir means nothing"),
         (("launch", "--master-addr", "192.0.2.9", "train.py"), "--master-addr 192.0.2.9 means nothing to one machine"),
+        (
+            ("launch", "--rdzv-endpoint", "192.0.2.9:29500", "train.py"),
+            "--rdzv-endpoint 192.0.2.9:29500 means nothing to one machine",
+        ),
         (("train", CONFIG, "--master-addr", "192.0.2.9"), "--master-addr 192.0.2.9 means nothing to one machine"),
     ],
 )

@@ -108,4 +108,4 @@ def test_a_fingerprint_sees_one_bit(dtype: torch.dtype) -> None:
 
 def test_one_replica_has_nothing_to_be_compared_with() -> None:
     trainer = trainer_for("single", "transformer", {"training.max_steps": 1, "training.warmup_steps": 0, **PLAIN})
-    assert "divergence_check_steps: one replica, nothing to compare" in trainer.placed.log_lines
+    assert "warning: divergence_check_steps: one replica, nothing to compare" in trainer.placed.log_lines

@@ -1,8 +1,14 @@
 """Every setting in every way to train: it acts, is refused, or is warned of. A key without an entry fails.
 
-What no rule of `no_effect` names, and no run here shows, is in `ACTS`, with what it acts on.
+That a setting acts is seen, where one process in a few steps shows it: what comes out of a run is compared with and
+without it (`OBSERVED`). What no run here shows, and no rule of `no_effect` names, is in `ACTS`, with what it acts on.
 """
 
+import contextlib
+import io
+import json
+import logging
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,40 +27,21 @@ from lockstep.errors import LockstepError, NoEffectWarning, UsageError
 WAYS = ("train", "steps", "training_step", "place")
 IN_PLACE = ("distributed", "precision")
 OF_TRAINING_IN_PLACE = ("seed", "compile", "gradient_checkpointing", "gradient_checkpointing_every")
-EVALUATING = "the evaluations of `train`, and those of the loop: `evaluate`"
-# Key, or section → what it acts on, for those that one process in two steps does not show.
+# Key, or section → what it acts on, for those that one process in a few steps does not show.
 ACTS = {
     "model": "the model that a config names; in Python it is handed over",
     "data.name": "the data that a config names; in Python they are handed over",
     "data.args": "the data that a config names; in Python they are handed over",
     "loss_fn": "the loss",
     "data": "how a dataset is read (tests/data)",
-    "training.max_steps": "the length of the run, and `trainer.done`",
-    "training.num_train_epochs": "the length of the run",
-    "training.eval_batch_size": EVALUATING,
-    "training.eval_batches": EVALUATING,
-    "training.eval_steps": EVALUATING,
-    "training.eval_strategy": EVALUATING,
-    "training.early_stopping": EVALUATING,
-    "training.batch_size": "the micro-batch",
     "training.batch_norm_samples": "batch normalisation over ranks (tests/parallel/test_buffers.py)",
-    "training.gradient_accumulation_steps": "the step",
-    "training.global_batch_size": "the step",
-    "training.optimizer": "the update",
-    "training.optimizer_args": "the update",
-    "training.learning_rate": "the update",
-    "training.lr_schedule": "the update",
-    "training.lr_scaling": "the update",
-    "training.warmup_steps": "the update",
-    "training.weight_decay": "the update",
-    "training.gradient_clip": "the update",
     "training.bad_numbers": "a step with bad numbers (tests/faults/test_numbers.py)",
     "training.gradient_checkpointing": "what is kept of a forward pass (tests/parallel/test_activation.py)",
+    "training.early_stopping": "the evaluations (tests/trainer/test_updates.py)",
     "training.compile": "the blocks of the model",
-    "training.seed": "order and random numbers",
     "precision": "number formats (tests/test_precision.py)",
     "distributed": "ranks (tests/parallel, tests/launch)",
-    "checkpoint": "saves of the run, and `save_checkpoint` (tests/checkpoint, test_loops.py)",
+    "checkpoint": "saves of the run, and `save_checkpoint` (tests/checkpoint, test_loops.py, test_formats.py)",
     "monitor": "records, callbacks and watchers (tests/monitor)",
 }  # fmt: skip
 # The keys of those sections of which `ACTS` has no single ones: a new one is added here when it acts.
@@ -105,9 +92,9 @@ VALUES: dict[str, Any] = {
     "checkpoint.load_best": None, "checkpoint.storage": None, "checkpoint.resume": None,
     "monitor.sinks": ["jsonl"], "monitor.callbacks": None, "monitor.profile": {}, "monitor.prometheus": None,
     "monitor.experiment": "mine", "distributed.strategy": "ddp", "distributed.device": None,
-    "distributed.backend": None, "distributed.init_method": None, "distributed.timeout_seconds": None,
-    "distributed.buffers": None, "distributed.debug": None, "distributed.env": None,
-    "distributed.accelerate.gradient_accumulation_plugin": None,
+    "distributed.backend": "gloo", "distributed.init_method": "tcp://127.0.0.1:29511",
+    "distributed.timeout_seconds": 7.0, "distributed.sequence_parallel": False, "distributed.buffers": None,
+    "distributed.debug": None, "distributed.env": None, "distributed.accelerate.gradient_accumulation_plugin": None,
     "distributed.fsdp.cpu_offload": None, "distributed.open_axes": ["tensor", "context"],
     "distributed.pipeline.split_spec": {"0": "end"},
 }  # fmt: skip
@@ -176,11 +163,12 @@ def taken_by_place(key: str) -> bool:
 
 def test_each_key_has_an_entry_and_each_entry_a_key() -> None:
     for key in LEAVES:
-        assert entry_of(key) is not None or key in NEEDS_ANOTHER, f"{key}: say in ACTS what it acts on"
+        known = entry_of(key) is not None or key in OBSERVED or key in NEEDS_ANOTHER
+        assert known, f"{key}: show in OBSERVED that it acts, or say in ACTS on what"
     for section, names in LISTED.items():
         keys = [key for key, info in all_keys().items() if key.startswith(f"{section}.") and not info.is_section]
         assert sorted(keys) == sorted(f"{section}.{name}" for name in names.split()), f"list the keys of {section}"
-    for name in {*ACTS, *VALUES}:
+    for name in {*ACTS, *VALUES, *OBSERVED, *NEEDS_ANOTHER}:
         assert name in all_keys(), name
 
 
@@ -188,11 +176,16 @@ NEEDS_ANOTHER = {  # warned of wherever they stand alone
     "training.base_batch_size", "training.min_lr_ratio", "training.wsd_decay_ratio", "training.bad_numbers.window",
     "training.bad_numbers.patience", "training.gradient_checkpointing_every", "distributed.tensor_blocks",
     "distributed.context_blocks", "distributed.context_method", "checkpoint.keep_best_mode", "monitor.experiment",
+    # … and these of one process, which no launcher has started.
+    "distributed.backend", "distributed.init_method", "distributed.timeout_seconds", "distributed.open_axes",
+    "distributed.sequence_parallel", "distributed.hang.factor", "distributed.hang.seconds",
+    "monitor.straggler.threshold", "monitor.straggler.patience",
 }  # fmt: skip
 MEANS_NOTHING = {
     "steps": ("training.eval_steps", "training.eval_strategy"),
     "training_step": ("training.eval_steps", "training.eval_strategy", "training.num_train_epochs", "data."),
 }
+REFUSED = {"training_step": ("checkpoint.load_best",)}  # see test_no_effect.py
 # Those of `save_checkpoint(path)` and `load_checkpoint(path)` act without a run directory, too.
 WITHOUT_DIRECTORY = ("checkpoint.format", "checkpoint.retries", "checkpoint.allow_changes")
 EACH = [key for key in LEAVES if asked(key) is not None]
@@ -200,7 +193,7 @@ EACH = [key for key in LEAVES if asked(key) is not None]
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "key", [key if number % 12 == 0 else pytest.param(key, marks=pytest.mark.full) for number, key in enumerate(EACH)]
+    "key", [key if number % 36 == 0 else pytest.param(key, marks=pytest.mark.full) for number, key in enumerate(EACH)]
 )
 def test_a_setting_acts_or_is_refused_or_warned_of(
     key: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -209,13 +202,132 @@ def test_a_setting_acts_or_is_refused_or_warned_of(
     found = outcome(key, asked(key), way, tmp_path / "run" if way != "place" else None)
     if way == "place" and not taken_by_place(key):
         assert found == "error"
-    elif key in NEEDS_ANOTHER or key.startswith("precision.loss_scale."):
+    elif key in NEEDS_ANOTHER or key.startswith(("precision.loss_scale.", *MEANS_NOTHING.get(way, ()))):
         assert found != "accepted"
     elif way != "place" and key.startswith(("checkpoint.", "monitor.profile")):
         without = outcome(key, asked(key), way, None)
-        acts = key in (
-            "checkpoint.format",
-            "checkpoint.retries",
-            "checkpoint.allow_changes",
-        )  # `save_checkpoint`, `resume`
-        assert (without == "accepted") == acts, f"{key} without output_dir: {without}"
+        assert (without == "accepted") == (key in WITHOUT_DIRECTORY), f"{key} without output_dir: {without}"
+
+
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+BEST = {"keep_best": "eval_loss", "keep_best_mode": "max"}  # not the last one
+# Key → what it is set to beside others that both runs have. The run with it has to differ from the one without.
+OBSERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "training.max_steps": ({"max_steps": 3}, {}),
+    "training.num_train_epochs": ({"num_train_epochs": 2, "max_steps": None}, {}),
+    "training.batch_size": ({"batch_size": 2}, {}),
+    "training.gradient_accumulation_steps": ({"gradient_accumulation_steps": 2}, {}),
+    "training.global_batch_size": ({"global_batch_size": 8}, {}),
+    "training.eval_batches": ({"eval_batches": 1}, {"eval_batch_size": 2}),
+    "training.eval_batch_size": ({"eval_batch_size": 3}, {"eval_batches": 1}),
+    "training.eval_steps": ({"eval_steps": 1}, {}),
+    "training.eval_strategy": ({"eval_strategy": "epoch", "eval_steps": None}, {}),
+    "training.early_stopping": ({"early_stopping": {"patience": 1, "min_delta": 100.0}}, {}),
+    "training.optimizer": ({"optimizer": "sgd"}, {}),
+    "training.optimizer_args": ({"optimizer_args": {"betas": (0.5, 0.6)}}, {}),
+    "training.learning_rate": ({"learning_rate": 0.2}, {}),
+    "training.lr_schedule": ({"lr_schedule": "cosine"}, {}),
+    "training.lr_scaling": ({"lr_scaling": "linear", "base_batch_size": 2}, {}),
+    "training.base_batch_size": ({"base_batch_size": 1}, {"lr_scaling": "linear", "base_batch_size": 2}),
+    "training.min_lr_ratio": ({"min_lr_ratio": 0.5}, {"lr_schedule": "linear"}),
+    "training.wsd_decay_ratio": ({"wsd_decay_ratio": 0.9}, {"lr_schedule": "wsd"}),
+    "training.warmup_steps": ({"warmup_steps": 2}, {}),
+    "training.weight_decay": ({"weight_decay": 0.5}, {}),
+    "training.gradient_clip.value": ({"gradient_clip": 0.01}, {}),
+    "training.gradient_clip.strategy": (
+        {"gradient_clip": {"strategy": "value", "value": 0.01}}, {"gradient_clip": 0.01},
+    ),
+    "training.seed": ({"seed": 7}, {}),
+    "data.shuffle": ({"shuffle": False}, {}),
+    "data.drop_last": ({"drop_last": True}, {"max_steps": 5}),
+    "precision.mode": ({"precision": "bf16"}, {}),
+    "precision.loss_scale.initial_scale": ({"loss_scale": {"initial_scale": 4.0}}, {"precision": "fp16"}),
+    "checkpoint.save_strategy": (SAVES, {}),
+    "checkpoint.save_steps": ({"save_steps": 1}, SAVES),
+    "checkpoint.save_total_limit": ({"save_total_limit": 1}, SAVES),
+    "checkpoint.keep_best": (BEST, {"save_total_limit": 1, **SAVES}),
+    "checkpoint.keep_best_mode": (BEST, {"save_total_limit": 1, "keep_best": "eval_loss", **SAVES}),
+    "checkpoint.load_best": ({"load_best": True}, {**BEST, **SAVES}),
+    "monitor.log_steps": ({"log_steps": 3}, {}),
+    "monitor.sinks": ({"sinks": ["jsonl"]}, {}),
+    "monitor.gradient_norms": ({"gradient_norms": True}, {}),
+    "monitor.profile": ({"profile": {"wait": 0, "warmup": 1, "active": 1}}, {}),
+    "monitor.memory.threshold": ({"memory": {"threshold": 0.001}}, {}),
+    "monitor.callbacks": ({"callbacks": [lambda record: print("called", record.step)]}, {}),
+}  # fmt: skip
+TO_COMPARE = {"max_steps": 4, "batch_size": 4, "learning_rate": 0.1, "save_strategy": "none", "log_steps": 1}
+OF_A_ROW = ("step", "loss", "lr", "grad_norm", "eval_loss", "gradient_norms", "loss_scale")
+RANDOM_NAME = re.compile(r"\d{6,}\.[^/]*\.\d+\.\d+\.\d+|-[0-9a-f]{8}$")
+TIMED = re.compile(r"\d[\d,.e-]* (samples/s|s/step)|\d+:\d\d left|\d+% of the memory")
+OBSERVABLE = [
+    (key, way)
+    for key in OBSERVED
+    for way in ("train", "steps", "training_step")
+    if not key.startswith((*MEANS_NOTHING.get(way, ()), *REFUSED.get(way, ())))
+]
+_without: dict[str, Any] = {}  # way and settings → what comes out of a run without the key
+
+
+def comes_out(settings: dict[str, Any], way: str, folder: Path) -> Any:
+    """Weights, files, rows and lines of a run of a few steps, without what takes another time in each run."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    samples = torch.randn(18, 4, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(samples, samples.sum(1, keepdim=True))
+    evaluating = {"eval_steps": 2} if way == "train" else {}
+    own = {**TO_COMPARE, "sinks": ["jsonl", "console"], **evaluating, **settings}
+    said, logger = io.StringIO(), logging.getLogger("lockstep")
+    handler = logging.StreamHandler(said)
+    logger.addHandler(handler)
+    try:
+        with contextlib.redirect_stdout(said):
+            trainer = Trainer(model, loss_fn=nn.MSELoss(), output_dir=folder, **own)
+            run_and_evaluate(trainer, way, data)
+            trainer._close_run()
+    finally:
+        logger.removeHandler(handler)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [{name: value for name, value in json.loads(line).items() if name in OF_A_ROW} for line in lines]
+    files = sorted(RANDOM_NAME.sub("", str(path.relative_to(folder))) for path in folder.rglob("*"))
+    text = TIMED.sub("", said.getvalue()).replace(str(folder), "")
+    return {"weights": [p.tolist() for p in model.parameters()], "files": files, "rows": rows, "lines": text}
+
+
+def run_and_evaluate(trainer: Trainer, way: str, data: TensorDataset) -> None:
+    if way == "train":
+        trainer.train(data, data)
+    elif way == "steps":
+        for _ in trainer.steps(data):
+            trainer.evaluate(data)
+    else:
+        size, calls = trainer.config.training.batch_size, 0
+        while not trainer.done:
+            trainer.training_step(data[calls % 8 : calls % 8 + size])
+            calls += 1
+            trainer.evaluate(data)
+
+
+@pytest.mark.parametrize(
+    ("key", "way"),
+    [
+        pair if number % 10 == 0 else pytest.param(*pair, marks=pytest.mark.full)
+        for number, pair in enumerate(OBSERVABLE)
+    ],
+)
+def test_a_setting_changes_what_comes_out_of_a_run(key: str, way: str, tmp_path: Path) -> None:
+    setting, beside = OBSERVED[key]
+    name = f"{way} {beside}"
+    if name not in _without:
+        _without[name] = comes_out(beside, way, tmp_path / "without")
+    found, without = comes_out({**beside, **setting}, way, tmp_path / "with"), _without[name]
+    assert any(found[part] != without[part] for part in found), f"{setting} did nothing"
+
+
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize("way", ["train", pytest.param("steps", marks=FULL), pytest.param("training_step", marks=FULL)])
+def test_what_comes_out_of_a_run_is_the_same_twice(way: str, tmp_path: Path) -> None:
+    """Or what is compared above would differ for any setting."""
+    first = _without.get(f"{way} {{}}") or comes_out({}, way, tmp_path / "first")
+    assert first == comes_out({}, way, tmp_path / "second")

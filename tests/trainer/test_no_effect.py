@@ -1,5 +1,6 @@
 """Nothing that is asked for is silently not done: each setting acts in a way to train, or is refused, or warned of."""
 
+import gc
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import lockstep
 from lockstep import Trainer, cluster, heartbeat
@@ -79,6 +80,22 @@ WARNED: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: made(profile={})),
     "sinks": (r"monitor\.sinks means nothing without output_dir",
         lambda: made(sinks=["tensorboard"])),
+    "records of a loop that is not recorded": (r"monitor\.log_steps means nothing to a loop without output_dir",
+        lambda: steps(log_steps=3)),
+    "records of calls that are not recorded": (r"monitor\.log_steps means nothing to a loop without output_dir",
+        lambda: by_calls(log_steps=3)),
+    "a slow rank of one": (r"monitor\.straggler\.patience means nothing in one process",
+        lambda: made(straggler={"patience": 2})),
+    "an address of nobody": (r"distributed\.init_method means nothing in one process",
+        lambda: made(init_method="tcp://127.0.0.1:29511")),
+    "patience with nobody, placed": (r"distributed\.timeout_seconds means nothing in one process",
+        lambda: placed(timeout_seconds=7.0)),
+    "a hang that nobody looks for": (r"hang\.seconds means nothing to a process that no launcher has started",
+        lambda: made(hang={"seconds": 3.0})),
+    "axes without equal bits": (r"distributed\.open_axes means nothing without reproducible",
+        lambda: made(open_axes=["tensor", "context"])),
+    "sequences that are not cut": (r"distributed\.sequence_parallel means nothing without tensor_size",
+        lambda: made(sequence_parallel=False)),
     "evaluations of steps": (r"training\.eval_steps means nothing to Trainer\.steps",
         lambda: steps(eval_steps=3)),
     "evaluations of calls": (r"eval_strategy means nothing to Trainer\.train",
@@ -160,11 +177,19 @@ def test_limits_of_a_hang_are_told_to_the_launcher_by_place_too(
 
 @pytest.mark.parametrize("loader", [
     DataLoader(DATA, 8, shuffle=True, generator=torch.Generator().manual_seed(7)),
+    DataLoader(DATA, 8, sampler=RandomSampler(DATA, generator=torch.Generator().manual_seed(7))),
     DataLoader(DATA, 8, sampler=lockstep.DistributedSampler(DATA, 1, 0, seed=7)),
-], ids=["generator", "sampler"])  # fmt: skip
+], ids=["generator", "generator of the sampler", "sampler"])  # fmt: skip
 def test_a_loaders_own_seed_is_told_to_do_nothing(loader: Any, capsys: pytest.CaptureFixture[str]) -> None:
     steps(loader)
     assert "means nothing: the order follows from training.seed" in capsys.readouterr().out
+
+
+def test_an_order_that_is_used_is_not_told_to_do_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    shuffled = RandomSampler(DATA, replacement=True, num_samples=16, generator=torch.Generator().manual_seed(7))
+    steps(DataLoader(DATA, 8, sampler=shuffled))
+    steps(DataLoader(DATA, batch_sampler=BatchSampler(shuffled, 8, drop_last=True)))
+    assert "means nothing" not in capsys.readouterr().out
 
 
 def test_what_is_written_as_it_is_anyway_is_not_warned_of(tmp_path: Path) -> None:
@@ -189,3 +214,69 @@ def test_short_epochs_end_with_an_evaluation_where_something_follows_it(capsys: 
     assert trainer.step.progress.epoch == 1, "stopped at the second evaluation, after the second epoch"
     made(early_stopping={"patience": 3}, max_steps=None, batch_size=8).train(DATA, DATA)
     assert "early_stopping can't stop this run: it waits for 3 evaluations" in capsys.readouterr().out
+
+
+FOLLOWING: dict[str, dict[str, Any]] = {
+    "training.early_stopping": {"early_stopping": {"patience": 1}},
+    "checkpoint.keep_best": {"keep_best": "eval_loss", "output_dir": "run", "sinks": [], "resume": "never"},
+    "the ReduceLROnPlateau": {"optimizer": torch.optim.SGD, "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+@pytest.mark.parametrize("way", ["steps", "training_step"])
+def test_what_follows_evaluations_is_warned_of_where_a_loop_makes_none(
+    name: str, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for evaluates in (False, True):
+        trainer = made(batch_size=8, **FOLLOWING[name])
+        for _ in trainer.steps(DATA) if way == "steps" else map(trainer.training_step, [BATCH] * 2):
+            trainer.evaluate(DATA, counts=evaluates)
+        trainer._close_run()
+        said = caplog.text
+        caplog.clear()
+        assert (f"{name} did nothing: the loop made no evaluation that counts" in said) == (not evaluates), said
+
+
+def test_micro_batches_that_the_end_of_a_loop_drops_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    for flushes in (False, True):
+        trainer = made(batch_size=8, gradient_accumulation_steps=3)
+        for _ in range(4):
+            trainer.training_step(BATCH)
+        if flushes:
+            trainer.flush()
+        del trainer  # as at the end of a function that trains
+        gc.collect()
+        said = caplog.text
+        caplog.clear()
+        assert ("1 of 3 micro-batches of a step wait for their update" in said) == (not flushes), said
+
+
+def test_values_that_a_loop_logs_are_printed_where_nothing_records_them(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = made(batch_size=8)
+    for record in trainer.steps(DATA):
+        trainer.log({"mine": float(record.step)})
+    trainer._close_run()
+    assert capsys.readouterr().out.splitlines() == ["step 1  mine 1.0000", "step 2  mine 2.0000"]
+
+
+@pytest.mark.parametrize("settings", [{"wait": 100}, {"wait": 0, "warmup": 0, "active": 1, "ranks": [5]}], ids=str)
+def test_a_profile_that_writes_nothing_says_why(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    made(profile=settings, output_dir="run", batch_size=8, save_strategy="none").train(DATA)
+    assert not list(Path("run/profile").glob("*"))
+    why = "names [5], and the run has ranks 0 to 0" if "ranks" in settings else "are 104 steps, the run had 2"
+    assert why in caplog.text
+
+
+def test_replicas_that_cannot_be_compared_are_told_in_each_way(capsys: pytest.CaptureFixture[str]) -> None:
+    steps(divergence_check_steps=2)
+    by_calls(divergence_check_steps=2)
+    assert capsys.readouterr().out.count("divergence_check_steps: one replica, nothing to compare") == 2
+    with pytest.warns(UserWarning, match="one replica, nothing to compare"):
+        placed(divergence_check_steps=2)
+
+
+def test_a_backend_that_a_second_trainer_cannot_have_is_refused() -> None:
+    made()
+    with pytest.raises(UsageError, match=r"distributed\.backend is nccl, but the device is cpu"):
+        made(backend="nccl")
