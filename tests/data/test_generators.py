@@ -2,6 +2,7 @@
 
 import functools
 import random
+from importlib import import_module
 from typing import Any
 
 import datasets
@@ -172,6 +173,26 @@ def test_it_is_said_which_generators_are_seeded() -> None:
     with pytest.raises(UsageError, match="which can't be seeded"):
         adopt(unkeyed, reproducible=True, **common)
     assert adopt(list(range(4)) and Noisy(x=1, deterministic=True, source=random.Random()), **common).notice is None
+
+
+class MadeAnew(Noisy):
+    """Its generator is made in each call, where nobody finds it."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index), np.random.default_rng().random()])
+
+
+def test_samples_that_are_others_when_they_are_read_again_are_told_or_refused(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On several ranks, and under `reproducible`."""
+    common: Any = {"batch_size": 2, "global_batch_size": 4, "assign": everything, "seed": 1, "device": "cpu"}
+    with monkeypatch.context() as patched:
+        patched.setattr(import_module("lockstep.data.adopt"), "several_ranks", lambda: True)
+        next(iter(adopt(MadeAnew(), **common)))
+    assert "dataset[0] is another when it is read again with the same seeds" in caplog.text
+    with pytest.raises(UsageError, match=r"dataset\[0\] is another when it is read again"):
+        next(iter(adopt(MadeAnew(), reproducible=True, **common)))
 
 
 def test_generators_are_found_wherever_they_are_and_global_ones_are_not() -> None:
