@@ -12,6 +12,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.accelerate import refuse_other_engines
 from lockstep.records import RunDirectory
 from lockstep.trainer import run
+from tests.hosts import Host, hosts, require_root
 from tests.launch.shared import environment
 
 CONFIG = """
@@ -53,6 +54,38 @@ def test_under_accelerate_launch_it_is_the_run_of_one_process(tmp_path: Path) ->
     assert len(found) == 8
     [start, *_] = RunDirectory(tmp_path / "two").read_events()
     assert start["layout"] == "accelerate:2"
+
+
+@pytest.mark.full
+@pytest.mark.root
+def test_two_machines_train_one_model_or_are_refused(tmp_path: Path) -> None:
+    """With --cpu its launcher starts one process on each, which knows of no other."""
+    require_root()
+    (tmp_path / "a.yaml").write_text(CONFIG)
+
+    def start(kind: str, machine: int, machines: list[Host]) -> subprocess.Popen[str]:
+        host = machines[machine]
+        command = [
+            *host.command, sys.executable, "-m", "accelerate.commands.launch", kind, "--num_processes", "2",
+            "--num_machines", "2", "--machine_rank", str(machine), "--main_process_ip", machines[0].address,
+            "--main_process_port", "29500", "--mixed_precision", "no", "--dynamo_backend", "no",
+            "-m", "lockstep", "train", "a.yaml", "--output-dir", "run",
+        ]  # fmt: skip
+        variables = environment(OMP_NUM_THREADS="1", **host.environment)
+        output = subprocess.PIPE
+        return subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=output, stderr=output, text=True)
+
+    with hosts(2) as machines:
+        said = {
+            kind: [process.communicate(timeout=200) for process in [start(kind, i, machines) for i in (0, 1)]]
+            for kind in ("--cpu", "--multi_gpu")
+        }
+    for _, errors in said["--cpu"]:
+        assert "of several machines, each would train a model of its own" in errors
+        assert f"--master-addr {machines[0].address} on each machine" in errors
+    assert len(figures(tmp_path / "run")) == 8, said["--multi_gpu"]
+    [began, *_] = RunDirectory(tmp_path / "run").read_events()
+    assert began["layout"] == "accelerate:2"
 
 
 @pytest.mark.parametrize(("name", "instead"), [("FSDP", "strategy: fsdp"), ("MEGATRON_LM", "strategy: pipeline")])
