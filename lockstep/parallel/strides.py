@@ -6,7 +6,7 @@ row by row. So a transposed or expanded parameter gets memory of its own. A memo
 it stays in that format; where it is cut, its module sees a copy in it while its forward pass runs.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,6 +72,27 @@ def laid_like(tensor: Tensor, values: Tensor) -> Tensor:
     """Return a copy of `values` with the strides of `tensor`, which has their shape."""
     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=values.dtype, device=values.device)
     return new.copy_(values)
+
+
+def laid_out(values: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return a tensor with these values and strides: itself, if it has them, or a copy.
+
+    Along a dim of stride 0 values are equal. If elements would share memory in other ways, they lie row by row.
+    """
+    return values if values.stride() == tuple(strides) else copied_to(values, strides)
+
+
+def copied_to(values: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return a copy of `values` with these strides, as in `laid_out`, in memory of its own."""
+    new = torch.empty_strided(values.shape, tuple(strides), dtype=values.dtype, device=values.device)
+    target = new
+    for dim, (size, stride) in enumerate(zip(values.shape, strides, strict=True)):
+        if size > 1 and stride == 0:
+            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    if _overlaps_itself(target):
+        return torch.empty_like(new, memory_format=torch.contiguous_format).copy_(values)
+    target.copy_(values)
+    return new
 
 
 @torch.no_grad()

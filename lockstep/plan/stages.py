@@ -199,7 +199,7 @@ def _run(
     for stage in stages:
         received = () if stage.is_first else metas[stage.stage_index - 1]
         sent = () if stage.is_last else metas[stage.stage_index]
-        stage.begin([received] * 2, [sent] * 2, reduces=True)
+        stage.begin([0] * 2, [received] * 2, [sent] * 2, reduces=True)
     for stage in stages:
         for place in range(2):
             stage.get_fwd_recv_ops(place)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.strides import lay_gradients, lay_out, lay_states, lies_row_by_row
+from lockstep.parallel.strides import copied_to, laid_out, lay_gradients, lay_out, lay_states, lies_row_by_row
 from lockstep.trainer import Trainer
 from tests.parity.foreign import seeded
 from tests.parity.foreign_kinds import photo, strided
@@ -198,3 +198,81 @@ def test_other_strategies_and_changes_between_them(tmp_path: Path) -> None:
         for one, other in pairs:
             assert one == pytest.approx(other, rel=1e-5)
     assert without_the_tree("dp", strides=True) == pytest.approx(without_the_tree("dp", strides=False), rel=1e-5)
+
+
+class Filters(nn.Module):
+    """A convolution, a norm and a shift; their outputs are `strided` like photos whose channels lie together."""
+
+    def __init__(self, channels: int, *, strided: bool) -> None:
+        super().__init__()
+        self.strided, self.shift = strided, nn.Parameter(torch.randn(48, 1, 1))
+        self.conv, self.norm = nn.Conv2d(channels, 48, 3, padding=1), nn.GroupNorm(4, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.norm(self.conv(x)) + self.shift
+        return made.flatten(2).mT.contiguous().mT.view_as(made) if self.strided else made.contiguous()
+
+
+class Turned(Filters):
+    """Begins with a copy in another memory format, so that a gradient lies so, and its input does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.contiguous(memory_format=torch.channels_last))
+
+
+class Spread(nn.Module):
+    """Puts out an expanded tensor, of which some columns are left out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3), keepdim=True).expand(-1, -1, 9, 9)[:, :, :, ::2]
+
+
+def pictured(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    middle: dict[str, list[nn.Module]] = {
+        "outputs": [Filters(3, strided=True), Filters(48, strided=True)],
+        "gradients": [Filters(3, strided=False), Turned(48, strided=False)],
+        "expanded": [nn.Sequential(Filters(3, strided=False), Spread()), Filters(48, strided=True)],
+    }
+    last = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(48, 2))
+    return nn.Sequential(*middle[kind], Filters(48, strided=kind == "outputs"), last)
+
+
+PICTURED = ("outputs", "gradients", "expanded")
+
+
+def of_pictures(kind: str, strategy: str, schedule: str = "1F1B") -> tuple[str, float]:
+    x = torch.randn(24, 3, 9, 9, generator=torch.Generator().manual_seed(1))
+    data = torch.utils.data.TensorDataset(x, x.flatten(1)[:, :2])
+    settings: Any = {"batch_size": 3, "global_batch_size": 12, "shuffle": False, "reproducible": True}
+    if strategy == "pipeline":
+        settings |= {"schedule": schedule, "stages_per_rank": 1 if schedule == "1F1B" else 2}
+    trainer = Trainer(pictured(kind), "sgd", nn.MSELoss(), strategy=strategy, learning_rate=0.05, **settings)
+    list(trainer.steps(data))
+    return digest(trainer), trainer.evaluate(data)
+
+
+def pictures_in_stages(kinds: list[tuple[str, str]]) -> list[tuple[str, float]]:
+    return [of_pictures(kind, "pipeline", schedule) for kind, schedule in kinds]
+
+
+def test_what_stages_exchange_keeps_its_strides() -> None:
+    """In every bit the same as on one process: kernels round otherwise where a tensor lies otherwise."""
+    cases = [(kind, schedule) for kind in PICTURED for schedule in ("1F1B", "Interleaved1F1B")]
+    cases += [("outputs", "ZBVZeroBubble"), ("gradients", "InterleavedZeroBubble")]
+    alone = {kind: of_pictures(kind, "single") for kind in PICTURED}
+    for found in run_ranks(pictures_in_stages, 2, cases):
+        for case, run in zip(cases, found, strict=True):
+            assert run == alone[case[0]], case
+
+
+def test_a_copy_has_the_strides_that_are_asked_for() -> None:
+    values = torch.randn(4, 6)
+    for like in (values.t().contiguous().t(), torch.empty(4, 12)[:, ::2], values[:1].expand(4, 6), values):
+        whole = values[:1].expand(4, 6) if like.stride(0) == 0 else values
+        copy = copied_to(whole, like.stride())
+        assert copy.stride() == like.stride()
+        assert torch.equal(copy, whole)
+        assert copy.data_ptr() != whole.data_ptr()
+        assert laid_out(whole, whole.stride()) is whole
+    assert lies_row_by_row(copied_to(values, (3, 1)))  # they would lie in the same memory

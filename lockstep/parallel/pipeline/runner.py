@@ -25,6 +25,7 @@ from lockstep.parallel.pipeline.stage_module import CurrentMicroBatch, StageModu
 from lockstep.parallel.pipeline.stage_parameters import wait_for
 from lockstep.parallel.pipeline.torch_stage import Meta, Metas, Stage, reduce_gradients
 from lockstep.parallel.pipeline.trees import StageTrees
+from lockstep.parallel.strides import laid_out
 from lockstep.randomness import RandomState, derive_key
 from lockstep.torch_compat.pytree import tree_flatten, tree_leaves, tree_map
 
@@ -80,7 +81,7 @@ class Relay:
             target = self._global(part.index + 1)
             dist.send_object_list([sent], dst=target, group=self.group, device=self.objects_on)
             for output in outputs:
-                dist.send(output.detach(), dst=target, group=self.group)
+                dist.send(output.detach().contiguous(), dst=target, group=self.group)
         return result
 
     def _receive(self, part: StageModule, kept: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Metas]:
@@ -88,7 +89,7 @@ class Relay:
             return (), ()
         if self._is_here(part.index - 1):
             metas = tuple(map(Meta.of, kept))
-            return tuple(t.detach().requires_grad_(m.requires_grad) for t, m in zip(kept, metas, strict=True)), metas
+            return tuple(meta.input_of(tensor.detach()) for tensor, meta in zip(kept, metas, strict=True)), metas
         source = self._global(part.index - 1)
         box: list[Any] = [None]
         dist.recv_object_list(box, src=source, group=self.group, device=self.objects_on)
@@ -96,7 +97,7 @@ class Relay:
         tensors = tuple(meta.empty(self.device) for meta in metas)
         for tensor in tensors:
             dist.recv(tensor, src=source, group=self.group)
-        return tuple(t.requires_grad_(m.requires_grad) for t, m in zip(tensors, metas, strict=True)), metas
+        return tuple(meta.input_of(tensor) for tensor, meta in zip(tensors, metas, strict=True)), metas
 
     def many(self, start: Start, places: Sequence[int], shapes: Callable[[int, int], tuple[Metas, Metas]]) -> None:
         """Run micro-batches of known shapes, (place, stage) → (received, sent), a window at a time, on all stages."""
@@ -114,14 +115,16 @@ class Relay:
                 for place in now:
                     wait_for(arriving.get(place, ()))
                     start(part, place)
-                    outputs = part(*kept.pop(place, ()))
+                    metas = shapes(place, part.index)[0]
+                    outputs = part(*(laid_out(t, m.strides) for t, m in zip(kept.pop(place, ()), metas, strict=True)))
                     if part.is_last:
                         continue
                     if self._is_here(part.index + 1):
                         kept[place] = outputs
                     else:
                         target = self._global(part.index + 1)
-                        works += [(dist.isend(out, dst=target, group=self.group), out) for out in outputs]
+                        sent = [output.contiguous() for output in outputs]
+                        works += [(dist.isend(out, dst=target, group=self.group), out) for out in sent]
         wait_for([work for work, _ in works])
 
     def share_result(self, result: Any) -> Any:
@@ -242,8 +245,9 @@ class Runner:
                 self.trees.run, self.trees.places = run, range(number * size, (number + 1) * size)
             self._run, self.work.finish = run, self._loss
             for stage in self.stages:
-                metas = [self.shapes.of(keys[micro_batch.index], stage.stage_index) for micro_batch in run]
-                stage.begin([m[0] for m in metas], [m[1] for m in metas], reduces=number == len(runs) - 1)
+                of_run = [keys[micro_batch.index] for micro_batch in run]
+                metas = [self.shapes.of(key, stage.stage_index) for key in of_run]
+                stage.begin(of_run, [m[0] for m in metas], [m[1] for m in metas], reduces=number == len(runs) - 1)
             if len(run) not in self._runs:
                 self._runs[len(run)] = self.make_run(self.stages, len(run))
             self._runs[len(run)]()

@@ -1,13 +1,14 @@
 """The seam to torch.distributed.pipelining: its schedules drive the stages defined here, through public names only.
 
 In contrast to torch's own stage, receive buffers are made in each micro-batch's own shapes, which are never inferred by
-running the model on uninitialised memory; gradients that are sent are contiguous, as gloo refuses others and the peer
-would wait for ever; and gradients are reduced once a step, not once a run of the schedule.
+running the model on uninitialised memory. What is sent is contiguous, as gloo refuses other tensors and the peer would
+wait for ever; what arrives gets the strides that it had, on which the bits of the next kernel may depend. And gradients
+are reduced once a step, not once a run of the schedule.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from lockstep.errors import RunError
 from lockstep.parallel.pipeline.trees import StageTrees
-from lockstep.parallel.strides import lay_gradients
+from lockstep.parallel.strides import laid_out, lay_gradients
 from lockstep.torch_compat.fsdp_state import expect_reduction
 
 Gradients = tuple[Tensor | None, ...]
@@ -119,13 +120,19 @@ class Meta:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    strides: tuple[int, ...] = field(compare=False)
 
     @staticmethod
     def of(tensor: Tensor) -> "Meta":
-        return Meta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        return Meta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.stride())
 
     def empty(self, device: torch.device) -> Tensor:
+        """Return a contiguous buffer."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def input_of(self, arrived: Tensor) -> Tensor:
+        """Return what has arrived, as the next stage's input: a leaf with the strides that it had."""
+        return laid_out(arrived, self.strides).requires_grad_(self.requires_grad)
 
 
 Metas = tuple[Meta, ...]
@@ -146,6 +153,8 @@ class Stage(PipelineStage):
         super().__init__(part, index, count, device, group=group)
         self._forward_at, self._backward_at, self._trees, self._halves = forward_at, backward_at, trees, halves
         self._reduces = True
+        self._strides: dict[tuple[int, int], list[int]] = {}  # (shapes of a micro-batch, output) → of its gradient
+        self._known: set[int] = set()  # shapes of which the gradients' strides have been sent
         self._forget()
 
     def _forget(self) -> None:
@@ -156,11 +165,21 @@ class Stage(PipelineStage):
         self._carried: dict[int, tuple[Tensor, ...]] = {}
         self._input_gradients: dict[int, Gradients] = {}
         self._half_done: dict[int, Backward] = {}  # inputs' gradients are there, weights' are still to come
+        self._arriving: dict[int, dict[int, Tensor]] = {}  # strides of outputs' gradients, by output
+        self._laid: dict[tuple[int, int], list[int]] = {}  # (place, input) → strides of its gradient
 
-    def begin(self, inputs: Sequence[Metas], outputs: Sequence[Metas], *, reduces: bool) -> None:
-        """Prepare for a run: what each micro-batch brings and sends on, and whether it reduces gradients at its end."""
+    def begin(
+        self, keys: Sequence[int], inputs: Sequence[Metas], outputs: Sequence[Metas], *, reduces: bool
+    ) -> None:  # fmt: skip
+        """Prepare for a run: what each micro-batch brings and sends on, and whether it reduces gradients at its end.
+
+        `keys` stand for the micro-batches' shapes. Where bits count, the strides of gradients are sent with the first
+        ones of each shape.
+        """
         self._forget()
-        self._input_metas, self._output_metas, self._reduces = inputs, outputs, reduces
+        self._keys, self._input_metas, self._output_metas, self._reduces = keys, inputs, outputs, reduces
+        self._sends_strides = [self._trees is not None and key not in self._known for key in keys]
+        self._known.update(keys)
 
     # ---- what is sent and received ----
 
@@ -178,7 +197,7 @@ class Stage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
             return []
-        sent = [output.detach() for output in self._outputs[fwd_chunk_id]]
+        sent = [output.detach().contiguous() for output in self._outputs[fwd_chunk_id]]
         return self._operations(dist.isend, sent, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -188,12 +207,23 @@ class Stage(PipelineStage):
         buffers = tuple(meta.empty(self.device) if meta.requires_grad else None for meta in metas)
         carried = () if self._trees is None else self._trees.buffers(self.stage_index)
         self._output_gradients[bwd_chunk_id], self._carried[bwd_chunk_id] = buffers, carried
-        return self._operations(dist.irecv, (*buffers, *carried), self.stage_index + 1)
+        strides: dict[int, Tensor] = {}
+        if self._sends_strides[bwd_chunk_id]:
+            sizes = {place: buffer.ndim for place, buffer in enumerate(buffers) if buffer is not None}
+            strides = {p: torch.empty(ndim, dtype=torch.int64, device=self.device) for p, ndim in sizes.items() if ndim}
+        self._arriving[bwd_chunk_id] = strides
+        return self._operations(dist.irecv, (*buffers, *carried, *strides.values()), self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:
             return []
-        return self._operations(dist.isend, self._input_gradients.pop(bwd_chunk_id), self.stage_index - 1)
+        handed_on = self._input_gradients.pop(bwd_chunk_id)
+        sent = [None if value is None else value.contiguous() for value in handed_on]
+        if self._sends_strides[bwd_chunk_id]:
+            gradients = handed_on[: len(self._input_metas[bwd_chunk_id])]
+            of_each = [gradient.stride() for gradient in gradients if gradient is not None and gradient.ndim]
+            sent += [torch.tensor(strides, device=self.device) for strides in of_each]
+        return self._operations(dist.isend, sent, self.stage_index - 1)
 
     # Between two stages of one rank nothing is sent.
 
@@ -216,7 +246,10 @@ class Stage(PipelineStage):
     ) -> Any:  # fmt: skip
         metas = self._input_metas[fwd_chunk_id]
         received = () if self.is_first else self._inputs.pop(fwd_chunk_id)
-        inputs = tuple(t.requires_grad_(m.requires_grad) for t, m in zip(received, metas, strict=True))
+        inputs = tuple(meta.input_of(tensor) for tensor, meta in zip(received, metas, strict=True))
+        for place, value in enumerate(inputs if self._trees is not None else ()):
+            if value.requires_grad:
+                value.register_hook(partial(self._note_strides, fwd_chunk_id, place))  # type: ignore[no-untyped-call]
         _reduces_by_hand(self.submod)
         with self._forward_at(self.stage_index, fwd_chunk_id):
             output = self.forward_maybe_with_nosync(*inputs)  # type: ignore[no-untyped-call]
@@ -225,6 +258,10 @@ class Stage(PipelineStage):
             self._check(outputs, self._output_metas[fwd_chunk_id])
         self._inputs[fwd_chunk_id], self._outputs[fwd_chunk_id] = inputs, outputs
         return output
+
+    def _note_strides(self, chunk: int, place: int, gradient: Tensor) -> None:
+        """Note how an input's gradient lies as it is made: autograd lays it like the input where it stores it."""
+        self._laid[chunk, place] = list(gradient.stride())
 
     def _check(self, outputs: tuple[Tensor, ...], expected: Metas) -> None:
         found = tuple(Meta.of(output) for output in outputs)
@@ -242,7 +279,7 @@ class Stage(PipelineStage):
             assert loss is not None
             outputs, sent_back = (loss,), None
         else:
-            sent_back = self._output_gradients.pop(bwd_chunk_id)
+            sent_back = self._as_made(bwd_chunk_id, self._output_gradients.pop(bwd_chunk_id))
         carried = self._carried.pop(bwd_chunk_id, ())
         call = Backward(outputs, sent_back, inputs)
         whole = full_backward or not self._halves
@@ -254,7 +291,23 @@ class Stage(PipelineStage):
                 if call.differentiable and not self.is_first:
                     gradients = call.first_half(partial(self.backward_maybe_with_nosync, "input"))
         handed_on = self._done(bwd_chunk_id, carried) if whole else ()
-        self._input_gradients[bwd_chunk_id] = (*map(_sendable, inputs, gradients), *handed_on)
+        found = [
+            _sendable(value, gradient, self._laid.pop((bwd_chunk_id, place), None))
+            for place, (value, gradient) in enumerate(zip(inputs, gradients, strict=True))
+        ]
+        self._input_gradients[bwd_chunk_id] = (*found, *handed_on)
+
+    def _as_made(self, chunk: int, gradients: Gradients) -> Gradients:
+        """Return gradients that have arrived with the strides that they had where they were made, if these are sent."""
+        key = self._keys[chunk]
+        for place, strides in self._arriving.pop(chunk, {}).items():
+            self._strides[key, place] = strides.tolist()  # host waits for the device, in the first run of these shapes
+        return tuple(
+            laid_out(gradient, self._strides[key, place])
+            if gradient is not None and (key, place) in self._strides
+            else gradient
+            for place, gradient in enumerate(gradients)
+        )
 
     def _done(self, chunk: int, carried: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         return () if self._trees is None else self._trees.done(self.stage_index, chunk, carried)
@@ -306,11 +359,16 @@ class Stage(PipelineStage):
             super().wait_for_gradient_reduction(grad_scale_factor)  # type: ignore[misc]
 
 
-def _sendable(value: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient as the previous stage waits for it: zeros for an input that was not used."""
+def _sendable(value: Tensor, gradient: Tensor | None, strides: Sequence[int] | None) -> Tensor | None:
+    """Return a gradient as the previous stage waits for it, with the strides as it was made, where bits count.
+
+    It is zeros for an input that was not used.
+    """
     if not value.requires_grad:
         return None
-    return torch.zeros_like(value) if gradient is None else gradient.contiguous()
+    if gradient is None:
+        return torch.zeros_like(value, memory_format=torch.contiguous_format)
+    return gradient.contiguous() if strides is None else laid_out(gradient, strides)
 
 
 def _shapes(metas: Metas) -> str:
