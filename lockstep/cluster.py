@@ -113,6 +113,7 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
         _join(config, facts, device, backend, store)
     _world = None if dist.group.WORLD is None else weakref.ref(dist.group.WORLD)
     _current, _timeout = Cluster(facts, device, backend), config.timeout_seconds
+    collectives.set_timeout(_timeout)
     _share_calls(facts)
     return _current
 

@@ -4,6 +4,7 @@ A gloo group keeps threads for the rest of the process, even when the group is n
 many models would soon have too many.
 """
 
+import datetime
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -121,6 +122,7 @@ _SETTLE_SECONDS = 5.0  # time for threads of a busy machine to run
 
 _made: dict[Hashable, Any] = {}
 _world: Any = None  # the world in which they were created
+_timeout: datetime.timedelta | None = None  # of their collectives; None: torch's default
 
 
 def create_once(purpose: Hashable, make: Callable[[], T]) -> T:
@@ -137,11 +139,25 @@ def create_once(purpose: Hashable, make: Callable[[], T]) -> T:
     return _made[purpose]  # type: ignore[no-any-return]
 
 
+def new_group(ranks: Sequence[int], **more: Any) -> Any:
+    """Create a group of ranks with the timeout of this run: torch's own default is half an hour, whatever the world's.
+
+    `more` are further arguments of `dist.new_group`.
+    """
+    return dist.new_group(list(ranks), timeout=_timeout, **more)
+
+
+def set_timeout(seconds: float) -> None:
+    """Set how long a collective of the groups that follow may take."""
+    global _timeout
+    _timeout = datetime.timedelta(seconds=seconds)
+
+
 def create_group(purpose: str, members: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
     """Create the groups of these members, each once; return the one that this rank is in. Every rank calls it."""
     mine = None
     for ranks in members:
-        made = create_once((purpose, *ranks), partial(dist.new_group, list(ranks)))
+        made = create_once((purpose, *ranks), partial(new_group, list(ranks)))
         if dist.get_rank() in ranks:
             mine = made
     return mine

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.collectives import create_group, create_once
+from lockstep.collectives import create_group, create_once, new_group
 from lockstep.config import DistributedConfig
 from lockstep.environment import RankFacts
 from lockstep.layout import Layout
@@ -51,7 +51,7 @@ def _mesh_of(ranks: torch.Tensor, device_type: str, names: tuple[str, ...]) -> D
         members = ranks[tuple(slice(None) if each == axis else place for each, place in enumerate(own))].tolist()
         group = dist.group.WORLD
         if len(members) < dist.get_world_size() or group is None:
-            make = partial(dist.new_group, members, use_local_synchronization=True)
+            make = partial(new_group, members, use_local_synchronization=True)
             group = create_once(("along", *members), make)
         groups.append(group)
     return DeviceMesh.from_group(groups, device_type, ranks.contiguous(), mesh_dim_names=names)

@@ -198,7 +198,9 @@ def resolve(config: "DistributedConfig", world_size: int, local_world_size: int 
     if ranks % size:
         what = f"expert_size={size} does not divide the data-parallel size, {ranks}"
         why = "experts are spread over ranks that share out the micro-batches"
-        raise UsageError(what, where="distributed.expert_size", why=why, fix="write a divisor of it")
+        near = sorted((each for each in range(1, ranks + 1) if ranks % each == 0), key=lambda each: abs(each - size))
+        fix = f"write expert_size: {' or '.join(map(str, sorted(near[:3])))}"
+        raise UsageError(what, where="distributed.expert_size", why=why, fix=fix)
     layout = replace(layout, expert=size)
     parts = [f"{axis}:{size}" for axis, size in ((CONTEXT, layout.context), (TENSOR, layout.tensor)) if size > 1]
     if not parts or layout.same_batch_size < layout.world_size:

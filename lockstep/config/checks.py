@@ -165,7 +165,7 @@ def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradic
     name = config.distributed.strategy if layout is None else layout.strategy
     ranks = None if layout is None else layout.data_parallel_size
     if rest:
-        nearest = ", ".join(map(str, _divisors(samples, size)))
+        nearest = ", ".join(map(str, divisors(samples, size)))
         what = f"micro-batches of {size} don't make the {samples} samples of batch_norm_samples"
         fix = f"write a batch_size that divides {samples}: {nearest}"
         yield Contradiction((where, "training.batch_size"), what, fix)
@@ -250,7 +250,7 @@ def _sizes(config: Config) -> Iterator[Contradiction]:
         equation = f"{t.global_batch_size} = {whole} × {t.batch_size} + {rest}"
         what = f"global_batch_size is not a multiple of batch_size: {equation}"
         fix = f"write global_batch_size {below}{(whole + 1) * t.batch_size}, or a batch_size that divides "
-        fix += f"{t.global_batch_size}: {', '.join(map(str, _divisors(t.global_batch_size, t.batch_size)))}"
+        fix += f"{t.global_batch_size}: {', '.join(map(str, divisors(t.global_batch_size, t.batch_size)))}"
         yield Contradiction(("training.global_batch_size", "training.batch_size"), what, fix)
     elif t.global_batch_size is not None and t.global_batch_size % (t.batch_size * t.accumulation) and not from_loader:
         whole, rest = divmod(t.global_batch_size, t.batch_size * t.accumulation)
@@ -286,7 +286,8 @@ def require_equation(training: TrainingConfig, ranks: int, batch_size: int | Non
     )
 
 
-def _divisors(number: int, near: int) -> list[int]:
+def divisors(number: int, near: int) -> list[int]:
+    """Return up to three divisors of a number, those nearest to `near`, ascending."""
     all_of_them = (d for d in range(1, min(number, 2 * near) + 1) if number % d == 0)
     return sorted(sorted(all_of_them, key=lambda d: abs(d - near))[:3])
 

@@ -10,6 +10,7 @@ which an expert runs the rows of each rank by themselves. The axis `tensor` deal
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from lockstep.config.checks import divisors
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.mesh import expert_mesh
@@ -105,7 +107,11 @@ class PlacedExperts(AroundMicroBatch):
                 dealt = f" ({self.ranks} along expert × {tensor} along tensor)" if name in self._dealt else ""
                 what = f"{name} has {shape[0] if shape else 'no'} experts, which {ranks} ranks{dealt} can't share"
                 fix = "stack it over experts in dim 0"
-                fix = f"write a divisor of {shape[0] // (ranks // self.ranks)}" if shape else fix
+                if shape:
+                    fix = f"give the model a multiple of {ranks} experts"
+                    each, rest = divmod(shape[0], ranks // self.ranks)  # sizes that divide this one go on these ranks
+                    sizes = [] if rest else divisors(math.gcd(each, self.ranks), self.ranks)
+                    fix = f"write expert_size: {' or '.join(map(str, sizes))}, or {fix}" if sizes else fix
                 raise UsageError(what, where="distributed.expert_size", fix=fix)
             self._parameter(name).data = self.piece(name, self._parameter(name).data)
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lockstep.config import StepConfig
+from lockstep.config.checks import divisors
 from lockstep.errors import UsageError
 from lockstep.models.hf_layers import fit_heads, fit_units, is_transposed, refuse_attention_dropout
 from lockstep.models.mixture import through_experts
@@ -178,7 +179,8 @@ def _check_divides(name: str, size: int, unit: int, cut: Cut) -> None:
         return
     parts = f"{size // unit} heads" if unit > 1 else f"{size} rows or columns"
     what = f"{name} has {parts}, which {cut.ranks} ranks can't share"
-    fix = f"write a divisor of {size // unit}, or give the model a multiple of {cut.ranks}"
+    sizes = " or ".join(map(str, divisors(math.gcd(size // unit, cut.ranks), cut.ranks)))
+    fix = f"write tensor_size: {sizes}, or give the model a multiple of {cut.ranks}"
     raise UsageError(what, where="distributed.tensor_size", fix=fix)
 
 
