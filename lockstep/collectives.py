@@ -139,12 +139,12 @@ def create_once(purpose: Hashable, make: Callable[[], T]) -> T:
     return _made[purpose]  # type: ignore[no-any-return]
 
 
-def new_group(ranks: Sequence[int], **more: Any) -> Any:
-    """Create a group of ranks with the timeout of this run: torch's own default is half an hour, whatever the world's.
+def new_group(ranks: Sequence[int] | None, **more: Any) -> Any:
+    """Create a group of ranks, None for all, with the timeout of this run; `more` are arguments of `dist.new_group`.
 
-    `more` are further arguments of `dist.new_group`.
+    torch gives it a default of its own, half an hour on gloo, whatever the timeout of the world is.
     """
-    return dist.new_group(list(ranks), timeout=_timeout, **more)
+    return dist.new_group(None if ranks is None else list(ranks), timeout=_timeout, **more)
 
 
 def set_timeout(seconds: float) -> None:

@@ -45,7 +45,10 @@ _CASES = """
 import json, os, sys
 import torch, torch.distributed as dist
 import lockstep
+from lockstep.collectives import create_group
 from lockstep.config import DistributedConfig
+from lockstep.layout import Layout
+from lockstep.mesh import device_mesh
 
 rank, folder, port, other = int(os.environ["OMPI_COMM_WORLD_RANK"]), sys.argv[1], sys.argv[2], sys.argv[3]
 said = {}
@@ -63,7 +66,9 @@ said["cluster"] = [here.backend, str(here.device), here.facts.launcher]
 said["again"] = lockstep.setup() is here
 said["after"] = facts()
 said["threads"] = torch.get_num_threads()
-said["timeout"] = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+along_shards = device_mesh(Layout(replicate=2), "cpu")["shard"].get_group()
+groups = [dist.group.WORLD, create_group("columns", [[0], [1]]), along_shards]
+said["timeout"] = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 said["numbers"] = {op: lockstep.all_reduce(rank + 1, op) for op in ("mean", "sum", "max", "min")}
 said["kinds"] = [type(lockstep.all_reduce(1, op)).__name__ for op in ("mean", "sum")]
 said["big"] = lockstep.all_reduce(2**53 + 1, "max") == 2**53 + 1
@@ -145,8 +150,8 @@ def test_all_reduce_of_numbers_and_tensors(two_ranks: list[dict[str, Any]]) -> N
 
 
 def test_trap_34_the_timeout_comes_from_the_config(two_ranks: list[dict[str, Any]]) -> None:
-    """NCCL_TIMEOUT does nothing in torch: the group is made with the config's timeout."""
-    assert [said["timeout"] for said in two_ranks] == [77.0, 77.0]
+    """NCCL_TIMEOUT does nothing in torch: the world and its groups are made with the config's timeout."""
+    assert [said["timeout"] for said in two_ranks] == [[77.0] * 3] * 2
 
 
 def test_ranks_share_out_the_cores(two_ranks: list[dict[str, Any]]) -> None:

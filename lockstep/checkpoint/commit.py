@@ -21,7 +21,7 @@ from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.snapshot import CheckpointPlan, Description, Part, Snapshot, Staged, TensorBlock, merge, stage
 from lockstep.checkpoint.storage import CheckpointPath, Directory, Location, Storage, aside_name, step_name, step_of
 from lockstep.checkpoint.write import Format, WrittenFiles, writer_of
-from lockstep.collectives import create_once
+from lockstep.collectives import create_once, new_group
 from lockstep.errors import RunError, UsageError
 from lockstep.heartbeat import own_heartbeat, went_forward
 
@@ -271,5 +271,5 @@ class AsyncSaver:
 
 
 def _gloo(use: str) -> dist.ProcessGroup | None:
-    group: dist.ProcessGroup | None = create_once(f"checkpoint: {use}", partial(dist.new_group, backend="gloo"))
+    group: dist.ProcessGroup | None = create_once(f"checkpoint: {use}", partial(new_group, None, backend="gloo"))
     return group

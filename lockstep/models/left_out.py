@@ -14,7 +14,9 @@ def refuse_uneven(divisors: tuple[int, ...]) -> None:
     what = f"the loss has {len(divisors)} terms that leave out different targets of a micro-batch: they are means over "
     what += f"{', '.join(map(str, divisors[:-1]))} and {divisors[-1]}"
     why = "each term would need the number of its own targets in the whole step: no one number weighs micro-batches"
-    fix = "let the targets of all terms be ignored together (drop answers of which only one end lies in the text); or "
+    fix = (
+        "let all terms leave out the same targets (of answers in texts: drop those of which one end lies outside); or "
+    )
     fix += "take a step of one micro-batch; or give the model count(batch), by which all terms are to be weighed"
     raise UsageError(what, where="the loss", why=why, fix=fix)
 
