@@ -26,8 +26,15 @@ from lockstep.cores import threads_per_rank
 from lockstep.environment import RankFacts, check_numbers, rank_facts, set_rank_facts
 from lockstep.errors import UsageError
 from lockstep.heartbeat import own_heartbeat, share_calls, stop_sharing_calls
-from lockstep.rendezvous import choose_interface, facts_of_existing_group, facts_over_store, rendezvous
+from lockstep.rendezvous import (
+    StoredDepartures,
+    choose_interface,
+    facts_of_existing_group,
+    facts_over_store,
+    rendezvous,
+)
 from lockstep.scratch import remove, scratch_folder
+from lockstep.torch_compat.default_store import default_store
 
 _log = logging.getLogger("lockstep")
 
@@ -59,6 +66,7 @@ _current: Cluster | None = None
 _world: "weakref.ref[Any] | None" = None
 _group_is_ours = False
 _timeout = 0.0  # of its collectives
+_worlds = 0  # number of worlds of several machines that this process was in
 _calls_folder: Path | None = None  # the folder that this rank has created for the ranks of its machine
 
 
@@ -234,8 +242,10 @@ def _existing_backend(config: DistributedConfig, device: torch.device) -> str:
 def _warn_of_nccl_timeout(facts: RankFacts) -> None:
     names = sorted(name for name in os.environ if name.startswith("NCCL_TIMEOUT"))
     if names and facts.is_main:
-        text = "warning: %s does nothing in torch; the timeout is distributed.timeout_seconds in the config"
-        _log.warning(text, ", ".join(names))
+        _log.warning(
+            "warning: %s does nothing in torch; the timeout is distributed.timeout_seconds in the config",
+            ", ".join(names),
+        )
 
 
 def _beside_gloo(device: torch.device, backend: str) -> str:
@@ -260,10 +270,15 @@ def _join(config: DistributedConfig, facts: RankFacts, device: torch.device, bac
 
 def _share_calls(facts: RankFacts) -> None:
     """Let the ranks of each machine compare their calls in a folder, if no launcher has created one; all call it."""
-    global _calls_folder
-    if facts.world_size == 1 or own_heartbeat().folder is not None or dist.get_backend() == "fake":
+    global _calls_folder, _worlds
+    if facts.world_size == 1 or dist.get_backend() == "fake":
         return
-    if facts.local_rank == 0 and facts.local_world_size > 1:
+    if facts.world_size > facts.local_world_size:
+        _worlds += 1
+        own_heartbeat().departures = StoredDepartures(default_store(), facts.rank, facts.world_size, _worlds)
+    if own_heartbeat().folder is not None:
+        return
+    if facts.local_rank == 0:
         with suppress(OSError):  # no space on disk: calls are not compared
             _calls_folder = scratch_folder("calls")
     folders: list[Any] = [None] * facts.world_size
@@ -277,6 +292,7 @@ def _share_calls(facts: RankFacts) -> None:
 
 def _stop_sharing() -> None:
     global _calls_folder
+    own_heartbeat().departures = None
     stop_sharing_calls()
     if _calls_folder is not None:
         remove(_calls_folder)  # the other ranks' open files stay valid

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from lockstep.environment import rank_facts
 from lockstep.errors import UsageError, lost_a_peer
@@ -89,12 +89,23 @@ class Beat:
     write: "Write" = Write()
 
 
+class Departures(Protocol):
+    """Tells the ranks of other machines, whose files nobody here can read, that this one has left."""
+
+    def tell(self, last: Call | None) -> None:
+        """Say that this rank makes no more calls; `last`: the last one that it made."""
+
+    def told(self) -> dict[int, Call | None]:
+        """Return the ranks that have said so."""
+
+
 class Heartbeat:
     """A rank's own heartbeat. Without a folder (from a launcher or a rank) it does nothing."""
 
     def __init__(self, folder: Path | None, rank: int, ranks: int = 1) -> None:
         self.folder = folder
         self._process = os.getpid()
+        self.departures: Departures | None = None  # if there are several machines
         self._share(folder, rank, ranks)
 
     def _share(self, folder: Path | None, rank: int, ranks: int) -> None:
@@ -145,17 +156,21 @@ class Heartbeat:
     def left(self) -> None:
         """Record that this rank makes no more calls: its script has ended, or it has left the process group."""
         self.beat(self._state[0], "left")
+        if self.departures is not None and self._map is not None:
+            self.departures.tell(_last_call(self._map))
 
     def see_others(self) -> None:
         """Open the files of the machine's other ranks; they can be read after their folder is removed."""
         self._seen()
 
     def ranks_that_left(self) -> dict[int, Call | None]:
-        """Return this machine's ranks that have left, each with its last call; wait a moment for their last beats."""
+        """Return the ranks that have left, each with its last call; wait a moment for their last beats."""
         deadline = time.monotonic() + _LEAVING_SECONDS
         while True:
-            found = {rank: _last_call(seen) for rank, seen in self._seen().items() if _phase(seen) == "left"}
-            if found or not self._others or time.monotonic() > deadline:
+            found = {} if self.departures is None else self.departures.told()
+            found |= {rank: _last_call(seen) for rank, seen in self._seen().items() if _phase(seen) == "left"}
+            is_alone = not self._others and self.departures is None
+            if found or is_alone or time.monotonic() > deadline:
                 return found
             time.sleep(0.05)
 

@@ -11,7 +11,8 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -23,6 +24,7 @@ from lockstep import accelerator, scratch
 from lockstep.config import DistributedConfig
 from lockstep.environment import RankFacts, facts_for_group, machine_id, parent_identity
 from lockstep.errors import RunError, UsageError
+from lockstep.heartbeat import Call
 from lockstep.network import DEFAULT_PORT, interface_variables, listener, port_in_use, require_loopback
 
 _LOOK_SECONDS = 0.02
@@ -145,6 +147,39 @@ def _job_name(facts: RankFacts) -> str:
     known = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return hashlib.sha256(f"{known or parent_identity()} {attempt} {facts.world_size}".encode()).hexdigest()[:16]
+
+
+class StoredDepartures:
+    """Tells the ranks of other machines through the store of their process group that this one has left.
+
+    Args:
+        store: of the process group; keys that are set stay when a rank has ended.
+        number: of this world among those that the ranks have made through the store, from 1.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, number: int) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._prefix = f"lockstep/left-{number}"
+        self._any = f"{self._prefix}/any"
+
+    def tell(self, last: Call | None) -> None:
+        """Say that this rank makes no more calls. Neither key waits for an answer: the store may have ended, too."""
+        with suppress(RuntimeError):
+            self._store.set(f"{self._prefix}/{self._rank}", json.dumps(None if last is None else asdict(last)))
+            self._store.set(self._any, "")
+
+    def told(self) -> dict[int, Call | None]:
+        """Return the ranks that have said so, with their last calls; none if the store can't be asked any more."""
+        found = {}
+        with suppress(RuntimeError):
+            if not self._store.check([self._any]):  # one question where nobody has left, however many ranks ask
+                return {}
+            for rank in range(self._world_size):
+                key = f"{self._prefix}/{rank}"
+                if rank != self._rank and self._store.check([key]):
+                    last = json.loads(self._store.get(key))
+                    found[rank] = None if last is None else Call(**last)
+        return found
 
 
 @dataclass(frozen=True)

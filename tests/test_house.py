@@ -112,3 +112,27 @@ def _annotations(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.arg | ast.AnnAssign):
         return [node.annotation] if node.annotation is not None else []
     return []
+
+
+def test_all_warnings_have_one_form() -> None:
+    """Python writes the kind of warning before those of `warnings`; those that are logged begin with the word."""
+    found, calls = [], 0
+    for module, path in files().items():
+        for node in ast.walk(tree(module)):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+                continue
+            called, text = ast.unparse(node.func), _beginning(node.args[0])
+            is_logged = node.func.attr == "warning" and "log" in called.lower()
+            if not is_logged and called != "warnings.warn":
+                continue
+            calls += 1
+            if text.startswith("warning: ") != is_logged:
+                found.append(f"{path.relative_to(REPOSITORY)}:{node.lineno}: {called}({text!r} …")
+    assert not found, "\n".join(found)
+    assert calls > 40
+
+
+def _beginning(text: ast.expr) -> str:
+    """Return the constant text with which an argument begins; nothing if it is computed."""
+    first = text.values[0] if isinstance(text, ast.JoinedStr) and text.values else text
+    return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""

@@ -112,7 +112,7 @@ def write_once(
             if options.sets_aside and target.storage.exists(target.name):
                 aside = aside_name(step)
                 target.storage.move(target.name, aside)
-                _log.warning("%s exists already: the older checkpoint is called %s from now on", target, aside)
+                _log.warning("warning: %s exists already: the older checkpoint is called %s from now on", target, aside)
             manifest = Manifest(step, files, plan.parameters, tuple(plan.parts), versions, writer.raw_ranks)
             target.storage.commit(draft.name, target.name, _within_limit("manifest.json", manifest.to_bytes()))
 

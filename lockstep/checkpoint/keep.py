@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def _warn(path: CheckpointPath, reason: str) -> None:
-    _log.warning("passing over %s: %s", path, reason)
+    _log.warning("warning: passing over %s: %s", path, reason)
 
 
 def list_checkpoints(directory: Directory) -> list[CheckpointPath]:

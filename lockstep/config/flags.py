@@ -45,6 +45,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag("seed", "training.seed", "N", "first values, order of samples, random numbers"),
 )
+_CUTOFF = 0.75  # below it, names that share a few letters seem near: `save` and `active`
 BY_NAME: dict[str, Flag] = {flag.name: flag for flag in FLAGS}
 
 
@@ -86,10 +87,23 @@ def _key(name: str, where: str) -> str:
         raise UsageError(f"{name} could be {' or '.join(keys)}", where=where, fix="write the dotted key")
     fix = advice_for_keyword(name)
     if fix is None:
-        known = dict.fromkeys([*BY_NAME, *SECTIONS, *(key.rpartition(".")[2] for key in all_keys())])
-        near = difflib.get_close_matches(name, known, n=1)
-        fix = f"write {near[0]}" if near else f"the short names are {', '.join(BY_NAME)}"
+        names = (key.rpartition(".")[2] for key in all_keys())
+        known = dict.fromkeys([*BY_NAME, *SECTIONS, *(name for name in names if advice_to_leave_out(name) is None)])
+        near = difflib.get_close_matches(name, known, n=1, cutoff=_CUTOFF)
+        fix = _advice_on(near[0]) if near else f"the short names are {', '.join(BY_NAME)}"
     raise UsageError(f"unknown setting {name}", where=where, fix=fix)
+
+
+def _advice_on(name: str) -> str:
+    """Return the advice to write a known name: as a dotted key where several keys have it, or with the key it means."""
+    if name in BY_NAME or name in SECTIONS:
+        return f"write {name}"
+    from lockstep.config.keys import all_keys
+
+    keys = shallowest(info.key for info in all_keys().values() if info.name == name)
+    if len(keys) > 1:
+        return f"write {' or '.join(keys)}"
+    return f"write {name}" + (f", which is {keys[0]}" if keys[0].count(".") > 1 else "")
 
 
 def shallowest(keys: Iterable[str]) -> list[str]:

@@ -282,6 +282,8 @@ def _mistakes(details: ErrorDetails, path: Path, tree: Node) -> list[Mistake]:
         lowered = {choice.lower(): choice for choice in info.choices}
         near = difflib.get_close_matches(value.lower(), list(lowered), n=1, cutoff=0.6)
         fix = f"write {lowered[near[0]]}" if near else None
+    if fix is None and info is not None and value in (None, False) and "none" in info.choices:
+        fix = "write none"
     if details["type"] == "list_type" and not isinstance(value, dict):
         item = fix.removeprefix("write ") if fix is not None else value
         in_python = str(node.origin).startswith("the setting")

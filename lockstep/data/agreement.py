@@ -185,4 +185,4 @@ def _cut_of(data: Any) -> str | None:
 
 def _warn(text: str) -> None:
     if is_main_process():
-        _log.warning("%s", text)
+        _log.warning("warning: %s", text)

@@ -219,4 +219,4 @@ class IterableSteps:
 
 def _warn(text: str) -> None:
     if is_main_process():
-        _log.warning("%s", text)
+        _log.warning("warning: %s", text)

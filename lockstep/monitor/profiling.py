@@ -189,8 +189,10 @@ class Profiler:
         if self._rank == 0 and self._first is not None and self._left > 0:
             config = self._config
             needed = config.wait + config.warmup + config.active
-            text = "warning: monitor.profile has written nothing: wait, warmup and active are %d steps, the run had %d"
-            _log.warning(text, needed, needed - self._left)
+            _log.warning(
+                "warning: monitor.profile has written nothing: wait, warmup and active are %d steps, the run had %d",
+                needed, needed - self._left,
+            )  # fmt: skip
             self._left = 0
         self._stop()
 

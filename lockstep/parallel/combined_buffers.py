@@ -146,7 +146,9 @@ def warn_of_unwritten(placed: ParallelModel, ways: BufferWays) -> None:
             dist.all_reduce(flags, op=dist.ReduceOp.MIN)
         left = [pattern for pattern, flag in zip(ways.patterns, flags.tolist(), strict=True) if flag]
         if left:
-            _log.warning("%s: %s: no forward pass of the first step has written such a buffer", KEY, listed(left))
+            _log.warning(
+                "warning: %s: %s: no forward pass of the first step has written such a buffer", KEY, listed(left)
+            )
 
     placed.checks.append(check)
 

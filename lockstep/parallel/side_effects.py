@@ -211,7 +211,7 @@ class _Watch:
         for names, goes_on in ((state, "goes on"), (perhaps, "may go on")):
             if names and (several or self.placed.reproducible):
                 what = f"the forward pass {goes_on} from {listed(names)}, which the one before it left"
-                _log.warning("%s: %s, and checkpoints do not have it", what, why)
+                _log.warning("warning: %s: %s, and checkpoints do not have it", what, why)
 
     def _compare_attributes(self, root: nn.Module) -> None:
         tensors = self._kept_tensors(root)
@@ -246,7 +246,9 @@ class _Watch:
             raise UsageError(what, where="the model's forward pass", why=why, fix=fix)
         if what not in self._warned:
             self._warned.add(what)
-            _log.warning("%s: one process trains it as PyTorch does, but several ranks would refuse it: %s", what, why)
+            _log.warning(
+                "warning: %s: one process trains it as PyTorch does, but several ranks would refuse it: %s", what, why
+            )
 
 
 class _Uses(TorchFunctionMode):

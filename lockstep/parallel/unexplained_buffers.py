@@ -87,7 +87,7 @@ class UnexplainedBuffers:
             raise UsageError(what, where="distributed.reproducible", why=why, fix=fix)
         self._evaluated.update(new)
         if self.ranks > 1:
-            _log.warning("%s: %s; %s", what, why, fix)
+            _log.warning("warning: %s: %s; %s", what, why, fix)
 
     def _look(self, step: int) -> None:
         """Compare bits, and tell all ranks what this one has seen."""
@@ -108,7 +108,7 @@ class UnexplainedBuffers:
             if self.reproducible:
                 raise self._error(new)
             self._written = seen
-            _log.warning("%s: %s; ranks take rank 0's after each step", self._what(new), _WHY)
+            _log.warning("warning: %s: %s; ranks take rank 0's after each step", self._what(new), _WHY)
 
     def _put_back(self, name: str) -> None:
         """Write what a forward pass has registered in a buffer's place to the buffer, which checkpoints have."""
@@ -122,8 +122,8 @@ class UnexplainedBuffers:
         elif name not in self._replaced:
             self._replaced.add(name)
             _log.warning(
-                "the forward pass replaces the buffer %s, %s %s, by one of %s %s, which checkpoints do not have",
-                name, own.dtype, list(own.shape), now.dtype, list(now.shape),
+                "warning: the forward pass replaces the buffer %s, %s %s, by one of %s %s, which checkpoints "
+                "do not have", name, own.dtype, list(own.shape), now.dtype, list(now.shape),
             )  # fmt: skip
 
     def _marks_now(self) -> _Marks:

@@ -1,7 +1,7 @@
 """Checks what `Trainer` and `lockstep.place` are given, before anything is started: a first mistake is one error."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -10,6 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.config import Config
+from lockstep.config.keys import keys_named
+from lockstep.config.names import SECTIONS, advice_for_keyword
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.models.protocol import offered
 from lockstep.models.torch_losses import class_names
@@ -88,6 +90,16 @@ def check_of_trainer(optimizer: Any, loss_fn: Any, scheduler: Any, config: Any, 
         if call is not None and not callable(call):
             what = f"after_update is {_described(call)}, which can't be called"
             raise UsageError(what, where=where, fix="pass a function (updates) -> None, or a list of them")
+
+
+def check_settings(settings: Mapping[str, Any], methods: Sequence[Callable[..., Any]]) -> None:
+    """Raise a UsageError for a keyword of a `Trainer` that one of its methods takes, and no key of the config."""
+    for name in settings:
+        takers = [method.__name__ for method in methods if name in inspect.signature(method).parameters]
+        if takers and not keys_named(name) and name not in SECTIONS and advice_for_keyword(name) is None:
+            fix = "write " + " or ".join(f"trainer.{taker}(…, {name}=…)" for taker in takers)
+            what = f"{name} is an argument of {' and '.join(takers)}, not of the Trainer"
+            raise UsageError(what, where=f"Trainer({name}=…)", fix=fix)
 
 
 def check_made(made: Any, kind: type, given: Any, where: str) -> None:

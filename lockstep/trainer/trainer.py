@@ -106,6 +106,7 @@ class Trainer:
             own["callbacks"] = [one for one in own["callbacks"] if isinstance(one, str | Mapping)]
         for callback in self.callbacks:
             understood(callback)
+        arguments.check_settings(own, (Trainer.train, Trainer.steps, Trainer.evaluate, Trainer.predict))
         given = apply_flags(own)
         self.config = setup.with_settings(config or Config(), given)
         self.asked = no_effect.asked_keys(self.config, given)

@@ -202,7 +202,7 @@ class _Ranks:
             store = made(address, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS))
             store.set_timeout(timedelta(seconds=_WAIT_SECONDS))
         except Exception as error:
-            _log.warning("ranks are not compared with each other: no store is reached (%s)", error)
+            _log.warning("warning: ranks are not compared with each other: no store is reached (%s)", error)
             self._connected = False
             return
         while True:

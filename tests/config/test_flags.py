@@ -1,11 +1,13 @@
 """Short names of the command line and of Python's Trainer."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.config import FLAGS, apply_flags, as_overrides, config_from
+from lockstep.config.flags import BY_NAME
 from lockstep.config.keys import all_keys
 from lockstep.errors import UsageError
 from tests.config.shared import loaded
@@ -79,6 +81,9 @@ def test_from_python() -> None:
         ("warmup_step", ("write warmup_steps",)),
         ("qqq", ("the short names are strategy",)),
         ("name", ("model.name or data.name", "dotted")),
+        ("metricx", ("write metric, which is training.early_stopping.metric",)),
+        ("nmae", ("write model.name or data.name",)),
+        ("save", ("the short names are strategy",)),
     ],
 )
 def test_other_names_are_refused(name: str, words: tuple[str, ...]) -> None:
@@ -86,6 +91,26 @@ def test_other_names_are_refused(name: str, words: tuple[str, ...]) -> None:
         apply_flags({name: 1})
     for word in words:
         assert word in str(caught.value)
+
+
+def test_the_name_that_is_offered_is_taken() -> None:
+    """A last letter too many: what the advice says to write is no unknown setting, and no choice of several."""
+    asked = 0
+    for name in {info.name for info in all_keys().values()} | BY_NAME.keys():
+        try:
+            apply_flags({f"{name}x": 1})
+        except UsageError as error:
+            written = re.findall(r"write ([a-z_.]+)(?=$|,| or )| or ([a-z_.]+)", error.fix or "")
+            asked += len(written)
+            for first, other in written:
+                apply_flags({first or other: 1})
+    assert asked > 100
+
+
+def test_a_switch_in_place_of_the_word_none() -> None:
+    for value in (False, None):
+        with pytest.raises(UsageError, match="write none"):
+            config_from(apply_flags({"debug": value}))
 
 
 def test_dotted_keys_and_sections_are_checked_by_the_schema() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.forked import TORCHRUN, Forked
+from tests.hosts import INTERFACE, Host
+from tests.launch.on_hosts import PORT, launch_on
 from tests.launch.shared import environment, lockstep
 from tests.ranks import REPOSITORY, free_port
 
@@ -138,11 +140,11 @@ def call_at_the_end(call: str, rank: int, late: int | None = None) -> str:
     )
 
 
-def assert_named(said: str, text: str, call: str, rank: int) -> None:
+def assert_named(said: str, text: str, call: str, rank: int, script: str = "own.py") -> None:
     other = 1 - rank
     assert f"rank {rank} calls {call}, and rank {other} has ended without it" in said, said
     line, last = line_of(text, _CALLS[call]), line_of(text, "for record in")
-    assert f"rank {rank} at own.py:{line}, rank {other} ended after steps at own.py:{last}" in said
+    assert f"rank {rank} at {script}:{line}, rank {other} ended after steps at {script}:{last}" in said
     assert "call it on every rank, before `if is_main_process:`" in said
 
 
@@ -169,6 +171,47 @@ def test_a_call_that_one_rank_makes_when_the_others_have_ended(
     assert ended.code == 2, ended.err
     assert_named(ended.err, text, call, rank)
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.root
+@pytest.mark.fault(
+    "hang: what a run has learned is kept under `if is_main_process:` at the end of a script, on several machines",
+    "rank 0 alone calls `state_dict`, `evaluate` …; a rank of another machine has come to the end of the script",
+    "the same error at once on each machine: the call, the lines of both, and the rank that has ended; exit code 2",
+)
+@pytest.mark.parametrize("call", ["state_dict", pytest.param("a collective", marks=pytest.mark.full)])
+def test_a_call_that_one_rank_makes_when_those_of_another_machine_have_ended(
+    four: list[Host], tmp_path: Path, call: str
+) -> None:
+    text = call_at_the_end(call, 0, 0)
+    (tmp_path / "script.py").write_text(text)
+    starts = [(host, number, f"{four[0].address}:{PORT}") for number, host in enumerate(four[:2])]
+    for ended in launch_on(tmp_path, starts, nodes=2):
+        assert ended.code == 2, ended.err
+        assert_named(ended.err, text, call, 0, "script.py")
+        assert "Traceback" not in ended.err
+
+
+@pytest.mark.root
+def test_a_call_that_one_rank_makes_at_the_end_under_torchrun_on_two_machines(four: list[Host], tmp_path: Path) -> None:
+    text = call_at_the_end("evaluate", 0, 0)
+    (tmp_path / "own.py").write_text(text)
+    meeting = ["--master-addr", four[0].address, "--master-port", PORT]
+    command = [sys.executable, "-m", TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *meeting]
+    started = [
+        Forked(
+            [*command, "--node-rank", str(number), "-m", "own"], host=host, host_name=f"host{number}", cwd=tmp_path,
+            env=environment(
+                OMP_NUM_THREADS="1", PYTHONPATH=f"{tmp_path}:{REPOSITORY}",
+                GLOO_SOCKET_IFNAME=INTERFACE, TP_SOCKET_IFNAME=INTERFACE,
+            ),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for number, host in enumerate(four[:2])
+    ]  # fmt: skip
+    said = [process.communicate(timeout=300)[1] for process in started]
+    assert started[0].returncode != 0
+    assert_named(said[0], text, "evaluate", 0)
 
 
 def test_a_call_that_one_rank_makes_at_the_end_under_torchrun(tmp_path: Path) -> None:

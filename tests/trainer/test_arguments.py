@@ -146,6 +146,14 @@ MISTAKES: dict[str, tuple[Callable[[], object], str, str]] = {
     "metrics without names": (
         lambda: of_any_kind().train(DATA, DATA, metrics=[CE()]), "metrics is a list", "metrics={",
     ),
+    "metrics of a trainer": (
+        lambda: Trainer(network(), loss_fn=CE(), metrics={}),  # type: ignore[call-arg]
+        "metrics is an argument of train and evaluate", "write trainer.train(…, metrics=…) or trainer.evaluate(…, m",
+    ),
+    "validation data of a trainer": (
+        lambda: Trainer(network(), loss_fn=CE(), val_data=DATA),  # type: ignore[call-arg]
+        "val_data is an argument of train", "trainer.train(…, val_data=…)",
+    ),
     "a generator function as data": (lambda: train(data=batches, loss_fn=CE()), "the function batches", "batches()"),
     "a class as data": (lambda: train(data=TensorDataset, loss_fn=CE()), "the class TensorDataset", "TensorDataset(…)"),
     "inputs and labels as data": (lambda: train(data=(INPUTS, LABELS), loss_fn=CE()), "two tensors", "TensorDataset("),
