@@ -16,6 +16,7 @@ import struct
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
 from lockstep.environment import rank_facts
-from lockstep.errors import UsageError, lost_a_peer
+from lockstep.errors import UsageError, lost_a_peer, only_user_code
 
 FOLDER = "LOCKSTEP_HEARTBEATS"  # set by the launcher for its ranks
 _LIMITS = "limits.json"
@@ -44,6 +45,8 @@ _CALLS_AT = _WRITE_AT + _WRITE.size
 _SIZE = _CALLS_AT + _CALLS * _CALL.size
 _LEAVING_SECONDS = 1.0  # from the end of a rank's connections to its last beat, if the script ends them itself
 _PACKAGE = str(Path(__file__).parent) + os.sep
+_COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+_ANY_COLLECTIVE = "a collective"
 _NOBODYS = (_PACKAGE, "<frozen ", functools.__file__, contextlib.__file__)
 
 P = ParamSpec("P")
@@ -187,12 +190,12 @@ class Heartbeat:
         if left:
             raise ended_without(self.rank, mine, left) from error
 
-    def explained(self, error: BaseException, where: str | None) -> UsageError | None:
+    def explained(self, error: BaseException) -> UsageError | None:
         """Return what explains an error of a collective outside of these calls: another rank ended before it."""
         if isinstance(error, UsageError) or not lost_a_peer(error):
             return None
         left = self.ranks_that_left()
-        return ended_without(self.rank, Call(0, "a collective", where or "", 0.0, 0.0), left) if left else None
+        return ended_without(self.rank, _collective_of(error), left) if left else None
 
     def call(self, name: str) -> AbstractContextManager[None]:
         """Return a context manager that calls `enter` and `leave` around the block."""
@@ -419,6 +422,21 @@ def _callers_line() -> str:
     while frame is not None and frame.f_code.co_filename.startswith(_NOBODYS):
         frame = frame.f_back  # type: ignore[assignment]
     return "" if frame is None else f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _collective_of(error: BaseException) -> Call:
+    """Return the collective of torch's that raised the error, with the line of the user's code that called it."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    users = {frame for frame, _ in traceback.walk_tb(only_user_code(error.__traceback__))}
+    last = max((index for index, (frame, _) in enumerate(frames) if frame in users), default=None)
+    if last is None:
+        return Call(0, _ANY_COLLECTIVE, "", 0.0, 0.0)
+    called = [frame.f_code for frame, _ in frames[last + 1 :]]
+    if called and called[0].co_filename.startswith(_PACKAGE):
+        called = []  # the collective is one of Lockstep's own
+    names = (f"torch.distributed.{code.co_name}" for code in called if code.co_filename.endswith(_COLLECTIVES))
+    frame, line = frames[last]
+    return Call(0, next(names, _ANY_COLLECTIVE), f"{_shown(frame.f_code.co_filename)}:{line}", 0.0, 0.0)
 
 
 @functools.cache

@@ -42,7 +42,7 @@ def add_explanation(error: BaseException) -> None:
         return
     if any(note.startswith(_MARK) for note in getattr(error, "__notes__", ())):
         return
-    explained = heartbeat.own_heartbeat().explained(error, None)
+    explained = heartbeat.own_heartbeat().explained(error)
     if explained is not None:
         error.add_note(f"{_MARK}{explained}")
         return

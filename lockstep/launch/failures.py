@@ -116,7 +116,7 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
     reason = "\n       ".join(line for line in why if line.strip()) or None
     gone = _is_consequence(error) or (known is not None and known.consequence)
     fix = known.fix if known else None
-    if gone and (ended := own_heartbeat().explained(error, where)) is not None:
+    if gone and (ended := own_heartbeat().explained(error)) is not None:
         return Failure(**common, kind="usage", exit_code=EXIT_USAGE, **_parts(ended))
     return Failure(**common, kind="error", what=what, where=where, why=reason, fix=fix, consequence=gone)
 
