@@ -7,6 +7,8 @@ a message: a rank joins the gathers and reductions of a unit that it leaves out,
 
 FSDP2 reduces a unit's gradients when those of its inputs are there, or, if none of them needs any, at the end of the
 backward pass. A rank that left out what made the inputs has to do as the others: its inputs are attached to the token.
+
+What a checkpoint of the model's own gathers once more in the backward pass can't be joined: that is an error.
 """
 
 import time
@@ -22,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
+from lockstep.parallel.fsdp_recomputation import GatheredAgain
 from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.torch_compat.backward_pass import running_node
 from lockstep.torch_compat.default_store import default_store
-from lockstep.torch_compat.fsdp_state import pass_through
+from lockstep.torch_compat.fsdp_state import frees_after_forward, is_gathered, pass_through
 from lockstep.torch_compat.pytree import tree_leaves, tree_map_only
 
 _PATIENCE = 20.0  # seconds in which the other ranks, too, come to a unit that the order does not have there
@@ -65,8 +68,13 @@ class UnitOrder(AroundMicroBatch):
         self._passes: Counter[tuple[int, ...]] = Counter()  # by ranks that exchange messages
         self._called: list[int] = []  # units of this pass, called or joined
         self._inputs: dict[bool, dict[int, _Inputs]] = {True: {}, False: {}}  # of units, by place
+        self._assumed: set[int] = set()  # units that no rank has called yet with gradients: their inputs are a guess
         self._agrees = False  # unit by unit, in this pass
         self._token: Tensor | None = None  # has gone through the units that were joined
+        self._given_token: set[int] = set()  # units whose inputs were attached to it, in this micro-batch
+        self._again = GatheredAgain(len(units), device)
+        self._frees = False in groups and any(frees_after_forward(unit) for _, unit in units[1:])
+        self._met: set[tuple[tuple[int, ...], int]] = set()  # (ranks, place): they gather the unit again together
         self._trained = [any(p.requires_grad for p in unit.parameters()) for _, unit in self._units]
         names = [name for name, _ in self._units[1:]]
         self._nested = {name for a in names for b in names if _in(a, b) for name in (a, b)}
@@ -78,6 +86,7 @@ class UnitOrder(AroundMicroBatch):
 
     def before(self, run: MicroBatchPass) -> None:
         self._roots, self._last = run.further_roots, run.last
+        self._given_token.clear()
 
     def after(self, run: MicroBatchPass) -> None:
         if run.last and self._learning[True] and True in self._orders:
@@ -94,14 +103,30 @@ class UnitOrder(AroundMicroBatch):
         self._group = self._everyone if with_everyone else self._groups[self._mode]
         self._passes[self._ranks()] += 1
         self._called, self._token, self._agrees = [], None, self._learning[self._mode]
+        self._again.begin()
 
     def _before(self, place: int, _unit: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self._inside or running_node() is not None:  # a backward pass recomputes what was called
+        if running_node() is not None:
+            return self._repeat(place, args, kwargs)
+        if not self._inside:
             return None
         inputs = self._inputs_of(place, (args, kwargs))
         self._arrive(place, inputs)
         if inputs is _Inputs.NEED_NONE and self._inputs[self._mode][place] is _Inputs.NEED_GRADIENTS:
-            return self._attached((args, kwargs))
+            self._given_token.add(place)
+            return self._attached((args, kwargs), self._own_token())
+        return None
+
+    def _repeat(self, place: int, args: Any, kwargs: Any) -> Any:
+        """Have the recomputation of a unit's forward pass save what that pass saved, and gather it on all ranks."""
+        if self._mode and self._frees and not is_gathered(self._units[place][1]):
+            key = (self._ranks(), place)
+            if key not in self._met:
+                self._meet(place, self._not_recomputed(place))
+                self._met.add(key)
+                self._again.known.add(place)
+        if place in self._given_token and self._inputs_of(place, (args, kwargs)) is _Inputs.NEED_NONE:
+            return self._attached((args, kwargs), self._new_token())
         return None
 
     def _inputs_of(self, place: int, inputs: Any) -> _Inputs:
@@ -115,16 +140,18 @@ class UnitOrder(AroundMicroBatch):
         floating = any(tensor.is_floating_point() for tensor in tensors)
         return _Inputs.NEED_NONE if floating else _Inputs.ARE_INTEGERS
 
-    def _attached(self, tensors: Any) -> Any:
+    def _attached(self, tensors: Any, token: Tensor) -> Any:
         """Return tensors of floating point, in any structure, as if the token had made them, too."""
         apply: Any = _Attached.apply
-        token = self._own_token()
         return tree_map_only(Tensor, lambda leaf: apply(leaf, token) if leaf.is_floating_point() else leaf, tensors)
 
     def _own_token(self) -> Tensor:
         if self._token is None:
-            self._token = torch.zeros(1, device=self._device, requires_grad=self._mode)
+            self._token = self._new_token()
         return self._token
+
+    def _new_token(self) -> Tensor:
+        return torch.zeros(1, device=self._device, requires_grad=self._mode)
 
     def _finish(self, _model: nn.Module, _args: object, outputs: Any) -> Any:
         """Join what is left of the pass, before FSDP2 ends the root's forward pass: its backward pass comes first."""
@@ -133,21 +160,24 @@ class UnitOrder(AroundMicroBatch):
         self._arrive(self._end, _Inputs.NO_BACKWARD)
         self._inside = False
         if self._agrees:
+            if self._mode and self._frees and (place := self._again.agree(self._group)) is not None:
+                raise self._not_recomputed(place)
             self._orders[self._mode] = _merged(self._orders.get(self._mode, []), self._called)
             if not self._mode and self._learning[False]:
                 self._learn(with_gradients=False)
         if self._token is None or not self._token.requires_grad:
             return None
         self._roots.append(self._token)  # the loss may use none of the outputs that are found here
-        return self._attached(outputs)
+        return self._attached(outputs, self._token)
 
     def _arrive(self, place: int, inputs: _Inputs) -> None:
         """Join what other ranks gather before the unit at `place`."""
         order = [] if self._agrees else self._orders[self._mode]
-        if not self._agrees and place != self._end:
-            known = self._inputs[self._mode].get(place, inputs)
-            if place not in order[len(self._called) :] or inputs < known:
-                self._meet(place)
+        if place != self._end:
+            again = self._mode and self._frees and self._again.call(place)
+            unknown = place not in order[len(self._called) :] or again or self._is_news(place, inputs)
+            if unknown and not self._agrees:
+                self._meet(place, self._not_recomputed(place) if again else self._unexpected(place))
                 self._agrees = True
         if self._agrees:
             self._agree(place, inputs)
@@ -157,7 +187,18 @@ class UnitOrder(AroundMicroBatch):
             if due == place:
                 self._called.append(place)
                 return
+            if self._mode and due in self._again.known:
+                self._meet(place, self._not_recomputed(due))  # all ranks may leave it out
+                self._agrees = True
+                self._agree(place, inputs)
+                return
             self._join(due, alone=order.count(due) == 1)
+
+    def _is_news(self, place: int, inputs: _Inputs) -> bool:
+        """Return whether the other ranks must know of these inputs, since they reduce gradients at another time."""
+        known = self._inputs[self._mode].get(place, inputs)
+        guessed = self._mode and place in self._assumed
+        return inputs < known or (guessed and inputs > known and inputs is not _Inputs.NEED_NONE)
 
     def _agree(self, place: int, inputs: _Inputs) -> None:
         """Find out, unit by unit, where the ranks are; those that are further join the others' units."""
@@ -173,6 +214,9 @@ class UnitOrder(AroundMicroBatch):
             if first != -last and first in self._called:
                 raise self._not_joined(first)
             known = self._inputs[self._mode]
+            if self._mode and first in self._assumed:
+                self._assumed.remove(first)
+                del known[first]
             known[first] = min(_Inputs(theirs), known.get(first, _Inputs.NO_BACKWARD))
             if first == place:
                 self._called.append(place)
@@ -183,6 +227,8 @@ class UnitOrder(AroundMicroBatch):
         """Take part in the messages of a unit; `alone`: it is called once in a pass."""
         unit, inputs = self._units[place][1], self._inputs[self._mode][place]
         backward = self._mode and inputs is not _Inputs.NO_BACKWARD
+        if self._mode and place in self._again.known:
+            raise self._not_recomputed(place)
         # Trained, and called under `no_grad`: a reentrant checkpoint may call it again in the backward pass.
         unclear = self._mode and not backward and self._trained[place]
         if not alone or unclear or not self._can_join(place, backward=backward):
@@ -201,15 +247,15 @@ class UnitOrder(AroundMicroBatch):
         name, unit = self._units[place]
         return name not in self._nested and (not backward or hasattr(unit, "set_reduce_scatter_unused_params"))
 
-    def _meet(self, place: int) -> None:
-        """Wait until all ranks call this unit here, where the order has another one; an error if some do not."""
+    def _meet(self, place: int, error: UsageError) -> None:
+        """Wait until all ranks call this unit here, where the order does not have it; an error if some do not."""
         ranks = self._ranks()
         key = f"lockstep/fsdp_order/{ranks}/{self._mode}/{self._passes[ranks]}/{len(self._called)}/{place}"
         store, until = default_store(), time.monotonic() + _PATIENCE
         store.add(key, 1)
         while store.add(key, 0) < len(ranks):
             if time.monotonic() > until:
-                raise self._unexpected(place)
+                raise error
             time.sleep(0.01)
 
     def _ranks(self) -> tuple[int, ...]:
@@ -227,15 +273,19 @@ class UnitOrder(AroundMicroBatch):
                 continue
             order.insert(next((at for at, later in enumerate(order) if later > place), len(order)), place)
             known[place] = _Inputs.NEED_GRADIENTS if backward else _Inputs.NO_BACKWARD
-            if backward:  # what it makes may become the input of any other
+            if backward:
+                self._assumed.add(place)
+                # What it makes may become the input of any other.
                 known.update({p: _Inputs.NEED_GRADIENTS for p, each in known.items() if each is _Inputs.NEED_NONE})
 
     def _merge_replicas(self) -> None:
         """Let all ranks have one order: replicas that run other micro-batches have learned others."""
         every: list[Any] = [None] * dist.get_world_size(self._everyone)
-        dist.all_gather_object(every, (self._orders[True], self._inputs[True]), group=self._everyone)
+        mine = (self._orders[True], self._inputs[True], self._again.known)
+        dist.all_gather_object(every, mine, group=self._everyone)
         self._orders[True], self._inputs[True] = [], {}
-        for order, known in every:
+        for order, known, again in every:
+            self._again.known |= again
             self._orders[True] = _merged(self._orders[True], order)
             for place, inputs in known.items():
                 self._inputs[True][place] = min(inputs, self._inputs[True].get(place, inputs))
@@ -247,6 +297,15 @@ class UnitOrder(AroundMicroBatch):
         )
         why += "outside of checkpoints that are reentrant, and has no units inside"
         return UsageError(what, where="distributed.strategy: fsdp", why=why, fix=_FIX)
+
+    def _not_recomputed(self, place: int) -> UsageError:
+        name = self._units[place][0]
+        what = f"a checkpoint of the model's own recomputes {name} in the backward pass, and the data of some ranks "
+        what += "leave out a call of that checkpoint's"
+        why = "FSDP gathers all units of a checkpoint over several units once more, from all ranks at once"
+        fix = "recompute one unit at a time, checkpoint(unit, x, use_reentrant=False), or let Lockstep do it: write "
+        fix += f"training.gradient_checkpointing: full; or {_FIX}"
+        return UsageError(what, where="distributed.strategy: fsdp", why=why, fix=fix)
 
     def _unexpected(self, place: int) -> UsageError:
         what = (

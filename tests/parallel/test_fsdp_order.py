@@ -4,12 +4,13 @@ Right is what one process computes. What can't be joined is one error, soon.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
@@ -28,6 +29,12 @@ class Part(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(x)))
+
+
+def in_row(parts: Iterable[nn.Module], x: Tensor) -> Tensor:
+    for part in parts:
+        x = part(x)
+    return x
 
 
 class Model(nn.Module):
@@ -50,20 +57,53 @@ class Model(nn.Module):
         seen = {int(each) for each in kind}
         way: Callable[[Tensor, Tensor, set[int]], Tensor] = getattr(self, self.way.replace(" ", "_"))
         x = way(x, image, seen)
-        for part in self.text:
-            x = part(x)
-        return self.head(x)
+        return self.head(x if self.way == "everything recomputed" else in_row(self.text, x))
 
     def towers(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
         for place, tower in enumerate((self.first, self.second)):
             if place in seen:
-                made = image + place
-                for part in tower:
-                    made = part(made)
-                x = x + made
+                x = x + in_row(tower, image + place)
         return x
 
     frozen_tower = towers
+
+    def recomputed_parts(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
+        for place, tower in enumerate((self.first, self.second)):
+            if place in seen:
+                made = image + place
+                for part in tower:
+                    made = checkpoint(part, made, use_reentrant=False)
+                x = x + made
+        return x
+
+    def recomputed_text(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
+        """Recompute the text's parts at once, which all ranks call, beside towers that some leave out."""
+        return checkpoint(in_row, self.text, self.towers(x, image, seen), use_reentrant=False)
+
+    def recomputed_towers(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
+        for place, tower in enumerate((self.first, self.second)):
+            if place in seen:
+                x = x + checkpoint(in_row, tower, image + place, use_reentrant=False)
+        return x
+
+    def reentrant_towers(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
+        for place, tower in enumerate((self.first, self.second)):
+            if place in seen:
+                x = x + checkpoint(in_row, tower, self.text[0](x), use_reentrant=True)
+        return x
+
+    def everything_recomputed(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
+        """Leave out a tower within a checkpoint that is around all parts."""
+        return checkpoint(lambda y: in_row(self.text, self.towers(y, image, seen)), x, use_reentrant=False)
+
+    def recomputed_further(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
+        """Recompute more than the unit: it is gathered before its own backward pass."""
+        return x + checkpoint(lambda y: torch.tanh(self.first[0](y)), image, use_reentrant=False) if 0 in seen else x
+
+    def recomputed_at_times(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
+        """Call parts in a checkpoint in each second step, on all ranks alike."""
+        parts = (*self.first, *self.second)
+        return checkpoint(in_row, parts, x, use_reentrant=False) if self.step % 2 else x
 
     def late(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
         """Run the towers on what the text's parts made, and the text's parts once more: no unit is called twice."""
@@ -153,6 +193,10 @@ def test_ranks_join_the_units_that_their_data_leave_out() -> None:
         ("fsdp:2", "dropped", KINDS, {}),
         ("fsdp:2", "growing", KINDS, {}),
         ("fsdp:2", "towers", KINDS, {"distributed.reproducible": True}),
+        ("fsdp:2", "recomputed parts", KINDS, {}),
+        ("fsdp:2", "recomputed parts", NONE_FIRST, {}),
+        ("fsdp:2", "recomputed text", KINDS, {}),
+        ("fsdp:2", "recomputed at times", KINDS, {}),
     ]
     for found in run_ranks(train_all, 2, cases):
         assert_like_one_process(cases, found)
@@ -169,6 +213,10 @@ def test_ranks_join_under_each_setting() -> None:
     ]
     cases: list[Case] = [("fsdp:2", "towers", kinds, more) for more in settings for kinds in (KINDS, NONE_FIRST)]
     cases += [("fsdp:2", way, KINDS, {}) for way in ("late", "backwards")]
+    kept = {"distributed.fsdp.sharding_strategy": "shard_grad_op"}  # nothing is gathered again
+    cases += [
+        ("fsdp:2", way, KINDS, kept) for way in ("recomputed towers", "everything recomputed", "recomputed further")
+    ]
     assert_like_one_process(cases, run_ranks(train_all, 2, cases)[0])
     hybrid: list[Case] = [
         ("hybrid:2x2", way, kinds, {}) for way in ("towers", "dropped") for kinds in (KINDS, NONE_FIRST)
@@ -195,3 +243,28 @@ def test_a_unit_that_ranks_call_another_number_of_times_is_an_error() -> None:
         assert "leave out a call of first.0" in text
     texts = run_ranks(refused, 2, ("fsdp:2", "repeated", "0000" + "01" * 10, {}))
     assert any("leave out a call of first.0" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("way", "kinds"),
+    [
+        ("recomputed towers", KINDS),
+        ("recomputed towers", "0000" + "01" * 10),
+        ("everything recomputed", KINDS),
+        pytest.param("recomputed towers", NONE_FIRST, marks=pytest.mark.full),
+        pytest.param("everything recomputed", NONE_FIRST, marks=pytest.mark.full),
+        pytest.param("everything recomputed", "0000" + "01" * 10, marks=pytest.mark.full),
+        pytest.param("recomputed further", KINDS, marks=pytest.mark.full),
+    ],
+)
+def test_a_unit_that_is_recomputed_with_others_and_left_out_is_an_error(way: str, kinds: str) -> None:
+    """In the first step, as in a later one, where the rank that leaves it out says so."""
+    texts = run_ranks(refused, 2, ("fsdp:2", way, kinds, {}))
+    assert any("a checkpoint of the model's own recomputes" in text for text in texts), texts
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kinds", [KINDS, NONE_FIRST, "0000" + "01" * 10])
+def test_a_unit_in_a_reentrant_checkpoint_that_is_left_out_is_an_error(kinds: str) -> None:
+    texts = run_ranks(refused, 2, ("fsdp:2", "reentrant towers", kinds, {}))
+    assert any("distributed.strategy: fsdp" in text for text in texts), texts

@@ -1,0 +1,56 @@
+"""Units of FSDP2 that the model's own checkpoints gather once more in the backward pass.
+
+`torch.utils.checkpoint` around one unit sends no further message: the unit is there when its forward pass is repeated.
+Around several units it gathers all of them again, before the gradients of the last one are reduced. A rank that left
+out one of them has nothing to recompute, and would pair other messages with these.
+"""
+
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from lockstep.torch_compat.checkpoint_calls import inputs_need_gradients, open_checkpoints
+
+
+class GatheredAgain:
+    """The record of which units are gathered again: in this pass on this rank, and in any pass as all ranks know.
+
+    Args:
+        units: how many there are; a unit is known by its place among them.
+    """
+
+    def __init__(self, units: int, device: torch.device) -> None:
+        self._units, self._device = units, device
+        self.known: set[int] = set()
+        self._here: set[int] = set()
+        self._previous = 0
+        self._open: list[FrameType] = []  # calls in which the previous unit ran; one of them may go on
+
+    def begin(self) -> None:
+        """Forget the pass before."""
+        self._here.clear()
+        self._open.clear()
+
+    def call(self, place: int) -> bool:
+        """Note that a unit is called; return whether it is found to be gathered again, which ranks don't know yet."""
+        calls = open_checkpoints()
+        if any(call is before for call in calls for before in self._open):
+            self._here |= {self._previous, place}
+        # What runs without gradients leaves nothing to the backward pass, which gathers it for the recomputation alone.
+        if not torch.is_grad_enabled() and any(map(inputs_need_gradients, calls)):
+            self._here.add(place)
+        self._previous, self._open = place, calls
+        return place in self._here and place not in self.known
+
+    def agree(self, group: dist.ProcessGroup | None) -> int | None:
+        """Let all ranks know what is gathered again; return a unit that some ranks alone gather, or None."""
+        self._open.clear()
+        mine = torch.zeros(2, self._units, dtype=torch.int64)
+        mine[0, sorted(self._here)] = 1
+        mine[1] = 1 - mine[0]
+        both = mine.to(self._device)  # host waits for the copy, in the first passes
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+        some, others = both.bool().tolist()  # host waits for the device
+        self.known |= {place for place, again in enumerate(some) if again}
+        return next((place for place in range(self._units) if some[place] and others[place]), None)
