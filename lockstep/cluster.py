@@ -35,6 +35,7 @@ from lockstep.rendezvous import (
 )
 from lockstep.scratch import remove, scratch_folder
 from lockstep.torch_compat.default_store import default_store
+from lockstep.torch_compat.group_options import checks_collectives, timeout_of
 
 _log = logging.getLogger("lockstep")
 
@@ -120,7 +121,9 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
     else:
         _join(config, facts, device, backend, store)
     _world = None if dist.group.WORLD is None else weakref.ref(dist.group.WORLD)
-    _current, _timeout = Cluster(facts, device, backend), config.timeout_seconds
+    here = Cluster(facts, device, backend)
+    _timeout = _compare_with_group(config, group, here)
+    _current = here
     collectives.set_timeout(_timeout)
     _share_calls(facts)
     return _current
@@ -237,6 +240,34 @@ def _existing_backend(config: DistributedConfig, device: torch.device) -> str:
         fix += "call out: Lockstep makes the group"
         raise UsageError(what, where="init_process_group, in the script", fix=fix)
     return backend
+
+
+def _compare_with_group(config: DistributedConfig, group: Any, cluster: Cluster) -> float:
+    """Return the timeout for groups that are made beside the world.
+
+    Settings can't change `group`, the script's, any more; None: the script has made none.
+
+    Raises UsageError: `debug: detail` is asked for, and the script's group was made without it.
+    """
+    if group is None or cluster.facts.world_size == 1 or cluster.backend == "fake":
+        return config.timeout_seconds
+    if config.debug == "detail" and not checks_collectives(group, cluster.device):
+        what = "distributed.debug is detail, and the process group that the script has made checks no collectives"
+        why = "torch reads the switch when a group is made"
+        fix = "write torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL) before init_process_group, "
+        fix += "or leave that call out: Lockstep makes the group"
+        raise UsageError(what, where="distributed.debug", why=why, fix=fix)
+    theirs = timeout_of(group, cluster.device)
+    if "timeout_seconds" not in config.model_fields_set:
+        return config.timeout_seconds if theirs is None else theirs
+    asked = config.timeout_seconds
+    if theirs not in (None, asked) and cluster.facts.is_main:
+        _log.warning(
+            "warning: distributed.timeout_seconds is %g, and collectives of the process group that the script has made "
+            "end after %g s; write init_process_group(…, timeout=datetime.timedelta(seconds=%g)), or leave that call "
+            "out: Lockstep makes the group", asked, theirs, asked,
+        )  # fmt: skip
+    return asked
 
 
 def _warn_of_nccl_timeout(facts: RankFacts) -> None:

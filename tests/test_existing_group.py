@@ -1,6 +1,8 @@
 """A process group that the script makes itself is the world: `torch.multiprocessing.spawn` and `init_process_group`."""
 
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -17,8 +19,9 @@ from lockstep.config import DistributedConfig
 from lockstep.environment import RankFacts, facts_for_group
 from lockstep.errors import UsageError
 from lockstep.rendezvous import Place, facts_from_places
+from lockstep.torch_compat.group_options import timeout_of
 from tests.launch.shared import environment
-from tests.ranks import free_port
+from tests.ranks import free_port, run_ranks
 
 # The two scripts below have the shape of the guides of FRAMEWORM (`train_ddp`) and geometry_os (`train`): their own
 # `setup` and `cleanup`, `mp.spawn`, an address in the environment or in the call. On a machine without GPUs the backend
@@ -181,6 +184,36 @@ def test_variables_that_say_another_world_are_an_error(spawned: list[dict[str, A
                 f"is rank {rank} of 2 in its process group, but the environment says RANK=0 and WORLD_SIZE=4" in error
             )
             assert "os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))" in error
+
+
+def beside_a_group() -> dict[str, Any]:
+    """What is said of settings beside a group of 120 s that checks no collectives."""
+    said: dict[str, Any] = {}
+    warned = io.StringIO()
+    logging.getLogger("lockstep").addHandler(logging.StreamHandler(warned))
+    try:
+        lockstep.setup(DistributedConfig(device="cpu", debug="detail"))
+    except UsageError as error:
+        said["detail"] = str(error)
+    for name, settings in {"unset": {}, "same": {"timeout_seconds": 120}, "other": {"timeout_seconds": 1800}}.items():
+        lockstep.setup(DistributedConfig.model_validate({"device": "cpu", **settings}))
+        group = collectives.new_group([0, 1])
+        said[name] = [warned.getvalue(), timeout_of(group, torch.device("cpu"))]
+        cluster.cleanup()
+    return said
+
+
+def test_what_a_group_of_the_script_can_not_follow_is_told() -> None:
+    first, second = run_ranks(beside_a_group, 2)
+    for said in (first, second):
+        assert "distributed.debug is detail, and the process group that the script has made checks no" in said["detail"]
+        assert "set_debug_level(torch.distributed.DebugLevel.DETAIL) before init_process_group" in said["detail"]
+        assert said["unset"] == said["same"] == ["", 120.0]
+        assert said["other"][1] == 1800.0
+    warning = "warning: distributed.timeout_seconds is 1800, and collectives of the process group that the script"
+    assert first["other"][0].startswith(warning)
+    assert "init_process_group(…, timeout=datetime.timedelta(seconds=1800))" in first["other"][0]
+    assert second["other"][0] == ""
 
 
 # ---- one process ----
