@@ -165,6 +165,8 @@ class LossCheck:
             return None
         if self._placed.objective.must_be_told and not self._proportional:
             return False  # even if the terms happen to be equal for both halves
+        if all(abs(mean) <= (self._tolerance / 100) ** 2 for mean, _ in losses):
+            return None  # what is left of a loss of zero: the squared rounding of outputs of about one
         return abs(losses[0][0] - _mean_of_halves(losses)) <= self._rounding(losses)
 
     def _rounding(self, losses: list[tuple[float, float]]) -> float:
