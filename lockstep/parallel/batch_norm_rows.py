@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.collectives import create_group
 from lockstep.errors import UsageError
 from lockstep.parallel.comm import all_gather_flat
-from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.tensor_blocks import with_backward
 from lockstep.torch_compat.normalizations import BatchNorm
 

@@ -12,7 +12,7 @@ added up and handed to `end_step` (`lockstep.models.protocol`). Of other buffers
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,7 +26,7 @@ from lockstep.parallel.buffer_kinds import COUNTS, STATISTICS, explained_buffers
 from lockstep.parallel.combined_buffers import BufferWays, CombinedBuffers
 from lockstep.parallel.gathered_rows import BufferPlace
 from lockstep.parallel.loss_accumulator import LossAccumulator
-from lockstep.parallel.micro_step import AroundMicroBatch, Evaluate, MicroBatchPass
+from lockstep.parallel.passes import AroundMicroBatch, Evaluate, MicroBatchPass
 from lockstep.parallel.unexplained_buffers import UnexplainedBuffers
 from lockstep.randomness import RandomState
 from lockstep.torch_compat.normalizations import BatchNorm
@@ -34,7 +34,7 @@ from lockstep.torch_compat.tensor_versions import version_of
 
 _EMPTIED = (*STATISTICS, COUNTS)  # at the begin of a micro-batch
 
-_NOTHING = nullcontext()  # one for all micro-batches: making it is a call
+_Buffer = tuple[nn.Module, str, Tensor]  # module, name there, buffer
 
 
 def refuse_synchronised(model: nn.Module) -> None:
@@ -115,11 +115,12 @@ class RunningBuffers(AroundMicroBatch):
     _counting: list[nn.Module] = field(init=False)
     _counts: Tensor | None = None  # of the step so far, of all of them
     _records: dict[int, Tensor] = field(default_factory=dict)  # micro-batch → flat statistics
-    _index: int = 0  # of the micro-batch that runs
-    _real: bool = False  # whether it counts
-    _calls: list[int] = field(default_factory=list)  # of each active norm, when its calls were last recorded
+    _own: list[_Buffer] = field(default_factory=list)  # the model's, while those of a micro-batch are in their place
+    _inside: bool = False  # whether they are
+    # Position of a micro-batch, between its forward and its backward pass → its buffers, and the calls of active norms.
+    _left: dict[int, list[_Buffer]] = field(default_factory=dict)
+    _calls: dict[int, list[int]] = field(default_factory=dict)
     _repeated: set[int] = field(default_factory=set)  # micro-batches whose recomputation is recorded
-    _open: AbstractContextManager[None] = _NOTHING  # around the micro-batch that runs
 
     def __post_init__(self) -> None:
         found = explained_buffers(self.model)
@@ -143,23 +144,89 @@ class RunningBuffers(AroundMicroBatch):
         return bool(explained or self._others.places or self._combined.any)
 
     def before(self, run: MicroBatchPass) -> None:
-        self._open = self.micro_batch(run.micro_batch.index, real=run.micro_batch.real)
-        self._open.__enter__()
+        """Let the forward pass of a micro-batch write to buffers of its own."""
+        recorded: list[tuple[nn.Module, str]] = [(norm, key) for norm in self._active() for key in STATISTICS]
+        recorded += [(module, COUNTS) for module in self._counting]
+        fresh: list[_Buffer] = []
+        for module, name in (*recorded, *self._vectors):
+            buffer = getattr(module, name)
+            if buffer is not None:
+                fresh.append((module, name, torch.zeros_like(buffer) if name in _EMPTIED else buffer.clone()))
+        self._put(fresh)
+        if self._others.places:
+            self._others.before_forward()
 
     def after_forward(self, run: MicroBatchPass) -> None:
-        self.forward_done()
-        if self._combined.any:
-            self._combined.begin_again()  # for what the backward pass recomputes
+        """Record what the forward pass has done; keep its buffers, which the backward pass may write to."""
+        index, real = run.micro_batch.index, run.micro_batch.real
+        self._iterated = [getattr(module, name) for module, name in self._vectors]
+        if self._counting and real:
+            counts = torch.cat([module.get_buffer(COUNTS) for module in self._counting])
+            self._counts = counts if self._counts is None else self._counts + counts
+        if self._combined.any and real:
+            self._combined.take(index)
+        if self._others.places:
+            self._others.after_forward(self._step)
+        active = self._active()
+        if active and real and index % self.row == 0:
+            self._records[index] = _flat(active)
+        self._left[run.position] = [(module, name, getattr(module, name)) for module, name, _ in self._own]
+        self._calls[run.position] = _calls_of(active)
+        self._put_back()
+
+    def before_backward(self, run: MicroBatchPass) -> None:
+        """Let what the backward pass repeats of the forward pass go on where that has stopped.
+
+        Buffers that are combined begin anew, as nobody reads what a repetition makes of them.
+        """
+        self._put(self._left[run.position])
+
+    def after_backward(self, run: MicroBatchPass) -> None:
+        """Record what the model's own recomputation (`torch.utils.checkpoint`) has done, as PyTorch does.
+
+        Recomputation by `training.gradient_checkpointing` leaves statistics alone. Under a schedule with two halves a
+        backward pass may recompute twice, of which the first counts.
+        """
+        active, index = self._active(), run.micro_batch.index
+        recorded = run.micro_batch.real and index in self._records and index not in self._repeated
+        if active and recorded and _calls_of(active) != self._calls[run.position]:
+            self._repeated.add(index)
+            self._records[index] = _flat(active)
+        self._put_back()
 
     def after(self, run: MicroBatchPass) -> None:
-        self._backward_done(apart=False)
-        self._open.__exit__(None, None, None)
-        if run.last:
-            self.finish_step(run.micro_batches_per_step)
+        """Forget the buffers of a micro-batch."""
+        del self._left[run.position], self._calls[run.position]
 
     def failed(self, error: BaseException) -> None:
-        self._open.__exit__(None, None, None)
+        """Put the model's own buffers back, and forget the step."""
+        self._put_back()
+        self._left.clear()
+        self._calls.clear()
         self._combined.forget()
+
+    def _put(self, buffers: Sequence[_Buffer]) -> None:
+        """Put buffers in the place of the model's own, and copies in the place of those that are combined."""
+        self._own = [(module, name, getattr(module, name)) for module, name, _ in buffers]
+        self._inside = True
+        for module, name, buffer in buffers:
+            setattr(module, name, buffer)
+        if self._combined.any:
+            self._combined.begin()
+
+    def _put_back(self) -> None:
+        if not self._inside:
+            return
+        for module, name, buffer in self._own:
+            setattr(module, name, buffer)
+        self._own, self._inside = [], False
+        if self._combined.any:
+            self._combined.end()
+
+    @property
+    def _step(self) -> int:
+        """Number of the step that runs, from 1."""
+        return 1 if self.random_state is None else self.random_state.step + 1
 
     def begin_evaluation(self) -> None:
         """Prepare for forward passes that are no step's; buffers that are combined are left alone by them."""
@@ -176,77 +243,9 @@ class RunningBuffers(AroundMicroBatch):
         if self._others.places and evaluates:
             self._others.after_evaluation()
 
-    def micro_batch(self, index: int, *, real: bool) -> AbstractContextManager[None]:
-        """Record a micro-batch's forward and backward pass, which run inside; call `forward_done` between them."""
-        return self._recording(index, real) if self.any else _NOTHING
-
-    @contextmanager
-    def _recording(self, index: int, real: bool) -> Iterator[None]:
-        exchanged: list[tuple[nn.Module, str]] = [(norm, key) for norm in self._active() for key in STATISTICS]
-        exchanged += [(module, COUNTS) for module in self._counting]
-        kept = [(module, name, getattr(module, name)) for module, name in (*exchanged, *self._vectors)]
-        for module, name, buffer in kept:
-            if buffer is not None:
-                setattr(module, name, torch.zeros_like(buffer) if name in _EMPTIED else buffer.clone())
-        self._index, self._real = index, real
-        if self._combined.any:
-            self._combined.begin()
-        if self._others.places:
-            self._others.before_forward()
-        try:
-            yield
-        finally:
-            for module, name, buffer in kept:
-                setattr(module, name, buffer)
-            if self._combined.any:
-                self._combined.end()
-
-    def forward_done(self) -> None:
-        """Record the statistics of this micro-batch after its forward pass."""
-        self._iterated = [getattr(module, name) for module, name in self._vectors]
-        if self._counting and self._real:
-            counts = torch.cat([module.get_buffer(COUNTS) for module in self._counting])
-            self._counts = counts if self._counts is None else self._counts + counts
-        if self._combined.any and self._real:
-            self._combined.take(self._index)
-        if self._others.places:
-            self._others.after_forward(self._step)
-        if not self._norms:
-            return
-        active = self._active()
-        if active and self._real and self._index % self.row == 0:
-            self._records[self._index] = _flat(active)
-        self._calls = _calls_of(active)
-
-    @property
-    def _step(self) -> int:
-        """Number of the step that runs, from 1."""
-        return 1 if self.random_state is None else self.random_state.step + 1
-
-    @contextmanager
-    def repeating(self, index: int, *, real: bool) -> Iterator[None]:
-        """Continue the record of a micro-batch whose backward pass runs inside, some time after its forward pass."""
-        with self.micro_batch(index, real=real):
-            self._calls = _calls_of(self._active())
-            yield
-            self._backward_done(apart=True)
-
-    def _backward_done(self, *, apart: bool) -> None:
-        """Add what the model's own recomputation (`torch.utils.checkpoint`) does to the statistics, as PyTorch does.
-
-        Recomputation by `training.gradient_checkpointing` leaves them alone. `apart`: the statistics were empty when
-        the backward pass began.
-        """
-        active, index = self._active(), self._index
-        if not active or index not in self._records or index in self._repeated or _calls_of(active) == self._calls:
-            return
-        self._repeated.add(index)  # half a backward pass at a time, a schedule recomputes twice
-        found = _flat(active)
-        self._records[index] = _appending(active, found.device)(self._records[index], found) if apart else found
-
     @torch.no_grad()
-    def finish_step(self, micro_batches_per_step: int) -> None:
-        """Bring the buffers to what the step makes of them; every rank calls it after its last backward pass."""
+    def after_step(self, micro_batches_per_step: int) -> None:
+        """Bring the buffers to what the step makes of them; all ranks come here after their last backward pass."""
         if (active := self._active()) and (self.ranks > 1 or self._records):
             _replay(active, self._gathered(micro_batches_per_step, active))
             self._records.clear()

@@ -22,8 +22,8 @@ from lockstep.costs.steps import ModelSize, Pieces, StepTime, replicated_step
 from lockstep.errors import Contradiction, RunError, UsageError, listed
 from lockstep.layout import Layout
 from lockstep.monitor.meters import watch_ddp
-from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous, assign_strided
+from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
 from lockstep.parallel.reproducible.gradient_trees import ReplicaTree
 from lockstep.parallel.reproducible.tree import assign_tree

@@ -30,8 +30,8 @@ from lockstep.mesh import expert_mesh
 from lockstep.models.chain import look_up
 from lockstep.models.protocol import offered
 from lockstep.parallel.initial import canonical_names
-from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.reproducible.tree import Partials, clear_zero_signs, nodes_that_cover, tree_all_reduce
 from lockstep.parallel.strides import lay_gradients
 from lockstep.parallel.tensor_blocks import with_backward

@@ -26,8 +26,8 @@ from lockstep.parallel.comm.gloo import GlooMessages
 from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.fsdp_order import UnitOrder
 from lockstep.parallel.fsdp_units import UnitUsage, own_parameters, sharded_units, units_of
-from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
+from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
 from lockstep.parallel.reproducible.gradient_trees import ShardTree
 from lockstep.parallel.reproducible.tree import Partials, assign_in_groups, clear_zero_signs

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.fsdp_recomputation import GatheredAgain
-from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.torch_compat.backward_pass import running_node
 from lockstep.torch_compat.default_store import default_store
 from lockstep.torch_compat.fsdp_state import frees_after_forward, is_gathered, pass_through

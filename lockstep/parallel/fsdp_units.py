@@ -20,7 +20,7 @@ from lockstep.config import FSDPConfig
 from lockstep.errors import UsageError
 from lockstep.models.chain import shared_parameters_of
 from lockstep.models.protocol import segments_of
-from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.registry import load_object
 
 _MIXED = "mixed torch.Tensor and DTensor"  # part of torch's message where a sharded parameter meets a plain tensor

@@ -23,8 +23,8 @@ from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
 from lockstep.parallel.comm import all_gather_flat
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator, Number, number
-from lockstep.parallel.micro_step import MicroStep
 from lockstep.parallel.parallel_model import ModelUpdate, ParallelModel, assign_contiguous
+from lockstep.parallel.passes import MicroStep
 from lockstep.precision import DTYPES
 
 BLOCK = 256  # numbers that share a scale

@@ -16,8 +16,8 @@ from lockstep.collectives import create_group
 from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
 from lockstep.models.loss_modules import PREFIX, own_buffers, own_weights
-from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.reproducible.tree import Partials, clear_zero_signs, nodes_of_owners, tree_all_reduce
 
 
@@ -85,22 +85,18 @@ class LossWeights(AroundMicroBatch):
         self.begin(run.micro_batches_per_step)
 
     def after(self, run: MicroBatchPass) -> None:
-        """Take the gradients of a micro-batch."""
-        self.take(run.micro_batch.index, real=run.micro_batch.real)
-
-    def failed(self, error: BaseException) -> None:
-        """Forget the gradients of the step."""
-        self._forget()
-
-    def take(self, index: int, *, real: bool) -> None:
         """Take the gradients that a backward pass has left; those of a dummy count for nothing."""
         if self._alone:
             return
         found = [parameter.grad for parameter in self.own.values()]
         for parameter in self.own.values():
             parameter.grad = None
-        if real and any(gradient is not None for gradient in found):
-            self.add(index, found)
+        if run.micro_batch.real and any(gradient is not None for gradient in found):
+            self.add(run.micro_batch.index, found)
+
+    def failed(self, error: BaseException) -> None:
+        """Forget the gradients of the step."""
+        self._forget()
 
     @torch.no_grad()
     def add(self, index: int, gradients: Sequence[Tensor | None]) -> None:
@@ -123,8 +119,6 @@ class LossWeights(AroundMicroBatch):
         """Write the step's sums to `.grad` of the placed weights; all ranks call it."""
         if self._alone:
             return
-        if not self._reproducible:  # torch's schedules of pipelines have left them where they add up
-            self.take(0, real=True)
         totals = self._summed_by_tree() if self._reproducible else self._summed()
         for name, total in zip(self.own, totals, strict=True):
             placed = self.placed[name]

@@ -23,7 +23,7 @@ from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.context_attention import Context
 from lockstep.parallel.loss_accumulator import HostLossAccumulator, LossAccumulator, Number, number, tensor_of
-from lockstep.parallel.micro_step import Evaluate, ForwardBackward, MicroStep
+from lockstep.parallel.passes import Evaluate, ForwardBackward, MicroStep
 from lockstep.parallel.reproducible.exact_norm import exact_norm, gradient_norm
 from lockstep.parallel.state_form import StateForm
 from lockstep.randomness import RandomState

@@ -23,11 +23,13 @@ from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.combined_buffers import BufferWays
 from lockstep.parallel.comm.compression import Compression, compress
 from lockstep.parallel.context_attention import Context
+from lockstep.parallel.executor import Executor
 from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.initial import FirstValues, materialise, on_meta, to_empty
 from lockstep.parallel.loss_weights import LossWeights, train_loss_weights
-from lockstep.parallel.micro_step import AroundMicroBatch, evaluation_of, in_order, micro_step_of, plain_forward
+from lockstep.parallel.one_stage import evaluation_of, one_stage, plain_forward
 from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.reproducible.determinism import DeterministicKernels
 from lockstep.parallel.reproducible.gradient_trees import GradientTree
 from lockstep.parallel.tensor_cuts import TensorCuts
@@ -171,7 +173,8 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
     _check(applied, p)
     objective, runs = applied.objective or p.objective, applied.runs or model
     around = around_micro_batches(p, applied)
-    micro_step = micro_step_of(runs, objective, p.random_state, p.precision, around, multiplier=applied.multiplier)
+    stage = one_stage(runs, objective, p.random_state, p.precision, around)
+    executor = Executor([stage], p.random_state, multiplier=applied.multiplier)
     persistent = persistent_buffers(model)
     placed = ParallelModel(
         layout=p.layout,
@@ -181,8 +184,8 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
         objective=p.objective,
         random_state=p.random_state,
         assign=applied.assign,
-        micro_step=micro_step,
-        forward_backward=in_order(micro_step),
+        micro_step=executor.micro_step,
+        forward_backward=executor.in_order,
         evaluate=evaluation_of(model, p.objective, p.random_state, p.precision),
         forward=plain_forward(model, p.precision),
         finish_gradients=applied.finish_gradients if applied.tree is None else applied.tree.finish,

@@ -306,6 +306,10 @@ def _evaluate_pipeline(
     candidate.memory = dict(fullest.peak.parts)
     stages: list[StageTime] = []
     flops, waited = 0, Sent()
+
+    def seconds(cost: Cost) -> float:
+        return cluster.seconds(cost) + along_axes(cost, layout, cluster).seconds
+
     per_rank = config.distributed.pipeline.stages_per_rank
     stage_bytes = 4 * apart(facts, layout)[0] / (layout.pipeline * per_rank * layout.tensor)
     middle = next(iter(found[layout.pipeline // 2].stages.values()))
@@ -315,9 +319,11 @@ def _evaluate_pipeline(
         sent = [along_axes(cost, layout, cluster) for cost in (computed.forward, computed.backward)]
         if stage < per_rank:  # stages of one rank
             waited = waited.plus(sent[0].plus(sent[1]), count)
-        forward = cluster.seconds(computed.forward) + sent[0].seconds
-        backward = cluster.seconds(computed.backward) + sent[1].seconds
-        stages.append(StageTime(forward, backward, float(fullest.sent[stage]), stage_bytes))
+        halves = None
+        if computed.halves is not None:
+            halves = (seconds(computed.halves[0]), seconds(computed.halves[1]))
+        forward, backward = seconds(computed.forward), seconds(computed.backward)
+        stages.append(StageTime(forward, backward, float(fullest.sent[stage]), stage_bytes, halves))
     update = max(cluster.seconds(rehearsal.work.update) for rehearsal in found.values())
     groups, alone = cluster.of_batch_groups(layout.same_batch_size), replace(layout, context=1, tensor=1)
     step = pipeline_step(stages, config.step, alone, groups, count, update)

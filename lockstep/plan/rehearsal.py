@@ -70,6 +70,8 @@ class Work:
     forward: Cost
     backward: Cost
     update: Cost
+    # Of a backward pass whose schedule has it in two halves: that of the inputs' gradients, and of the weights'.
+    halves: tuple[Cost, Cost] | None = None
 
 
 def rehearse(

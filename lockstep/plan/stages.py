@@ -1,18 +1,19 @@
 """Predicts the memory of a pipeline's ranks: each stage's passes are rehearsed once, and repeated in schedule order.
 
-The rank's stages are placed and run as in training, for two micro-batches. The first pass gathers parameters or creates
-gradients, all later ones are equal. The schedule's list of actions then gives the micro-batches in flight.
+The rank's stages are placed as in training, and the executor of training runs two micro-batches through each. The first
+pass gathers parameters or creates gradients, all later ones are equal. The schedule's list of actions then gives the
+micro-batches in flight. Where it has a backward pass in two halves, these run, too, after all else: together they cost
+more than the pass as a whole, since some operations compute either kind of gradient from the same intermediate values.
 """
 
 import copy
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -20,22 +21,28 @@ from torch.distributed.fsdp import FSDPModule
 from lockstep.config import Config
 from lockstep.costs.hardware import Cost
 from lockstep.costs.steps import ScheduledPass
+from lockstep.data.batches import MicroBatch
 from lockstep.layout import Layout
 from lockstep.models.chain import lent, run_segment, shared_parameters_of
 from lockstep.models.protocol import blocks_of, require_segments
-from lockstep.parallel.pipeline.place import local_stages
-from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of
+from lockstep.parallel.executor import Executor, Stage
+from lockstep.parallel.loss_accumulator import Loss
+from lockstep.parallel.passes import MicroBatchPass
+from lockstep.parallel.pipeline.place import LocalStages, around_stage, local_stages
+from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, splits_backward
 from lockstep.parallel.pipeline.schedules import actions
+from lockstep.parallel.pipeline.stage_module import StageCall, StageModule, weights_of
 from lockstep.parallel.pipeline.stage_parameters import survey
-from lockstep.parallel.pipeline.torch_stage import Meta, Metas, Stage, reduce_gradients
 from lockstep.parallel.place import prepared
-from lockstep.parallel.placement import DryRun
+from lockstep.parallel.placement import DryRun, PlacementContext
+from lockstep.parallel.transport import Message, Meta, Metas, Rehearsed, Tensors
 from lockstep.plan import rehearsal
 from lockstep.plan.rehearsal import CPU, GROUPED, Rehearsal, Work
 from lockstep.plan.tracker import KINDS, Region, Tracker, mark_blocks, peak_over, regions_of, tag_gradients
 from lockstep.plan.workload import REPEATED, Workload, block_description, kept_blocks
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat.fake_tensors import FakeTensorMode
+from lockstep.torch_compat.fsdp_state import reduce_gradients
 
 # (kind of action, stage, whether it is the first of its kind on this rank) → its changes and cost
 Changes = dict[tuple[str, int, bool], Region]
@@ -54,15 +61,11 @@ def rehearse_rank(
     with rehearsal.fake_ranks(layout.world_size, rank * layout.world_size // layout.pipeline):
         mesh = rehearsal.meshes(layout)
         assert mesh is not None
-        group = mesh["pipeline"].get_group()
         metas = _metas(copy.deepcopy(short.model), work, config, plan, layout, mesh)
         with rehearsal.tracked() as tracker:
-            changes, start = _run(tracker, short, work, config, layout, rank, metas, group, mesh, device_type)
+            changes, start = _run(tracker, short, work, config, layout, rank, metas, mesh, device_type)
             grown = sum(start) / max(1, sum(tracker.start))
-    stages = {
-        stage: Work(changes["F", stage, False].cost, changes["B", stage, False].cost, Cost())
-        for stage in plan.parts.of_rank(rank)
-    }
+    stages = {stage: _work_of(changes, stage) for stage in plan.parts.of_rank(rank)}
     update = changes["update", 0, True].cost
     in_all = Work(Cost(), Cost(), update._replace(moved=round(update.moved * grown)))
     for one in stages.values():
@@ -70,6 +73,14 @@ def rehearse_rank(
     sent = [sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in of_stage) for of_stage in metas]
     peak = peak_over(start, _in_schedule_order(order, changes))
     return Rehearsal(peak, dict(zip(KINDS, start, strict=True)), in_all, stages, sent)
+
+
+def _work_of(changes: Changes, stage: int) -> Work:
+    """Return the costs of a stage's passes, of which the first of each kind is left out."""
+    forward, backward = changes["F", stage, False].cost, changes["B", stage, False].cost
+    if ("I", stage, False) not in changes:
+        return Work(forward, backward, Cost())
+    return Work(forward, backward, Cost(), (changes["I", stage, False].cost, changes["W", stage, False].cost))
 
 
 @dataclass(frozen=True)
@@ -150,7 +161,7 @@ def _metas(
 
 def _run(
     tracker: Tracker, short: _Shortened, work: Workload, config: Config, layout: Layout, rank: int, metas: list[Metas],
-    group: dist.ProcessGroup, mesh: DeviceMesh, device_type: str,
+    mesh: DeviceMesh, device_type: str,
 ) -> tuple[Changes, tuple[int, ...]]:  # fmt: skip
     """Run two micro-batches through each stage of a rank; return the changes, and the bytes by kind before the step."""
     plan, batch = short.plan, work.batch(config.training.batch_size)
@@ -161,8 +172,6 @@ def _run(
         rehearsal.dry_run_of(tracker, mesh, device_type),
     )  # fmt: skip
     here = local_stages(placement, mesh, plan)
-    here.work.inputs = lambda: placement.objective.inputs(batch)
-    here.work.finish = lambda outputs: placement.objective.summed(outputs, batch)
     own, experts = here.held.named_parameters(), placement.experts
     # The optimizer takes DTensors or plain tensors, not both.
     trained = {
@@ -172,62 +181,123 @@ def _run(
     }  # fmt: skip
     tag_gradients(tracker, own.values())
     optimizer = rehearsal.optimizer_of(config, list(trained.values()))
-    stages = [
-        Stage(part, part.index, len(plan.parts.stages), CPU, group,
-              forward_at=lambda _s, _p: nullcontext(), backward_at=lambda _s, _p: nullcontext())
-        for part in here.parts
-    ]  # fmt: skip
+    passes = _Passes(tracker, short, _executor(placement, here, batch, metas), batch)
     rehearsal.fill_state(optimizer)
     rehearsal.tag_persistent(tracker, [*own.values(), *here.held.named_buffers().values()], optimizer)
     tracker.restart()
-    changes = Changes()
-
-    def close(kind: str, stage: int, first: bool) -> None:
-        labels = (f"{kind}{short.repeated.get(stage, 0)}",) if kind in ("F", "B") else ()
-        joined = Region("", [], Cost())
-        for region in regions_of(tracker.items, labels, short.left_out.get(stage, 0)):
-            joined.changes.extend(region.changes)
-            joined = joined._replace(cost=joined.cost.plus(region.cost))
-        changes[kind, stage, first] = joined
-        tracker.items = []
-
     for module in here.unit.modules() if here.unit is not None else ():
         if isinstance(module, FSDPModule):
             module.unshard()
-    close("start", 0, True)
-    losses: dict[int, Tensor] = {}
-    for stage in stages:
-        received = () if stage.is_first else metas[stage.stage_index - 1]
-        sent = () if stage.is_last else metas[stage.stage_index]
-        stage.begin([0] * 2, [received] * 2, [sent] * 2, reduces=True)
-    for stage in stages:
-        for place in range(2):
-            stage.get_fwd_recv_ops(place)
-            out = stage.forward_one_chunk(place, ())
-            if stage.is_last:
-                losses[place] = out
-            del out
-            tracker.tag([*stage._inputs[place], *stage._outputs[place]], "stashes")
-            close("F", stage.stage_index, place == 0)
-    for stage in reversed(stages):
-        for place in range(2):
-            stage.get_bwd_recv_ops(place)
-            stage.backward_one_chunk(place, loss=losses.pop(place, None), last_backward=False)
-            stage.get_bwd_send_ops(place)
-            close("B", stage.stage_index, place == 0)
-    for stage in stages if layout.data_parallel_size > 1 else ():
-        stage.perform_reduce_grad(1)
+    passes.close("start")
+    for part in here.parts:
+        passes.run("F", part.index)
+    for part in reversed(here.parts):
+        passes.run("B", part.index)
+    passes.executor.after_step(2)
     if here.unit is not None:
-        reduce_gradients(here.unit)
+        reduce_gradients(here.unit, begun=False)
     for name, parameter in here.held.named_parameters().items():
         if trained[parameter] is not parameter and experts is not None and parameter.grad is not None:
             trained[parameter].grad, parameter.grad = experts.whole(name, parameter.grad), None
     rehearsal.update(optimizer)
-    close("update", 0, True)
+    passes.close("update")
     start = tracker.start
     states: dict[Tensor, Any] = {one: optimizer.state[other] for one, other in trained.items()}
     for index in short.left_out:
         if plan.parts.ranks[index] == rank:
             block = placement.blocks[short.repeated[index]][1]
             start = rehearsal.with_blocks_left_out(start, block, states, short.left_out[index])
-    return changes, start
+    if plan.facts.splits_backward:
+        together, _ = splits_backward(plan, plan.uses(), config.step)
+        for part in reversed(here.parts):
+            passes.measure_halves(part.index, apart=together)
+    return passes.changes, start
+
+
+@dataclass
+class _Passes:
+    """Runs passes of a rank's stages one by one, and keeps what each of them changes and costs."""
+
+    tracker: Tracker
+    short: _Shortened
+    executor: Executor
+    batch: Any
+    changes: Changes = field(default_factory=dict)
+    _passing: dict[tuple[int, int], MicroBatchPass] = field(default_factory=dict)  # (stage, position)
+    _without: dict[tuple[str, int], Cost] = field(default_factory=dict)  # (kind, stage) → cost, without blocks left out
+
+    def run(self, kind: str, stage: int) -> None:
+        """Run a kind of pass of two micro-batches through a stage."""
+        for position in range(2):
+            if kind == "F":
+                micro_batch = MicroBatch(position, self.batch)
+                new = MicroBatchPass(micro_batch, 2, 1.0, last=False, stage=stage, position=position)
+                self._passing[stage, position] = new
+            passing = self._passing[stage, position] if kind in ("F", "I") else self._passing.pop((stage, position))
+            self.executor.alone(passing, kind)
+            if kind == "F":
+                self.tracker.tag([*passing.inputs, *passing.outputs], "stashes")
+            del passing
+            self.close(kind, stage, first=position == 0)
+
+    def close(self, kind: str, stage: int = 0, *, first: bool = True) -> None:
+        """Keep what has happened since the last call as an action."""
+        items, self.tracker.items = self.tracker.items, []
+        labels = (f"{kind}{self.short.repeated.get(stage, 0)}",) if kind in ("F", "B") else ()
+        self._without[kind, stage] = _joined(regions_of(items, (), 0)).cost
+        self.changes[kind, stage, first] = _joined(regions_of(items, labels, self.short.left_out.get(stage, 0)))
+
+    def measure_halves(self, stage: int, *, apart: bool) -> None:
+        """Run the two halves of a backward pass; where they do not run `apart`, the first does all.
+
+        Blocks that are left out cost as much more, relative to the pass at once, as those that run.
+        """
+        at_once, all_of_it = self._without["B", stage], self.changes["B", stage, False]
+        if not apart:
+            self.changes["I", stage, False] = all_of_it
+            self.changes["W", stage, False] = Region("", [], Cost())
+            return
+        for kind in ("F", "I", "W"):
+            self.run(kind, stage)
+        for kind in ("I", "W"):
+            counted = zip(self._without[kind, stage], at_once, all_of_it.cost, strict=True)
+            scaled = Cost(*(round(of_half * everything / max(1, once)) for of_half, once, everything in counted))
+            self.changes[kind, stage, False] = self.changes[kind, stage, False]._replace(cost=scaled)
+
+
+def _joined(regions: Sequence[Region]) -> Region:
+    joined = Region("", [], Cost())
+    for region in regions:
+        joined.changes.extend(region.changes)
+        joined = joined._replace(cost=joined.cost.plus(region.cost))
+    return joined
+
+
+def _executor(placement: PlacementContext, here: LocalStages, batch: Any, metas: list[Metas]) -> Executor:
+    """Return the executor of a rank's stages, to which other ranks send tensors without values."""
+    call = StageCall(
+        lambda: placement.objective.inputs(batch),
+        lambda outputs, _calls: Loss(placement.objective.summed(outputs, batch), 1, 0),
+    )
+
+    def run(part: StageModule, _micro_batch: MicroBatch, received: Tensors) -> Any:
+        expected = () if part.is_first else metas[part.index - 1]
+        inputs = [value.requires_grad_(meta.requires_grad) for value, meta in zip(received, expected, strict=True)]
+        return part(call, *inputs)
+
+    def buffers(message: Message) -> Tensors:
+        if message.kind == "F":
+            return tuple(meta.empty(CPU) for meta in metas[message.stage - 1])
+        return tuple(meta.empty(CPU) for meta in metas[message.stage] if meta.requires_grad)
+
+    stages = [
+        Stage(
+            partial(run, part),
+            around_stage(placement, here, part),
+            part.index,
+            len(here.plan.parts.stages),
+            partial(weights_of, part),
+        )
+        for part in here.parts
+    ]
+    return Executor(stages, placement.random_state, Rehearsed(buffers))

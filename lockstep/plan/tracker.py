@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lockstep.config import DDPConfig
 from lockstep.costs.hardware import Cost
-from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.torch_compat.dispatch_mode import UntracedDispatchMode, without_modes
 from lockstep.torch_compat.fake_tensors import FakeTensor, FakeTensorMode, OutputCache, local_tensor, resizes_watched
 from lockstep.torch_compat.operators import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, SHARDING, UNSAFE_VIEW

@@ -1,24 +1,14 @@
-"""Reads what is private in torch's pipeline schedules: whether shapes are known, and DualPipeV's pairs of actions.
+"""Reads what is private in torch's pipeline schedules: DualPipeV's pairs of passes.
 
-Public torch: a schedule infers shapes by running the model on uninitialised memory. DualPipeV sends what the first pass
-of a pair put out after the second: the next stage would wait for nothing.
+Public torch: DualPipeV lists a forward and a backward pass as one entry, which is neither.
 Seen to work: torch 2.11.0 to 2.15.0.
-When gone: a schedule calls the stage's inference of shapes, which Lockstep's does not have; DualPipeV runs in pairs:
-the same numbers, more waiting.
+When gone: DualPipeV's list has pairs, of which nothing here knows what they are: a pipeline lacks passes, and the
+simulated run of its program ends with "the schedules wait for each other".
 """
 
-import re
 from typing import Any
 
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
-
-_INITIALIZED = re.compile(r"_stages?(_forward|_backward)?_initialized")
-
-
-def skip_shape_inference(schedule: Any) -> None:
-    """Have a schedule take the shapes of its stages as known."""
-    for flag in [name for name in vars(schedule) if _INITIALIZED.fullmatch(name)]:
-        setattr(schedule, flag, True)
 
 
 class UnpairedDualPipeV(ScheduleDualPipeV):

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.config import config_from
+from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
 from lockstep.parallel.buffers import RunningBuffers, refuse_synchronised
 from lockstep.parallel.initial import broadcast_values
+from lockstep.parallel.passes import MicroBatchPass
 from lockstep.trainer import Trainer
 from tests.ranks import run_ranks
 
@@ -272,11 +274,12 @@ def test_another_buffer_that_changes_is_named_and_equal_on_all_ranks(
     assert "changes the buffer seen" in caplog.text
     assert "constant" not in caplog.text
     recorder = RunningBuffers(model := Counting(), reproducible=True)
-    with recorder.micro_batch(0, real=True):
-        model(torch.ones(2, FEATURES))
-        recorder.forward_done()
+    passing = MicroBatchPass(MicroBatch(0, None), micro_batches_per_step=1, factor=1.0, last=True)
+    recorder.before(passing)
+    model(torch.ones(2, FEATURES))
+    recorder.after_forward(passing)
     with pytest.raises(UsageError, match="changes the buffer seen"):
-        recorder.finish_step(1)
+        recorder.after_step(1)
 
 
 def test_statistics_over_all_ranks_are_refused() -> None:

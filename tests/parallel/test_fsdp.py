@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from lockstep.config import config_from
 from lockstep.errors import UsageError
 from lockstep.parallel.fsdp_units import explain_mixing, used_elsewhere
-from lockstep.parallel.micro_step import explained
+from lockstep.parallel.passes import explained
 from lockstep.trainer import Trainer
 from tests.parity.matrix import MODELS, Case, Result, difference, reference, run_all
 from tests.parity.toy import Tokens

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 from lockstep.environment import rank_facts
 from lockstep.parallel import activation, ddp, placement
 from lockstep.parallel.comm import compression
-from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.trainer import Trainer
 from lockstep.verify import Subject
 from tests.parity.toy import Tokens, language_model

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lockstep import accelerator
 from lockstep.config import StepConfig
-from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.precision import DTYPES
 from lockstep.randomness import derive_key
 from lockstep.torch_compat import foreach

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.parallel.comm import MESSAGE, all_gather_flat
 from lockstep.parallel.fsdp_units import own_parameters
-from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import local
+from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 
 
 class GlooMessages(AroundMicroBatch):

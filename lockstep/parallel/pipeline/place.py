@@ -1,4 +1,4 @@
-"""Placing a model under a pipeline: each rank keeps its stages, shards or replicates them, and builds its runner.
+"""Places a model under a pipeline: each rank keeps its stages, shards or replicates them, and builds its runner.
 
 Under replicas or shards each stage is FSDP2's: on a mesh of (replicas, 1) it replicates, and all schedules give correct
 gradients with it, which does not hold for DDP. FSDP2 holds the full gradients of a rank's stages until a step's end.
@@ -17,14 +17,15 @@ from lockstep.mesh import data_parallel_group
 from lockstep.parallel import fsdp
 from lockstep.parallel.fsdp_units import explain_mixing, units_of, used_elsewhere
 from lockstep.parallel.loss_weights import train_loss_weights
-from lockstep.parallel.micro_step import Explain, explained
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
+from lockstep.parallel.passes import AroundMicroBatch, Explain, Explains, explained
 from lockstep.parallel.pipeline import stage_parameters
 from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, splits_backward
-from lockstep.parallel.pipeline.runner import Relay, Runner, Shapes
-from lockstep.parallel.pipeline.schedules import run_of
-from lockstep.parallel.pipeline.stage_module import CurrentMicroBatch, StageModule, shard_stages, stage_module_of
-from lockstep.parallel.pipeline.torch_stage import Stage
+from lockstep.parallel.pipeline.runner import Runner
+from lockstep.parallel.pipeline.schedules import forward_program_of, program_of
+from lockstep.parallel.pipeline.shapes import Shapes
+from lockstep.parallel.pipeline.stage_module import StageModule, shard_stages, stage_module_of
+from lockstep.parallel.pipeline.stage_sync import StageSync
 from lockstep.parallel.pipeline.trees import StageTrees
 from lockstep.parallel.placement import PlacementContext
 from lockstep.parallel.reproducible.determinism import explain_kernel
@@ -33,12 +34,11 @@ from lockstep.parallel.reproducible.tree import assign_tree
 
 @dataclass
 class LocalStages:
-    """This rank's stages, and the objects that run them."""
+    """This rank's stages, and what surrounds them."""
 
     plan: PipelinePlan
     held: stage_parameters.StageParameters
     parts: list[StageModule]
-    work: CurrentMicroBatch
     frees: bool  # FSDP2 frees gathered parameters after each forward pass
     unit: nn.Module | None = None  # FSDP2's unit for parameters that stages share
     dp_rank: int = 0  # which of the parallel pipelines this rank is in
@@ -67,11 +67,8 @@ def place(placement: PlacementContext) -> ParallelModel:
     groups = stage_parameters.groups_that_share(plan.across(), mesh.mesh.flatten(1).T.tolist())
     if p.reproducible:
         here = [part.index for part in cut.parts]
-        cut.trees = StageTrees(cut.held, uses, here, p.device, mesh, cut.dp_group, groups, p.experts, p.loss)
+        cut.trees = StageTrees(cut.held, uses, here, p.device, mesh, cut.dp_group, groups, p.experts)
     runner = _runner(p, cut, group, halves=halves)
-    explanations: list[Explain] = [explain_kernel] if p.reproducible else []
-    if layout.data_parallel_size > 1:  # the stages are FSDP2's
-        explanations.append(partial(explain_mixing, explanation=used_elsewhere))
     finish = partial(stage_parameters.sum_shared, cut.held, groups) if cut.trees is None else cut.trees.finish
     assign = partial(assign_tree, even=True) if p.reproducible else assign_strided
     if p.experts is not None:
@@ -83,8 +80,8 @@ def place(placement: PlacementContext) -> ParallelModel:
         objective=p.objective,
         random_state=p.random_state,
         assign=partial(assign, rank=cut.dp_rank, ranks=layout.data_parallel_size),
-        forward_backward=explained(explanations)(runner.forward_backward),
-        evaluate=explained(explanations)(runner.evaluate),
+        forward_backward=runner.forward_backward,
+        evaluate=explained(explanations_of(p))(runner.evaluate),
         forward=runner.forward,
         buffers={n: b for n, b in cut.held.named_buffers().items() if n in plan.model.persistent},
         finish_gradients=finish,
@@ -106,13 +103,16 @@ def local_stages(p: PlacementContext, mesh: DeviceMesh, plan: PipelinePlan) -> L
     rank, layout = mesh["pipeline"].get_local_rank(), p.layout
     units = units_of(p.model, p.config.distributed.fsdp, p.blocks)  # in the unsplit model
     held = stage_parameters.stage_parameters_of(rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
-    work = CurrentMicroBatch(observes=p.objective.in_outputs and p.objective.observed is not None)
-    parts = [stage_module_of(plan, stage, held, p.blocks, work, p.precision) for stage in plan.parts.of_rank(rank)]
+    observes = p.objective.in_outputs and p.objective.observed is not None
+    parts = [
+        stage_module_of(plan, stage, held, p.blocks, p.precision, observes=observes)
+        for stage in plan.parts.of_rank(rank)
+    ]
     stage_parameters.release(plan.model, held)
     stage_parameters.materialise(held, p.device, p.first, empty=p.dry_run is not None)
     strategy = p.config.distributed.fsdp.sharding_strategy
     frees = layout.shard > 1 and strategy in ("full_shard", "hybrid_shard")
-    cut = LocalStages(plan, held, parts, work, frees)
+    cut = LocalStages(plan, held, parts, frees)
     if layout.data_parallel_size > 1:
         shard = partial(fsdp.shard_stage, mesh, p.config, device_type=p.device_type, experts=p.experts)
         cut.unit, lines = shard_stages(parts, held, units, shard, cut.frees)
@@ -120,24 +120,53 @@ def local_stages(p: PlacementContext, mesh: DeviceMesh, plan: PipelinePlan) -> L
     return cut
 
 
+def explanations_of(p: PlacementContext) -> list[Explain]:
+    """Return what makes clearer errors of torch's, in training and in evaluation."""
+    found: list[Explain] = [explain_kernel] if p.reproducible else []
+    if p.layout.data_parallel_size > 1:  # the stages are FSDP2's
+        found.append(partial(explain_mixing, explanation=used_elsewhere))
+    return found
+
+
+def around_stage(p: PlacementContext, cut: LocalStages, part: StageModule) -> list[AroundMicroBatch]:
+    """Return what stands around the passes of a stage, outermost first; the order is decided here alone."""
+    dp_size = p.layout.data_parallel_size
+    around: list[AroundMicroBatch] = [Explains(explain) for explain in explanations_of(p)]
+    if p.dry_run is None and (buffers := p.running_buffers(part, dp_size, cut.dp_group)).any:
+        around.append(buffers)
+    # Around the last stage here, on ranks without a loss as well, which take part in the sum over all ranks.
+    if p.loss is not None and p.loss.any and p.dry_run is None and part is cut.parts[-1]:
+        around.append(p.loss)
+    if dp_size > 1:
+        around.append(StageSync(part))
+    return around
+
+
 def _runner(p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, halves: bool) -> Runner:
     plan, parts, dp_size = cut.plan, cut.parts, p.layout.data_parallel_size
     stages = len(plan.parts.stages)
     objects_on = object_device(p.device)
     knows_batches = parts[0].is_first and (p.cuts is None or p.cuts.cut.rank == 0)
-    buffers = [p.running_buffers(part, dp_size, cut.dp_group) for part in parts]
-    relay = Relay(parts, plan.parts.ranks, group, p.device, objects_on)
-    shapes = Shapes(cut.dp_rank, dp_size, knows_batches, objects_on, together=p.experts is not None)
+    schedule = plan.facts.name, p.layout.pipeline, p.config.distributed.pipeline.stages_per_rank
+    rank = dist.get_rank(group)
     runner = Runner(
-        parts, buffers, p.objective, p.random_state, cut.work, relay, shapes,
-        make_run=partial(run_of, plan.facts.name),
+        parts,
+        {part.index: around_stage(p, cut, part) for part in parts},
+        p.objective,
+        p.random_state,
+        plan.parts.ranks,
+        group,
+        p.device,
+        objects_on,
+        Shapes(cut.dp_rank, dp_size, knows_batches, objects_on, together=p.experts is not None),
+        program=lambda count: program_of(*schedule, count, rank),
+        forward_program=lambda count: forward_program_of(*schedule, count, rank),
         padded=lambda count: plan.facts.padded(count, p.layout.pipeline, stages),
+        halves=halves,
         per_run=p.config.distributed.pipeline.n_microbatches,
-        shared_unit=cut.unit, frees=cut.frees, trees=cut.trees,
-    )  # fmt: skip
-    at = {"forward_at": runner.forward_at, "backward_at": runner.backward_at}
-    runner.stages = [
-        Stage(part, part.index, stages, p.device, group, **at, trees=cut.trees, halves=halves) for part in parts
-    ]
+        shared_unit=cut.unit,
+        frees=cut.frees,
+        trees=cut.trees,
+    )
     dist.all_reduce(torch.zeros(1, device=p.device), group=group)  # the pipeline's communicator is there before a send
     return runner

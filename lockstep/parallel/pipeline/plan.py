@@ -204,6 +204,7 @@ class StageTime:
     backward: float
     sent: float
     parameter_bytes: float
+    halves: tuple[float, float] | None = None  # of gradients of inputs, and of weights; None: half of `backward` each
 
 
 def pipeline_step(
@@ -217,8 +218,8 @@ def pipeline_step(
     orders = actions(options.schedule, layout.pipeline, options.stages_per_rank, count)
     seconds: dict[tuple[str, int], float] = {}
     for index, stage in enumerate(stages):
-        halves = stage.backward / 2
-        times = {"F": stage.forward, "B": stage.backward, "I": halves, "W": halves}
+        of_inputs, of_weights = stage.halves or (stage.backward / 2, stage.backward / 2)
+        times = {"F": stage.forward, "B": stage.backward, "I": of_inputs, "W": of_weights}
         seconds |= {(kind, index): time for kind, time in times.items()}
     stride = layout.data_parallel_size
     sends = [send(cluster, stage.sent, stride) for stage in stages]

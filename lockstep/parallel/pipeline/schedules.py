@@ -1,4 +1,4 @@
-"""Describes each schedule (stages per rank, their placement, numbers of micro-batches), builds torch's, and draws it.
+"""Describes each schedule (stages per rank, their placement, numbers of micro-batches), lists its passes, and draws it.
 
 A stage that is placed `loop` goes to rank (stage mod ranks); placed `v`, the ranks are walked back and forth. In a
 picture sending takes no time. Theory: with p ranks, m micro-batches and V stages a rank, ranks wait (p-1)/(V·m+p-1) of
@@ -6,23 +6,22 @@ the time. What 1F1B saves is memory.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleDualPipeV, get_schedule_class
 
 from lockstep.config import StepConfig, require_equation
 from lockstep.costs.steps import ScheduledPass, pipeline
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.torch_stage import Stage
+from lockstep.parallel.transport import Program, programs
 from lockstep.strategy import AUTO, resolve, strategy_named
-from lockstep.torch_compat.pipeline_schedules import UnpairedDualPipeV, skip_shape_inference
+from lockstep.torch_compat.pipeline_schedules import UnpairedDualPipeV
 
 
 @dataclass(frozen=True)
@@ -67,26 +66,12 @@ def rank_of(stage: int, ranks: int, *, v_shaped: bool) -> int:
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
-def run_of(name: str, stages: Sequence[Stage], count: int) -> Callable[[], None]:
-    """Return what runs `count` micro-batches on this rank's stages, ascending, by a schedule, after their `begin`."""
-    # The last stage returns its loss, made from a micro-batch that it knows: what is passed here is only counted.
-    targets = {"target": torch.arange(count)} if any(stage.is_last for stage in stages) else {}
-    return partial(build(name, stages, count).step, **targets, return_outputs=False)
-
-
 def build(name: str, stages: Sequence[Any], count: int) -> Any:
-    """Return torch's schedule object; `stages` may be stand-ins if it is not run."""
+    """Return torch's schedule object, of stand-ins for stages: it lists passes, and does not run."""
     kind: Any = get_schedule_class(name)
     kind = UnpairedDualPipeV if kind is ScheduleDualPipeV else kind
     several = issubclass(kind, PipelineScheduleMulti)
-    schedule = kind(
-        list(stages) if several else stages[0],
-        n_microbatches=count,
-        loss_fn=lambda output, _target: output,
-        scale_grads=False,  # the loss is a sum over the step: nothing is divided by the number of micro-batches
-    )
-    skip_shape_inference(schedule)
-    return schedule
+    return kind(list(stages) if several else stages[0], n_microbatches=count, loss_fn=lambda output, _target: output)
 
 
 def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[list[ScheduledPass]]:
@@ -117,6 +102,40 @@ def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[lis
         ]
         for rank in range(ranks)
     ]
+
+
+@cache
+def program_of(name: str, ranks: int, stages_per_rank: int, count: int, rank: int) -> Program:
+    """Return a rank's program of a run of `count` micro-batches, a number that the schedule takes."""
+    return programs(actions(name, ranks, stages_per_rank, count), holders(name, ranks, stages_per_rank))[rank]
+
+
+@cache
+def forward_program_of(name: str, ranks: int, stages_per_rank: int, count: int, rank: int) -> Program:
+    """Return a rank's program of the forward passes of `count` micro-batches, with stages placed by a schedule.
+
+    As many micro-batches as there are ranks go through all stages of a rank before the next ones: that fills the
+    pipeline, and bounds what waits to be sent.
+    """
+    rank_of_stage = holders(name, ranks, stages_per_rank)
+    windows = [range(begin, min(begin + ranks, count)) for begin in range(0, count, ranks)]
+    orders = [
+        [
+            ScheduledPass("F", stage, micro_batch)
+            for window in windows
+            for stage, holder in enumerate(rank_of_stage)
+            if holder == each
+            for micro_batch in window
+        ]
+        for each in range(ranks)
+    ]
+    return programs(orders, rank_of_stage)[rank]
+
+
+def holders(name: str, ranks: int, stages_per_rank: int) -> list[int]:
+    """Return of each stage the pipeline rank that holds it under a schedule."""
+    v_shaped = SCHEDULES[name].v_shaped
+    return [rank_of(stage, ranks, v_shaped=v_shaped) for stage in range(ranks * stages_per_rank)]
 
 
 UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # a backward pass costs as much as two forward
@@ -163,8 +182,8 @@ def timeline(name: str, ranks: int, stages_per_rank: int, micro_batches: int) ->
 
 def simulate(orders: Sequence[Sequence[ScheduledPass]], seconds: dict[tuple[str, int], float]) -> ScheduleTimeline:
     """Simulate a run of each rank's passes in order, which take (kind, stage) → seconds, and sending no time."""
-    holders = dict(sorted((each.stage, rank) for rank, order in enumerate(orders) for each in order))
-    line = pipeline(orders, seconds, [0.0] * len(holders), rank_of=list(holders.values()))
+    rank_of_stage = dict(sorted((each.stage, rank) for rank, order in enumerate(orders) for each in order))
+    line = pipeline(orders, seconds, [0.0] * len(rank_of_stage), rank_of=list(rank_of_stage.values()))
     tasks = [[task for task in line.tasks if task.stream == ("compute", rank)] for rank in range(len(orders))]
     pairs = [zip(order, done, strict=True) for order, done in zip(orders, tasks, strict=True)]
     return ScheduleTimeline(tuple(tuple(Timed(each, task.begin, task.end) for each, task in pair) for pair in pairs))
@@ -213,8 +232,11 @@ def picture(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int)
     if shown < run.end:
         lines.append(f"(the first {shown} of {run.end:.0f} columns)")
     if laps:
-        holders = [rank_of(stage, ranks, v_shaped=facts.v_shaped) for stage in range(ranks * stages_per_rank)]
-        stages_of = [", ".join(str(s) for s, holder in enumerate(holders) if holder == rank) for rank in range(ranks)]
+        rank_of_stage = holders(schedule, ranks, stages_per_rank)
+        stages_of = [
+            ", ".join(str(stage) for stage, holder in enumerate(rank_of_stage) if holder == rank)
+            for rank in range(ranks)
+        ]
         held = [f"{rank}: {stages}" for rank, stages in enumerate(stages_of)]
         lines.append(f"stages of rank {'; '.join(held)} (a, b … from the first to the last)")
     times = f"{stages_per_rank}·" if laps else ""

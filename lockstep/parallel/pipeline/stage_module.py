@@ -1,7 +1,7 @@
 """One stage's module: a run of the model's segments, and the parameters that they borrow.
 
-The first stage takes its inputs from the micro-batch that the rank works on, the last one turns outputs into a loss or
-returns them, as `CurrentMicroBatch` says: nothing but tensors travels between stages.
+The first stage takes its inputs from the batch, the last one turns outputs into a loss or returns them, as the
+`StageCall` says with which it is called: nothing but tensors travels between stages.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
@@ -18,33 +17,37 @@ from lockstep.models.chain import run_segment
 from lockstep.models.observed import LossCalls
 from lockstep.parallel.pipeline.plan import PipelinePlan
 from lockstep.parallel.pipeline.stage_parameters import Registration, StageParameters
-from lockstep.parallel.strides import copied_to
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
 from lockstep.torch_compat.tensor_versions import base_of
 
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # of the whole model's forward pass
 
-@dataclass
-class CurrentMicroBatch:
-    """The micro-batch that the stages of a rank work on; the runner sets it."""
 
-    inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] = lambda: ((), {})  # of the forward pass
-    finish: Callable[[Any], Any] = lambda outputs: outputs  # the model's outputs → what the last stage returns
-    observes: bool = False  # record calls of torch's loss functions in the last stage
-    calls: LossCalls | None = None  # those of its latest forward pass
+@dataclass(frozen=True)
+class StageCall:
+    """What a stage is called with beside the activations; FSDP2, which casts and hooks tensors, does not look inside.
+
+    Stages in the middle look at neither.
+    """
+
+    inputs: Callable[[], Inputs]  # of the model's forward pass
+    # (the model's outputs, calls of torch's loss functions that made them, if observed) → what the last stage returns
+    finish: Callable[[Any, LossCalls | None], Any]
 
 
 class StageModule(nn.Module):
     """Stage `index` of `count`.
 
     `borrowed`: segment name → {keyword: where the parameter is}, for each call; `earlier`: segment name → how often a
-    module that draws under this name ran in earlier stages; `owns` registers what only segments of this stage borrow.
+    module that draws under this name ran in earlier stages; `observes`: record calls of torch's loss functions in the
+    last stage; `owns` registers what only segments of this stage borrow.
     """
 
     def __init__(
         self, index: int, count: int, segments: Sequence[tuple[str, nn.Module]], *,
         borrowed: Mapping[str, Mapping[str, Registration]], blocks: Sequence[tuple[str, nn.Module]],
-        earlier: Mapping[str, int], work: CurrentMicroBatch, precision: Precision, owns: nn.Module | None = None,
+        earlier: Mapping[str, int], precision: Precision, observes: bool = False, owns: nn.Module | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.index = index
@@ -55,7 +58,7 @@ class StageModule(nn.Module):
         self._names = [name for name, _ in segments]
         self._blocks = list(blocks)
         self._earlier = dict(earlier)
-        self._work, self._precision = work, precision
+        self._precision, self._observes = precision, observes
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         return list(self._blocks)
@@ -69,7 +72,7 @@ class StageModule(nn.Module):
         return ".".join(filter(None, (self._names[int(place)], inside)))
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
-        """Yield own and borrowed parameters: schedules that split the backward pass differentiate by these."""
+        """Yield own and borrowed parameters."""
         own = list(super().parameters(recurse))
         yield from own
         seen = {id(parameter) for parameter in own}
@@ -83,14 +86,12 @@ class StageModule(nn.Module):
         random_state.at(micro_batch)
         random_state.calls.update(self._earlier)
 
-    def forward(self, *values: Any) -> Any:
+    def forward(self, call: StageCall, *values: Any) -> Any:
         keywords: Mapping[str, Any] = {}
-        work = self._work
-        # Stages in the middle have no batch.
-        inputs = work.inputs() if self.is_first or self.is_last else ((), {})
+        inputs: Inputs = call.inputs() if self.is_first or self.is_last else ((), {})
         given = {id(value) for value in values}
-        observing = LossCalls() if self.is_last and work.observes else nullcontext()
-        with self._precision.autocast(), observing as work.calls:
+        observing = LossCalls() if self.is_last and self._observes else nullcontext()
+        with self._precision.autocast(), observing as calls:
             if self.is_first:
                 values, keywords = inputs
             outputs: Any = values
@@ -100,32 +101,20 @@ class StageModule(nn.Module):
                 values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
         if self.is_last:
             with self._precision.autocast():
-                return work.finish(outputs)
+                return call.finish(outputs, calls)
         return tuple(_own(value, given) for value in values)
 
 
+def weights_of(part: StageModule) -> list[Tensor]:
+    """Return what a stage trains, own and borrowed."""
+    return [parameter for parameter in part.parameters() if parameter.requires_grad]
+
+
 def _own(value: Tensor, given: set[int]) -> Tensor:
-    """Return a tensor that nothing else uses, to be sent: torch's runtime detaches it in place.
-
-    It has the strides of `value`: kernels of the next segment may depend on them.
-    """
-    if base_of(value) is None and id(value) not in given:
-        return value
-    copied = value.clone()
-    apply: Any = _Copied.apply
-    return copied if copied.stride() == value.stride() else apply(value)
-
-
-class _Copied(torch.autograd.Function):
-    """A copy with the strides of a tensor that does not fill its memory, or is expanded; `clone` would give others."""
-
-    @staticmethod
-    def forward(_ctx: Any, value: Tensor) -> Tensor:
-        return copied_to(value.detach(), value.stride())
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
+    """Return a tensor that nothing else writes to, row by row in memory, to be sent."""
+    if base_of(value) is not None or id(value) in given:
+        return value.clone().contiguous()
+    return value.contiguous()
 
 
 Blocks = list[tuple[str, nn.Module]]
@@ -134,8 +123,8 @@ Shard = Callable[[nn.Module, Blocks, set[nn.Parameter], bool], list[str]]
 
 
 def stage_module_of(
-    plan: PipelinePlan, stage: int, held: StageParameters, blocks: Blocks, work: CurrentMicroBatch, precision: Precision
-) -> StageModule:
+    plan: PipelinePlan, stage: int, held: StageParameters, blocks: Blocks, precision: Precision, *, observes: bool
+) -> StageModule:  # fmt: skip
     """Return the module of stage `stage`, which this rank holds."""
     segments = [plan.segments[i] for i in plan.parts.stages[stage]]
     inside = {id(module) for _, segment in segments for module in segment.modules()}
@@ -149,7 +138,7 @@ def stage_module_of(
     return StageModule(
         stage, len(plan.parts.stages), segments, borrowed=borrowed,
         blocks=[(name, block) for name, block in blocks if id(block) in inside],
-        earlier=earlier, work=work, precision=precision, owns=held.of_stage.get(stage),
+        earlier=earlier, precision=precision, observes=observes, owns=held.of_stage.get(stage),
     )  # fmt: skip
 
 

@@ -22,7 +22,6 @@ from lockstep.data.batches import MicroBatch
 from lockstep.mesh import local_chunk
 from lockstep.parallel.comm import all_gather_flat
 from lockstep.parallel.expert import PlacedExperts
-from lockstep.parallel.loss_weights import LossWeights
 from lockstep.parallel.parallel_model import local
 from lockstep.parallel.pipeline.stage_parameters import StageParameters
 from lockstep.parallel.reproducible.tree import Partials, TreeReduceScatter, clear_zero_signs, tree_assignment
@@ -60,7 +59,6 @@ class StageTrees:
     dp_group: dist.ProcessGroup | None  # the ranks with the same stages; None where there is one pipeline
     shared_groups: Mapping[str, dist.ProcessGroup]  # parameter → group of this pipeline's ranks that hold it
     experts: PlacedExperts | None = None  # those that the parallel pipelines share out, which have sums of their own
-    loss: LossWeights | None = None  # of the loss function
     run: Sequence[MicroBatch] = ()  # micro-batches of the schedule's run
     places: range = range(0)  # of these in the step; without those that pad a run
     _partials: dict[int, Partials] = field(default_factory=dict)
@@ -76,10 +74,8 @@ class StageTrees:
         self._partials = {stage: Partials(leaves) for stage in self.stages}
         if self.experts is not None:
             self.experts.begin(leaves)
-        if self.loss is not None:
-            self.loss.begin(leaves)
 
-    # ---- what stages send: see `torch_stage.Stage` ----
+    # ---- what stages send: see `lockstep.parallel.executor.Carrier` ----
 
     def buffers(self, stage: int) -> tuple[Tensor, ...]:
         """Return buffers for the running sums of shared weights that later stages have used."""
@@ -91,20 +87,18 @@ class StageTrees:
         arrived = zip(self.uses.crossing(stage), carried, strict=True)
         return [(self._parameter(name), value) for name, value in arrived if name in here]
 
-    def done(self, stage: int, place: int, carried: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def done(self, stage: int, position: int, carried: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Keep the gradients of a stage's weights as a leaf; return the running sums for the previous stage."""
         sums: dict[str, Tensor | None] = dict(zip(self.uses.crossing(stage), carried, strict=True))
         for name in self.uses.of(stage):
             parameter = self._parameter(name)
             if parameter.grad is not None:
                 sums[name], parameter.grad = parameter.grad, None
-        micro_batch = self.run[place]
+        micro_batch = self.run[position]
         if micro_batch.real:
             self._partials[stage].add(micro_batch.index, [sums.get(name) for name in self._complete[stage]])
-        if self.loss is not None and stage == len(self.uses.rank_of) - 1:
-            self.loss.take(micro_batch.index, real=micro_batch.real)
         if self.experts is not None:
-            at = self.places[place] if place < len(self.places) else None
+            at = self.places[position] if position < len(self.places) else None
             self.experts.add_leaves(at, self._complete[stage])
         handed_on = [(name, sums.get(name)) for name in self.uses.crossing(stage - 1)]
         return tuple(self._zeros(name) if value is None else value.contiguous() for name, value in handed_on)

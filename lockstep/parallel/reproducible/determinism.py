@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.micro_step import AroundMicroBatch
+from lockstep.parallel.passes import AroundMicroBatch
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError
 from lockstep.parallel.comm.gloo import AllToAll
-from lockstep.parallel.micro_step import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.parallel_model import local
+from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.reproducible.tree import (
     Node,
     Partials,

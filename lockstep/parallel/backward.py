@@ -1,0 +1,181 @@
+"""Backward passes of a stage: at once, or the gradients of its inputs first and those of its weights later.
+
+The first half, I, computes the gradients of the stage's inputs, which the rank before waits for. The second half, W,
+computes those of the weights, when the schedule has time for it. Together they compute what one backward pass does,
+as long as W begins where I has come by. For y = relu(x · Wᵀ) with x [n, a], W [b, a], y [n, b]:
+
+    graph      y ← ReluBackward ← MmBackward ← x
+                                      ↖ TBackward ← W
+    I          dy [n, b] → relu → dz [n, b], which is kept at MmBackward → dz · W = dx [n, a]
+    W          MmBackward again, from dz, towards W alone → dWᵀ = xᵀ · dz [a, b] → dW [b, a]
+
+So I keeps, for each operation that lies on the way from the outputs to the inputs and uses a weight, the gradients that
+have reached it, and W starts there. Where a weight is not reached from exactly one such operation, it starts at the
+outputs, and goes all the way again: layers share the weight (the graph between its two uses would be freed by the
+first), or its gradient does not meet that of an input.
+
+Tests: tests/parallel/test_backward.py
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+Gradients = tuple[Tensor | None, ...]
+Node = Any  # an operation in torch's graph: its class is made in C++
+
+# In torch 2.11 the operation of an `autograd.Function` is gone with the graph before it, though Python still names it.
+_KEEPS_FUNCTIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+def backward(outputs: Sequence[Tensor], gradients: Gradients, inputs: Sequence[Tensor]) -> Gradients:
+    """Add the gradients of weights to their `.grad`, and return those of the inputs; None for an input without one.
+
+    Args:
+        outputs: where the pass starts; those that need no gradient are left out.
+        gradients: of the outputs, of the same shapes.
+        inputs: leaves of the graph.
+    """
+    roots = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True) if output.requires_grad]
+    if not roots:
+        return (None,) * len(inputs)
+    torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
+    found = tuple(value.grad for value in inputs)
+    for value in inputs:
+        value.grad = None
+    return found
+
+
+@dataclass
+class SecondHalf:
+    """The gradients of weights that are still to be computed; holds the graph until then."""
+
+    starts: list[GradientEdge] = field(default_factory=list)  # the outputs of the stage
+    gradients: list[Tensor | None] = field(default_factory=list)  # of these
+    weights: list[Tensor] = field(default_factory=list)  # all that are reached; empty: whatever is a leaf
+    # Instead of all the way from the outputs: (operation, the weights that it uses).
+    operations: list[tuple[Node, list[Tensor]]] = field(default_factory=list)
+    arrived: dict[Node, Gradients] = field(default_factory=dict)  # operation → gradients that have reached it
+
+    def run(self) -> None:
+        """Add the gradients of the weights to `.grad`, as autograd does it: in their layout, with their hooks."""
+        if self.starts:
+            torch.autograd.backward(self.starts, self.gradients, inputs=self.weights or None)
+        while self.operations:  # each is freed before the next one runs
+            operation, weights = self.operations.pop()
+            numbered = enumerate(self.arrived.pop(operation, ()))
+            given = [(GradientEdge(operation, place), each) for place, each in numbered if each is not None]
+            if given:
+                torch.autograd.backward([edge for edge, _ in given], [each for _, each in given], inputs=weights)
+
+
+def whole_second_half(outputs: Sequence[Tensor], gradients: Gradients) -> SecondHalf:
+    """Return a second half that is all of the backward pass, for a stage whose inputs need no gradients."""
+    roots = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True) if output.requires_grad]
+    return SecondHalf([get_gradient_edge(output) for output, _ in roots], [gradient for _, gradient in roots])
+
+
+def first_half(
+    outputs: Sequence[Tensor], gradients: Gradients, inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Gradients, SecondHalf]:
+    """Return the gradients of the inputs, None for those without one, and what computes those of the weights.
+
+    Args:
+        outputs: where the pass starts; those that need no gradient are left out.
+        gradients: of the outputs, of the same shapes.
+        inputs: leaves of the graph.
+        weights: leaves of the graph; those that it does not reach get no gradient.
+    """
+    half = whole_second_half(outputs, gradients)
+    weight_of = {get_gradient_edge(weight).node: weight for weight in weights if weight.requires_grad}
+    place_of = {get_gradient_edge(value).node: place for place, value in enumerate(inputs) if value.requires_grad}
+    order = _postorder([edge.node for edge in half.starts])
+    reached = [node for node in order if node in weight_of]
+    half.weights = [weight_of[node] for node in reached]
+    used = [place_of[node] for node in order if node in place_of]
+    starts, given = half.starts, half.gradients
+    found: list[Tensor | None] = [None] * len(inputs)
+    if not used:
+        return tuple(found), half
+    operations = _operations(order, {edge.node for edge in starts}, set(place_of), set(weight_of))
+    if operations is not None:
+        half.operations = [(node, [weight_of[each] for each in nodes]) for node, nodes in operations]
+        half.starts, half.gradients = [], []
+    hooks = [node.register_prehook(_keep(half.arrived, node)) for node, _ in half.operations]
+    try:
+        wanted = [inputs[place] for place in used]
+        pulled = torch.autograd.grad(starts, wanted, given, retain_graph=bool(reached))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for place, gradient in zip(used, pulled, strict=True):
+        found[place] = gradient
+    return tuple(found), half
+
+
+def _operations(
+    order: Sequence[Node], roots: set[Node], inputs: set[Node], weights: set[Node]
+) -> list[tuple[Node, list[Node]]] | None:
+    """Return the operations on the way to the inputs that use weights, with the nodes of these weights.
+
+    None if some weight is not reached from exactly one of them, or if torch can't continue from one.
+
+    Args:
+        order: the nodes of the graph, each after those that follow it.
+        roots: where the backward pass starts.
+        inputs: the nodes of the inputs.
+        weights: the nodes that accumulate the gradients of weights.
+    """
+    leads_to_input = set(inputs)
+    behind: dict[Node, frozenset[Node]] = {}  # node that leads to no input → the weights behind it
+    operations: list[tuple[Node, list[Node]]] = []
+    for node in order:
+        if node in inputs:
+            continue
+        following = [each for each, _ in node.next_functions if each is not None]
+        if any(each in leads_to_input for each in following):
+            leads_to_input.add(node)
+            used = [behind[each] for each in following if each not in leads_to_input]
+            if any(used):
+                operations.append((node, list(frozenset().union(*used))))
+        elif node in weights:
+            behind[node] = frozenset([node])
+        else:
+            behind[node] = frozenset().union(*(behind[each] for each in following))
+    found = [weight for _, nodes in operations for weight in nodes]
+    reached = {node for node in order if node in weights}
+    if len(found) != len(reached) or set(found) != reached:  # used by several operations, or by none of them
+        return None
+    if any(behind.get(root) for root in roots):  # an output is made of weights alone: they may be used here, too
+        return None
+    if not _KEEPS_FUNCTIONS and any(isinstance(node, BackwardCFunction) for node, _ in operations):
+        return None
+    return operations
+
+
+def _keep(arrived: dict[Node, Gradients], node: Node) -> Callable[[Gradients], None]:
+    def hook(gradients: Gradients) -> None:
+        arrived[node] = gradients
+
+    return hook
+
+
+def _postorder(roots: Sequence[Node]) -> list[Node]:
+    """Return the nodes of a graph, each after all that follow it on the way to the leaves."""
+    seen: set[Node] = set()
+    order: list[Node] = []
+    stack = [(root, False) for root in roots]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node is not None and node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(following, False) for following, _ in node.next_functions]
+    return order

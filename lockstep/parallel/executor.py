@@ -1,0 +1,332 @@
+"""Runs a rank's passes of a step, under every strategy, with one list of objects around each of them.
+
+A rank without a pipeline is a pipeline of one stage: it runs F0 B0 F1 B1 …, a micro-batch after the other. Under a
+pipeline a rank runs the program of its schedule (`lockstep.parallel.transport`): passes, with sends and receives
+between them. What the passes do to each other is kept here, by stage and by position of the micro-batch in the run:
+
+    F of stage s      takes the activations of stage s-1; keeps its inputs and outputs; leaves activations for s+1
+    B of stage s      takes the gradients of its outputs from s+1; adds those of weights to `.grad`; leaves those of its
+                      inputs for s-1
+    I and W           the two halves of B: I does all of it but the gradients of weights, which W computes later
+
+What a pass leaves for a stage of the same rank is taken from here, what it leaves for another rank is sent. The loss
+is not multiplied by its weight: the weight is the gradient with which its backward pass starts, under all strategies.
+
+Tests: tests/parallel/test_executor.py
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.costs.steps import ScheduledPass
+from lockstep.data.batches import MicroBatch
+from lockstep.heartbeat import went_forward
+from lockstep.parallel.backward import Gradients, backward, first_half, whole_second_half
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
+from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
+from lockstep.parallel.transport import Message, Program, Receive, Rehearsed, Send, Tensors, Transport
+from lockstep.randomness import RandomState
+
+# (micro-batch, activations of the stage before) → activations, tensors that nothing else uses; of the last stage: its
+# result, which is the `Loss` in training
+Forward = Callable[[MicroBatch, Tensors], Any]
+Done = Callable[[MicroBatch, Any], None]  # takes the result of the last stage
+
+
+class Carrier(Protocol):
+    """Takes the gradients of each micro-batch, and carries sums of them back from stage to stage, with a message.
+
+    See `lockstep.parallel.pipeline.trees`.
+    """
+
+    def roots(self, stage: int, carried: Tensors) -> list[tuple[Tensor, Tensor]]:
+        """Return (weight, sum that has arrived): a backward pass starts from these weights, too."""
+
+    def done(self, stage: int, position: int, carried: Tensors) -> Tensors:
+        """Take the gradients of the stage's weights; return the sums that the stage before gets."""
+
+
+@dataclass
+class Stage:
+    """What this rank runs of a model: all of it, or a stage of a pipeline."""
+
+    forward: Forward
+    around: Sequence[AroundMicroBatch] = ()  # outermost first
+    index: int = 0
+    count: int = 1  # of stages in the pipeline
+    # For a backward pass in two halves. Looked up each time: FSDP2 puts others in the place of parameters.
+    weights: Callable[[], Sequence[Tensor]] = lambda: ()
+
+    def __post_init__(self) -> None:
+        self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
+        self.before = _own_methods(self.around, "before")
+        self.after_forward = _own_methods(self.around[::-1], "after_forward")
+        self.before_backward = _own_methods(self.around, "before_backward")
+        self.after_backward = _own_methods(self.around[::-1], "after_backward")
+        self.after = _own_methods(self.around[::-1], "after")
+        self.after_step = _own_methods(self.around[::-1], "after_step")
+
+
+def _own_methods(around: Sequence[AroundMicroBatch], name: str) -> list[Any]:
+    """Return the method `name` of each object that has one of its own: what does nothing is not called."""
+    nothing = getattr(AroundMicroBatch, name)
+    return [getattr(each, name) for each in around if getattr(type(each), name) is not nothing]
+
+
+class Executor:
+    """Runs passes of this rank's stages.
+
+    Args:
+        stages: of this rank, ascending.
+        random_state: what random numbers depend on; a backward pass may repeat parts of a forward pass.
+        transport: carries messages to other ranks.
+        multiplier: of the loss, which undoes a mean that the strategy's own reduction takes.
+        carrier: takes the gradients of each micro-batch; None: they add up in `.grad`.
+        halves: compute the gradients of weights in W where a schedule has one; else with those of inputs, in I.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        random_state: RandomState,
+        transport: Transport | None = None,
+        *,
+        multiplier: float = 1.0,
+        carrier: Carrier | None = None,
+        halves: bool = True,
+    ) -> None:
+        self.stages = {stage.index: stage for stage in stages}
+        self._random_state = random_state
+        self._transport = transport or Rehearsed()
+        self._multiplier = multiplier
+        self._carrier = carrier
+        self._halves = halves
+        self._left: dict[Message, Tensors] = {}  # made by a pass here, for another stage
+        self._under_way: dict[tuple[int, int], MicroBatchPass] = {}  # (stage, position) → after F, until B or W
+
+    # ---- programs ----
+
+    def run(
+        self,
+        program: Program,
+        micro_batches: Sequence[MicroBatch],
+        accumulator: LossAccumulator,
+        factor: float,
+        *,
+        last: bool,
+    ) -> None:
+        """Run a program of forward and backward passes; with `last`, the last one of the step."""
+        per_step = accumulator.micro_batches_per_step
+        end = len(micro_batches) - 1
+        try:
+            for each in program:
+                if isinstance(each, Send):
+                    self._transport.send(each.message, each.peer, self._left.pop(each.message))
+                elif isinstance(each, Receive):
+                    self._transport.receive(each.message, each.peer)
+                elif each.kind == "F":
+                    micro_batch = micro_batches[each.micro_batch]
+                    is_last = last and each.micro_batch == end
+                    passing = MicroBatchPass(micro_batch, per_step, factor, is_last, [], each.stage, each.micro_batch)
+                    self.forward(passing, accumulator)
+                    went_forward()
+                else:
+                    self.backward(each)
+                    went_forward()
+            self._transport.finish()
+            if last:
+                self.after_step(per_step)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def run_forward(self, program: Program, micro_batches: Sequence[MicroBatch], done: Done) -> None:
+        """Run a program of forward passes alone, with nothing around them; `done` takes the last stage's results."""
+        try:
+            for each in program:
+                if isinstance(each, Send):
+                    self._transport.send(each.message, each.peer, self._left.pop(each.message))
+                elif isinstance(each, Receive):
+                    self._transport.receive(each.message, each.peer)
+                else:
+                    stage, micro_batch = self.stages[each.stage], micro_batches[each.micro_batch]
+                    inputs = () if stage.is_first else self._take(Message("F", each.stage, each.micro_batch))
+                    outputs = stage.forward(micro_batch, inputs)
+                    if stage.is_last:
+                        done(micro_batch, outputs)
+                    else:
+                        self._left[Message("F", each.stage + 1, each.micro_batch)] = outputs
+                    went_forward()
+            self._transport.finish()
+        except BaseException:
+            self._forget()
+            raise
+
+    def alone(self, passing: MicroBatchPass, kind: str) -> None:
+        """Run one pass whose neighbours do not run, for a rehearsal: what it leaves for them goes nowhere."""
+        if kind == "F":
+            self.forward(passing, None)
+        else:
+            self.backward(ScheduledPass(kind, passing.stage, passing.position))
+        self._left.clear()
+
+    # ---- a model that is one stage ----
+
+    def micro_step(self, micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Loss:
+        """Run one micro-batch forward and backward through a model that is one stage."""
+        passing = MicroBatchPass(micro_batch, accumulator.micro_batches_per_step, factor, last)
+        try:
+            loss = self.forward(passing, accumulator)
+            if last:
+                accumulator.start_reduce()
+            self.backward(_BACKWARD)
+            if last:
+                self.after_step(passing.micro_batches_per_step)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        assert loss is not None
+        return loss
+
+    def in_order(self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float) -> None:
+        """Run the micro-batches of a step one after the other through a model that is one stage."""
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            self.micro_step(micro_batch, accumulator, factor, number == len(micro_batches))
+            went_forward()
+
+    # ---- passes ----
+
+    def forward(self, passing: MicroBatchPass, accumulator: LossAccumulator | None) -> Loss | None:
+        """Run F; return the loss, if the stage is the last one, and add it to the accumulator."""
+        stage = self.stages[passing.stage]
+        inputs = () if stage.is_first else self._take(Message("F", stage.index, passing.position))
+        for enter in stage.before:
+            enter(passing)
+        outputs = stage.forward(passing.micro_batch, inputs)
+        for leave in stage.after_forward:
+            leave(passing)
+        self._under_way[stage.index, passing.position] = passing
+        passing.inputs = inputs
+        if not stage.is_last:
+            passing.outputs = outputs
+            self._left[Message("F", stage.index + 1, passing.position)] = tuple(each.detach() for each in outputs)
+            return None
+        loss: Loss = outputs
+        if accumulator is not None:
+            accumulator.add(passing.micro_batch, loss)
+        # A dummy has weight zero: its backward pass is there for the collectives inside of it.
+        weight = passing.factor * self._multiplier * loss.times if passing.micro_batch.real else 0.0
+        passing.outputs = (loss.value,)
+        passing.gradient = torch.full_like(loss.value, weight)
+        return loss
+
+    def backward(self, one: ScheduledPass) -> None:
+        """Run B, I or W of a micro-batch whose forward pass has run."""
+        kind, index, position = one
+        splits = self._halves and kind != "B"
+        if kind == "W" and not splits:
+            return  # I has done it
+        ends = kind == "W" or not splits  # the gradients of weights are there then
+        stage, passing = self.stages[index], self._under_way[index, position]
+        gradients: Gradients = (passing.gradient,)
+        carried: Tensors = ()
+        if kind != "W" and not stage.is_last:
+            gradients, carried = self._take_gradients(stage, passing)
+        self._random_state.micro_batch = passing.micro_batch.index
+        for enter in stage.before_backward:
+            enter(passing)
+        found: Gradients = ()
+        if not splits:
+            found = self._whole(stage, passing, gradients, carried)
+        elif kind == "I":
+            found = self._first_half(stage, passing, gradients)
+        else:
+            assert passing.second_half is not None
+            passing.second_half.run()
+        for leave in stage.after_backward:
+            leave(passing)
+        sums: Tensors = ()
+        if ends:
+            del self._under_way[index, position]
+            if self._carrier is not None:
+                sums = self._carrier.done(index, position, carried)
+            for leave in stage.after:
+                leave(passing)
+            if not self._under_way:
+                self._random_state.backward_done()
+        if kind != "W" and not stage.is_first:
+            both = zip(passing.inputs, found, strict=True)
+            back = [_sendable(value, gradient) for value, gradient in both if value.requires_grad]
+            self._left[Message("B", index - 1, position)] = (*back, *sums)
+
+    def after_step(self, micro_batches_per_step: int) -> None:
+        """Call what comes once a step, after this rank's last pass."""
+        for stage in self.stages.values():
+            for leave in stage.after_step:
+                leave(micro_batches_per_step)
+
+    def _take(self, message: Message) -> Tensors:
+        here = self._left.pop(message, None)
+        return self._transport.take(message) if here is None else here
+
+    def _take_gradients(self, stage: Stage, passing: MicroBatchPass) -> tuple[Gradients, Tensors]:
+        """Take what the next stage has left: the gradients of this one's outputs, and the sums that travel along."""
+        arrived = iter(self._take(Message("B", stage.index, passing.position)))
+        gradients = tuple(next(arrived) if output.requires_grad else None for output in passing.outputs)
+        return gradients, tuple(arrived)
+
+    def _whole(self, stage: Stage, passing: MicroBatchPass, gradients: Gradients, carried: Tensors) -> Gradients:
+        """Compute the gradients of inputs and weights at once; return those of the inputs."""
+        outputs, gradients = _with_further_roots(passing, gradients)
+        if stage.is_first and stage.is_last:
+            torch.autograd.backward(outputs, gradients)
+            return ()
+        if carried and self._carrier is not None:
+            for weight, arrived in self._carrier.roots(stage.index, carried):
+                outputs, gradients = (*outputs, weight), (*gradients, arrived)
+        return backward(outputs, gradients, passing.inputs)
+
+    def _first_half(self, stage: Stage, passing: MicroBatchPass, gradients: Gradients) -> Gradients:
+        """Compute the gradients of the inputs, and keep what is left for W."""
+        outputs, gradients = _with_further_roots(passing, gradients)
+        passing.outputs = ()  # what the graph does not keep of them can go
+        if stage.is_first:  # it has no inputs whose gradients could come first
+            passing.second_half = whole_second_half(outputs, gradients)
+            return ()
+        found, passing.second_half = first_half(outputs, gradients, passing.inputs, stage.weights())
+        return found
+
+    # ---- errors ----
+
+    def _fail(self, error: BaseException) -> None:
+        """Let what stands around the passes clean up; raise a clearer error, if there is one."""
+        explanations = [each.failed(error) for stage in self.stages.values() for each in stage.around[::-1]]
+        self._forget()
+        clearer = next((found for found in explanations if found is not None), None)
+        if clearer is not None:
+            raise clearer from error
+
+    def _forget(self) -> None:
+        self._left.clear()
+        self._under_way.clear()
+        self._transport.forget()
+
+
+def _with_further_roots(passing: MicroBatchPass, gradients: Gradients) -> tuple[Tensors, Gradients]:
+    """Return where a backward pass begins, and the gradients there."""
+    roots = passing.further_roots
+    if not roots:
+        return passing.outputs, gradients
+    return (*passing.outputs, *roots), (*gradients, *(torch.zeros_like(root) for root in roots))
+
+
+_BACKWARD = ScheduledPass("B", 0, 0)  # of a model that is one stage
+
+
+def _sendable(value: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return a gradient as the stage before waits for it: zeros for an input that was not used."""
+    return torch.zeros_like(value) if gradient is None else gradient.contiguous()

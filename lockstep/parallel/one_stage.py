@@ -1,0 +1,60 @@
+"""A model that a rank runs from the batch to the loss: the one stage that it is in training, and its forward passes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.data.batches import MicroBatch
+from lockstep.heartbeat import went_forward
+from lockstep.models.protocol import Objective
+from lockstep.parallel.executor import Stage
+from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
+from lockstep.parallel.passes import AroundMicroBatch, Evaluate
+from lockstep.parallel.transport import Tensors
+from lockstep.precision import Precision
+from lockstep.randomness import RandomState
+
+
+def one_stage(
+    model: nn.Module,
+    objective: Objective,
+    random_state: RandomState,
+    precision: Precision,
+    around: Sequence[AroundMicroBatch],
+) -> Stage:
+    """Return the stage of a model that is on this rank, or gathers itself; `around`: outermost first."""
+
+    def forward(micro_batch: MicroBatch, _activations: Tensors) -> Loss:
+        random_state.at(micro_batch.index)
+        with precision.autocast():
+            return Loss(*objective.of(model, micro_batch.batch))
+
+    return Stage(forward, around)
+
+
+def evaluation_of(model: nn.Module, objective: Objective, random_state: RandomState, precision: Precision) -> Evaluate:
+    """Return forward passes only, under `no_grad`; the caller has put the model into evaluation mode."""
+
+    @torch.no_grad()
+    def evaluate(micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator) -> None:
+        for micro_batch in micro_batches:
+            random_state.at(micro_batch.index)
+            with precision.autocast():
+                loss = Loss(*objective.of(model, micro_batch.batch))
+            accumulator.add(micro_batch, loss)
+            went_forward()
+
+    return evaluate
+
+
+def plain_forward(model: nn.Module, precision: Precision) -> Callable[..., Any]:
+    """Return the model's forward pass for use outside of the step (sampling from it)."""
+
+    @torch.no_grad()
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with precision.autocast():
+            return model(*args, **kwargs)
+
+    return forward

@@ -1,0 +1,93 @@
+"""The shapes of the tensors that stages send, which ranks agree on before they run.
+
+A receiver must know the shape of a tensor, and stages in the middle never see a batch. So each shape of batch gets a
+*signature*, a number that the first stage sends to all others before a run, and a new one is sent through the stages
+once. The signatures of all data-parallel ranks are gathered together: FSDP2's collectives need these ranks to do the
+same things.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.errors import RunError
+from lockstep.parallel.transport import Meta, Metas, Tensors
+from lockstep.randomness import derive_key
+from lockstep.torch_compat.pytree import tree_flatten
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The signatures that the ranks exchanged before a run."""
+
+    signatures: list[int]  # of each of this pipeline's micro-batches
+    # Places in the run of micro-batches with signatures new to this pipeline, one for each signature; where pipelines
+    # run together, all places if any pipeline has new ones.
+    new: list[int]
+    anyone: bool  # whether any pipeline has new ones
+
+
+@dataclass
+class Shapes:
+    """The shapes that a rank's stages receive and send, by signature."""
+
+    dp_rank: int  # which of the `dp_size` parallel pipelines this rank belongs to
+    dp_size: int
+    knows_batches: bool  # this rank has the first stage
+    device: torch.device  # on which all ranks exchange small messages
+    together: bool  # pipelines exchange rows of experts in each pass, so that all of them run the same number of passes
+    _seen: set[tuple[int, int]] = field(default_factory=set)  # (dp_rank, signature)
+    _metas: dict[tuple[int, int], tuple[Metas, Metas]] = field(default_factory=dict)  # (signature, stage) → in, out
+
+    def agree(self, batches: Sequence[Any], *, training: bool) -> Agreement:
+        """Exchange signatures; all ranks call it together, with the same number of micro-batches."""
+        table = torch.zeros(self.dp_size, len(batches), dtype=torch.int64, device=self.device)
+        if self.knows_batches:
+            table[self.dp_rank] = torch.tensor([signature(batch, training) for batch in batches])
+        dist.all_reduce(table)
+        rows = table.tolist()  # the hosts agree here; no device is waited for where the CPU has a process group
+        mine: list[int] = rows[self.dp_rank]
+        known = {key for dp_rank, key in self._seen if dp_rank == self.dp_rank}
+        new = [place for place, key in enumerate(mine) if key not in known and key not in mine[:place]]
+        received = {(dp_rank, key) for dp_rank, keys in enumerate(rows) for key in keys}
+        anyone = bool(received - self._seen)
+        if anyone and self.together:
+            new = list(range(len(mine)))
+        self._seen |= received
+        return Agreement(mine, new, anyone)
+
+    def learn(self, key: int, stage: int, received: Metas, sent: Metas) -> None:
+        self._metas[key, stage] = (received, sent)
+
+    def of(self, key: int, stage: int) -> tuple[Metas, Metas]:
+        return self._metas[key, stage]
+
+
+def signature(batch: Any, training: bool) -> int:
+    """Return a hash of the shapes and the plain values in a batch."""
+    leaves, structure = tree_flatten(batch)
+    return derive_key(training, str(structure), [_leaf(leaf) for leaf in leaves])
+
+
+def _leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), str(leaf.dtype)
+    return leaf if isinstance(leaf, bool | int | float) else type(leaf).__name__
+
+
+def check_outputs(stage: int, outputs: Tensors, expected: Metas) -> None:
+    """Raise a RunError unless a stage's outputs are as those of an earlier batch of the same shapes."""
+    found = tuple(map(Meta.of, outputs))
+    if found != expected:
+        what = f"stage {stage} put out {_described(found)}, but before, from inputs of the same shapes, "
+        what += _described(expected)
+        fix = "let the shapes in the middle of the model depend on the shapes of its inputs alone"
+        raise RunError(what, why="the next stage waits for tensors of the earlier shapes", fix=fix)
+
+
+def _described(metas: Metas) -> str:
+    return ", ".join(f"{str(m.dtype).removeprefix('torch.')}{list(m.shape)}" for m in metas) or "nothing"

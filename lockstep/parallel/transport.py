@@ -1,0 +1,292 @@
+"""Carries activations and gradients between the stages of a pipeline, and says when each rank sends and receives.
+
+A rank's *program* is the list of its passes in the order of the schedule, with sends and receives between them. All
+messages of a run have one order over all ranks: that in which they are ready in a simulated run of the schedule, in
+which F takes one unit of time, B two, I and W one each. With two stages on two ranks and 1F1B of two micro-batches:
+
+    time     0        1        2        3        4        5        6        7
+    rank 0   F0.0     F0.1     ·        ·        B0.0     B0.0     B0.1     B0.1
+    rank 1   ·        F1.0     B1.0     B1.0     F1.1     B1.1     B1.1     ·
+    ready             a0       a1                g0                         g1
+
+(`F0.1`: forward pass of stage 0, micro-batch 1; a: activations, for stage 1; g: gradients, for stage 0.) Each rank
+starts its sends and receives in that order: a send after the pass that makes the message, a receive no later than the
+pass during which the message becomes ready:
+
+    rank 0   F0.0 send a0 · F0.1 send a1 · receive g0 · B0.0 · receive g1 · B0.1
+    rank 1   receive a0 · F1.0 · receive a1 · B1.0 · send g0 · F1.1 · B1.1 · send g1
+
+So nothing can wait for ever, whatever serialises messages (one communicator for all of them, one for each pair of
+ranks, one queue a rank, sends that wait for their receiver): take the first message of the order that is not through.
+All earlier ones are, so it is the next one of both its ranks; and the pass that makes it needs earlier ones alone. The
+order must be the same on all ranks, so the units are fixed, and nothing else may be started on the process group while
+a run is under way.
+
+Tests: tests/parallel/test_transport.py
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.costs.steps import ScheduledPass, pipeline
+
+Tensors = tuple[Tensor, ...]
+
+_UNITS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+@dataclass(frozen=True)
+class Meta:
+    """The description of a tensor, by which a buffer is made before the tensor arrives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Meta":
+        """Return a tensor's description."""
+        return Meta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return a new tensor, row by row in memory, without values."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+Metas = tuple[Meta, ...]
+
+
+class Message(NamedTuple):
+    """What a pass makes for a pass of the neighbouring stage."""
+
+    kind: str  # F: activations, for the next stage; B: gradients, for the previous one
+    stage: int  # that receives it
+    micro_batch: int  # position in the run
+
+
+class Send(NamedTuple):
+    """Start to send a message."""
+
+    message: Message
+    peer: int  # pipeline rank
+
+
+class Receive(NamedTuple):
+    """Start to receive a message."""
+
+    message: Message
+    peer: int  # pipeline rank
+
+
+Instruction = ScheduledPass | Send | Receive
+Program = Sequence[Instruction]
+
+
+def made_by(one: ScheduledPass, stages: int) -> Message | None:
+    """Return the message that a pass makes; None if no other stage waits for it."""
+    if one.kind == "F" and one.stage + 1 < stages:
+        return Message("F", one.stage + 1, one.micro_batch)
+    if one.kind in ("B", "I") and one.stage > 0:
+        return Message("B", one.stage - 1, one.micro_batch)
+    return None
+
+
+def needed_by(one: ScheduledPass, stages: int) -> Message | None:
+    """Return the message that a pass needs; None for one that starts from a batch, a loss, or its own first half."""
+    if one.kind == "F" and one.stage > 0:
+        return Message("F", one.stage, one.micro_batch)
+    if one.kind in ("B", "I") and one.stage + 1 < stages:
+        return Message("B", one.stage, one.micro_batch)
+    return None
+
+
+class _Ready(NamedTuple):
+    """A message between ranks; sorts by the time at which it is ready in the simulated run."""
+
+    time: float
+    message: Message
+    source: int  # pipeline rank
+    target: int  # pipeline rank
+
+
+def programs(orders: Sequence[Sequence[ScheduledPass]], rank_of: Sequence[int]) -> list[list[Instruction]]:
+    """Return each rank's program; the same result on every rank.
+
+    Args:
+        orders: each rank's passes in the order of the schedule.
+        rank_of: of each stage, its pipeline rank.
+    """
+    stages, ranks = len(rank_of), len(orders)
+    seconds = {(kind, stage): cost for kind, cost in _UNITS.items() for stage in range(stages)}
+    line = pipeline(orders, seconds, [0.0] * stages, rank_of=list(rank_of))
+    ends = [[task.end for task in line.tasks if task.stream == ("compute", rank)] for rank in range(ranks)]
+    ready = []
+    for rank, order in enumerate(orders):
+        for one, end in zip(order, ends[rank], strict=True):
+            message = made_by(one, stages)
+            if message is not None and rank_of[message.stage] != rank:
+                ready.append(_Ready(end, message, rank, rank_of[message.stage]))
+    ready.sort()
+    return [_program(rank, order, ends[rank], ready) for rank, order in enumerate(orders)]
+
+
+def _program(
+    rank: int, order: Sequence[ScheduledPass], ends: Sequence[float], ready: Sequence[_Ready]
+) -> list[Instruction]:
+    """Put a rank's messages between its passes: before each pass those that are ready by its end."""
+    program: list[Instruction] = []
+    waiting = [each for each in ready if rank in (each.source, each.target)]
+    done = 0
+    for one, end in zip(order, ends, strict=True):
+        while done < len(waiting) and waiting[done].time < end:
+            program.append(_instruction(waiting[done], rank))
+            done += 1
+        program.append(one)
+    return program + [_instruction(each, rank) for each in waiting[done:]]
+
+
+def _instruction(each: _Ready, rank: int) -> Instruction:
+    return Send(each.message, each.target) if each.source == rank else Receive(each.message, each.source)
+
+
+class Transport(Protocol):
+    """What carries messages between ranks."""
+
+    def send(self, message: Message, peer: int, tensors: Tensors) -> None:
+        """Start to send tensors, which lie row by row, and which nothing else writes to."""
+
+    def receive(self, message: Message, peer: int) -> None:
+        """Start to receive a message."""
+
+    def take(self, message: Message) -> Tensors:
+        """Return a message's tensors, once they are there."""
+
+    def finish(self) -> None:
+        """Wait until all that was sent is through."""
+
+    def forget(self) -> None:
+        """Forget messages that are under way, after an error."""
+
+
+Buffers = Callable[[Message], Tensors]  # makes what a message is received into
+
+
+@dataclass
+class PeerToPeer:
+    """Messages of known shapes over a process group; both ranks start those between them in the same order."""
+
+    group: dist.ProcessGroup
+    buffers: Buffers
+    _arriving: dict[Message, tuple[Tensors, list[dist.Work | None]]] = field(default_factory=dict)
+    _leaving: list[tuple[dist.Work | None, Tensor]] = field(default_factory=list)  # kept until they are through
+    _last: int = 0  # how many of them are of the message that was sent last
+
+    def send(self, message: Message, peer: int, tensors: Tensors) -> None:
+        """Start to send tensors; on a CPU wait for the message before the last one."""
+        if all(each.device.type == "cpu" for each in tensors):
+            # gloo says that a send is through only to those who wait for it, so tensors would pile up. The order of
+            # messages allows to wait for each at once; one is let to run beside the computation.
+            before = len(self._leaving) - self._last
+            _wait([work for work, _ in self._leaving[:before]])
+            del self._leaving[:before]
+        else:  # waiting would hold up the computation, and the device says what is through
+            self._leaving = [(work, kept) for work, kept in self._leaving if not _is_through(work)]
+        self._leaving += [(dist.isend(each, group=self.group, group_dst=peer), each) for each in tensors]
+        self._last = len(tensors)
+
+    def receive(self, message: Message, peer: int) -> None:
+        """Start to receive a message into new buffers."""
+        into = self.buffers(message)
+        self._arriving[message] = into, [dist.irecv(each, group=self.group, group_src=peer) for each in into]
+
+    def take(self, message: Message) -> Tensors:
+        """Return a message's tensors, once they are there."""
+        tensors, works = self._arriving.pop(message)
+        _wait(works)
+        return tensors
+
+    def finish(self) -> None:
+        """Wait until all that was sent is through."""
+        _wait([work for work, _ in self._leaving])
+        self._leaving, self._last = [], 0
+
+    def forget(self) -> None:
+        """Forget messages that are under way, after an error."""
+        self._arriving, self._leaving, self._last = {}, [], 0
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _is_through(work: dist.Work | None) -> bool:
+    return work is None or work.is_completed()
+
+
+@dataclass
+class Described:
+    """Messages of any shapes, each after a description of its tensors; `take` receives them, and waits."""
+
+    group: dist.ProcessGroup
+    device: torch.device  # of the tensors
+    objects_on: torch.device  # the device on which the group carries pickled objects
+    _sources: dict[Message, int] = field(default_factory=dict)
+
+    def send(self, message: Message, peer: int, tensors: Tensors) -> None:
+        """Send a description and the tensors, and wait until they are through."""
+        described = [tuple(map(Meta.of, tensors))]
+        dist.send_object_list(described, group_dst=peer, group=self.group, device=self.objects_on)
+        for each in tensors:
+            dist.send(each.detach(), group_dst=peer, group=self.group)
+
+    def receive(self, message: Message, peer: int) -> None:
+        """Note from whom a message comes."""
+        self._sources[message] = peer
+
+    def take(self, message: Message) -> Tensors:
+        """Receive a message; its tensors need gradients where those that were sent do."""
+        peer = self._sources.pop(message)
+        box: list[Any] = [None]
+        dist.recv_object_list(box, group_src=peer, group=self.group, device=self.objects_on)
+        metas: Metas = box[0]
+        tensors = tuple(meta.empty(self.device) for meta in metas)
+        for each in tensors:
+            dist.recv(each, group_src=peer, group=self.group)
+        return tuple(each.requires_grad_(meta.requires_grad) for each, meta in zip(tensors, metas, strict=True))
+
+    def finish(self) -> None:
+        """Do nothing: all that was sent is through."""
+
+    def forget(self) -> None:
+        """Forget messages that are under way, after an error."""
+        self._sources.clear()
+
+
+@dataclass
+class Rehearsed:
+    """Messages of a dry run, and of a rank without a pipeline: what would arrive is made when it is taken."""
+
+    buffers: Buffers = lambda _message: ()
+
+    def send(self, message: Message, peer: int, tensors: Tensors) -> None:
+        """Do nothing."""
+
+    def receive(self, message: Message, peer: int) -> None:
+        """Do nothing."""
+
+    def take(self, message: Message) -> Tensors:
+        """Return new tensors."""
+        return self.buffers(message)
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+    def forget(self) -> None:
+        """Do nothing."""
