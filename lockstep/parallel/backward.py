@@ -61,6 +61,8 @@ class SecondHalf:
     # Instead of all the way from the outputs: (operation, the weights that it uses).
     operations: list[tuple[Node, list[Tensor]]] = field(default_factory=list)
     arrived: dict[Node, Gradients] = field(default_factory=dict)  # operation → gradients that have reached it
+    # Tensors that lead to no input, where a backward pass begins for its messages alone, with gradients of zero.
+    further_roots: list[Tensor] = field(default_factory=list)
 
     def run(self) -> None:
         """Add the gradients of the weights to `.grad`, as autograd does it: in their layout, with their hooks."""
@@ -72,6 +74,8 @@ class SecondHalf:
             given = [(GradientEdge(operation, place), each) for place, each in numbered if each is not None]
             if given:
                 torch.autograd.backward([edge for edge, _ in given], [each for _, each in given], inputs=weights)
+        if self.further_roots:
+            torch.autograd.backward(self.further_roots, [torch.zeros_like(root) for root in self.further_roots])
 
 
 def whole_second_half(outputs: Sequence[Tensor], gradients: Gradients) -> SecondHalf:

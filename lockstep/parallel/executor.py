@@ -281,7 +281,10 @@ class Executor:
 
     def _whole(self, stage: Stage, passing: MicroBatchPass, gradients: Gradients, carried: Tensors) -> Gradients:
         """Compute the gradients of inputs and weights at once; return those of the inputs."""
-        outputs, gradients = _with_further_roots(passing, gradients)
+        outputs = passing.outputs
+        if passing.further_roots:
+            outputs = (*outputs, *passing.further_roots)
+            gradients = (*gradients, *(torch.zeros_like(root) for root in passing.further_roots))
         if stage.is_first and stage.is_last:
             torch.autograd.backward(outputs, gradients)
             return ()
@@ -292,12 +295,14 @@ class Executor:
 
     def _first_half(self, stage: Stage, passing: MicroBatchPass, gradients: Gradients) -> Gradients:
         """Compute the gradients of the inputs, and keep what is left for W."""
-        outputs, gradients = _with_further_roots(passing, gradients)
-        passing.outputs = ()  # what the graph does not keep of them can go
+        outputs, passing.outputs = passing.outputs, ()  # what the graph does not keep of them can go
+        found: Gradients = ()
         if stage.is_first:  # it has no inputs whose gradients could come first
-            passing.second_half = whole_second_half(outputs, gradients)
-            return ()
-        found, passing.second_half = first_half(outputs, gradients, passing.inputs, stage.weights())
+            half = whole_second_half(outputs, gradients)
+        else:
+            found, half = first_half(outputs, gradients, passing.inputs, stage.weights())
+        half.further_roots = passing.further_roots
+        passing.second_half = half
         return found
 
     # ---- errors ----
@@ -314,14 +319,6 @@ class Executor:
         self._left.clear()
         self._under_way.clear()
         self._transport.forget()
-
-
-def _with_further_roots(passing: MicroBatchPass, gradients: Gradients) -> tuple[Tensors, Gradients]:
-    """Return where a backward pass begins, and the gradients there."""
-    roots = passing.further_roots
-    if not roots:
-        return passing.outputs, gradients
-    return (*passing.outputs, *roots), (*gradients, *(torch.zeros_like(root) for root in roots))
 
 
 _BACKWARD = ScheduledPass("B", 0, 0)  # of a model that is one stage

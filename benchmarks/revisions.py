@@ -1,0 +1,278 @@
+"""What a step takes with the code of another revision, and with this one, which take turns in one run.
+
+    python -m benchmarks.revisions REVISION [--cases single,1F1B] [--sizes 5ms,20ms] [--launches 5] [--write]
+
+REVISION is checked out into a folder of its own; `--path FOLDER` names one that is there. Both sides train the same
+model on the same data. All their processes run at the same time, and all but one side stand still: a block of steps
+each, in a new order every round (`benchmarks.gate`). A side's figure of a round is divided by that of the other in the
+same round, and the median of these ratios is quoted, with the middle half of them: what else the machine does falls on
+both. Calls of functions in the training thread are counted, too, which no load changes.
+
+Cases are `single`, a topology such as `fsdp:2`, or a schedule, which runs on a pipeline of two ranks.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from benchmarks.gate import CALLS, END, GO, READ, WRITE, Gate
+from benchmarks.page import RESULTS, machine, page, tell
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SCHEDULES = {
+    "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}  # fmt: skip
+CASES = ("single", "ddp:2", "fsdp:2", *SCHEDULES)
+MICRO_BATCHES = 8
+STEPS = 1_000_000
+
+
+class Size(NamedTuple):
+    """Of a model and its batches; `block`: steps of a turn."""
+
+    width: int
+    depth: int
+    batch: int
+    block: int
+
+
+# On one rank of one core, a step takes about as long as the name says.
+SIZES = {"5ms": Size(64, 8, 4, 40), "20ms": Size(192, 8, 8, 10), "100ms": Size(512, 8, 8, 4)}
+Found = dict[str, list[float]]  # seconds, cpu, calls → of each round, a step
+
+
+# ---- a side: one process a rank ----
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Rows of one table."""
+
+    deterministic = True
+
+    def __init__(self, width: int) -> None:
+        self.x = torch.randn(1000, width, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index % 1000], torch.tensor(index % 16)
+
+
+def model_of(size: Size) -> nn.Sequential:
+    """A chain that every strategy and schedule can cut."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.LayerNorm(size.width), nn.Linear(size.width, 4 * size.width), nn.GELU(),
+                      nn.Linear(4 * size.width, size.width))
+        for _ in range(size.depth)
+    ]  # fmt: skip
+    return nn.Sequential(*blocks, nn.Linear(size.width, 16))
+
+
+def settings_of(case: str) -> dict[str, Any]:
+    """The keys of the config that say how a case runs."""
+    from lockstep.strategy import parse_topology
+
+    if case in SCHEDULES:
+        return {
+            "distributed.strategy": "pipeline",
+            "distributed.pipeline.schedule": case,
+            "distributed.pipeline.stages_per_rank": SCHEDULES[case],
+        }
+    return {f"distributed.{key}": value for key, value in parse_topology(case)[0].items()}
+
+
+def train(case: str, size: Size) -> None:
+    """Train for ever; the gate ends it."""
+    from lockstep.config import config_from
+    from lockstep.trainer import Trainer
+
+    config = config_from(
+        {
+            **settings_of(case),
+            "training.batch_size": size.batch,
+            "training.global_batch_size": size.batch * MICRO_BATCHES,
+            "training.max_steps": STEPS,
+            "training.lr_schedule": "constant",
+            "training.warmup_steps": 0,
+            "precision.mode": "fp32",
+        }
+    )
+    gate = Gate(size.block)
+    trainer = Trainer(model_of(size), loss_fn=nn.CrossEntropyLoss(), config=config)
+    for _ in trainer.steps(Rows(size.width)):
+        gate()
+
+
+# ---- the conductor ----
+
+
+class Side:
+    """The ranks of one revision."""
+
+    def __init__(self, root: Path, case: str, size: str) -> None:
+        ranks = 1 if case == "single" else 2
+        port = _free_port()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._ranks = []
+        for rank in range(ranks):
+            theirs, mine = os.pipe()
+            told, telling = os.pipe()
+            process = subprocess.Popen(
+                [sys.executable, __file__, "--train", case, size],
+                env={**os.environ, **_environment(root, rank, ranks, port), READ: str(theirs), WRITE: str(telling)},
+                stdout=self._log, stderr=self._log, cwd=root, pass_fds=(theirs, telling),
+            )  # fmt: skip
+            os.close(theirs)
+            os.close(telling)
+            self._ranks.append((process, mine, os.fdopen(told)))
+
+    def wait(self) -> dict[str, float]:
+        """Return what the block that ended took: of the slowest rank."""
+        lines = [told.readline() for _, _, told in self._ranks]
+        if not all(lines):
+            self._log.seek(0)
+            raise SystemExit(f"a side ended:\n{self._log.read().decode(errors='replace')[-3000:]}")
+        found = [json.loads(line) for line in lines]
+        return {key: max(of_rank[key] for of_rank in found) for key in found[0]}
+
+    def block(self, word: str = GO) -> dict[str, float]:
+        """Let it take a block of steps."""
+        for _, mine, _ in self._ranks:
+            os.write(mine, word.encode())
+        return self.wait()
+
+    def end(self) -> None:
+        """End its processes."""
+        for process, mine, _ in self._ranks:
+            if process.poll() is None:
+                os.write(mine, END.encode())
+        for process, mine, told in self._ranks:
+            process.wait(30)
+            os.close(mine)
+            told.close()
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def _environment(root: Path, rank: int, ranks: int, port: str) -> dict[str, str]:
+    fixed = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": str(root)}
+    if ranks == 1:
+        return fixed
+    return {
+        **fixed, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0", "NODE_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "revisions",
+    }  # fmt: skip
+
+
+@contextmanager
+def checked_out(revision: str) -> Iterator[Path]:
+    """Check a revision out into a folder of its own, for the length of the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder, "old")
+        subprocess.run(["git", "clone", "-q", "--shared", "--no-checkout", REPOSITORY, root], check=True)
+        commit = subprocess.check_output(["git", "rev-parse", revision], cwd=REPOSITORY, text=True).strip()
+        subprocess.run(["git", "checkout", "-q", commit], cwd=root, check=True)
+        yield root
+
+
+def compared(old: Path, case: str, size: str, launches: int, rounds: int) -> tuple[Found, Found]:
+    """Return the figures of both sides, round by round; of several launches, for where memory lies makes a difference."""
+    found: dict[str, Found] = {"old": {}, "new": {}}
+    for _ in range(launches):
+        sides = {"old": Side(old, case, size), "new": Side(REPOSITORY, case, size)}
+        try:
+            for side in sides.values():
+                side.wait()
+            for side in sides.values():  # warm
+                side.block()
+            for _ in range(rounds):
+                for name in random.sample(list(sides), 2):
+                    for key, value in sides[name].block().items():
+                        found[name].setdefault(key, []).append(value)
+            for name, side in sides.items():
+                found[name]["calls"] = [side.block(CALLS)["calls"]]
+        finally:
+            for side in sides.values():
+                side.end()
+    return found["old"], found["new"]
+
+
+def row(case: str, size: str, old: Found, new: Found) -> str:
+    """Return a case's line of the table."""
+    ratios = {key: [a / b for a, b in zip(new[key], old[key], strict=True)] for key in ("seconds", "cpu")}
+    low, _, high = quantiles(ratios["seconds"], n=4)
+    return (
+        f"| {size} | {case} | {median(old['seconds']) * 1e3:.2f} | {median(ratios['seconds']):.3f} ({low:.3f}–{high:.3f})"
+        f" | {median(ratios['cpu']):.3f} | {old['calls'][0]:.0f} | {new['calls'][0]:.0f} |"
+    )
+
+
+def main() -> None:
+    """Compare the cases that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("revision", nargs="?", default="HEAD")
+    parser.add_argument("--path", type=Path, help="a folder with the other revision, in place of a checkout")
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--sizes", default="5ms,20ms")
+    parser.add_argument("--launches", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20, help="of a launch")
+    parser.add_argument("--train", nargs=2, metavar=("CASE", "SIZE"), help=argparse.SUPPRESS)
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    if asked.train:
+        case, size = asked.train
+        train(case, SIZES[size])
+    elif asked.path is not None:
+        report(asked.path.resolve(), asked)
+    else:
+        with checked_out(asked.revision) as old:
+            report(old, asked)
+
+
+def report(old: Path, asked: Any) -> None:
+    """Compare, and print the page."""
+    lines = []
+    for size in asked.sizes.split(","):
+        for case in asked.cases.split(","):
+            lines.append(row(case, size, *compared(old, case, size, asked.launches, asked.rounds)))
+            print(lines[-1], flush=True)
+    text = page(
+        "A step before and after",
+        f"python -m benchmarks.revisions {asked.revision} --cases {asked.cases} --sizes {asked.sizes}",
+        f"torch {torch.__version__}; Python {platform.python_version()}, {machine()}",
+        [
+            f"Medians over {asked.launches} launches of {asked.rounds} rounds, blocks in turn; × is the median of the",
+            "rounds' ratios, new to old (the middle half of them). Calls are those of functions in the training thread,",
+            f"a step of {MICRO_BATCHES} micro-batches.",
+        ],
+        "| size | case | ms a step, old | × time | × CPU | calls, old | calls, new |",
+        lines,
+    )
+    tell(text, RESULTS / "revisions.md" if asked.write else None)
+
+
+if __name__ == "__main__":
+    main()
