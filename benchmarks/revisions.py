@@ -199,7 +199,7 @@ def checked_out(revision: str) -> Iterator[Path]:
 
 
 def compared(old: Path, case: str, size: str, launches: int, rounds: int) -> tuple[Found, Found]:
-    """Return the figures of both sides, round by round; of several launches, for where memory lies makes a difference."""
+    """Return the figures of both sides, round by round; of several launches: where memory lies makes a difference."""
     found: dict[str, Found] = {"old": {}, "new": {}}
     for _ in range(launches):
         sides = {"old": Side(old, case, size), "new": Side(REPOSITORY, case, size)}
@@ -223,9 +223,9 @@ def compared(old: Path, case: str, size: str, launches: int, rounds: int) -> tup
 def row(case: str, size: str, old: Found, new: Found) -> str:
     """Return a case's line of the table."""
     ratios = {key: [a / b for a, b in zip(new[key], old[key], strict=True)] for key in ("seconds", "cpu")}
-    low, _, high = quantiles(ratios["seconds"], n=4)
+    low, middle, high = quantiles(ratios["seconds"], n=4)
     return (
-        f"| {size} | {case} | {median(old['seconds']) * 1e3:.2f} | {median(ratios['seconds']):.3f} ({low:.3f}–{high:.3f})"
+        f"| {size} | {case} | {median(old['seconds']) * 1e3:.2f} | {middle:.3f} ({low:.3f}–{high:.3f})"
         f" | {median(ratios['cpu']):.3f} | {old['calls'][0]:.0f} | {new['calls'][0]:.0f} |"
     )
 
@@ -265,8 +265,8 @@ def report(old: Path, asked: Any) -> None:
         f"torch {torch.__version__}; Python {platform.python_version()}, {machine()}",
         [
             f"Medians over {asked.launches} launches of {asked.rounds} rounds, blocks in turn; × is the median of the",
-            "rounds' ratios, new to old (the middle half of them). Calls are those of functions in the training thread,",
-            f"a step of {MICRO_BATCHES} micro-batches.",
+            "rounds' ratios, new to old (the middle half of them). Calls are those of functions in the training",
+            f"thread, a step of {MICRO_BATCHES} micro-batches.",
         ],
         "| size | case | ms a step, old | × time | × CPU | calls, old | calls, new |",
         lines,

@@ -25,7 +25,7 @@ a run is under way.
 Tests: tests/parallel/test_transport.py
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -37,7 +37,9 @@ from lockstep.costs.steps import ScheduledPass, pipeline
 
 Tensors = tuple[Tensor, ...]
 
-_UNITS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+# What passes take, in forward passes of a stage: a backward pass computes gradients of inputs and of weights. The order of
+# messages follows from it, so it is the same for all ranks, whatever a model takes.
+UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def programs(orders: Sequence[Sequence[ScheduledPass]], rank_of: Sequence[int]) 
         rank_of: of each stage, its pipeline rank.
     """
     stages, ranks = len(rank_of), len(orders)
-    seconds = {(kind, stage): cost for kind, cost in _UNITS.items() for stage in range(stages)}
+    seconds = {(kind, stage): cost for kind, cost in UNITS.items() for stage in range(stages)}
     line = pipeline(orders, seconds, [0.0] * stages, rank_of=list(rank_of))
     ends = [[task.end for task in line.tasks if task.stream == ("compute", rank)] for rank in range(ranks)]
     ready = []

@@ -14,7 +14,7 @@ from lockstep.costs.steps import StepTime, agreements, pipeline
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import require_segments
-from lockstep.parallel.pipeline.schedules import SCHEDULES, ScheduleFacts, actions, rank_of
+from lockstep.parallel.pipeline.schedules import SCHEDULES, ScheduleFacts, actions, holders, rank_of
 from lockstep.parallel.pipeline.stage_parameters import Segments, Survey, survey
 from lockstep.parallel.pipeline.trees import Uses
 
@@ -223,11 +223,12 @@ def pipeline_step(
         seconds |= {(kind, index): time for kind, time in times.items()}
     stride = layout.data_parallel_size
     sends = [send(cluster, stage.sent, stride) for stage in stages]
-    holders = [rank_of(index, layout.pipeline, v_shaped=facts.v_shaped) for index in range(len(stages))]
-    line = pipeline(orders, seconds, sends, rank_of=holders)
+    rank_of_stage = holders(options.schedule, layout.pipeline, options.stages_per_rank)
+    line = pipeline(orders, seconds, sends, rank_of=rank_of_stage)
     group = group_of(cluster, stride)
+    both = list(zip(stages, rank_of_stage, strict=True))
     heaviest = max(
-        sum(s.parameter_bytes for s, r in zip(stages, holders, strict=True) if r == k) for k in range(layout.pipeline)
+        sum(stage.parameter_bytes for stage, holder in both if holder == rank) for rank in range(layout.pipeline)
     )
     # Shards gather once and reduce once a step (FSDP2 holds a stage's gradients until then); replicas all-reduce.
     around = group.all_reduce(heaviest)

@@ -6,7 +6,7 @@ the time. What 1F1B saves is memory.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedu
 from lockstep.config import StepConfig, require_equation
 from lockstep.costs.steps import ScheduledPass, pipeline
 from lockstep.errors import UsageError
-from lockstep.parallel.transport import Program, programs
+from lockstep.parallel.transport import UNITS, Program, programs
 from lockstep.strategy import AUTO, resolve, strategy_named
 from lockstep.torch_compat.pipeline_schedules import UnpairedDualPipeV
 
@@ -138,7 +138,6 @@ def holders(name: str, ranks: int, stages_per_rank: int) -> list[int]:
     return [rank_of(stage, ranks, v_shaped=v_shaped) for stage in range(ranks * stages_per_rank)]
 
 
-UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # a backward pass costs as much as two forward
 _COLUMNS = 240  # of text; a schedule that takes more of them is cut off
 
 
