@@ -37,8 +37,8 @@ from lockstep.costs.steps import ScheduledPass, pipeline
 
 Tensors = tuple[Tensor, ...]
 
-# What passes take, in forward passes of a stage: a backward pass computes gradients of inputs and of weights. The order of
-# messages follows from it, so it is the same for all ranks, whatever a model takes.
+# What passes take, in forward passes of a stage: a backward pass computes gradients of inputs and of weights. The order
+# of messages follows from it, so it is the same for all ranks, whatever a model takes.
 UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 

@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.utils.data import Dataset
 
 from lockstep.config import config_from
-from lockstep.parallel.pipeline import schedules
+from lockstep.parallel.executor import Executor
+from lockstep.parallel.pipeline import stage_sync
 from lockstep.trainer import Trainer
 from tests.parity import pipelines
 from tests.parity.toy import RECIPE, VOCAB, Tokens, language_model, unchecked
@@ -329,32 +330,18 @@ def reductions(settings: dict[str, Any]) -> dict[str, int]:
     """How often, in one step, schedules run and gradients are reduced over replicas."""
     counts = {"runs": 0, "reductions": 0}
     trainer = trainer_of(deep(), settings)
-    # From torch 2.15 on the first is called, by itself or by the second.
-    name = "start_gradient_reduction" if hasattr(PipelineStage, "start_gradient_reduction") else "perform_reduce_grad"
-    reduce, build = getattr(PipelineStage, name), schedules.build
+    reduce, run = stage_sync.reduce_gradients, Executor.run
 
-    def counted_reduce(self: Any, *factor: int) -> None:
+    def counted_reduce(unit: Any, *, begun: bool) -> None:
         counts["reductions"] += 1
-        reduce(self, *factor)
+        reduce(unit, begun=begun)
 
-    def counted_build(*args: Any) -> Any:
-        schedule = build(*args)
-        step = schedule.step
+    def counted_run(self: Executor, *args: Any, **kwargs: Any) -> None:
+        counts["runs"] += 1
+        run(self, *args, **kwargs)
 
-        def counted_step(**kwargs: Any) -> None:
-            counts["runs"] += 1
-            step(**kwargs)
-
-        schedule.step = counted_step
-        return schedule
-
-    setattr(PipelineStage, name, counted_reduce)
-    schedules.build = counted_build
-    try:
+    with patch.object(stage_sync, "reduce_gradients", counted_reduce), patch.object(Executor, "run", counted_run):
         next(iter(trainer.steps(Tokens())))
-    finally:
-        setattr(PipelineStage, name, reduce)
-        schedules.build = build
     return counts
 
 
