@@ -57,7 +57,7 @@ class SecondHalf:
 
     starts: list[GradientEdge] = field(default_factory=list)  # the outputs of the stage
     gradients: list[Tensor | None] = field(default_factory=list)  # of these
-    weights: list[Tensor] = field(default_factory=list)  # all that are reached; empty: whatever is a leaf
+    weights: list[Tensor] = field(default_factory=list)  # that get gradients; empty: all leaves
     # Instead of all the way from the outputs: (operation, the weights that it uses).
     operations: list[tuple[Node, list[Tensor]]] = field(default_factory=list)
     arrived: dict[Node, Gradients] = field(default_factory=dict)  # operation → gradients that have reached it
@@ -85,22 +85,20 @@ def whole_second_half(outputs: Sequence[Tensor], gradients: Gradients) -> Second
 
 
 def first_half(
-    outputs: Sequence[Tensor], gradients: Gradients, inputs: Sequence[Tensor], weights: Sequence[Tensor]
+    outputs: Sequence[Tensor], gradients: Gradients, inputs: Sequence[Tensor]
 ) -> tuple[Gradients, SecondHalf]:
     """Return the gradients of the inputs, None for those without one, and what computes those of the weights.
 
     Args:
         outputs: where the pass starts; those that need no gradient are left out.
         gradients: of the outputs, of the same shapes.
-        inputs: leaves of the graph.
-        weights: leaves of the graph; those that it does not reach get no gradient.
+        inputs: leaves of the graph. All other leaves are weights.
     """
     half = whole_second_half(outputs, gradients)
-    weight_of = {get_gradient_edge(weight).node: weight for weight in weights if weight.requires_grad}
     place_of = {get_gradient_edge(value).node: place for place, value in enumerate(inputs) if value.requires_grad}
     order = _postorder([edge.node for edge in half.starts])
-    reached = [node for node in order if node in weight_of]
-    half.weights = [weight_of[node] for node in reached]
+    weight_of = {node: node.variable for node in order if hasattr(node, "variable") and node not in place_of}
+    half.weights = list(weight_of.values())
     used = [place_of[node] for node in order if node in place_of]
     starts, given = half.starts, half.gradients
     found: list[Tensor | None] = [None] * len(inputs)
@@ -113,7 +111,7 @@ def first_half(
     hooks = [node.register_prehook(_keep(half.arrived, node)) for node, _ in half.operations]
     try:
         wanted = [inputs[place] for place in used]
-        pulled = torch.autograd.grad(starts, wanted, given, retain_graph=bool(reached))
+        pulled = torch.autograd.grad(starts, wanted, given, retain_graph=bool(weight_of))
     finally:
         for hook in hooks:
             hook.remove()

@@ -58,8 +58,6 @@ class Stage:
     around: Sequence[AroundMicroBatch] = ()  # outermost first
     index: int = 0
     count: int = 1  # of stages in the pipeline
-    # For a backward pass in two halves. Looked up each time: FSDP2 puts others in the place of parameters.
-    weights: Callable[[], Sequence[Tensor]] = lambda: ()
 
     def __post_init__(self) -> None:
         self.is_first, self.is_last = self.index == 0, self.index == self.count - 1
@@ -300,7 +298,7 @@ class Executor:
         if stage.is_first:  # it has no inputs whose gradients could come first
             half = whole_second_half(outputs, gradients)
         else:
-            found, half = first_half(outputs, gradients, passing.inputs, stage.weights())
+            found, half = first_half(outputs, gradients, passing.inputs)
         half.further_roots = passing.further_roots
         passing.second_half = half
         return found

@@ -31,7 +31,7 @@ from lockstep.parallel.passes import MicroBatchPass
 from lockstep.parallel.pipeline.place import LocalStages, around_stage, local_stages
 from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, splits_backward
 from lockstep.parallel.pipeline.schedules import actions
-from lockstep.parallel.pipeline.stage_module import StageCall, StageModule, weights_of
+from lockstep.parallel.pipeline.stage_module import StageCall, StageModule
 from lockstep.parallel.pipeline.stage_parameters import survey
 from lockstep.parallel.place import prepared
 from lockstep.parallel.placement import DryRun, PlacementContext
@@ -291,13 +291,7 @@ def _executor(placement: PlacementContext, here: LocalStages, batch: Any, metas:
         return tuple(meta.empty(CPU) for meta in metas[message.stage] if meta.requires_grad)
 
     stages = [
-        Stage(
-            partial(run, part),
-            around_stage(placement, here, part),
-            part.index,
-            len(here.plan.parts.stages),
-            partial(weights_of, part),
-        )
+        Stage(partial(run, part), around_stage(placement, here, part), part.index, len(here.plan.parts.stages))
         for part in here.parts
     ]
     return Executor(stages, placement.random_state, Rehearsed(buffers))

@@ -84,14 +84,14 @@ EVERY = [block, shared, beside_the_inputs, one_gradient_for_two, several_outputs
 EVERY += [without_weights]
 
 
-def in_halves(outputs: Sequence[Tensor], gradients: Any, x: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
-    (found,), half = first_half(outputs, gradients, [x], weights)
+def in_halves(outputs: Sequence[Tensor], gradients: Any, x: Tensor) -> Tensor | None:
+    (found,), half = first_half(outputs, gradients, [x])
     assert x.grad is None
     half.run()
     return found
 
 
-def at_once(outputs: Sequence[Tensor], gradients: Any, x: Tensor, _weights: Sequence[Tensor]) -> Tensor | None:
+def at_once(outputs: Sequence[Tensor], gradients: Any, x: Tensor) -> Tensor | None:
     return backward(outputs, gradients, [x])[0]
 
 
@@ -109,7 +109,7 @@ def gradients_of(
         x = torch.randn(3, WIDTH, requires_grad=True)
         outputs = run(w, x)
         gradients = tuple(torch.randn_like(o) if o.requires_grad else None for o in outputs)
-        found = way(outputs, gradients, x, [p for p in w.parameters() if p.requires_grad])
+        found = way(outputs, gradients, x)
     return found, {name: parameter.grad for name, parameter in w.named_parameters()}, sorted(called)
 
 
@@ -143,7 +143,7 @@ def test_the_second_half_continues_where_the_first_has_come_by() -> None:
     activated = F.gelu(w.one(w.norm(x)))
     activated.register_hook(lambda _gradient: counted.append("on the way"))  # type: ignore[no-untyped-call]
     output = w.other(activated)
-    _, half = first_half([output], (torch.ones_like(output),), [x], list(w.parameters()))
+    _, half = first_half([output], (torch.ones_like(output),), [x])
     assert counted == ["on the way"]
     half.run()
     assert counted == ["on the way"]
@@ -167,7 +167,7 @@ def test_what_is_saved_for_the_backward_pass_is_let_go_by_the_second_half() -> N
     references = [weakref.ref(each) for each in alive]
     alive.clear()
     assert sum(each() is not None for each in references) == count > 0
-    _, half = first_half(outputs, (torch.ones_like(outputs[0]),), [x], list(w.parameters()))
+    _, half = first_half(outputs, (torch.ones_like(outputs[0]),), [x])
     del outputs
     half.run()
     assert not any(each() is not None for each in references)

@@ -83,8 +83,8 @@ def two_stages(model: Two, around: Sequence[AroundMicroBatch] = ()) -> list[Stag
         return Loss(model.second(torch.tanh(activations[0].requires_grad_())).sum(), 1, 3)
 
     return [
-        Stage(first, around, 0, 2, lambda: list(model.first.parameters())),
-        Stage(second, around, 1, 2, lambda: list(model.second.parameters())),
+        Stage(first, around, 0, 2),
+        Stage(second, around, 1, 2),
     ]
 
 

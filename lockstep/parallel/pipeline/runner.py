@@ -24,7 +24,7 @@ from lockstep.parallel.executor import Executor, Stage
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.pipeline.shapes import Agreement, Shapes, check_outputs
-from lockstep.parallel.pipeline.stage_module import StageCall, StageModule, weights_of
+from lockstep.parallel.pipeline.stage_module import StageCall, StageModule
 from lockstep.parallel.pipeline.trees import StageTrees
 from lockstep.parallel.transport import Described, Message, Meta, PeerToPeer, Program, Tensors, Transport
 from lockstep.randomness import RandomState
@@ -59,13 +59,7 @@ class Runner:
     def __post_init__(self) -> None:
         known = PeerToPeer(self.group, self._buffers)
         stages = [
-            Stage(
-                partial(self._train_stage, part),
-                self.around[part.index],
-                part.index,
-                len(self.rank_of),
-                partial(weights_of, part),
-            )
+            Stage(partial(self._train_stage, part), self.around[part.index], part.index, len(self.rank_of))
             for part in self.parts
         ]
         self._training = Executor(stages, self.random_state, known, carrier=self.trees, halves=self.halves)

@@ -105,11 +105,6 @@ class StageModule(nn.Module):
         return tuple(_own(value, given) for value in values)
 
 
-def weights_of(part: StageModule) -> list[Tensor]:
-    """Return what a stage trains, own and borrowed."""
-    return [parameter for parameter in part.parameters() if parameter.requires_grad]
-
-
 def _own(value: Tensor, given: set[int]) -> Tensor:
     """Return a tensor that nothing else writes to, row by row in memory, to be sent."""
     if base_of(value) is not None or id(value) in given:
