@@ -2,8 +2,8 @@
 
 The rank's stages are placed as in training, and the executor of training runs two micro-batches through each. The first
 pass gathers parameters or creates gradients, all later ones are equal. The schedule's list of actions then gives the
-micro-batches in flight. Where it has a backward pass in two halves, these run, too, after all else: together they cost
-more than the pass as a whole, since some operations compute either kind of gradient from the same intermediate values.
+micro-batches in flight. Where it has a backward pass in two halves, these run, too, after all else: together they may
+cost more than the pass at once, which computes once what both need.
 """
 
 import copy
