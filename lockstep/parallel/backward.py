@@ -19,12 +19,15 @@ Tests: tests/parallel/test_backward.py
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lockstep.parallel.strides import laid_out
 
 Gradients = tuple[Tensor | None, ...]
 Node = Any  # an operation in torch's graph: its class is made in C++
@@ -33,22 +36,35 @@ Node = Any  # an operation in torch's graph: its class is made in C++
 _KEEPS_FUNCTIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
-def backward(outputs: Sequence[Tensor], gradients: Gradients, inputs: Sequence[Tensor]) -> Gradients:
+def backward(
+    outputs: Sequence[Tensor], gradients: Gradients, inputs: Sequence[Tensor], *, as_made: bool = False
+) -> Gradients:
     """Add the gradients of weights to their `.grad`, and return those of the inputs; None for an input without one.
 
     Args:
         outputs: where the pass starts; those that need no gradient are left out.
         gradients: of the outputs, of the same shapes.
         inputs: leaves of the graph.
+        as_made: return gradients with the strides with which they were made: autograd lays them like the inputs.
     """
     roots = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True) if output.requires_grad]
     if not roots:
         return (None,) * len(inputs)
+    strides: dict[int, tuple[int, ...]] = {}  # place of an input → of its gradient
+    if as_made:
+        for place, value in enumerate(inputs):
+            if value.requires_grad:
+                value.register_hook(partial(_note_strides, strides, place))  # type: ignore[no-untyped-call]
     torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
-    found = tuple(value.grad for value in inputs)
-    for value in inputs:
-        value.grad = None
-    return found
+    found: list[Tensor | None] = []
+    for place, value in enumerate(inputs):
+        gradient, value.grad = value.grad, None
+        found.append(gradient if gradient is None or not as_made else laid_out(gradient, strides[place]))
+    return tuple(found)
+
+
+def _note_strides(strides: dict[int, tuple[int, ...]], place: int, gradient: Tensor) -> None:
+    strides[place] = gradient.stride()
 
 
 @dataclass

@@ -31,8 +31,8 @@ from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.transport import Message, Program, Receive, Rehearsed, Send, Tensors, Transport
 from lockstep.randomness import RandomState
 
-# (micro-batch, activations of the stage before) → activations, tensors that nothing else uses; of the last stage: its
-# result, which is the `Loss` in training
+# (micro-batch, activations of the stage before, which are leaves) → activations, tensors that nothing else writes
+# to; or the result of the last stage, in training the `Loss`
 Forward = Callable[[MicroBatch, Tensors], Any]
 Done = Callable[[MicroBatch, Any], None]  # takes the result of the last stage
 
@@ -211,7 +211,8 @@ class Executor:
         passing.inputs = inputs
         if not stage.is_last:
             passing.outputs = outputs
-            self._left[Message("F", stage.index + 1, passing.position)] = tuple(each.detach() for each in outputs)
+            leaves = tuple(each.detach().requires_grad_(each.requires_grad) for each in outputs)
+            self._left[Message("F", stage.index + 1, passing.position)] = leaves
             return None
         loss: Loss = outputs
         if accumulator is not None:
@@ -289,7 +290,7 @@ class Executor:
         if carried and self._carrier is not None:
             for weight, arrived in self._carrier.roots(stage.index, carried):
                 outputs, gradients = (*outputs, weight), (*gradients, arrived)
-        return backward(outputs, gradients, passing.inputs)
+        return backward(outputs, gradients, passing.inputs, as_made=self._carrier is not None)
 
     def _first_half(self, stage: Stage, passing: MicroBatchPass, gradients: Gradients) -> Gradients:
         """Compute the gradients of the inputs, and keep what is left for W."""
@@ -324,4 +325,4 @@ _BACKWARD = ScheduledPass("B", 0, 0)  # of a model that is one stage
 
 def _sendable(value: Tensor, gradient: Tensor | None) -> Tensor:
     """Return a gradient as the stage before waits for it: zeros for an input that was not used."""
-    return torch.zeros_like(value) if gradient is None else gradient.contiguous()
+    return torch.zeros_like(value, memory_format=torch.contiguous_format) if gradient is None else gradient

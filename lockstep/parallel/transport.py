@@ -22,6 +22,10 @@ All earlier ones are, so it is the next one of both its ranks; and the pass that
 order must be the same on all ranks, so the units are fixed, and nothing else may be started on the process group while
 a run is under way.
 
+What is sent is contiguous: gloo refuses other tensors, and the peer would wait for ever. What arrives gets the strides
+that it had, on which the bits of the next kernel may depend. Those of activations follow from shapes, as the ranks have
+learned them; those of gradients travel with the first ones of each shape, where bits count.
+
 Tests: tests/parallel/test_transport.py
 """
 
@@ -34,8 +38,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.costs.steps import ScheduledPass, pipeline
+from lockstep.parallel.strides import laid_out
 
 Tensors = tuple[Tensor, ...]
+
+_CPU = torch.device("cpu")
 
 # What passes take, in forward passes of a stage: a backward pass computes gradients of inputs and of weights. The order
 # of messages follows from it, so it is the same for all ranks, whatever a model takes.
@@ -49,15 +56,25 @@ class Meta:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    strides: tuple[int, ...] = field(compare=False)
 
     @staticmethod
     def of(tensor: Tensor) -> "Meta":
         """Return a tensor's description."""
-        return Meta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        return Meta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.stride())
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return a new tensor, row by row in memory, without values."""
+        """Return a contiguous buffer."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def as_gradient(self) -> "Meta":
+        """Return the description of a gradient of such a tensor, which lies row by row."""
+        strides = torch.empty(self.shape, device="meta").stride()
+        return Meta(self.shape, self.dtype, requires_grad=False, strides=strides)
+
+    def leaf_of(self, arrived: Tensor) -> Tensor:
+        """Return what has arrived as a leaf of a graph, with the strides that it had."""
+        return laid_out(arrived, self.strides).requires_grad_(self.requires_grad)
 
 
 Metas = tuple[Meta, ...]
@@ -160,7 +177,7 @@ class Transport(Protocol):
     """What carries messages between ranks."""
 
     def send(self, message: Message, peer: int, tensors: Tensors) -> None:
-        """Start to send tensors, which lie row by row, and which nothing else writes to."""
+        """Start to send tensors that nothing else writes to."""
 
     def receive(self, message: Message, peer: int) -> None:
         """Start to receive a message."""
@@ -175,7 +192,17 @@ class Transport(Protocol):
         """Forget messages that are under way, after an error."""
 
 
-Buffers = Callable[[Message], Tensors]  # makes what a message is received into
+class Descriptions(Protocol):
+    """What ranks know of messages before they arrive; both ranks of a message know the same."""
+
+    def of(self, message: Message) -> Metas:
+        """Return the descriptions of a message's tensors."""
+
+    def strides_travel(self, message: Message) -> bool:
+        """Return whether the strides of a message's tensors are sent with it."""
+
+    def note_strides(self, message: Message, strides: Sequence[tuple[int, ...]]) -> None:
+        """Note the strides that have come with a message."""
 
 
 @dataclass
@@ -183,7 +210,8 @@ class PeerToPeer:
     """Messages of known shapes over a process group; both ranks start those between them in the same order."""
 
     group: dist.ProcessGroup
-    buffers: Buffers
+    device: torch.device
+    descriptions: Descriptions
     _arriving: dict[Message, tuple[Tensors, list[dist.Work | None]]] = field(default_factory=dict)
     _leaving: list[tuple[dist.Work | None, Tensor]] = field(default_factory=list)  # kept until they are through
     _last: int = 0  # how many of them are of the message that was sent last
@@ -198,19 +226,30 @@ class PeerToPeer:
             del self._leaving[:before]
         else:  # waiting would hold up the computation, and the device says what is through
             self._leaving = [(work, kept) for work, kept in self._leaving if not _is_through(work)]
-        self._leaving += [(dist.isend(each, group=self.group, group_dst=peer), each) for each in tensors]
-        self._last = len(tensors)
+        sent = [each.detach().contiguous() for each in tensors]
+        if self.descriptions.strides_travel(message):
+            strides = [stride for each in tensors for stride in each.stride()]
+            sent.append(torch.tensor(strides, dtype=torch.int64, device=self.device))
+        self._leaving += [(dist.isend(each, group=self.group, group_dst=peer), each) for each in sent]
+        self._last = len(sent)
 
     def receive(self, message: Message, peer: int) -> None:
         """Start to receive a message into new buffers."""
-        into = self.buffers(message)
+        into = tuple(meta.empty(self.device) for meta in self.descriptions.of(message))
+        if self.descriptions.strides_travel(message):
+            into = (*into, torch.empty(sum(each.ndim for each in into), dtype=torch.int64, device=self.device))
         self._arriving[message] = into, [dist.irecv(each, group=self.group, group_src=peer) for each in into]
 
     def take(self, message: Message) -> Tensors:
         """Return a message's tensors, once they are there."""
         tensors, works = self._arriving.pop(message)
         _wait(works)
-        return tensors
+        if self.descriptions.strides_travel(message):
+            flat = iter(tensors[-1].tolist())  # host waits for the device, in the first run of these shapes
+            tensors = tensors[:-1]
+            strides = [tuple(next(flat) for _ in range(each.ndim)) for each in tensors]
+            self.descriptions.note_strides(message, strides)
+        return tuple(meta.leaf_of(each) for meta, each in zip(self.descriptions.of(message), tensors, strict=True))
 
     def finish(self) -> None:
         """Wait until all that was sent is through."""
@@ -246,7 +285,7 @@ class Described:
         described = [tuple(map(Meta.of, tensors))]
         dist.send_object_list(described, group_dst=peer, group=self.group, device=self.objects_on)
         for each in tensors:
-            dist.send(each.detach(), group_dst=peer, group=self.group)
+            dist.send(each.detach().contiguous(), group_dst=peer, group=self.group)
 
     def receive(self, message: Message, peer: int) -> None:
         """Note from whom a message comes."""
@@ -261,7 +300,7 @@ class Described:
         tensors = tuple(meta.empty(self.device) for meta in metas)
         for each in tensors:
             dist.recv(each, group_src=peer, group=self.group)
-        return tuple(each.requires_grad_(meta.requires_grad) for each, meta in zip(tensors, metas, strict=True))
+        return tuple(meta.leaf_of(each) for each, meta in zip(tensors, metas, strict=True))
 
     def finish(self) -> None:
         """Do nothing: all that was sent is through."""
@@ -275,7 +314,8 @@ class Described:
 class Rehearsed:
     """Messages of a dry run, and of a rank without a pipeline: what would arrive is made when it is taken."""
 
-    buffers: Buffers = lambda _message: ()
+    device: torch.device = _CPU
+    metas: Callable[[Message], Metas] = lambda _message: ()
 
     def send(self, message: Message, peer: int, tensors: Tensors) -> None:
         """Do nothing."""
@@ -284,8 +324,8 @@ class Rehearsed:
         """Do nothing."""
 
     def take(self, message: Message) -> Tensors:
-        """Return new tensors."""
-        return self.buffers(message)
+        """Return new tensors without values."""
+        return tuple(meta.leaf_of(meta.empty(self.device)) for meta in self.metas(message))
 
     def finish(self) -> None:
         """Do nothing."""

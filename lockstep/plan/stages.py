@@ -281,17 +281,15 @@ def _executor(placement: PlacementContext, here: LocalStages, batch: Any, metas:
     )
 
     def run(part: StageModule, _micro_batch: MicroBatch, received: Tensors) -> Any:
-        expected = () if part.is_first else metas[part.index - 1]
-        inputs = [value.requires_grad_(meta.requires_grad) for value, meta in zip(received, expected, strict=True)]
-        return part(call, *inputs)
+        return part(call, *received)
 
-    def buffers(message: Message) -> Tensors:
+    def sent(message: Message) -> Metas:
         if message.kind == "F":
-            return tuple(meta.empty(CPU) for meta in metas[message.stage - 1])
-        return tuple(meta.empty(CPU) for meta in metas[message.stage] if meta.requires_grad)
+            return metas[message.stage - 1]
+        return tuple(meta.as_gradient() for meta in metas[message.stage] if meta.requires_grad)
 
     stages = [
         Stage(partial(run, part), around_stage(placement, here, part), part.index, len(here.plan.parts.stages))
         for part in here.parts
     ]
-    return Executor(stages, placement.random_state, Rehearsed(buffers))
+    return Executor(stages, placement.random_state, Rehearsed(CPU, sent))

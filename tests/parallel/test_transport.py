@@ -1,6 +1,7 @@
 """Messages between stages: their order can't deadlock, and what carries them loses, mixes up and piles up nothing."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from lockstep.parallel.transport import (
     Described,
     Instruction,
     Message,
+    Meta,
+    Metas,
     PeerToPeer,
     Receive,
     Send,
@@ -148,18 +151,34 @@ def test_forward_passes_alone_do_not_deadlock(name: str) -> None:
 # ---- what carries messages ----
 
 
+class OfTwo:
+    """Descriptions of messages of two tensors, of which the strides travel with the first message."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.metas = [Meta.of(torch.empty(shape)), Meta.of(torch.empty(2))]
+
+    def of(self, _message: Message) -> Metas:
+        return tuple(self.metas)
+
+    def strides_travel(self, message: Message) -> bool:
+        return message.micro_batch == 0
+
+    def note_strides(self, message: Message, strides: Sequence[tuple[int, ...]]) -> None:
+        self.metas = [replace(meta, strides=own) for meta, own in zip(self.metas, strides, strict=True)]
+
+
 def two_ranks() -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
     me, shape = dist.get_rank(), (3, 4)
     first, second = Message("F", 1, 0), Message("F", 1, 1)
-    known = PeerToPeer(group, lambda _message: (torch.empty(shape), torch.empty(2)))
+    known = PeerToPeer(group, torch.device("cpu"), OfTwo((3, 4)))
     described = Described(group, torch.device("cpu"), torch.device("cpu"))
     found: dict[str, Any] = {"kept": []}
     if me == 0:
         for message in (first, second, *(Message("F", 1, place) for place in range(2, 8))):
             value = float(message.micro_batch)
-            known.send(message, 1, (torch.full(shape, value), torch.full((2,), -value)))
+            known.send(message, 1, (torch.full(shape[::-1], value).t(), torch.full((2,), -value)))
             found["kept"].append(len(known._leaving))
         known.finish()
         described.send(first, 1, (torch.ones(2, requires_grad=True) * 3, torch.tensor([7])))
@@ -167,7 +186,9 @@ def two_ranks() -> dict[str, Any]:
     for place in range(8):
         known.receive(Message("F", 1, place), 0)
     # They are taken in another order than they arrive in.
-    found["taken"] = [known.take(Message("F", 1, place))[0].mean().item() for place in (1, 0, *range(2, 8))]
+    taken = [known.take(Message("F", 1, place))[0] for place in (1, 0, *range(2, 8))]
+    found["taken"] = [tensor.mean().item() for tensor in taken]
+    found["strides"] = [tensor.stride() for tensor in taken]
     described.receive(first, 0)
     one, other = described.take(first)
     found["described"] = one.tolist(), one.requires_grad, other.tolist(), other.requires_grad
@@ -178,4 +199,14 @@ def test_tensors_arrive_under_their_message_and_are_let_go_once_they_are_through
     sender, receiver = run_ranks(two_ranks, 2)
     assert receiver["taken"] == [1.0, 0.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert receiver["described"] == ([3.0, 3.0], True, [7], False)
-    assert sender["kept"] == [2, 4, 4, 4, 4, 4, 4, 4]  # of two messages at most, of two tensors each
+    assert receiver["strides"] == [(4, 1), *[(1, 3)] * 7]  # those of the second message were not known yet
+    assert sender["kept"] == [
+        3,
+        5,
+        4,
+        4,
+        4,
+        4,
+        4,
+        4,
+    ]  # of two messages at most, of two tensors each; the first has strides

@@ -23,10 +23,10 @@ from lockstep.parallel.buffers import restored
 from lockstep.parallel.executor import Executor, Stage
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.passes import AroundMicroBatch
-from lockstep.parallel.pipeline.shapes import Agreement, Shapes, check_outputs
+from lockstep.parallel.pipeline.shapes import Agreement, RunDescriptions, Shapes, check_outputs
 from lockstep.parallel.pipeline.stage_module import StageCall, StageModule
 from lockstep.parallel.pipeline.trees import StageTrees
-from lockstep.parallel.transport import Described, Message, Meta, PeerToPeer, Program, Tensors, Transport
+from lockstep.parallel.transport import Described, Meta, PeerToPeer, Program, Tensors, Transport
 from lockstep.randomness import RandomState
 from lockstep.torch_compat.fsdp_state import reduce_gradients
 from lockstep.torch_compat.pytree import tree_leaves, tree_map
@@ -53,18 +53,20 @@ class Runner:
     shared_unit: nn.Module | None = None  # FSDP2's unit of parameters that several stages use
     frees: bool = False  # FSDP2 frees gathered parameters after each forward pass
     trees: StageTrees | None = None  # take the gradients of each micro-batch; None: they add up
-    _running: Sequence[MicroBatch] = field(default=(), init=False)  # micro-batches, by position
     _key_of: Mapping[int, int] = field(default_factory=dict, init=False)  # index of a micro-batch → signature
 
     def __post_init__(self) -> None:
-        known = PeerToPeer(self.group, self._buffers)
+        sums = self.trees.metas if self.trees is not None else lambda _stage: ()
+        # Where bits count, gradients lie as they were made.
+        self._descriptions = RunDescriptions(self.shapes, sums, with_strides=self.trees is not None)
+        known = PeerToPeer(self.group, self.device, self._descriptions)
         stages = [
             Stage(partial(self._train_stage, part), self.around[part.index], part.index, len(self.rank_of))
             for part in self.parts
         ]
         self._training = Executor(stages, self.random_state, known, carrier=self.trees, halves=self.halves)
         self._described = Described(self.group, self.device, self.objects_on)
-        self._evaluation = self._forward_only(self._evaluate_stage, known)
+        self._evaluation = self._forward_only(self._call, known)
 
     def _forward_only(self, run: Callable[..., Any], transport: Transport) -> Executor:
         stages = [Stage(partial(run, part), index=part.index, count=len(self.rank_of)) for part in self.parts]
@@ -87,16 +89,15 @@ class Runner:
         for number, run in enumerate(runs):
             if self.trees is not None:
                 self.trees.run, self.trees.places = run, range(number * size, (number + 1) * size)
-            self._running = run
+            self._descriptions.begin([self._key_of[micro_batch.index] for micro_batch in run], training=True)
             self._training.run(self.program(len(run)), run, accumulator, factor, last=number == len(runs) - 1)
         if self.shared_unit is not None:
             reduce_gradients(self.shared_unit, begun=False)
 
     def _train_stage(self, part: StageModule, micro_batch: MicroBatch, received: Tensors) -> Any:
-        metas, expected = self.shapes.of(self._key_of[micro_batch.index], part.index)
-        inputs = [value.requires_grad_(meta.requires_grad) for value, meta in zip(received, metas, strict=True)]
-        outputs = self._call(part, micro_batch, inputs)
+        outputs = self._call(part, micro_batch, received)
         if not part.is_last:
+            _, expected = self.shapes.of(self._key_of[micro_batch.index], part.index)
             check_outputs(part.index, outputs, expected)
         return outputs
 
@@ -108,15 +109,6 @@ class Runner:
             return Loss(*self.objective.factors(outputs, micro_batch.batch, calls))
 
         return part(StageCall(partial(self.objective.inputs, micro_batch.batch), finish), *received)
-
-    def _buffers(self, message: Message) -> Tensors:
-        """Return buffers for a message."""
-        micro_batch = self._running[message.micro_batch]
-        received, sent = self.shapes.of(self._key_of[micro_batch.index], message.stage)
-        if message.kind == "F":
-            return tuple(meta.empty(self.device) for meta in received)
-        sums = () if self.trees is None else self.trees.buffers(message.stage)
-        return (*(meta.empty(self.device) for meta in sent if meta.requires_grad), *sums)
 
     # ---- shapes ----
 
@@ -160,15 +152,13 @@ class Runner:
         """Run forward passes (`Evaluate`)."""
         agreement = self.shapes.agree([self._inputs_of(micro_batch) for micro_batch in micro_batches], training=False)
         self._note_shapes(micro_batches, agreement)
-        self._running = [each for place, each in enumerate(micro_batches) if place not in agreement.new]
+        known = [each for place, each in enumerate(micro_batches) if place not in agreement.new]
         with self._gathered(keep=False):
             for place in agreement.new:
                 self._learn(micro_batches[place], agreement.signatures[place], accumulator.add, to_last=True)
-            if self._running:
-                self._evaluation.run_forward(self.forward_program(len(self._running)), self._running, accumulator.add)
-
-    def _evaluate_stage(self, part: StageModule, micro_batch: MicroBatch, received: Tensors) -> Any:
-        return self._call(part, micro_batch, received)
+            if known:
+                self._descriptions.begin([self._key_of[micro_batch.index] for micro_batch in known], training=False)
+                self._evaluation.run_forward(self.forward_program(len(known)), known, accumulator.add)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -6,8 +6,8 @@ once. The signatures of all data-parallel ranks are gathered together: FSDP2's c
 same things.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import RunError
-from lockstep.parallel.transport import Meta, Metas, Tensors
+from lockstep.parallel.transport import Message, Meta, Metas, Tensors
 from lockstep.randomness import derive_key
 from lockstep.torch_compat.pytree import tree_flatten
 
@@ -65,6 +65,49 @@ class Shapes:
 
     def of(self, key: int, stage: int) -> tuple[Metas, Metas]:
         return self._metas[key, stage]
+
+
+@dataclass
+class RunDescriptions:
+    """The descriptions of the messages of a run (`lockstep.parallel.transport.Descriptions`).
+
+    Of the gradients of a shape the strides are sent with the first ones, where they are asked for.
+    """
+
+    shapes: Shapes
+    sums: Callable[[int], Metas]  # stage → what travels with the gradients of its outputs
+    with_strides: bool  # gradients lie as they were made
+    keys: Sequence[int] = ()  # signatures of the run's micro-batches, by position
+    _known: set[int] = field(default_factory=set)  # signatures of earlier runs
+    _new: set[int] = field(default_factory=set)  # those of this one alone
+    _strides: dict[tuple[int, int], Sequence[tuple[int, ...]]] = field(default_factory=dict)  # (signature, stage)
+
+    def begin(self, keys: Sequence[int], *, training: bool) -> None:
+        """Begin a run of micro-batches of these signatures."""
+        self.keys = keys
+        self._new = set(keys) - self._known if training and self.with_strides else set()
+        self._known |= self._new
+
+    def of(self, message: Message) -> Metas:
+        """Return the descriptions of a message's tensors."""
+        key = self.keys[message.micro_batch]
+        received, sent = self.shapes.of(key, message.stage)
+        if message.kind == "F":
+            return received
+        gradients = [meta.as_gradient() for meta in sent if meta.requires_grad]
+        metas = (*gradients, *self.sums(message.stage))
+        strides = self._strides.get((key, message.stage))
+        if strides is None:
+            return metas
+        return tuple(replace(meta, strides=own) for meta, own in zip(metas, strides, strict=True))
+
+    def strides_travel(self, message: Message) -> bool:
+        """Return whether the strides of a message's tensors are sent with it."""
+        return message.kind == "B" and self.keys[message.micro_batch] in self._new
+
+    def note_strides(self, message: Message, strides: Sequence[tuple[int, ...]]) -> None:
+        """Note the strides that have come with a message."""
+        self._strides[self.keys[message.micro_batch], message.stage] = strides
 
 
 def signature(batch: Any, training: bool) -> int:

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
@@ -17,6 +18,7 @@ from lockstep.models.chain import run_segment
 from lockstep.models.observed import LossCalls
 from lockstep.parallel.pipeline.plan import PipelinePlan
 from lockstep.parallel.pipeline.stage_parameters import Registration, StageParameters
+from lockstep.parallel.strides import copied_to
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
 from lockstep.torch_compat.tensor_versions import base_of
@@ -106,10 +108,27 @@ class StageModule(nn.Module):
 
 
 def _own(value: Tensor, given: set[int]) -> Tensor:
-    """Return a tensor that nothing else writes to, row by row in memory, to be sent."""
-    if base_of(value) is not None or id(value) in given:
-        return value.clone().contiguous()
-    return value.contiguous()
+    """Return a tensor that nothing else writes to, to be sent.
+
+    It has the strides of `value`: kernels of the next segment may depend on them.
+    """
+    if base_of(value) is None and id(value) not in given:
+        return value
+    copied = value.clone()
+    apply: Any = _Copied.apply
+    return copied if copied.stride() == value.stride() else apply(value)
+
+
+class _Copied(torch.autograd.Function):
+    """A copy with the strides of a tensor that does not fill its memory, or is expanded; `clone` would give others."""
+
+    @staticmethod
+    def forward(_ctx: Any, value: Tensor) -> Tensor:
+        return copied_to(value.detach(), value.stride())
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 Blocks = list[tuple[str, nn.Module]]

@@ -26,6 +26,7 @@ from lockstep.parallel.parallel_model import local
 from lockstep.parallel.pipeline.stage_parameters import StageParameters
 from lockstep.parallel.reproducible.tree import Partials, TreeReduceScatter, clear_zero_signs, tree_assignment
 from lockstep.parallel.strides import lay_gradients
+from lockstep.parallel.transport import Meta, Metas
 
 _BUCKET = 25 << 20  # bytes of gradients that are sent at once
 Bucket = Sequence[tuple[str, list[Tensor | None]]]  # parameters, with the sums of their gradients over each node
@@ -77,9 +78,9 @@ class StageTrees:
 
     # ---- what stages send: see `lockstep.parallel.executor.Carrier` ----
 
-    def buffers(self, stage: int) -> tuple[Tensor, ...]:
-        """Return buffers for the running sums of shared weights that later stages have used."""
-        return tuple(self._zeros(name) for name in self.uses.crossing(stage))
+    def metas(self, stage: int) -> Metas:
+        """Describe the running sums of shared weights that later stages have used."""
+        return tuple(Meta.of(self.uses.like[name]).as_gradient() for name in self.uses.crossing(stage))
 
     def roots(self, stage: int, carried: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return (weight, running sum): the backward pass starts from them, too, so that they precede its own uses."""
