@@ -122,10 +122,8 @@ class Executor:
         end = len(micro_batches) - 1
         try:
             for each in program:
-                if isinstance(each, Send):
-                    self._transport.send(each.message, each.peer, self._left.pop(each.message))
-                elif isinstance(each, Receive):
-                    self._transport.receive(each.message, each.peer)
+                if not isinstance(each, ScheduledPass):
+                    self._exchange(each)
                 elif each.kind == "F":
                     micro_batch = micro_batches[each.micro_batch]
                     is_last = last and each.micro_batch == end
@@ -146,10 +144,8 @@ class Executor:
         """Run a program of forward passes alone, with nothing around them; `done` takes the last stage's results."""
         try:
             for each in program:
-                if isinstance(each, Send):
-                    self._transport.send(each.message, each.peer, self._left.pop(each.message))
-                elif isinstance(each, Receive):
-                    self._transport.receive(each.message, each.peer)
+                if not isinstance(each, ScheduledPass):
+                    self._exchange(each)
                 else:
                     stage, micro_batch = self.stages[each.stage], micro_batches[each.micro_batch]
                     inputs = () if stage.is_first else self._take(Message("F", each.stage, each.micro_batch))
@@ -163,6 +159,13 @@ class Executor:
         except BaseException:
             self._forget()
             raise
+
+    def _exchange(self, each: Send | Receive) -> None:
+        """Start to send what a pass has left, or to receive what one will need."""
+        if isinstance(each, Send):
+            self._transport.send(each.message, each.peer, self._left.pop(each.message))
+        else:
+            self._transport.receive(each.message, each.peer)
 
     def alone(self, passing: MicroBatchPass, kind: str) -> None:
         """Run one pass whose neighbours do not run, for a rehearsal: what it leaves for them goes nowhere."""

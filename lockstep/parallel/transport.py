@@ -29,6 +29,7 @@ learned them; those of gradients travel with the first ones of each shape, where
 Tests: tests/parallel/test_transport.py
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -69,7 +70,8 @@ class Meta:
 
     def as_gradient(self) -> "Meta":
         """Return the description of a gradient of such a tensor, which lies row by row."""
-        strides = torch.empty(self.shape, device="meta").stride()
+        sizes = [max(size, 1) for size in self.shape]
+        strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
         return Meta(self.shape, self.dtype, requires_grad=False, strides=strides)
 
     def leaf_of(self, arrived: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class RunDescriptions:
     keys: Sequence[int] = ()  # signatures of the run's micro-batches, by position
     _known: set[int] = field(default_factory=set)  # signatures of earlier runs
     _new: set[int] = field(default_factory=set)  # those of this one alone
-    _strides: dict[tuple[int, int], Sequence[tuple[int, ...]]] = field(default_factory=dict)  # (signature, stage)
+    _gradients: dict[tuple[int, int], Metas] = field(default_factory=dict)  # (signature, stage)
 
     def begin(self, keys: Sequence[int], *, training: bool) -> None:
         """Begin a run of micro-batches of these signatures."""
@@ -90,16 +90,14 @@ class RunDescriptions:
 
     def of(self, message: Message) -> Metas:
         """Return the descriptions of a message's tensors."""
-        key = self.keys[message.micro_batch]
-        received, sent = self.shapes.of(key, message.stage)
+        at = self.keys[message.micro_batch], message.stage
+        received, sent = self.shapes.of(*at)
         if message.kind == "F":
             return received
-        gradients = [meta.as_gradient() for meta in sent if meta.requires_grad]
-        metas = (*gradients, *self.sums(message.stage))
-        strides = self._strides.get((key, message.stage))
-        if strides is None:
-            return metas
-        return tuple(replace(meta, strides=own) for meta, own in zip(metas, strides, strict=True))
+        if at not in self._gradients:
+            own = [meta.as_gradient() for meta in sent if meta.requires_grad]
+            self._gradients[at] = (*own, *self.sums(message.stage))
+        return self._gradients[at]
 
     def strides_travel(self, message: Message) -> bool:
         """Return whether the strides of a message's tensors are sent with it."""
@@ -107,7 +105,8 @@ class RunDescriptions:
 
     def note_strides(self, message: Message, strides: Sequence[tuple[int, ...]]) -> None:
         """Note the strides that have come with a message."""
-        self._strides[self.keys[message.micro_batch], message.stage] = strides
+        laid = (replace(meta, strides=own) for meta, own in zip(self.of(message), strides, strict=True))
+        self._gradients[self.keys[message.micro_batch], message.stage] = tuple(laid)
 
 
 def signature(batch: Any, training: bool) -> int:
