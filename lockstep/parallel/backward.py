@@ -89,9 +89,25 @@ class SecondHalf:
             numbered = enumerate(self.arrived.pop(operation, ()))
             given = [(GradientEdge(operation, place), each) for place, each in numbered if each is not None]
             if given:
-                torch.autograd.backward([edge for edge, _ in given], [each for _, each in given], inputs=weights)
+                _continue_from(operation, given, weights)
         if self.further_roots:
             torch.autograd.backward(self.further_roots, [torch.zeros_like(root) for root in self.further_roots])
+
+
+# On CPUs the kernel for tensors whose channels lie together ends the process where the input's gradient is not wanted.
+_WANTS_ALL = ("NativeGroupNormBackward0",)
+
+
+def _continue_from(operation: Node, given: Sequence[tuple[GradientEdge, Tensor]], weights: Sequence[Tensor]) -> None:
+    """Add the gradients of an operation's weights to `.grad`, from the gradients of its outputs."""
+    edges, gradients = [edge for edge, _ in given], [gradient for _, gradient in given]
+    if operation.name() not in _WANTS_ALL:
+        torch.autograd.backward(edges, gradients, inputs=weights)
+        return
+    node, place = operation.next_functions[0]
+    wanted = [*map(get_gradient_edge, weights), GradientEdge(node, place)]
+    *found, _ = torch.autograd.grad(edges, wanted, gradients, allow_unused=True)
+    torch.autograd.backward(weights, found)
 
 
 def whole_second_half(outputs: Sequence[Tensor], gradients: Gradients) -> SecondHalf:

@@ -25,6 +25,7 @@ class Weights(nn.Module):
         torch.manual_seed(0)
         self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
+        self.images = nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3), nn.GroupNorm(2, WIDTH), nn.BatchNorm2d(WIDTH))
         self.alone = nn.Parameter(torch.randn(WIDTH))
         self.unused = nn.Parameter(torch.randn(WIDTH))
         self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
@@ -80,7 +81,22 @@ def without_weights(w: Weights, x: Tensor) -> tuple[Tensor, ...]:
     return (torch.tanh(x * w.frozen),)
 
 
-EVERY = [block, shared, beside_the_inputs, one_gradient_for_two, several_outputs, recomputed, without_inputs]
+def channels_together(w: Weights, x: Tensor) -> tuple[Tensor, ...]:
+    """Convolutions and norms of images in `channels_last`."""
+    images = x.view(3, WIDTH, 1, 1).expand(3, WIDTH, 4, 4).contiguous(memory_format=torch.channels_last)
+    return (w.images(images),)
+
+
+EVERY = [
+    channels_together,
+    block,
+    shared,
+    beside_the_inputs,
+    one_gradient_for_two,
+    several_outputs,
+    recomputed,
+    without_inputs,
+]
 EVERY += [without_weights]
 
 
