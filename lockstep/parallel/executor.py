@@ -195,8 +195,9 @@ class Executor:
 
     def in_order(self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float) -> None:
         """Run the micro-batches of a step one after the other through a model that is one stage."""
+        count = len(micro_batches)
         for number, micro_batch in enumerate(micro_batches, start=1):
-            self.micro_step(micro_batch, accumulator, factor, number == len(micro_batches))
+            self.micro_step(micro_batch, accumulator, factor, number == count)
             went_forward()
 
     # ---- passes ----
@@ -242,7 +243,9 @@ class Executor:
         for enter in stage.before_backward:
             enter(passing)
         found: Gradients = ()
-        if not splits:
+        if stage.count == 1 and not passing.further_roots:  # the shortest way: each call of a function costs here
+            torch.autograd.backward(passing.outputs[0], passing.gradient)
+        elif not splits:
             found = self._whole(stage, passing, gradients, carried)
         elif kind == "I":
             found = self._first_half(stage, passing, gradients)
@@ -287,7 +290,7 @@ class Executor:
         if passing.further_roots:
             outputs = (*outputs, *passing.further_roots)
             gradients = (*gradients, *(torch.zeros_like(root) for root in passing.further_roots))
-        if stage.is_first and stage.is_last:
+        if stage.count == 1:
             torch.autograd.backward(outputs, gradients)
             return ()
         if carried and self._carrier is not None:
