@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from enum import IntEnum
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from lockstep.parallel.fsdp_recomputation import GatheredAgain
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.torch_compat.backward_pass import running_node
 from lockstep.torch_compat.default_store import default_store
-from lockstep.torch_compat.fsdp_state import frees_after_forward, is_gathered, pass_through
+from lockstep.torch_compat.fsdp_state import pass_through, repeats_apart
 from lockstep.torch_compat.pytree import tree_leaves, tree_map_only
 
 _PATIENCE = 20.0  # seconds in which the other ranks, too, come to a unit that the order does not have there
@@ -51,15 +52,20 @@ class UnitOrder(AroundMicroBatch):
         groups: makes gradients? → ranks that exchange messages for a unit in each such pass, and run the same number of
             them. Without an entry there are no messages but those of a step's last pass.
         everyone: ranks that exchange messages in a step's last pass. None, here and above: all ranks.
+        joins: whether ranks join units that their data leave out; else that is an error. Stages of a pipeline, whose
+            passes overlap, can't.
     """
+
+    _made = count()
 
     def __init__(
         self, units: Sequence[tuple[str, nn.Module]], device: torch.device,
-        groups: dict[bool, dist.ProcessGroup | None], everyone: dist.ProcessGroup | None,
+        groups: dict[bool, dist.ProcessGroup | None], everyone: dist.ProcessGroup | None, *, joins: bool = True,
     ) -> None:  # fmt: skip
         self._units, self._device, self._end = list(units), device, len(units)
         self._model = units[0][1]
-        self._groups, self._everyone = groups, everyone
+        self._groups, self._everyone, self._joins = groups, everyone, joins
+        self._number = next(self._made)  # the same on all ranks, which place their models in one order
         self._group: dist.ProcessGroup | None = None  # of this pass
         self._orders: dict[bool, list[int]] = {}  # with gradients? → places of units, in the order of a pass
         self._learning = {True: True, False: True}
@@ -73,7 +79,7 @@ class UnitOrder(AroundMicroBatch):
         self._token: Tensor | None = None  # has gone through the units that were joined
         self._given_token: set[int] = set()  # units whose inputs were attached to it, in this micro-batch
         self._again = GatheredAgain(len(units), device)
-        self._frees = False in groups and any(frees_after_forward(unit) for _, unit in units[1:])
+        self._gathers = joins and False in groups  # else what is recomputed sends no message, or nothing is joined
         self._met: set[tuple[tuple[int, ...], int]] = set()  # (ranks, place): they gather the unit again together
         self._trained = [any(p.requires_grad for p in unit.parameters()) for _, unit in self._units]
         names = [name for name, _ in self._units[1:]]
@@ -119,7 +125,7 @@ class UnitOrder(AroundMicroBatch):
 
     def _repeat(self, place: int, args: Any, kwargs: Any) -> Any:
         """Have the recomputation of a unit's forward pass save what that pass saved, and gather it on all ranks."""
-        if self._mode and self._frees and not is_gathered(self._units[place][1]):
+        if self._mode and self._gathers and repeats_apart(self._units[place][1]):
             key = (self._ranks(), place)
             if key not in self._met:
                 self._meet(place, self._not_recomputed(place))
@@ -160,10 +166,12 @@ class UnitOrder(AroundMicroBatch):
         self._arrive(self._end, _Inputs.NO_BACKWARD)
         self._inside = False
         if self._agrees:
-            if self._mode and self._frees and (place := self._again.agree(self._group)) is not None:
+            if self._mode and self._gathers and (place := self._again.agree(self._group)) is not None:
                 raise self._not_recomputed(place)
             self._orders[self._mode] = _merged(self._orders.get(self._mode, []), self._called)
-            if not self._mode and self._learning[False]:
+            if not self._joins:
+                self._learning[self._mode] = False
+            elif not self._mode and self._learning[False]:
                 self._learn(with_gradients=False)
         if self._token is None or not self._token.requires_grad:
             return None
@@ -174,7 +182,7 @@ class UnitOrder(AroundMicroBatch):
         """Join what other ranks gather before the unit at `place`."""
         order = [] if self._agrees else self._orders[self._mode]
         if place != self._end:
-            again = self._mode and self._frees and self._again.call(place)
+            again = self._mode and self._gathers and self._again.call(place)
             unknown = place not in order[len(self._called) :] or again or self._is_news(place, inputs)
             if unknown and not self._agrees:
                 self._meet(place, self._not_recomputed(place) if again else self._unexpected(place))
@@ -187,8 +195,8 @@ class UnitOrder(AroundMicroBatch):
             if due == place:
                 self._called.append(place)
                 return
-            if self._mode and due in self._again.known:
-                self._meet(place, self._not_recomputed(due))  # all ranks may leave it out
+            if not self._joins or (self._mode and due in self._again.known):  # right if all ranks leave it out
+                self._meet(place, self._not_recomputed(due) if self._joins else self._not_joined(due))
                 self._agrees = True
                 self._agree(place, inputs)
                 return
@@ -198,6 +206,8 @@ class UnitOrder(AroundMicroBatch):
         """Return whether the other ranks must know of these inputs, since they reduce gradients at another time."""
         known = self._inputs[self._mode].get(place, inputs)
         guessed = self._mode and place in self._assumed
+        if not self._joins:
+            return False
         return inputs < known or (guessed and inputs > known and inputs is not _Inputs.NEED_NONE)
 
     def _agree(self, place: int, inputs: _Inputs) -> None:
@@ -211,7 +221,7 @@ class UnitOrder(AroundMicroBatch):
             first, theirs = divmod(found, kinds)
             if first == self._end:
                 return
-            if first != -last and first in self._called:
+            if first != -last and (first in self._called or not self._joins):
                 raise self._not_joined(first)
             known = self._inputs[self._mode]
             if self._mode and first in self._assumed:
@@ -250,7 +260,9 @@ class UnitOrder(AroundMicroBatch):
     def _meet(self, place: int, error: UsageError) -> None:
         """Wait until all ranks call this unit here, where the order does not have it; an error if some do not."""
         ranks = self._ranks()
-        key = f"lockstep/fsdp_order/{ranks}/{self._mode}/{self._passes[ranks]}/{len(self._called)}/{place}"
+        key = (
+            f"lockstep/fsdp_order/{self._number}/{ranks}/{self._mode}/{self._passes[ranks]}/{len(self._called)}/{place}"
+        )
         store, until = default_store(), time.monotonic() + _PATIENCE
         store.add(key, 1)
         while store.add(key, 0) < len(ranks):
@@ -292,11 +304,13 @@ class UnitOrder(AroundMicroBatch):
 
     def _not_joined(self, place: int) -> UsageError:
         what = f"the data of some ranks leave out a call of {self._units[place][0]}, which others make"
-        why = (
-            "FSDP gathers a unit from all ranks at once; a rank can join in for a unit that is called once in a pass, "
-        )
-        why += "outside of checkpoints that are reentrant, and has no units inside"
-        return UsageError(what, where="distributed.strategy: fsdp", why=why, fix=_FIX)
+        why = "FSDP gathers a unit from all ranks at once; "
+        if self._joins:
+            why += "a rank can join in for a unit that is called once in a pass, outside of checkpoints that are "
+            why += "reentrant, and has no units inside"
+        else:
+            why += "in a stage of a pipeline, whose passes overlap, a rank can't join in for it"
+        return self._error(what, why)
 
     def _not_recomputed(self, place: int) -> UsageError:
         name = self._units[place][0]
@@ -312,7 +326,13 @@ class UnitOrder(AroundMicroBatch):
             f"this rank's forward pass calls {self._units[place][0]} where no rank's did before, and others don't now"
         )
         why = "FSDP gathers a unit from all ranks at once, in one order, which the first step has set"
-        return UsageError(what, where="distributed.strategy: fsdp", why=why, fix=_FIX)
+        return self._error(what, why)
+
+    def _error(self, what: str, why: str) -> UsageError:
+        if self._joins:
+            return UsageError(what, where="distributed.strategy: fsdp", why=why, fix=_FIX)
+        fix = "call it on every rank, and multiply by 0 what is not wanted; or write distributed.strategy: fsdp"
+        return UsageError(what, where="distributed.strategy: pipeline", why=why, fix=fix)
 
 
 class _Attached(torch.autograd.Function):

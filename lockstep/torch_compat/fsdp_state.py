@@ -63,14 +63,11 @@ def _begin_anew(unit: Any, _args: object) -> None:
         state._training_state = type(state._training_state).IDLE
 
 
-def frees_after_forward(unit: Any) -> bool:
-    """Return whether a unit frees its gathered parameters after a forward pass, and gathers them again."""
-    return any(group._reshard_after_forward for group in unit._get_fsdp_state()._fsdp_param_groups)
-
-
-def is_gathered(unit: Any) -> bool:
-    """Return whether a forward pass of the unit needs no message now."""
-    return all(group.is_unsharded for group in unit._get_fsdp_state()._fsdp_param_groups)
+def repeats_apart(unit: Any) -> bool:
+    """Return whether a forward pass within a backward pass finds the unit before its own backward pass, or freed."""
+    state = unit._get_fsdp_state()
+    gathered = all(group.is_unsharded for group in state._fsdp_param_groups)
+    return state._training_state.name != "PRE_BACKWARD" or not gathered
 
 
 def pass_through(unit: Any, given: Tensor, made: Tensor | None) -> Tensor:

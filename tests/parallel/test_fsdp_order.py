@@ -151,6 +151,7 @@ class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 KINDS = "001101220221201222110022"  # 0, 1: the first, the second tower; 2: none
+KEPT = {"distributed.fsdp.sharding_strategy": "shard_grad_op"}  # gathered until the backward pass
 NONE_FIRST = "222222220122021022110022"
 
 Case = tuple[str, str, str, dict[str, Any]]  # (topology, way, kinds, settings)
@@ -213,10 +214,6 @@ def test_ranks_join_under_each_setting() -> None:
     ]
     cases: list[Case] = [("fsdp:2", "towers", kinds, more) for more in settings for kinds in (KINDS, NONE_FIRST)]
     cases += [("fsdp:2", way, KINDS, {}) for way in ("late", "backwards")]
-    kept = {"distributed.fsdp.sharding_strategy": "shard_grad_op"}  # nothing is gathered again
-    cases += [
-        ("fsdp:2", way, KINDS, kept) for way in ("recomputed towers", "everything recomputed", "recomputed further")
-    ]
     assert_like_one_process(cases, run_ranks(train_all, 2, cases)[0])
     hybrid: list[Case] = [
         ("hybrid:2x2", way, kinds, {}) for way in ("towers", "dropped") for kinds in (KINDS, NONE_FIRST)
@@ -246,20 +243,24 @@ def test_a_unit_that_ranks_call_another_number_of_times_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "kinds"),
+    ("way", "kinds", "settings"),
     [
-        ("recomputed towers", KINDS),
-        ("recomputed towers", "0000" + "01" * 10),
-        ("everything recomputed", KINDS),
-        pytest.param("recomputed towers", NONE_FIRST, marks=pytest.mark.full),
-        pytest.param("everything recomputed", NONE_FIRST, marks=pytest.mark.full),
-        pytest.param("everything recomputed", "0000" + "01" * 10, marks=pytest.mark.full),
-        pytest.param("recomputed further", KINDS, marks=pytest.mark.full),
+        ("recomputed towers", KINDS, {}),
+        ("recomputed towers", "0000" + "01" * 10, {}),
+        ("everything recomputed", KINDS, {}),
+        pytest.param("recomputed towers", NONE_FIRST, {}, marks=pytest.mark.full),
+        pytest.param("everything recomputed", NONE_FIRST, {}, marks=pytest.mark.full),
+        pytest.param("everything recomputed", "0000" + "01" * 10, {}, marks=pytest.mark.full),
+        pytest.param("recomputed further", KINDS, {}, marks=pytest.mark.full),
+        pytest.param("recomputed towers", KINDS, KEPT, marks=pytest.mark.full),
+        pytest.param("recomputed further", KINDS, KEPT, marks=pytest.mark.full),
     ],
 )
-def test_a_unit_that_is_recomputed_with_others_and_left_out_is_an_error(way: str, kinds: str) -> None:
+def test_a_unit_that_is_recomputed_with_others_and_left_out_is_an_error(
+    way: str, kinds: str, settings: dict[str, Any]
+) -> None:
     """In the first step, as in a later one, where the rank that leaves it out says so."""
-    texts = run_ranks(refused, 2, ("fsdp:2", way, kinds, {}))
+    texts = run_ranks(refused, 2, ("fsdp:2", way, kinds, settings))
     assert any("a checkpoint of the model's own recomputes" in text for text in texts), texts
 
 
@@ -268,3 +269,42 @@ def test_a_unit_that_is_recomputed_with_others_and_left_out_is_an_error(way: str
 def test_a_unit_in_a_reentrant_checkpoint_that_is_left_out_is_an_error(kinds: str) -> None:
     texts = run_ranks(refused, 2, ("fsdp:2", "reentrant towers", kinds, {}))
     assert any("distributed.strategy: fsdp" in text for text in texts), texts
+
+
+class Chained(nn.Module):
+    """A segment of a pipeline; the data decide whether it calls its second part."""
+
+    def __init__(self, leaves_out: bool) -> None:
+        super().__init__()
+        self.parts, self.leaves_out = nn.ModuleList(Part() for _ in range(2)), leaves_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        some = self.leaves_out and float(x.detach()[0, 0]) > 0
+        return in_row(self.parts[:1] if some else self.parts, x)
+
+
+class Chain(nn.Sequential):
+    def blocks(self) -> list[tuple[str, nn.Module]]:
+        segments = [(name, s) for name, s in self.named_children() if isinstance(s, Chained)]
+        return [(f"{name}.parts.{i}", part) for name, s in segments for i, part in enumerate(s.parts)]
+
+
+def refused_in_stages() -> str:
+    torch.manual_seed(0)
+    model = Chain(nn.Linear(WIDTH, WIDTH), Chained(True), Chained(True), nn.Linear(WIDTH, 1))
+    values, _ = parse_topology("pipeline:2*fsdp:2")
+    settings = {"training.batch_size": 2, "training.global_batch_size": 8, "training.max_steps": 4}
+    config = config_from({**{f"distributed.{key}": value for key, value in values.items()}, **settings})
+    x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(7))
+    fsdp_order._PATIENCE = 2.0
+    with pytest.raises((UsageError, RuntimeError)) as error:
+        for _ in Trainer(model, loss_fn=nn.MSELoss(), config=config).steps(
+            torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+        ):
+            pass
+    return str(error.value)
+
+
+def test_a_unit_of_a_stage_that_some_ranks_leave_out_is_an_error() -> None:
+    texts = run_ranks(refused_in_stages, 4)
+    assert any("leave out a call of 1.parts.1" in text for text in texts), texts

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.collectives import object_device
 from lockstep.mesh import data_parallel_group
 from lockstep.parallel import fsdp
-from lockstep.parallel.fsdp_units import explain_mixing, units_of, used_elsewhere
+from lockstep.parallel.fsdp_order import UnitOrder
+from lockstep.parallel.fsdp_units import explain_mixing, sharded_units, units_of, used_elsewhere
 from lockstep.parallel.loss_weights import train_loss_weights
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
 from lockstep.parallel.passes import AroundMicroBatch, Explain, Explains, explained
@@ -117,6 +118,9 @@ def local_stages(p: PlacementContext, mesh: DeviceMesh, plan: PipelinePlan) -> L
         shard = partial(fsdp.shard_stage, mesh, p.config, device_type=p.device_type, experts=p.experts)
         cut.unit, lines = shard_stages(parts, held, units, shard, cut.frees)
         p.log_lines += lines
+    if layout.shard > 1 and p.dry_run is None:
+        for part in parts:
+            _hold_to_one_order(part, mesh["shard"].get_group(), p.device)
     return cut
 
 
@@ -140,6 +144,12 @@ def around_stage(p: PlacementContext, cut: LocalStages, part: StageModule) -> li
     if dp_size > 1:
         around.append(StageSync(part))
     return around
+
+
+def _hold_to_one_order(part: StageModule, shards: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise an error where the data of some ranks leave out a unit of a stage that others gather."""
+    named = [(part.name_in_model(name), unit) for name, unit in sharded_units(part)]
+    UnitOrder(named, device, {True: shards, False: shards}, shards, joins=False)
 
 
 def _runner(p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, halves: bool) -> Runner:
