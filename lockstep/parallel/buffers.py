@@ -258,8 +258,10 @@ class RunningBuffers(AroundMicroBatch):
             self._counts = None
             if self.ranks > 1:
                 dist.all_reduce(counts, group=self.group)
-            for module, part in zip(self._counting, torch.split(counts, [each.numel() for each in none]), strict=True):
-                module.end_step(part)  # type: ignore[operator]
+            parts = torch.split(counts, [each.numel() for each in none])
+            with self._others.written_by_the_step():
+                for module, part in zip(self._counting, parts, strict=True):
+                    module.end_step(part)  # type: ignore[operator]
         if self._combined.any:
             self._combined.finish(micro_batches_per_step)
         if self._others.places:

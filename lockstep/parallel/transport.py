@@ -231,7 +231,8 @@ class PeerToPeer:
         sent = [each.detach().contiguous() for each in tensors]
         if self.descriptions.strides_travel(message):
             strides = [stride for each in tensors for stride in each.stride()]
-            sent.append(torch.tensor(strides, dtype=torch.int64, device=self.device))
+            # once for each shape of a batch
+            sent.append(torch.tensor(strides, dtype=torch.int64, device=self.device))  # host waits for the device
         self._leaving += [(dist.isend(each, group=self.group, group_dst=peer), each) for each in sent]
         self._last = len(sent)
 

@@ -7,7 +7,8 @@ step. An evaluation that writes them is told, too.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -40,6 +41,7 @@ class UnexplainedBuffers:
     _registered: dict[str, Tensor] = field(default_factory=dict)  # as checkpoints have them
     _evaluated: set[str] = field(default_factory=set)  # that evaluations write, which was said
     _replaced: set[str] = field(default_factory=set)  # by tensors of another shape or type, of which was warned
+    _by_step: set[str] = field(default_factory=set)  # that the step itself writes, after its passes
     _bits: Tensor | None = None  # sums of their bits at the last look
     _looked: int = 0  # the step of the last look
     _steps: int = 0  # that this process has made
@@ -57,6 +59,14 @@ class UnexplainedBuffers:
         for name, mark in self._marks.items():
             if now[name] != mark and name not in self._when:
                 self._when[name] = f" in step {step}"
+
+    @contextmanager
+    def written_by_the_step(self) -> Iterator[None]:
+        """Take what is written within for the step's own work (`end_step`), which is alike on all ranks."""
+        before = self._marks_now()
+        yield
+        now = self._marks_now()
+        self._by_step.update(name for name, mark in before.items() if now[name] != mark)
 
     @torch.no_grad()
     def finish_step(self, step: int) -> None:
@@ -95,7 +105,7 @@ class UnexplainedBuffers:
         if now is not None and self._bits is not None:
             hidden = f" in step {step}" if step <= self._looked + 1 else f" in steps {self._looked + 1} to {step}"
             for name, differs in zip(names, (now != self._bits).tolist(), strict=True):  # host waits for the device
-                if differs:
+                if differs and name not in self._by_step:
                     self._when.setdefault(name, hidden)
         self._bits, self._looked = now, step
         seen = [name for name in names if name in self._when]

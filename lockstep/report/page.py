@@ -272,7 +272,7 @@ def _samples(runs: list[RunData], left: int) -> list[Row]:
 def _item(run: Path, row: Row, most: int) -> Row:
     """Return the page's form of a text, or of a PNG of the run's folder; empty if it has more than `most` bytes."""
     if isinstance(text := row.get("text"), str):
-        more = f" … ({len(text):,} characters)" if len(text) > TEXT_CHARACTERS else ""
+        more = " … (metrics.jsonl has all of it)" if len(text) > TEXT_CHARACTERS else ""
         return {"step": row["step"], "text": text[:TEXT_CHARACTERS] + more}
     if row.get("kind") != "image" or not isinstance(row.get("file"), str):
         return {}

@@ -200,6 +200,18 @@ def test_state_that_a_checkpoint_can_not_hold_is_refused() -> None:
         Trainer(nn.Sequential(Held(2, 2)), sgd, nn.MSELoss())
 
 
+class WrittenOnly(nn.Linear):
+    """Has state beside its tensors, which nothing gives back."""
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+
+def test_state_that_nothing_gives_back_is_refused() -> None:
+    with pytest.raises(UsageError, match="has get_extra_state and no set_extra_state"):
+        Trainer(nn.Sequential(WrittenOnly(2, 2)), sgd, nn.MSELoss())
+
+
 def test_a_file_with_state_beside_its_tensors_says_how_it_is_loaded(tmp_path: Path) -> None:
     torch.save(built("extra state", 0).state_dict(), tmp_path / "w.pt")
     with pytest.raises(UsageError, match=r"model\.load_state_dict\(torch\.load\(FILE\)\)"):

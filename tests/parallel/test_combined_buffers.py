@@ -344,11 +344,14 @@ class Writing(nn.Module):
     [
         ({"banks": "gather"}, "banks names no buffer of the model; did you mean 'bank'"),
         ({"linear.*": "mean"}, r"linear\.\* names no buffer.*names, or patterns with \*, of bank"),
-        ({"norm.running_*": "mean"}, "names norm.running_mean, norm.running_var alone, which the step itself keeps"),
+        ({"norm.running_*": "mean"}, "names norm.running_mean, norm.running_var .*alone, which the step itself keeps"),
         ({"passing": "mean"}, "names passing, which no checkpoint has.*persistent=False"),
         ({"b*": "gather", "*k": "mean"}, r"bank is named twice, by b\*: gather and by \*k: mean"),
         ({"average": "gather"}, "average is one number, which has no rows.*average: mean"),
-        ({"bank": "gather", "number*": "gather"}, "pointer of bank may be number, number_of_calls.*bank_ptr"),
+        (
+            {"bank": "gather", "number*": "gather"},
+            "gather: the pointer of .*bank may be number, number_of_calls.*bank_ptr",
+        ),
     ],
 )
 def test_names_that_mean_nothing_are_refused(ways: dict[str, str], message: str) -> None:
@@ -389,9 +392,13 @@ def grow(model: Writing, out: Tensor) -> None:
     ("write", "ways", "message"),
     [
         (shift, {"bank": "gather"}, "two micro-batches of a step write the same elements of bank.*bank_ptr: gather"),
-        (beside_pointer, {"bank": "gather", "number": "gather"}, "writes bank outside of the slots that its pointer"),
-        (count_down, {"number": "gather"}, "takes number from 0 to -1.*number: rank0, or mean"),
-        (grow, {"average": "mean"}, r"changes the shape of average, \[\] → \[3\]"),
+        (beside_pointer, {"bank": "gather", "number": "gather"}, "writes bank .*outside of the slots that its pointer"),
+        (
+            count_down,
+            {"number": "gather"},
+            "gather: the forward pass takes .*number from 0 to -1.*number: rank0, or mean",
+        ),
+        (grow, {"average": "mean"}, r"the forward pass changes the shape of .*average, \[\] → \[3\]"),
     ],
 )
 def test_writes_that_do_not_combine_are_refused_in_the_first_step(

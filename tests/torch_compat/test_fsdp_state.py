@@ -9,20 +9,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lockstep.plan.rehearsal import fake_ranks
-from lockstep.torch_compat.fsdp_state import expect_reduction, pass_through
+from lockstep.torch_compat.fsdp_state import pass_through, reduce_gradients
 
 
-def test_the_groups_of_a_unit_are_found_and_know_the_mark() -> None:
+def test_gradients_of_a_unit_are_reduced_when_it_is_said() -> None:
     with fake_ranks(2):
         unit: Any = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
-        unit(torch.ones(1, 4))
-        states = unit._get_fsdp_state()._state_ctx.all_states
-        assert len(states) == 1
-        if hasattr(unit, "finalize_backward"):  # from torch 2.15 on
-            (group,) = states[0]._fsdp_param_groups
-            assert hasattr(group, "_post_backward_pending")
-            expect_reduction(unit)
-            assert group._post_backward_pending
+        unit.set_is_last_backward(False)
+        unit.set_requires_gradient_sync(False)
+        unit(torch.ones(1, 4)).sum().backward()
+        assert unit.weight.grad is None
+        reduce_gradients(unit, begun=True)
+        assert unit.weight.grad is not None
 
 
 def test_a_unit_sends_its_messages_without_a_forward_pass() -> None:
