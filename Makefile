@@ -116,3 +116,8 @@ SEED ?= 1
 
 chaos: $(READY)
 	$(BIN)/python -m benchmarks.chaos --rounds $(ROUNDS) --seed $(SEED) --output benchmarks/results/chaos.md
+
+# How the code reads, in figures, beside other projects': a mirror, not a limit.
+.PHONY: style
+style: $(READY)
+	@$(BIN)/python -m benchmarks.style $(ARGS)
