@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.contestants import CONTESTANTS, EVERY, Net, Rows, Size, Task
+from tests.ranks import run_ranks
 
 SETTLED, COUNTED = 2 * EVERY, 2 * EVERY  # steps, of which every tenth is logged
 
@@ -44,6 +45,12 @@ def calls_of_a_step(name: str, folder: Path) -> float:
     return calls / COUNTED
 
 
+def calls_of_both(folder: Path) -> tuple[float, float]:
+    return calls_of_a_step("hand-written", folder), calls_of_a_step("lockstep", folder)
+
+
 def test_a_step_makes_fewer_calls_than_the_hand_written_loop(tmp_path: Path) -> None:
-    by_hand, ours = calls_of_a_step("hand-written", tmp_path), calls_of_a_step("lockstep", tmp_path)
-    assert ours <= 0.83 * by_hand, (ours, by_hand)  # 0.796 with torch 2.13
+    # In a process of its own: once something was compiled, torch makes 16 more calls in a step of a fused optimizer.
+    (found,) = run_ranks(calls_of_both, 1, tmp_path)
+    by_hand, ours = found
+    assert ours <= 0.83 * by_hand, (ours, by_hand)  # 0.811 with torch 2.13
