@@ -5,7 +5,7 @@ forward pass ran in the same step; a pipeline reduces once for several runs of i
 may have had no forward pass. A unit that reentrant checkpoints call twice loses the gradient of one of the calls: when
 the second is repeated, the unit's state still says that its backward pass is about to come. And calling a unit for its
 messages alone would run everybody's hooks on it.
-Seen to work: torch 2.13.0 and 2.15.0.
+Seen to work: torch 2.11.0, 2.13.0 and 2.15.0.
 When gone: AttributeError in the first step of a pipeline with FSDP2, or of a model on FSDP2 that recomputes itself.
 """
 
@@ -33,7 +33,7 @@ def reduce_gradients(unit: Any, *, begun: bool) -> None:
     unit.set_reshard_after_backward(True)
     unit.set_requires_gradient_sync(True)
     state = unit._get_fsdp_state()
-    groups = [group for each in state._state_ctx.all_states for group in each._fsdp_param_groups]
+    groups = [group for each in state._state_ctx.all_states for group in _groups_of(each)]
     if not hasattr(unit, "finalize_backward"):  # before torch 2.15: as torch's own stages of pipelines did
         for group in groups:
             group.post_backward()
@@ -47,6 +47,13 @@ def reduce_gradients(unit: Any, *, begun: bool) -> None:
     unit.set_manual_backward_finalization(False)
 
 
+def _groups_of(state: Any) -> list[Any]:
+    """Return the groups of parameters of a unit's state; before torch 2.13 it has at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def separate_repetitions(root: nn.Module) -> None:
     """Let each forward pass of a unit within a backward pass, after the unit's own backward pass, be a new one."""
     for module in root.modules():
@@ -58,7 +65,7 @@ def _begin_anew(unit: Any, _args: object) -> None:
     if running_node() is None:
         return
     state = unit._get_fsdp_state()
-    groups = {group._training_state.name for group in state._fsdp_param_groups}
+    groups = {group._training_state.name for group in _groups_of(state)}
     if state._training_state.name == "PRE_BACKWARD" and groups == {"POST_BACKWARD"}:
         state._training_state = type(state._training_state).IDLE
 
@@ -66,7 +73,7 @@ def _begin_anew(unit: Any, _args: object) -> None:
 def repeats_apart(unit: Any) -> bool:
     """Return whether a forward pass within a backward pass finds the unit before its own backward pass, or freed."""
     state = unit._get_fsdp_state()
-    gathered = all(group.is_unsharded for group in state._fsdp_param_groups)
+    gathered = all(group.is_unsharded for group in _groups_of(state))
     return state._training_state.name != "PRE_BACKWARD" or not gathered
 
 
