@@ -48,7 +48,7 @@ def reduce_gradients(unit: Any, *, begun: bool) -> None:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """Return the groups of parameters of a unit's state; before torch 2.13 it has at most one."""
+    """Return the groups of parameters of a unit's state; torch 2.11 has at most one."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
