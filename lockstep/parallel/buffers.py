@@ -259,7 +259,7 @@ class RunningBuffers(AroundMicroBatch):
             if self.ranks > 1:
                 dist.all_reduce(counts, group=self.group)
             parts = torch.split(counts, [each.numel() for each in none])
-            with self._others.written_by_the_step():
+            with self._others.written_by_the_step(self._counting):
                 for module, part in zip(self._counting, parts, strict=True):
                     module.end_step(part)  # type: ignore[operator]
         if self._combined.any:

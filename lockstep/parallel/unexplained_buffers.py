@@ -7,13 +7,13 @@ step. An evaluation that writes them is told, too.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.errors import UsageError, listed
 from lockstep.parallel.divergence import fingerprint
@@ -61,8 +61,13 @@ class UnexplainedBuffers:
                 self._when[name] = f" in step {step}"
 
     @contextmanager
-    def written_by_the_step(self) -> Iterator[None]:
-        """Take what is written within for the step's own work (`end_step`), which is alike on all ranks."""
+    def written_by_the_step(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Take what is written within for the step's own work, `end_step` of `modules`, which is alike on all ranks.
+
+        Buffers of these modules are taken for its work in any case: a write through `.data` leaves no version.
+        """
+        own = {id(module) for module in modules}
+        self._by_step.update(name for name, place in self.places.items() if id(place.module) in own)
         before = self._marks_now()
         yield
         now = self._marks_now()

@@ -242,3 +242,43 @@ def test_ranks_refuse_it_together() -> None:
         assert replaced == found[0][3] != 0
         for text, when in zip(late, WHEN.values(), strict=True):
             assert f"changes the buffer level, first {when}" in text
+
+
+# ---- what the step itself writes, at its end, is no state of the forward pass ----
+
+
+class Balancing(nn.Module):
+    """Counts in forward passes, and writes another buffer by `end_step`, in the way that `kind` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear, self.child = kind, nn.Linear(WIDTH, 1), nn.Module()
+        self.register_buffer("step_counts", torch.zeros(1, dtype=torch.int64), persistent=False)
+        self.register_buffer("bias", torch.zeros(1))
+        self.child.register_buffer("level", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.step_counts += len(x)
+        if self.kind == "forward too":
+            self.bias += 1
+        out: Tensor = self.linear(x) + self.bias
+        return out
+
+    def end_step(self, counts: Tensor) -> None:
+        if self.kind == "data":
+            self.bias.data += 0.1 * counts
+        elif self.kind == "child":
+            self.child.level += counts
+        else:
+            self.bias += 0.1 * counts
+
+
+@pytest.mark.parametrize("kind", ["in place", "data", "child"])
+def test_what_the_end_of_a_step_writes_is_not_refused(kind: str) -> None:
+    train(kind, "single", True, Balancing)
+
+
+def test_what_the_forward_pass_writes_besides_is_refused() -> None:
+    with pytest.raises(UsageError, match="the forward pass changes the buffer bias"):
+        train("forward too", "single", True, Balancing)
