@@ -47,12 +47,19 @@ class Contestant:
     """One, on all of its ranks.
 
     Args:
-        before: what goes before its command.
+        name: in messages.
+        command: starts a rank, which waits at its gate before each block of steps.
         environment: what it is told besides.
+        root: the folder whose packages it imports.
     """
 
     def __init__(
-        self, name: str, size: str, ranks: int, before: Sequence[str] = (), environment: Mapping[str, str] = NOTHING
+        self,
+        name: str,
+        command: Sequence[str | Path],
+        ranks: int,
+        environment: Mapping[str, str] = NOTHING,
+        root: Path = REPOSITORY,
     ) -> None:
         self.name, self._ranks = name, []
         port = _free_port()
@@ -60,10 +67,10 @@ class Contestant:
         for rank in range(ranks):
             theirs, mine = os.pipe()
             told, tell = os.pipe()
-            own = {**environment, **_environment(rank, ranks, port), READ: str(theirs), WRITE: str(tell)}
+            own = {**environment, **_environment(root, rank, ranks, port), READ: str(theirs), WRITE: str(tell)}
             process = subprocess.Popen(
-                [*before, sys.executable, "-m", "benchmarks.contestants", name, size],
-                env={**os.environ, **own}, stdout=self._log, stderr=self._log, cwd=REPOSITORY, pass_fds=(theirs, tell),
+                command,
+                env={**os.environ, **own}, stdout=self._log, stderr=self._log, cwd=root, pass_fds=(theirs, tell),
             )  # fmt: skip
             os.close(theirs)
             os.close(tell)
@@ -85,6 +92,7 @@ class Contestant:
         return self.wait()
 
     def end(self) -> None:
+        """End its processes."""
         for process, mine, _ in self._ranks:
             if process.poll() is None:
                 os.write(mine, END.encode())
@@ -100,8 +108,12 @@ def _free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:
-    fixed = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": str(REPOSITORY)}
+def _command(name: str, size: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.contestants", name, size]
+
+
+def _environment(root: Path, rank: int, ranks: int, port: str) -> dict[str, str]:
+    fixed = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": str(root)}
     if ranks == 1:
         return fixed
     return {
@@ -128,7 +140,7 @@ def timed(names: list[str], size: str, ranks: int, launches: int) -> dict[str, F
 
 
 def launched(names: list[str], size: str, ranks: int, rounds: int) -> dict[str, Found]:
-    running = {name: Contestant(name, size, ranks) for name in names}
+    running = {name: Contestant(name, _command(name, size), ranks) for name in names}
     found: dict[str, Found] = {name: {} for name in names}
     try:
         for contestant in running.values():
@@ -151,7 +163,7 @@ def counted(name: str, size: str, ranks: int) -> float:
     """Instructions of a step, of the rank that needs most."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {DUMPS: folder, BLOCK: str(2 * EVERY)}
-        contestant = Contestant(name, size, ranks, under_callgrind(folder), environment)
+        contestant = Contestant(name, [*under_callgrind(folder), *_command(name, size)], ranks, environment)
         try:
             contestant.wait()
             contestant.block()

@@ -12,11 +12,8 @@ Cases are `single`, a topology such as `fsdp:2`, or a schedule, which runs on a 
 """
 
 import argparse
-import json
-import os
 import platform
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,10 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from benchmarks.gate import CALLS, END, GO, READ, WRITE, Gate
+from benchmarks.gate import CALLS, Gate
+from benchmarks.overhead import REPOSITORY, Contestant, Found
 from benchmarks.page import RESULTS, machine, page, tell
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 SCHEDULES = {
     "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
     "DualPipeV": 2,
@@ -54,7 +51,6 @@ class Size(NamedTuple):
 
 # On one rank of one core, a step takes about as long as the name says.
 SIZES = {"5ms": Size(64, 8, 4, 40), "20ms": Size(192, 8, 8, 10), "100ms": Size(512, 8, 8, 4)}
-Found = dict[str, list[float]]  # seconds, cpu, calls → of each round, a step
 
 
 # ---- a side: one process a rank ----
@@ -124,67 +120,10 @@ def train(case: str, size: Size) -> None:
 # ---- the conductor ----
 
 
-class Side:
-    """The ranks of one revision."""
-
-    def __init__(self, root: Path, case: str, size: str) -> None:
-        ranks = 1 if case == "single" else 2
-        port = _free_port()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._ranks = []
-        for rank in range(ranks):
-            theirs, mine = os.pipe()
-            told, telling = os.pipe()
-            process = subprocess.Popen(
-                [sys.executable, __file__, "--train", case, size],
-                env={**os.environ, **_environment(root, rank, ranks, port), READ: str(theirs), WRITE: str(telling)},
-                stdout=self._log, stderr=self._log, cwd=root, pass_fds=(theirs, telling),
-            )  # fmt: skip
-            os.close(theirs)
-            os.close(telling)
-            self._ranks.append((process, mine, os.fdopen(told)))
-
-    def wait(self) -> dict[str, float]:
-        """Return what the block that ended took: of the slowest rank."""
-        lines = [told.readline() for _, _, told in self._ranks]
-        if not all(lines):
-            self._log.seek(0)
-            raise SystemExit(f"a side ended:\n{self._log.read().decode(errors='replace')[-3000:]}")
-        found = [json.loads(line) for line in lines]
-        return {key: max(of_rank[key] for of_rank in found) for key in found[0]}
-
-    def block(self, word: str = GO) -> dict[str, float]:
-        """Let it take a block of steps."""
-        for _, mine, _ in self._ranks:
-            os.write(mine, word.encode())
-        return self.wait()
-
-    def end(self) -> None:
-        """End its processes."""
-        for process, mine, _ in self._ranks:
-            if process.poll() is None:
-                os.write(mine, END.encode())
-        for process, mine, told in self._ranks:
-            process.wait(30)
-            os.close(mine)
-            told.close()
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def _environment(root: Path, rank: int, ranks: int, port: str) -> dict[str, str]:
-    fixed = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": str(root)}
-    if ranks == 1:
-        return fixed
-    return {
-        **fixed, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0", "NODE_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "revisions",
-    }  # fmt: skip
+def side(root: Path, case: str, size: str) -> Contestant:
+    """Start the ranks of one revision."""
+    command = [sys.executable, __file__, "--train", case, size]
+    return Contestant(f"{case} of {root}", command, 1 if case == "single" else 2, root=root)
 
 
 @contextmanager
@@ -202,21 +141,21 @@ def compared(old: Path, case: str, size: str, launches: int, rounds: int) -> tup
     """Return the figures of both sides, round by round; of several launches: where memory lies makes a difference."""
     found: dict[str, Found] = {"old": {}, "new": {}}
     for _ in range(launches):
-        sides = {"old": Side(old, case, size), "new": Side(REPOSITORY, case, size)}
+        sides = {"old": side(old, case, size), "new": side(REPOSITORY, case, size)}
         try:
-            for side in sides.values():
-                side.wait()
-            for side in sides.values():  # warm
-                side.block()
+            for each in sides.values():
+                each.wait()
+            for each in sides.values():  # warm
+                each.block()
             for _ in range(rounds):
                 for name in random.sample(list(sides), 2):
                     for key, value in sides[name].block().items():
                         found[name].setdefault(key, []).append(value)
-            for name, side in sides.items():
-                found[name]["calls"] = [side.block(CALLS)["calls"]]
+            for name, each in sides.items():
+                found[name]["calls"] = [each.block(CALLS)["calls"]]
         finally:
-            for side in sides.values():
-                side.end()
+            for each in sides.values():
+                each.end()
     return found["old"], found["new"]
 
 
