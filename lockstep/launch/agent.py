@@ -34,6 +34,7 @@ CLOSING_SECONDS = 5.0  # for closing the rendezvous; a broken link would block f
 _FORWARDED = {number: number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 _FORWARDED[signal.SIGHUP] = signal.SIGTERM
 _ENDED = "lockstep/ended"  # key prefix in a round's store: how the ranks of each machine ended
+_SEEN = "lockstep/seen"  # key prefix: the machines which ended well, and know how the others ended
 _WELL, _FAILED = "well", "failed"
 _POLL_SECONDS = 0.1
 
@@ -61,6 +62,7 @@ class Agent(ExtensibleAgent):
         self._lock, self._starting = threading.Lock(), False
         self.stop_signal: int | None = None
         self.others_failed = False
+        self.others_are_lost = False  # the store was gone before it said how the others ended
         handler: Any = spec.rdzv_handler
         self._membership = Membership(handler.num_nodes_waiting)
         handler.num_nodes_waiting = self._membership
@@ -115,24 +117,52 @@ class Agent(ExtensibleAgent):
                 self._publish_end(_FAILED)
 
     def _publish_end(self, how: str) -> None:
+        """Say how this machine's ranks ended; a failure waits until those which ended well have read of it.
+
+        This machine may host the store. If it left at once, the others would not learn how it ended.
+        """
         group: Any = self.worker_group
-        if group.store is not None:
-            with suppress(dist.DistError, RuntimeError):  # the machine that hosts the store is gone
-                group.store.set(f"{_ENDED}/{group.group_rank}", how)
+        if group.store is None:
+            return
+        with suppress(dist.DistError, RuntimeError):  # the machine that hosts the store is gone
+            group.store.set(f"{_ENDED}/{group.group_rank}", how)
+            if how == _FAILED:
+                self._wait_until_seen()
 
     def wait_for_machines(self) -> None:
         """Wait until the ranks of all machines have ended; torch's version waits 300 s for a machine that failed."""
         group: Any = self.worker_group
         self._publish_end(_WELL)
-        keys = [f"{_ENDED}/{rank}" for rank in range(group.group_world_size)]
         deadline = time.monotonic() + self.exit_timeout
-        with suppress(dist.DistError, RuntimeError):  # the machine that hosts the store saw all of them end, and exited
+        try:
             while self.stop_signal is None and time.monotonic() < deadline:
-                ended = [group.store.get(key).decode() for key in keys if group.store.check([key])]
-                self.others_failed = _FAILED in ended
-                if self.others_failed or len(ended) == len(keys):
-                    return
+                ended = self._ends()
+                self.others_failed = _FAILED in ended.values()
+                if self.others_failed or len(ended) == group.group_world_size:
+                    break
                 time.sleep(_POLL_SECONDS)
+        except (dist.DistError, RuntimeError):
+            self.others_are_lost = True
+            return
+        with suppress(dist.DistError, RuntimeError):
+            group.store.set(f"{_SEEN}/{group.group_rank}", "")
+            if not self.others_failed:
+                self._wait_until_seen()
+
+    def _wait_until_seen(self) -> None:
+        """Wait until each machine whose ranks ended well has read how the others ended."""
+        deadline = time.monotonic() + CLOSING_SECONDS
+        while self.stop_signal is None and time.monotonic() < deadline:
+            well = [rank for rank, how in self._ends().items() if how == _WELL]
+            if all(self.worker_group.store.check([f"{_SEEN}/{rank}"]) for rank in well):
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _ends(self) -> dict[int, str]:
+        """Return how the ranks of each machine ended, by the machine's number, as far as they have."""
+        store, machines = self.worker_group.store, range(self.worker_group.group_world_size)
+        keys = {machine: f"{_ENDED}/{machine}" for machine in machines}
+        return {machine: store.get(key).decode() for machine, key in keys.items() if store.check([key])}
 
     def start_ranks(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start this machine's ranks; signals are blocked until they listen: ranks inherit the mask."""

@@ -247,7 +247,8 @@ def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures:
         result = agent.run()
         ended = agent.failed(result)
         cause = first_cause(ended)
-        if agent.others_failed or (cause is not None and cause.consequence and options.several_nodes):
+        is_consequence = cause is not None and cause.consequence and options.several_nodes
+        if agent.others_failed or agent.others_are_lost or is_consequence:
             cause = first_cause(wait_for_failures(failures, _OTHER_MACHINES_SECONDS)) or cause
         if agent.others_failed and cause is None:
             raise RunError("the ranks of another machine failed", fix="its launcher says why")

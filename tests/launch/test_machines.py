@@ -1,6 +1,7 @@
 """Several machines, as several launchers on this one or in network namespaces."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,15 +12,18 @@ import pytest
 
 from lockstep.launch.options import LaunchOptions, hosts_rendezvous
 from tests.launch.conftest import Launch
-from tests.launch.shared import Ended, environment, finish, script, start
+from tests.launch.shared import Ended, environment, finish, script, start, wait_for
 from tests.ranks import free_port
 
 
 def two_machines(folder: Path, *options: str, numbered: bool) -> list[Ended]:
+    return [finish(process, folder) for process in start_two(folder, *options, numbered=numbered)]
+
+
+def start_two(folder: Path, *options: str, numbered: bool) -> list[subprocess.Popen[str]]:
     number = ("--node-rank", "{}") if numbered else ()
     command = ["launch", "--nproc-per-node", "2", "--nnodes", "2", *number, *options, "script.py"]
-    processes = [start(folder, *(word.format(node) for word in command)) for node in (0, 1)]
-    return [finish(process, folder) for process in processes]
+    return [start(folder, *(word.format(node) for word in command)) for node in (0, 1)]
 
 
 def test_trap_30_a_rank_is_no_machine_number(tmp_path: Path) -> None:
@@ -74,6 +78,40 @@ def test_a_machine_whose_ranks_are_done_does_not_wait_for_one_whose_ranks_failed
     assert [e.code for e in ended] == [1, 1], ended
     assert "rank 3 of 4 failed: the program left with code 3" in ended[1].err, ended
     assert "the ranks of another machine failed" in ended[0].err, ended
+
+
+@pytest.mark.fault(
+    "process: a rank fails on the machine that hosts the store, when those of another machine are done",
+    "that machine leaves before the other one has read how its ranks ended",
+    "it waits until the other one has read it: both say that ranks failed, with exit code 1",
+)
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_end_of_the_machine_with_the_store_is_read_by_a_slow_one(tmp_path: Path, code: int) -> None:
+    """The other one's launcher is stopped until the first one's ranks have ended for a while."""
+    script(
+        tmp_path,
+        f"""
+if RANK > 1:
+    open(f"ended-{{RANK}}", "w").close()
+while RANK < 2 and not os.path.exists("go"):
+    time.sleep(0.01)
+if RANK == 0 and {code}:
+    os._exit({code})
+""",
+    )
+    where = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    first, second = start_two(tmp_path, *where, numbered=True)
+    wait_for(lambda: (tmp_path / "ended-2").exists() and (tmp_path / "ended-3").exists())
+    time.sleep(2)  # the launcher has seen its ranks end, and asks how the others end
+    os.kill(second.pid, signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    time.sleep(3)
+    os.kill(second.pid, signal.SIGCONT)
+    ended = [finish(process, tmp_path) for process in (first, second)]
+    assert [one.code for one in ended] == ([1, 1] if code else [0, 0]), ended
+    said = "rank 0 of 4 failed: the program left with code 3", "the ranks of another machine failed"
+    for one, text in zip(ended, said, strict=True):
+        assert (text in one.err) == bool(code), ended
 
 
 @pytest.mark.fault(
