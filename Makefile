@@ -37,14 +37,19 @@ test: $(READY) system
 tests: $(READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
-# While you work on a room, as in `make room ROOM=checkpoint`: the checks, and its tests that start no processes.
+# While you work on a room, as in `make room ROOM=checkpoint`: the checks, and all tests of its files, parity cases
+# included (`python -m tests.rooms checkpoint` lists them). `make quick ROOM=…` leaves out those that start processes.
 .PHONY: room
 room: $(READY)
-	@$(MAKE) --no-print-directory -j 2 check quick
+	@$(MAKE) --no-print-directory -j 2 check room-tests
+
+.PHONY: room-tests
+room-tests: $(READY)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $$($(BIN)/python -m tests.rooms $(ROOM))
 
 .PHONY: quick
 quick: $(READY)
-	$(BIN)/python -m pytest --no-processes -n 2 --dist loadfile tests/$(ROOM)
+	$(BIN)/python -m pytest --no-processes -n 2 --dist loadfile $$($(BIN)/python -m tests.rooms $(ROOM))
 
 test-full: $(READY)
 	$(BIN)/python -m pytest -m "full or not full" $(SIDE_BY_SIDE)

@@ -1,6 +1,8 @@
 """Lockstep: distributed training for PyTorch in which every strategy takes the same step.
 
 The public names are imported when they are first used, so that the command line starts without torch.
+
+Tests: tests/test_packaging.py, tests/trainer/test_own_loop.py
 """
 
 from importlib import import_module

@@ -1,4 +1,7 @@
-"""Runs `python -m lockstep` and the command `lockstep`."""
+"""Runs `python -m lockstep` and the command `lockstep`.
+
+Tests: tests/launch/test_signals.py, tests/cli/test_cli.py
+"""
 
 import gc
 import os

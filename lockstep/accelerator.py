@@ -2,6 +2,8 @@
 
 GPUs of NVIDIA and, under ROCm, of AMD are `cuda`, Intel's are `xpu`, Apple's are `mps`; a package may register another
 name with torch. What only CUDA has stands where it is used, behind `device.type == "cuda"`.
+
+Tests: tests/simulated_device/test_simulated_device.py, tests/test_cluster.py
 """
 
 import math

@@ -1,6 +1,8 @@
 """Checks each step's numbers without waiting for the device: a loss that is not finite, a spike, a vote to stop.
 
 It assumes that loss, norm and votes are equal on all ranks, so that every rank decides the same at the same step.
+
+Tests: tests/faults/test_numbers.py, tests/parallel/test_recompute.py
 """
 
 import math

@@ -2,6 +2,8 @@
 
 It has its own rendezvous instead of `init_process_group(init_method=…)`: one machine needs no MASTER_ADDR, a restarted
 run never reads keys of the attempt before it, and a port in use gives a clear message.
+
+Tests: tests/test_cluster.py, tests/test_heap.py
 """
 
 import atexit

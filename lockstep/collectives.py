@@ -2,6 +2,8 @@
 
 A gloo group keeps threads for the rest of the process, even when the group is no longer used: a process that places
 many models would soon have too many.
+
+Tests: tests/test_cluster.py, tests/test_existing_group.py
 """
 
 import datetime

@@ -5,6 +5,9 @@ begins a public function with a collective, since a call that only some ranks ma
 ever; under another launcher, in a folder that one of them creates. Long work inside a call, such
 as a write to a slow disk, says that it goes forward: then it is slow, and does not hang. The clock
 is the machine's monotonic one. Does not import torch.
+
+Tests: tests/launch/test_hang.py, tests/launch/test_only_some.py, tests/launch/test_slow.py,
+tests/launch/test_stopped.py, tests/faults/test_network_collectives.py
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""Defines `Layout`: the number of ranks along each axis of the mesh. Does not import torch."""
+"""Defines `Layout`: the number of ranks along each axis of the mesh. Does not import torch.
+
+Tests: tests/test_mesh.py, tests/plan/test_layouts.py
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

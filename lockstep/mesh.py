@@ -3,6 +3,8 @@
 Ranks along `tensor` are neighbours, for they exchange most, and then those along `context`. In the mesh `tensor` comes
 before `shard`, because a parameter is cut over `tensor` first and the piece over `shard`: the order of a DTensor's
 placements.
+
+Tests: tests/test_mesh.py, tests/test_mesh_groups.py, tests/parallel/test_debug_detail.py
 """
 
 from functools import partial

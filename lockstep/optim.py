@@ -2,6 +2,8 @@
 
 The schedule depends on the number of optimizer updates, so it stands still in a step that the loss scale skips.
 Warm-up is (update + 1) / warmup_steps: the first update never has a learning rate of 0.
+
+Tests: tests/test_optim.py, tests/trainer/test_scheduler.py
 """
 
 import copy

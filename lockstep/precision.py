@@ -2,6 +2,8 @@
 
 `bf16` and `fp16` mean the same under every strategy. The scaler's order is unscale → check → clip → step;
 the global gradient norm shows an overflow, so that all ranks agree. bf16 has the range of fp32 and no scaler.
+
+Tests: tests/test_precision.py, tests/parity/test_precision.py
 """
 
 from collections import deque

@@ -1,4 +1,7 @@
-"""Imports libraries that log warnings which say nothing about the run."""
+"""Imports libraries that log warnings which say nothing about the run.
+
+Tests: tests/test_quiet_imports.py
+"""
 
 import logging
 from collections.abc import Iterator

@@ -5,6 +5,8 @@
 Each line is one JSON object, written by one `write` to a file opened for appending. A killed process therefore leaves
 whole lines and at most one broken last line, which readers skip and the next writer ends. A full disk takes a line
 whole or not at all.
+
+Tests: tests/monitor/test_monitor.py, tests/report/test_report.py
 """
 
 import errno

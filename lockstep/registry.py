@@ -2,6 +2,8 @@
 
 A config names an object by a short name from a table, or as `package.module:Name`. The table has the same form, so
 that a module is imported only when it is used.
+
+Tests: tests/config/test_objects.py, tests/seams/test_names.py
 """
 
 import difflib

@@ -2,6 +2,8 @@
 
 A script's process group is the world. The environment may add what a group does not know (the local rank, the machine's
 number), and must not contradict it; if it has nothing, the ranks exchange their machines.
+
+Tests: tests/test_cluster.py, tests/test_existing_group.py
 """
 
 import datetime

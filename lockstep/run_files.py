@@ -3,6 +3,8 @@
 The run directory itself may be a link, and so may its folders `checkpoints/` and `logs/`, which people keep on other
 disks. Nothing else in it is followed: a link could point at any file of the reader. Only ordinary files are read, since
 a pipe has no end, and of each only so many bytes. What is left out for that is told by a `LeftOutError`, or noted.
+
+Tests: tests/report/test_hostile.py, tests/faults/test_security.py
 """
 
 import json

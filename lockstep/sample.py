@@ -1,4 +1,7 @@
-"""Generates text from a language model's newest whole checkpoint, in one process, whatever strategy trained it."""
+"""Generates text from a language model's newest whole checkpoint, in one process, whatever strategy trained it.
+
+Tests: tests/test_examples.py
+"""
 
 from pathlib import Path
 from typing import Any

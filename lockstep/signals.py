@@ -3,6 +3,8 @@
 Python runs a signal's handler in the main thread, between two instructions: never while that thread waits in C, and
 also in the middle of an import. The handlers therefore do nothing: the interpreter also writes the signal's number into
 a pipe, at once, and a thread that reads the pipe calls the answer.
+
+Tests: tests/launch/test_signals.py, tests/test_scratch.py
 """
 
 import os

@@ -6,6 +6,8 @@
 Backward runs on sums divided by a nominal count, a power of two, so that the actual count need not be known before it.
 On a GPU the host waits for the step before, no more, except in a run's first steps, and where the update depends on a
 number of this step: fp16, `bad_numbers.action: skip` and `recompute`. Each line where it waits says: "host waits".
+
+Tests: tests/parity/test_law_one.py, tests/parity/test_elementwise.py, tests/test_fused.py
 """
 
 import math

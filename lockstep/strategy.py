@@ -2,6 +2,8 @@
 
 Everything else calls the object and names no strategy. A shipped one is a file in `lockstep.parallel` and a line in
 `STRATEGIES`; a user's is a subclass of `Strategy` in any package, written `distributed.strategy: package.module:Name`.
+
+Tests: tests/test_mesh.py, tests/seams/test_strategy.py
 """
 
 import math

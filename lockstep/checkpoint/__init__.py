@@ -13,6 +13,8 @@ draft (`write`), and state, config and, last, the manifest (`commit`): then the 
 
 Every rank of a run calls `save` and `load`; the rest looks at files, and needs no process group. A folder of
 checkpoints may be given as a path or a `Storage`, a checkpoint as a path or a `Location`.
+
+Tests: tests/checkpoint/test_round_trip.py, tests/checkpoint/test_room.py
 """
 
 from lockstep.checkpoint.commit import AsyncSaver, SaveOptions, is_shared, save

@@ -6,6 +6,9 @@ Whole tensors pass through memory one at a time, except in the torch format. Wei
     FOLDER/pytorch_model.bin                                                 older ones of both
     FILE.safetensors                                                         `lockstep checkpoint export` too
     FILE.ckpt | .pt | .pth | .bin: {"state_dict": …}, {"model": …} or the weights themselves    Lightning, torch.save
+
+Tests: tests/checkpoint/test_importing.py, tests/checkpoint/test_files_of_others.py,
+tests/checkpoint/test_commands.py
 """
 
 import hashlib

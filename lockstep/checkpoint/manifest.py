@@ -3,6 +3,8 @@
 The manifest is written last. It is JSON, one entry a line; its last line is the CRC-32 of all lines before it. That
 finds damage, and is not a signature: the size and depth of a file are limited, and it can neither name a file outside
 of the checkpoint nor claim more bytes than there are.
+
+Tests: tests/checkpoint/test_hostile.py, tests/checkpoint/test_damage.py
 """
 
 import json

@@ -3,6 +3,8 @@
 The file is a pickle, which is a program. Every class that DCP's metadata names is replaced by an inert record, every
 other name is refused, and each field is checked. So a hostile file can call no function, point at no file but the
 tensor files beside it, and claim no more memory than the files have bytes.
+
+Tests: tests/checkpoint/test_hostile.py, tests/torch_compat/test_checkpoint_format.py
 """
 
 import io

@@ -2,6 +2,8 @@
 
 Every rank enters every exchange. A rank whose work failed sends its error instead of a value; rank 0 then returns that
 error to all ranks, which raise it. Without a process group there is one rank, and nothing is sent.
+
+Tests: tests/checkpoint/test_ranks.py, tests/checkpoint/test_ranks_agree.py
 """
 
 import errno

@@ -2,6 +2,8 @@
 
 Nothing that is read is trusted: the description of a part is verified by its checksum, checked field by field, and
 compared with the manifest and with the sizes of the files before anything is allocated.
+
+Tests: tests/checkpoint/test_ranks.py, tests/checkpoint/test_damage.py, tests/faults/test_loads.py
 """
 
 import io

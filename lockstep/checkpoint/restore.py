@@ -2,6 +2,9 @@
 
 The state of an optimizer is stored by canonical parameter names, as in `layers.0.weight//exp_avg`; options of the
 groups and plain numbers are JSON. Nothing depends on the order of parameters or on their number per rank.
+
+Tests: tests/checkpoint/test_round_trip.py, tests/checkpoint/test_optimizers.py,
+tests/checkpoint/test_ranks.py, tests/parity/test_change_of_topology.py
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -3,6 +3,8 @@
 `stage` turns each tensor into a block: a plain tensor is one block, the whole; a DTensor is the block of this rank, or
 an empty one. Each rank then sends a `Description`, without values. Rank 0 merges them into one `CheckpointPlan`, or
 raises one error on all ranks. The format decides which rank writes which bytes (`write.FormatWriter.plan`).
+
+Tests: tests/checkpoint/test_round_trip.py, tests/checkpoint/test_ranks.py
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -3,6 +3,8 @@
 A checkpoint is a set of files (`model/__0_0.distcp`) and its manifest. It is written as a *draft*, which no reader
 sees, and becomes visible whole: begin → write, write, … (every rank its files) → commit. A folder commits by renaming
 the draft (`posix.PosixStorage`); an object store writes the manifest last, on the condition that there is none yet.
+
+Tests: tests/checkpoint/test_storage.py, tests/faults/test_storage.py
 """
 
 import io

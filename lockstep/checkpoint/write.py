@@ -6,6 +6,8 @@
 
 `sharded` and `full` are torch.distributed.checkpoint's (DCP's) files, with its `.metadata` in each part. A raw file has
 8 bytes with the length of its header; the header, JSON: name → dtype, shape, offset, block, at; the blocks' elements.
+
+Tests: tests/checkpoint/test_ranks.py, tests/checkpoint/test_background.py
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Arguments that verbs share: a config and its overrides, processes and machines; and torchrun's further options."""
+"""Arguments that verbs share: a config and its overrides, processes and machines; and torchrun's further options.
+
+Tests: tests/cli/test_unused_flags.py, tests/cli/test_cli.py
+"""
 
 import argparse
 import os

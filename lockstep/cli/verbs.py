@@ -1,6 +1,8 @@
 """One function per verb, `argv -> exit code`: parses the arguments and calls the room that does the work.
 
 Each verb imports what it needs, so that `--help` loads neither torch nor the schema.
+
+Tests: tests/cli/test_cli.py, tests/cli/test_completion.py
 """
 
 import argparse

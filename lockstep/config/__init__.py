@@ -3,6 +3,8 @@
     from lockstep.config import Config, load_config
 
 Names are imported when first used, so that the command line can read `lockstep.config.flags` without loading pydantic.
+
+Tests: tests/config/test_loading.py, tests/cli/test_cli.py
 """
 
 from importlib import import_module

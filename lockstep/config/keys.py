@@ -1,4 +1,7 @@
-"""The keys of the schema as data, with what each accepts in words, and the error messages for mistakes in a config."""
+"""The keys of the schema as data, with what each accepts in words, and the error messages for mistakes in a config.
+
+Tests: tests/config/test_schema.py, tests/config/test_names.py
+"""
 
 import difflib
 import json

@@ -1,6 +1,8 @@
 """Translate names of other trainers: the table `names.csv`, for error messages and the pages "Coming from …".
 
 Nothing here imports pydantic, so that the command line can look up an option quickly.
+
+Tests: tests/config/test_names.py, tests/config/test_mapped.py
 """
 
 import csv

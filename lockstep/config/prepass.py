@@ -3,6 +3,8 @@
 `-- statement` becomes `{% statement %}`, and `== expression` `{{ expression }}`, with its text indented like the `==`.
 The text of a block takes the indentation of the block in the template that defines it: its lines are moved to column 0
 here, and the definition indents them again. Every line ends in a mark with the numbers of file and line, for messages.
+
+Tests: tests/config/test_templates.py
 """
 
 import difflib

@@ -1,4 +1,7 @@
-"""Define the section `distributed`: how micro-batches and parameters are distributed over ranks."""
+"""Define the section `distributed`: how micro-batches and parameters are distributed over ranks.
+
+Tests: tests/config/test_schema.py, tests/config/test_checks.py
+"""
 
 from typing import Annotated, Any, Literal
 

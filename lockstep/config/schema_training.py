@@ -2,6 +2,8 @@
 
 Descriptions of fields, long ones in a docstring below, are the documentation of the keys. The defaults are those of a
 plain loop in PyTorch, in float32, without a schedule and without clipping; the configs that ship spell out recipes.
+
+Tests: tests/config/test_schema.py, tests/config/test_objects.py
 """
 
 from collections.abc import Callable

@@ -2,6 +2,8 @@
 
 The types are those of YAML 1.2's core schema (section 10.3 of https://yaml.org/spec/1.2.2): `2e-4` is a number; `on`,
 `off`, `yes`, `no` and dates are text; `012` is twelve. Tags are those of the template language.
+
+Tests: tests/config/test_loading.py, tests/config/test_templates.py
 """
 
 import re

@@ -7,6 +7,8 @@ Collectives have alpha-beta costs on a network of two levels, links inside of no
 several nodes runs as rings over all GPUs, one for each network card of a node: traffic between two nodes is spread over
 the cards, and both levels work at once, so the slower one decides. Each of a ring's steps costs one latency. Source:
 Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
+
+Tests: tests/plan/test_published.py, tests/plan/test_resources.py
 """
 
 import difflib

@@ -2,6 +2,8 @@
 
 A stream (a GPU's computation, its communication, a link) runs its tasks one at a time, in the order in which they were
 added; a task starts when its stream is free and all tasks that it waits for are done.
+
+Tests: tests/plan/test_resources.py, tests/plan/test_stages.py, tests/plan/test_published.py
 """
 
 from collections.abc import Hashable, Iterable, Sequence

@@ -1,4 +1,7 @@
-"""Defines which samples make up a step (`SampleOrder`), reads them (`StepLoader`), and has the data sets that ship."""
+"""Defines which samples make up a step (`SampleOrder`), reads them (`StepLoader`), and has the data sets that ship.
+
+Tests: tests/data/test_loader.py, tests/data/test_adopt.py
+"""
 
 from lockstep.data.adopt import adopt, require_data, usual_order
 from lockstep.data.batches import (

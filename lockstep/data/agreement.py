@@ -3,6 +3,8 @@
 Every rank is to have all data, because Lockstep shares them out. Data that are cut by rank beforehand would be cut
 twice, and most samples never seen. What is compared are lengths, the order of the first step, and summaries of a few
 samples. A sample that a rank reads twice with other results draws random numbers that are not seeded: it tells nothing.
+
+Tests: tests/data/test_ranks.py, tests/launch/test_hosts_compared.py
 """
 
 import logging

@@ -1,4 +1,7 @@
-"""Types for data sets and for the batches of a step, and functions on batches."""
+"""Types for data sets and for the batches of a step, and functions on batches.
+
+Tests: tests/data/test_loader.py, tests/data/test_adopt.py
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence

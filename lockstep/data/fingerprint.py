@@ -3,6 +3,8 @@
 A summary has a row for each value in a sample. Whole numbers, truth values and texts have a checksum. Floats and images
 have sums, which are compared within a tolerance: another processor decodes an image, or adds up, in a slightly
 different way. Values of other kinds are no evidence, and have no row.
+
+Tests: tests/data/test_ranks.py, tests/data/test_iterable.py
 """
 
 import dataclasses

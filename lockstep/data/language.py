@@ -2,6 +2,8 @@
 
 A sample is `{"input_ids", "targets"}`, both int64 [block_size]; `targets[t]` is the token after `input_ids[t]`: targets
 are shifted here and nowhere else. −100 marks a target that does not count.
+
+Tests: tests/data/test_datasets.py
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Says what a user's dataset or collate function did wrong, and where."""
+"""Says what a user's dataset or collate function did wrong, and where.
+
+Tests: tests/data/test_adopt.py, tests/data/test_loader.py
+"""
 
 import errno
 import os

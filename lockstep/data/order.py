@@ -3,6 +3,8 @@
 An epoch's order is one permutation, from (seed, epoch). A step takes the next `global_batch_size` samples of it, cut
 into micro-batches; ranks and workers only divide these among themselves. Steps do not cross epochs. Python's, NumPy's
 and torch's global generators are seeded before each sample is read (`generators`: those of the dataset's own, too).
+
+Tests: tests/data/test_order.py, tests/parity/test_law_one.py
 """
 
 import operator

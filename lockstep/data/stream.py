@@ -2,6 +2,8 @@
 
 Not every `state_dict` does: a shuffle buffer's contents, for instance, are lost. So a run keeps the state from some
 items before its position, and summaries of these items: a resumed run reads them again, and compares.
+
+Tests: tests/data/test_iterable.py
 """
 
 import copy

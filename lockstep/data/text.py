@@ -7,6 +7,8 @@
     DIR/tokenizer.json  the Hugging Face tokenizer, if one was used
 
 The folder appears complete or not at all: it is written under a temporary name, and renamed.
+
+Tests: tests/data/test_datasets.py
 """
 
 import argparse

@@ -1,6 +1,8 @@
 """Explains failures: known errors and their fixes, as `known_errors.md` lists them; checks before a run (`doctor`).
 
 It reads files and the environment, and returns text. torch is loaded only by checks that need it.
+
+Tests: tests/diagnose/test_known_errors.py, tests/diagnose/test_first_cause.py
 """
 
 import os

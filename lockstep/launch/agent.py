@@ -3,6 +3,9 @@
 A signal to the launcher is forwarded to the ranks, which may take the time they need to save (torch's agent allows
 30 s); a second Ctrl-C kills them at once; a run that was asked to stop, or whose config is wrong, is not restarted.
 Source: docs.pytorch.org/docs/stable/elastic/agent.html, "Extending the agent". Loads torch.
+
+Tests: tests/launch/test_local.py, tests/launch/test_machines.py, tests/faults/test_processes.py,
+tests/faults/test_network.py, tests/faults/test_chaos.py
 """
 
 import os

@@ -3,6 +3,9 @@
 A failed worker writes `rank-N.json`. When one rank dies, its peers fail shortly after, because their connection to it
 is gone: such failures are consequences, recognised by their messages, and are never reported first. The state of
 processes is read from /proc, on Linux; their stacks they write on SIGQUIT.
+
+Tests: tests/launch/test_local.py, tests/diagnose/test_first_cause.py,
+tests/faults/test_processes.py
 """
 
 import json

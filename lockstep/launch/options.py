@@ -2,6 +2,8 @@
 
 Machines with `--node-rank` register here before torch's rendezvous, which only counts: a missing machine, and two that
 claim one number, are reported by name. Loads torch inside functions only.
+
+Tests: tests/launch/test_options.py, tests/launch/test_examples.py
 """
 
 import socket

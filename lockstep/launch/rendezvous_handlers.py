@@ -1,6 +1,8 @@
 """Runs torch's rendezvous over Lockstep's own store, which listens on one address only and records who arrived.
 
 Each start of the ranks is one round. Source: docs.pytorch.org/docs/stable/elastic/rendezvous.html. Loads torch.
+
+Tests: tests/launch/test_machines.py, tests/launch/test_hosts.py
 """
 
 import datetime

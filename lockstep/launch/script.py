@@ -1,4 +1,7 @@
-"""Runs a user's script as a rank: `python -m lockstep.launch.script LOGS file|module|program SCRIPT ARGS …`."""
+"""Runs a user's script as a rank: `python -m lockstep.launch.script LOGS file|module|program SCRIPT ARGS …`.
+
+Tests: tests/launch/test_torchrun.py, tests/launch/test_foreign.py
+"""
 
 import os
 import runpy

@@ -2,6 +2,8 @@
 
 A wrong config is rejected before any process is started. One machine needs no address and no port: the launcher's store
 takes a free port and passes it to the ranks. Loads torch inside functions only.
+
+Tests: tests/launch/test_local.py, tests/launch/test_torchrun.py, tests/cli/test_train.py
 """
 
 import gc

@@ -3,6 +3,8 @@
 This works under every launcher. Lockstep's own launcher prints the one message; under torchrun, srun, mpirun or none at
 all, the first rank of this machine to fail prints it. A rank's output goes to its log file, and rank 0's also to the
 console. Started ranks redirect the file descriptors themselves, so that the log has the output of C libraries, too.
+
+Tests: tests/launch/test_local.py, tests/launch/test_ends.py, tests/faults/test_environment.py
 """
 
 import ctypes

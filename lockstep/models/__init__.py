@@ -1,4 +1,7 @@
-"""Builds models: those that ship, by name, and the user's own; families are imported on demand."""
+"""Builds models: those that ship, by name, and the user's own; families are imported on demand.
+
+Tests: tests/models/test_builders.py, tests/models/test_every_family.py
+"""
 
 import inspect
 from collections.abc import Callable, Mapping

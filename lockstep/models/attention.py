@@ -3,6 +3,8 @@
 Rotary positions (Su et al. 2021, *RoFormer*) rotate neighbours (2j, 2j+1) of the last dim at position t by the angle
 t·theta^(−2j/width), in float32 under any autocast (in bf16 position 257 would equal position 256). They are computed
 at each call: a buffer would be cast with the model, lost on `meta`, and sent to ranks.
+
+Tests: tests/models/test_rotary.py, tests/models/test_documents.py, tests/parity/test_context.py
 """
 
 from typing import Any

@@ -14,6 +14,8 @@ N = mlp_multiplier · n_embd / n_head neurons a head. No LayerNorm has parameter
 The weights `encoder`, `encoder_v` [H, D, N] and `decoder` [H·N, D] are parameters of the model itself, which each layer
 borrows (`lockstep.models.chain`). Tensors of neurons have the heads first: each product with a weight is then one
 batched product over heads that copies neither the weight nor the neurons.
+
+Tests: tests/models/test_bdh.py, tests/models/test_sum_over_past.py
 """
 
 from typing import Any

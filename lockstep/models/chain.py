@@ -8,6 +8,8 @@ place. A parameter that several segments use has one owner, and the others borro
 
 A borrower gets the tensor at each call, looked up through its owner at that moment: FSDP2 replaces an owner's
 parameters around its forward pass.
+
+Tests: tests/models/test_chain.py, tests/models/test_sharded.py
 """
 
 import inspect

@@ -8,6 +8,9 @@ computed per micro-batch, and a step weighs it like the mean losses; in evaluati
 
 The Llama and GPT-2 families are also divided into segments, each a module of the model under its own name (`chain`).
 A tied head borrows the embedding's weight (`lockstep.models.chain`).
+
+Tests: tests/models/test_hf.py, tests/models/test_hf_decoder.py,
+tests/models/test_hugging_face_loss.py
 """
 
 import functools

@@ -3,6 +3,8 @@
 The library's own plan (`base_model_tp_plan` of a config) is translated for `lockstep.parallel.tensor_plan`, and what it
 leaves out is added: GPT-2, weights in which several layers lie side by side, embeddings, heads and losses. Some models
 are cut only if Lockstep builds them by name (`hf:`), and not as the library's objects: errors say so.
+
+Tests: tests/models/test_hf.py, tests/models/test_hf_decoder.py, tests/parity/test_tensor.py
 """
 
 import copy

@@ -2,6 +2,8 @@
 
 A batch is {"input_ids": int64 [B, T], "targets": int64 [B, T]}: targets[:, t] follows input_ids[:, t], and −100 is
 not counted. `document_ids`, int64 [B, T], may number the documents of a sequence (`lockstep.models.attention.Attend`).
+
+Tests: tests/models/test_generate.py, tests/models/test_every_family.py
 """
 
 from collections.abc import Callable, Mapping

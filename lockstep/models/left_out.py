@@ -1,4 +1,7 @@
-"""Losses of micro-batches whose targets are left out: of all of them, or of one term and not of another."""
+"""Losses of micro-batches whose targets are left out: of all of them, or of one term and not of another.
+
+Tests: tests/trainer/test_no_targets.py
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Finds the module behind a loss function, which may have weights: class centres, a temperature, weights of terms."""
+"""Finds the module behind a loss function, which may have weights: class centres, a temperature, weights of terms.
+
+Tests: tests/parity/test_loss_weights.py
+"""
 
 import functools
 import inspect

@@ -4,6 +4,8 @@ Means of micro-batches add up to the mean of the whole batch only if each is wei
 differ. Inside a `LossCalls`, the loss functions of `torch.nn.functional` are therefore replaced by wrappers that record
 the call. Other threads must not compute losses meanwhile. Compiled code, and losses written in other operations, are
 not observed. Graphs of torch.export call operators instead; `note_losses` makes such a graph record them itself.
+
+Tests: tests/trainer/test_loss_check.py, tests/torch_compat/test_loss_functions.py
 """
 
 import functools

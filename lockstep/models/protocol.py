@@ -22,6 +22,8 @@ a 0-dim tensor). It is a mean unless `loss_fn.reduction` (or the model's `loss_r
 multiplied by its count: `count(batch)`; without it, the divisor of torch's loss functions
 (`lockstep.models.observed`); if these do not show it, the number of samples. A run's first steps check this
 (`lockstep.trainer.loss_check`).
+
+Tests: tests/models/test_offers.py, tests/models/test_builders.py, tests/models/test_documented.py
 """
 
 import inspect

@@ -1,4 +1,7 @@
-"""Turns loss functions of `torch.nn.functional` into objects of torch's loss classes, which say what they divide by."""
+"""Turns loss functions of `torch.nn.functional` into objects of torch's loss classes, which say what they divide by.
+
+Tests: tests/trainer/test_loss_check.py, tests/trainer/test_no_targets.py
+"""
 
 import inspect
 from collections.abc import Callable

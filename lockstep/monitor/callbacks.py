@@ -3,6 +3,8 @@
 A function is called; of a class an object is made and called; in Python objects are handed over as they are. Objects
 whose `every_rank` is true are called on every rank, others on rank 0. The events of other trainers, `on_step_end(args,
 state, control)` and those beside it in `EVENTS`, are called on every rank.
+
+Tests: tests/monitor/test_monitor.py
 """
 
 import inspect

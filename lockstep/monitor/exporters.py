@@ -1,4 +1,7 @@
-"""Sends records to TensorBoard, Weights & Biases, MLflow and Prometheus; each loads its library when it is made."""
+"""Sends records to TensorBoard, Weights & Biases, MLflow and Prometheus; each loads its library when it is made.
+
+Tests: tests/monitor/test_sinks.py, tests/monitor/test_log.py
+"""
 
 import hashlib
 import html

@@ -2,6 +2,8 @@
 
 A string is a text; an array of one dim is a histogram of its values, of two dims [H, W], three [C, H, W] or [H, W, C],
 or four [N, C, H, W] an image or a row of them; so is an image of Pillow or a figure of Matplotlib. Images become PNG.
+
+Tests: tests/monitor/test_log.py
 """
 
 import io

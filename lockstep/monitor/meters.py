@@ -3,6 +3,8 @@
 `PhaseClock.enter("data")` ends the previous phase. On an accelerator, where the host only queues work, each change
 records an event in the stream, which is read after it has passed: nothing waits. Waiting for other ranks is measured in
 every Python-level `Work.wait` and in DDP's own statistics.
+
+Tests: tests/monitor/test_figures.py, tests/monitor/test_ranks.py
 """
 
 import math

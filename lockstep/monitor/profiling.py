@@ -3,6 +3,8 @@
 The schedule (`monitor.profile`) advances with each step, so that ranks trace the same ones. On CUDA the summary uses
 kernels: NCCL's are communication, all others computation. On the CPU it uses operators: gloo's and c10d's are
 communication, ATen's computation. Time with both is communication that overlaps with computation.
+
+Tests: tests/monitor/test_profile.py, tests/monitor/test_ranks.py
 """
 
 import json

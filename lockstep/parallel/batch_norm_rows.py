@@ -2,6 +2,8 @@
 
 Mean and variance are those of `torch.nn.SyncBatchNorm`, which refuses CPUs, from the ranks' own means and squared
 deviations. Source: Chan, Golub, LeVeque 1979.
+
+Tests: tests/parallel/test_buffers.py, tests/parity/test_same_bits.py
 """
 
 from dataclasses import dataclass, field

@@ -8,6 +8,8 @@ runs chunk by chunk: what several chunks add up to is summed as one tree over th
 product of each position names its products: `products = {"method": "parameter"}`, for methods (x [B, T, …], …,
 parameter), where the parameter may be a module of parameters, or, with `to_lend() -> {name: tensor}`, of what stands
 for them.
+
+Tests: tests/parity/test_context.py
 """
 
 from collections.abc import Callable, Mapping

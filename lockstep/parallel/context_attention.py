@@ -3,6 +3,8 @@
 In three ways: `gathered` (Llama 3, arXiv:2407.21783, section 3.3.2), `all_to_all` (DeepSpeed-Ulysses, Jacobs et al.
 2023, arXiv:2309.14509) and `ring` (Liu et al. 2023, arXiv:2310.01889). Where bits count, the first two compute the
 same: queries chunk by chunk, and the gradients of keys and values as one tree over the chunks of queries.
+
+Tests: tests/parity/test_context.py, tests/models/test_documents.py
 """
 
 import math

@@ -3,6 +3,8 @@
 Here it divides each micro-batch. Running statistics of batch normalisation are those of the first GPU's part. The GPUs
 are driven by threads, in which keyed random numbers can't be seeded one segment after the other: a model that draws is
 repeatable on the same number of GPUs, but draws other numbers than under the other strategies.
+
+Tests: tests/parallel/test_dp.py, tests/parity/test_data_parallel.py
 """
 
 from collections.abc import Iterator

@@ -7,6 +7,8 @@ These ranks share out the step's micro-batches, too: the axis divides replicate 
 No row is dropped, so the ranks exchange numbers of rows first, for which the host waits. Gradients of experts are
 summed over the ranks that hold the same ones after the last backward pass, or, under `reproducible`, up the tree, for
 which an expert runs the rows of each rank by themselves. The axis `tensor` deals out experts first.
+
+Tests: tests/parity/test_mixture.py
 """
 
 import copy

@@ -3,6 +3,9 @@
 A *unit* is gathered at once: a repeated block, or what a wrap policy picks; all other parameters belong to the root.
 Gradients are summed, not averaged. FSDP2 can't cut parameters without a dim (CLIP's `logit_scale`), so every rank holds
 them whole and FSDP2 ignores them (`Scalars`). Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.
+
+Tests: tests/parallel/test_fsdp.py, tests/parallel/test_memory.py,
+tests/parity/test_data_parallel.py
 """
 
 from collections.abc import Iterator, Sequence

@@ -3,6 +3,8 @@
 `torch.utils.checkpoint` around one unit sends no further message: the unit is there when its forward pass is repeated.
 Around several units it gathers all of them again, before the gradients of the last one are reduced. A rank that left
 out one of them has nothing to recompute, and would pair other messages with these.
+
+Tests: tests/parallel/test_fsdp_order.py, tests/parity/test_own_recomputation.py
 """
 
 from types import FrameType

@@ -4,6 +4,8 @@ FSDP2 requires that every rank calls the same units in the same order (see `lock
 same parameters get gradients on all ranks. `UnitUsage` gives a parameter that only other ranks use a gradient of zeros,
 and one that no rank uses none. (On GPUs, after the first step, ranks compare what they used only where a model left
 something unused: a comparison holds up the host.)
+
+Tests: tests/parallel/test_fsdp.py
 """
 
 import inspect

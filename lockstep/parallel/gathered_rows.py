@@ -8,6 +8,8 @@ Each micro-batch starts from the buffers that the step began with. What it wrote
     a bank     in a module without a pointer: the elements that differ, each at its own position. Two micro-batches
                can't write the same element: which one came last would be lost
     a count    a whole number that is no queue's pointer: the sum of what micro-batches add to it
+
+Tests: tests/parallel/test_buffers.py, tests/parallel/test_combined_buffers.py
 """
 
 from collections.abc import Mapping, Sequence

@@ -3,6 +3,9 @@
 `init_weights()` of a model on meta runs on a copy in which one parameter is real and all others are meta, where random
 functions draw nothing. So no rank ever holds more than one whole parameter beside its own share. Any other module is
 built whole on every rank under one seed, compared, and cut.
+
+Tests: tests/parallel/test_buffers.py, tests/parallel/test_attributes.py,
+tests/seams/test_mistakes.py, tests/parity/test_data_parallel.py
 """
 
 import copy

@@ -4,6 +4,8 @@ A running scale kept as a float is state: the next pass reads it before it write
 look at is none: it is written alone. Nothing but reading tells the two apart, so for one forward pass the objects that
 hold changed numbers record how they are used: modules and plain objects by a class of their own, dicts and lists by
 copies that take their place.
+
+Tests: tests/parallel/test_combined_buffers.py
 """
 
 import sys

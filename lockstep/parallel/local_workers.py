@@ -2,6 +2,8 @@
 
 The mean over workers of what they changed, θ − θ_w, is an outer gradient; a step of SGD along it, with momentum
 (Nesterov's or plain), moves the common parameters θ, and every worker continues from there.
+
+Tests: tests/parallel/test_diloco.py
 """
 
 from collections import defaultdict

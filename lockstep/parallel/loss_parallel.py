@@ -2,6 +2,8 @@
 
 For each position ranks gather the logarithm of each block's sum of exponentials, and the logit of the target if it is
 there (Shoeybi et al. 2019, Megatron-LM, section 3). The gradient of a rank's logits needs no message.
+
+Tests: tests/parity/test_tensor.py
 """
 
 from dataclasses import replace

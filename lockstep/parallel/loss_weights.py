@@ -3,6 +3,8 @@
 The gradients of a micro-batch are taken after its backward pass. Once a step they are summed over the ranks that share
 out its micro-batches; under a pipeline all ranks take part, and those that compute no loss add nothing. Where bits
 count the sum is the tree's (`lockstep.parallel.reproducible.tree`).
+
+Tests: tests/parity/test_loss_weights.py
 """
 
 from collections.abc import Sequence

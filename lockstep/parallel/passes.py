@@ -12,6 +12,8 @@ objects for each stage, which is entered in order and left in reverse:
 Between the forward and the backward pass of one micro-batch, those of others run under a pipeline. `Executor`
 (`lockstep.parallel.executor`) calls the objects; `around_micro_batches` (`lockstep.parallel.placement`) and
 `around_stage` (`lockstep.parallel.pipeline.place`) make the lists.
+
+Tests: tests/parallel/test_executor.py
 """
 
 from collections.abc import Callable, Iterator, Sequence

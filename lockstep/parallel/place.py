@@ -2,6 +2,8 @@
 
 checks → names → its chain compared → strides → keyed randomness → float8 → activation checkpointing → compile
 → spread experts → cut layers → shard or replicate → first values
+
+Tests: tests/parallel/test_foreign.py, tests/parity/test_foreign.py, tests/parity/test_compiled.py
 """
 
 from collections.abc import Iterable, Iterator, Mapping

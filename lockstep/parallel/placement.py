@@ -1,6 +1,8 @@
 """Defines the arguments and the result of a strategy, and makes a `ParallelModel` of the result.
 
 `placed_in_order` builds the `ParallelModel` of every strategy but pipelines: micro-batches run one at a time.
+
+Tests: tests/seams/test_strategy.py, tests/parity/test_data_parallel.py
 """
 
 from collections.abc import Callable, Sequence

@@ -8,6 +8,8 @@ sum of its bits has changed: `.data` hides a write from the version.
 A tensor that a forward pass leaves in an attribute, and that the next one computes with and replaces, is state: on each
 number of ranks it comes from other samples. So is a number that the next one reads, and replaces. State is refused
 under `reproducible`, and on several ranks it is a warning.
+
+Tests: tests/parallel/test_state_between_calls.py, tests/parallel/test_chain_check.py
 """
 
 import logging

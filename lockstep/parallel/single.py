@@ -1,6 +1,8 @@
 """Strategies whose ranks run every micro-batch: one process, and the axes `tensor` and `context` alone.
 
 Every strategy on one rank becomes `single`.
+
+Tests: tests/parity/test_data_parallel.py
 """
 
 from collections.abc import Iterator

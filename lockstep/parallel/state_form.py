@@ -3,6 +3,8 @@
 Checkpoints hold parameters and persistent buffers by their names in the model, and `get_extra_state` as JSON. What
 comes from a plain `state_dict`, or is to be one, goes through the model's own code: for the time of a call it holds
 whole tensors on the CPU, in place of this rank's.
+
+Tests: tests/checkpoint/test_own_forms.py
 """
 
 import json

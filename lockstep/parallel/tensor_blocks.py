@@ -4,6 +4,8 @@ Outside the cut layers, activations are whole on every rank, or each rank has a 
 Korthikanti et al. 2022, arXiv:2205.05198). `enter` brings them into cut layers, `leave` sums what those return. As
 fixed blocks a matrix product has the same bits however the blocks are dealt to ranks, and what several blocks add up to
 is one tree over them. Then each product's backward pass sums its own blocks, so that `enter` has nothing left to sum.
+
+Tests: tests/parity/test_tensor.py
 """
 
 import math

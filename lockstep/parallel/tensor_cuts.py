@@ -2,6 +2,8 @@
 
 Under `reproducible` the layers of the plan are computed in `tensor_blocks` blocks on any number of ranks, also on one,
 and the blocks' sums are added as one tree.
+
+Tests: tests/parity/test_tensor.py
 """
 
 import copy

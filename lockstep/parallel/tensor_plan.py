@@ -2,6 +2,8 @@
 
 docs/how_to/tensor.md lists what each way of a `tensor_plan()` cuts (Shoeybi et al. 2019, Megatron-LM, section 3).
 A fused weight is held whole. Between a column cut and a row cut nothing is sent.
+
+Tests: tests/parity/test_tensor.py, tests/parity/test_known_mistakes.py
 """
 
 import re

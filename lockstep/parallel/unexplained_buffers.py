@@ -4,6 +4,8 @@ They are noticed in the step in which a forward pass first writes them, by their
 (`.data`, NumPy) is noticed by the sum of the bits, after steps that become rarer: 1, 2, 4, 8 …, and wherever replicas
 are compared. Under `reproducible` such a buffer is refused; else it is a warning, and ranks take rank 0's after each
 step. An evaluation that writes them is told, too.
+
+Tests: tests/parallel/test_combined_buffers.py, tests/parallel/test_state_between_calls.py
 """
 
 import logging

@@ -1,4 +1,8 @@
-"""Lists the layouts of a model on a cluster, computes the memory and speed of each, and ranks them."""
+"""Lists the layouts of a model on a cluster, computes the memory and speed of each, and ranks them.
+
+Tests: tests/plan/test_plan.py, tests/plan/test_layouts.py, tests/plan/test_choosing.py,
+tests/plan/test_compressing.py, tests/plan/test_diloco.py
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed

@@ -3,6 +3,8 @@
 For `strategy: auto` each rank makes the choice of `lockstep plan` before it joins the others, from what is the same for
 all of them: the config, their number, and the memory of a device like its own. Choices that change results (bf16
 weights) are left to the user.
+
+Tests: tests/plan/test_plan.py, tests/plan/test_auto.py
 """
 
 import json

@@ -3,6 +3,8 @@
 `place` places the model as for training, over a fake process group. From a long chain of equal blocks three run, and
 the record of one is repeated for those left out. The device is always the CPU; on a GPU the same tensors are created,
 apart from autocast's list of operations and kernels' own workspaces.
+
+Tests: tests/plan/test_memory.py, tests/plan/test_stages.py
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set

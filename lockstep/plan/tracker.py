@@ -3,6 +3,8 @@
 A storage counts from the operation that creates it until its last reference goes; `resize_` (by which FSDP2 frees
 gathered parameters) is followed. Memory that an operation allocates and frees inside of itself, and the allocator's
 rounding, are not counted. The result is a list of changes with marks, so that parts of it can be repeated.
+
+Tests: tests/plan/test_memory.py
 """
 
 import weakref

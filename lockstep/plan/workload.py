@@ -6,6 +6,8 @@ equal ones: the record of one is repeated for those left out.
 `lockstep plan CONFIG --stages 4` divides segments into pipeline stages of equal time. Without a `split_spec` a pipeline
 is split by parameters, but embeddings compute little, and a head over a large vocabulary takes long. The result is
 printed for the config, so that a run does not depend on how fast a machine happened to be.
+
+Tests: tests/plan/test_segments.py, tests/plan/test_auto.py
 """
 
 import copy

@@ -1,4 +1,7 @@
-"""Advises what to do next: rules over a run's numbers, each with its evidence."""
+"""Advises what to do next: rules over a run's numbers, each with its evidence.
+
+Tests: tests/report/test_report.py
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

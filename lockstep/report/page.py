@@ -3,6 +3,8 @@
 Its content security policy forbids every request; served live, it allows those to its own server, which the page asks
 for its data every two seconds. Names and configs of runs go into the page as data and are shown as text, never as
 markup. Pages are made of runs of strangers too, so an image is read only if it lies in the run's own folder of images.
+
+Tests: tests/report/test_report.py, tests/report/test_browser.py
 """
 
 import base64

@@ -3,6 +3,8 @@
 A run that was killed has whole lines up to some step, and no last event. The directory may be a stranger's: what can't
 be what it should be is left out, and `left_out` says so. Files are read as streams, and of a long run so many rows are
 kept as fit into a fixed memory (`thinning`).
+
+Tests: tests/report/test_report.py, tests/report/test_hostile.py
 """
 
 import time

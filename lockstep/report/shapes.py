@@ -2,6 +2,8 @@
 
 A shape is `float` (finite), `int`, `str` or `bool`; `[shape]`, a list; `(shape, …)`, a list of that length; `{str:
 shape}`, a mapping; or `{"name": shape, …}`, a record. Of mappings and records the entries that fit are kept.
+
+Tests: tests/report/test_hostile.py
 """
 
 from typing import Any

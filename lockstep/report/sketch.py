@@ -1,6 +1,8 @@
 """Draws a run as a row of small SVG charts for a notebook's output: loss, throughput, and metrics of one's own.
 
 Plain SVG in HTML without scripts: every front end shows it, and what is saved with the notebook stays as it is.
+
+Tests: tests/report/test_hostile.py, tests/test_examples.py
 """
 
 from collections.abc import Sequence

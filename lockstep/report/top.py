@@ -2,6 +2,8 @@
 
 It reads the run directory: events, the end of `metrics.jsonl`, and `ranks.json`, into which rank 0 writes the
 measurements of all ranks about once a second.
+
+Tests: tests/monitor/test_ranks.py, tests/report/test_hostile.py
 """
 
 import shutil

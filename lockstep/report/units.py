@@ -1,4 +1,7 @@
-"""Formats numbers and tables for people."""
+"""Formats numbers and tables for people.
+
+Tests: tests/report/test_report.py
+"""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime

@@ -2,6 +2,8 @@
 
 Sources: slurm.schedmd.com/sbatch.html (options), slurm.schedmd.com/scontrol.html (requeue); container options are those
 of pyxis (github.com/NVIDIA/pyxis); kubernetes.io/docs/concepts/workloads/controllers/job (indexed Jobs, pod failures).
+
+Tests: tests/submit/test_slurm.py, tests/submit/test_kubernetes.py, tests/submit/test_real_slurm.py
 """
 
 import argparse

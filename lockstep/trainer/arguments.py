@@ -1,4 +1,7 @@
-"""Checks what `Trainer` and `lockstep.place` are given, before anything is started: a first mistake is one error."""
+"""Checks what `Trainer` and `lockstep.place` are given, before anything is started: a first mistake is one error.
+
+Tests: tests/trainer/test_arguments.py, tests/test_interop.py
+"""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,6 +1,8 @@
 """Averages a model's weights over its updates: EMA and SWA.
 
 Each rank averages its own parameters, element by element: no communication, the same under every strategy.
+
+Tests: tests/trainer/test_updates.py, tests/trainer/test_loops.py
 """
 
 from collections.abc import Iterator

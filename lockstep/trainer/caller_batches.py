@@ -2,6 +2,8 @@
 
 Micro-batch j of data-parallel rank r is number j × ranks + r of the step, under every strategy: its random numbers,
 and the order in which losses are summed, follow from that number.
+
+Tests: tests/trainer/test_loops.py, tests/trainer/test_own_loop.py
 """
 
 import warnings

@@ -2,6 +2,8 @@
 
 A run that resumes with other samples or another model is another training; a learning rate or a number of steps may be
 changed on purpose. So its settings are compared with those of the checkpoint.
+
+Tests: tests/trainer/test_resume.py, tests/trainer/test_ends.py
 """
 
 import json

@@ -1,6 +1,8 @@
 """Evaluates: every sample once, the mean over valid targets, the same number on every rank and every topology.
 
 Rank 0 receives outputs in the order of the micro-batches, so that a metric's value is that of one process.
+
+Tests: tests/trainer/test_metrics.py
 """
 
 import math

@@ -4,6 +4,8 @@ A mean whose weights differ from its divisor gives another loss, and another gra
 samples. All topologies agree on it, so only another split shows it. The check runs in evaluation mode and changes no
 state. Nothing is checked if an update is made from one micro-batch, since then no split matters; if the forward pass
 draws random numbers even in evaluation mode, or returns no loss there; and for batches that cannot be halved.
+
+Tests: tests/trainer/test_loss_check.py, tests/trainer/test_jagged.py
 """
 
 import math

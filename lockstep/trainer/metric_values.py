@@ -1,4 +1,7 @@
-"""Calls a user's metric on one micro-batch, and says what it was given if it fails."""
+"""Calls a user's metric on one micro-batch, and says what it was given if it fails.
+
+Tests: tests/trainer/test_metrics.py
+"""
 
 import traceback
 from collections.abc import Callable, Mapping

@@ -8,6 +8,8 @@
     optimizer.zero_grad()
 
 After `backward`, `.grad` holds the gradient of the mean loss over all valid targets of all ranks, as in the `Trainer`.
+
+Tests: tests/trainer/test_own_loop.py
 """
 
 import warnings

@@ -1,6 +1,8 @@
 """The plain model's `state_dict`, taken from a placed model and given to it, and its share of a checkpoint.
 
 A model may give its `state_dict` a form of its own (`lockstep.parallel.state_form`).
+
+Tests: tests/trainer/test_own_loop.py, tests/checkpoint/test_own_forms.py
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,7 @@
-"""Holds a run's state: its contents in a checkpoint, how they are loaded, and what follows from evaluations."""
+"""Holds a run's state: its contents in a checkpoint, how they are loaded, and what follows from evaluations.
+
+Tests: tests/trainer/test_resume.py, tests/trainer/test_formats.py
+"""
 
 import math
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,8 @@
-"""Builds the parts of a trainer from the user's arguments and the config."""
+"""Builds the parts of a trainer from the user's arguments and the config.
+
+Tests: tests/trainer/test_settings.py, tests/trainer/test_arguments.py,
+tests/trainer/test_every_setting.py
+"""
 
 import shlex
 import sys

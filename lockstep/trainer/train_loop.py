@@ -1,4 +1,7 @@
-"""Runs `Trainer.train`: its evaluations, and the line that it ends with."""
+"""Runs `Trainer.train`: its evaluations, and the line that it ends with.
+
+Tests: tests/trainer/test_trainer.py, tests/trainer/test_ends.py
+"""
 
 from collections.abc import Generator
 from contextlib import closing

@@ -1,4 +1,7 @@
-"""Trains a model with an optimizer and data (`Trainer`): a whole run, step by step, or one micro-batch at a time."""
+"""Trains a model with an optimizer and data (`Trainer`): a whole run, step by step, or one micro-batch at a time.
+
+Tests: tests/trainer/test_trainer.py, tests/trainer/test_cost_of_a_step.py
+"""
 
 import atexit
 import warnings

@@ -1,6 +1,8 @@
 """Runs the steps of a training in every way to train: records them, saves them, goes back after bad numbers.
 
 `Trainer.train` and `Trainer.steps` are loops over `TrainingRun.steps`; `Trainer.training_step` hands over each update.
+
+Tests: tests/trainer/test_loops.py, tests/trainer/test_trainer.py, tests/parity/test_law_one.py
 """
 
 import logging

@@ -1,4 +1,7 @@
-"""Holds what stands around the steps of a run: its lock, its monitor, its first log lines, reports of hangs."""
+"""Holds what stands around the steps of a run: its lock, its monitor, its first log lines, reports of hangs.
+
+Tests: tests/trainer/test_ends.py, tests/trainer/test_loops.py
+"""
 
 import atexit
 import os

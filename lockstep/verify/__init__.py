@@ -8,6 +8,8 @@
 
 In plain mode each step starts from the reference's state, and gradients may differ by the rounding of another summation
 order. With `distributed.reproducible` a topology continues from its own state, and every bit must be equal.
+
+Tests: tests/verify/test_command.py, tests/verify/test_faults.py, tests/verify/test_ready_configs.py
 """
 
 import math

@@ -1,6 +1,8 @@
 """Names the cause of a difference, from what flowed through the step and from experiments that undo one thing each.
 
 A cause is named if its undoing makes the difference vanish, else the text says what is known.
+
+Tests: tests/verify/test_faults.py, tests/verify/test_updates.py
 """
 
 from collections.abc import Callable, Sequence

@@ -3,6 +3,8 @@
 Gradients may differ by the rounding of another summation order (`StepObserver.bounds`), and updated values by its
 effect on the optimizer's update; if gradients are sent in 16 bits, also by that rounding. A float64 reference
 distinguishes rounding from an error where these bounds are too narrow.
+
+Tests: tests/verify/test_relations.py
 """
 
 import math

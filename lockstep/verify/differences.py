@@ -1,6 +1,8 @@
 """Says how a topology's step differs from the reference's: each rank reports, and rank 0 combines what they found.
 
 The evidence of a difference also holds what experiments showed; in words, where the step deviates first.
+
+Tests: tests/verify/test_updates.py, tests/verify/test_faults.py
 """
 
 import math

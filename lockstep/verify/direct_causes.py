@@ -2,6 +2,8 @@
 
 Other samples, other first values, results that vary, buffers; options and state of the optimizer, hooks around it, what
 is frozen or left. The latter are read off both sides, and, where they can be, undone on both: the values agree then.
+
+Tests: tests/verify/test_updates.py
 """
 
 from collections.abc import Callable

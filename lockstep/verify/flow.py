@@ -3,6 +3,8 @@
 Each module of a rank is given the reference's inputs, and its backward pass the reference's gradients, so that a
 difference does not travel: what deviates is wrong by itself. The bounds are those of one module, measured by the
 reference itself with inputs whose last bits are changed, as in TTrace (arXiv:2506.09280).
+
+Tests: tests/verify/test_updates.py, tests/verify/test_faults.py
 """
 
 from collections.abc import Sequence

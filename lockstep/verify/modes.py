@@ -1,4 +1,8 @@
-"""Takes a step without one thing: other ranks, its own random numbers, 16 bits, or the cut of sequences."""
+"""Takes a step without one thing: other ranks, its own random numbers, 16 bits, or the cut of sequences.
+
+Tests: tests/verify/test_experiments.py, tests/verify/test_experiments_leave_no_trace.py,
+tests/verify/test_updates.py
+"""
 
 import os
 from collections.abc import Callable, Iterator, Mapping

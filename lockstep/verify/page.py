@@ -1,6 +1,8 @@
 """Writes a verdict as one HTML page: the table, the causes, and the first difference drawn through the model's modules.
 
 The page holds its style, has no scripts and asks for nothing; names are shown as text, never as markup.
+
+Tests: tests/verify/test_command.py, tests/verify/test_script.py
 """
 
 import math

@@ -1,6 +1,8 @@
 """Records the parts of a step: those of the reference, and on a rank what deviates from them.
 
 Also the operations of a forward pass, which tell the line of the user's code at which two passes first differ.
+
+Tests: tests/verify/test_updates.py
 """
 
 import inspect

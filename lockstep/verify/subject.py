@@ -3,6 +3,8 @@
 A rank's process only imports; each case runs in a fork of it, which joins the ranks of its case. So nothing that a case
 leaves behind (a default dtype, a counter in a user's module) is there for the next one, and one that crashes or hangs
 ends alone.
+
+Tests: tests/verify/test_isolated.py
 """
 
 import faulthandler

@@ -8,6 +8,8 @@
 In plain mode, gradients have bounds: by how much a sum of the same micro-batches in another order may differ. Two sums
 of M terms differ by at most 2·(M−1)·u·Σ|term|, element by element, with u the unit roundoff of the sum's dtype (Higham
 2002, section 4.2). A fraction of the largest element is added, for weights that are used several times.
+
+Tests: tests/verify/test_updates.py, tests/verify/test_reference.py
 """
 
 import hashlib

@@ -1,6 +1,8 @@
 """Finds mistakes of a training loop while it runs, on each rank alone and without a second run.
 
 Parameters are looked at in the first steps and every so often; what is done at each step costs some microseconds.
+
+Tests: tests/verify/test_watch.py, tests/verify/test_sound.py
 """
 
 import weakref

@@ -1,4 +1,7 @@
-"""Runs in the started processes: one takes the reference's steps and stores them, ranks take them and compare."""
+"""Runs in the started processes: one takes the reference's steps and stores them, ranks take them and compare.
+
+Tests: tests/verify/test_command.py, tests/verify/test_reference.py
+"""
 
 import copy
 import pickle

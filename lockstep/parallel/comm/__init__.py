@@ -1,4 +1,7 @@
-"""Messages between ranks: FSDP2 over gloo, and compressed gradients."""
+"""Messages between ranks: FSDP2 over gloo, and compressed gradients.
+
+Tests: tests/parallel/test_traffic.py
+"""
 
 from typing import Any
 

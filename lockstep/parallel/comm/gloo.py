@@ -3,6 +3,8 @@
 A CPU has no streams: each collective would block the caller, and gloo's reduce-scatter is an all-reduce of which a part
 is kept. Here parameters are gathered in pieces and waited for where they are used; a unit's gradient goes by an
 all-to-all in pieces, which a rank adds up when the next unit's gradient is there.
+
+Tests: tests/parallel/test_traffic.py, tests/parity/test_data_parallel.py
 """
 
 from collections.abc import Iterator, Sequence

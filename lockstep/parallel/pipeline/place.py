@@ -2,6 +2,8 @@
 
 Under replicas or shards each stage is FSDP2's: on a mesh of (replicas, 1) it replicates, and all schedules give correct
 gradients with it, which does not hold for DDP. FSDP2 holds the full gradients of a rank's stages until a step's end.
+
+Tests: tests/parallel/test_pipeline.py, tests/parity/test_pipeline.py
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Plans a pipeline before anything is built: cuts of the chain of segments, stages of each rank, time of a step."""
+"""Plans a pipeline before anything is built: cuts of the chain of segments, stages of each rank, time of a step.
+
+Tests: tests/parallel/test_pipeline_plan.py, tests/plan/test_segments.py
+"""
 
 import difflib
 from collections.abc import Mapping, Sequence

@@ -3,6 +3,9 @@
 All of it is programs for an executor (`lockstep.parallel.executor`), which differ in what a stage does with its
 activations, and in what carries them: micro-batches whose shapes the ranks have seen (`Shapes`) go through together,
 into buffers that wait for them; those of new shapes go one by one, each message after its description.
+
+Tests: tests/parallel/test_executor.py, tests/parallel/test_pipeline.py,
+tests/parity/test_pipeline.py
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

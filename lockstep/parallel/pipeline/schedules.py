@@ -3,6 +3,8 @@
 A stage that is placed `loop` goes to rank (stage mod ranks); placed `v`, the ranks are walked back and forth. In a
 picture sending takes no time. Theory: with p ranks, m micro-batches and V stages a rank, ranks wait (p-1)/(V·m+p-1) of
 the time. What 1F1B saves is memory.
+
+Tests: tests/parallel/test_pipeline_schedules.py, tests/parallel/test_pipeline_plan.py
 """
 
 import logging

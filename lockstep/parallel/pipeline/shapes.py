@@ -4,6 +4,8 @@ A receiver must know the shape of a tensor, and stages in the middle never see a
 *signature*, a number that the first stage sends to all others before a run, and a new one is sent through the stages
 once. The signatures of all data-parallel ranks are gathered together: FSDP2's collectives need these ranks to do the
 same things.
+
+Tests: tests/parallel/test_transport.py, tests/parallel/test_pipeline.py
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,7 @@
-"""FSDP2 under a pipeline: gradients of a stage stay on this rank until a step ends, where they are reduced once."""
+"""FSDP2 under a pipeline: gradients of a stage stay on this rank until a step ends, where they are reduced once.
+
+Tests: tests/parallel/test_pipeline_hybrid.py
+"""
 
 from typing import Any
 

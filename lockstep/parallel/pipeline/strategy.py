@@ -1,4 +1,7 @@
-"""The strategy `pipeline`: stages along one axis of the mesh, replicas or shards of them along the others."""
+"""The strategy `pipeline`: stages along one axis of the mesh, replicas or shards of them along the others.
+
+Tests: tests/parallel/test_pipeline.py, tests/plan/test_layouts.py
+"""
 
 from collections.abc import Iterator
 from typing import Any

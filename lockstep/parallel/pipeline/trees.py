@@ -4,6 +4,8 @@ A stage's gradients of one micro-batch are a leaf of the tree. After the last ba
 ranks with the same stages brings each its share of the nodes' sums, cut as the parameters are. Weights that several
 stages use: one process adds up the gradient of a micro-batch use by use, from the last segment to the first, so stages
 send the running sum with the gradient of their input, and the stage with the first use has the leaf.
+
+Tests: tests/parallel/test_tree.py, tests/parity/test_same_bits.py
 """
 
 import math

@@ -4,6 +4,8 @@ This holds among processors of one kind: a CPU with wider vectors, or another GP
 unit's inputs through one autograd node, where the contributions of several uses inside the unit are added before those
 of other units: (v2 + k2) + (v1 + k1) where one process adds v2, k2, v1, k1 in a row. `join_uses_of_inputs` gives each
 unit such a node on every topology.
+
+Tests: tests/parallel/test_tree.py, tests/parity/test_same_bits.py
 """
 
 import dataclasses

@@ -3,6 +3,9 @@
 In round k of a step, the S shards of an FSDP2 replica run S neighbouring micro-batches: the reduce-scatter of a unit's
 gradients is an all-to-all, which brings a rank its shard of these S leaves in as many bytes. FSDP2 gets the shard axis
 alone: its all-reduce over replicas can't be replaced, but a hook after the reduce-scatter takes its place.
+
+Tests: tests/parallel/test_tree.py, tests/parity/test_same_bits.py,
+tests/parity/test_shared_inputs.py
 """
 
 from collections.abc import Sequence

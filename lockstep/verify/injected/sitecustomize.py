@@ -2,6 +2,8 @@
 
 Only the folder of this file is on PYTHONPATH, and only for commands that `lockstep verify` or `lockstep launch
 --watch-training` runs. Launchers import torch, too, but take no step, and so write nothing.
+
+Tests: tests/verify/test_script.py, tests/verify/test_watch.py
 """
 
 import importlib.util

@@ -1,6 +1,8 @@
 """Compares the gradients and updates of ranks with those of one process, and explains the first difference.
 
 A cause is named by what undoes the difference, or makes it.
+
+Tests: tests/verify/test_script.py
 """
 
 from collections.abc import Sequence

@@ -2,6 +2,8 @@
 
 Each rank's own gradient, of its samples alone, is seen before ranks are reduced, or taken by one process. The gradient
 with which ranks step is compared with sums of these, parameter by parameter, and so is that of one process.
+
+Tests: tests/verify/test_script.py
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Compares a script's steps on several ranks with those of one process that is given the same samples."""
+"""Compares a script's steps on several ranks with those of one process that is given the same samples.
+
+Tests: tests/verify/test_script.py
+"""
 
 from collections.abc import Sequence
 from typing import Any

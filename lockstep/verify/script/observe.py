@@ -3,6 +3,8 @@
 It calls no collective of its own, so it neither hangs a script nor repairs one. Loaders read samples in the same
 process. A thread in each rank looks whether the rank computes: when none has used the processor for a while, no
 collective will end any more, and each rank writes what it has recorded, and where its main thread is.
+
+Tests: tests/verify/test_script.py, tests/verify/test_watch.py
 """
 
 import atexit

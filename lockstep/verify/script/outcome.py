@@ -1,4 +1,7 @@
-"""Describes what `lockstep verify SCRIPT` has found for one number of ranks: causes, and what to write instead."""
+"""Describes what `lockstep verify SCRIPT` has found for one number of ranks: causes, and what to write instead.
+
+Tests: tests/verify/test_script.py
+"""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,7 @@
-"""Finds what ranks of a script show by themselves: samples, random numbers, first values, settings, replicas, hangs."""
+"""Finds what ranks of a script show by themselves: samples, random numbers, first values, settings, replicas, hangs.
+
+Tests: tests/verify/test_script.py
+"""
 
 from collections.abc import Sequence
 from itertools import zip_longest

@@ -1,4 +1,7 @@
-"""One run of a script: its task, what a process writes down of its steps, how pieces of ranks become whole tensors."""
+"""One run of a script: its task, what a process writes down of its steps, how pieces of ranks become whole tensors.
+
+Tests: tests/verify/test_script.py
+"""
 
 import re
 import sys

@@ -1,4 +1,7 @@
-"""Starts a script in worlds of several ranks, and as processes of their own beside each other."""
+"""Starts a script in worlds of several ranks, and as processes of their own beside each other.
+
+Tests: tests/verify/test_script.py
+"""
 
 import json
 import pickle

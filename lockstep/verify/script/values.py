@@ -1,4 +1,7 @@
-"""Values and samples of an observed script: pieces of tensors, settings, fingerprints, and what its loaders read."""
+"""Values and samples of an observed script: pieces of tensors, settings, fingerprints, and what its loaders read.
+
+Tests: tests/verify/test_script.py
+"""
 
 import hashlib
 import pickle
