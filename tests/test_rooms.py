@@ -21,6 +21,7 @@ _OF_THE_REPOSITORY = {
     "test_contributing.py",
     "test_house.py",
     "test_leftovers.py",
+    "test_line_rules.py",
     "test_readme.py",
     "test_rooms.py",
 }

@@ -37,9 +37,12 @@ class Parser(argparse.ArgumentParser):
         parts = ["\n".join(f"  {name:<{width}}  {text}" for name, (text, _) in self._subverbs.items())]
         parts += ["\n".join(["example:" if len(examples) == 1 else "examples:", *(f"  {line}" for line in examples)])]
         super().__init__(
-            f"lockstep {verb}", description=description, allow_abbrev=False, formatter_class=_Help,
+            f"lockstep {verb}",
+            description=description,
+            allow_abbrev=False,
+            formatter_class=_Help,
             epilog="\n\n".join([*(part for part in parts if part.count("  ")), EPILOG]),
-        )  # fmt: skip
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raise `message` as a `UsageError`."""
@@ -49,7 +52,8 @@ class Parser(argparse.ArgumentParser):
         """Parse the arguments; underscores in flags equal dashes, but not in what follows a script's name."""
         if argv and argv[0] in self._subverbs and {"-h", "--help"} & set(argv):
             self.description, accepted = self._subverbs[argv[0]]
-            self.prog, self.epilog = f"{self.prog} {argv[0]}", EPILOG
+            self.prog = f"{self.prog} {argv[0]}"
+            self.epilog = EPILOG
             for action in self._actions:  # leave the arguments of other subverbs out
                 if action.dest.split(":")[0] not in (*accepted, "help"):
                     action.help = argparse.SUPPRESS
@@ -101,7 +105,8 @@ class Parser(argparse.ArgumentParser):
             value_of_flag = bool(result) and result[-1] in takes_value
             if until_script and not token.startswith("-") and not value_of_flag:
                 return result + argv[index:]
-            if value_of_flag and (own := self._optional.get(result[-1])) and not _is_of(own, token):
+            own = self._optional.get(result[-1]) if value_of_flag else None
+            if own is not None and not _is_of(own, token):
                 result[-1] += f"={own.const}"  # what follows a flag without its value is another argument
                 if until_script and not token.startswith("-"):
                     return result + argv[index:]

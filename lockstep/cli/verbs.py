@@ -283,9 +283,16 @@ def plan(argv: list[str]) -> int:
     gc.freeze()
     gc.enable()
     request = command.PlanOptions(
-        given.gpus, given.gpu_type, given.interconnect, given.gpus_per_node, given.find_batch_size, given.json,
-        given.write, given.chart, given.price,
-    )  # fmt: skip
+        given.gpus,
+        given.gpu_type,
+        given.interconnect,
+        given.gpus_per_node,
+        given.find_batch_size,
+        given.json,
+        given.write,
+        given.chart,
+        given.price,
+    )
     if given.params is not None:
         print(command.plan_by_size(given.params, given.seq_length, int(size), given.headroom, request))
         return EXIT_DONE
@@ -358,7 +365,8 @@ def verify(argv: list[str]) -> int:
         accepted = ("words", "steps", "json", "html", *ranks_typed)
         fix = "leave it out: a script sets such keys itself; what follows -- goes to the script"
         parser.take_only("SCRIPT", lambda dest: dest in accepted, fix)
-        script, arguments = given.words[0], [*given.words[1:], *argv[end + 1 :]]
+        script = given.words[0]
+        arguments = [*given.words[1:], *argv[end + 1 :]]
         ranks = given.nproc_per_node or given.against
         return run_script(script, arguments, ranks=ranks, steps=given.steps, in_json=given.json, page=given.html)
     if given.nproc_per_node is not None or argv[end:]:
@@ -383,7 +391,8 @@ def sample(argv: list[str]) -> int:
     given = parser.parse(argv)
     from lockstep.sample import sample as write
 
-    length, temperature = given.tokens, given.temperature
+    length = given.tokens
+    temperature = given.temperature
     print(write(given.run, prompt=given.prompt, num_tokens=length, temperature=temperature, seed=given.seed))
     return EXIT_DONE
 
@@ -427,9 +436,18 @@ def submit(argv: list[str]) -> int:
     add_options(parser, argv[0])
     given = parser.parse(argv[1:])
     parser.refuse(
-        "CONFIG", "node_rank", "rdzv_id", "rdzv_endpoint", "rdzv_conf", "master_addr", "master_port", "local_rank",
-        "standalone", "rdzv_backend", fix="leave it out: the job's machines find each other by themselves",
-    )  # fmt: skip
+        "CONFIG",
+        "node_rank",
+        "rdzv_id",
+        "rdzv_endpoint",
+        "rdzv_conf",
+        "master_addr",
+        "master_port",
+        "local_rank",
+        "standalone",
+        "rdzv_backend",
+        fix="leave it out: the job's machines find each other by themselves",
+    )
     path, overrides = config_and_overrides(given)
     assert path is not None
     print(run(argv[0], given, path, overrides, launch_options(given, at_once=False)))

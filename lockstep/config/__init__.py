@@ -36,12 +36,34 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "FLAGS", "BadNumbersConfig", "CheckpointConfig", "Config", "DDPConfig", "DataConfig", "DiLoCoConfig",
-    "DistributedConfig", "EarlyStoppingConfig", "FSDPConfig", "GradientClipConfig", "MonitorConfig", "ObjectSpec",
-    "PrecisionConfig", "ProfileConfig", "PrometheusConfig", "StepConfig", "StragglerConfig", "TrainingConfig",
-    "apply_flags", "as_overrides", "build_object", "check", "config_from", "load_config", "require_equation",
+    "FLAGS",
+    "BadNumbersConfig",
+    "CheckpointConfig",
+    "Config",
+    "DDPConfig",
+    "DataConfig",
+    "DiLoCoConfig",
+    "DistributedConfig",
+    "EarlyStoppingConfig",
+    "FSDPConfig",
+    "GradientClipConfig",
+    "MonitorConfig",
+    "ObjectSpec",
+    "PrecisionConfig",
+    "ProfileConfig",
+    "PrometheusConfig",
+    "StepConfig",
+    "StragglerConfig",
+    "TrainingConfig",
+    "apply_flags",
+    "as_overrides",
+    "build_object",
+    "check",
+    "config_from",
+    "load_config",
+    "require_equation",
     "require_runnable",
-]  # fmt: skip
+]
 _HOMES = ("flags", "schema_training", "schema_distributed", "schema", "checks", "loading")
 
 

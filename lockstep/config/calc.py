@@ -20,9 +20,14 @@ MAX_BITS = 1024
 MAX_LENGTH = 1000
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
 
 
@@ -54,7 +59,8 @@ def _value(node: ast.expr, lookup: Callable[[str], Number]) -> Number:
         inside = _value(node.operand, lookup)
         return -inside if isinstance(node.op, ast.USub) else inside
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = _value(node.left, lookup), _value(node.right, lookup)
+        left = _value(node.left, lookup)
+        right = _value(node.right, lookup)
         if isinstance(node.op, ast.Pow) and (abs(right) > MAX_POWER or abs(left) > 1e9):
             raise ValueError("the power is too large")
         return _number(_BINARY[type(node.op)](left, right))

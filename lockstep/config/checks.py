@@ -87,8 +87,10 @@ def _mps(config: StepConfig, strategy: str) -> Iterator[Contradiction]:
 def _open_axes(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
     """Yield what keeps a reproducible run from an axis: at most one, for one key mends all of it."""
     distributed = config.distributed
-    context, tensor = _ranks(config, layout, "context"), _ranks(config, layout, "tensor")
-    chunks, blocks = distributed.chunks_of_sequences, distributed.blocks_of_layers
+    context = _ranks(config, layout, "context")
+    tensor = _ranks(config, layout, "tensor")
+    chunks = distributed.chunks_of_sequences
+    blocks = distributed.blocks_of_layers
     cuts_twice = tensor > 1 and chunks > 1 and distributed.cuts_sequences_between_layers
     closed = {"context_blocks": chunks % context, "tensor_blocks": blocks % tensor, "sequence_parallel": cuts_twice}
     first = next((key for key, is_closed in closed.items() if is_closed), None)
@@ -120,13 +122,18 @@ def _context(config: StepConfig, _layout: Layout | None) -> Iterator[Contradicti
 def _tensor(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
     distributed = config.distributed
     ranks = _ranks(config, layout, "tensor")
-    compression, offload = distributed.ddp.compression.kind, distributed.fsdp.cpu_offload
+    compression = distributed.ddp.compression.kind
+    offload = distributed.fsdp.cpu_offload
     if ranks > 1:
-        yield from _excluded("tensor", f"layers are cut over {ranks} ranks", (
-            ("precision.fp8", config.precision.fp8, "none", "layers in fp8 have products of their own"),
-            ("distributed.ddp.compression.kind", compression, "none", "what it keeps differs between ranks"),
-            ("distributed.fsdp.cpu_offload", offload, False, "it has not been made for cut layers"),
-        ))  # fmt: skip
+        yield from _excluded(
+            "tensor",
+            f"layers are cut over {ranks} ranks",
+            (
+                ("precision.fp8", config.precision.fp8, "none", "layers in fp8 have products of their own"),
+                ("distributed.ddp.compression.kind", compression, "none", "what it keeps differs between ranks"),
+                ("distributed.fsdp.cpu_offload", offload, False, "it has not been made for cut layers"),
+            ),
+        )
 
 
 def _excluded(axis: str, cut: str, settings: Iterable[tuple[str, object, object, str]]) -> Iterator[Contradiction]:
@@ -138,7 +145,8 @@ def _excluded(axis: str, cut: str, settings: Iterable[tuple[str, object, object,
 
 
 def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
-    where, distributed = "distributed.expert_size", config.distributed
+    where = "distributed.expert_size"
+    distributed = config.distributed
     ranks = _ranks(config, layout, "expert")
     if ranks == 1:
         return
@@ -147,20 +155,31 @@ def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction
         what = f"experts can't be spread over {ranks} ranks under strategy {name}"
         fix = "write strategy: ddp, fsdp or pipeline, or expert_size: 1"
         yield Contradiction((where, "distributed.strategy"), what, fix)
-    yield from _excluded("expert", f"experts are spread over {ranks} ranks", (
-        ("precision.param_dtype", config.precision.param_dtype, "fp32", "experts are not gathered, and so not cast"),
-        ("precision.fp8", config.precision.fp8, "none", "products in fp8 have not been made for experts"),
-        ("distributed.ddp.compression.kind", distributed.ddp.compression.kind, "none", "it keeps whole models"),
-        ("distributed.ddp.static_graph", distributed.ddp.static_graph, False, "gradients of experts are not DDP's"),
-        ("distributed.fsdp.cpu_offload", distributed.fsdp.cpu_offload, False, "experts stay on their GPU"),
-    ))  # fmt: skip
+    yield from _excluded(
+        "expert",
+        f"experts are spread over {ranks} ranks",
+        (
+            (
+                "precision.param_dtype",
+                config.precision.param_dtype,
+                "fp32",
+                "experts are not gathered, and so not cast",
+            ),
+            ("precision.fp8", config.precision.fp8, "none", "products in fp8 have not been made for experts"),
+            ("distributed.ddp.compression.kind", distributed.ddp.compression.kind, "none", "it keeps whole models"),
+            ("distributed.ddp.static_graph", distributed.ddp.static_graph, False, "gradients of experts are not DDP's"),
+            ("distributed.fsdp.cpu_offload", distributed.fsdp.cpu_offload, False, "experts stay on their GPU"),
+        ),
+    )
 
 
 def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
-    samples, size = config.training.batch_norm_samples, config.training.batch_size
+    samples = config.training.batch_norm_samples
+    size = config.training.batch_size
     if samples is None or samples == size:
         return
-    where, alone = "training.batch_norm_samples", f"or batch_size: {samples}, or leave batch_norm_samples out"
+    where = "training.batch_norm_samples"
+    alone = f"or batch_size: {samples}, or leave batch_norm_samples out"
     in_row, rest = divmod(samples, size)
     name = config.distributed.strategy if layout is None else layout.strategy
     ranks = None if layout is None else layout.data_parallel_size
@@ -182,9 +201,10 @@ def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradic
         fix = f"write {fitting}a number of ranks that is a multiple of {in_row}, {alone}"
         yield Contradiction((where, "training.batch_size"), what, fix)
     for key, value in (
-        ("training.compile", config.training.compile), ("distributed.reproducible", config.distributed.reproducible),
+        ("training.compile", config.training.compile),
+        ("distributed.reproducible", config.distributed.reproducible),
         *((f"distributed.{axis}_size", _ranks(config, None, axis) > 1) for axis in ("tensor", "context", "expert")),
-    ):  # fmt: skip
+    ):
         if value:
             what = f"batch normalisation over ranks is not offered with {key.rpartition('.')[2]}"
             fix = f"write {key.rpartition('.')[2]}: {'1' if key.endswith('size') else 'false'}, {alone}"
@@ -202,7 +222,8 @@ def _buffers(config: StepConfig, layout: Layout | None) -> Iterator[Contradictio
 
 
 def _of_strategy(strategy: Strategy, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
-    compression, dtype = config.distributed.ddp.compression.kind, config.precision.param_dtype
+    compression = config.distributed.ddp.compression.kind
+    dtype = config.precision.param_dtype
     instead = None if compression in ("none", "auto") else strategy.instead_of_compression(compression)
     if instead is not None:
         keys = ("distributed.ddp.compression.kind", "distributed.strategy")
@@ -271,7 +292,9 @@ def require_equation(training: TrainingConfig, ranks: int, batch_size: int | Non
 
     `batch_size` is that of the data, if they decide it. Raises UsageError: with the equation.
     """
-    size, accumulation, whole = batch_size or training.batch_size, training.accumulation, training.global_batch_size
+    size = batch_size or training.batch_size
+    accumulation = training.accumulation
+    whole = training.global_batch_size
     product = size * accumulation * ranks
     if whole is None or training.gradient_accumulation_steps is None or product == whole:
         return
@@ -293,7 +316,8 @@ def divisors(number: int, near: int) -> list[int]:
 
 
 def _data_and_checkpoint(config: Config) -> Iterator[Contradiction]:
-    data, checkpoint = config.data, config.checkpoint
+    data = config.data
+    checkpoint = config.checkpoint
     if data.num_workers == 0 and data.prefetch_factor is not None:
         fix = "write num_workers: 1 or more, or leave prefetch_factor out"
         yield Contradiction(("data.prefetch_factor", "data.num_workers"), "there are no workers to read ahead", fix)
@@ -311,7 +335,9 @@ def _data_and_checkpoint(config: Config) -> Iterator[Contradiction]:
 
 
 def _numbers(config: StepConfig) -> Iterator[Contradiction]:
-    precision, scale, compression = config.precision, config.precision.loss_scale, config.distributed.ddp.compression
+    precision = config.precision
+    scale = config.precision.loss_scale
+    compression = config.distributed.ddp.compression
     if precision.mode == "fp16" and precision.param_dtype == "bf16":
         what = "fp16 autocast over bf16 parameters has the range of neither"
         yield Contradiction(("precision.mode", "precision.param_dtype"), what, "write mode: bf16, or param_dtype: fp32")

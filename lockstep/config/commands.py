@@ -51,9 +51,11 @@ def _schema() -> dict[str, Any]:
     for name, short in (("ObjectSpec", "string"), ("GradientClipConfig", "number")):
         sections[name] = {"anyOf": [{"type": short}, sections[name]]}
     with_args = {
-        "type": "object", "required": ["name"], "additionalProperties": False,
+        "type": "object",
+        "required": ["name"],
+        "additionalProperties": False,
         "properties": {"name": {"type": "string"}, "args": {"type": "object"}},
-    }  # fmt: skip
+    }
     keys = sections["TrainingConfig"]["properties"]
     keys["optimizer"] = {"anyOf": [keys["optimizer"], with_args]}
     env = sections["DistributedConfig"]["properties"]["env"]

@@ -61,7 +61,8 @@ def apply_flags(settings: Mapping[str, Any], where: str = "the settings") -> dic
         if key in found:
             fix = f"leave {given[key]} or {name} out"
             raise UsageError(f"{given[key]} and {name} are both {key}", where=where, fix=fix)
-        found[key], given[key] = value, name
+        found[key] = value
+        given[key] = name
     return found
 
 

@@ -91,7 +91,8 @@ def _close(word: str, words: list[str], cutoff: float) -> list[str]:
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[KeyInfo]:
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
-        section, named = _section(field.annotation), _named(field)
+        section = _section(field.annotation)
+        named = _named(field)
         default = field.get_default(call_default_factory=True)
         if default is PydanticUndefined or (section is not None and field.default_factory is not None):
             default = None
@@ -149,10 +150,14 @@ def _words(annotation: Any, field: FieldInfo) -> str:
     ]
     suffix = " " + " and ".join(bounds) if bounds else ""
     of_types: dict[Any, str] = {
-        type(None): "null", bool: "true or false", int: f"a whole number{suffix}", float: f"a number{suffix}",
-        str: "text", ObjectSpec: "package.module:Name, or {name: package.module:Name, args: {…}}",
+        type(None): "null",
+        bool: "true or false",
+        int: f"a whole number{suffix}",
+        float: f"a number{suffix}",
+        str: "text",
+        ObjectSpec: "package.module:Name, or {name: package.module:Name, args: {…}}",
         GradientClipConfig: "a number (0: off), or {strategy: …, value: …}",
-    }  # fmt: skip
+    }
     origin = get_origin(annotation)
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(annotation))
@@ -211,12 +216,14 @@ def unknown_key(path: Path, tree: Node) -> list[Mistake]:
 
 
 def _unknown_in_block(path: Path, tree: Node) -> list[Mistake]:
-    block, name = str(path[0]), str(path[-1])
+    block = str(path[0])
+    name = str(path[-1])
     node = tree.find(path)
     if isinstance(node.value, dict):
         return unknown_key(path, tree)
     advice = advice_for(dotted_name(path))
-    if advice is None and (near := near_keys(name, _BLOCKS[block])):
+    near = near_keys(name, _BLOCKS[block])
+    if advice is None and near:
         advice = f"write {' or '.join(near)} (in the block {block}: {near[0].rpartition('.')[2]})"
     advice = advice or f"the keys of {_BLOCKS[block]} are {', '.join(children(_BLOCKS[block]))}"
     return [Mistake(str(node.origin), f"unknown key {dotted_name(path)}", advice)]

@@ -51,9 +51,11 @@ def load_tree(file: ResolvedFile, chain: tuple[Path, ...]) -> Node:
     """Return the merged tree of a file and its parents; `chain` has the files that led here."""
     if file.path in chain:
         names = " → ".join(p.name for p in (*chain[chain.index(file.path) :], file.path))
-        what, fix = f"`extends` goes round in a circle: {names}", "take one `extends` out"
+        what = f"`extends` goes round in a circle: {names}"
+        fix = "take one `extends` out"
         raise UsageError(what, where=file.shown, fix=fix)
-    text, name = read(file), file.shown
+    text = read(file)
+    name = file.shown
     if is_template(text):
         from lockstep.config.templates import render  # loads Jinja
 
@@ -105,7 +107,8 @@ def with_overrides(tree: Node, overrides: Sequence[str]) -> Node:
 def _with_override(tree: Node, override: str) -> Node:
     key, equals, text = override.partition("=")
     key = key.strip()
-    shown, where = f"the override {override!r}", "the command line"
+    shown = f"the override {override!r}"
+    where = "the command line"
     if not equals or not all(key.split(".")):
         fix = "write section.key=VALUE, training.max_steps=100"
         raise UsageError(f"{override!r} is not an override", where=where, fix=fix)

@@ -82,10 +82,12 @@ def advice_for_keyword(name: str) -> str | None:
     for row in _matches(name):
         keyword = row.ours.rpartition(".")[2] + "=" + (row.value or "…")
         texts.append(
-            f"write {keyword}" + (f" ({row.note})" if row.note else "") if row.is_key
-            else f"the launcher decides: lockstep launch {row.ours} N script.py" if row.ours.startswith("--")
+            f"write {keyword}" + (f" ({row.note})" if row.note else "")
+            if row.is_key
+            else f"the launcher decides: lockstep launch {row.ours} N script.py"
+            if row.ours.startswith("--")
             else _advice(row, "{ours}")
-        )  # fmt: skip
+        )
     return _joined(texts)
 
 
@@ -133,7 +135,8 @@ def _matches(dotted: str) -> list[ForeignName]:
         if parts[-len(theirs) :] != theirs or len(theirs) < longest:
             continue
         if len(theirs) > longest:
-            best, longest = [], len(theirs)
+            best = []
+            longest = len(theirs)
         best.append(row)
     return best
 

@@ -143,7 +143,8 @@ def _rewrite(lines: list[str], blocks: list[TemplateBlock], index: int) -> list[
     for number, line in enumerate(lines):
         mark = f"\ue000{index}:{number + 1}\ue001"
         cut = open_blocks[-1].indent if open_blocks else 0
-        statement, expression = _STATEMENT.match(line), _EXPRESSION.match(line)
+        statement = _STATEMENT.match(line)
+        expression = _EXPRESSION.match(line)
         if pending:
             pending = _pending(line, pending)
             rewritten.append(line if pending else line + mark)

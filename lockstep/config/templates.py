@@ -255,7 +255,8 @@ def within_limits(work: Callable[[], T], what: str) -> T:
         os.close(reads)
         _run_in_child(work, writes)
     os.close(writes)
-    data, status = b"", signal.SIGKILL.value
+    data = b""
+    status = signal.SIGKILL.value
     try:
         data, ended = _read_all(reads)
         if ended:  # not killed: its exit status shows why it ended
@@ -289,8 +290,10 @@ def _run_in_child(work: Callable[[], object], writes: int) -> NoReturn:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         for limit, value in (
-            (resource.RLIMIT_AS, used + MEMORY_BYTES), (resource.RLIMIT_CPU, SECONDS), (resource.RLIMIT_CORE, 0),
-        ):  # fmt: skip
+            (resource.RLIMIT_AS, used + MEMORY_BYTES),
+            (resource.RLIMIT_CPU, SECONDS),
+            (resource.RLIMIT_CORE, 0),
+        ):
             resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
         with os.fdopen(writes, "wb") as pipe:
             try:

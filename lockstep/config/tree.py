@@ -221,7 +221,8 @@ class _Builder:
                 raise UsageError(text, where=str(where), fix="keep one of the two")
             if key in built:
                 value = merge(built[key], value)
-            built[key], lines[key] = value, where
+            built[key] = value
+            lines[key] = where
         for each in merged:
             for key, child in each.value.items():
                 built.setdefault(key, child)

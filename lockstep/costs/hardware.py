@@ -237,7 +237,8 @@ class Group:
         """Return (seconds, bytes inside of the node, bytes between nodes) where a rank sends each other one as much."""
         if self.size == 1:
             return 0.0, 0.0, 0.0
-        c, crossing = self.cluster, (self.size - self.local) / (self.size - 1) * sent
+        c = self.cluster
+        crossing = (self.size - self.local) / (self.size - 1) * sent
         seconds = max((sent - crossing) / c.inside.bandwidth, crossing / c.between.bandwidth)
         return seconds / (1e9 * c.efficiency.links), sent - crossing, crossing
 

@@ -55,9 +55,12 @@ class ScheduledPass(NamedTuple):
 
 
 def pipeline(
-    orders: Sequence[Sequence[ScheduledPass]], seconds: dict[tuple[str, int], float], sends: Sequence[float], *,
+    orders: Sequence[Sequence[ScheduledPass]],
+    seconds: dict[tuple[str, int], float],
+    sends: Sequence[float],
+    *,
     rank_of: Sequence[int],
-) -> Timeline:  # fmt: skip
+) -> Timeline:
     """Run the schedules of all ranks of a pipeline.
 
     Args:
@@ -166,7 +169,8 @@ def along_axes(cost: Cost, layout: Layout, cluster: GpuCluster) -> Sent:
     found = Sent()
     for size, sent, stride in ((layout.tensor, cost.tensor, 1), (layout.context, cost.context, layout.tensor)):
         if size > 1:
-            group, whole = group_of(cluster, size, stride), sent * size / (size - 1)
+            group = group_of(cluster, size, stride)
+            whole = sent * size / (size - 1)
             found = found.plus(Sent(group.moved(whole), *group.bytes_sent(whole)))
     among = group_of(cluster, layout.expert, layout.same_batch_size)
     return found.plus(Sent(*among.all_to_all(cost.expert)))
@@ -184,10 +188,13 @@ def sums_of_experts(size: ModelSize, layout: Layout, cluster: GpuCluster) -> Sen
 def with_sent(step: StepTime, waited: Sent, after: Sent) -> StepTime:
     """Return a step's time with messages: `waited` counted as computation so far, and `after` not at all."""
     return replace(
-        step, seconds=step.seconds + after.seconds, compute=step.compute - waited.seconds,
+        step,
+        seconds=step.seconds + after.seconds,
+        compute=step.compute - waited.seconds,
         exposed=step.exposed + waited.seconds + after.seconds,
-        inside=step.inside + waited.inside + after.inside, between=step.between + waited.between + after.between,
-    )  # fmt: skip
+        inside=step.inside + waited.inside + after.inside,
+        between=step.between + waited.between + after.between,
+    )
 
 
 def replicated_step(
@@ -199,7 +206,8 @@ def replicated_step(
         sent: bytes of all gradients on the link.
         bucket_bytes: fp32 gradients per bucket.
     """
-    line, group = Timeline(), group_of(cluster, layout.world_size)
+    line = Timeline()
+    group = group_of(cluster, layout.world_size)
     for _ in range(micro_batches - 1):
         line.add("compute", pieces.forward + pieces.backward)
     line.add("compute", pieces.forward)
@@ -218,16 +226,23 @@ def rarely_exchanged_step(
     pieces: Pieces, layout: Layout, cluster: GpuCluster, micro_batches: int, *, sent: float
 ) -> StepTime:
     """Return the mean time of a step of local updates, some of which exchange; `sent`: mean bytes on the link."""
-    line, group = Timeline(), group_of(cluster, layout.world_size)
+    line = Timeline()
+    group = group_of(cluster, layout.world_size)
     line.add("compute", micro_batches * (pieces.forward + pieces.backward) + pieces.update + agreements(group) / 2)
     line.add("links", group.all_reduce(sent), [0])
     return _summed(line, group, sent)
 
 
 def sharded_step(
-    pieces: Pieces, layout: Layout, cluster: GpuCluster, micro_batches: int, *, gathers_again: bool, width: float,
+    pieces: Pieces,
+    layout: Layout,
+    cluster: GpuCluster,
+    micro_batches: int,
+    *,
+    gathers_again: bool,
+    width: float,
     reduces_each: bool,
-) -> StepTime:  # fmt: skip
+) -> StepTime:
     """Return the time of a sharded step: units are gathered before they compute, gradients reduce-scattered after.
 
     Args:
@@ -236,9 +251,11 @@ def sharded_step(
         reduces_each: whether gradients of each micro-batch are reduced, not only the last.
     """
     line = Timeline()
-    shards, replicas = group_of(cluster, layout.shard), group_of(cluster, layout.replicate, layout.shard)
+    shards = group_of(cluster, layout.shard)
+    replicas = group_of(cluster, layout.replicate, layout.shard)
     sizes = [pieces.rest_bytes, *[pieces.unit_bytes] * pieces.units] if pieces.units else [pieces.rest_bytes]
-    shares, whole = len(sizes) - 1 or 1, pieces.parameter_bytes
+    shares = len(sizes) - 1 or 1
+    whole = pieces.parameter_bytes
     inside = between = 0.0
     for micro_batch in range(micro_batches):
         last = micro_batch == micro_batches - 1
@@ -263,7 +280,8 @@ def sharded_step(
         gathers = (2 if gathers_again else 1) * whole * width + (whole if reduces else 0.0)
         a, b = shards.bytes_sent(gathers)
         c, d = replicas.bytes_sent(2 * whole / layout.shard if last else 0.0)
-        inside, between = inside + a + c, between + b + d
+        inside = inside + a + c
+        between = between + b + d
     line.add("compute", pieces.update + agreements(shards) + agreements(replicas), range(len(line.tasks)))
     computed = micro_batches * (pieces.forward + pieces.backward) + pieces.update
     return StepTime(line.end, computed, line.end - computed, 0.0, inside, between)

@@ -39,4 +39,4 @@ __all__ = [
     "move",
     "require_data",
     "usual_order",
-]  # fmt: skip
+]

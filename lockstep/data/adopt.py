@@ -30,11 +30,22 @@ _OF_A_LOADER = (*_OF_THE_CONFIG, "collate_fn", "worker_init_fn", "multiprocessin
 
 
 def adopt(
-    data: Any, config: DataConfig | None = None, *, batch_size: int, global_batch_size: int, assign: Assign,
-    start_step: int = 0, stop_step: int | None = None, epochs: int | None = None, seed: int,
-    device: torch.device | str, wanted: bool = True, state: dict[str, Any] | None = None,
-    for_evaluation: bool = False, reproducible: bool = False,
-) -> StepSource:  # fmt: skip
+    data: Any,
+    config: DataConfig | None = None,
+    *,
+    batch_size: int,
+    global_batch_size: int,
+    assign: Assign,
+    start_step: int = 0,
+    stop_step: int | None = None,
+    epochs: int | None = None,
+    seed: int,
+    device: torch.device | str,
+    wanted: bool = True,
+    state: dict[str, Any] | None = None,
+    for_evaluation: bool = False,
+    reproducible: bool = False,
+) -> StepSource:
     """Return the steps `start_step` … `stop_step` − 1 of a user's data, or raise a UsageError if it can't be used.
 
     `data` is a dataset (`__getitem__` and `__len__`, or an IterableDataset of samples), a DataLoader, or any other
@@ -53,25 +64,40 @@ def adopt(
             what = f"the DataLoader has batch_size {found.batch_size}, training.batch_size is {batch_size}"
             fix = f"give the trainer batch_size={found.batch_size}"
             raise UsageError(what, where="the training data", why="both mean the samples in a micro-batch", fix=fix)
-        global_batch_size, batch_size = global_batch_size // batch_size * found.batch_size, found.batch_size
+        global_batch_size = global_batch_size // batch_size * found.batch_size
+        batch_size = found.batch_size
     found.drop_last = found.drop_last and not for_evaluation
     common: dict[str, Any] = {
-        "start_step": start_step, "stop_step": stop_step, "epochs": epochs, "seed": seed, "device": device,
-        "wanted": wanted, "notice": found.notice, "reproducible": reproducible,
+        "start_step": start_step,
+        "stop_step": stop_step,
+        "epochs": epochs,
+        "seed": seed,
+        "device": device,
+        "wanted": wanted,
+        "notice": found.notice,
+        "reproducible": reproducible,
         "compares": reproducible or several_ranks(),
-    }  # fmt: skip
+    }
     sharded = _is_rank_sharded(found.data, found.batch_sampler)
     if sharded and not found.iterated:
-        found.data, found.ready, found.iterated = _own_loader(data, found, batch_size), True, True
+        found.data = _own_loader(data, found, batch_size)
+        found.ready = True
+        found.iterated = True
     if found.iterated:
 
         def on_any_rank(mine: bool) -> bool:
             return bool(collectives.all_reduce(float(mine), op="max"))
 
         return IterableSteps(
-            found.data, batch_size, global_batch_size, assign, **common, ready=found.ready, state=state,
+            found.data,
+            batch_size,
+            global_batch_size,
+            assign,
+            **common,
+            ready=found.ready,
+            state=state,
             any_left=on_any_rank if sharded else None,
-        )  # fmt: skip
+        )
     order: Order
     if found.batch_sampler is not None:
         order = SamplerOrder(found.batch_sampler, global_batch_size // batch_size, seed=seed)
@@ -131,10 +157,12 @@ def _no_data(data: Any) -> UsageError:
     fix = "give a dataset, a DataLoader or an iterable of batches (for tensors: torch.utils.data.TensorDataset)"
     what = f"data of type {type(data).__name__} can't be trained on"
     if isinstance(data, type):
-        what, fix = f"the data are the class {data.__name__}", f"make an object of it: {data.__name__}(…)"
+        what = f"the data are the class {data.__name__}"
+        fix = f"make an object of it: {data.__name__}(…)"
     elif callable(data):
         name = getattr(data, "__name__", "function")
-        what, fix = f"the data are the function {name}", f"call it: train({name}()); each item is then a batch"
+        what = f"the data are the function {name}"
+        fix = f"call it: train({name}()); each item is then a batch"
     elif isinstance(data, str):
         what = f"the text {data!r:.60} can't be trained on"
         fix = "read the file into a torch.utils.data.Dataset; names of data belong into a config's key data.name"
@@ -172,7 +200,8 @@ def _loader(loader: DataLoader[Any]) -> _UserData:
         name = type(loader.batch_sampler if own is None else loader.sampler).__name__
         found.notice = f"the order is that of {name}: every rank goes through all of it and reads its micro-batches"
         return found
-    found.shuffle, found.drop_last = shuffle, loader.drop_last
+    found.shuffle = shuffle
+    found.drop_last = loader.drop_last
     if isinstance(loader.sampler, TorchDistributedSampler | DistributedSampler):
         found.notice = "the DistributedSampler is not used: the trainer itself assigns samples to ranks"
     return found

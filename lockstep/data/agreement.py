@@ -148,7 +148,8 @@ def _share_a_column(first: list[list[Row]], other: list[list[Row]]) -> bool:
     if len(first) != len(other) or len(first) < 2 or len(sizes) != 1:
         return False
     for column in range(sizes.pop()):
-        mine, its = [item[column] for item in first], [item[column] for item in other]
+        mine = [item[column] for item in first]
+        its = [item[column] for item in other]
         if all(map(same_row, mine, its)) and not all(same_row(mine[0], row) for row in mine):
             return True
     return False

@@ -26,7 +26,8 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
 
     A user's class with an argument `seed` that `data.args` leaves unset gets `seed`.
     """
-    name, args = data.name, dict(data.args)
+    name = data.name
+    args = dict(data.args)
     if name is None:
         raise UsageError("the config names no data", where="data.name", fix=f"set it: {DATA_SETS.names()}")
     if name.startswith("hf:"):
@@ -72,10 +73,19 @@ def _users(builder: Callable[..., Any], args: dict[str, Any], name: str, seed: i
 
 
 def hugging_face(
-    name: str, *, config: str | None = None, split: str = "train", validation_split: str | None = "validation",
-    text_field: str = "text", columns: Sequence[str] | None = None, block_size: int = 256, stride: int | None = None,
-    validation_fraction: float = 0.1, tokenizer: str = "bytes", documents: bool = False,
-) -> Data:  # fmt: skip
+    name: str,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    validation_split: str | None = "validation",
+    text_field: str = "text",
+    columns: Sequence[str] | None = None,
+    block_size: int = 256,
+    stride: int | None = None,
+    validation_fraction: float = 0.1,
+    tokenizer: str = "bytes",
+    documents: bool = False,
+) -> Data:
     """Return the data set of this name, or the folder's, or raise a UsageError.
 
     `config` is one of its configurations, e.g. `wikitext-2-raw-v1`. `validation_split` is used if the data set has it;
@@ -88,7 +98,8 @@ def hugging_face(
     if split not in loaded:
         where = "data.args.split"
         raise UsageError(f"hf:{name} has no split {split!r}", where=where, fix=f"it has {', '.join(loaded)}")
-    train, validation = loaded[split], loaded.get(validation_split)
+    train = loaded[split]
+    validation = loaded.get(validation_split)
     source = f"hf:{name}" + (f" ({config})" if config else "")
     wanted = [text_field] if columns is None else list(columns)
     for column in wanted:
@@ -137,7 +148,8 @@ class Images(CollatingDataset):
     """Samples `{"image": float32 [1, S, S] in [0, 1], "label": int64 []}`."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images, self.labels = images, labels
+        self.images = images
+        self.labels = labels
 
     def __len__(self) -> int:
         return len(self.labels)

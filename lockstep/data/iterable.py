@@ -37,15 +37,38 @@ class IterableSteps:
     """
 
     def __init__(
-        self, iterable: Iterable[Any], batch_size: int, global_batch_size: int, assign: Assign, *, start_step: int,
-        stop_step: int | None, seed: int, device: torch.device | str, ready: bool = False, epochs: int | None = None,
-        wanted: bool = True, state: dict[str, Any] | None = None, any_left: Callable[[bool], bool] | None = None,
-        notice: str | None = None, reproducible: bool = False, compares: bool = False,
-    ) -> None:  # fmt: skip
-        self._iterable, self._assign, self._seed, self._device = iterable, assign, seed, torch.device(device)
-        self._start, self._stop, self._epochs = start_step, stop_step, epochs
-        self._batch_size, self._micro_batches = 1 if ready else batch_size, global_batch_size // batch_size
-        self._ready, self._wanted, self._any_left, self._reproducible = ready, wanted, any_left, reproducible
+        self,
+        iterable: Iterable[Any],
+        batch_size: int,
+        global_batch_size: int,
+        assign: Assign,
+        *,
+        start_step: int,
+        stop_step: int | None,
+        seed: int,
+        device: torch.device | str,
+        ready: bool = False,
+        epochs: int | None = None,
+        wanted: bool = True,
+        state: dict[str, Any] | None = None,
+        any_left: Callable[[bool], bool] | None = None,
+        notice: str | None = None,
+        reproducible: bool = False,
+        compares: bool = False,
+    ) -> None:
+        self._iterable = iterable
+        self._assign = assign
+        self._seed = seed
+        self._device = torch.device(device)
+        self._start = start_step
+        self._stop = stop_step
+        self._epochs = epochs
+        self._batch_size = 1 if ready else batch_size
+        self._micro_batches = global_batch_size // batch_size
+        self._ready = ready
+        self._wanted = wanted
+        self._any_left = any_left
+        self._reproducible = reproducible
         self._stream: Stream | None = None
         self._latest: tuple[list[Any], int, int] | None = None  # piece, step, index: for dummies
         self.rank_sharded = any_left is not None
@@ -93,7 +116,8 @@ class IterableSteps:
     def _all_steps(self) -> Iterator[StepBatches]:
         """Yield all steps from the state's on; those before `start_step` have no data."""
         state = self._state
-        step, epoch = int(state["step"]), int(state["epoch"])
+        step = int(state["step"])
+        epoch = int(state["epoch"])
         while (self._epochs is None or epoch < self._epochs) and (self._stop is None or step < self._stop):
             begun = step
             try:
@@ -111,7 +135,8 @@ class IterableSteps:
 
     def _steps_of_epoch(self, state: dict[str, Any]) -> Iterator[StepBatches]:
         """Yield the steps of an epoch from a state on; none if the iterable has no more items."""
-        step, epoch = int(state["step"]), int(state["epoch"])
+        step = int(state["step"])
+        epoch = int(state["epoch"])
         # Ranks that read different streams draw different random numbers.
         key = self._assign(self._micro_batches)[0][0] if self.rank_sharded else -1
         stream = self._stream = Stream(self._iterable, self._seed, state, key)
@@ -140,7 +165,9 @@ class IterableSteps:
         """
         vars(self._iterable).clear()
         vars(self._iterable).update(self._as_handed_over)
-        name, begins, self._tries = type(self._iterable).__name__, state["begins"], self._tries + 1
+        name = type(self._iterable).__name__
+        begins = state["begins"]
+        self._tries += 1
         compared = {key: state[key] for key in ("begins", "witnessed", "witnesses")}
         if begins is not None:
             state = {**start_of(state["epoch"], begins["step"]), "begins": begins, "iterable": begins["state"]}
@@ -177,9 +204,11 @@ class IterableSteps:
 
     def _step(self, stream: "Stream", step: int, epoch: int) -> StepBatches:
         if self.rank_sharded:
-            count, assigned = self._micro_batches, self._assign(self._micro_batches)
+            count = self._micro_batches
+            assigned = self._assign(self._micro_batches)
             pieces = stream.take(sum(real for _, real in assigned), self._batch_size)
-            waiting, shared = iter(pieces), []
+            waiting = iter(pieces)
+            shared = []
             for index, real in assigned:
                 piece = next(waiting, None) if real else None
                 if piece is not None:

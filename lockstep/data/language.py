@@ -105,7 +105,8 @@ class TokenWindows(CollatingDataset):
 
     def collated(self, indices: Sequence[int]) -> Sample:
         windows = np.stack([self._window(index) for index in indices])
-        input_ids, targets = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
+        input_ids = windows[:, :-1].astype(np.int64)
+        targets = windows[:, 1:].astype(np.int64)
         return {"input_ids": torch.from_numpy(input_ids), "targets": torch.from_numpy(targets)}
 
     def _window(self, index: int) -> NDArray[Any]:

@@ -102,7 +102,8 @@ class Reader(Dataset[Any]):
         if not self._draws and not self._collate_draws:
             return self._put_together(self._samples(request), request)
         if self._own_of_epoch != request.epoch:  # `set_epoch` may have made others
-            self._own, self._own_of_epoch = self.own_generators(), request.epoch
+            self._own = self.own_generators()
+            self._own_of_epoch = request.epoch
         if self._own:
             with preserve(self._own):
                 return self._read_seeded(request)
@@ -149,7 +150,8 @@ class Reader(Dataset[Any]):
         if together is not None and not self._draws:
             samples: list[Any] = self._together(lambda indices: list(together(indices)), request.indices)
             return samples
-        samples, record_work = [], recorder_of_work()
+        samples = []
+        record_work = recorder_of_work()
         for self._at in request.indices:  # kept in `_at` for the message if it fails
             if self.reading is not None:
                 self._mark(self._at)
@@ -169,8 +171,12 @@ class Reader(Dataset[Any]):
     def _read_again_if_new(self, epoch: int, index: int, sample: Any) -> Any:
         """Return the process's first sample; read again if reading it has made a generator, which was not seeded."""
         self._is_first = False
-        if not self._draws or (found := self.own_generators()).keys() == self._own.keys():
+        if not self._draws:
             return sample
+        found = self.own_generators()
+        if found.keys() == self._own.keys():
+            return sample
+
         self._own = found
         self._seed_all("sample", self._seed, epoch, index)
         return self.dataset[index]
@@ -256,20 +262,43 @@ class StepLoader:
     """
 
     def __init__(
-        self, dataset: Dataset[Any], order: Order, assign: Assign, *, start_step: int, stop_step: int | None,
-        seed: int, device: torch.device | str, num_workers: int = 0, prefetch_factor: int | None = None,
-        pin_memory: bool = False, persistent_workers: bool = False, collate_fn: Collate | None = None,
-        wanted: bool = True, worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None, timeout: float = 0, epochs: int | None = None, notice: str | None = None,
-        reproducible: bool = False, compares: bool = False,
-    ) -> None:  # fmt: skip
-        self.order, self._assign, self.device = order, assign, torch.device(device)
-        self._start, self._stop, self._epochs, self._wanted = start_step, stop_step, epochs, wanted
+        self,
+        dataset: Dataset[Any],
+        order: Order,
+        assign: Assign,
+        *,
+        start_step: int,
+        stop_step: int | None,
+        seed: int,
+        device: torch.device | str,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        collate_fn: Collate | None = None,
+        wanted: bool = True,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        timeout: float = 0,
+        epochs: int | None = None,
+        notice: str | None = None,
+        reproducible: bool = False,
+        compares: bool = False,
+    ) -> None:
+        self.order = order
+        self._assign = assign
+        self.device = torch.device(device)
+        self._start = start_step
+        self._stop = stop_step
+        self._epochs = epochs
+        self._wanted = wanted
         self.notice = "; ".join(text for text in (notice, getattr(order, "notice", None)) if text) or None
         self._persistent = persistent_workers and num_workers > 0
         self._plans: dict[int, _Plan] = {}  # of steps in progress
         self._running: Any = None  # the DataLoader's iterator
-        self._dataset, self._reproducible, self._compares = dataset, reproducible, compares
+        self._dataset = dataset
+        self._reproducible = reproducible
+        self._compares = compares
         self._probes: ProbeRequest | None = None  # to be read before the first step
         self._reader = Reader(dataset, collate_fn, seed, num_workers)
         self._tell_own_generators(reproducible)
@@ -285,10 +314,18 @@ class StepLoader:
             workers = {"prefetch_factor": prefetch_factor, "multiprocessing_context": multiprocessing_context}
         # The generator: else it would draw from the training's.
         self._loader: DataLoader[Any] = DataLoader(
-            self._reader, batch_size=None, sampler=_Requests(self), collate_fn=_identity, num_workers=num_workers,
-            pin_memory=pins, persistent_workers=self._persistent, worker_init_fn=worker_init_fn, timeout=timeout,
-            generator=torch.Generator(), **workers,
-        )  # fmt: skip
+            self._reader,
+            batch_size=None,
+            sampler=_Requests(self),
+            collate_fn=_identity,
+            num_workers=num_workers,
+            pin_memory=pins,
+            persistent_workers=self._persistent,
+            worker_init_fn=worker_init_fn,
+            timeout=timeout,
+            generator=torch.Generator(),
+            **workers,
+        )
 
     def _tell_own_generators(self, reproducible: bool) -> None:
         """Add to the notice which generators of the dataset's own are seeded, or say that one can't be."""
@@ -346,14 +383,16 @@ class StepLoader:
             self._probes = None
         ended = self._stop is not None and self._stop <= self._start
         evidence = DataEvidence(
-            known_length(self._dataset), None if ended else order_checksum(self._plan(self._start)[0].micro_batches),
+            known_length(self._dataset),
+            None if ended else order_checksum(self._plan(self._start)[0].micro_batches),
             probed,
-        )  # fmt: skip
+        )
         sampler = getattr(self.order, "sampler", None)
         require_same_data(self._dataset, evidence, sampler=sampler, reproducible=self._reproducible)
 
     def close(self) -> None:
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         self._plans.clear()
         end_workers(self._loader, running)
 

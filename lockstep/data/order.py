@@ -100,9 +100,15 @@ class SampleOrder:
     """
 
     def __init__(
-        self, num_samples: int, batch_size: int, global_batch_size: int, *, seed: int, shuffle: bool = True,
+        self,
+        num_samples: int,
+        batch_size: int,
+        global_batch_size: int,
+        *,
+        seed: int,
+        shuffle: bool = True,
         drop_last: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_batch_sizes(batch_size, global_batch_size)
         if num_samples < 1:
             what = "the dataset is empty: there is nothing to train on"
@@ -112,8 +118,11 @@ class SampleOrder:
             what = f"drop_last drops every step: {num_samples} samples are fewer than a global batch of "
             fix = "leave drop_last off (the short step is weighted by what it holds), or lower global_batch_size"
             raise UsageError(f"{what}{global_batch_size}", where="data.drop_last", fix=fix)
-        self.num_samples, self.batch_size, self.global_batch_size = num_samples, batch_size, global_batch_size
-        self.seed, self.shuffle = seed, shuffle
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.shuffle = shuffle
         self._kept = num_samples - self.dropped_per_epoch
         self._cached: tuple[int, NDArray[np.int64]] | None = None  # the current epoch's permutation only
 
@@ -159,7 +168,9 @@ class SamplerOrder:
 
     def __init__(self, batch_sampler: Iterable[Any], micro_batches: int, *, seed: int) -> None:
         assert micro_batches >= 1
-        self._sampler, self._micro_batches, self._seed = batch_sampler, micro_batches, seed
+        self._sampler = batch_sampler
+        self._micro_batches = micro_batches
+        self._seed = seed
         self._own = generators_of(batch_sampler)
         self._own_at_begin = _states_at_begin(batch_sampler, self._own)
         self._latest: StepSamples | None = None
@@ -193,7 +204,8 @@ class SamplerOrder:
         return self._latest
 
     def _rewind(self) -> None:
-        self._next_step, self._epoch = 0, -1
+        self._next_step = 0
+        self._epoch = -1
         self._latest = self._generators = self._iterator = self._ahead = None
         restore(self._own, self._own_at_begin)
 
@@ -258,18 +270,27 @@ class DistributedSampler(Sampler[int]):
     """
 
     def __init__(
-        self, dataset_or_size: Sized | int, num_replicas: int | None = None, rank: int | None = None,
-        shuffle: bool = True, seed: int = 0, drop_last: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        dataset_or_size: Sized | int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
         if dist.is_available() and dist.is_initialized():
-            world, own = dist.get_world_size(), dist.get_rank()
+            world = dist.get_world_size()
+            own = dist.get_rank()
         else:
             facts = rank_facts()
-            world, own = facts.world_size, facts.rank
+            world = facts.world_size
+            own = facts.rank
         self.num_samples = dataset_or_size if isinstance(dataset_or_size, int) else len(dataset_or_size)
         self.num_replicas = world if num_replicas is None else num_replicas
         self.rank = own if rank is None else rank
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
         self.epoch = 0  # of the next iteration
         if not 0 <= self.rank < self.num_replicas:
             what = f"rank {self.rank} is not below num_replicas {self.num_replicas}"
@@ -283,7 +304,8 @@ class DistributedSampler(Sampler[int]):
         return len(range(self.rank, self.num_samples - self.dropped_per_epoch, self.num_replicas))
 
     def __iter__(self) -> Iterator[int]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
+        epoch = self.epoch
+        self.epoch += 1
         stop = self.num_samples - self.dropped_per_epoch
         if not self.shuffle:
             return iter(range(self.rank, stop, self.num_replicas))

@@ -39,8 +39,14 @@ def start_of(epoch: int, step: int) -> dict[str, Any]:
     the items from `witnessed` on.
     """
     return {
-        "step": step, "epoch": epoch, "position": 0, "iterable": None, "begins": None, "witnessed": 0, "witnesses": [],
-    }  # fmt: skip
+        "step": step,
+        "epoch": epoch,
+        "position": 0,
+        "iterable": None,
+        "begins": None,
+        "witnessed": 0,
+        "witnesses": [],
+    }
 
 
 class Stream:
@@ -54,7 +60,8 @@ class Stream:
         self._iterable = iterable
         self._keys = ("iterable", seed, state["epoch"], key)
         self._ahead: list[Any] = []
-        self._expected, self._expected_from = state["witnesses"], state["witnessed"]
+        self._expected = state["witnesses"]
+        self._expected_from = state["witnessed"]
         self.position = state["position"]  # number of items returned
         self.state: Any = state["iterable"]  # the iterable's own, before the item that was read ahead
         self.stateful = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")

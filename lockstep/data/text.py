@@ -37,14 +37,20 @@ CHUNK = 1 << 20  # characters encoded at once; a chunk ends at the end of a line
 
 
 def text(
-    *, path: str, block_size: int = 256, stride: int | None = None, validation_fraction: float = 0.1,
-    tokenizer: str = "bytes", documents: bool = False,
-) -> Data:  # fmt: skip
+    *,
+    path: str,
+    block_size: int = 256,
+    stride: int | None = None,
+    validation_fraction: float = 0.1,
+    tokenizer: str = "bytes",
+    documents: bool = False,
+) -> Data:
     """Return the text of a file, or of all files in a folder, sorted by name; raise a UsageError if it can't be used.
 
     With `documents`, each file of a folder, or each line of a single file, is a document, padded to `block_size`.
     """
-    options, chosen = TextOptions(block_size, stride, validation_fraction), Tokenizer(tokenizer)
+    options = TextOptions(block_size, stride, validation_fraction)
+    chosen = Tokenizer(tokenizer)
     files = text_files(local_path(path, "data.args.path"))
     if documents:
         if Path(path).is_file():
@@ -106,18 +112,25 @@ def topics() -> list[str]:
 
 
 def python_docs(
-    *, block_size: int = 256, stride: int | None = None, validation_fraction: float = 0.1, tokenizer: str = "bytes",
+    *,
+    block_size: int = 256,
+    stride: int | None = None,
+    validation_fraction: float = 0.1,
+    tokenizer: str = "bytes",
     documents: bool = False,
-) -> Data:  # fmt: skip
+) -> Data:
     """Return the language reference that is part of every CPython, 0.5 MB; `documents`: a topic is one, padded."""
-    options, chosen = TextOptions(block_size, stride, validation_fraction), Tokenizer(tokenizer)
+    options = TextOptions(block_size, stride, validation_fraction)
+    chosen = Tokenizer(tokenizer)
     pieces = [chosen.encode_array(text) for text in (topics() if documents else ["\n\n".join(topics())])]
     whole = pieces if documents else pieces[0]
     return language_data(*options.split(whole), options, PYTHON_DOCS, chosen, documents=documents)
 
 
 FORMAT = "lockstep-tokens-1"
-TOKENS, HEADER, TOKENIZER = "tokens.bin", "tokens.json", "tokenizer.json"
+TOKENS = "tokens.bin"
+HEADER = "tokens.json"
+TOKENIZER = "tokenizer.json"
 DTYPES = ("uint16", "uint32")
 
 
@@ -125,7 +138,10 @@ class TokenFile:
     """The tokens `begin` to `end` of a token file, which each process maps into memory when it first reads it."""
 
     def __init__(self, path: Path, dtype: str, begin: int, end: int) -> None:
-        self.path, self.dtype, self.begin, self.end = path, dtype, begin, end
+        self.path = path
+        self.dtype = dtype
+        self.begin = begin
+        self.end = end
         self._mapped: NDArray[Any] | None = None
 
     def __len__(self) -> int:
@@ -145,9 +161,11 @@ class TokenFile:
 
 def tokens(*, path: str, block_size: int = 256, stride: int | None = None, validation_fraction: float = 0.1) -> Data:
     """Return the tokens in the folder `path`, which `lockstep data prepare` made; or raise a UsageError."""
-    options, folder = TextOptions(block_size, stride, validation_fraction), local_path(path, "data.args.path")
+    options = TextOptions(block_size, stride, validation_fraction)
+    folder = local_path(path, "data.args.path")
     header = read_header(folder)
-    count, dtype = header["num_tokens"], header["dtype"]
+    count = header["num_tokens"]
+    dtype = header["dtype"]
     border = options.border(count)
     train = TokenFile(folder / TOKENS, dtype, 0, border)
     validation = TokenFile(folder / TOKENS, dtype, border, count)
@@ -192,13 +210,16 @@ def prepare(
 
     `advance` gets the bytes of text of each piece. Return the number of tokens, and the size of the vocabulary.
     """
-    out, chosen = local_path(out, "--out"), Tokenizer(tokenizer)
+    out = local_path(out, "--out")
+    chosen = Tokenizer(tokenizer)
     if out.exists():
         raise UsageError(f"{out} exists already", where="--out", fix="choose another folder, or remove it")
     if str(source) == "python-docs":  # in one piece, like the data set: it is small
-        name, pieces = PYTHON_DOCS, iter([chosen.encode_array("\n\n".join(topics()))])
+        name = PYTHON_DOCS
+        pieces = iter([chosen.encode_array("\n\n".join(topics()))])
     else:
-        name, pieces = str(source), token_pieces(text_files(local_path(source, "SOURCE")), chosen, advance)
+        name = str(source)
+        pieces = token_pieces(text_files(local_path(source, "SOURCE")), chosen, advance)
     dtype = np.dtype("<u2" if chosen.vocab_size <= 1 << 16 else "<u4")
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
@@ -211,9 +232,13 @@ def prepare(
             file.flush()
             os.fsync(file.fileno())
         header = {
-            "format": FORMAT, "dtype": dtype.name, "num_tokens": count, "vocab_size": chosen.vocab_size,
-            "tokenizer": "bytes" if tokenizer == "bytes" else TOKENIZER, "source": name,
-        }  # fmt: skip
+            "format": FORMAT,
+            "dtype": dtype.name,
+            "num_tokens": count,
+            "vocab_size": chosen.vocab_size,
+            "tokenizer": "bytes" if tokenizer == "bytes" else TOKENIZER,
+            "source": name,
+        }
         if tokenizer != "bytes":
             shutil.copyfile(tokenizer, temporary / TOKENIZER)
         (temporary / HEADER).write_text(json.dumps(header, indent=2) + "\n")
@@ -228,10 +253,11 @@ def prepare(
 def prepare_command(argv: Sequence[str]) -> int:
     """Run `lockstep data prepare SOURCE --out DIR [--tokenizer bytes|FILE]`."""
     parser = _Parser(
-        "lockstep data prepare", description="Turn text into tokens, for the data set `tokens`.",
+        "lockstep data prepare",
+        description="Turn text into tokens, for the data set `tokens`.",
         epilog="example:\n  lockstep data prepare text.txt --out tokens",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("verb", choices=("prepare",), help=argparse.SUPPRESS)
     parser.add_argument("source", metavar="SOURCE", help="a text file, a folder of them, or python-docs")
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")

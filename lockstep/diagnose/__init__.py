@@ -19,7 +19,9 @@ _CELL = re.compile(r"(?<!\\)\|")  # between cells; within them it is written `\|
 _VAGUE = ("a data worker was killed", "the dataset raised", "a peer is gone", "a collective timed out")
 _TAIL_BYTES = 16_384
 
-GOOD, WARN, BAD = "✓", "⚠", "✗"
+GOOD = "✓"
+WARN = "⚠"
+BAD = "✗"
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,10 @@ class RankExchange:
     """Exchanges JSON values between ranks through a key-value store."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        self._store, self.rank, self.world_size, self._round = store, rank, world_size, 0
+        self._store = store
+        self.rank = rank
+        self.world_size = world_size
+        self._round = 0
 
     def all(self, own: Any) -> list[Any]:
         """Return every rank's value, by rank."""
@@ -49,12 +52,24 @@ def _route_to(host: str) -> list[Finding]:
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
     except OSError as error:
-        return [Finding(BAD, "rendezvous", f"{host} does not resolve here: {error}",
-                     "use its IP address, or put the name into DNS or /etc/hosts of this machine")]  # fmt: skip
+        return [
+            Finding(
+                BAD,
+                "rendezvous",
+                f"{host} does not resolve here: {error}",
+                "use its IP address, or put the name into DNS or /etc/hosts of this machine",
+            )
+        ]
     own = address_towards(host)
     if own is None:
-        return [Finding(BAD, "rendezvous", f"there is no route to {host} ({', '.join(addresses)})",
-                     "`ip route get ADDRESS`; is the interface up?")]  # fmt: skip
+        return [
+            Finding(
+                BAD,
+                "rendezvous",
+                f"there is no route to {host} ({', '.join(addresses)})",
+                "`ip route get ADDRESS`; is the interface up?",
+            )
+        ]
     name = interface_of(own)
     rate = _link_rate(name)
     speed = f", {rate * 8 / 1e6:,.0f} Mbit/s" if rate else ""
@@ -88,10 +103,15 @@ def ports(exchange: RankExchange, address: str | None, facts: Sequence[dict[str,
         listener.close()
     hosts = {rank: f"{facts[rank]['host']} {(places[rank] or ['without an address'])[0]}" for rank in first}
     lines = [
-        Finding(BAD, "ports", f"{hosts[rank]} does not reach {hosts[other]} on an ephemeral port",
-             "open all ports between the machines: NCCL and gloo use any, the rendezvous port alone is not enough")
-        for rank in first for other in answers[rank]
-    ]  # fmt: skip
+        Finding(
+            BAD,
+            "ports",
+            f"{hosts[rank]} does not reach {hosts[other]} on an ephemeral port",
+            "open all ports between the machines: NCCL and gloo use any, the rendezvous port alone is not enough",
+        )
+        for rank in first
+        for other in answers[rank]
+    ]
     found = f"{len(first)} machines reach one another on ephemeral ports ({len(first) * (len(first) - 1)} ways)"
     return lines or [Finding(GOOD, "ports", found)]
 
@@ -163,7 +183,8 @@ def clocks(facts: Sequence[dict[str, Any]]) -> list[Finding]:
     for other in others:
         for _ in range(5):
             if rank == 0:
-                answer, sent = torch.zeros(1, dtype=torch.float64), time.time()
+                answer = torch.zeros(1, dtype=torch.float64)
+                sent = time.time()
                 dist.send(torch.zeros(1, dtype=torch.float64), other)
                 dist.recv(answer, other)
                 round_trip = time.time() - sent
@@ -175,8 +196,9 @@ def clocks(facts: Sequence[dict[str, Any]]) -> list[Finding]:
     hosts = {one["rank"]: one["host"] for one in facts}
     lines = [
         Finding(WARN, "clocks", f"{hosts[other]}'s clock is {skew:+.3g} s from rank 0's", "run NTP (chrony) on both")
-        for other, (_, skew) in best.items() if abs(skew) > _SKEW_SECONDS
-    ]  # fmt: skip
+        for other, (_, skew) in best.items()
+        if abs(skew) > _SKEW_SECONDS
+    ]
     worst = max((abs(skew) for _, skew in best.values()), default=0.0)
     text = "one machine, one clock" if not others else f"within {worst * 1e3:.2g} ms over {len(others) + 1} machines"
     return lines or [Finding(GOOD, "clocks", text)]
@@ -282,7 +304,8 @@ def examine(run_directory: Path, show: Callable[[Finding], None], config: Any) -
     report(route)
     report(ports(exchange, address, everybody))
     if not any(line.status == BAD and line.name in ("ports", "rendezvous") for line in lines):
-        here, error = None, None
+        here = None
+        error = None
         try:
             here = cluster.setup(settings)
         except (LockstepError, RuntimeError) as problem:

@@ -153,17 +153,21 @@ _GIB = 2**30
 _MAY_DIFFER = {"CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}  # variables of each machine
 
 _INEFFECTIVE: tuple[tuple[str, str], ...] = (
-    (r"(NCCL|GLOO|TORCH_DISTRIBUTED|TORCH_NCCL)_TIMEOUT\w*",
-     "does nothing in torch; the timeout is distributed.timeout_seconds"),
-    (r"NCCL_(BLOCKING_WAIT|ASYNC_ERROR_HANDLING|DESYNC_DEBUG|ENABLE_TIMING|DUMP_ON_TIMEOUT)",
-     "is deprecated; it is called TORCH_{} now"),
+    (
+        r"(NCCL|GLOO|TORCH_DISTRIBUTED|TORCH_NCCL)_TIMEOUT\w*",
+        "does nothing in torch; the timeout is distributed.timeout_seconds",
+    ),
+    (
+        r"NCCL_(BLOCKING_WAIT|ASYNC_ERROR_HANDLING|DESYNC_DEBUG|ENABLE_TIMING|DUMP_ON_TIMEOUT)",
+        "is deprecated; it is called TORCH_{} now",
+    ),
     (r"NCCL_SOCKET_NAME|NCCL_IFNAME|NCCL_SOCKET_INTERFACE", "does nothing; it is called NCCL_SOCKET_IFNAME"),
     (r"NCCL_(LL_THRESHOLD|TREE_THRESHOLD)", "does nothing since NCCL 2.5; NCCL_ALGO and NCCL_PROTO choose"),
     (r"NCCL_RINGS", "does nothing since NCCL 2.5"),
     (r"NCCL_MAX_NRINGS|NCCL_MIN_NRINGS", "is deprecated; it is called NCCL_MAX_NCHANNELS, NCCL_MIN_NCHANNELS"),
     (r"GLOO_SOCKET_NAME|GLOO_IFNAME", "does nothing; it is called GLOO_SOCKET_IFNAME"),
     (r"TORCH_DISTRIBUTED_BACKEND", "does nothing in torch; it is distributed.backend"),
-)  # fmt: skip
+)
 _DANGEROUS = {
     "CUDA_LAUNCH_BLOCKING": "makes every kernel wait for the last; for debugging only",
     "TORCH_DISTRIBUTED_DEBUG=DETAIL": "checks every collective over the network; for debugging only",
@@ -290,8 +294,12 @@ def limits(facts: Facts) -> Iterator[Finding]:
             do = "`ibstat`, the cable and the subnet manager; NCCL_IB_DISABLE=1 runs without"
             yield Finding.warn_unless(bool(active), "InfiniBand", found, do)
         if active and one["limits"]["MEMLOCK"] != -1:
-            yield Finding(WARN, "locked memory", f"limited to {one['limits']['MEMLOCK']} bytes{_at(one, facts)}",
-                       "ulimit -l unlimited: InfiniBand registers memory")  # fmt: skip
+            yield Finding(
+                WARN,
+                "locked memory",
+                f"limited to {one['limits']['MEMLOCK']} bytes{_at(one, facts)}",
+                "ulimit -l unlimited: InfiniBand registers memory",
+            )
     known = [one for one in machines if one["shared_memory"]]
     if known:
         least = min(known, key=lambda one: one["shared_memory"]["free"])

@@ -38,7 +38,8 @@ _FORWARDED = {number: number for number in (signal.SIGTERM, signal.SIGINT, signa
 _FORWARDED[signal.SIGHUP] = signal.SIGTERM
 _ENDED = "lockstep/ended"  # key prefix in a round's store: how the ranks of each machine ended
 _SEEN = "lockstep/seen"  # key prefix: the machines which ended well, and know how the others ended
-_WELL, _FAILED = "well", "failed"
+_WELL = "well"
+_FAILED = "failed"
 _POLL_SECONDS = 0.1
 
 
@@ -56,13 +57,24 @@ class Agent(ExtensibleAgent):
     """
 
     def __init__(
-        self, spec: WorkerSpec, *, failures: Path, logs: Path, on_restart: Callable[[Failure | None, int], None],
-        watch: HangWatch, checkpoints: Path, shutdown_timeout: int = 30,
-    ) -> None:  # fmt: skip
+        self,
+        spec: WorkerSpec,
+        *,
+        failures: Path,
+        logs: Path,
+        on_restart: Callable[[Failure | None, int], None],
+        watch: HangWatch,
+        checkpoints: Path,
+        shutdown_timeout: int = 30,
+    ) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=shutdown_timeout)
-        self._failures, self._logs, self._on_restart = failures, logs, on_restart
-        self._watch, self._loop = watch, CrashLoop(checkpoints)
-        self._lock, self._starting = threading.Lock(), False
+        self._failures = failures
+        self._logs = logs
+        self._on_restart = on_restart
+        self._watch = watch
+        self._loop = CrashLoop(checkpoints)
+        self._lock = threading.Lock()
+        self._starting = False
         self.stop_signal: int | None = None
         self.others_failed = False
         self.others_are_lost = False  # the store was gone before it said how the others ended
@@ -163,7 +175,8 @@ class Agent(ExtensibleAgent):
 
     def _ends(self) -> dict[int, str]:
         """Return how the ranks of each machine ended, by the machine's number, as far as they have."""
-        store, machines = self.worker_group.store, range(self.worker_group.group_world_size)
+        store = self.worker_group.store
+        machines = range(self.worker_group.group_world_size)
         keys = {machine: f"{_ENDED}/{machine}" for machine in machines}
         return {machine: store.get(key).decode() for machine, key in keys.items() if store.check([key])}
 

@@ -21,9 +21,14 @@ _GOOD = "good"
 
 
 def doctor(
-    config: Path | None, overrides: Sequence[str], options: LaunchOptions, *, output_dir: Path, as_json: bool,
+    config: Path | None,
+    overrides: Sequence[str],
+    options: LaunchOptions,
+    *,
+    output_dir: Path,
+    as_json: bool,
     argv: Sequence[str],
-) -> int:  # fmt: skip
+) -> int:
     """Run `lockstep doctor`; return 1 if a check failed. Ranks compare the `config`, and test `output_dir`'s disk."""
     launchers = os.environ.get(_FOLDER)
 

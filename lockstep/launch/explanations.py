@@ -30,7 +30,8 @@ def install() -> None:
             if isinstance(error, UsageError):
                 trace = only_user_code(trace)
                 error.with_traceback(trace)
-                error.__suppress_context__, error.__cause__ = True, None
+                error.__suppress_context__ = True
+                error.__cause__ = None
         return before(kind, error, trace)
 
     sys.excepthook = show

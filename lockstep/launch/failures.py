@@ -83,16 +83,21 @@ class Failure:
 
 def preempted(facts: RankFacts, before_training: str = "") -> Failure:
     """Return the failure of a rank that stopped on request: it saved, or `before_training` says why it did not."""
-    what, early = before_training or "preempted and saved", bool(before_training)
+    what = before_training or "preempted and saved"
+    early = bool(before_training)
     return Failure(facts.rank, facts.world_size, "preempted", what, exit_code=EXIT_PREEMPTED, before_training=early)
 
 
 def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> Failure:
     """Return the failure for `error`, caught at the top of a worker."""
     common: dict[str, Any] = {
-        "rank": facts.rank, "world_size": facts.world_size, "host": socket.gethostname(), "time": time.time(),
-        "traceback": _traceback_of(error), "log": None if log is None else str(log),
-    }  # fmt: skip
+        "rank": facts.rank,
+        "world_size": facts.world_size,
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "traceback": _traceback_of(error),
+        "log": None if log is None else str(log),
+    }
     if isinstance(error, LockstepError):
         kind = "usage" if error.exit_code == EXIT_USAGE else "error"
         gone = kind == "error" and _is_consequence(error)
@@ -100,7 +105,8 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
         line = _user_line(error.__traceback__) if kind == "usage" else None
         if line is not None and line not in (error.where or ""):
             parts["where"] = f"{line}, {error.where}" if error.where else line
-        if error.fix is None and (known := recognise(error.why or "")) is not None:
+        known = recognise(error.why or "") if error.fix is None else None
+        if known is not None:
             parts["fix"] = known.fix
         return Failure(**common, **parts, kind=kind, exit_code=error.exit_code, consequence=gone)
     if isinstance(error, SystemExit):
@@ -119,7 +125,8 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
     reason = "\n       ".join(line for line in why if line.strip()) or None
     gone = _is_consequence(error) or (known is not None and known.consequence)
     fix = known.fix if known else None
-    if gone and (ended := own_heartbeat().explained(error)) is not None:
+    ended = own_heartbeat().explained(error) if gone else None
+    if ended is not None:
         return Failure(**common, kind="usage", exit_code=EXIT_USAGE, **_parts(ended))
     return Failure(**common, kind="error", what=what, where=where, why=reason, fix=fix, consequence=gone)
 
@@ -177,9 +184,12 @@ def from_exit_code(rank: int, world_size: int, code: int, seen: float, log: Path
     if code == 0:
         return Failure(**common, kind="exit", what="the program ended with code 0 before its work was done", log=path)
     if code > 0:
-        kind, what, ours = "exit", f"the program left with code {code}", False
+        kind = "exit"
+        what = f"the program left with code {code}"
+        ours = False
     else:
-        kind, what = "signal", f"killed by {name_of(-code)}"
+        kind = "signal"
+        what = f"killed by {name_of(-code)}"
         ours = -code == signal.SIGTERM  # the launcher sends it to the peers of a failed rank
     # SIGABRT alone has no cause: the library that called abort() has logged it.
     known = recognise(what) or (None if log is None or ours else recognise(tail(log)))

@@ -148,7 +148,8 @@ class HangWatch:
             return *answers, done[rank], reports.begun[rank][0], reports.stacks[rank].in_torch, rank
 
         behind = min(waiting, key=progress)
-        kind, rank = _kind(behind), behind.rank
+        kind = _kind(behind)
+        rank = behind.rank
         known = self._durations.get(kind)
         usual = f"{median(known):.3g} s" if known else "not known yet"
         others = sorted({reports.begun[beat.rank][1] for beat in waiting if beat is not behind} - {""})
@@ -216,9 +217,10 @@ class HangWatch:
 
     def _failure(
         self, rank: int, world: int, what: str, *, where: str | None, why: str | None, fix: str = ""
-    ) -> Failure:  # fmt: skip
+    ) -> Failure:
         fix += f"every rank's stacks are in {self.logs}/rank-*.stacks.txt, its last collectives in rank-*.flight.json"
-        host, now = socket.gethostname(), time.time()
+        host = socket.gethostname()
+        now = time.time()
         return Failure(rank, world, "hang", what, where=where, why=why, fix=fix, host=host, time=now)
 
     def _collect_reports(self, pids: Mapping[int, int]) -> _Reports:
@@ -274,7 +276,8 @@ class OtherMachines:
     """
 
     def __init__(self, store: Any, number: int, count: int) -> None:
-        self._store, self._mine = store, f"{_FORWARD_KEY}/{number}"
+        self._store = store
+        self._mine = f"{_FORWARD_KEY}/{number}"
         self._others = [f"{_FORWARD_KEY}/{other}" for other in range(count) if other != number]
         self._signs = (0.0, 0.0)  # the newest here: of work, of writes
         self._newest = [0.0, 0.0]  # the same elsewhere, by this machine's clock
@@ -294,7 +297,9 @@ class OtherMachines:
         self._closed.set()
 
     def _exchange(self) -> None:
-        told, counts, heard = self._signs, [0, 0], [[0, 0] for _ in self._others]
+        told = self._signs
+        counts = [0, 0]
+        heard = [[0, 0] for _ in self._others]
         with suppress(RuntimeError, ValueError):  # the machine that hosts the store is gone, which ends the run
             while not self._closed.wait(_TELL_SECONDS):
                 signs = self._signs

@@ -19,9 +19,16 @@ from lockstep.network import DEFAULT_PORT, interface_of, is_here, is_loopback, p
 
 # Keys of --rdzv-conf: numbers of seconds, except the last two.
 RDZV_CONF = (
-    "timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout",
-    "keep_alive_interval", "keep_alive_max_attempt", "is_host",
-)  # fmt: skip
+    "timeout",
+    "join_timeout",
+    "last_call_timeout",
+    "close_timeout",
+    "heartbeat_timeout",
+    "read_timeout",
+    "keep_alive_interval",
+    "keep_alive_max_attempt",
+    "is_host",
+)
 
 
 @dataclass(frozen=True)
@@ -47,9 +54,10 @@ class LaunchOptions:
         """Fewest and most machines. Raises UsageError: `--nnodes` is neither `N` nor `MIN:MAX`."""
         low, _, high = self.nnodes.partition(":")
         try:
-            fewest, most = int(low), int(high or low)
+            fewest = int(low)
+            most = int(high or low)
         except ValueError:
-            fewest, most = 0, 0
+            fewest = most = 0
         if not 1 <= fewest <= most:
             raise UsageError(f"--nnodes {self.nnodes} is neither a number from 1 on nor MIN:MAX", where="--nnodes")
         return fewest, most
@@ -190,7 +198,8 @@ def run_id(options: LaunchOptions) -> str:
 
 def wait_for_name(host: str, patience: float, log: Callable[[str], None]) -> None:
     """Wait until the name resolves on this machine. Raises UsageError: it does not resolve in time."""
-    deadline, logged = time.monotonic() + min(patience, _NAME_SECONDS), False
+    deadline = time.monotonic() + min(patience, _NAME_SECONDS)
+    logged = False
     while True:
         try:
             socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -231,7 +240,8 @@ def register_machine(registry: Any, options: LaunchOptions, log: Callable[[str],
 
 def _wait_for_all(registry: Any, options: LaunchOptions, log: Callable[[str], None]) -> None:
     patience = options.patience
-    deadline, logged = time.monotonic() + patience, None
+    deadline = time.monotonic() + patience
+    logged = None
     while True:
         if registry.check(["failed"]):
             what, fix = registry.get("failed").decode().split("\n")

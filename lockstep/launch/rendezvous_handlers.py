@@ -48,7 +48,8 @@ def open_store(options: LaunchOptions, log: Callable[[str], None]) -> TCPStore:
 
 
 def _host_or_join(options: LaunchOptions) -> TCPStore:
-    host, port = rendezvous_host(options), int(endpoint(options).rsplit(":", 1)[1])
+    host = rendezvous_host(options)
+    port = int(endpoint(options).rsplit(":", 1)[1])
     patience = datetime.timedelta(seconds=options.patience)
     if hosts_rendezvous(options):
         try:
@@ -80,15 +81,18 @@ class FixedRendezvous(StaticTCPRendezvous):
 
     def __init__(self, options: LaunchOptions, store: TCPStore) -> None:
         rank = (options.node_rank or 0) if options.several_nodes else 0
-        host, job = rendezvous_host(options), job_id(options, store)
+        host = rendezvous_host(options)
+        job = job_id(options, store)
         super().__init__(host, store.port, rank, options.nodes[1], job, int(_STORE_SECONDS))
-        self._rounds, self._round = PrefixStore(run_id(options), store), 0
+        self._rounds = PrefixStore(run_id(options), store)
+        self._round = 0
         self._of_round: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Start a round; later rounds get a store of their own, because the old one holds addresses of dead ranks."""
         self._round += 1
-        store, port = PrefixStore(str(self._round), self._rounds), self.master_port
+        store = PrefixStore(str(self._round), self._rounds)
+        port = self.master_port
         if self._round > 1:
             if self.rank == 0:
                 self._of_round = host_store(self.master_addr, 0, self.timeout)
@@ -114,15 +118,23 @@ class ElasticRendezvous(ExtensibleRendezvous):
         own = options.local_addr or own_address(options)
         registry = MachineRegistry(store, options, f"{socket.gethostname()} ({own or os.getpid()})")
         made: ElasticRendezvous = cls.from_backend(
-            run_id(options), store, _Backend(store, run_id(options), registry), fewest, most, own,
+            run_id(options),
+            store,
+            _Backend(store, run_id(options), registry),
+            fewest,
+            most,
+            own,
             RendezvousTimeout(
-                seconds("join_timeout", options.patience + last_call), seconds("last_call_timeout", last_call),
-                seconds("close_timeout", 30), seconds("heartbeat_timeout", 5),
+                seconds("join_timeout", options.patience + last_call),
+                seconds("last_call_timeout", last_call),
+                seconds("close_timeout", 30),
+                seconds("heartbeat_timeout", 5),
             ),
             keep_alive_interval=int(options.seconds("keep_alive_interval", 5)),
             keep_alive_max_attempt=int(options.seconds("keep_alive_max_attempt", 3)),
-        )  # fmt: skip
-        made._registry, made._job_id = registry, job_id(options, store)
+        )
+        made._registry = registry
+        made._job_id = job_id(options, store)
         return made
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -169,12 +181,15 @@ class MachineRegistry:
 
     def __init__(self, store: Store, options: LaunchOptions, name: str) -> None:
         self._store = PrefixStore(f"lockstep/arrivals/{run_id(options)}", store)
-        self.options, self.name = options, name
+        self.options = options
+        self.name = name
         self._number = self._store.add("count", 1)
-        self._waits, self._since = False, time.monotonic()
+        self._waits = False
+        self._since = time.monotonic()
 
     def wait(self) -> None:
-        self._waits, self._since = True, time.monotonic()
+        self._waits = True
+        self._since = time.monotonic()
         self._record("waits")
 
     def met(self) -> None:

@@ -42,7 +42,8 @@ def _run_program(command: Sequence[str]) -> int:
     try:
         program = subprocess.Popen(command, preexec_fn=die_with_this_process)
     except OSError as error:
-        text, fix = f"{command[0]} can't be run: {error.strerror}", "chmod +x, or leave --no-python out"
+        text = f"{command[0]} can't be run: {error.strerror}"
+        fix = "chmod +x, or leave --no-python out"
         raise UsageError(text, where="--no-python", fix=fix) from None
     signals.listen(program.send_signal)
     for number in signals.seen:  # signals from before the program was started

@@ -38,9 +38,15 @@ _CAUSE_SECONDS = 5.0  # how long to wait for the cause when only consequences ar
 
 
 def spawn(
-    fn: Callable[..., Any], args: Sequence[Any] = (), nprocs: int | None = None, nnodes: int = 1, node_rank: int = 0,
-    master_addr: str | None = None, master_port: int | None = None, plot: str | Path | None = None,
-) -> None:  # fmt: skip
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int | None = None,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    plot: str | Path | None = None,
+) -> None:
     """Run `fn(*args)` on `nprocs` ranks of this machine, and return when all are done.
 
     A rank knows its place from `lockstep.rank()`, and joins the others with `lockstep.setup()` or by making a
@@ -86,9 +92,16 @@ def spawn_again(fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, pre
 
 
 def _run_ranks(
-    fn: Callable[..., Any], args: Sequence[Any], method: str, plot: str | Path | None, nprocs: int, nnodes: int = 1,
-    node_rank: int = 0, master_addr: str | None = None, master_port: int | None = None,
-) -> None:  # fmt: skip
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    method: str,
+    plot: str | Path | None,
+    nprocs: int,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+) -> None:
     _check_environment(nprocs, nnodes, node_rank)
     common, store = _rendezvous_variables(nprocs, nnodes, node_rank, master_addr, master_port)
     ranks = range(node_rank * nprocs, (node_rank + 1) * nprocs)
@@ -195,7 +208,8 @@ def _start_method(fn: Callable[..., Any]) -> str:
     if used is not None:
         why = "a function that lives in a notebook or inside another function can't be imported by a fresh process"
         fix = "call spawn before anything touches a GPU, or move the function to the top of a module"
-        what, where = f"this process uses {used} already", f"spawn({getattr(fn, '__qualname__', fn)})"
+        what = f"this process uses {used} already"
+        where = f"spawn({getattr(fn, '__qualname__', fn)})"
         raise UsageError(f"{what}, so ranks can't be forks of it", where=where, why=why, fix=fix)
     return "fork"
 
@@ -276,7 +290,8 @@ class LivePlot:
     """A figure below a notebook's cell, drawn again each second; without IPython one line says what to use instead."""
 
     def __init__(self, run: str | Path) -> None:
-        self._run, self._begun = local_path(run, "plot"), time.time()
+        self._run = local_path(run, "plot")
+        self._begun = time.time()
         self._handle: Any = None
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         if shell is None or not hasattr(shell, "kernel"):

@@ -39,9 +39,14 @@ if TYPE_CHECKING:
 
 
 def train(
-    path: Path, overrides: Sequence[str], options: LaunchOptions, *, output_dir: Path, resume: str | None,
+    path: Path,
+    overrides: Sequence[str],
+    options: LaunchOptions,
+    *,
+    output_dir: Path,
+    resume: str | None,
     argv: Sequence[str],
-) -> int:  # fmt: skip
+) -> int:
     """Run `lockstep train`; `resume`: auto, never, a path; None: the config's. Ranks are started with `argv`."""
     from lockstep.config import load_config
 
@@ -178,7 +183,8 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
     job.logs.mkdir(parents=True, exist_ok=True)
     scratch = scratch_folder("launch")
     # Several machines share the logs' folder, so that each can report the first cause.
-    failures, beats = (job.logs if options.several_nodes else scratch) / "failures", scratch / "heartbeats"
+    failures = (job.logs if options.several_nodes else scratch) / "failures"
+    beats = scratch / "heartbeats"
     failures.mkdir(exist_ok=True)
     beats.mkdir()
 
@@ -237,14 +243,24 @@ def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures:
     try:
         store = open_store(options, _log_to_stderr)  # the other machines can join as long as it is held
         spec = WorkerSpec(
-            role=options.role, local_world_size=processes, entrypoint=sys.executable, args=tuple(job.arguments),
-            rdzv_handler=handler(options, store), max_restarts=options.max_restarts,
-            monitor_interval=options.monitor_interval, local_addr=options.local_addr or own_address(options),
-        )  # fmt: skip
+            role=options.role,
+            local_world_size=processes,
+            entrypoint=sys.executable,
+            args=tuple(job.arguments),
+            rdzv_handler=handler(options, store),
+            max_restarts=options.max_restarts,
+            monitor_interval=options.monitor_interval,
+            local_addr=options.local_addr or own_address(options),
+        )
         agent = Agent(
-            spec, failures=failures, logs=job.logs, on_restart=on_restart, watch=watch,
-            checkpoints=RunDirectory(job.logs.parent).checkpoints, shutdown_timeout=options.shutdown_timeout,
-        )  # fmt: skip
+            spec,
+            failures=failures,
+            logs=job.logs,
+            on_restart=on_restart,
+            watch=watch,
+            checkpoints=RunDirectory(job.logs.parent).checkpoints,
+            shutdown_timeout=options.shutdown_timeout,
+        )
         signals.listen(agent.on_signal)
         result = agent.run()
         ended = agent.failed(result)

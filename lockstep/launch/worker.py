@@ -82,7 +82,9 @@ class Tee(io.TextIOBase):
     """
 
     def __init__(self, console: TextIO, log: TextIO, shown: bool = True) -> None:
-        self.console, self.log, self.shown = console, log, shown
+        self.console = console
+        self.log = log
+        self.shown = shown
         self._failed: set[str] = set()
 
     def write(self, text: str) -> int:
@@ -166,7 +168,8 @@ def to_log(
                 continue
             # A process copies to the log and to the console, not a thread: it still copies the last output of a crash.
             read, write = os.pipe()
-            tee, null = ["tee", "-a", str(path)], subprocess.DEVNULL
+            tee = ["tee", "-a", str(path)]
+            null = subprocess.DEVNULL
             _copiers.append(subprocess.Popen(tee, stdin=read, stdout=seen, stderr=null, start_new_session=True))
             os.dup2(write, number)
             os.close(read)

@@ -41,7 +41,8 @@ def _crashed(run: RunData) -> Iterator[Advice]:
     step = run.rows[-1]["step"] if run.rows else 0
     lost = f"the newest checkpoint is of step {saves[-1]}" if saves else "there is no checkpoint"
     found = f"The run ended after step {step} without a last event."
-    config, folder = quote(str(run.path / "config.yaml")), quote(str(run.path))
+    config = quote(str(run.path / "config.yaml"))
+    folder = quote(str(run.path))
     do = f"Look at the end of {run.path / 'logs' / 'rank-0.log'}; resume with "
     do += f"`lockstep train {config} --output-dir {folder} --resume auto`."
     yield Advice("bad", found, do, f"events.jsonl does not end with `stop`; the last logged step is {step}, {lost}.")
@@ -85,7 +86,9 @@ def _communication(run: RunData) -> Iterator[Advice]:
         return
     if _oversubscribed_hosts(run):  # ranks wait for cores, whatever they exchange
         return
-    config, sizes, hosts = flat_config(run.config_text), run.start.get("sizes") or {}, _ranks_by_host(run)
+    config = flat_config(run.config_text)
+    sizes = run.start.get("sizes") or {}
+    hosts = _ranks_by_host(run)
     ways = ["train larger micro-batches (training.batch_size)"]
     if sizes.get("shard", 1) > 1:
         ways += ["hold gradients whole until the last micro-batch (distributed.fsdp.accumulate: unsharded)"]
@@ -135,7 +138,8 @@ def _oversubscribed(run: RunData) -> Iterator[Advice]:
 
 def _straggler(run: RunData) -> Iterator[Advice]:
     for event in {event.get("rank"): event for event in run.of_kind("straggler")}.values():
-        host, phase = event.get("host") or "its machine", str(event.get("phase"))
+        host = event.get("host") or "its machine"
+        phase = str(event.get("phase"))
         found = f"Rank {event.get('rank')} on {host} keeps the others waiting, with {PHASE_NAMES.get(phase, phase)}."
         do = f"Look at {host}: other processes, heat, a slow disk; `lockstep doctor` compares it with the others."
         yield Advice("warn", found, do, f"step {event.get('step')}: {event.get('text')}.")
@@ -146,7 +150,8 @@ def _pauses(run: RunData) -> Iterator[Advice]:
     wall = sum(totals.values()) - totals.get("outside", 0.0)
     if not wall:
         return
-    saving, evaluating = totals["checkpoint"] / wall, totals["evaluation"] / wall
+    saving = totals["checkpoint"] / wall
+    evaluating = totals["evaluation"] / wall
     if saving > 0.05:
         config = flat_config(run.config_text)
         how = "Set checkpoint.async: true" if config.get("checkpoint.async") is False else "Raise checkpoint.save_steps"
@@ -166,16 +171,21 @@ def _pauses(run: RunData) -> Iterator[Advice]:
 def _memory(run: RunData) -> Iterator[Advice]:
     for event in run.of_kind("memory_high", "memory_imbalance")[:2]:
         found, do = {
-            "memory_high": ("Memory is nearly full.",
-                            "Turn on training.gradient_checkpointing, or lower training.batch_size."),
-            "memory_imbalance": ("Ranks hold unequal memory.", "Move the cuts (distributed.pipeline.split_spec), or "
-                                 "shard along a dimension that divides evenly."),
-        }[event["kind"]]  # fmt: skip
+            "memory_high": (
+                "Memory is nearly full.",
+                "Turn on training.gradient_checkpointing, or lower training.batch_size.",
+            ),
+            "memory_imbalance": (
+                "Ranks hold unequal memory.",
+                "Move the cuts (distributed.pipeline.split_spec), or shard along a dimension that divides evenly.",
+            ),
+        }[event["kind"]]
         yield Advice("warn", found, do, f"step {event.get('step')}: {event.get('text')}.")
     memory = run.gathered[-1].get("memory", {}) if run.gathered else {}
     has_all = {"reserved", "total", "peak"} <= set(memory)
     if has_all and 0 <= memory["peak"][2] < 0.5 * memory["total"][2]:
-        peak, total = memory["peak"][2], memory["total"][2]
+        peak = memory["peak"][2]
+        total = memory["total"][2]
         found = f"Much of the GPUs' memory is free: the fullest has held {peak / total:.0%} of it."
         do = "Raise training.batch_size (and keep training.global_batch_size), or turn gradient_checkpointing off."
         evidence = f"rank {memory['peak'][3]}: a peak of {units.size(peak)} out of {units.size(total)}."
@@ -222,7 +232,8 @@ def _slowing(run: RunData) -> Iterator[Advice]:
     values = [row[name] for row in run.rows if row.get(name)]
     if len(values) < 20:
         return
-    early, late = median(values[len(values) // 4 : len(values) // 2]), median(values[-len(values) // 4 :])
+    early = median(values[len(values) // 4 : len(values) // 2])
+    late = median(values[-len(values) // 4 :])
     if late < 0.8 * early:
         found = f"The run has become slower: {1 - late / early:.0%} fewer per second than before."
         do = "Look at other programs on the machines, at the disk, and at “Time per phase” for the phase that grew."
@@ -231,7 +242,8 @@ def _slowing(run: RunData) -> Iterator[Advice]:
 
 
 def _utilisation(run: RunData) -> Iterator[Advice]:
-    shares, mfu = step_shares(run), run.last("mfu")
+    shares = step_shares(run)
+    mfu = run.last("mfu")
     on_gpu = "CPU" not in str((run.start.get("ranks") or [{}])[0].get("device", "CPU"))
     if on_gpu and mfu is not None and mfu < 0.2 and shares.get("forward_backward", 0.0) > 0.7:
         found = f"The devices compute at {mfu:.0%} of their peak."
@@ -249,12 +261,26 @@ def _sinks(run: RunData) -> Iterator[Advice]:
 
 
 def _of_a_step(run: RunData, share: float) -> str:
-    step, count = read.typical_step(run), len(after_warmup(run.gathered))
+    step = read.typical_step(run)
+    count = len(after_warmup(run.gathered))
     of = f"{units.seconds(share * step)} of a step of {units.seconds(step)}"
     return f"{of}, the median over ranks and {count} measurements"
 
 
 _RULES: tuple[Callable[[RunData], Iterator[Advice]], ...] = (
-    _crashed, _non_finite_loss, _restarts, _oversubscribed, _data, _communication, _straggler, _pauses, _memory,
-    _precision, _clipping, _overfitting, _slowing, _utilisation, _sinks,
-)  # fmt: skip
+    _crashed,
+    _non_finite_loss,
+    _restarts,
+    _oversubscribed,
+    _data,
+    _communication,
+    _straggler,
+    _pauses,
+    _memory,
+    _precision,
+    _clipping,
+    _overfitting,
+    _slowing,
+    _utilisation,
+    _sinks,
+)

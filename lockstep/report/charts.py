@@ -23,7 +23,8 @@ from lockstep.report.read import PAUSES, PHASE_NAMES, STEP_PHASES, Row, RunData,
 
 Figure = dict[str, Any]
 COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6")
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 POINTS = 24_000  # of all lines of a page, about 360 kB
 CELLS = 6_000  # of a heat map
 ROWS = 64
@@ -32,9 +33,15 @@ EVENTS = 200  # of a kind
 OWN_CHARTS = 60
 LINES_AT_MOST = 24  # runs in a chart
 _PHASE_COLOURS = {
-    "forward_backward": "c1", "data": "c2", "communication": "c4", "optimizer": "c3", "evaluation": "c5",
-    "checkpoint": "c6", "other": "c7", "outside": "c8",
-}  # fmt: skip
+    "forward_backward": "c1",
+    "data": "c2",
+    "communication": "c4",
+    "optimizer": "c3",
+    "evaluation": "c5",
+    "checkpoint": "c6",
+    "other": "c7",
+    "outside": "c8",
+}
 
 
 def charts(runs: list[RunData]) -> list[Figure]:
@@ -53,8 +60,11 @@ def charts(runs: list[RunData]) -> list[Figure]:
         of_one = {"profile": _profile_shares, "profile-memory": _profile_memory, "layers": _layers}
         drawings += [(name, partial(_one, draw, runs[0])) for name, draw in of_one.items()]
     drawings += [("timeline", lambda: [_timeline(runs)])]
-    made = [figure for name, draw in drawings
-            for figure in read.attempted(f"the figure “{name}”", draw, runs[0].left_out.append) or ()]  # fmt: skip
+    made = [
+        figure
+        for name, draw in drawings
+        for figure in read.attempted(f"the figure “{name}”", draw, runs[0].left_out.append) or ()
+    ]
     return [figure for figure in made if figure and figure["marks"]]
 
 
@@ -84,9 +94,12 @@ def _loss(runs: list[RunData]) -> Figure:
         if evaluated[0]:
             name, colour = (f"{run.name}, evaluation", colour) if several else ("evaluation", "c2")
             marks.append(line(*evaluated, name, colour, width=1.5, dash="dot"))
-    resumed = [{"x": step} for step in sorted(
-        {event["step"] for run in runs for event in run.of_kind("resume") if isinstance(event.get("step"), int)}
-    )]  # fmt: skip
+    resumed = [
+        {"x": step}
+        for step in sorted(
+            {event["step"] for run in runs for event in run.of_kind("resume") if isinstance(event.get("step"), int)}
+        )
+    ]
     note = "Mean over the valid targets of a step."
     note += " Thin: each logged step; thick: the moving mean." if any(len(run.rows) > 40 for run in runs) else ""
     note += " Dashed lines: the run was resumed from a checkpoint." if resumed else ""
@@ -112,16 +125,27 @@ def loss_against(runs: list[RunData], note: str = "") -> list[Figure]:
             dash = ("", "dash", "dot")[place // len(COLOURS) % 3]
             marks.append(line([x for x, _ in known], smooth, run.name, colour, dash=dash))
         log = _is_wide_range(value for mark in marks for value in mark["y"])
-        figures.append(chart(f"loss-{name}", f"Loss against {name}", marks, note=note, wide=name == "steps",
-                             x={"title": name}, y={"log": log}))  # fmt: skip
+        figures.append(
+            chart(
+                f"loss-{name}",
+                f"Loss against {name}",
+                marks,
+                note=note,
+                wide=name == "steps",
+                x={"title": name},
+                y={"log": log},
+            )
+        )
     return figures
 
 
 def _summed(run: RunData, name: str) -> list[float]:
     """Return the tokens or samples up to each row, which stands for the steps since the one before."""
     steps = [0, *(row["step"] for row in run.rows)]
-    each = [(row.get(name) or 0.0) * (after - before)
-            for row, before, after in zip(run.rows, steps, steps[1:], strict=False)]  # fmt: skip
+    each = [
+        (row.get(name) or 0.0) * (after - before)
+        for row, before, after in zip(run.rows, steps, steps[1:], strict=False)
+    ]
     return list(accumulate(each))
 
 
@@ -176,37 +200,60 @@ def _bars(names: Sequence[str], parts: Iterable[tuple[str, str, list[float]]]) -
     """Return stacked bars, one for each of `names`; parts are (name, colour, a length for each bar)."""
     return [
         {"kind": "bar", "name": name, "colour": colour, "x": [_short(value) for value in values]}
-        for name, colour, values in parts if names and any(values)
-    ]  # fmt: skip
+        for name, colour, values in parts
+        if names and any(values)
+    ]
 
 
 def _phases(runs: list[RunData]) -> Figure:
     if len(runs) > 1:
         known = [(run, read.step_shares(run), read.typical_step(run) * 1e3) for run in runs if read.step_shares(run)]
-        parts = [(PHASE_NAMES[phase], _PHASE_COLOURS[phase], [shares[phase] * step for _, shares, step in known])
-                 for phase in STEP_PHASES]  # fmt: skip
+        parts = [
+            (PHASE_NAMES[phase], _PHASE_COLOURS[phase], [shares[phase] * step for _, shares, step in known])
+            for phase in STEP_PHASES
+        ]
         names = [run.name for run, _, _ in known]
-        return chart("phases", "Time per phase", _bars(names, parts), x={"unit": " ms"}, y={"names": names},
-                     note="Milliseconds of a typical step, of the median rank.")  # fmt: skip
+        return chart(
+            "phases",
+            "Time per phase",
+            _bars(names, parts),
+            x={"unit": " ms"},
+            y={"names": names},
+            note="Milliseconds of a typical step, of the median rank.",
+        )
     rows = runs[0].gathered
     keep = [rows[i] for i in thinned([row.get("step_seconds") for row in rows], POINTS // 60)]
     factor, sign, unit = _moments(max((row.get("step_seconds") or 0.0 for row in rows), default=0.0))
     marks = [
-        {"kind": "area", "name": PHASE_NAMES[phase], "colour": _PHASE_COLOURS[phase],
-         "x": [row["step"] for row in keep], "y": [_short(phase_seconds(row, phase) * factor) for row in keep]}
-        for phase in STEP_PHASES if len(rows) > 1 and any(phase_seconds(row, phase) for row in rows)
-    ]  # fmt: skip
+        {
+            "kind": "area",
+            "name": PHASE_NAMES[phase],
+            "colour": _PHASE_COLOURS[phase],
+            "x": [row["step"] for row in keep],
+            "y": [_short(phase_seconds(row, phase) * factor) for row in keep],
+        }
+        for phase in STEP_PHASES
+        if len(rows) > 1 and any(phase_seconds(row, phase) for row in rows)
+    ]
     return chart("phases", "Time per phase", marks, note=f"{unit} per step, of the median rank.", y={"unit": sign})
 
 
 def _whole_time(runs: list[RunData]) -> Figure:
     known = [(run.name, read.phase_totals(run)) for run in runs if run.gathered]
     factor, sign, unit = _moments(max((sum(seconds.values()) for _, seconds in known), default=0.0))
-    parts = [(PHASE_NAMES[phase], _PHASE_COLOURS[phase], [seconds.get(phase, 0.0) * factor for _, seconds in known])
-             for phase in (*STEP_PHASES, *PAUSES, "outside")]  # fmt: skip
+    parts = [
+        (PHASE_NAMES[phase], _PHASE_COLOURS[phase], [seconds.get(phase, 0.0) * factor for _, seconds in known])
+        for phase in (*STEP_PHASES, *PAUSES, "outside")
+    ]
     names = [name if len(runs) > 1 else "" for name, _ in known]
-    return chart("time", "Where the time went", _bars(names, parts), note=f"{unit} of the whole run.",
-                 x={"unit": sign}, y={"names": names})  # fmt: skip
+    return chart(
+        "time",
+        "Where the time went",
+        _bars(names, parts),
+        note=f"{unit} of the whole run.",
+        x={"unit": sign},
+        y={"names": names},
+    )
 
 
 def _ranks(run: RunData) -> Figure | None:
@@ -216,8 +263,10 @@ def _ranks(run: RunData) -> Figure | None:
     count = max(len(row["own_seconds"]) for row in rows)
     shown = list(range(count))
     if count > ROWS:
-        most = [max((row["own_seconds"][rank] for row in rows if rank < len(row["own_seconds"])), default=0.0)
-                for rank in shown]  # fmt: skip
+        most = [
+            max((row["own_seconds"][rank] for row in rows if rank < len(row["own_seconds"])), default=0.0)
+            for rank in shown
+        ]
         shown = sorted(sorted(shown, key=lambda rank: -most[rank])[:ROWS])
 
     def skew(row: Row) -> list[float | None]:
@@ -230,8 +279,14 @@ def _ranks(run: RunData) -> Figure | None:
     cells["high"] = max(1.3, *(value for values in cells["z"] for value in values if value is not None))
     note = f"A rank's own time in a step, without waiting, over that of the median rank.{_rows_per_column(groups)}"
     note += f" The {ROWS} of {count} ranks that were slowest." if count > ROWS else ""
-    return chart("ranks", "Skew of the ranks", [cells], note=note, wide=len(shown) > 8,
-                 y={"names": [f"rank {rank}" for rank in shown]})  # fmt: skip
+    return chart(
+        "ranks",
+        "Skew of the ranks",
+        [cells],
+        note=note,
+        wide=len(shown) > 8,
+        y={"names": [f"rank {rank}" for rank in shown]},
+    )
 
 
 def _own_time(run: RunData) -> Figure | None:
@@ -244,17 +299,24 @@ def _own_time(run: RunData) -> Figure | None:
     for phase in ("data", "forward_backward", "communication"):
         most, middle = ([phase_seconds(row, phase, place) * factor for row in rows] for place in (2, 1))
         if any(most):
-            name, colour = PHASE_NAMES[phase], _PHASE_COLOURS[phase]
+            name = PHASE_NAMES[phase]
+            colour = _PHASE_COLOURS[phase]
             marks.append(line(steps, most, name, colour, label=f"{name}, most"))
             marks.append(line(steps, middle, name, colour, label=f"{name}, median", width=1, dash="dot"))
-    return chart("spread", "Slowest rank and median", marks, note=f"{unit} per step; dotted: the median.",
-                 y={"zero": True, "unit": sign})  # fmt: skip
+    return chart(
+        "spread",
+        "Slowest rank and median",
+        marks,
+        note=f"{unit} per step; dotted: the median.",
+        y={"zero": True, "unit": sign},
+    )
 
 
 def _memory(run: RunData) -> Figure:
     rows = [row for row in run.gathered if row.get("memory")]
     names = {"peak": "peak", "reserved": "reserved", "allocated": "allocated", "host": "host, resident"}
-    marks, colours = [], iter(COLOURS)
+    marks = []
+    colours = iter(COLOURS)
     for name, label in names.items():
         found = [(row["step"], row["memory"][name][2] / GIB) for row in rows if name in row["memory"]]
         if found:
@@ -268,10 +330,15 @@ def _memory(run: RunData) -> Figure:
 
 
 _KINDS = {
-    "start": ("c1", "circle"), "resume": ("c2", "diamond"), "save": ("c3", "square"), "stop": ("c1", "cross"),
-    "restart": ("c4", "triangle"), "fault": ("c4", "star"), "straggler": ("c6", "triangle"),
+    "start": ("c1", "circle"),
+    "resume": ("c2", "diamond"),
+    "save": ("c3", "square"),
+    "stop": ("c1", "cross"),
+    "restart": ("c4", "triangle"),
+    "fault": ("c4", "star"),
+    "straggler": ("c6", "triangle"),
     "profile": ("c5", "diamond"),
-}  # fmt: skip
+}
 _NOT_DRAWN = ("save_stall", "prometheus")
 
 
@@ -281,23 +348,36 @@ def _timeline(runs: list[RunData]) -> Figure:
     longest = max((run.events[-1]["time"] - begun[id(run)] for run in runs if run.events), default=0.0)
     factor, sign, unit = _moments(max(5.0, longest))
     kinds = [*dict.fromkeys(e["kind"] for run in runs for e in run.events if e["kind"] not in _NOT_DRAWN)][:ROWS]
-    marks, left_out = [], 0
+    marks = []
+    left_out = 0
     for row, kind in enumerate(kinds):
         colour, symbol = _KINDS.get(kind, ("c4", "star"))
         points = [(place, run, event) for place, run in enumerate(runs) for event in run.of_kind(kind)]
         every = -(-len(points) // EVENTS)
         left_out += len(points) - len(points[::every])
         points = points[::every]
-        marks.append({
-            "kind": "dots", "name": kind if several else "", "colour": colour, "symbol": symbol,
-            "x": [_short((event["time"] - begun[id(run)]) * factor) for _, run, event in points],
-            "y": [place if several else row for place, _, _ in points],
-            "text": [_about(event) for _, _, event in points],
-        })  # fmt: skip
+        marks.append(
+            {
+                "kind": "dots",
+                "name": kind if several else "",
+                "colour": colour,
+                "symbol": symbol,
+                "x": [_short((event["time"] - begun[id(run)]) * factor) for _, run, event in points],
+                "y": [place if several else row for place, _, _ in points],
+                "text": [_about(event) for _, _, event in points],
+            }
+        )
     note = f"{unit} since the first start: checkpoints, faults, restarts."
     note += f" {left_out:,} of many events are left out." if left_out else ""
-    return chart("timeline", "Time line", marks, note=note, wide=True, x={"unit": sign},
-                 y={"names": [run.name for run in runs] if several else kinds})  # fmt: skip
+    return chart(
+        "timeline",
+        "Time line",
+        marks,
+        note=note,
+        wide=True,
+        x={"unit": sign},
+        y={"names": [run.name for run in runs] if several else kinds},
+    )
 
 
 def _about(event: Row) -> str:
@@ -314,8 +394,14 @@ def _profile_shares(run: RunData) -> Figure:
     traced = (profile.get("ranks") or [])[:ROWS]
     names = [f"rank {rank['rank']}" for rank in traced]
     parts = [(part, colour, [rank["shares"].get(part, 0.0) for rank in traced]) for part, colour in _PARTS.items()]
-    return chart("profile", "Profile", _bars(names, parts), x={"percent": True, "range": [0, 1]}, y={"names": names},
-                 note=f"{profile.get('about', '')} {profile.get('verdict', '')}".strip())  # fmt: skip
+    return chart(
+        "profile",
+        "Profile",
+        _bars(names, parts),
+        x={"percent": True, "range": [0, 1]},
+        y={"names": names},
+        note=f"{profile.get('about', '')} {profile.get('verdict', '')}".strip(),
+    )
 
 
 def _profile_memory(run: RunData) -> Figure:
@@ -323,9 +409,14 @@ def _profile_memory(run: RunData) -> Figure:
     factor, sign, _ = _moments(max((when for when, _ in curve), default=0.0))
     unit, name = (GIB, " GiB") if max((size for _, size in curve), default=0.0) > GIB else (MIB, " MiB")
     held = line([when * factor for when, _ in curve], [size / unit for _, size in curve], "held", "c1", step=True)
-    return chart("profile-memory", "Memory in the profile", [held] if curve else [],
-                 note="Allocated since the trace began, by the first traced rank.", x={"unit": sign},
-                 y={"unit": name})  # fmt: skip
+    return chart(
+        "profile-memory",
+        "Memory in the profile",
+        [held] if curve else [],
+        note="Allocated since the trace began, by the first traced rank.",
+        x={"unit": sign},
+        y={"unit": name},
+    )
 
 
 # ---- parts of figures ----
@@ -333,8 +424,16 @@ def _profile_memory(run: RunData) -> Figure:
 
 def chart(name: str, title: str, marks: list[Row], *, note: str = "", x: Row | None = None, **more: Any) -> Figure:
     """Return a figure; its x axis has steps unless another one is given."""
-    return {"id": name, "title": title, "note": note, "marks": marks, "x": {"title": "step"} if x is None else x,
-            "y": {}, "wide": False, **more}  # fmt: skip
+    return {
+        "id": name,
+        "title": title,
+        "note": note,
+        "marks": marks,
+        "x": {"title": "step"} if x is None else x,
+        "y": {},
+        "wide": False,
+        **more,
+    }
 
 
 def line(x: Sequence[Any], y: Sequence[Any], name: str, colour: str, **more: Any) -> Row:
@@ -376,7 +475,8 @@ def shortened(figures: list[Figure]) -> int:
     for mark, weight in lines:
         keep = thinned(mark["y"], most * weight)
         is_thinner = is_thinner or len(keep) < len(mark["x"])
-        mark["x"], mark["y"] = [_short(mark["x"][i]) for i in keep], [_short(mark["y"][i]) for i in keep]
+        mark["x"] = [_short(mark["x"][i]) for i in keep]
+        mark["y"] = [_short(mark["y"][i]) for i in keep]
     return most if is_thinner else 0
 
 

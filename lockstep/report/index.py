@@ -31,7 +31,9 @@ def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) ->
         target = output or paths[0] / "report.html"
         write(render(page_data(runs)), target)
         for one in runs:
-            step, loss, seconds = one.rows[-1]["step"] if one.rows else 0, one.last("loss"), typical_step(one)
+            step = one.rows[-1]["step"] if one.rows else 0
+            loss = one.last("loss")
+            seconds = typical_step(one)
             about = [f"{one.name}: {one.status}, {step} steps"]
             about += [f"loss {loss:.4f}"] if loss is not None else []
             about += [f"{units.seconds(seconds)} per step"] if seconds else []
@@ -71,7 +73,8 @@ def write_index(folder: Path, output: Path | None) -> Path:
     runs = best_first([read_run(path, among=len(paths)) for path in paths])
     for run in runs:
         run.name = run.path.relative_to(folder).as_posix()
-        report, files = run.path / "report.html", RunDirectory(run.path)
+        report = run.path / "report.html"
+        files = RunDirectory(run.path)
         changed = [file.stat().st_mtime for file in (files.metrics, files.events) if file.exists()]
         if not report.exists() or any(moment > report.stat().st_mtime for moment in changed):
             try:
@@ -98,6 +101,10 @@ def index_data(folder: Path, runs: list[RunData], beside: Path) -> Page:
         "title": f"{len(runs)} run{'s' if len(runs) > 1 else ''} in {folder.resolve().name}",
         "made": units.moment(max((event["time"] for run in runs for event in run.events), default=0.0)),
         "not_read": not_read(runs),
-        "runs": [], "advice": None, "charts": figures, "tables": [table, *([where] if where else [])], "configs": [],
+        "runs": [],
+        "advice": None,
+        "charts": figures,
+        "tables": [table, *([where] if where else [])],
+        "configs": [],
         "plain": True,
-    }  # fmt: skip
+    }

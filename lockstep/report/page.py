@@ -64,7 +64,8 @@ def page_data(runs: list[RunData], now: float | None = None) -> Page:
     note = runs[0].left_out.append
     if len(runs) == 1:
         figures += read.attempted("the histograms", lambda: _histograms(runs[0]), note) or []
-    most, share = shortened(figures), _CONFIG_CHARACTERS // len(runs)
+    most = shortened(figures)
+    share = _CONFIG_CHARACTERS // len(runs)
     thinner = f"Lines are drawn with {most:,} points, wide ones with twice as many; metrics.jsonl has all."
     page = {
         "title": " · ".join(run.name for run in runs),
@@ -90,8 +91,11 @@ def page_data(runs: list[RunData], now: float | None = None) -> Page:
 def not_read(runs: Sequence[RunData]) -> list[str]:
     """Return what the page leaves out of the runs' folders, and why."""
     notes = [(run, text) for run in runs for text in dict.fromkeys(run.left_out)]
-    notes += [(run, f"rows of metrics.jsonl: {len(run.rows):,} of {run.num_rows:,} are looked at, with the peaks")
-              for run in runs if run.num_rows is not None]  # fmt: skip
+    notes += [
+        (run, f"rows of metrics.jsonl: {len(run.rows):,} of {run.num_rows:,} are looked at, with the peaks")
+        for run in runs
+        if run.num_rows is not None
+    ]
     return [f"{run.name}: {text}" if len(runs) > 1 else text for run, text in notes[:_NOTES]]
 
 
@@ -129,8 +133,12 @@ def _where(start: Page) -> str:
 
 def _tiles(run: RunData) -> list[tuple[str, str, str]]:
     """Return (name, value, note) of each tile."""
-    last, total, best = run.rows[-1], run.start.get("total_steps"), _best_evaluation(run)
-    (rate, unit), mfu, loss = _rate(run), run.last("mfu"), run.last("loss")
+    last = run.rows[-1]
+    total = run.start.get("total_steps")
+    best = _best_evaluation(run)
+    rate, unit = _rate(run)
+    mfu = run.last("mfu")
+    loss = run.last("loss")
     peak = max((row["memory_bytes"] for row in run.rows if row.get("memory_bytes")), default=0)
     tiles = [
         ("steps", f"{last['step']:,}", f"of {total:,}" if total else ""),
@@ -159,14 +167,23 @@ def compared(runs: list[RunData]) -> Page:
     head = ["run", "status", "strategy", "steps", "last loss", "best evaluation", "step", "rate", "MFU", "memory"]
     rows = []
     for run in runs:
-        best, (rate, unit) = _best_evaluation(run), _rate(run)
+        best = _best_evaluation(run)
+        rate, unit = _rate(run)
         loss, mfu, peak = (run.last(name) for name in ("loss", "mfu", "memory_bytes"))
-        rows.append([
-            run.name, run.status, str(run.start.get("layout", "")), f"{run.rows[-1]['step']:,}" if run.rows else "0",
-            "–" if loss is None else f"{loss:.4f}", "–" if best is None else f"{best:.4f}",
-            units.seconds(typical_step(run)), "–" if not rate else f"{units.count(rate)} {unit} / s",
-            "–" if not mfu else f"{mfu:.1%}", "–" if not peak else units.size(peak),
-        ])  # fmt: skip
+        rows.append(
+            [
+                run.name,
+                run.status,
+                str(run.start.get("layout", "")),
+                f"{run.rows[-1]['step']:,}" if run.rows else "0",
+                "–" if loss is None else f"{loss:.4f}",
+                "–" if best is None else f"{best:.4f}",
+                units.seconds(typical_step(run)),
+                "–" if not rate else f"{units.count(rate)} {unit} / s",
+                "–" if not mfu else f"{mfu:.1%}",
+                "–" if not peak else units.size(peak),
+            ]
+        )
     for name in own_metrics(runs):
         head.append(name)
         for run, row in zip(runs, rows, strict=True):
@@ -223,17 +240,28 @@ def _operators(runs: list[RunData]) -> Page | None:
 
 
 def _events(runs: list[RunData]) -> Page | None:
-    several, last = len(runs) > 1, max(1, _LAST_EVENTS // len(runs))
+    several = len(runs) > 1
+    last = max(1, _LAST_EVENTS // len(runs))
     rows = [
-        [*([run.name] if several else []), units.moment(event["time"]), str(event.get("kind")),
-         str(event.get("step", "")), _text(event)]
-        for run in runs for event in run.events[-last:]
-    ]  # fmt: skip
+        [
+            *([run.name] if several else []),
+            units.moment(event["time"]),
+            str(event.get("kind")),
+            str(event.get("step", "")),
+            _text(event),
+        ]
+        for run in runs
+        for event in run.events[-last:]
+    ]
     if not rows:
         return None
     title = f"Events, the last {last}" if any(len(run.events) > last for run in runs) else "Events"
-    return {"title": title, "head": [*(["run"] if several else []), "time", "kind", "step", ""], "rows": rows,
-            "folded": len(rows) > 12}  # fmt: skip
+    return {
+        "title": title,
+        "head": [*(["run"] if several else []), "time", "kind", "step", ""],
+        "rows": rows,
+        "folded": len(rows) > 12,
+    }
 
 
 def _text(event: Page) -> str:
@@ -254,10 +282,11 @@ def _samples(runs: list[RunData], left: int) -> list[Row]:
         kept = named[-max(1, NAMES // len(runs)) :]
         groups += [(run, name, rows, []) for name, rows in kept]
         names_left_out += len(named) - len(kept)
-    for place in range(NEWEST):  # the newest of every name, then the ones before them
+    for age in range(NEWEST):  # the newest of every name, then the ones before them
         for run, _, rows, items in groups:
-            item = _item(run.path, rows[-1 - place], left) if place < len(rows) else {}
-            if item and (size := len(json.dumps(item))) <= left:
+            item = _item(run.path, rows[-1 - age], left) if age < len(rows) else {}
+            size = len(json.dumps(item))
+            if item and size <= left:
                 items.append(item)
                 left -= size
     shown: list[Row] = []
@@ -295,9 +324,11 @@ def _histograms(run: RunData) -> list[Figure]:
     for number, (name, rows) in enumerate(named[-NAMES:]):
         marks: list[Row] = []
         for row in (*rows[:1], *rows[1:][-NEWEST + 1 :]):
-            counts, edges = row.get("counts"), row.get("edges")
+            counts = row.get("counts")
+            edges = row.get("edges")
             if isinstance(counts, list) and isinstance(edges, list) and len(edges) == len(counts) + 1:
-                name_of_row, colour = f"step {row['step']:,}", COLOURS[len(marks)]
+                name_of_row = f"step {row['step']:,}"
+                colour = COLOURS[len(marks)]
                 marks.append(line(edges, [*counts, *counts[-1:]], name_of_row, colour, step=True))
         note = "Values in each bin, against the value."
         drawn.append(chart(f"histogram-{number}", name, marks, note=note, x={}, y={"zero": True}))
@@ -359,7 +390,8 @@ def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
         nonlocal page, seen
         now = [_state(path / name) for path in paths for name in ("metrics.jsonl", "events.jsonl")]
         if now != seen or any(run["status"] == "running" for run in page["runs"]):
-            page, seen = page_data([read_run(path, among=len(paths)) for path in paths]), now
+            page = page_data([read_run(path, among=len(paths)) for path in paths])
+            seen = now
         return page
 
     data()  # raises what is wrong with a path

@@ -107,19 +107,28 @@ def read_run(path: Path, now: float | None = None, *, among: int = 1) -> RunData
         left_out.append(f"the keys of {run.config.name}: {problem}")
     is_thinner = metrics.steps.dropped > 0
     return RunData(
-        path, path.resolve().name, rows, evaluations, events, config_text=config_text,
+        path,
+        path.resolve().name,
+        rows,
+        evaluations,
+        events,
+        config_text=config_text,
         status=status_of(rows, events, time.time() if now is None else now, is_run=run.config.exists()),
-        profile=_profile(path, left_out.append), not_numbers=metrics.not_numbers, media=metrics.media,
-        left_out=left_out, num_rows=metrics.num_steps if is_thinner else None,
+        profile=_profile(path, left_out.append),
+        not_numbers=metrics.not_numbers,
+        media=metrics.media,
+        left_out=left_out,
+        num_rows=metrics.num_steps if is_thinner else None,
         totals=metrics.phases.sums if is_thinner else None,
-    )  # fmt: skip
+    )
 
 
 class _Metrics:
     """Collects the rows of metrics.jsonl, line by line, within a budget of memory."""
 
     def __init__(self, restarts: Sequence[int], budget: int) -> None:
-        self.steps, self.evaluations = Thinner(_PEAKS, budget), Thinner(budget=budget)
+        self.steps = Thinner(_PEAKS, budget)
+        self.evaluations = Thinner(budget=budget)
         self.phases = PhaseSums(restarts)
         self.media: dict[str, list[Row]] = {}
         self.not_numbers: list[int] = []
@@ -193,7 +202,8 @@ _EVENT_CHARACTERS = 10_000
 
 
 def _restarts(events: Sequence[Row]) -> list[int]:
-    return sorted(step for event in events if event["kind"] == "resume" and (step := step_of(event)) is not None)
+    steps = [step_of(event) for event in events if event["kind"] == "resume"]
+    return sorted(step for step in steps if step is not None)
 
 
 def _profile(path: Path, note: Note) -> Row | None:
@@ -316,7 +326,8 @@ class PhaseSums:
 
     def __init__(self, restarts: Sequence[int]) -> None:
         self.sums = dict.fromkeys((*STEP_PHASES, *PAUSES), 0.0)
-        self._restarts, self._before = restarts, 0  # sorted
+        self._restarts = restarts  # sorted
+        self._before = 0
 
     def add(self, step: int, phases: Mapping[str, Sequence[float]]) -> None:
         """Add the phases of a row, if it has any."""
@@ -374,11 +385,14 @@ def smoothed(values: Sequence[float | None], span: float) -> list[float | None]:
 def _exponential(values: Sequence[float | None], span: float) -> list[float | None]:
     """Return the exponential mean of the earlier values, corrected for its start."""
     keep = 1 - 1 / max(1.0, span)
-    mean, weight, result = 0.0, 0.0, list[float | None]()
+    mean = 0.0
+    weight = 0.0
+    result = list[float | None]()
     for value in values:
         if value is None:
             result.append(None)
             continue
-        mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
+        mean = keep * mean + (1 - keep) * value
+        weight = keep * weight + (1 - keep)
         result.append(mean / weight)
     return result

@@ -75,9 +75,13 @@ def _measure(config: Path, overrides: Sequence[str], ranks: int, steps: int, fol
     """Return the samples per second and the seconds per step of one run."""
     output = folder / f"{len(list(folder.iterdir()))}"
     fixed = {
-        "training.max_steps": steps, "training.eval_steps": "null", "training.warmup_steps": 0,
-        "checkpoint.save_strategy": "none", "monitor.sinks": "[jsonl]", "monitor.log_steps": 1,
-    }  # fmt: skip
+        "training.max_steps": steps,
+        "training.eval_steps": "null",
+        "training.warmup_steps": 0,
+        "checkpoint.save_strategy": "none",
+        "monitor.sinks": "[jsonl]",
+        "monitor.log_steps": 1,
+    }
     command = [sys.executable, "-m", "lockstep", "train", str(config), *overrides, *as_overrides(fixed)]
     command += ["--nproc-per-node", str(ranks), "--output-dir", str(output), "--resume", "never"]
     if ranks == 1:
@@ -102,10 +106,17 @@ _HEAD = ("kind", "ranks", "samples / s", "seconds per step", "speed-up", "of ide
 
 def _rows(points: list[Point]) -> list[list[str]]:
     return [
-        [p.kind, str(p.ranks), f"{p.rate:.1f}", f"{p.step_seconds:.4f}", f"{p.speedup:.2f} ×", f"{p.efficiency:.0%}",
-         "{:g}–{:g} ×".format(*EXPECTED[p.ranks]) if p.ranks in EXPECTED else ""]
+        [
+            p.kind,
+            str(p.ranks),
+            f"{p.rate:.1f}",
+            f"{p.step_seconds:.4f}",
+            f"{p.speedup:.2f} ×",
+            f"{p.efficiency:.0%}",
+            "{:g}–{:g} ×".format(*EXPECTED[p.ranks]) if p.ranks in EXPECTED else "",
+        ]
         for p in points
-    ]  # fmt: skip
+    ]
 
 
 def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
@@ -113,7 +124,8 @@ def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
     kinds = list(dict.fromkeys(point.kind for point in points))
     counts = sorted({point.ranks for point in points})
     by_ranks = {"title": "ranks", "ticks": counts}
-    speed, share = [line(counts, counts, "ideal", "c7", width=1.5, dash="dash")], []
+    speed = [line(counts, counts, "ideal", "c7", width=1.5, dash="dash")]
+    share = []
     for kind, colour in zip(kinds, COLOURS, strict=False):
         of_kind = [point for point in points if point.kind == kind]
         at = [point.ranks for point in of_kind]
@@ -122,13 +134,18 @@ def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
     speed += [line([n, n], EXPECTED[n], "expected of GPUs", "c6", label="", width=7) for n in counts if n in EXPECTED]
     run = {"name": title, "status": "done", "colour": "c1", "facts": [("about", about)], "lines": [], "tiles": []}
     return {
-        "title": title, "made": made, "runs": [run], "advice": None, "left_out": "",
+        "title": title,
+        "made": made,
+        "runs": [run],
+        "advice": None,
+        "left_out": "",
         "charts": [
             chart("speedup", "Speed-up", speed, note="Relative to the fewest ranks.", x=by_ranks, y={"unit": " ×"}),
             chart("efficiency", "Share of the ideal", share, x=by_ranks, y={"percent": True, "range": [0, 1.1]}),
         ],
-        "tables": [{"title": "Measured", "head": [*_HEAD], "rows": _rows(points)}], "configs": [],
-    }  # fmt: skip
+        "tables": [{"title": "Measured", "head": [*_HEAD], "rows": _rows(points)}],
+        "configs": [],
+    }
 
 
 def bench(what: str, config: Path, overrides: Sequence[str], *, ranks: str, steps: int, output: Path) -> int:

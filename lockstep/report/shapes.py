@@ -20,19 +20,34 @@ TIME = "time"  # a key whose number is a date
 _LATEST = 250_000_000_000.0  # seconds since 1970: the year 9892
 
 STEP = {
-    "recomputed": str, "skipped": bool, "phases": {str: _SPREAD}, "memory": {str: _SPREAD}, "own_seconds": [float],
-    "gpu_utilisation": _SPREAD, "gradient_norms": {str: float},
-}  # fmt: skip
+    "recomputed": str,
+    "skipped": bool,
+    "phases": {str: _SPREAD},
+    "memory": {str: _SPREAD},
+    "own_seconds": [float],
+    "gpu_utilisation": _SPREAD,
+    "gradient_norms": {str: float},
+}
 EVENT = {
-    "sizes": {str: int}, "versions": {str: str}, "lines": [str], "total_steps": int, "parameters": int, "layout": str,
-    "peak_source": str, "rank": int, "data_workers": int, "given": {str: str},
+    "sizes": {str: int},
+    "versions": {str: str},
+    "lines": [str],
+    "total_steps": int,
+    "parameters": int,
+    "layout": str,
+    "peak_source": str,
+    "rank": int,
+    "data_workers": int,
+    "given": {str: str},
     "ranks": [{"rank": int, "host": str, "device": str, "process": int, "threads": int, "cores": int}],
-}  # fmt: skip
+}
 PROFILE = {
-    "about": str, "verdict": str, "memory": [(float, float)],
+    "about": str,
+    "verdict": str,
+    "memory": [(float, float)],
     "ranks": [{"rank": int, "seconds": float, "shares": {str: float}}],
     "operators": [{"name": str, "seconds": float, "share": float, "calls": float}],
-}  # fmt: skip
+}
 MEDIA = {"kind": str, "text": str, "file": str, "size": (int, int), "counts": [float], "edges": [float]}
 
 

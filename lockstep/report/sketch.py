@@ -11,7 +11,9 @@ from html import escape
 from lockstep.report import units
 from lockstep.report.read import RunData, smoothed, thinned
 
-WIDTH, HEIGHT = 300, 130  # pixels of a chart
+# The size of a chart, in pixels.
+WIDTH = 300
+HEIGHT = 130
 _POINTS = 200
 _MOST_CHARTS = 6
 _STYLE = f"font: 12px system-ui, sans-serif; width: {WIDTH}px; margin: 0 16px 12px 0; display: inline-block"
@@ -51,8 +53,12 @@ def _series(run: RunData, name: str) -> Series:
 
 def _chart(title: str, lines: Sequence[Series]) -> str:
     points = [point for line in lines for point in line]
-    steps, values = [s for s, _ in points], [v for _, v in points]
-    first, last, low, high = min(steps), max(steps), min(values), max(values)
+    steps = [s for s, _ in points]
+    values = [v for _, v in points]
+    first = min(steps)
+    last = max(steps)
+    low = min(values)
+    high = max(values)
 
     def place(step: int, value: float) -> str:
         x = (step - first) / max(1, last - first) * (WIDTH - 2) + 1

@@ -21,7 +21,9 @@ class Thinner:
     """Rows by step, the newest value of each name; those of `peaks` keep their extremes (None: the first names)."""
 
     def __init__(self, peaks: Sequence[str] | None = None, budget: int = BUDGET) -> None:
-        self._peaks, self._budget, self._size = peaks, budget, 0
+        self._peaks = peaks
+        self._budget = budget
+        self._size = 0
         self._kept: dict[int, tuple[bytes, list[float | None]]] = {}  # step → line, numbers of the peaks
         self.dropped = 0
 

@@ -25,7 +25,8 @@ _SECONDS = 1.0
 
 def _lines_of(path: Path) -> tuple[str, list[str]]:
     """Return a run's status; and lines on what it does as a whole, and a table with a line for each rank."""
-    run, now = RunDirectory(path), time.time()
+    run = RunDirectory(path)
+    now = time.time()
     if not (run.events.exists() or run.metrics.exists()):
         text = f"{path} is not a run directory, or nothing has run in it"
         raise UsageError(text, fix="give the folder that `lockstep train --output-dir` writes")
@@ -34,7 +35,8 @@ def _lines_of(path: Path) -> tuple[str, list[str]]:
     found = (row for row in last_lines(run.metrics, _LAST_ROWS) if "loss" in row and step_of(row) is not None)
     rows = [fitting_row(row, STEP) | {"time": moment_of(row)} for row in found]
     start: Row = next((event for event in reversed(events) if event.get("kind") == "start"), {})
-    row, total = rows[-1] if rows else {}, start.get("total_steps")
+    row = rows[-1] if rows else {}
+    total = start.get("total_steps")
     signs = [event["time"] for event in events[-1:]] + [row["time"] for row in rows[-1:] if row.get("time")]
     status = status_of(rows, events, now, is_run=run.config.exists())
     parts = [path.resolve().name, status, start.get("layout", "")]
@@ -64,20 +66,28 @@ def _table(ranks: Sequence[Row], table: Mapping[str, Sequence[float | None]]) ->
     phases = [phase for phase in STEP_PHASES if any(table.get(phase) or [])]
     head = ["rank", "host", "device", "step", *(PHASE_NAMES[phase] for phase in phases), "memory", "GPU"]
     rows = [head]
-    for place, rank in enumerate(ranks):
-        seen = {name: values[place] for name, values in table.items() if place < len(values)}
+    for position, rank in enumerate(ranks):
+        seen = {name: values[position] for name, values in table.items() if position < len(values)}
         seconds = seen.get("step") or 0.0
-        total, used = seen.get("total"), seen.get("peak")
+        total = seen.get("total")
+        used = seen.get("peak")
         busy = seen.get("gpu_utilisation")
-        rows.append([
-            str(rank.get("rank", place)), str(rank.get("host", "")), str(rank.get("device", "")),
-            units.seconds(seconds) if seconds else "–",
-            *(f"{share / seconds:.0%}" if seconds and (share := seen.get(phase)) is not None else "–"
-              for phase in phases),
-            f"{units.size(used)} of {units.size(total)}" if used and total else "–",
-            "–" if busy is None else f"{busy:.0%}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(rank.get("rank", position)),
+                str(rank.get("host", "")),
+                str(rank.get("device", "")),
+                units.seconds(seconds) if seconds else "–",
+                *(_share(seen.get(phase), seconds) for phase in phases),
+                f"{units.size(used)} of {units.size(total)}" if used and total else "–",
+                "–" if busy is None else f"{busy:.0%}",
+            ]
+        )
     return rows
+
+
+def _share(part: float | None, seconds: float) -> str:
+    return f"{part / seconds:.0%}" if part is not None and seconds else "–"
 
 
 def run(paths: Sequence[Path], *, once: bool) -> int:

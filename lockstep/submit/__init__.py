@@ -121,9 +121,16 @@ def _job(given: argparse.Namespace, path: Path, overrides: Sequence[str], option
     if gpus is None:
         gpus = 0 if config.distributed.device == "cpu" else processes
     return Submission(
-        path, given.output_dir or Path("runs", path.stem), tuple(overrides), most, processes, gpus,
-        dict(config.distributed.env), given.python, options.max_restarts,
-    )  # fmt: skip
+        path,
+        given.output_dir or Path("runs", path.stem),
+        tuple(overrides),
+        most,
+        processes,
+        gpus,
+        dict(config.distributed.env),
+        given.python,
+        options.max_restarts,
+    )
 
 
 def _run_scheduler(command: Sequence[str], text: str, what: str) -> str:
@@ -161,10 +168,15 @@ def batch_script(job: Submission, given: argparse.Namespace) -> str:
         words += ['"$head:$port"', "--rdzv-id", '"$SLURM_JOB_ID"']
     started, wrapper = _container(given)
     return template.render(
-        job=job, options=options, extra=given.sbatch, setup=given.setup, signal_seconds=given.signal_seconds,
-        log=f"{job.output_dir}/slurm-%j.out", container=started,
+        job=job,
+        options=options,
+        extra=given.sbatch,
+        setup=given.setup,
+        signal_seconds=given.signal_seconds,
+        log=f"{job.output_dir}/slurm-%j.out",
+        container=started,
         command=" ".join([*map(shlex.quote, wrapper), *words]),
-    )  # fmt: skip
+    )
 
 
 def _container(given: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -174,8 +186,11 @@ def _container(given: argparse.Namespace) -> tuple[list[str], list[str]]:
         binds = [word for mount in given.mount for word in ("--bind", mount)]
         return [], ["apptainer", "exec", "--nv", *binds, given.container]
     mounts = ",".join([f"{Path.cwd()}:{Path.cwd()}", *given.mount])
-    return [f"--container-image={given.container}", f"--container-mounts={mounts}",
-            f"--container-workdir={Path.cwd()}"], []  # fmt: skip
+    return [
+        f"--container-image={given.container}",
+        f"--container-mounts={mounts}",
+        f"--container-workdir={Path.cwd()}",
+    ], []
 
 
 class _Dumper(yaml.SafeDumper):
@@ -200,8 +215,12 @@ def manifests(job: Submission, given: argparse.Namespace, config_text: str) -> s
             raise UsageError(f"--request {pair} is not NAME=VALUE", fix="--request cpu=8 --request memory=64Gi")
     metadata = {"name": job.name} | ({"namespace": given.namespace} if given.namespace else {})
     # Names must resolve before pods are ready: a pod is ready after the rendezvous.
-    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": job.name},
-               "ports": [{"name": "rendezvous", "port": DEFAULT_PORT}]}  # fmt: skip
+    service = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {"job-name": job.name},
+        "ports": [{"name": "rendezvous", "port": DEFAULT_PORT}],
+    }
     objects: list[dict[str, Any]] = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"config.yaml": config_text}},
         {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
@@ -214,8 +233,14 @@ def _indexed_job(job: Submission, given: argparse.Namespace) -> dict[str, Any]:
     folder = str(Path(given.mount_path, job.output_dir) if given.claim else job.output_dir)
     words = [shlex.quote(word) for word in job.command(f"{_CONFIG_FOLDER}/config.yaml", folder)]
     if job.nodes > 1:  # the shell expands the variable
-        words += ["--node-rank", '"$JOB_COMPLETION_INDEX"', "--master-addr", f"{job.name}-0.{job.name}",
-                  "--master-port", str(DEFAULT_PORT)]  # fmt: skip
+        words += [
+            "--node-rank",
+            '"$JOB_COMPLETION_INDEX"',
+            "--master-addr",
+            f"{job.name}-0.{job.name}",
+            "--master-port",
+            str(DEFAULT_PORT),
+        ]
     mounts: list[dict[str, Any]] = [
         {"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True},
         {"name": "shared-memory", "mountPath": "/dev/shm"},

@@ -1,0 +1,121 @@
+"""Rules of lines that no linter knows, and where they are still broken.
+
+- *skipped*: `fmt: skip` and `fmt: off`, which keep the formatter away;
+- *packed*: `a, b = x, y`, two assignments in one statement. It is none where one value reads
+  another's target before that is assigned, as in `a, b = b, a`: statements one after the other
+  would compute something else;
+- *walrus*: `:=` within `and` or `or`, where a reader has to tell whether it is reached.
+
+`line_exceptions.txt` counts what each file has of them. A number there may only fall:
+
+    python -m tests.line_rules            # what each file has, line by line
+    python -m tests.line_rules --write    # writes the counts, if none is higher than before
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.ranks import REPOSITORY
+
+EXCEPTIONS = REPOSITORY / "tests" / "line_exceptions.txt"
+_FOLDERS = ("lockstep", "tests", "benchmarks", "examples", "docs")
+_KEEPS_THE_FORMATTER_AWAY = re.compile(r"#\s*fmt:\s*(skip|off)|#\s*yapf:\s*disable")
+
+
+class Breach(NamedTuple):
+    """A line that breaks a rule."""
+
+    rule: str
+    line: int
+
+
+def breaches(text: str) -> Iterator[Breach]:
+    """Find the lines of a file that break a rule."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and _KEEPS_THE_FORMATTER_AWAY.search(token.string):
+            yield Breach("skipped", token.start[0])
+
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and any(_packs(target, node) for target in node.targets):
+            yield Breach("packed", node.lineno)
+
+    for condition in _outermost_conditions(tree):
+        if any(isinstance(node, ast.NamedExpr) for node in ast.walk(condition)):
+            yield Breach("walrus", condition.lineno)
+
+
+def _packs(target: ast.expr, assignment: ast.Assign) -> bool:
+    """Tell whether a target could be assigned by one statement for each of its names."""
+    value = assignment.value
+    if not isinstance(target, ast.Tuple | ast.List) or not isinstance(value, ast.Tuple | ast.List):
+        return False
+
+    if any(isinstance(each, ast.Starred) for each in (*target.elts, *value.elts)):
+        return False
+
+    names = [ast.unparse(each) for each in target.elts]
+    for position, later in enumerate(value.elts):
+        read = {ast.unparse(node) for node in ast.walk(later) if isinstance(node, ast.expr)}
+        if read.intersection(names[:position]):
+            return False
+    return True
+
+
+def _outermost_conditions(node: ast.AST) -> Iterator[ast.BoolOp]:
+    """Find the conditions of two parts or more, those within such a condition left out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.BoolOp):
+            yield child
+        else:
+            yield from _outermost_conditions(child)
+
+
+def found() -> dict[str, list[Breach]]:
+    """Return the breaches of each Python file of the repository that has some."""
+    paths = [path for folder in _FOLDERS for path in sorted((REPOSITORY / folder).rglob("*.py"))]
+    each = {str(path.relative_to(REPOSITORY)): list(breaches(path.read_text())) for path in paths}
+    return {path: there for path, there in each.items() if there}
+
+
+def counted(there: dict[str, list[Breach]]) -> dict[tuple[str, str], int]:
+    """Count breaches by (file, rule)."""
+    return Counter((path, breach.rule) for path, each in there.items() for breach in each)
+
+
+def allowed(listed: Path = EXCEPTIONS) -> dict[tuple[str, str], int]:
+    """Read the counts that are allowed, by (file, rule)."""
+    rows = [line.split() for line in listed.read_text().splitlines() if line]
+    return {(path, rule): int(count) for path, rule, count in rows}
+
+
+def write(counts: dict[tuple[str, str], int], listed: Path = EXCEPTIONS) -> None:
+    """Write the counts. Raises SystemExit: one is higher than before."""
+    before = allowed(listed)
+    higher = [key for key, count in counts.items() if count > before.get(key, 0)]
+    if higher:
+        raise SystemExit(f"higher than before, and so not written: {higher}")
+    rows = [f"{path} {rule} {count}\n" for (path, rule), count in sorted(counts.items())]
+    listed.write_text("".join(rows))
+
+
+def main() -> None:
+    """List the breaches, or write their counts."""
+    there = found()
+    if "--write" in sys.argv[1:]:
+        write(counted(there))
+        return
+    for path, each in there.items():
+        for breach in sorted(each, key=lambda breach: breach.line):
+            print(f"{Path(path)}:{breach.line} {breach.rule}")
+
+
+if __name__ == "__main__":
+    main()
