@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lockstep.torch_compat.compilation import is_traced
 from lockstep.torch_compat.loss_functions import NAMES
 from lockstep.torch_compat.operators import schema_of
 
@@ -121,6 +122,8 @@ def _noting(name: str) -> Callable[..., Tensor]:
             result: Tensor = original(*args, **kwargs)
         finally:
             inside = False
+        if type(result) is not Tensor and is_traced():
+            return result
         call = dict(zip(arguments, args, strict=False)) | kwargs
         takes_mean = "reduction" not in call or call["reduction"] in ("mean", "batchmean")
         calls.note(name, call, is_mean=takes_mean and result.ndim == 0)

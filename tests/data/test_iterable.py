@@ -205,6 +205,10 @@ class CannotLoad(Forgets):
             raise KeyError("offset")
 
 
+# Before 5.1 a stream that is resumed twice begins where it was resumed first.
+RESUMES = tuple(map(int, datasets.__version__.split(".")[:2])) >= (5, 1)
+
+
 def hugging_face(*, buffer: int = 0) -> Any:
     rows = datasets.Dataset.from_dict({"number": list(range(61))}).to_iterable_dataset(num_shards=4)
     rows = datasets.interleave_datasets([rows.skip(3), rows.map(dict).take(40)], probabilities=[0.7, 0.3], seed=1)
@@ -226,7 +230,7 @@ def in_parts(make: Any, stops: list[int], **options: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("make", "restores"),
     [
-        (lambda: Resumable(61), True), (hugging_face, True), (ForgetsItsBuffer, False), (ForgetsItsGenerator, False),
+        (lambda: Resumable(61), True), (hugging_face, RESUMES), (ForgetsItsBuffer, False), (ForgetsItsGenerator, False),
         (ForgetsWhatIsUnderWay, False), (ForgetsWhereItBegan, False), (ForgetsAll, False), (CannotLoad, False),
         (lambda: hugging_face(buffer=16), False),
     ],

@@ -337,6 +337,8 @@ def test_a_refusal_of_the_librarys_object_names_what_can_be_cut(family: str, axi
     """The advice is followed: the same model, built by name."""
     plan_of: Any = context.plan_of if axis == "context" else checked_plan
     model: Any = decoder(family, attention_dropout=0.0)
+    if axis == "tensor" and not hasattr(model.get_input_embeddings(), "embed_scale"):
+        pytest.skip("before transformers 5 Gemma scales outside of its embedding: the object itself is cut")
     with pytest.raises(UsageError, match=r"do: let Lockstep build it by name: [\s\S]*hf:folder"):
         plan_of(model)
     model.save_pretrained(tmp_path)
