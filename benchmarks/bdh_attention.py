@@ -1,6 +1,7 @@
 """BDH's attention in its two forms, forward and backward, in turn; where the chunked one wins.
 
-python -m benchmarks.bdh_attention [--lengths 256,512,1024,2048] [--rounds 5] [--threads 1] [--device cpu] [--write]
+python -m benchmarks.bdh_attention [--lengths 256,512,1024,2048] [--rounds 5] [--threads 1]
+[--device cpu] [--write]
 """
 
 import argparse
@@ -43,7 +44,9 @@ def row(length: int, rounds: int, device: str, dtype: torch.dtype) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", default="256,512,1024,2048")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
@@ -56,14 +59,23 @@ def main() -> None:
     for length in map(int, asked.lengths.split(",")):
         rows.append(row(length, asked.rounds, asked.device, dtype))
         print(rows[-1], flush=True)
-    options = f"--lengths {asked.lengths} --rounds {asked.rounds} --threads {asked.threads} --device {asked.device}"
+    options = (
+        f"--lengths {asked.lengths} --rounds {asked.rounds} --threads {asked.threads} --device"
+        f" {asked.device}"
+    )
     text = page(
         "BDH's attention to the past, two forms",
         f"python -m benchmarks.bdh_attention {options} --write",
         f"torch {torch.__version__}, {str(dtype).removeprefix('torch.')}, {machine()}",
         [
-            f"One head of {NEURONS} neurons, values of width {WIDTH}, chunks of {CHUNK} positions; forward, backward,",
-            f"both in turn; medians of {asked.rounds} rounds; the last column is the median of the rounds' ratios.",
+            (
+                f"One head of {NEURONS} neurons, values of width {WIDTH}, chunks of {CHUNK}"
+                " positions; forward, backward,"
+            ),
+            (
+                f"both in turn; medians of {asked.rounds} rounds; the last column is the median of"
+                " the rounds' ratios."
+            ),
         ],
         "| T | direct, ms | chunked, ms | direct / chunked |",
         rows,

@@ -1,15 +1,18 @@
-"""Kill bench: SIGKILL to ranks, launchers and all of them, at random moments and inside commits; nothing may be lost.
+"""Kill bench: SIGKILL to ranks, launchers and all of them, at random moments and inside commits;
+nothing may be lost.
 
     python -m benchmarks.chaos --rounds 100        (make chaos ROUNDS=100)
 
-So many rounds for each format of checkpoint, saved in the background and not. A chain is one small run of two ranks,
-which is killed `KILLS` times and started again until it is done. A round is one kill and what follows it. After every
-kill each checkpoint that was committed before must still be there, and every one that is there must prove whole; at
-the end of a chain the digest must be that of a run that nobody disturbed, and the metrics hold each step once. Every
-second chain rotates its checkpoints (then the newest must be whole; older ones may be gone).
+So many rounds for each format of checkpoint, saved in the background and not. A chain is one small
+run of two ranks, which is killed `KILLS` times and started again until it is done. A round is one
+kill and what follows it. After every kill each checkpoint that was committed before must still be
+there, and every one that is there must prove whole; at the end of a chain the digest must be that
+of a run that nobody disturbed, and the metrics hold each step once. Every second chain rotates its
+checkpoints (then the newest must be whole; older ones may be gone).
 
-Launchers and ranks are forked from this process, which has loaded all that they need (`benchmarks.chaos_fork`); with
-`--started` they are those of `lockstep train`, which takes a minute for a round where two cores are shared.
+Launchers and ranks are forked from this process, which has loaded all that they need
+(`benchmarks.chaos_fork`); with `--started` they are those of `lockstep train`, which takes a minute
+for a round where two cores are shared.
 """
 
 import argparse
@@ -94,9 +97,16 @@ class Chain:
     """One run, killed again and again."""
 
     def __init__(
-        self, folder: Path, number: int, strategy: str, case: Case, chance: random.Random, report: Report,
-        launch: Launch, steps: int,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        number: int,
+        strategy: str,
+        case: Case,
+        chance: random.Random,
+        report: Report,
+        launch: Launch,
+        steps: int,
+    ) -> None:
         self.run, self.chance, self.report = folder / f"run-{number}", chance, report
         self.launch, self.steps = launch, steps
         self.keeps_all = number % 2 == 0
@@ -129,12 +139,18 @@ class Chain:
         """One kill; False if the run was done before it came."""
         target = self.chance.choice(TARGETS)
         rank = self.chance.randrange(2)
-        self.ensure_running(f"{rank}:{self.chance.randrange(1, COMMIT_CALLS)}" if target == "commit" else "")
+        self.ensure_running(
+            f"{rank}:{self.chance.randrange(1, COMMIT_CALLS)}" if target == "commit" else ""
+        )
         assert self.process is not None
         starts = len(self.events("start"))
         fresh = target == "commit" or self.chance.random() < 0.8
         deadline = time.monotonic() + 120
-        while fresh and len(self.events("start")) <= max(0, starts - (target != "commit")) and self.running(deadline):
+        while (
+            fresh
+            and len(self.events("start")) <= max(0, starts - (target != "commit"))
+            and self.running(deadline)
+        ):
             time.sleep(0.02)
         committed = {path.name for path in checkpoint.list_checkpoints(self.run / "checkpoints")}
         if target == "commit":
@@ -143,7 +159,9 @@ class Chain:
                 time.sleep(0.02)
         else:
             time.sleep(self.chance.uniform(0, 1.0))
-            committed = {path.name for path in checkpoint.list_checkpoints(self.run / "checkpoints")}
+            committed = {
+                path.name for path in checkpoint.list_checkpoints(self.run / "checkpoints")
+            }
             self.kill(target, rank)
         if self.process.poll() == 0:
             return False
@@ -186,7 +204,9 @@ class Chain:
             except FileNotFoundError:
                 continue  # rotated away just now
             if problems and path.exists():
-                self.report.wrong.append(f"{self.run.name}: {path.name} is not whole: {problems[0]}")
+                self.report.wrong.append(
+                    f"{self.run.name}: {path.name} is not whole: {problems[0]}"
+                )
             self.proved.add(path.name)
             self.report.checkpoints_proved += 1
 
@@ -202,17 +222,22 @@ class Chain:
             self.report.wrong.append(f"{self.run.name}: digest {found}, not {expected}")
         rows = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
         if (steps := [row["step"] for row in rows]) != list(range(1, self.steps + 1)):
-            self.report.wrong.append(f"{self.run.name}: metrics.jsonl holds {len(steps)} steps, not each once")
+            self.report.wrong.append(
+                f"{self.run.name}: metrics.jsonl holds {len(steps)} steps, not each once"
+            )
         self.report.chains += 1
 
 
 def write_config(path: Path, steps: int, limit: int | None, strategy: str, case: Case) -> Path:
     path.write_text(
         _CONFIG.format(
-            steps=steps, strategy=strategy, limit="null" if limit is None else limit, format=case.format,
+            steps=steps,
+            strategy=strategy,
+            limit="null" if limit is None else limit,
+            format=case.format,
             background=str(case.background).lower(),
         )
-    )  # fmt: skip
+    )
     return path
 
 
@@ -226,12 +251,17 @@ def started(config: Path, run: Path, **environment: str) -> Process:
     options = ["--nproc-per-node", "2", "--max-restarts", "50", "--output-dir", str(run)]
     return subprocess.Popen(
         [sys.executable, "-m", "lockstep", "train", str(config), *options],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
-def undisturbed(folder: Path, strategies: Sequence[str], launch: Launch, steps: int) -> dict[str, str]:
+def undisturbed(
+    folder: Path, strategies: Sequence[str], launch: Launch, steps: int
+) -> dict[str, str]:
     """The digest of each strategy's run; formats do not change it."""
     found = {}
     for strategy in strategies:
@@ -281,8 +311,9 @@ def bench(
 
 def text_of(reports: Sequence[Report], rounds: int, seed: int, how: str) -> str:
     rows = [
-        f"| {r.case} | {r.rounds} | {', '.join(f'{count} {target}' for target, count in sorted(r.killed.items()))} | "
-        f"{r.launches} | {r.checkpoints_proved} | {r.chains} | {r.seconds:.0f} |"
+        f"| {r.case} | {r.rounds} |"
+        f" {', '.join(f'{count} {target}' for target, count in sorted(r.killed.items()))} |"
+        f" {r.launches} | {r.checkpoints_proved} | {r.chains} | {r.seconds:.0f} |"
         for r in reports
     ]
     wrong = "\n".join(f"- {r.case}: {line}" for r in reports for line in r.wrong) or "none"
@@ -303,10 +334,16 @@ Lost or damaged checkpoints, other digests, steps missing or twice in metrics.js
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=100, help="for each format, in the background and not")
+    parser.add_argument(
+        "--rounds", type=int, default=100, help="for each format, in the background and not"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
-    parser.add_argument("--started", action="store_true", help="start launchers and ranks as users do, without forks")
+    parser.add_argument(
+        "--started",
+        action="store_true",
+        help="start launchers and ranks as users do, without forks",
+    )
     parser.add_argument("--output", type=Path, help="write the result there")
     given = parser.parse_args()
     launch, how = (started, "started by `lockstep train`") if given.started else (forked, "forked")
@@ -316,13 +353,18 @@ def main() -> int:
     for case in (case for case in CASES if case.format in given.formats):
 
         def write(report: Report) -> None:
-            print(f"{report.case}: {report.rounds} rounds, {report.chains} chains, {report.seconds:.0f} s: "
-                  f"{report.wrong}", flush=True)  # fmt: skip
+            print(
+                f"{report.case}: {report.rounds} rounds, {report.chains} chains,"
+                f" {report.seconds:.0f} s: {report.wrong}",
+                flush=True,
+            )
             if given.output is not None:
                 given.output.parent.mkdir(parents=True, exist_ok=True)
                 given.output.write_text(text_of([*reports, report], given.rounds, given.seed, how))
 
-        reports.append(bench(given.rounds, given.seed, case, launch=launch, expected=expected, on_chain=write))
+        reports.append(
+            bench(given.rounds, given.seed, case, launch=launch, expected=expected, on_chain=write)
+        )
     print(text_of(reports, given.rounds, given.seed, how))
     return 1 if any(report.wrong for report in reports) else 0
 

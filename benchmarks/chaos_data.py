@@ -1,7 +1,7 @@
 """The data of the kill bench, which kill their own rank inside of a commit when they are told to.
 
-CHAOS_COMMIT=RANK:N kills that rank, in its first start, at its Nth operation on a file below `checkpoints/`: opening,
-making, renaming, removing (Python's audit events) or syncing.
+CHAOS_COMMIT=RANK:N kills that rank, in its first start, at its Nth operation on a file below
+`checkpoints/`: opening, making, renaming, removing (Python's audit events) or syncing.
 """
 
 import os
@@ -40,5 +40,9 @@ def _arm(rank: str, calls: int) -> None:
 
 
 _rank, _, _calls = os.environ.get("CHAOS_COMMIT", "").partition(":")
-if _calls and os.environ.get("RANK") == _rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+if (
+    _calls
+    and os.environ.get("RANK") == _rank
+    and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+):
     _arm(_rank, int(_calls))

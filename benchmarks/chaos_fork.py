@@ -1,8 +1,10 @@
-"""A launcher for the kill bench whose processes are forked, not started: they have torch and Lockstep loaded already.
+"""A launcher for the kill bench whose processes are forked, not started: they have torch and
+Lockstep loaded already.
 
-It does what `lockstep train --nproc-per-node 2 --max-restarts 50` does for the ranks, in a fiftieth of the time: ranks
-die with it, and are started anew together when one of them fails. A rank is a whole `lockstep train` under a launcher.
-The process that forks must not have started threads, used CUDA or drawn random numbers.
+It does what `lockstep train --nproc-per-node 2 --max-restarts 50` does for the ranks, in a fiftieth
+of the time: ranks die with it, and are started anew together when one of them fails. A rank is a
+whole `lockstep train` under a launcher. The process that forks must not have started threads, used
+CUDA or drawn random numbers.
 """
 
 import ctypes
@@ -37,7 +39,8 @@ class Forked:
         self.returncode: int | None = None
         bench = os.getpid()
         self.pid = os.fork()
-        with suppress(OSError):  # both do it, so that the group is there whoever comes first; the other one may be done
+        # both do it, so that the group is there whoever comes first; the other one may be done
+        with suppress(OSError):
             os.setpgid(self.pid, self.pid)
         if self.pid == 0:
             _die_with(bench)
@@ -89,9 +92,17 @@ def _rank(command: list[str], rank: int, ranks: int, port: int, attempt: int) ->
     pid = os.fork()
     if pid:
         return pid
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0,
-           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": attempt,
-           LAUNCHER_PID: launcher}  # fmt: skip
+    own = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "GROUP_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": attempt,
+        LAUNCHER_PID: launcher,
+    }
     os.environ.update({name: str(value) for name, value in own.items()})
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in range(3):

@@ -1,12 +1,13 @@
-"""How fast a checkpoint is written and read, against the disk's own rate in the same run, on 1, 2 and 4 ranks.
+"""How fast a checkpoint is written and read, against the disk's own rate in the same run, on 1, 2
+and 4 ranks.
 
     python -m benchmarks.checkpoint_rate [--millions 25] [--rounds 3] [--ranks 1,2,4] [--folder DIR] [--write]
 
-The disk's own rate: `dd` of as many bytes into one file with `conv=fsync`, before each save; and once more past the
-page cache (`oflag=direct`), which is as fast as the disk is, and asks nothing of the processor. A save is the whole of
-it: copy, CRC-32, files, folders and manifest synced, renamed. All ranks write to the same disk, each its shard (fsdp),
-so that more ranks cannot be faster than the disk. Reading is that of the newest checkpoint, checked, from the page
-cache.
+The disk's own rate: `dd` of as many bytes into one file with `conv=fsync`, before each save; and
+once more past the page cache (`oflag=direct`), which is as fast as the disk is, and asks nothing of
+the processor. A save is the whole of it: copy, CRC-32, files, folders and manifest synced, renamed.
+All ranks write to the same disk, each its shard (fsdp), so that more ranks cannot be faster than
+the disk. Reading is that of the newest checkpoint, checked, from the page cache.
 """
 
 import argparse
@@ -34,12 +35,16 @@ WIDTH = 1024
 def trainer_of(layers: int) -> Trainer:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    config = config_from({"training.batch_size": 1, "precision.mode": "fp32", "distributed.strategy": "fsdp"})
+    config = config_from(
+        {"training.batch_size": 1, "precision.mode": "fp32", "distributed.strategy": "fsdp"}
+    )
     return Trainer(model, loss_fn=nn.functional.mse_loss, config=config)
 
 
 def on_rank(layers: int, rounds: int, folder: str) -> dict[str, Any]:
-    """Of each round: seconds of `dd`, of a direct one, of a save, of a load; and the bytes of a checkpoint."""
+    """Of each round: seconds of `dd`, of a direct one, of a save, of a load; and the bytes of a
+    checkpoint.
+    """
     trainer = trainer_of(layers)
     trainer.training_step((torch.ones(1, WIDTH), torch.zeros(1, WIDTH)))
     found: dict[str, Any] = {"dd": [], "direct": [], "save": [], "load": []}
@@ -52,7 +57,12 @@ def on_rank(layers: int, rounds: int, folder: str) -> dict[str, Any]:
         saved, path = timed(lambda place=place: trainer.save_checkpoint(place))
         loaded, _ = timed(lambda path=path: trainer.load_checkpoint(path))
         if number:  # the first makes buffers and groups
-            for key, value in (("dd", plain), ("direct", direct), ("save", saved), ("load", loaded)):
+            for key, value in (
+                ("dd", plain),
+                ("direct", direct),
+                ("save", saved),
+                ("load", loaded),
+            ):
                 found[key].append(value)
         dist.barrier()
         if dist.get_rank() == 0:
@@ -90,17 +100,20 @@ def row(ranks: int, layers: int, rounds: int, where: Path | None) -> str:
         shutil.rmtree(folder)
     size = found["bytes"] / 1e6
     of_dd, of_direct = (
-        median(disk / save for disk, save in zip(found[key], found["save"], strict=True)) for key in ("dd", "direct")
+        median(disk / save for disk, save in zip(found[key], found["save"], strict=True))
+        for key in ("dd", "direct")
     )
     dd, direct, save, load = (median(found[key]) for key in ("dd", "direct", "save", "load"))
     return (
-        f"| {ranks} | {size:.0f} | {size / dd:.0f} | {size / direct:.0f} | {size / save:.0f} | {of_dd:.2f} "
-        f"| {of_direct:.2f} | {load:.2f} | {size / load:.0f} |"
+        f"| {ranks} | {size:.0f} | {size / dd:.0f} | {size / direct:.0f} | {size / save:.0f} |"
+        f" {of_dd:.2f} | {of_direct:.2f} | {load:.2f} | {size / load:.0f} |"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--millions", type=int, default=25, help="parameters")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", default="1,2,4")
@@ -114,14 +127,27 @@ def main() -> None:
         print(rows[-1], flush=True)
     command = f"--millions {asked.millions} --rounds {asked.rounds} --ranks {asked.ranks}"
     text = page(
-        "Writing and reading checkpoints", f"python -m benchmarks.checkpoint_rate {command} --write", machine(),
+        "Writing and reading checkpoints",
+        f"python -m benchmarks.checkpoint_rate {command} --write",
+        machine(),
         [
-            f"fsdp, AdamW, one disk for all ranks; medians of {asked.rounds} rounds, `dd` and save in turn. Goal:",
-            "0.8 of the disk's rate. `dd` writes through the page cache, and is as fast as that has pages at hand;",
-            "a direct `dd` is the disk alone, beside which a save takes time for checksums and copies on its core.",
+            (
+                f"fsdp, AdamW, one disk for all ranks; medians of {asked.rounds} rounds, `dd` and"
+                " save in turn. Goal:"
+            ),
+            (
+                "0.8 of the disk's rate. `dd` writes through the page cache, and is as fast as that"
+                " has pages at hand;"
+            ),
+            (
+                "a direct `dd` is the disk alone, beside which a save takes time for checksums and"
+                " copies on its core."
+            ),
         ],
-        "| ranks | MB | dd, MB/s | direct, MB/s | save, MB/s | of dd | of direct | load, s | load, MB/s |", rows,
-    )  # fmt: skip
+        "| ranks | MB | dd, MB/s | direct, MB/s | save, MB/s | of dd | of direct | load, s | load,"
+        " MB/s |",
+        rows,
+    )
     tell(text, RESULTS / "checkpoint_rate.md" if asked.write else None)
 
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.checkpoint_stall [--millions 25] [--saves 5] [--ranks 1,2,4] [--folder DIR] [--write]
 
-The same model on the same storage, alone and sharded over ranks of this machine; the run's own figure (`save_stall` in
-events.jsonl) is read. The first save in the background also makes the buffers that later ones use again, so it is given
-apart.
+The same model on the same storage, alone and sharded over ranks of this machine; the run's own
+figure (`save_stall` in events.jsonl) is read. The first save in the background also makes the
+buffers that later ones use again, so it is given apart.
 """
 
 import argparse
@@ -38,9 +38,11 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
         return torch.full((WIDTH,), index / 64), torch.zeros(WIDTH)
 
 
-def stalls(folder: Path, layers: int, saves: int, *, background: bool) -> tuple[list[float], list[float], int]:
-    """Seconds of each save but the last, which is waited for either way; those that it waited for the one before; and
-    the bytes of a checkpoint. On every rank; rank 0 reads.
+def stalls(
+    folder: Path, layers: int, saves: int, *, background: bool
+) -> tuple[list[float], list[float], int]:
+    """Seconds of each save but the last, which is waited for either way; those that it waited for
+    the one before; and the bytes of a checkpoint. On every rank; rank 0 reads.
     """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
@@ -81,8 +83,8 @@ def row(ranks: int, layers: int, saves: int, where: Path | None) -> str:
         shutil.rmtree(folder)
     (waiting, _, size), ((first, *later), waits, _) = found
     return (
-        f"| {ranks} | {size / 2**20:.0f} | {_spread(waiting)} | {first:.3f} | {_spread(later)} | {_spread(waits)} "
-        f"| {median(later) / median(waiting):.1%} |"
+        f"| {ranks} | {size / 2**20:.0f} | {_spread(waiting)} | {first:.3f} | {_spread(later)} |"
+        f" {_spread(waits)} | {median(later) / median(waiting):.1%} |"
     )
 
 
@@ -98,7 +100,9 @@ def _spread(seconds: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--millions", type=int, default=25, help="parameters")
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--ranks", default="1,2,4")
@@ -112,15 +116,31 @@ def main() -> None:
         print(rows[-1], flush=True)
     command = f"--millions {asked.millions} --saves {asked.saves} --ranks {asked.ranks}"
     text = page(
-        "How long a save stops training", f"python -m benchmarks.checkpoint_stall {command} --write", machine(),
+        "How long a save stops training",
+        f"python -m benchmarks.checkpoint_stall {command} --write",
+        machine(),
         [
-            "Model and AdamW, alone and sharded (fsdp) over ranks that share the machine's cores and its disk; CRC-32",
-            "of every byte, every file synced. Seconds: median (least–most). The first save in the background makes",
-            f"its buffers. `waits`: for the save before to be written, where {EVERY} steps take less time than that;",
-            "one is under way at a time. Last: later saves in the background over those that are waited for.",
+            (
+                "Model and AdamW, alone and sharded (fsdp) over ranks that share the machine's"
+                " cores and its disk; CRC-32"
+            ),
+            (
+                "of every byte, every file synced. Seconds: median (least–most). The first save in"
+                " the background makes"
+            ),
+            (
+                f"its buffers. `waits`: for the save before to be written, where {EVERY} steps take"
+                " less time than that;"
+            ),
+            (
+                "one is under way at a time. Last: later saves in the background over those that"
+                " are waited for."
+            ),
         ],
-        "| ranks | MiB | `async: false` | `async: true`, first | later | waits | of a save that is waited for |", rows,
-    )  # fmt: skip
+        "| ranks | MiB | `async: false` | `async: true`, first | later | waits | of a save that is"
+        " waited for |",
+        rows,
+    )
     tell(text, RESULTS / "checkpoint_stall.md" if asked.write else None)
 
 

@@ -1,11 +1,13 @@
-"""What compressing gradients sends, what it takes and what it costs in loss, on links of several rates.
+"""What compressing gradients sends, what it takes and what it costs in loss, on links of several
+rates.
 
     python -m benchmarks.compression_links --links 100mbit,1gbit,loopback --rounds 8 --steps 120
 
-Needs root: two hosts are network namespaces whose links `tc` shapes (`tests.hosts`); on `loopback` both ranks share one
-host. Kinds take steps in turn, so that what else the machine does falls on all of them. Bytes are those that a host's
-interface has counted; `lockstep.parallel.comm.compression.sent_numbers` calculates them. Losses are those of runs of
-the same seed over the same data, which no link changes: they are taken where the link is fastest.
+Needs root: two hosts are network namespaces whose links `tc` shapes (`tests.hosts`); on `loopback`
+both ranks share one host. Kinds take steps in turn, so that what else the machine does falls on all
+of them. Bytes are those that a host's interface has counted;
+`lockstep.parallel.comm.compression.sent_numbers` calculates them. Losses are those of runs of the
+same seed over the same data, which no link changes: they are taken where the link is fastest.
 """
 
 import argparse
@@ -44,11 +46,20 @@ class Kind(NamedTuple):
         return f"{self.kind}, rank {self.rank}" if self.kind == "powersgd" else self.kind
 
 
-KINDS = [Kind("none"), Kind("fp16"), Kind("bf16"), Kind("powersgd", 1), Kind("powersgd", 2), Kind("powersgd", 4)]
+KINDS = [
+    Kind("none"),
+    Kind("fp16"),
+    Kind("bf16"),
+    Kind("powersgd", 1),
+    Kind("powersgd", 2),
+    Kind("powersgd", 4),
+]
 
 
 class Timed(NamedTuple):
-    """Of one kind on one link: bytes a rank sends in a step, and is calculated to; seconds of a step, and the least."""
+    """Of one kind on one link: bytes a rank sends in a step, and is calculated to; seconds of a
+    step, and the least.
+    """
 
     sent: float
     calculated: float
@@ -57,7 +68,9 @@ class Timed(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Of one kind: the mean loss of the last tenth of the steps, and the loss on text that was not trained on."""
+    """Of one kind: the mean loss of the last tenth of the steps, and the loss on text that was not
+    trained on.
+    """
 
     loss: float
     eval_loss: float
@@ -134,7 +147,9 @@ def trained(kind: Kind, steps: int, width: int, data: Data) -> Trained:
     records = trainer.steps(data.train)
     losses = [float(next(records).loss) for _ in range(steps)]
     assert data.validation is not None
-    some = Subset(data.validation, range(0, len(data.validation), max(1, len(data.validation) // 128)))  # type: ignore[arg-type]
+    some = Subset(
+        data.validation, range(0, len(data.validation), max(1, len(data.validation) // 128))
+    )  # type: ignore[arg-type]
     return Trained(mean(losses[-max(1, steps // 10) :]), trainer.evaluate(some))
 
 
@@ -144,7 +159,15 @@ def measure(link: str, rounds: int, steps: int, width: int) -> dict[str, Any]:
     with hosts(1 if alone else RANKS, rate=None if alone else link) as on:
         interface, sharing = ("lo", RANKS) if alone else ("eth0", 1)
         found = run_ranks(
-            importable(on_a_link), RANKS, interface, sharing, rounds, steps if alone else 0, width, on=on, timeout=1800
+            importable(on_a_link),
+            RANKS,
+            interface,
+            sharing,
+            rounds,
+            steps if alone else 0,
+            width,
+            on=on,
+            timeout=1800,
         )
     first: dict[str, Any] = found[0]
     return first
@@ -152,7 +175,9 @@ def measure(link: str, rounds: int, steps: int, width: int) -> dict[str, Any]:
 
 def importable(function: Callable[..., Any]) -> Callable[..., Any]:
     """As other processes find it: here it is in `__main__`."""
-    found: Callable[..., Any] = getattr(import_module("benchmarks.compression_links"), function.__name__)
+    found: Callable[..., Any] = getattr(
+        import_module("benchmarks.compression_links"), function.__name__
+    )
     return found
 
 
@@ -162,14 +187,18 @@ def table_of_link(link: str, found: dict[str, Any]) -> list[str]:
     lines = [
         f"## {link}",
         "",
-        "| compression | calculated, MB a step | counted, MB | of it | s a step, median | of none | least | of none |",
+        (
+            "| compression | calculated, MB a step | counted, MB | of it | s a step, median | of"
+            " none | least | of none |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     for kind, row in timed.items():
         lines.append(
-            f"| {kind} | {row.calculated / 1e6:.3f} | {row.sent / 1e6:.3f} | {row.sent / row.calculated:.3f} | "
-            f"{row.seconds:.3f} | {row.seconds / plain.seconds:.2f} | "
-            f"{row.fastest:.3f} | {row.fastest / plain.fastest:.2f} |"
+            f"| {kind} | {row.calculated / 1e6:.3f} | {row.sent / 1e6:.3f} |"
+            f" {row.sent / row.calculated:.3f} | {row.seconds:.3f} |"
+            f" {row.seconds / plain.seconds:.2f} | {row.fastest:.3f} |"
+            f" {row.fastest / plain.fastest:.2f} |"
         )
     return [*lines, ""]
 
@@ -178,24 +207,36 @@ def table_of_losses(found: dict[str, Any], steps: int) -> list[str]:
     lines = [
         "## Losses",
         "",
-        f"| compression | mean loss of the last tenth of {steps} steps | on text not trained on | against none |",
+        (
+            f"| compression | mean loss of the last tenth of {steps} steps | on text not trained on"
+            " | against none |"
+        ),
         "|---|---|---|---|",
     ]
     losses = {Kind(*kind): Trained(*row) for kind, row in found["losses"].items()}
     plain = losses[KINDS[0]].eval_loss
     for kind, row in losses.items():
-        lines.append(f"| {kind} | {row.loss:.4f} | {row.eval_loss:.4f} | {row.eval_loss - plain:+.4f} |")
+        lines.append(
+            f"| {kind} | {row.loss:.4f} | {row.eval_loss:.4f} | {row.eval_loss - plain:+.4f} |"
+        )
     chance = (
-        "One run each. fp16 and bf16 differ from none by rounding alone: their differences show how much is chance."
+        "One run each. fp16 and bf16 differ from none by rounding alone: their differences show how"
+        " much is chance."
     )
     return [*lines, "", chance, ""]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--links", default="100mbit,1gbit,loopback", help="rates as `tc` writes them, and loopback")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--links", default="100mbit,1gbit,loopback", help="rates as `tc` writes them, and loopback"
+    )
     parser.add_argument("--rounds", type=int, default=8, help="steps of each kind that are timed")
-    parser.add_argument("--steps", type=int, default=120, help="of each kind for its loss, on loopback; 0: none")
+    parser.add_argument(
+        "--steps", type=int, default=120, help="of each kind for its loss, on loopback; 0: none"
+    )
     parser.add_argument("--width", type=int, default=192, help="of the model")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -213,16 +254,32 @@ def page(found: dict[str, dict[str, Any]], args: argparse.Namespace, seconds: fl
     lines = [
         "# Compressing gradients: bytes, seconds and losses",
         "",
-        f"`python -m benchmarks.compression_links --links {args.links} --rounds {args.rounds} --steps {args.steps} "
-        f"--width {args.width}`",
+        (
+            f"`python -m benchmarks.compression_links --links {args.links} --rounds {args.rounds}"
+            f" --steps {args.steps} --width {args.width}`"
+        ),
         "",
-        f"ddp on {RANKS} ranks (gloo), a transformer of {some['numbers']:,} parameters on Python's documentation,",
-        f"4 × 64 bytes of it a rank and step, AdamW. Seconds are those of {args.rounds} steps, the kinds in turn;",
-        "bytes are what one rank sends, headers included. PowerSGD compresses from step 2 on, with error feedback and",
-        "warm start. Where other programs keep the cores busy, the fastest step says more than the median.",
+        (
+            f"ddp on {RANKS} ranks (gloo), a transformer of {some['numbers']:,} parameters on"
+            " Python's documentation,"
+        ),
+        (
+            f"4 × 64 bytes of it a rank and step, AdamW. Seconds are those of {args.rounds} steps,"
+            " the kinds in turn;"
+        ),
+        (
+            "bytes are what one rank sends, headers included. PowerSGD compresses from step 2 on,"
+            " with error feedback and"
+        ),
+        (
+            "warm start. Where other programs keep the cores busy, the fastest step says more than"
+            " the median."
+        ),
         "",
-        f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} "
-        f"UTC, {seconds:.0f} s.",
+        (
+            f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.1f},"
+            f" {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC, {seconds:.0f} s."
+        ),
         "",
     ]
     for link, of_link in found.items():

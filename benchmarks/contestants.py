@@ -2,9 +2,10 @@
 
     python -m benchmarks.contestants NAME SIZE        (started by `benchmarks.overhead`, as one rank of a launch)
 
-All train the same model on the same data with the same optimizer (AdamW, fused), clip the gradient's norm at 1, and
-write loss and norm on every tenth step; none evaluates or saves. The model ends in its loss, the form that all of them
-take. Each runs for ever: the gate in front of the model's forward pass ends it.
+All train the same model on the same data with the same optimizer (AdamW, fused), clip the
+gradient's norm at 1, and write loss and norm on every tenth step; none evaluates or saves. The
+model ends in its loss, the form that all of them take. Each runs for ever: the gate in front of the
+model's forward pass ends it.
 """
 
 import json
@@ -27,8 +28,10 @@ EVERY, CLIP, RATE, SAMPLES, STEPS = 10, 1.0, 1e-3, 100_000, 1_000_000
 
 
 class Size(NamedTuple):
-    """Of a model and its batches; `block`: steps between two words with the conductor, a multiple of `EVERY`; `rounds`:
-    in a launch of one rank. A machine's speed wavers by a tenth from second to second: short steps take many rounds."""
+    """Of a model and its batches; `block`: steps between two words with the conductor, a multiple
+    of `EVERY`; `rounds`: in a launch of one rank. A machine's speed wavers by a tenth from second
+    to second: short steps take many rounds.
+    """
 
     width: int
     depth: int
@@ -37,7 +40,11 @@ class Size(NamedTuple):
     rounds: int = 8
 
 
-SIZES = {"1ms": Size(64, 4, 8, 200, 40), "5ms": Size(256, 8, 32, 40, 40), "50ms": Size(768, 10, 96, 10, 8)}
+SIZES = {
+    "1ms": Size(64, 4, 8, 200, 40),
+    "5ms": Size(256, 8, 32, 40, 40),
+    "50ms": Size(768, 10, 96, 10, 8),
+}
 
 
 class Net(nn.Module):
@@ -45,7 +52,9 @@ class Net(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        layers = [nn.Sequential(nn.Linear(size.width, size.width), nn.GELU()) for _ in range(size.depth)]
+        layers = [
+            nn.Sequential(nn.Linear(size.width, size.width), nn.GELU()) for _ in range(size.depth)
+        ]
         self.body = nn.Sequential(*layers, nn.Linear(size.width, 16))
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -78,7 +87,9 @@ class Task(NamedTuple):
     folder: Path
 
     def loader(self, sampler: Any = None) -> "DataLoader[dict[str, Tensor]]":
-        return DataLoader(self.data, batch_size=self.size.batch, shuffle=sampler is None, sampler=sampler)
+        return DataLoader(
+            self.data, batch_size=self.size.batch, shuffle=sampler is None, sampler=sampler
+        )
 
     def optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
@@ -92,7 +103,9 @@ class Log:
 
     def __call__(self, step: int, loss: Tensor, norm: Any) -> None:
         if step % EVERY == 0:
-            self._file.write(json.dumps({"step": step, "loss": loss.item(), "grad_norm": float(norm)}) + "\n")
+            self._file.write(
+                json.dumps({"step": step, "loss": loss.item(), "grad_norm": float(norm)}) + "\n"
+            )
             self._file.flush()
 
 
@@ -126,7 +139,9 @@ def hand_written(task: Task) -> None:
 
 
 def lockstep(task: Task) -> None:
-    """`Trainer.train` with its defaults: records, phases, the check for bad numbers, the same step on any layout."""
+    """`Trainer.train` with its defaults: records, phases, the check for bad numbers, the same step
+    on any layout.
+    """
     from lockstep.config import config_from
     from lockstep.trainer import Trainer
 
@@ -150,7 +165,9 @@ def lockstep(task: Task) -> None:
 def fabric(task: Task) -> None:
     from lightning.fabric import Fabric
 
-    runs = Fabric(accelerator="cpu", devices=task.ranks, strategy="ddp" if task.ranks > 1 else "auto")
+    runs = Fabric(
+        accelerator="cpu", devices=task.ranks, strategy="ddp" if task.ranks > 1 else "auto"
+    )
     runs.launch()
     model, optimizer = runs.setup(task.model, task.optimizer())
     loader, log = runs.setup_dataloaders(task.loader()), Log(task.folder)
@@ -182,11 +199,21 @@ def transformers(task: Task) -> None:
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
-        output_dir=str(task.folder), per_device_train_batch_size=task.size.batch, max_steps=STEPS, learning_rate=RATE,
-        lr_scheduler_type="constant", optim="adamw_torch_fused", max_grad_norm=CLIP, logging_steps=EVERY,
-        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,
+        output_dir=str(task.folder),
+        per_device_train_batch_size=task.size.batch,
+        max_steps=STEPS,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        max_grad_norm=CLIP,
+        logging_steps=EVERY,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
         ddp_backend="gloo" if task.ranks > 1 else None,
-    )  # fmt: skip
+    )
     Trainer(task.model, arguments, train_dataset=task.data).train()
 
 
@@ -208,24 +235,37 @@ def lightning(task: Task) -> None:
             return task.optimizer()
 
     Trainer(
-        accelerator="cpu", devices=task.ranks, strategy="ddp" if task.ranks > 1 else "auto", max_steps=STEPS,
-        gradient_clip_val=CLIP, log_every_n_steps=EVERY, logger=CSVLogger(str(task.folder)), enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False,
-    ).fit(Module(), task.loader())  # fmt: skip
+        accelerator="cpu",
+        devices=task.ranks,
+        strategy="ddp" if task.ranks > 1 else "auto",
+        max_steps=STEPS,
+        gradient_clip_val=CLIP,
+        log_every_n_steps=EVERY,
+        logger=CSVLogger(str(task.folder)),
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    ).fit(Module(), task.loader())
 
 
 def deepspeed(task: Task) -> None:
     import deepspeed
 
     if task.ranks == 1:  # it wants a process group even so
-        dist.init_process_group("gloo", init_method=f"file://{task.folder}/meeting", rank=0, world_size=1)
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        dist.init_process_group(
+            "gloo", init_method=f"file://{task.folder}/meeting", rank=0, world_size=1
+        )
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+        )
     deepspeed.init_distributed(dist_backend="gloo")
     config = {
         "train_micro_batch_size_per_gpu": task.size.batch,
         "gradient_clipping": CLIP,
     }
-    runs, _, _, _ = deepspeed.initialize(model=task.model, optimizer=task.optimizer(), config=config)
+    runs, _, _, _ = deepspeed.initialize(
+        model=task.model, optimizer=task.optimizer(), config=config
+    )
     sampler = DistributedSampler(task.data) if task.ranks > 1 else None
     log = Log(task.folder)
     for step, batch in epochs(task.loader(sampler), sampler):

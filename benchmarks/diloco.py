@@ -1,14 +1,16 @@
-"""How soon a loss is reached on a slow link: a reduction each step, a compressed one, and local updates (DiLoCo).
+"""How soon a loss is reached on a slow link: a reduction each step, a compressed one, and local
+updates (DiLoCo).
 
     python -m benchmarks.diloco --link 100mbit
 
-Two hosts are network namespaces whose link `tc` shapes (needs root; `tests.hosts`). The contestants train the same
-model on the same samples, in turn, a round of steps each, so that what else the machine does falls on all of them.
-After each round its loss on text that was not trained on is taken, off the clock, and the bytes that the interface
-counted. Synchronous training and local updates have a learning rate each, both the best of the same grid; the page
-keeps the grid, and all else that was tried, below the line `## What was tried`, which is written by hand.
-`--link none` runs them in this process alone, workers in turn: the same losses of ddp and of local updates, to the bit,
-without a link and without root.
+Two hosts are network namespaces whose link `tc` shapes (needs root; `tests.hosts`). The contestants
+train the same model on the same samples, in turn, a round of steps each, so that what else the
+machine does falls on all of them. After each round its loss on text that was not trained on is
+taken, off the clock, and the bytes that the interface counted. Synchronous training and local
+updates have a learning rate each, both the best of the same grid; the page keeps the grid, and all
+else that was tried, below the line `## What was tried`, which is written by hand. `--link none`
+runs them in this process alone, workers in turn: the same losses of ddp and of local updates, to
+the bit, without a link and without root.
 """
 
 import argparse
@@ -63,7 +65,9 @@ class Course:
         self.losses.append(loss)
 
     def reached(self, loss: float, of: list[float]) -> float | None:
-        """What `of` (seconds, steps, bytes) was when the loss was reached, between rounds by a straight line."""
+        """What `of` (seconds, steps, bytes) was when the loss was reached, between rounds by a
+        straight line.
+        """
         for place, now in enumerate(self.losses):
             if now <= loss:
                 if place == 0:
@@ -77,14 +81,29 @@ class Course:
 def contestants(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Name → settings."""
 
-    def local(every: int, send_as: str, outer: tuple[float, float] = (1.0, 0.0), fragments: int = 1) -> dict[str, Any]:
-        options = {"workers": RANKS, "inner_steps": every, "send_as": send_as, "fragments": fragments}
+    def local(
+        every: int, send_as: str, outer: tuple[float, float] = (1.0, 0.0), fragments: int = 1
+    ) -> dict[str, Any]:
+        options = {
+            "workers": RANKS,
+            "inner_steps": every,
+            "send_as": send_as,
+            "fragments": fragments,
+        }
         options |= {"outer_learning_rate": outer[0], "outer_momentum": outer[1]}
         chosen = {f"distributed.diloco.{key}": value for key, value in options.items()}
-        return {"distributed.strategy": "diloco", "training.learning_rate": args.local_rate, **chosen}
+        return {
+            "distributed.strategy": "diloco",
+            "training.learning_rate": args.local_rate,
+            **chosen,
+        }
 
     compression, longer, shorter = "distributed.ddp.compression", args.int8_steps, args.int4_steps
-    powersgd = {f"{compression}.kind": "powersgd", f"{compression}.rank": 4, f"{compression}.start_step": 2}
+    powersgd = {
+        f"{compression}.kind": "powersgd",
+        f"{compression}.rank": 4,
+        f"{compression}.start_step": 2,
+    }
     outer = (args.outer_rate, args.outer_momentum)
     every: dict[str, dict[str, Any]] = {
         "ddp": {},
@@ -96,9 +115,17 @@ def contestants(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         f"local SGD, int4, every {shorter}, 2 fragments": local(shorter, "int4", fragments=2),
     }
     if args.link == "none":  # one process sends nothing: compression has nothing to do there
-        every = {name: settings for name, settings in every.items() if compression + ".kind" not in settings}
+        every = {
+            name: settings
+            for name, settings in every.items()
+            if compression + ".kind" not in settings
+        }
         every["ddp"] = {"distributed.strategy": "single"}
-    return {name: settings for name, settings in every.items() if not args.only or name in args.only.split(";")}
+    return {
+        name: settings
+        for name, settings in every.items()
+        if not args.only or name in args.only.split(";")
+    }
 
 
 def trainer_for(settings: dict[str, Any], args: argparse.Namespace, data: Data) -> Trainer:
@@ -116,7 +143,11 @@ def trainer_for(settings: dict[str, Any], args: argparse.Namespace, data: Data) 
     }
     with torch.device("meta"):
         model = get_model("transformer")(
-            n_layer=args.layers, n_embd=args.width, n_head=4, vocab_size=data.facts["vocab_size"], dropout=0.0
+            n_layer=args.layers,
+            n_embd=args.width,
+            n_head=4,
+            vocab_size=data.facts["vocab_size"],
+            dropout=0.0,
         )
     return Trainer(model, config=config_from({**common, **settings}))
 
@@ -127,9 +158,13 @@ def race(args: argparse.Namespace) -> dict[str, Course]:
     section = config_from({"data.name": "python-docs", "data.args": {"block_size": 64}}).data
     data = build_data(section, seed=1)
     assert data.validation is not None
-    trainers = {name: trainer_for(settings, args, data) for name, settings in contestants(args).items()}
+    trainers = {
+        name: trainer_for(settings, args, data) for name, settings in contestants(args).items()
+    }
     running = {name: trainer.steps(data.train) for name, trainer in trainers.items()}
-    courses = {name: Course(numbers=trainer.placed.num_parameters) for name, trainer in trainers.items()}
+    courses = {
+        name: Course(numbers=trainer.placed.num_parameters) for name, trainer in trainers.items()
+    }
     for number in range(args.steps // args.round):
         names = list(trainers)
         for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -137,7 +172,10 @@ def race(args: argparse.Namespace) -> dict[str, Course]:
             loss = trainers[name].evaluate(data.validation)
             courses[name].add(args.round, seconds, sent, loss)
             if not dist.is_initialized() or dist.get_rank() == 0:
-                print(f"{name}: step {courses[name].steps[-1]}, {seconds:.1f} s, loss {loss:.4f}", flush=True)
+                print(
+                    f"{name}: step {courses[name].steps[-1]}, {seconds:.1f} s, loss {loss:.4f}",
+                    flush=True,
+                )
     return courses
 
 
@@ -174,37 +212,79 @@ def measure(args: argparse.Namespace) -> dict[str, Course]:
 def page(courses: dict[str, Course], args: argparse.Namespace, seconds: float) -> str:
     first = next(iter(courses.values()))
     target = WITHIN * first.losses[-1]
-    given = ("link", "steps", "round", "layers", "width", "batch", "rate", "local_rate", "int8_steps", "int4_steps",
-             "outer_rate", "outer_momentum", "seed")  # fmt: skip
+    given = (
+        "link",
+        "steps",
+        "round",
+        "layers",
+        "width",
+        "batch",
+        "rate",
+        "local_rate",
+        "int8_steps",
+        "int4_steps",
+        "outer_rate",
+        "outer_momentum",
+        "seed",
+    )
     command = " ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in given)
     lines = [
         "# Local updates on a slow link: time and bytes to a loss",
         "",
         f"`python -m benchmarks.diloco {command}`",
         "",
-        f"A transformer of {first.numbers:,} parameters on Python's documentation, {RANKS} workers on {RANKS} hosts,",
-        f"{RANKS * args.batch} × 64 bytes of it a step over all workers, AdamW, {args.steps} steps, a core a worker.",
-        "All see the same samples as often. The learning rate warms up over a tenth of the steps and falls to zero",
-        f"along a half-cosine; its peak is {args.rate:g} for ddp and {args.local_rate:g} for local updates, chosen",
-        "as the tables at the end say. Workers exchange what they changed every so many steps as a row says; local SGD",
+        (
+            f"A transformer of {first.numbers:,} parameters on Python's documentation, {RANKS}"
+            f" workers on {RANKS} hosts,"
+        ),
+        (
+            f"{RANKS * args.batch} × 64 bytes of it a step over all workers, AdamW, {args.steps}"
+            " steps, a core a worker."
+        ),
+        (
+            "All see the same samples as often. The learning rate warms up over a tenth of the"
+            " steps and falls to zero"
+        ),
+        (
+            f"along a half-cosine; its peak is {args.rate:g} for ddp and {args.local_rate:g} for"
+            " local updates, chosen"
+        ),
+        (
+            "as the tables at the end say. Workers exchange what they changed every so many steps"
+            " as a row says; local SGD"
+        ),
         "is diloco with an outer learning rate of 1 and no momentum.",
-        "Losses are on the tenth of the text that was not trained on; bytes are those that a host's interface counted,",
-        f"with headers. The loss to be reached is {WITHIN:g} × that at which synchronous training ends.",
+        (
+            "Losses are on the tenth of the text that was not trained on; bytes are those that a"
+            " host's interface counted,"
+        ),
+        (
+            f"with headers. The loss to be reached is {WITHIN:g} × that at which synchronous"
+            " training ends."
+        ),
         "",
-        f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.1f}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} "
-        f"UTC, {seconds:.0f} s.",
+        (
+            f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.1f},"
+            f" {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC, {seconds:.0f} s."
+        ),
         "",
-        "| | loss at the end | of ddp's | seconds a step | MB a step | ddp's bytes over these | "
-        f"seconds to {target:.3f} | ddp's over these |",
+        (
+            "| | loss at the end | of ddp's | seconds a step | MB a step | ddp's bytes over these"
+            f" | seconds to {target:.3f} | ddp's over these |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, course in courses.items():
-        took, of_first = course.reached(target, course.seconds), first.reached(target, first.seconds)
+        took, of_first = (
+            course.reached(target, course.seconds),
+            first.reached(target, first.seconds),
+        )
         lines.append(
-            f"| {name} | {course.losses[-1]:.4f} | {course.losses[-1] / first.losses[-1]:.4f} | "
-            f"{course.seconds[-1] / course.steps[-1]:.3f} | {course.sent[-1] / course.steps[-1] / 1e6:.4f} | "
-            f"{_ratio(first.sent[-1], course.sent[-1])} | {'not reached' if took is None else f'{took:.1f}'} | "
-            f"{_ratio(of_first, took)} |"
+            f"| {name} | {course.losses[-1]:.4f} | {course.losses[-1] / first.losses[-1]:.4f} |"
+            f" {course.seconds[-1] / course.steps[-1]:.3f} |"
+            f" {course.sent[-1] / course.steps[-1] / 1e6:.4f} |"
+            f" {_ratio(first.sent[-1], course.sent[-1])} |"
+            f" {'not reached' if took is None else f'{took:.1f}'} | {_ratio(of_first, took)} |"
         )
     return "\n".join([*lines, "", "![loss over seconds](diloco.svg)", "", *_by_round(courses)])
 
@@ -215,9 +295,18 @@ def _ratio(one: float | None, other: float | None) -> str:
 
 def _by_round(courses: dict[str, Course]) -> list[str]:
     names = list(courses)
-    lines = ["## Losses after each round", "", f"| step | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    lines = [
+        "## Losses after each round",
+        "",
+        f"| step | {' | '.join(names)} |",
+        "|---" * (len(names) + 1) + "|",
+    ]
     for place, step in enumerate(courses[names[0]].steps):
-        lines.append(f"| {step} | " + " | ".join(f"{courses[name].losses[place]:.4f}" for name in names) + " |")
+        lines.append(
+            f"| {step} | "
+            + " | ".join(f"{courses[name].losses[place]:.4f}" for name in names)
+            + " |"
+        )
     return [*lines, ""]
 
 
@@ -228,31 +317,56 @@ def by_hand(path: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--link", default="100mbit", help="rate as `tc` writes it; none: one process, no link")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--link", default="100mbit", help="rate as `tc` writes it; none: one process, no link"
+    )
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--round", type=int, default=100, help="steps between evaluations; exchanges should divide it")
+    parser.add_argument(
+        "--round",
+        type=int,
+        default=100,
+        help="steps between evaluations; exchanges should divide it",
+    )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64, help="of the model")
-    parser.add_argument("--batch", type=int, default=32, help="samples in a micro-batch; a worker runs one a step")
+    parser.add_argument(
+        "--batch", type=int, default=32, help="samples in a micro-batch; a worker runs one a step"
+    )
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate of ddp")
-    parser.add_argument("--local-rate", type=float, default=4.2e-3, help="peak learning rate of local updates")
-    parser.add_argument("--int8-steps", type=int, default=50, help="steps between exchanges of int8")
-    parser.add_argument("--int4-steps", type=int, default=20, help="steps between exchanges of int4")
-    parser.add_argument("--outer-rate", type=float, default=0.7, help="of the contestant with an outer momentum")
+    parser.add_argument(
+        "--local-rate", type=float, default=4.2e-3, help="peak learning rate of local updates"
+    )
+    parser.add_argument(
+        "--int8-steps", type=int, default=50, help="steps between exchanges of int8"
+    )
+    parser.add_argument(
+        "--int4-steps", type=int, default=20, help="steps between exchanges of int4"
+    )
+    parser.add_argument(
+        "--outer-rate", type=float, default=0.7, help="of the contestant with an outer momentum"
+    )
     parser.add_argument("--outer-momentum", type=float, default=0.9)
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--only", default="", help="names of contestants, with ; between")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for diloco.md and diloco.svg")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, help="folder for diloco.md and diloco.svg"
+    )
     args = parser.parse_args()
     begin = time.perf_counter()
     courses = measure(args)
     text = page(courses, args, time.perf_counter() - begin)
     args.output.mkdir(exist_ok=True, parents=True)
-    (args.output / "diloco.md").write_text(text + by_hand(args.output / "diloco.md"), encoding="utf-8")
+    (args.output / "diloco.md").write_text(
+        text + by_hand(args.output / "diloco.md"), encoding="utf-8"
+    )
     curves = [Curve(name, course.seconds, course.losses) for name, course in courses.items()]
     target = WITHIN * next(iter(courses.values())).losses[-1]
-    svg = as_svg(curves, "seconds of training", f"loss on held-out text, link of {args.link}", target)
+    svg = as_svg(
+        curves, "seconds of training", f"loss on held-out text, link of {args.link}", target
+    )
     (args.output / "diloco.svg").write_text(svg, encoding="utf-8")
     print(text)
 

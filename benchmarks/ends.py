@@ -2,11 +2,13 @@
 
     python -m benchmarks.ends --runs 500 --write
 
-Each rank is the worker of `lockstep train` from its first line to the end of its interpreter. A process that has loaded
-torch and Lockstep is forked for it, so that a run takes a second. What is counted are exit statuses other than 0.
+Each rank is the worker of `lockstep train` from its first line to the end of its interpreter. A
+process that has loaded torch and Lockstep is forked for it, so that a run takes a second. What is
+counted are exit statuses other than 0.
 
-With `--late` the threads that run gloo's collectives get a core last, a collective comes right before the end, and the
-end takes 0.3 s longer: what happens in a few of a hundred runs on a busy machine then happens in a third. Needs Linux.
+With `--late` the threads that run gloo's collectives get a core last, a collective comes right
+before the end, and the end takes 0.3 s longer: what happens in a few of a hundred runs on a busy
+machine then happens in a third. Needs Linux.
 """
 
 import argparse
@@ -49,7 +51,8 @@ STRATEGIES = {
     "hybrid": (4, "strategy: fsdp, shard_size: 2, fsdp: {sharding_strategy: hybrid_shard}"),
     "pipeline": (2, "strategy: pipeline"),
 }
-_SAVING = ("save_strategy: none", "save_steps: 2, async: false", "save_steps: 2, async: true")  # in turn
+# in turn
+_SAVING = ("save_strategy: none", "save_steps: 2, async: false", "save_steps: 2, async: true")
 _SECONDS = 120.0  # after which a run hangs
 _MODULES = "modules"  # a file: what a rank had imported at its end
 
@@ -109,11 +112,17 @@ class Run:
         os.dup2(out, 1)
         os.dup2(out, 2)
         os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-            "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": self.folder.name, "TORCH_FR_BUFFER_SIZE": "2000",
-            "LOCKSTEP_HEARTBEATS": f"{self.folder}/beats", "LOCKSTEP_FAILURES": f"{self.folder}/failures",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "GROUP_RANK": "0",
+            "TORCHELASTIC_RUN_ID": self.folder.name,
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            "LOCKSTEP_HEARTBEATS": f"{self.folder}/beats",
+            "LOCKSTEP_FAILURES": f"{self.folder}/failures",
             "LOCKSTEP_LAUNCHER_PID": str(os.getppid()),
-        }  # fmt: skip
+        }
 
     @property
     def arguments(self) -> list[str]:
@@ -138,7 +147,9 @@ class Run:
 
     def show(self) -> None:
         """Print the end of what the ranks said."""
-        for path in sorted([*self.folder.glob("run/logs/rank-*.log"), *self.folder.glob("console-*")]):
+        for path in sorted(
+            [*self.folder.glob("run/logs/rank-*.log"), *self.folder.glob("console-*")]
+        ):
             lines = path.read_text(errors="replace").splitlines()[-8:]
             print(f"{self.strategy}, {path.name}:", *lines, sep="\n    ", flush=True)
 
@@ -167,7 +178,10 @@ def measure(strategy: str, runs: int, at_once: int) -> str:
             if not first and (run.folder / _MODULES).exists():
                 import_what_ranks_import(run.folder / _MODULES)
             shutil.rmtree(run.folder)
-    bad = ", ".join(f"{count} × {end}" for end, count in sorted(ends.items()) if end != "good") or "none"
+    bad = (
+        ", ".join(f"{count} × {end}" for end, count in sorted(ends.items()) if end != "good")
+        or "none"
+    )
     seconds = (time.monotonic() - since) / runs
     row = f"| {strategy} | {STRATEGIES[strategy][0]} | {runs} | {bad} | {seconds:.1f} |"
     print(row, flush=True)
@@ -175,14 +189,18 @@ def measure(strategy: str, runs: int, at_once: int) -> str:
 
 
 class Window:
-    """Sleeps when the interpreter, which is ending, clears its modules: late threads get a core then."""
+    """Sleeps when the interpreter, which is ending, clears its modules: late threads get a core
+    then.
+    """
 
     def __del__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         sleep(0.3)
 
 
 def be_late() -> None:
-    """Have a collective right before the end, by threads that get a core when nobody else wants one."""
+    """Have a collective right before the end, by threads that get a core when nobody else wants
+    one.
+    """
     leave = cluster.cleanup
 
     def late() -> None:
@@ -220,16 +238,24 @@ def main() -> int:
         (rank.run.folder / _MODULES).write_text("\n".join(sys.modules))
         gc.freeze()  # as `python -m lockstep` does
         return code
-    options = " ".join([f"--runs {arguments.runs}{' --late' * arguments.late}", *arguments.strategies])
+    options = " ".join(
+        [f"--runs {arguments.runs}{' --late' * arguments.late}", *arguments.strategies]
+    )
     text = page(
-        "Ends of runs", f"python -m benchmarks.ends {options} --write", machine(),
+        "Ends of runs",
+        f"python -m benchmarks.ends {options} --write",
+        machine(),
         [
-            "Ranks whose process ended with another exit status than 0, after runs of two steps that were done.",
+            (
+                "Ranks whose process ended with another exit status than 0, after runs of two steps"
+                " that were done."
+            ),
             "Saves are off, waited for and in the background, in turn.",
             *["gloo's threads get a core last (see the program)."] * arguments.late,
         ],
-        "| strategy | ranks | runs | bad ends | seconds a run |", rows,
-    )  # fmt: skip
+        "| strategy | ranks | runs | bad ends | seconds a run |",
+        rows,
+    )
     tell(text, RESULTS / "ends.md" if arguments.write else None)
     return int(any("| none |" not in row for row in rows))
 

@@ -6,8 +6,8 @@
     killed, training     `lockstep train`; SIGKILL to a rank
     stopped, training    the same; SIGSTOP to a rank: seconds beyond the watch time, which is how long a step may take
 
-The clock runs from the signal to the launcher's line. Goals: 5 s each; the first rank that the launcher names is the
-one that got the signal, and of a stopped one the line of code is given.
+The clock runs from the signal to the launcher's line. Goals: 5 s each; the first rank that the
+launcher names is the one that got the signal, and of a stopped one the line of code is given.
 """
 
 import argparse
@@ -54,12 +54,21 @@ class Run:
         (folder / "tiny.yaml").write_text(_TRAINING)
         (folder / "script.py").write_text(_SCRIPT)
         what = ["train", "tiny.yaml"] if training else ["launch"]
-        options = ["--nproc-per-node", str(ranks), "--output-dir", "run", *([] if training else ["script.py"])]
+        options = [
+            "--nproc-per-node",
+            str(ranks),
+            "--output-dir",
+            "run",
+            *([] if training else ["script.py"]),
+        ]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "lockstep", *what, *options], cwd=folder, text=True,
+            [sys.executable, "-m", "lockstep", *what, *options],
+            cwd=folder,
+            text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
 
     def pids(self) -> dict[int, int]:
         """Of the ranks, once they are all in the middle of it."""
@@ -137,8 +146,14 @@ def main() -> int:
         f"python -m benchmarks.failure_times --write --trials {given.trials} --ranks {given.ranks}",
         machine(),
         [
-            "Seconds from the signal to the launcher's line, which in every trial named the rank that got it, and",
-            "first; of a stopped one its line of code too, and the seconds are those beyond the watch time",
+            (
+                "Seconds from the signal to the launcher's line, which in every trial named the"
+                " rank that got it, and"
+            ),
+            (
+                "first; of a stopped one its line of code too, and the seconds are those beyond the"
+                " watch time"
+            ),
             f"({_WATCH:g} s here). Goal: 5 s.",
         ],
         "| what | median | least | most |",

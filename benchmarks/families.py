@@ -3,9 +3,10 @@
     python -m benchmarks.families [--missing] [TASK …]    # some twenty minutes for all
     python -m benchmarks.families --write
 
-Every class of the library's automatic mappings is built in a tiny size (`benchmarks.tiny_models`). The reference is the
-author's own loop in plain PyTorch: the loss and gradient of `model(**batch)` for the whole batch. Against it stands a
-step of Lockstep over the same samples in several cuts. A class is equal to 1e-5, or refused before the step.
+Every class of the library's automatic mappings is built in a tiny size (`benchmarks.tiny_models`).
+The reference is the author's own loop in plain PyTorch: the loss and gradient of `model(**batch)`
+for the whole batch. Against it stands a step of Lockstep over the same samples in several cuts. A
+class is equal to 1e-5, or refused before the step.
 """
 
 import argparse
@@ -87,7 +88,9 @@ def walk_all(tasks: Sequence[str] = (), done: Collection[str] = ()) -> Iterator[
 
 
 def walk(task: str, model_type: str, name: str) -> Row:
-    """Build a class, and compare its loss and gradient over several cuts with those of the whole batch."""
+    """Build a class, and compare its loss and gradient over several cuts with those of the whole
+    batch.
+    """
     try:
         kind = config_class(name, model_type) and getattr(transformers, name)
         if _takes_no_labels(kind):
@@ -107,7 +110,10 @@ def walk(task: str, model_type: str, name: str) -> Row:
 
 
 _NOT_COMPARABLE = {
-    "levit": "evaluation keeps a bias of the pass before, without its gradient; training has batch norm over samples"
+    "levit": (
+        "evaluation keeps a bias of the pass before, without its gradient; training has batch norm"
+        " over samples"
+    )
 }
 _UNTRAINED = re.compile(r"train.{0,60}(not|n't)\b|(not|n't)\b.{0,60}train", re.IGNORECASE)
 _LABELS = re.compile("label|return_loss|start_positions|future_values|target|masked_pos|mask_time")
@@ -115,7 +121,8 @@ _LABELS = re.compile("label|return_loss|start_positions|future_values|target|mas
 
 def _takes_no_labels(kind: type[Any]) -> bool:
     """Nothing in the forward pass of the class is a label, or a loss."""
-    labels = [name for name in _labels_of(kind) if "mask" not in name]  # what is masked is an input of encoders, too
+    # what is masked is an input of encoders, too
+    labels = [name for name in _labels_of(kind) if "mask" not in name]
     return not labels and "loss" not in inspect.getsource(inspect.unwrap(kind.forward))
 
 
@@ -124,8 +131,11 @@ def _labels_of(model: Any) -> list[str]:
     return [name for name in parameters if _LABELS.search(name)]
 
 
-def _first_that_runs(task: str, model_type: str, name: str) -> tuple[Any, dict[str, Any], Tensor | None, LossCalls]:
-    """(model, batch, loss, calls) of the first variant with a finite loss; or of the first that runs without one.
+def _first_that_runs(
+    task: str, model_type: str, name: str
+) -> tuple[Any, dict[str, Any], Tensor | None, LossCalls]:
+    """(model, batch, loss, calls) of the first variant with a finite loss; or of the first that
+    runs without one.
 
     Raises:
         Exception: that of the first variant, where none runs.
@@ -138,7 +148,8 @@ def _first_that_runs(task: str, model_type: str, name: str) -> tuple[Any, dict[s
             for batch in batches(model, task):
                 try:
                     with torch.no_grad(), warnings.catch_warnings(), LossCalls() as calls:
-                        warnings.filterwarnings("error", message="Using a target size")  # labels of another shape
+                        # labels of another shape
+                        warnings.filterwarnings("error", message="Using a target size")
                         loss = getattr(model(**batch), "loss", None)
                     if isinstance(loss, Tensor) and loss.ndim == 0 and loss.isfinite():
                         return model, batch, loss, calls
@@ -165,7 +176,9 @@ def _first_that_runs(task: str, model_type: str, name: str) -> tuple[Any, dict[s
 
 
 def compared(model: nn.Module, batch: dict[str, Any], task: str, counted: str) -> Row:
-    """The row of a model: in float32, and where rounding makes more than the tolerance, in float64, too."""
+    """The row of a model: in float32, and where rounding makes more than the tolerance, in float64,
+    too.
+    """
     row = _compared(model, batch, task, counted)
     if row.outcome != WRONG:
         return row
@@ -194,7 +207,9 @@ def _compared(model: nn.Module, batch: dict[str, Any], task: str, counted: str) 
     for cut in CUTS:
         pieces = {key: _cut(value, cut) for key, value in batch.items()}
         try:
-            loss = placed.backward(*({key: value[i] for key, value in pieces.items()} for i in range(len(cut))))
+            loss = placed.backward(
+                *({key: value[i] for key, value in pieces.items()} for i in range(len(cut)))
+            )
         except UsageError as error:
             return Row(task, name, REFUSED, error.what.split(":")[0])
         found = _gradients(model)
@@ -202,12 +217,19 @@ def _compared(model: nn.Module, batch: dict[str, Any], task: str, counted: str) 
         off = abs(float(loss - whole.detach())) / max(1.0, abs(float(whole.detach())))
         steep = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
         if not (off < TOLERANCE and steep < TOLERANCE):
-            return Row(task, name, WRONG, f"cut as {cut}: loss {off:.1e} off, gradient {steep:.1e}; {counted}")
+            return Row(
+                task,
+                name,
+                WRONG,
+                f"cut as {cut}: loss {off:.1e} off, gradient {steep:.1e}; {counted}",
+            )
     return Row(task, name, EQUAL, counted)
 
 
 def _cut(value: Any, cut: tuple[int, ...]) -> Sequence[Any]:
-    """A batch's tensor, or its list with a member for each sample, in pieces; other values are each piece's."""
+    """A batch's tensor, or its list with a member for each sample, in pieces; other values are each
+    piece's.
+    """
     if isinstance(value, Tensor) and value.ndim:
         rows = value.shape[0] // sum(cut)  # several for each sample: channels of a sound
         return value.split([rows * samples for samples in cut])
@@ -230,11 +252,17 @@ def how(calls: LossCalls, batch: dict[str, Tensor]) -> str:
             for ignored in (-100, 255):
                 if divisors == {float((labels[..., shift:] != ignored).sum())}:
                     return f"labels that are not {ignored}{words}"
-    return "samples" if divisors == {float(SAMPLES)} else "targets that its loss function does not ignore"
+    return (
+        "samples"
+        if divisors == {float(SAMPLES)}
+        else "targets that its loss function does not ignore"
+    )
 
 
 def _gradients(model: nn.Module) -> Tensor:
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+    return torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
+    )
 
 
 @contextmanager
@@ -243,7 +271,8 @@ def _limited() -> Iterator[None]:
         raise TimeoutError(f"it takes more than {_SECONDS} s")
 
     before = signal.signal(signal.SIGPROF, late)
-    signal.setitimer(signal.ITIMER_PROF, _SECONDS)  # of the processor: other programs may keep it busy
+    # of the processor: other programs may keep it busy
+    signal.setitimer(signal.ITIMER_PROF, _SECONDS)
     try:
         yield
     finally:
@@ -255,13 +284,18 @@ def _in_short(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if package := re.search(r"requires the (\S+) library", text):
         return f"needs the package {package[1]}"
-    text = text.removeprefix("Class validation error for validator 'validate_architecture': ValueError: ")
+    text = text.removeprefix(
+        "Class validation error for validator 'validate_architecture': ValueError: "
+    )
     return text[:90] + ("…" if len(text) > 90 else "")
 
 
 def page(rows: Sequence[Row]) -> str:
     """The page."""
-    numbers = {outcome: sum(row.outcome == outcome for row in rows) for outcome in (EQUAL, REFUSED, NO_LOSS, NOT_BUILT)}
+    numbers = {
+        outcome: sum(row.outcome == outcome for row in rows)
+        for outcome in (EQUAL, REFUSED, NO_LOSS, NOT_BUILT)
+    }
     cuts = " and ".join("+".join(map(str, cut)) for cut in CUTS)
     versions = ", ".join(sorted({row.version for row in rows}))
     lines = [
@@ -269,31 +303,77 @@ def page(rows: Sequence[Row]) -> str:
         "",
         "<!-- Written by: python -m benchmarks.families --write -->",
         "",
-        f"How the loss of each of the {len(rows)} classes in the automatic mappings of transformers {versions} is",
-        "counted. The reference is the author's own loop in plain PyTorch: loss and gradient of `model(**batch)` for a",
-        "whole batch, with targets left out here and there, and with another number of objects in each image. Against",
+        (
+            f"How the loss of each of the {len(rows)} classes in the automatic mappings of"
+            f" transformers {versions} is"
+        ),
+        (
+            "counted. The reference is the author's own loop in plain PyTorch: loss and gradient of"
+            " `model(**batch)` for a"
+        ),
+        (
+            "whole batch, with targets left out here and there, and with another number of objects"
+            " in each image. Against"
+        ),
         f"it stands one step of Lockstep over the same samples as micro-batches of {cuts} samples.",
         "",
         "| | classes | |",
         "|---|---|---|",
-        f"| equal | {numbers[EQUAL]} | loss and gradient of all parameters are the reference's to {TOLERANCE:g} |",
-        f"| refused | {numbers[REFUSED]} | an error before the step: no count was found that makes it equal |",
-        f"| no loss | {numbers[NO_LOSS]} | its forward pass returns none, or its author has not written one |",
-        f"| not built | {numbers[NOT_BUILT]} | it needs a package, or no rule made a tiny config or a batch for it |",
+        (
+            f"| equal | {numbers[EQUAL]} | loss and gradient of all parameters are the reference's"
+            f" to {TOLERANCE:g} |"
+        ),
+        (
+            f"| refused | {numbers[REFUSED]} | an error before the step: no count was found that"
+            " makes it equal |"
+        ),
+        (
+            f"| no loss | {numbers[NO_LOSS]} | its forward pass returns none, or its author has not"
+            " written one |"
+        ),
+        (
+            f"| not built | {numbers[NOT_BUILT]} | it needs a package, or no rule made a tiny"
+            " config or a batch for it |"
+        ),
         "",
-        "The gradient is compared as one vector: the norm of the difference over the norm of the reference. Both are",
-        "compared in float32; where float32 rounds more than the tolerance, in float64. Models are tiny, with random",
-        "values, without dropout, and in evaluation mode (Reformer in training mode, as it insists on it): batch",
+        (
+            "The gradient is compared as one vector: the norm of the difference over the norm of"
+            " the reference. Both are"
+        ),
+        (
+            "compared in float32; where float32 rounds more than the tolerance, in float64. Models"
+            " are tiny, with random"
+        ),
+        (
+            "values, without dropout, and in evaluation mode (Reformer in training mode, as it"
+            " insists on it): batch"
+        ),
         "normalization over the samples of a micro-batch is no part of the comparison.",
         "",
-        "A class that is refused trains with a `count(batch)` of its own ([how](how_to/loss.md)), or with one",
-        "micro-batch a step on one rank. Why a class was not built is mostly said in the library's own words.",
+        (
+            "A class that is refused trains with a `count(batch)` of its own"
+            " ([how](how_to/loss.md)), or with one"
+        ),
+        (
+            "micro-batch a step on one rank. Why a class was not built is mostly said in the"
+            " library's own words."
+        ),
         "",
         *_decoders(PAGE.read_text()),
     ]
     for task in dict.fromkeys(row.task for row in rows):
-        lines += ["", f"## {task.replace('_', ' ').capitalize()}", "", "| class | | counts |", "|---|---|---|"]
-        lines += [f"| {row.name} | {row.outcome} | {_in_a_cell(row.how)} |" for row in rows if row.task == task]
+        lines += [
+            "",
+            f"## {task.replace('_', ' ').capitalize()}",
+            "",
+            "| class | | counts |",
+            "|---|---|---|",
+        ]
+        lines += [
+            f"| {row.name} | {row.outcome} | {_in_a_cell(row.how)} |"
+            for row in rows
+            if row.task == task
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -304,12 +384,20 @@ def _decoders(text: str) -> list[str]:
 
 
 def _in_a_cell(text: str) -> str:
-    return text.replace("|", "/").replace("<", "&lt;").replace("`", "").replace("*", "\\*").replace("_", "\\_")
+    return (
+        text.replace("|", "/")
+        .replace("<", "&lt;")
+        .replace("`", "")
+        .replace("*", "\\*")
+        .replace("_", "\\_")
+    )
 
 
 def recorded(path: Path = ROWS) -> list[Row]:
     """The rows that were written down, by task and name; the newest of each class."""
-    rows = [Row(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = (
+        [Row(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    )
     newest = {row.name: row for row in rows}
     return sorted(newest.values(), key=lambda row: (row.task, row.name))
 
@@ -321,12 +409,20 @@ def record(rows: Sequence[Row], path: Path = ROWS) -> None:
 
 def main() -> None:
     """Walk the tasks, write down a row for each class, and the page if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", nargs="*", help="mappings, by their middle part (CAUSAL_LM); unset: all")
-    parser.add_argument(
-        "--write", action="store_true", help="walk nothing; write the page, and keep the newest row of each class"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--missing", action="store_true", help="only what has no row, or was not built")
+    parser.add_argument(
+        "tasks", nargs="*", help="mappings, by their middle part (CAUSAL_LM); unset: all"
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="walk nothing; write the page, and keep the newest row of each class",
+    )
+    parser.add_argument(
+        "--missing", action="store_true", help="only what has no row, or was not built"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging: Any = transformers.logging
@@ -337,7 +433,9 @@ def main() -> None:
         record(rows)
         PAGE.write_text(page(rows))
         return
-    done = {row.name for row in recorded() if row.outcome != NOT_BUILT} if arguments.missing else set()
+    done = (
+        {row.name for row in recorded() if row.outcome != NOT_BUILT} if arguments.missing else set()
+    )
     for row in walk_all(arguments.tasks, done):
         print(f"{row.task:32} {row.name:48} {row.outcome:10} {row.how}", flush=True)
         with ROWS.open("a") as file:

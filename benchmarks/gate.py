@@ -1,12 +1,14 @@
 """Where a contestant of a benchmark waits for its turn, and what is counted while it has it.
 
-A contestant is a program that trains for ever and calls its gate once a step, from the same place: a hook before the
-model's forward pass. Every `block` steps the gate tells the conductor what the block took and waits for a word: another
-block, counted or not, or the end. Nothing of a framework needs to know of it.
+A contestant is a program that trains for ever and calls its gate once a step, from the same place:
+a hook before the model's forward pass. Every `block` steps the gate tells the conductor what the
+block took and waits for a word: another block, counted or not, or the end. Nothing of a framework
+needs to know of it.
 
-What can be counted: seconds; CPU seconds of all threads; calls of Python functions and of C functions from Python, in
-the training thread (`sys.setprofile`: exact, the same on every machine); instructions of all threads (valgrind's
-callgrind, exact but for what depends on time). Loads nothing but the standard library.
+What can be counted: seconds; CPU seconds of all threads; calls of Python functions and of C
+functions from Python, in the training thread (`sys.setprofile`: exact, the same on every machine);
+instructions of all threads (valgrind's callgrind, exact but for what depends on time). Loads
+nothing but the standard library.
 """
 
 import ctypes
@@ -62,7 +64,8 @@ class Gate:
             found["instructions"] = self._instructions.end() / self._block
         os.write(self._write, (json.dumps(found) + "\n").encode())
         self._word = os.read(self._read, 1).decode()
-        if self._word in ("", END):  # no conductor is left, or it is enough: a framework's own way out takes its time
+        # no conductor is left, or it is enough: a framework's own way out takes its time
+        if self._word in ("", END):
             os._exit(0)
         if self._word == INSTRUCTIONS:
             self._instructions = self._instructions or Instructions()
@@ -78,7 +81,9 @@ class Gate:
 
 
 class Instructions:
-    """Counts instructions of all threads of this process between `begin` and `end`, if it runs under callgrind."""
+    """Counts instructions of all threads of this process between `begin` and `end`, if it runs
+    under callgrind.
+    """
 
     def __init__(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -102,5 +107,13 @@ class Instructions:
 
 
 def under_callgrind(folder: str) -> list[str]:
-    """What goes before a command so that its instructions can be counted; nothing is until a block asks for it."""
-    return ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder}/%p", "-q"]
+    """What goes before a command so that its instructions can be counted; nothing is until a block
+    asks for it.
+    """
+    return [
+        "valgrind",
+        "--tool=callgrind",
+        "--instr-atstart=no",
+        f"--callgrind-out-file={folder}/%p",
+        "-q",
+    ]

@@ -1,8 +1,9 @@
-"""Predicts long runs on machines that fail: how often to save, and the fraction of time spent on training.
+"""Predicts long runs on machines that fail: how often to save, and the fraction of time spent on
+training.
 
-At each failure, a run that saves every T seconds loses its work since the last save, and the time to notice, restart
-and load. Young (1974): T = √(2·δ·M), where δ is the time of a save and M the mean time between failures; Daly (2006)
-also covers short M.
+At each failure, a run that saves every T seconds loses its work since the last save, and the time
+to notice, restart and load. Young (1974): T = √(2·δ·M), where δ is the time of a save and M the
+mean time between failures; Daly (2006) also covers short M.
 """
 
 import heapq
@@ -34,7 +35,8 @@ def best_interval(save: float, mean_time: float) -> float:
     """Return the seconds of work between two saves that lose least (Daly's higher-order estimate).
 
     Args:
-        save: seconds per save; from twice `mean_time` on no interval helps, and `mean_time` is returned.
+        save: seconds per save; from twice `mean_time` on no interval helps, and `mean_time` is
+            returned.
     """
     if save <= 0:
         return 0.0
@@ -45,7 +47,9 @@ def best_interval(save: float, mean_time: float) -> float:
 
 
 def expected_goodput(interval: float, save: float, restart: float, mean_time: float) -> float:
-    """Return the fraction of time with training that is kept, for failures at random times (Daly 2006, exact)."""
+    """Return the fraction of time with training that is kept, for failures at random times (Daly
+    2006, exact).
+    """
     # Expected wall time of one interval of work and its save, including restarts.
     wall = math.exp(restart / mean_time) * mean_time * math.expm1((interval + save) / mean_time)
     return interval / wall
@@ -53,7 +57,9 @@ def expected_goodput(interval: float, save: float, restart: float, mean_time: fl
 
 @dataclass(frozen=True)
 class Run:
-    """A simulated run: seconds of wall time, of kept training and of lost work, and the number of failures."""
+    """A simulated run: seconds of wall time, of kept training and of lost work, and the number of
+    failures.
+    """
 
     wall: float
     trained: float
@@ -67,7 +73,13 @@ class Run:
 
 
 def simulate(
-    work: float, interval: float, reliability: Reliability, num_gpus: int, *, gpus_per_node: int = 8, seed: int = 0
+    work: float,
+    interval: float,
+    reliability: Reliability,
+    num_gpus: int,
+    *,
+    gpus_per_node: int = 8,
+    seed: int = 0,
 ) -> Run:
     """Simulate `work` seconds of training on nodes that fail independently, at exponential times.
 
@@ -88,7 +100,9 @@ def simulate(
             now, saved = ends, saved + step
             continue
         failed = failures[0]
-        heapq.heapreplace(failures, failed + reliability.restart_seconds + generator.expovariate(1 / node_mean))
+        heapq.heapreplace(
+            failures, failed + reliability.restart_seconds + generator.expovariate(1 / node_mean)
+        )
         if failed > now:
             lost += min(step, failed - now)
             now = failed

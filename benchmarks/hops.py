@@ -1,17 +1,19 @@
-"""How far a batch travels through the package: the files that a step enters, and the jumps between them.
+"""How far a batch travels through the package: the files that a step enters, and the jumps between
+them.
 
     python -m benchmarks.hops                      # what this tree does
     python -m benchmarks.hops --each               # and every jump, in order
     python -m benchmarks.hops --place              # the files that a model passes while it is placed
     python -m benchmarks.hops --write              # all strategies, into results/hops.md
 
-A *jump* is the first call from one file of the package into another, while the third step runs on rank 0: from the
-moment the loop asks the loader for its batch until the optimizer has written the parameters. Returns do not count, nor
-does a pair of files that has been seen before. A call that comes back through torch (a hook, an autograd function) is
-counted from the file of the package that is nearest on the stack.
+A *jump* is the first call from one file of the package into another, while the third step runs on
+rank 0: from the moment the loop asks the loader for its batch until the optimizer has written the
+parameters. Returns do not count, nor does a pair of files that has been seen before. A call that
+comes back through torch (a hook, an autograd function) is counted from the file of the package that
+is nearest on the stack.
 
-Calls are traced (`sys.setprofile`), so the numbers are exact and the same on every machine. What other threads do
-(the loader's, which read ahead) is left out.
+Calls are traced (`sys.setprofile`), so the numbers are exact and the same on every machine. What
+other threads do (the loader's, which read ahead) is left out.
 """
 
 import argparse
@@ -44,8 +46,10 @@ class Jumps:
     """Records the calls of this thread from one file of the package into another, while it is on."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[str, str], str] = {}  # (from, into) -> the function that was called first
-        self.entries: list[str] = []  # files in the order in which they are entered, each stretch once
+        # (from, into) -> the function that was called first
+        self.found: dict[tuple[str, str], str] = {}
+        # files in the order in which they are entered, each stretch once
+        self.entries: list[str] = []
 
     def __enter__(self) -> "Jumps":
         sys.setprofile(self._note)
@@ -101,7 +105,9 @@ def walk_of_a_step(settings: dict[str, Any], result: str) -> None:
     """Train three steps, and write the jumps of the third, on rank 0."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters())
-    trainer = lockstep.Trainer(model, optimizer=optimizer, batch_size=2, global_batch_size=8, **settings)
+    trainer = lockstep.Trainer(
+        model, optimizer=optimizer, batch_size=2, global_batch_size=8, **settings
+    )
     jumps = Jumps()
     trainer.optimizer.register_step_post_hook(lambda *_: sys.setprofile(None))
     with suppress(StopIteration):
@@ -142,8 +148,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("strategies", nargs="*", default=list(STRATEGIES))
     parser.add_argument("--each", action="store_true", help="print every jump, in order")
-    parser.add_argument("--place", action="store_true", help="the walk of a model while it is placed")
-    parser.add_argument("--write", action="store_true", help="both walks of all, into results/hops.md")
+    parser.add_argument(
+        "--place", action="store_true", help="the walk of a model while it is placed"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="both walks of all, into results/hops.md"
+    )
     asked = parser.parse_args()
     if asked.write:
         _write_page()

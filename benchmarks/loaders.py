@@ -1,10 +1,12 @@
-"""Samples a second of the loaders, beside reading the same samples from the raw memory map; and whether a step waits.
+"""Samples a second of the loaders, beside reading the same samples from the raw memory map; and
+whether a step waits.
 
     python -m benchmarks.loaders [--samples 20000] [--rounds 5] [--write]
 
-A file of tokens as `lockstep data prepare` makes it; micro-batches of 8 windows of 256 tokens, in the shuffled order of
-an epoch. The raw loop slices the map and stacks, and does nothing else. Contestants take turns, medians are quoted.
-A step that takes no time but 1 ms of sleep waits for its batch as long as `waits` says.
+A file of tokens as `lockstep data prepare` makes it; micro-batches of 8 windows of 256 tokens, in
+the shuffled order of an epoch. The raw loop slices the map and stacks, and does nothing else.
+Contestants take turns, medians are quoted. A step that takes no time but 1 ms of sleep waits for
+its batch as long as `waits` says.
 """
 
 import argparse
@@ -33,7 +35,13 @@ def prepare(folder: Path, samples: int) -> None:
     count = samples * BLOCK + 1
     numbers = np.random.default_rng(0).integers(0, 50_000, count, dtype=np.uint16)
     numbers.tofile(folder / TOKENS)
-    header = {"format": FORMAT, "dtype": "uint16", "num_tokens": count, "vocab_size": 50_000, "tokenizer": "bytes"}
+    header = {
+        "format": FORMAT,
+        "dtype": "uint16",
+        "num_tokens": count,
+        "vocab_size": 50_000,
+        "tokenizer": "bytes",
+    }
     (folder / HEADER).write_text(json.dumps({**header, "source": "random"}))
 
 
@@ -59,9 +67,15 @@ def ours(workers: int) -> Callable[[Path, int], Iterator[Any]]:
         data = tokens(path=str(folder), block_size=BLOCK, validation_fraction=0.0).train
         order = SampleOrder(len(data), BATCH, BATCH, seed=1)
         loader = StepLoader(
-            data, order, lambda count: assign_contiguous(count, 0, 1), start_step=0, stop_step=order.steps_per_epoch,
-            seed=1, device="cpu", num_workers=workers,
-        )  # fmt: skip
+            data,
+            order,
+            lambda count: assign_contiguous(count, 0, 1),
+            start_step=0,
+            stop_step=order.steps_per_epoch,
+            seed=1,
+            device="cpu",
+            num_workers=workers,
+        )
         for step in loader:
             yield step.mine[0].batch
 
@@ -98,7 +112,9 @@ def waits(batches: Iterator[Any], steps: int = 1000) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", action="store_true")
@@ -115,14 +131,22 @@ def main() -> None:
     rows = []
     for name in CONTESTANTS:
         ratio = median(a / b for a, b in zip(rates[name], rates["raw memory map"], strict=True))
-        rows.append(f"| {name} | {median(rates[name]):,.0f} | {ratio:.2f} | {median(shares[name]):.1%} |")
+        rows.append(
+            f"| {name} | {median(rates[name]):,.0f} | {ratio:.2f} | {median(shares[name]):.1%} |"
+        )
     text = page(
         "Samples a second of the loaders",
         f"python -m benchmarks.loaders --samples {asked.samples} --rounds {asked.rounds} --write",
         machine(),
         [
-            f"Batches of {BATCH} windows of {BLOCK} tokens from a file of uint16; medians of {asked.rounds} rounds,",
-            "the contestants in turn. The last column: the share of its time that a step of 1 ms waits for its batch.",
+            (
+                f"Batches of {BATCH} windows of {BLOCK} tokens from a file of uint16; medians of"
+                f" {asked.rounds} rounds,"
+            ),
+            (
+                "the contestants in turn. The last column: the share of its time that a step of 1"
+                " ms waits for its batch."
+            ),
         ],
         "| loader | samples/s | of the raw map | waits |",
         rows,

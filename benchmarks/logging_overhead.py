@@ -1,9 +1,11 @@
-"""What logging costs: steps of 5 ms, logged every step to the default sinks, against the same steps with sinks off.
+"""What logging costs: steps of 5 ms, logged every step to the default sinks, against the same steps
+with sinks off.
 
-On a terminal there is a bar, too, which is measured on a pseudo-terminal of 80 columns. All are measured in one run:
-short blocks of steps, in turn with and without, in a random order, so that what else the machine does falls on all
-alike. A step sleeps for 5 ms (its length does not depend on the load of the machine) and its loss is a tensor, as in
-training. The cost is the difference of the medians over blocks.
+On a terminal there is a bar, too, which is measured on a pseudo-terminal of 80 columns. All are
+measured in one run: short blocks of steps, in turn with and without, in a random order, so that
+what else the machine does falls on all alike. A step sleeps for 5 ms (its length does not depend on
+the load of the machine) and its loss is a tensor, as in training. The cost is the difference of the
+medians over blocks.
 
     python benchmarks/logging_overhead.py [--blocks 60] [--steps 40]
 """
@@ -32,7 +34,9 @@ STEP_SECONDS = 0.005
 
 def record(step: int) -> StepRecord:
     loss = torch.tensor(2.0) / step
-    return StepRecord(step=step, loss=loss, grad_norm=loss * 2, lr=1e-3, samples=8, tokens=torch.tensor(512.0))
+    return StepRecord(
+        step=step, loss=loss, grad_norm=loss * 2, lr=1e-3, samples=8, tokens=torch.tensor(512.0)
+    )
 
 
 def make(folder: Path, sinks: list[str]) -> tuple[Monitor, PhaseClock]:
@@ -43,7 +47,9 @@ def make(folder: Path, sinks: list[str]) -> tuple[Monitor, PhaseClock]:
     return Monitor(config, run, is_main=True, total_steps=10**6, figures=Figures(clock)), clock
 
 
-def block(monitor: Monitor, clock: PhaseClock, first: int, steps: int) -> tuple[float, float, float]:
+def block(
+    monitor: Monitor, clock: PhaseClock, first: int, steps: int
+) -> tuple[float, float, float]:
     """Seconds a step, of these what the monitor takes, and the CPU seconds of all threads."""
     inside = 0.0
     since, cpu = time.perf_counter(), time.process_time()
@@ -56,7 +62,11 @@ def block(monitor: Monitor, clock: PhaseClock, first: int, steps: int) -> tuple[
         before = time.perf_counter()
         monitor.on_step(made)
         inside += time.perf_counter() - before
-    return (time.perf_counter() - since) / steps, inside / steps, (time.process_time() - cpu) / steps
+    return (
+        (time.perf_counter() - since) / steps,
+        inside / steps,
+        (time.process_time() - cpu) / steps,
+    )
 
 
 def terminal() -> TextIO:
@@ -74,7 +84,11 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     default = ["console", "jsonl", "tensorboard"]
-    kinds = {"sinks off": [], "console, jsonl, tensorboard": default, "the same on a terminal": default}
+    kinds = {
+        "sinks off": [],
+        "console, jsonl, tensorboard": default,
+        "the same on a terminal": default,
+    }
     off, on, bar = kinds
     nowhere = open(os.devnull, "w")  # noqa: SIM115
     streams: dict[str, TextIO] = {off: nowhere, on: nowhere, bar: terminal()}
@@ -89,22 +103,31 @@ def main() -> None:
         for number in range(given.blocks):
             for name in random.sample(list(monitors), len(monitors)):
                 with redirect_stdout(streams[name]):
-                    results[name].append(block(*monitors[name], 10 + number * given.steps, given.steps))
+                    results[name].append(
+                        block(*monitors[name], 10 + number * given.steps, given.steps)
+                    )
         for monitor, _ in monitors.values():
             monitor.close()
     clock, within, cpu = (
-        {name: statistics.median(value[place] for value in values) for name, values in results.items()}
+        {
+            name: statistics.median(value[place] for value in values)
+            for name, values in results.items()
+        }
         for place in range(3)
     )
-    print(f"blocks {given.blocks} × {given.steps} steps of {STEP_SECONDS * 1000:g} ms, each step logged")
+    print(
+        f"blocks {given.blocks} × {given.steps} steps of {STEP_SECONDS * 1000:g} ms, each step"
+        " logged"
+    )
     worst = 0.0
     for name in kinds:
         cost, work = within[name] - within[off], cpu[name] - cpu[off]
         worst = max(worst, (cost - (within[on] - within[off] if name == bar else 0)) / STEP_SECONDS)
         print(
-            f"{name:<30} {clock[name] * 1e3:.3f} ms a step ({clock[name] / clock[off] - 1:+.2%}), of which in the "
-            f"monitor {within[name] * 1e6:.0f} µs ({cost / STEP_SECONDS:.2%} of a step more than without); "
-            f"CPU of all threads {cpu[name] * 1e6:.0f} µs ({work / STEP_SECONDS:.2%})"
+            f"{name:<30} {clock[name] * 1e3:.3f} ms a step ({clock[name] / clock[off] - 1:+.2%}),"
+            f" of which in the monitor {within[name] * 1e6:.0f} µs ({cost / STEP_SECONDS:.2%} of a"
+            f" step more than without); CPU of all threads {cpu[name] * 1e6:.0f} µs"
+            f" ({work / STEP_SECONDS:.2%})"
         )
     print(f"load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
     sys.exit(0 if worst < 0.02 else 1)  # of logging, and of the bar beside it

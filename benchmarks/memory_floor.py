@@ -2,9 +2,10 @@
 
     python -m benchmarks.memory_floor [--ranks 2,4] [--write]
 
-Counted are the bytes of live tensors before the third update. The floor: AdamW keeps 16 bytes a parameter (values,
-gradients, two states), whole under ddp; divided by the ranks under fsdp, where one unit is gathered besides. What is
-above the floor are the batch, tables of rotary phases and buckets.
+Counted are the bytes of live tensors before the third update. The floor: AdamW keeps 16 bytes a
+parameter (values, gradients, two states), whole under ddp; divided by the ranks under fsdp, where
+one unit is gathered besides. What is above the floor are the batch, tables of rotary phases and
+buckets.
 """
 
 import argparse
@@ -20,9 +21,11 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp full_shard": {"distributed.strategy": "fsdp", FSDP: "full_shard"},
     "fsdp shard_grad_op": {"distributed.strategy": "fsdp", FSDP: "shard_grad_op"},
     "fsdp full_shard, unsharded accumulation": {
-        "distributed.strategy": "fsdp", FSDP: "full_shard", "distributed.fsdp.accumulate": "unsharded"
+        "distributed.strategy": "fsdp",
+        FSDP: "full_shard",
+        "distributed.fsdp.accumulate": "unsharded",
     },
-}  # fmt: skip
+}
 
 
 def floor(name: str, held: dict[str, Any], ranks: int) -> float:
@@ -32,16 +35,22 @@ def floor(name: str, held: dict[str, Any], ranks: int) -> float:
 
 
 def row(name: str, ranks: int) -> str:
-    held = max(run_ranks(held_while_training, ranks, CASES[name], timeout=900), key=lambda of: float(of["at update"]))
+    held = max(
+        run_ranks(held_while_training, ranks, CASES[name], timeout=900),
+        key=lambda of: float(of["at update"]),
+    )
     least = floor(name, held, ranks)
     return (
-        f"| {name} | {ranks} | {least / 2**20:.2f} | {held['at update'] / 2**20:.2f} | {held['at update'] / least:.3f} "
-        f"| {max(held['between']) / 2**20:.2f} | {held['unit'] / 2**20:.2f} |"
+        f"| {name} | {ranks} | {least / 2**20:.2f} | {held['at update'] / 2**20:.2f} |"
+        f" {held['at update'] / least:.3f} | {max(held['between']) / 2**20:.2f} |"
+        f" {held['unit'] / 2**20:.2f} |"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
@@ -55,10 +64,14 @@ def main() -> None:
         f"python -m benchmarks.memory_floor --ranks {asked.ranks} --write",
         "",
         [
-            "A transformer of 8 layers, width 64, fp32, AdamW, three micro-batches a step; MiB of live tensors of the",
+            (
+                "A transformer of 8 layers, width 64, fp32, AdamW, three micro-batches a step; MiB"
+                " of live tensors of the"
+            ),
             "rank that holds most.",
         ],
-        "| strategy | ranks | floor | at the update | of the floor | most between micro-batches | one unit |",
+        "| strategy | ranks | floor | at the update | of the floor | most between micro-batches |"
+        " one unit |",
         rows,
     )
     tell(text, RESULTS / "memory_floor.md" if asked.write else None)

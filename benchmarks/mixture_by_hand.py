@@ -1,11 +1,13 @@
-"""A step of a mixture whose experts are spread over ranks: Lockstep's beside the best loop that one writes by hand.
+"""A step of a mixture whose experts are spread over ranks: Lockstep's beside the best loop that one
+writes by hand.
 
     python -m benchmarks.mixture_by_hand [--ranks 2,4] [--rounds 12] [--write]
 
-Both train the same model in the same processes and take turns, a block of steps each. By hand: DistributedDataParallel
-over all but the experts, whose rows travel by `all_to_all_single` and whose gradients are local; a norm over both, and
-fused AdamW. A step's time is that of the slowest rank; the median over rounds of the ratio within a round is quoted.
-Bytes are those that Python hands to collectives for other ranks; DDP's buckets, equal in both, are not among them.
+Both train the same model in the same processes and take turns, a block of steps each. By hand:
+DistributedDataParallel over all but the experts, whose rows travel by `all_to_all_single` and whose
+gradients are local; a norm over both, and fused AdamW. A step's time is that of the slowest rank;
+the median over rounds of the ratio within a round is quoted. Bytes are those that Python hands to
+collectives for other ranks; DDP's buckets, equal in both, are not among them.
 """
 
 import argparse
@@ -31,8 +33,14 @@ from tests.ranks import run_ranks
 
 BATCH, LENGTH, VOCABULARY, CLIP, RATE, BLOCK = 4, 128, 512, 1.0, 1e-3, 4
 ARGS: dict[str, Any] = {
-    "n_layer": 3, "n_embd": 192, "n_head": 4, "n_expert": 8, "top_k": 2, "vocab_size": VOCABULARY, "block_size": LENGTH,
-}  # fmt: skip
+    "n_layer": 3,
+    "n_embd": 192,
+    "n_head": 4,
+    "n_expert": 8,
+    "top_k": 2,
+    "vocab_size": VOCABULARY,
+    "block_size": LENGTH,
+}
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
@@ -44,7 +52,9 @@ class Tokens(Dataset[dict[str, Tensor]]):
         return 4096
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+        ids = torch.randint(
+            VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index)
+        )
         return {"input_ids": ids[:-1], "targets": ids[1:]}
 
 
@@ -82,7 +92,9 @@ def spread(experts: Experts) -> None:
         which = torch.arange(each).repeat(ranks).repeat_interleave(table.flatten())
         order = which.argsort(stable=True)
         made = plain(arrived[order], table.sum(0).tolist())
-        back: Tensor = Exchange.apply(torch.empty_like(made).index_copy(0, order, made), received, sent)
+        back: Tensor = Exchange.apply(
+            torch.empty_like(made).index_copy(0, order, made), received, sent
+        )
         return back
 
     experts.forward = MethodType(forward, experts)  # type: ignore[method-assign]
@@ -93,7 +105,12 @@ def by_hand() -> Iterator[float]:
     torch.manual_seed(0)
     model = Mixture(**ARGS)
     layers = [module for module in model.modules() if isinstance(module, Experts)]
-    own = {f"{name}.{p}" for name, m in model.named_modules() if m in layers for p, _ in m.named_parameters()}
+    own = {
+        f"{name}.{p}"
+        for name, m in model.named_modules()
+        if m in layers
+        for p, _ in m.named_parameters()
+    }
     for layer in layers:
         spread(layer)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(own))
@@ -109,7 +126,9 @@ def by_hand() -> Iterator[float]:
         torch._foreach_div_([p.grad for p in local], dist.get_world_size())
         squares = torch.stack(torch._foreach_norm([p.grad for p in local])).square().sum()
         dist.all_reduce(squares)
-        norm = (squares + torch.stack(torch._foreach_norm([p.grad for p in shared])).square().sum()).sqrt()
+        norm = (
+            squares + torch.stack(torch._foreach_norm([p.grad for p in shared])).square().sum()
+        ).sqrt()
         nn.utils.clip_grads_with_norm_([*local, *shared], CLIP, norm)
         optimizer.step()
         yield loss.item()
@@ -117,12 +136,20 @@ def by_hand() -> Iterator[float]:
 
 def lockstep() -> Iterator[float]:
     torch.manual_seed(0)
-    config = config_from({
-        "training.batch_size": BATCH, "training.max_steps": 100_000, "training.learning_rate": RATE,
-        "training.lr_schedule": "constant", "training.warmup_steps": 0, "training.gradient_clip.value": CLIP,
-        "precision.mode": "fp32", "distributed.strategy": "ddp", "distributed.expert_size": dist.get_world_size(),
-        "checkpoint.save_strategy": "none",
-    })  # fmt: skip
+    config = config_from(
+        {
+            "training.batch_size": BATCH,
+            "training.max_steps": 100_000,
+            "training.learning_rate": RATE,
+            "training.lr_schedule": "constant",
+            "training.warmup_steps": 0,
+            "training.gradient_clip.value": CLIP,
+            "precision.mode": "fp32",
+            "distributed.strategy": "ddp",
+            "distributed.expert_size": dist.get_world_size(),
+            "checkpoint.save_strategy": "none",
+        }
+    )
     for record in Trainer(Mixture(**ARGS), config=config).steps(Tokens()):
         yield float(record.loss)
 
@@ -138,7 +165,13 @@ def counted(sent: list[int]) -> Iterator[None]:
         return exchange(out, rows, to, into, **more)
 
     def all_reduce(tensor: Tensor, *args: Any, **more: Any) -> Any:
-        sent[0] += 2 * tensor.numel() * tensor.element_size() * (dist.get_world_size() - 1) // dist.get_world_size()
+        sent[0] += (
+            2
+            * tensor.numel()
+            * tensor.element_size()
+            * (dist.get_world_size() - 1)
+            // dist.get_world_size()
+        )
         return reduce(tensor, *args, **more)
 
     dist.all_to_all_single, dist.all_reduce = all_to_all, all_reduce
@@ -178,24 +211,37 @@ def main() -> int:
     for ranks in map(int, given.ranks.split(",")):
         everyone = run_ranks(measure, ranks, given.rounds, timeout=1500)
         slowest = {
-            name: [tuple(max(values) for values in zip(*each, strict=True)) for each in zip(*of, strict=True)]
+            name: [
+                tuple(max(values) for values in zip(*each, strict=True))
+                for each in zip(*of, strict=True)
+            ]
             for name in everyone[0]
             for of in [[rank[name] for rank in everyone]]
         }
         hand, own = slowest["by hand"], slowest["lockstep"]
-        ratios = [median(mine[k] / theirs[k] for mine, theirs in zip(own, hand, strict=True)) for k in range(2)]
-        clock, cores, size = ([median(each[k] for each in of) for of in (hand, own)] for k in range(3))
+        ratios = [
+            median(mine[k] / theirs[k] for mine, theirs in zip(own, hand, strict=True))
+            for k in range(2)
+        ]
+        clock, cores, size = (
+            [median(each[k] for each in of) for of in (hand, own)] for k in range(3)
+        )
         rows.append(
-            f"| {ranks} | {clock[0] * 1e3:.0f} | {clock[1] * 1e3:.0f} | {ratios[0]:.3f} | {cores[0] * 1e3:.0f} "
-            f"| {cores[1] * 1e3:.0f} | {ratios[1]:.3f} | {size[0] / 1e6:.3f} | {size[1] / 1e6:.3f} |"
+            f"| {ranks} | {clock[0] * 1e3:.0f} | {clock[1] * 1e3:.0f} | {ratios[0]:.3f} |"
+            f" {cores[0] * 1e3:.0f} | {cores[1] * 1e3:.0f} | {ratios[1]:.3f} | {size[0] / 1e6:.3f}"
+            f" | {size[1] / 1e6:.3f} |"
         )
         print(rows[-1], flush=True)
     text = page(
         "Experts over ranks: Lockstep beside a loop written by hand",
         "python -m benchmarks.mixture_by_hand --write",
         machine(),
-        ["Milliseconds of a step on the slowest rank, by the clock and of a core, and MB that a rank sends in a step."],
-        "| ranks | by hand | Lockstep | ratio | core, by hand | core, Lockstep | ratio | MB by hand | MB Lockstep |",
+        [
+            "Milliseconds of a step on the slowest rank, by the clock and of a core, and MB that a"
+            " rank sends in a step."
+        ],
+        "| ranks | by hand | Lockstep | ratio | core, by hand | core, Lockstep | ratio | MB by hand"
+        " | MB Lockstep |",
         rows,
     )
     tell(text, RESULTS / "mixture_by_hand.md" if given.write else None)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.open_axes [--rounds 9] [--write]
 
-One model, one trainer for each value of `distributed.open_axes`, in one process; they take a step in turn. A step's
-time is divided by that of the run that keeps none open in the same round; the median of these ratios is quoted, with
-the middle half of them.
+One model, one trainer for each value of `distributed.open_axes`, in one process; they take a step
+in turn. A step's time is divided by that of the run that keeps none open in the same round; the
+median of these ratios is quoted, with the middle half of them.
 """
 
 import argparse
@@ -37,7 +37,9 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return 1024
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(0, VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+        ids = torch.randint(
+            0, VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index)
+        )
         return {"input_ids": ids[:-1], "targets": ids[1:]}
 
 
@@ -47,10 +49,20 @@ def ratios(width: int, rounds: int) -> dict[str, list[float]]:
     for name, axes in OPEN.items():
         torch.manual_seed(0)
         model = get_model("transformer")(
-            n_layer=LAYERS, n_head=8, n_embd=width, vocab_size=VOCABULARY, block_size=LENGTH, dropout=0.0
+            n_layer=LAYERS,
+            n_head=8,
+            n_embd=width,
+            vocab_size=VOCABULARY,
+            block_size=LENGTH,
+            dropout=0.0,
         )
         trainer = Trainer(
-            model, strategy="single", reproducible=True, open_axes=axes, batch_size=SAMPLES, max_steps=rounds + 2
+            model,
+            strategy="single",
+            reproducible=True,
+            open_axes=axes,
+            batch_size=SAMPLES,
+            max_steps=rounds + 2,
         )
         running[name] = trainer.steps(Tokens(), progress=False)
     found: dict[str, list[float]] = {name: [] for name in OPEN}
@@ -82,8 +94,14 @@ def main() -> None:
         f"python -m benchmarks.open_axes --write --rounds {asked.rounds}",
         f"torch {torch.__version__}, {platform.machine()}, one thread, {machine()}",
         [
-            f"Transformer of {LAYERS} layers, {SAMPLES} samples of {LENGTH} tokens a step, with its update.",
-            f"A step's time over that with `open_axes: []` in the same round: the median of {asked.rounds} rounds,",
+            (
+                f"Transformer of {LAYERS} layers, {SAMPLES} samples of {LENGTH} tokens a step, with"
+                " its update."
+            ),
+            (
+                "A step's time over that with `open_axes: []` in the same round: the median of"
+                f" {asked.rounds} rounds,"
+            ),
             "and the middle half.",
         ],
         "| width | `open_axes` | time | middle half |",

@@ -1,15 +1,17 @@
-"""What a step costs besides the model's own work: Lockstep, the loop that one writes by hand, and its peers.
+"""What a step costs besides the model's own work: Lockstep, the loop that one writes by hand, and
+its peers.
 
     python -m benchmarks.overhead [--ranks 1,2] [--sizes 1ms,5ms,50ms] [--launches 5] [--instructions] [--write]
 
-The contestants (`benchmarks.contestants`) run side by side in one tree of processes and take turns, a block of steps
-each, in a new order every round; all but one stand still. A contestant's figure of a round is divided by that of the
-hand-written loop in the same round, and the median of these ratios is quoted, with the middle half of them. Besides the
-clock, calls of functions in the training thread are counted, which no load of the machine changes; `--instructions`
-counts those of the processor too, under valgrind (minutes).
+The contestants (`benchmarks.contestants`) run side by side in one tree of processes and take turns,
+a block of steps each, in a new order every round; all but one stand still. A contestant's figure of
+a round is divided by that of the hand-written loop in the same round, and the median of these
+ratios is quoted, with the middle half of them. Besides the clock, calls of functions in the
+training thread are counted, which no load of the machine changes; `--instructions` counts those of
+the processor too, under valgrind (minutes).
 
-Peers are those that can be imported: `pip install lightning accelerate transformers deepspeed`, best into an
-environment of their own; an absent one is named as such.
+Peers are those that can be imported: `pip install lightning accelerate transformers deepspeed`,
+best into an environment of their own; an absent one is named as such.
 """
 
 import argparse
@@ -36,9 +38,12 @@ from benchmarks.page import RESULTS, machine, page, tell
 REPOSITORY = Path(__file__).parent.parent
 BASE = "hand-written"
 PACKAGES = {
-    "fabric": "lightning", "accelerate": "accelerate", "transformers": "transformers", "lightning": "lightning",
+    "fabric": "lightning",
+    "accelerate": "accelerate",
+    "transformers": "transformers",
+    "lightning": "lightning",
     "deepspeed": "deepspeed",
-}  # fmt: skip
+}
 NOTHING: Mapping[str, str] = {}
 Found = dict[str, list[float]]  # seconds, cpu, calls, instructions → of each round, a step
 
@@ -67,11 +72,20 @@ class Contestant:
         for rank in range(ranks):
             theirs, mine = os.pipe()
             told, tell = os.pipe()
-            own = {**environment, **_environment(root, rank, ranks, port), READ: str(theirs), WRITE: str(tell)}
+            own = {
+                **environment,
+                **_environment(root, rank, ranks, port),
+                READ: str(theirs),
+                WRITE: str(tell),
+            }
             process = subprocess.Popen(
                 command,
-                env={**os.environ, **own}, stdout=self._log, stderr=self._log, cwd=root, pass_fds=(theirs, tell),
-            )  # fmt: skip
+                env={**os.environ, **own},
+                stdout=self._log,
+                stderr=self._log,
+                cwd=root,
+                pass_fds=(theirs, tell),
+            )
             os.close(theirs)
             os.close(tell)
             self._ranks.append((process, mine, os.fdopen(told)))
@@ -81,7 +95,9 @@ class Contestant:
         lines = [told.readline() for _, _, told in self._ranks]
         if not all(lines):
             self._log.seek(0)
-            raise SystemExit(f"{self.name} ended:\n{self._log.read().decode(errors='replace')[-3000:]}")
+            raise SystemExit(
+                f"{self.name} ended:\n{self._log.read().decode(errors='replace')[-3000:]}"
+            )
         found = [json.loads(line) for line in lines]
         return {key: max(of[key] for of in found) for key in found[0]}
 
@@ -117,19 +133,32 @@ def _environment(root: Path, rank: int, ranks: int, port: str) -> dict[str, str]
     if ranks == 1:
         return fixed
     return {
-        **fixed, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0", "NODE_RANK": "0",
+        **fixed,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "GROUP_RANK": "0",
+        "NODE_RANK": "0",
         "TORCHELASTIC_RUN_ID": "overhead",
-    }  # fmt: skip
+    }
 
 
 def present(names: list[str]) -> list[str]:
     """Those whose package is installed."""
-    return [name for name in names if name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None]
+    return [
+        name
+        for name in names
+        if name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
+    ]
 
 
 def timed(names: list[str], size: str, ranks: int, launches: int) -> dict[str, Found]:
-    """Rounds of blocks, all contestants in turn; of several launches, for where memory lies makes a difference."""
+    """Rounds of blocks, all contestants in turn; of several launches, for where memory lies makes a
+    difference.
+    """
     found: dict[str, Found] = {name: {} for name in names}
     rounds = max(3, SIZES[size].rounds // ranks**2)  # over a link a step takes longer
     for _ in range(launches):
@@ -163,7 +192,9 @@ def counted(name: str, size: str, ranks: int) -> float:
     """Instructions of a step, of the rank that needs most."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {DUMPS: folder, BLOCK: str(2 * EVERY)}
-        contestant = Contestant(name, [*under_callgrind(folder), *_command(name, size)], ranks, environment)
+        contestant = Contestant(
+            name, [*under_callgrind(folder), *_command(name, size)], ranks, environment
+        )
         try:
             contestant.wait()
             contestant.block()
@@ -179,8 +210,9 @@ def rows(found: dict[str, Found], size: str, ranks: int) -> list[str]:
         low, _, high = quantiles(ratios["seconds"], n=4)
         more = of["instructions"][0] / 1e6 if "instructions" in of else None
         lines.append(
-            f"| {size} | {ranks} | {name} | {median(of['seconds']) * 1e3:.3f} | {median(ratios['seconds']):.3f} "
-            f"({low:.3f}–{high:.3f}) | {median(ratios['cpu']):.3f} | {of['calls'][0]:.0f} | "
+            f"| {size} | {ranks} | {name} | {median(of['seconds']) * 1e3:.3f} |"
+            f" {median(ratios['seconds']):.3f} ({low:.3f}–{high:.3f}) | {median(ratios['cpu']):.3f}"
+            f" | {of['calls'][0]:.0f} | "
             + (f"{more:.3f} | {ratios['instructions'][0]:.3f} |" if more is not None else "| |")
         )
     return lines
@@ -191,12 +223,18 @@ def _ratios(mine: list[float], theirs: list[float]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--sizes", default=",".join(SIZES))
-    parser.add_argument("--only", default=",".join(CONTESTANTS), help=f"contestants, {BASE} among them")
+    parser.add_argument(
+        "--only", default=",".join(CONTESTANTS), help=f"contestants, {BASE} among them"
+    )
     parser.add_argument("--launches", type=int, default=5)
-    parser.add_argument("--instructions", action="store_true", help="count those too, under valgrind")
+    parser.add_argument(
+        "--instructions", action="store_true", help="count those too, under valgrind"
+    )
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     if asked.instructions and shutil.which("valgrind") is None:
@@ -215,7 +253,11 @@ def main() -> None:
 
 
 def text_of(lines: list[str], asked: Any, absent: list[str]) -> str:
-    versions = [f"{p} {importlib.metadata.version(p)}" for p in sorted({"torch", *PACKAGES.values()}) if _has(p)]
+    versions = [
+        f"{p} {importlib.metadata.version(p)}"
+        for p in sorted({"torch", *PACKAGES.values()})
+        if _has(p)
+    ]
     flags = (
         f"--ranks {asked.ranks} --sizes {asked.sizes} --launches {asked.launches}"
         + " --instructions" * asked.instructions
@@ -226,8 +268,14 @@ def text_of(lines: list[str], asked: Any, absent: list[str]) -> str:
         f"{', '.join(versions)}; Python {platform.python_version()}, {machine()}"
         + (f"; absent: {', '.join(absent)}" if absent else ""),
         [
-            f"Medians over the rounds of {asked.launches} launches, blocks in turn; × is the median of the rounds'",
-            "ratios to the hand-written loop (the middle half of them). Calls are those of functions in the training",
+            (
+                f"Medians over the rounds of {asked.launches} launches, blocks in turn; × is the"
+                " median of the rounds'"
+            ),
+            (
+                "ratios to the hand-written loop (the middle half of them). Calls are those of"
+                " functions in the training"
+            ),
             "thread, a step.",
         ],
         "| size | ranks | contestant | ms a step | × time | × CPU | calls | M instructions | × |",

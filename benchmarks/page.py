@@ -1,4 +1,6 @@
-"""How a benchmark writes its page in results/: what made it and where, words on how to read it, a table."""
+"""How a benchmark writes its page in results/: what made it and where, words on how to read it, a
+table.
+"""
 
 import os
 import time

@@ -1,9 +1,11 @@
-"""Predicted against measured peaks of live tensors, a table for results/plan_memory.md, or plan_memory_axes.md.
+"""Predicted against measured peaks of live tensors, a table for results/plan_memory.md, or
+plan_memory_axes.md.
 
     python -m benchmarks.plan_memory [--ranks 2] [--only WORDS] [--write]
 
-Measured: a real step on gloo ranks, every tensor followed from the operation that makes it to its last reference.
-Predicted: the same step on fake tensors in one process. On four ranks: tensor, context and expert, beside the others.
+Measured: a real step on gloo ranks, every tensor followed from the operation that makes it to its
+last reference. Predicted: the same step on fake tensors in one process. On four ranks: tensor,
+context and expert, beside the others.
 """
 
 import argparse
@@ -21,20 +23,26 @@ def table(cases: list[Case], ranks: int) -> tuple[list[str], float]:
     for index, case in enumerate(cases):
         measured = [rank[index] for rank in found]
         if any(isinstance(m, str) for m in measured):
-            rows.append(f"| {case.model} | {case.strategy} | {case.checkpointing} | {ranks} | {measured[0]} | | |")
+            rows.append(
+                f"| {case.model} | {case.strategy} | {case.checkpointing} | {ranks} | {measured[0]}"
+                " | | |"
+            )
             worst = float("inf")
             continue
         try:
             predicted = predict(case, ranks)
         except Exception as error:
-            rows.append(f"| {case.model} | {case.strategy} | {case.checkpointing} | {ranks} | | {error!r:.200} | |")
+            rows.append(
+                f"| {case.model} | {case.strategy} | {case.checkpointing} | {ranks} | |"
+                f" {error!r:.200} | |"
+            )
             worst = float("inf")
             continue
         error = max(errors_of(case, predicted, measured), key=abs)
         worst = max(worst, abs(error))
         rows.append(
-            f"| {case.model} | {case.strategy} | {case.checkpointing} | {ranks} | {_all(measured)} | {_all(predicted)} "
-            f"| {error:+.2%} |"
+            f"| {case.model} | {case.strategy} | {case.checkpointing} | {ranks} | {_all(measured)}"
+            f" | {_all(predicted)} | {error:+.2%} |"
         )
     return rows, worst
 
@@ -49,15 +57,19 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    cases = [c for c in grid(given.ranks) if given.only in f"{c.model} {c.strategy} {c.checkpointing}"]
+    cases = [
+        c for c in grid(given.ranks) if given.only in f"{c.model} {c.strategy} {c.checkpointing}"
+    ]
     rows, worst = table(cases, given.ranks)
     text = page(
         "Peak of live tensors in a step, per rank: predicted against measured",
-        f"python -m benchmarks.plan_memory --ranks {given.ranks}{f' --only {given.only}' * bool(given.only)} --write",
+        "python -m benchmarks.plan_memory --ranks"
+        f" {given.ranks}{f' --only {given.only}' * bool(given.only)} --write",
         "",
         [
-            "MiB of each rank; the third step of a run, fp32, AdamW. Ranks that share out experts get as many rows as "
-            "routers send them, and a plan counts on even loads: there the error is that of the mean over ranks."
+            "MiB of each rank; the third step of a run, fp32, AdamW. Ranks that share out experts"
+            " get as many rows as routers send them, and a plan counts on even loads: there the"
+            " error is that of the mean over ranks."
         ],
         "| model | strategy | checkpointing | ranks | measured | predicted | error |",
         rows,

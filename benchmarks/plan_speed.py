@@ -2,8 +2,8 @@
 
     python -m benchmarks.plan_speed [--write]
 
-The command runs as a user would run it. Seconds of the clock are what a user waits; seconds of a core (user and system)
-do not depend on what else the machine does, or depend less.
+The command runs as a user would run it. Seconds of the clock are what a user waits; seconds of a
+core (user and system) do not depend on what else the machine does, or depend less.
 """
 
 import os
@@ -17,8 +17,13 @@ from typing import NamedTuple
 
 from benchmarks.page import RESULTS, machine, page, tell
 
-SEVEN = "n_layer: 32, n_embd: 4096, n_head: 32, mlp_hidden: 11008, vocab_size: 32000, block_size: 4096"
-SEVENTY = "n_layer: 80, n_embd: 8192, n_head: 64, n_kv_head: 8, mlp_hidden: 28672, vocab_size: 128256, block_size: 8192"
+SEVEN = (
+    "n_layer: 32, n_embd: 4096, n_head: 32, mlp_hidden: 11008, vocab_size: 32000, block_size: 4096"
+)
+SEVENTY = (
+    "n_layer: 80, n_embd: 8192, n_head: 64, n_kv_head: 8, mlp_hidden: 28672, vocab_size: 128256,"
+    " block_size: 8192"
+)
 FIRST = 5.0  # seconds to the first answer
 
 
@@ -55,16 +60,34 @@ def timed(case: Case, folder: Path) -> Seconds:
         f"model: {{name: transformer, args: {{{case.args}}}}}\n"
         f"training: {{batch_size: 1, global_batch_size: 1024}}\nprecision: {{mode: {case.mode}}}\n"
     )
-    command = [sys.executable, "-m", "lockstep", "plan", str(config), "--gpus", str(case.gpus), "--gpu-type", "H100"]
-    before, since, first = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), float("nan")
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "plan",
+        str(config),
+        "--gpus",
+        str(case.gpus),
+        "--gpu-type",
+        "H100",
+    ]
+    before, since, first = (
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+        time.perf_counter(),
+        float("nan"),
+    )
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "first answer" in line:
                 first = time.perf_counter() - since
     assert process.returncode == 0, command
     whole, after = time.perf_counter() - since, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return Seconds(first, whole, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return Seconds(
+        first, whole, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    )
 
 
 def main() -> int:
@@ -74,15 +97,18 @@ def main() -> int:
             took, load = timed(case, Path(folder)), os.getloadavg()[0]
             within &= took.first <= FIRST and took.whole <= case.goal
             rows.append(
-                f"| {case.name} | {took.first:.1f} | {FIRST:.0f} | {took.whole:.1f} | {case.goal:.0f} "
-                f"| {took.computed:.1f} | {load:.1f} |"
+                f"| {case.name} | {took.first:.1f} | {FIRST:.0f} | {took.whole:.1f} |"
+                f" {case.goal:.0f} | {took.computed:.1f} | {load:.1f} |"
             )
             print(rows[-1], flush=True)
     text = page(
         "Seconds until a plan is there",
         "python -m benchmarks.plan_speed --write",
         machine(),
-        ["The first answer, on stderr, is the memory of the likeliest layout. Cores: user and system time."],
+        [
+            "The first answer, on stderr, is the memory of the likeliest layout. Cores: user and"
+            " system time."
+        ],
         "| plan | first answer, s | goal | whole plan, s | goal | cores, s | load |",
         rows,
     )

@@ -1,8 +1,10 @@
-"""Predicted against measured step times on shaped links, a table for results/plan_time.md. Needs root.
+"""Predicted against measured step times on shaped links, a table for results/plan_time.md. Needs
+root.
 
     python -m benchmarks.plan_time [--write]
 
-Two hosts, as network namespaces with one rank each; computation sleeps, so that cores do not matter.
+Two hosts, as network namespaces with one rank each; computation sleeps, so that cores do not
+matter.
 """
 
 import sys
@@ -25,7 +27,9 @@ def main() -> int:
             predicted = predict(case, 2, rate).seconds
             error = predicted / measured - 1
             worst = max(worst, abs(error))
-            rows.append(f"| {case.name} | {rate} | {measured:.3f} | {predicted:.3f} | {error:+.1%} |")
+            rows.append(
+                f"| {case.name} | {rate} | {measured:.3f} | {predicted:.3f} | {error:+.1%} |"
+            )
             print(rows[-1], flush=True)
     text = page(
         "Step times on shaped links: predicted against measured",

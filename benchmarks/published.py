@@ -17,8 +17,8 @@ def main() -> int:
         failed += abs(error) > figure.within
         note = " (calibration)" if figure.calibrates else ""
         rows.append(
-            f"| {figure.what}{note} | {figure.published:.4g} | {predicted:.4g} | {error:+.1%} | {figure.within:.0%} "
-            f"| {figure.source} |"
+            f"| {figure.what}{note} | {figure.published:.4g} | {predicted:.4g} | {error:+.1%} |"
+            f" {figure.within:.0%} | {figure.source} |"
         )
         print(rows[-1], flush=True)
     text = page(

@@ -2,8 +2,8 @@
 
     python -m benchmarks.recovery [--kills 5] [--processes 2]
 
-A run of real ranks; rank 1 is killed with SIGKILL again and again. The time from the kill to the next step is
-split by what the run itself writes down:
+A run of real ranks; rank 1 is killed with SIGKILL again and again. The time from the kill to the
+next step is split by what the run itself writes down:
 
     detect       kill → the launcher's event `restart`
     restart      → processes start, import torch, meet, build the model
@@ -70,7 +70,9 @@ def one_kill(run: Path) -> dict[str, float]:
     restart = wait_for(run, "restart", killed)
     reached = max(row["step"] for row in lines(run / "metrics.jsonl"))
     resume = wait_for(run, "resume", killed)
-    while not (after := [row for row in lines(run / "metrics.jsonl") if row["time"] > resume["time"]]):
+    while not (
+        after := [row for row in lines(run / "metrics.jsonl") if row["time"] > resume["time"]]
+    ):
         time.sleep(0.02)
     assert resume["step"] >= saved["step"]
     return {
@@ -92,19 +94,30 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="lockstep-recovery-") as name:
         run, config = Path(name, "run"), Path(name, "tiny.yaml")
         config.write_text(_CONFIG)
-        command = [sys.executable, "-m", "lockstep", "train", str(config), "--nproc-per-node", str(given.processes)]
+        command = [
+            sys.executable,
+            "-m",
+            "lockstep",
+            "train",
+            str(config),
+            "--nproc-per-node",
+            str(given.processes),
+        ]
         process = subprocess.Popen(
-            [*command, "--max-restarts", str(given.kills), "--output-dir", str(run)], cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [*command, "--max-restarts", str(given.kills), "--output-dir", str(run)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         try:
             found = [one_kill(run) for _ in range(given.kills)]
         finally:
             process.kill()
             process.wait()
     rows = "\n".join(
-        f"| {part} | {median(kill[part] for kill in found):.2f} | {min(kill[part] for kill in found):.2f} "
-        f"| {max(kill[part] for kill in found):.2f} |"
+        f"| {part} | {median(kill[part] for kill in found):.2f} |"
+        f" {min(kill[part] for kill in found):.2f} | {max(kill[part] for kill in found):.2f} |"
         for part in found[0]
     )
     text = f"""# Recovery after a kill

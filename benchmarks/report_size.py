@@ -1,7 +1,9 @@
-"""What the report of a long run takes: seconds and memory of `lockstep report`, and of `lockstep top`, by its steps.
+"""What the report of a long run takes: seconds and memory of `lockstep report`, and of `lockstep
+top`, by its steps.
 
-The run is written as training writes it on one rank of a CPU: each step is logged, about one in ten with the times of
-phases and the memory, which are gathered once a second. The memory is the peak that the system saw of the process.
+The run is written as training writes it on one rank of a CPU: each step is logged, about one in ten
+with the times of phases and the memory, which are gathered once a second. The memory is the peak
+that the system saw of the process.
 
     python benchmarks/report_size.py [--steps 10000,1000000] [--output benchmarks/results/report_size.md]
 """
@@ -30,22 +32,46 @@ def write_run(folder: Path, steps: int) -> Path:
     phases = {"data": spread, "forward_backward": spread, "optimizer": spread, "other": spread}
     memory = {"host": [4e8, 4e8, 4e8, 0], "total": [8e9, 8e9, 8e9, 0]}
     with (run / "metrics.jsonl").open("w") as metrics, (run / "events.jsonl").open("w") as events:
-        events.write(json.dumps({"kind": "start", "time": 1e9, "layout": "single", "total_steps": steps}) + "\n")
+        events.write(
+            json.dumps({"kind": "start", "time": 1e9, "layout": "single", "total_steps": steps})
+            + "\n"
+        )
         for step in range(1, steps + 1):
             row = {
-                "step": step, "loss": 1.5 + 3 * math.exp(-step / steps * 5) + noise.gauss(0, 0.05),
-                "grad_norm": 0.6 + noise.random(), "lr": 1e-3 * (1 - step / steps), "samples": 64, "tokens": 16384,
-                "epoch": 0, "clipped": 0.0, "skipped": False, "step_seconds": 0.1 + noise.random() * 0.01,
-                "samples_per_second": 640.0, "tokens_per_second": 163840.0, "memory_bytes": 400_000_000,
-                "time": 1e9 + step * 0.1, "skipped_steps": 0,
-            }  # fmt: skip
+                "step": step,
+                "loss": 1.5 + 3 * math.exp(-step / steps * 5) + noise.gauss(0, 0.05),
+                "grad_norm": 0.6 + noise.random(),
+                "lr": 1e-3 * (1 - step / steps),
+                "samples": 64,
+                "tokens": 16384,
+                "epoch": 0,
+                "clipped": 0.0,
+                "skipped": False,
+                "step_seconds": 0.1 + noise.random() * 0.01,
+                "samples_per_second": 640.0,
+                "tokens_per_second": 163840.0,
+                "memory_bytes": 400_000_000,
+                "time": 1e9 + step * 0.1,
+                "skipped_steps": 0,
+            }
             if step % 10 == 0:
-                row |= {"phases": phases, "memory": memory, "own_seconds": [0.1], "gradient_norms": {"a": 0.1, "b": 1}}
+                row |= {
+                    "phases": phases,
+                    "memory": memory,
+                    "own_seconds": [0.1],
+                    "gradient_norms": {"a": 0.1, "b": 1},
+                }
             metrics.write(json.dumps(row) + "\n")
             if step % 1000 == 0:
-                metrics.write(json.dumps({"step": step, "time": 1e9 + step * 0.1, "eval_loss": 2.0}) + "\n")
-                events.write(json.dumps({"kind": "save", "time": 1e9 + step * 0.1, "step": step}) + "\n")
-        events.write(json.dumps({"kind": "stop", "time": 1e9 + steps * 0.1, "reason": "done"}) + "\n")
+                metrics.write(
+                    json.dumps({"step": step, "time": 1e9 + step * 0.1, "eval_loss": 2.0}) + "\n"
+                )
+                events.write(
+                    json.dumps({"kind": "save", "time": 1e9 + step * 0.1, "step": step}) + "\n"
+                )
+        events.write(
+            json.dumps({"kind": "stop", "time": 1e9 + steps * 0.1, "reason": "done"}) + "\n"
+        )
     return run
 
 
@@ -86,19 +112,37 @@ def main() -> None:
             top_seconds, top_mib = measure("top", "--once", str(run))
             page_size = (run / "report.html").stat().st_size / 2**10
             most = max(most, mib, top_mib)
-            taken = f"{seconds:.2f} | {mib:.0f} | {page_size:.0f} | {top_seconds:.2f} | {top_mib:.0f}"
+            taken = (
+                f"{seconds:.2f} | {mib:.0f} | {page_size:.0f} | {top_seconds:.2f} | {top_mib:.0f}"
+            )
             rows.append(f"| {steps:,} | {size:,.0f} | {taken} |")
             print(rows[-1], flush=True)
     where = f"{machine()}, Python {sys.version.split()[0]}"
     words = [
-        f"Each step is logged. A report may take {MOST} MiB, however long the run was: the most was {most:.0f}.",
-        "It reads metrics.jsonl as a stream and keeps so many rows as fit into 12 MiB of lines, with the peaks.",
+        (
+            f"Each step is logged. A report may take {MOST} MiB, however long the run was: the most"
+            f" was {most:.0f}."
+        ),
+        (
+            "It reads metrics.jsonl as a stream and keeps so many rows as fit into 12 MiB of lines,"
+            " with the peaks."
+        ),
     ]
     header = (
-        "| steps | metrics.jsonl, MiB | report, s of a core | report, MiB | page, KiB | top, s of a core | top, MiB |"
+        "| steps | metrics.jsonl, MiB | report, s of a core | report, MiB | page, KiB | top, s of a"
+        " core | top, MiB |"
     )
-    tell(page("What the report of a long run takes", "python -m benchmarks.report_size", where, words, header, rows),
-         given.output)  # fmt: skip
+    tell(
+        page(
+            "What the report of a long run takes",
+            "python -m benchmarks.report_size",
+            where,
+            words,
+            header,
+            rows,
+        ),
+        given.output,
+    )
     if most > MOST:
         sys.exit(f"more than {MOST} MiB")
 

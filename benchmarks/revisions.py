@@ -1,14 +1,17 @@
-"""What a step takes with the code of another revision, and with this one, which take turns in one run.
+"""What a step takes with the code of another revision, and with this one, which take turns in one
+run.
 
     python -m benchmarks.revisions REVISION [--cases single,1F1B] [--sizes 5ms,20ms] [--launches 5] [--write]
 
-REVISION is checked out into a folder of its own; `--path FOLDER` names one that is there. Both sides train the same
-model on the same data. All their processes run at the same time, and all but one side stand still: a block of steps
-each, in a new order every round (`benchmarks.gate`). A side's figure of a round is divided by that of the other in the
-same round, and the median of these ratios is quoted, with the middle half of them: what else the machine does falls on
-both. Calls of functions in the training thread are counted, too, which no load changes.
+REVISION is checked out into a folder of its own; `--path FOLDER` names one that is there. Both
+sides train the same model on the same data. All their processes run at the same time, and all but
+one side stand still: a block of steps each, in a new order every round (`benchmarks.gate`). A
+side's figure of a round is divided by that of the other in the same round, and the median of these
+ratios is quoted, with the middle half of them: what else the machine does falls on both. Calls of
+functions in the training thread are counted, too, which no load changes.
 
-Cases are `single`, a topology such as `fsdp:2`, or a schedule, which runs on a pipeline of two ranks.
+Cases are `single`, a topology such as `fsdp:2`, or a schedule, which runs on a pipeline of two
+ranks.
 """
 
 import argparse
@@ -32,9 +35,14 @@ from benchmarks.overhead import REPOSITORY, Contestant, Found
 from benchmarks.page import RESULTS, machine, page, tell
 
 SCHEDULES = {
-    "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "LoopedBFS": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
     "DualPipeV": 2,
-}  # fmt: skip
+}
 CASES = ("single", "ddp:2", "fsdp:2", *SCHEDULES)
 MICRO_BATCHES = 8
 STEPS = 1_000_000
@@ -75,10 +83,14 @@ def model_of(size: Size) -> nn.Sequential:
     """A chain that every strategy and schedule can cut."""
     torch.manual_seed(0)
     blocks = [
-        nn.Sequential(nn.LayerNorm(size.width), nn.Linear(size.width, 4 * size.width), nn.GELU(),
-                      nn.Linear(4 * size.width, size.width))
+        nn.Sequential(
+            nn.LayerNorm(size.width),
+            nn.Linear(size.width, 4 * size.width),
+            nn.GELU(),
+            nn.Linear(4 * size.width, size.width),
+        )
         for _ in range(size.depth)
-    ]  # fmt: skip
+    ]
     return nn.Sequential(*blocks, nn.Linear(size.width, 16))
 
 
@@ -131,14 +143,20 @@ def checked_out(revision: str) -> Iterator[Path]:
     """Check a revision out into a folder of its own, for the length of the block."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder, "old")
-        subprocess.run(["git", "clone", "-q", "--shared", "--no-checkout", REPOSITORY, root], check=True)
-        commit = subprocess.check_output(["git", "rev-parse", revision], cwd=REPOSITORY, text=True).strip()
+        subprocess.run(
+            ["git", "clone", "-q", "--shared", "--no-checkout", REPOSITORY, root], check=True
+        )
+        commit = subprocess.check_output(
+            ["git", "rev-parse", revision], cwd=REPOSITORY, text=True
+        ).strip()
         subprocess.run(["git", "checkout", "-q", commit], cwd=root, check=True)
         yield root
 
 
 def compared(old: Path, case: str, size: str, launches: int, rounds: int) -> tuple[Found, Found]:
-    """Return the figures of both sides, round by round; of several launches: where memory lies makes a difference."""
+    """Return the figures of both sides, round by round; of several launches: where memory lies
+    makes a difference.
+    """
     found: dict[str, Found] = {"old": {}, "new": {}}
     for _ in range(launches):
         sides = {"old": side(old, case, size), "new": side(REPOSITORY, case, size)}
@@ -161,19 +179,26 @@ def compared(old: Path, case: str, size: str, launches: int, rounds: int) -> tup
 
 def row(case: str, size: str, old: Found, new: Found) -> str:
     """Return a case's line of the table."""
-    ratios = {key: [a / b for a, b in zip(new[key], old[key], strict=True)] for key in ("seconds", "cpu")}
+    ratios = {
+        key: [a / b for a, b in zip(new[key], old[key], strict=True)] for key in ("seconds", "cpu")
+    }
     low, middle, high = quantiles(ratios["seconds"], n=4)
     return (
-        f"| {size} | {case} | {median(old['seconds']) * 1e3:.2f} | {middle:.3f} ({low:.3f}–{high:.3f})"
-        f" | {median(ratios['cpu']):.3f} | {old['calls'][0]:.0f} | {new['calls'][0]:.0f} |"
+        f"| {size} | {case} | {median(old['seconds']) * 1e3:.2f} | {middle:.3f}"
+        f" ({low:.3f}–{high:.3f}) | {median(ratios['cpu']):.3f} | {old['calls'][0]:.0f} |"
+        f" {new['calls'][0]:.0f} |"
     )
 
 
 def main() -> None:
     """Compare the cases that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("revision", nargs="?", default="HEAD")
-    parser.add_argument("--path", type=Path, help="a folder with the other revision, in place of a checkout")
+    parser.add_argument(
+        "--path", type=Path, help="a folder with the other revision, in place of a checkout"
+    )
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--sizes", default="5ms,20ms")
     parser.add_argument("--launches", type=int, default=5)
@@ -200,11 +225,18 @@ def report(old: Path, asked: Any) -> None:
             print(lines[-1], flush=True)
     text = page(
         "A step before and after",
-        f"python -m benchmarks.revisions {asked.revision} --cases {asked.cases} --sizes {asked.sizes}",
+        f"python -m benchmarks.revisions {asked.revision} --cases {asked.cases} --sizes"
+        f" {asked.sizes}",
         f"torch {torch.__version__}; Python {platform.python_version()}, {machine()}",
         [
-            f"Medians over {asked.launches} launches of {asked.rounds} rounds, blocks in turn; × is the median of the",
-            "rounds' ratios, new to old (the middle half of them). Calls are those of functions in the training",
+            (
+                f"Medians over {asked.launches} launches of {asked.rounds} rounds, blocks in turn;"
+                " × is the median of the"
+            ),
+            (
+                "rounds' ratios, new to old (the middle half of them). Calls are those of functions"
+                " in the training"
+            ),
             f"thread, a step of {MICRO_BATCHES} micro-batches.",
         ],
         "| size | case | ms a step, old | × time | × CPU | calls, old | calls, new |",

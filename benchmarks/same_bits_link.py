@@ -1,9 +1,10 @@
-"""What the same bits cost between two hosts: bytes and step time against the plain mode. Needs root.
+"""What the same bits cost between two hosts: bytes and step time against the plain mode. Needs
+root.
 
     python -m benchmarks.same_bits_link [--write] [--rate 100mbit]
 
-Two hosts as network namespaces on a shaped link, one rank each; plain and reproducible trainers step in turn in the
-same processes. Goals: bytes within 3 %, time within 10 %.
+Two hosts as network namespaces on a shaped link, one rank each; plain and reproducible trainers
+step in turn in the same processes. Goals: bytes within 3 %, time within 10 %.
 """
 
 import argparse
@@ -45,12 +46,25 @@ def main() -> int:
         f"torch {torch.__version__}, {platform.machine()}, {machine()}",
         [
             f"Two hosts, one rank each, {asked.rate} each way.",
-            f"Transformer of {SIZE['n_layer']} layers, width {SIZE['n_embd']}, four micro-batches of two samples of",
-            f"{LENGTH} tokens a step. Megabytes that both hosts send per step, seconds per step; medians of",
-            f"{asked.rounds} rounds of two steps, both modes in turn; the last column is the median of the rounds'",
-            "ratios. Plain shards send more: gloo's reduce-scatter is an all-reduce of which a part is kept.",
+            (
+                f"Transformer of {SIZE['n_layer']} layers, width {SIZE['n_embd']}, four"
+                " micro-batches of two samples of"
+            ),
+            (
+                f"{LENGTH} tokens a step. Megabytes that both hosts send per step, seconds per"
+                " step; medians of"
+            ),
+            (
+                f"{asked.rounds} rounds of two steps, both modes in turn; the last column is the"
+                " median of the rounds'"
+            ),
+            (
+                "ratios. Plain shards send more: gloo's reduce-scatter is an all-reduce of which a"
+                " part is kept."
+            ),
         ],
-        "| topology | MB, plain | MB, reproducible | difference | s, plain | s, reproducible | difference |",
+        "| topology | MB, plain | MB, reproducible | difference | s, plain | s, reproducible |"
+        " difference |",
         rows,
     )
     tell(text, RESULTS / "same_bits_link.md" if asked.write else None)

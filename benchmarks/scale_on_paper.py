@@ -1,11 +1,13 @@
-"""Scale on paper: what the simulator of `lockstep plan` says of runs on 8 to 100,000 GPUs, beside published ones.
+"""Scale on paper: what the simulator of `lockstep plan` says of runs on 8 to 100,000 GPUs, beside
+published ones.
 
     python -m benchmarks.scale_on_paper [--write]
 
-Nothing runs but a rehearsal of each model on tensors that hold nothing. The constants are those of `lockstep plan`, set
-by five runs of torchtitan and by none of these. FSDP is simulated as Lockstep lays it. Tensor parallelism, which
-Lockstep does not offer, is put together of the simulator's parts: a group of 8 GPUs computes an eighth each, adds up
-each layer's activations over NVLink twice in either pass, which nothing hides, and is one rank of a pipeline.
+Nothing runs but a rehearsal of each model on tensors that hold nothing. The constants are those of
+`lockstep plan`, set by five runs of torchtitan and by none of these. FSDP is simulated as Lockstep
+lays it. Tensor parallelism, which Lockstep does not offer, is put together of the simulator's
+parts: a group of 8 GPUs computes an eighth each, adds up each layer's activations over NVLink twice
+in either pass, which nothing hides, and is one rank of a pipeline.
 """
 
 import sys
@@ -15,7 +17,16 @@ from functools import cache
 from benchmarks.curves import Curve, as_svg
 from benchmarks.goodput import Reliability, best_interval, expected_goodput
 from benchmarks.page import RESULTS, page, table, tell
-from benchmarks.scale_published import GPT_1T, GPT_175B, LLAMA_405B, ON_H100, PUBLISHED, Cut, Model, Sharded
+from benchmarks.scale_published import (
+    GPT_1T,
+    GPT_175B,
+    LLAMA_405B,
+    ON_H100,
+    PUBLISHED,
+    Cut,
+    Model,
+    Sharded,
+)
 from lockstep.config import Config, config_from
 from lockstep.costs.hardware import LINKS, GpuCluster, cluster_of, find_gpu, find_link, group_of
 from lockstep.costs.steps import ModelSize
@@ -37,14 +48,22 @@ def _config(model: Model, batch: int, checkpointing: str, sharding: str) -> Conf
         {
             "model.name": "transformer",
             "model.args": {
-                "n_layer": model.layers, "n_embd": model.width, "n_head": model.heads, "n_kv_head": model.kv_heads,
-                "mlp_hidden": model.hidden, "vocab_size": model.vocabulary, "block_size": model.positions,
+                "n_layer": model.layers,
+                "n_embd": model.width,
+                "n_head": model.heads,
+                "n_kv_head": model.kv_heads,
+                "mlp_hidden": model.hidden,
+                "vocab_size": model.vocabulary,
+                "block_size": model.positions,
             },
-            "training.batch_size": batch, "training.gradient_checkpointing": checkpointing,
-            "precision.mode": "bf16", "precision.param_dtype": "bf16",
-            "distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": sharding,
+            "training.batch_size": batch,
+            "training.gradient_checkpointing": checkpointing,
+            "precision.mode": "bf16",
+            "precision.param_dtype": "bf16",
+            "distributed.strategy": "fsdp",
+            "distributed.fsdp.sharding_strategy": sharding,
         }
-    )  # fmt: skip
+    )
 
 
 @cache
@@ -68,7 +87,11 @@ def sharded(run: Sharded, gpus: int) -> float:
         run.model, run.batch, run.checkpointing, run.sharding, layout(min(gpus, REHEARSED))
     )
     step = strategy_named(layout(gpus).strategy).step_time(
-        pieces_of(facts, rehearsal, cluster.seconds, layout(gpus)), config.step, layout(gpus), cluster, 1
+        pieces_of(facts, rehearsal, cluster.seconds, layout(gpus)),
+        config.step,
+        layout(gpus),
+        cluster,
+        1,
     )
     return 3 * rehearsal.work.forward.flops / (step.seconds * cluster.gpu.half * 1e12)
 
@@ -91,12 +114,17 @@ def cut(run: Cut, gpus: int, samples: int | None = None) -> float:
     stage = StageTime(
         group.seconds(rehearsal.work.forward) / run.tensor / parts + added_up,
         group.seconds(rehearsal.work.backward) / run.tensor / parts + again * added_up,
-        activations, 4 * facts.parameters / parts,
-    )  # fmt: skip
-    cards = replace(link, bandwidth=link.bandwidth * run.tensor)  # a group sends over those of all its GPUs
+        activations,
+        4 * facts.parameters / parts,
+    )
+    # a group sends over those of all its GPUs
+    cards = replace(link, bandwidth=link.bandwidth * run.tensor)
     groups = GpuCluster(gpu, replicas * run.pipeline, 1, LINKS[gpu.inside], cards)
     schedule = config_from(
-        {"distributed.pipeline.schedule": "Interleaved1F1B", "distributed.pipeline.stages_per_rank": run.chunks}
+        {
+            "distributed.pipeline.schedule": "Interleaved1F1B",
+            "distributed.pipeline.stages_per_rank": run.chunks,
+        }
     )
     update = group.seconds(rehearsal.work.update) / run.tensor / run.pipeline / replicas
     layout = Layout("pipeline", run.pipeline, 1, replicas)
@@ -112,7 +140,9 @@ def mfu(run: Sharded | Cut, gpus: int) -> float:
 def layout_of(run: Sharded | Cut) -> str:
     if isinstance(run, Sharded):
         return f"fsdp, {run.batch} × {run.model.positions} a GPU"
-    return f"tensor {run.tensor}, pipeline {run.pipeline} × {run.chunks} stages, {run.samples} samples"
+    return (
+        f"tensor {run.tensor}, pipeline {run.pipeline} × {run.chunks} stages, {run.samples} samples"
+    )
 
 
 def compared() -> list[str]:
@@ -120,8 +150,8 @@ def compared() -> list[str]:
     for one in PUBLISHED:
         found = mfu(one.run, one.gpus)
         rows.append(
-            f"| {one.run.model.name} | {one.gpus:,} {one.run.gpu} | {layout_of(one.run)} | {one.mfu:.1%} | {found:.1%} "
-            f"| {found / one.mfu - 1:+.0%} | {one.source} |"
+            f"| {one.run.model.name} | {one.gpus:,} {one.run.gpu} | {layout_of(one.run)} |"
+            f" {one.mfu:.1%} | {found:.1%} | {found / one.mfu - 1:+.0%} | {one.source} |"
         )
         print(rows[-1], flush=True)
     return rows
@@ -137,7 +167,9 @@ def weak() -> list[Curve]:
     """Each GPU, or each replica, keeps its work."""
     curves = []
     for name in ("7B", "70B"):
-        curves.append(Curve(f"MPT-{name}, fsdp", COUNTS, [sharded(ON_H100[name], n) for n in COUNTS]))
+        curves.append(
+            Curve(f"MPT-{name}, fsdp", COUNTS, [sharded(ON_H100[name], n) for n in COUNTS])
+        )
     hybrid = replace(ON_H100["7B"], sharding="hybrid_shard")
     curves.append(Curve("MPT-7B, hybrid", COUNTS, [sharded(hybrid, n) for n in COUNTS]))
     for run, data in ((GPT_1T, 6), (LLAMA_405B, 64)):
@@ -169,14 +201,20 @@ def points(runs: tuple[Sharded | Cut, ...]) -> list[Curve]:
 
 
 def goodput(gpus: int) -> float:
-    """Of the time, what is training, at the rate of failures of Llama 3 405B: 466 in 54 days on 16,384 GPUs."""
+    """Of the time, what is training, at the rate of failures of Llama 3 405B: 466 in 54 days on
+    16,384 GPUs.
+    """
     machine = Reliability(54 * 24 * 16384 / 466, restart_seconds=600, save_seconds=10)
     mean = machine.mean_time(gpus)
     return expected_goodput(best_interval(10, mean), 10, 600, mean)
 
 
 def figures(curves: list[Curve]) -> list[str]:
-    return [f"| {one.name} | {n:,} | {mfu:.1%} |" for one in curves for n, mfu in zip(one.x, one.y, strict=True)]
+    return [
+        f"| {one.name} | {n:,} | {mfu:.1%} |"
+        for one in curves
+        for n, mfu in zip(one.x, one.y, strict=True)
+    ]
 
 
 def main() -> None:
@@ -187,25 +225,53 @@ def main() -> None:
         "python -m benchmarks.scale_on_paper --write",
         "computed, not run",
         [
-            "MFU counts the operations of the model, attention over all pairs, and none twice (of Megatron's figures,",
-            "which count recomputation, three quarters are that). No constant was set by any of these runs. FSDP is",
-            "simulated as Lockstep lays it; tensor parallelism, which Lockstep does not offer, is put together of the",
-            "simulator's parts, and nothing hides what it sends. Papers do not say how many stages a rank holds; two",
+            (
+                "MFU counts the operations of the model, attention over all pairs, and none twice"
+                " (of Megatron's figures,"
+            ),
+            (
+                "which count recomputation, three quarters are that). No constant was set by any of"
+                " these runs. FSDP is"
+            ),
+            (
+                "simulated as Lockstep lays it; tensor parallelism, which Lockstep does not offer,"
+                " is put together of the"
+            ),
+            (
+                "simulator's parts, and nothing hides what it sends. Papers do not say how many"
+                " stages a rank holds; two"
+            ),
             "or three are taken for Megatron, six for MegaScale, and one layer each for Llama.",
         ],
         "| model | GPUs | layout | published | here | difference | source |",
         rows,
         [
-            "## Weak scaling: each replica keeps its work", "", "![MFU over GPUs](scale_on_paper_weak.svg)", "",
-            *table("| run | GPUs | MFU |", figures(growing)), "",
-            "## Strong scaling: the step stays", "", "![MFU over GPUs](scale_on_paper_strong.svg)", "",
-            *table("| run | GPUs | MFU |", figures(fixed)), "",
-            "## What failures leave", "",
-            "The share of the time that is training and is kept, at the rate of failures of Llama 3 405B (466 in 54",
-            "days on 16,384 GPUs), with saves of 10 s at the best interval and restarts of 10 minutes.", "",
+            "## Weak scaling: each replica keeps its work",
+            "",
+            "![MFU over GPUs](scale_on_paper_weak.svg)",
+            "",
+            *table("| run | GPUs | MFU |", figures(growing)),
+            "",
+            "## Strong scaling: the step stays",
+            "",
+            "![MFU over GPUs](scale_on_paper_strong.svg)",
+            "",
+            *table("| run | GPUs | MFU |", figures(fixed)),
+            "",
+            "## What failures leave",
+            "",
+            (
+                "The share of the time that is training and is kept, at the rate of failures of"
+                " Llama 3 405B (466 in 54"
+            ),
+            (
+                "days on 16,384 GPUs), with saves of 10 s at the best interval and restarts of 10"
+                " minutes."
+            ),
+            "",
             *table("| GPUs | kept |", lost),
         ],
-    )  # fmt: skip
+    )
     write = "--write" in sys.argv
     tell(text, RESULTS / "scale_on_paper.md" if write else None)
     charts = {

@@ -41,7 +41,9 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Cut:
-    """A run with tensor parallelism and an interleaved pipeline: `chunks` stages on each of its ranks."""
+    """A run with tensor parallelism and an interleaved pipeline: `chunks` stages on each of its
+    ranks.
+    """
 
     model: Model
     tensor: int
@@ -68,35 +70,71 @@ MPT_30B, MPT_70B = gpt("MPT-30B", 48, 7168, 56, 50368), gpt("MPT-70B", 80, 8192,
 ON_H100 = {
     name: Sharded(model, batch, checkpointing, "H100", "InfiniBand NDR")
     for name, model, batch, checkpointing in (
-        ("7B", MPT_7B, 6, "none"), ("13B", MPT_13B, 16, "full"), ("30B", MPT_30B, 8, "full"),
+        ("7B", MPT_7B, 6, "none"),
+        ("13B", MPT_13B, 16, "full"),
+        ("30B", MPT_30B, 8, "full"),
         ("70B", MPT_70B, 8, "full"),
     )
-}  # fmt: skip
+}
 ON_A100 = Sharded(MPT_13B, 16, "full", "A100-40GB", "InfiniBand HDR")  # 1600 Gbit/s a node
-GPT_1T = Cut(gpt("GPT 1008B", 128, 25600, 160, 51200), 8, 64, 2, 3072, "full", "A100-80GB", "InfiniBand HDR")
-GPT_175B = Cut(gpt("GPT 175B", 96, 12288, 128, 64000), 8, 8, 6, 6144, "selective", "A100-80GB", "InfiniBand HDR")
+GPT_1T = Cut(
+    gpt("GPT 1008B", 128, 25600, 160, 51200), 8, 64, 2, 3072, "full", "A100-80GB", "InfiniBand HDR"
+)
+GPT_175B = Cut(
+    gpt("GPT 175B", 96, 12288, 128, 64000),
+    8,
+    8,
+    6,
+    6144,
+    "selective",
+    "A100-80GB",
+    "InfiniBand HDR",
+)
 LLAMA_405B = Cut(
-    Model("Llama 3 405B", 126, 16384, 128, 8, 53248, 128256, 8192), 8, 16, 8, 2048, "none", "H100", "RoCE 400G"
+    Model("Llama 3 405B", 126, 16384, 128, 8, 53248, 128256, 8192),
+    8,
+    16,
+    8,
+    2048,
+    "none",
+    "H100",
+    "RoCE 400G",
 )
 
 
-def _megatron(billions: str, layers: int, width: int, heads: int, pipeline: int, chunks: int, samples: int) -> Cut:
+def _megatron(
+    billions: str, layers: int, width: int, heads: int, pipeline: int, chunks: int, samples: int
+) -> Cut:
     model = gpt(f"GPT {billions}B", layers, width, heads, 51200)
     return Cut(model, 8, pipeline, chunks, samples, "full", "A100-80GB", "InfiniBand HDR")
 
 
 def _model_flops(teraflops: float) -> float:
-    """Megatron counts the recomputed forward pass: three of four parts are the model's own; 312 TFLOP/s an A100."""
+    """Megatron counts the recomputed forward pass: three of four parts are the model's own; 312
+    TFLOP/s an A100.
+    """
     return teraflops * 3 / 4 / 312
 
 
 PUBLISHED = (
-    *(Published(ON_H100[size], gpus, mfu, FOUNDRY) for size, gpus, mfu in (
-        ("7B", 8, 0.4644), ("7B", 128, 0.4571), ("7B", 256, 0.4415), ("7B", 512, 0.4220),
-        ("13B", 128, 0.4218), ("13B", 256, 0.4142), ("13B", 512, 0.4112),
-        ("30B", 128, 0.4185), ("30B", 256, 0.4089), ("30B", 512, 0.4027),
-        ("70B", 128, 0.4336), ("70B", 256, 0.4242), ("70B", 512, 0.4125),
-    )),
+    *(
+        Published(ON_H100[size], gpus, mfu, FOUNDRY)
+        for size, gpus, mfu in (
+            ("7B", 8, 0.4644),
+            ("7B", 128, 0.4571),
+            ("7B", 256, 0.4415),
+            ("7B", 512, 0.4220),
+            ("13B", 128, 0.4218),
+            ("13B", 256, 0.4142),
+            ("13B", 512, 0.4112),
+            ("30B", 128, 0.4185),
+            ("30B", 256, 0.4089),
+            ("30B", 512, 0.4027),
+            ("70B", 128, 0.4336),
+            ("70B", 256, 0.4242),
+            ("70B", 512, 0.4125),
+        )
+    ),
     *(Published(ON_A100, gpus, mfu, FOUNDRY) for gpus, mfu in ((64, 0.5204), (128, 0.5193))),
     Published(_megatron("39.1", 48, 8192, 64, 2, 2, 1536), 512, _model_flops(138), MEGATRON),
     Published(_megatron("76.1", 60, 10240, 80, 4, 3, 1792), 1024, _model_flops(140), MEGATRON),
@@ -107,4 +145,4 @@ PUBLISHED = (
     Published(GPT_175B, 12288, 0.552, MEGASCALE),
     Published(LLAMA_405B, 8192, 0.43, LLAMA3),
     Published(LLAMA_405B, 16384, 0.41, LLAMA3),
-)  # fmt: skip
+)

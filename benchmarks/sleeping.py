@@ -3,7 +3,8 @@
     model: {name: "benchmarks.sleeping:Sleeper", args: {milliseconds: 20}}
     data:  {name: "benchmarks.sleeping:SleepSamples"}
 
-A sample sleeps for a third of its time in forward and two thirds in backward; the gradients are real, and are reduced.
+A sample sleeps for a third of its time in forward and two thirds in backward; the gradients are
+real, and are reduced.
 """
 
 import time
@@ -20,7 +21,10 @@ class Sleeper(nn.Module):
     def __init__(self, milliseconds: float = 5.0, n_embd: int = 64) -> None:
         super().__init__()
         self.seconds = milliseconds / 1000
-        self.first, self.second = nn.Linear(n_embd, n_embd, bias=False), nn.Linear(n_embd, n_embd, bias=False)
+        self.first, self.second = (
+            nn.Linear(n_embd, n_embd, bias=False),
+            nn.Linear(n_embd, n_embd, bias=False),
+        )
 
     def init_weights(self) -> None:
         """Fill the parameters."""

@@ -1,18 +1,21 @@
-"""Steps on slow links, against the limits that computation and link set, and against a raw all-reduce. Needs root.
+"""Steps on slow links, against the limits that computation and link set, and against a raw
+all-reduce. Needs root.
 
     python -m benchmarks.slow_links [--hosts 2,4] [--rates 100mbit,1gbit] [--computation 0.1,1,3] [--rounds 5] [--write]
 
-Hosts are network namespaces with one rank each (`tests.hosts`); computation sleeps, so that cores do not matter and
-what overlaps is seen. It is as long as `--computation` says, in units of the time that an all-reduce of the gradients
-takes on the link; what it takes with all that does not sleep (gradients, clipping, update) is measured beside it, by a
-loop without communication, on all hosts at once. A step is held against two limits:
+Hosts are network namespaces with one rank each (`tests.hosts`); computation sleeps, so that cores
+do not matter and what overlaps is seen. It is as long as `--computation` says, in units of the time
+that an all-reduce of the gradients takes on the link; what it takes with all that does not sleep
+(gradients, clipping, update) is measured beside it, by a loop without communication, on all hosts
+at once. A step is held against two limits:
 
     max(computation, link)     with link = bytes / rate, of the bytes that the busiest host was counted to send
     in order                   what no schedule can beat: a gradient is sent after it was computed, and parameters come
                                before they are used; forward and backward pass follow each other
 
-The raw all-reduce sends the gradients' bytes with nothing beside it, in turn with the steps; a step that moves its
-bytes as fast as that is not behind it. DDP and FSDP2 as one writes them by hand take turns with them too.
+The raw all-reduce sends the gradients' bytes with nothing beside it, in turn with the steps; a step
+that moves its bytes as fast as that is not behind it. DDP and FSDP2 as one writes them by hand take
+turns with them too.
 """
 
 import argparse
@@ -38,14 +41,35 @@ from tests.hosts import hosts, sent_bytes
 from tests.ranks import run_ranks
 
 BLOCKS = 8
-HEADER = "| hosts | rate | sleeps | strategy | MB | of theory | step, s | alone, s | of max | in order | as raw |"
+HEADER = (
+    "| hosts | rate | sleeps | strategy | MB | of theory | step, s | alone, s | of max | in order |"
+    " as raw |"
+)
 WORDS = [
-    f"{BLOCKS} blocks (52.4 MB at 1gbit, 4.7 MB below) that sleep, `sleeps` times as long as an all-reduce of the",
-    "gradients needs on the link; `alone` is a step of a plain loop without communication. Seconds are medians over",
-    "rounds, of the slowest rank; MB are what the busiest host sends in a step, with headers, and `of theory` what",
-    "that is of a ring's. `of max` is max(alone, bytes / rate) over the step: where the two are alike it can't be near",
-    "1, for the first gradient comes after the forward pass. `in order` is the least that the order of things allows.",
-    "`as raw` is the same with the rate of the raw all-reduce of this run in place of the link's: 1 and above is not",
+    (
+        f"{BLOCKS} blocks (52.4 MB at 1gbit, 4.7 MB below) that sleep, `sleeps` times as long as an"
+        " all-reduce of the"
+    ),
+    (
+        "gradients needs on the link; `alone` is a step of a plain loop without communication."
+        " Seconds are medians over"
+    ),
+    (
+        "rounds, of the slowest rank; MB are what the busiest host sends in a step, with headers,"
+        " and `of theory` what"
+    ),
+    (
+        "that is of a ring's. `of max` is max(alone, bytes / rate) over the step: where the two are"
+        " alike it can't be near"
+    ),
+    (
+        "1, for the first gradient comes after the forward pass. `in order` is the least that the"
+        " order of things allows."
+    ),
+    (
+        "`as raw` is the same with the rate of the raw all-reduce of this run in place of the"
+        " link's: 1 and above is not"
+    ),
     "behind it. The goal is 0.95. `by hand` is torch's own DDP or FSDP2 in a plain loop.",
 ]
 _COMPRESSION = "distributed.ddp.compression.kind"
@@ -54,7 +78,11 @@ _FSDP = {"distributed.strategy": "fsdp", "distributed.fsdp.auto_wrap_policy": ["
 CASES = {
     "ddp": _DDP,
     "ddp, fp16": {**_DDP, _COMPRESSION: "fp16"},
-    "ddp, PowerSGD": {**_DDP, _COMPRESSION: "powersgd", "distributed.ddp.compression.start_step": 2},
+    "ddp, PowerSGD": {
+        **_DDP,
+        _COMPRESSION: "powersgd",
+        "distributed.ddp.compression.start_step": 2,
+    },
     "fsdp full_shard": _FSDP,
     "fsdp shard_grad_op": {**_FSDP, "distributed.fsdp.sharding_strategy": "shard_grad_op"},
 }
@@ -76,7 +104,9 @@ class _Sleep(torch.autograd.Function):
 
 
 class Slow(nn.Module):
-    """x → linear(x), in so many seconds, and twice as many backward: then the weight's gradient is there."""
+    """x → linear(x), in so many seconds, and twice as many backward: then the weight's gradient is
+    there.
+    """
 
     def __init__(self, width: int, seconds: float) -> None:
         super().__init__()
@@ -112,8 +142,8 @@ class Load(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Of a case: bytes that a step sends; and of each round the seconds of its step, of the raw all-reduce beside it,
-    and of a step without communication: (forward, backward, the rest).
+    """Of a case: bytes that a step sends; and of each round the seconds of its step, of the raw
+    all-reduce beside it, and of a step without communication: (forward, backward, the rest).
     """
 
     sent: float
@@ -153,10 +183,17 @@ def in_order(name: str, alone: tuple[float, float, float], link: float) -> float
 def trainer_for(settings: dict[str, Any], load: Load) -> Trainer:
     torch.manual_seed(0)
     common = {
-        "training.batch_size": 4, "training.max_steps": 100, "training.optimizer": "sgd", "precision.mode": "fp32",
+        "training.batch_size": 4,
+        "training.max_steps": 100,
+        "training.optimizer": "sgd",
+        "precision.mode": "fp32",
         "distributed.ddp.bucket_cap_mb": BUCKET_MB,
-    }  # fmt: skip
-    return Trainer(model_of(load), config=config_from({**common, **settings}), loss_fn=nn.MSELoss(reduction="sum"))
+    }
+    return Trainer(
+        model_of(load),
+        config=config_from({**common, **settings}),
+        loss_fn=nn.MSELoss(reduction="sum"),
+    )
 
 
 def model_of(load: Load) -> nn.Module:
@@ -269,7 +306,8 @@ def bytes_a_second(rate: str) -> float:
 
 def rows(ranks: int, rate: str, computations: list[float], rounds: int) -> list[str]:
     here = import_module("benchmarks.slow_links")  # as other processes find it
-    width = 384 if bytes_a_second(rate) < 5e7 else 1280  # on two cores small blocks would measure Python
+    # on two cores small blocks would measure Python
+    width = 384 if bytes_a_second(rate) < 5e7 else 1280
     alone = 2 * (ranks - 1) / ranks * 4 * BLOCKS * width**2 / bytes_a_second(rate)
     loads = [here.Load(width, share * alone) for share in computations]
     with hosts(ranks, rate=rate) as on:
@@ -291,28 +329,36 @@ def row(ranks: int, rate: str, share: float, load: Load, name: str, found: list[
     as_raw = raw * sent / theory("ddp", ranks, load)
     limits = max(sum(alone), link), in_order(name, alone, link), in_order(name, alone, as_raw)
     return (
-        f"| {ranks} | {rate} | {share:g} | {name} | {sent / 1e6:.2f} | {sent / theory(name, ranks, load):.3f} "
-        f"| {seconds:.3f} | {sum(alone):.3f} | " + " | ".join(f"{limit / seconds:.2f}" for limit in limits) + " |"
+        f"| {ranks} | {rate} | {share:g} | {name} | {sent / 1e6:.2f} |"
+        f" {sent / theory(name, ranks, load):.3f} | {seconds:.3f} | {sum(alone):.3f} | "
+        + " | ".join(f"{limit / seconds:.2f}" for limit in limits)
+        + " |"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hosts", default="2,4")
     parser.add_argument("--rates", default="100mbit,1gbit", help="whole numbers of mbit or gbit")
-    parser.add_argument("--computation", default="0.1,1,3", help="times the link's time for an all-reduce")
+    parser.add_argument(
+        "--computation", default="0.1,1,3", help="times the link's time for an all-reduce"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     table = []
     for ranks in map(int, asked.hosts.split(",")):
         for rate in asked.rates.split(","):
-            found = rows(ranks, rate, [float(share) for share in asked.computation.split(",")], asked.rounds)
+            found = rows(
+                ranks, rate, [float(share) for share in asked.computation.split(",")], asked.rounds
+            )
             print("\n".join(found), flush=True)
             table += found
     command = (
-        f"python -m benchmarks.slow_links --hosts {asked.hosts} --rates {asked.rates} --computation "
-        f"{asked.computation} --rounds {asked.rounds} --write"
+        f"python -m benchmarks.slow_links --hosts {asked.hosts} --rates {asked.rates} --computation"
+        f" {asked.computation} --rounds {asked.rounds} --write"
     )
     text = page("Steps on slow links, against the limit", command, machine(), WORDS, HEADER, table)
     tell(text, RESULTS / "slow_links.md" if asked.write else None)

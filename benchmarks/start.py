@@ -2,8 +2,9 @@
 
     python -m benchmarks.start [--ranks 1,2] [--rounds 3] [--compile] [--write]
 
-`lockstep train` runs as it is; the model and the data are classes of this file, which write down when they are asked
-for. Imports are what Python itself counts (`-X importtime`) for a worker, taken apart.
+`lockstep train` runs as it is; the model and the data are classes of this file, which write down
+when they are asked for. Imports are what Python itself counts (`-X importtime`) for a worker, taken
+apart.
 """
 
 import argparse
@@ -49,11 +50,28 @@ def one(ranks: int, compiled: bool) -> dict[str, float]:
         config.write_text(CONFIG.replace("COMPILE", str(compiled).lower()))
         marks = Path(folder, "marks")
         marks.mkdir()
-        environment = {**os.environ, MARKS: str(marks), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "lockstep", "train", str(config), "--output-dir", f"{folder}/run"]
+        environment = {
+            **os.environ,
+            MARKS: str(marks),
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "lockstep",
+            "train",
+            str(config),
+            "--output-dir",
+            f"{folder}/run",
+        ]
         begin = time.time()
         done = subprocess.run(
-            [*command, "--nproc-per-node", str(ranks)], env=environment, capture_output=True, text=True, check=False
+            [*command, "--nproc-per-node", str(ranks)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         end = time.time()
         if done.returncode:
@@ -67,7 +85,9 @@ def one(ranks: int, compiled: bool) -> dict[str, float]:
 
 
 def imports() -> list[tuple[str, float]]:
-    """Seconds that a worker's imports take, by package, the largest; each without what it imports of the others."""
+    """Seconds that a worker's imports take, by package, the largest; each without what it imports
+    of the others.
+    """
     command = [sys.executable, "-X", "importtime", "-c", "import lockstep.trainer"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
     own: dict[str, float] = {}
@@ -89,21 +109,39 @@ def rows(ranks: int, rounds: int, compiled: bool) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--write", action="store_true")
     asked: Any = parser.parse_args()
-    table = [row for ranks in map(int, asked.ranks.split(",")) for row in rows(ranks, asked.rounds, asked.compile)]
-    command = f"python -m benchmarks.start --ranks {asked.ranks} --rounds {asked.rounds}" + " --compile" * asked.compile
+    table = [
+        row
+        for ranks in map(int, asked.ranks.split(","))
+        for row in rows(ranks, asked.rounds, asked.compile)
+    ]
+    command = (
+        f"python -m benchmarks.start --ranks {asked.ranks} --rounds {asked.rounds}"
+        + " --compile" * asked.compile
+    )
     packages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in imports())
     text = page(
-        "From a command to its first step", f"{command} --write", machine(),
-        ["Seconds, of the rank that came last; a small model. Starting Python is in the first two lines."],
-        "| ranks | what | median | least |", table,
-        ["Imports of a worker, seconds of each package's own modules (with the profiler's cost): " + packages + "."],
-    )  # fmt: skip
+        "From a command to its first step",
+        f"{command} --write",
+        machine(),
+        [
+            "Seconds, of the rank that came last; a small model. Starting Python is in the first"
+            " two lines."
+        ],
+        "| ranks | what | median | least |",
+        table,
+        [
+            "Imports of a worker, seconds of each package's own modules (with the profiler's"
+            " cost): " + packages + "."
+        ],
+    )
     tell(text, RESULTS / "start.md" if asked.write else None)
 
 

@@ -1,12 +1,14 @@
-"""Signals in the first seconds of a start: none may hang a run, lose anything, or leave anything behind.
+"""Signals in the first seconds of a start: none may hang a run, lose anything, or leave anything
+behind.
 
     python -m benchmarks.start_signals --rounds 200 --at-once 3
 
-A round is one start of a small run of two ranks, and a signal at a random moment of its first seconds (`--first`). It
-must then be gone within `PATIENCE` seconds, with exit code 75 (or 0, where it was done; 1 after a second Ctrl-C),
-without a traceback, a process or a temporary file left; every checkpoint that was committed must be there and prove
-whole. Rounds follow each other in one run directory until the run is done; then its digest must be that of a run that
-nobody disturbed, and its records must hold each step once.
+A round is one start of a small run of two ranks, and a signal at a random moment of its first
+seconds (`--first`). It must then be gone within `PATIENCE` seconds, with exit code 75 (or 0, where
+it was done; 1 after a second Ctrl-C), without a traceback, a process or a temporary file left;
+every checkpoint that was committed must be there and prove whole. Rounds follow each other in one
+run directory until the run is done; then its digest must be that of a run that nobody disturbed,
+and its records must hold each step once.
 """
 
 import argparse
@@ -43,8 +45,15 @@ monitor: {{log_steps: 1, sinks: [jsonl]}}
 _STRATEGIES = ("ddp", "fsdp")
 # How often in 8: what comes, to whom.
 _KINDS = (
-    "SIGTERM", "SIGTERM", "SIGINT", "SIGINT", "SIGUSR1", "SIGHUP", "SIGTERM to all processes", "SIGINT twice"
-)  # fmt: skip
+    "SIGTERM",
+    "SIGTERM",
+    "SIGINT",
+    "SIGINT",
+    "SIGUSR1",
+    "SIGHUP",
+    "SIGTERM to all processes",
+    "SIGINT twice",
+)
 
 
 @dataclass
@@ -80,13 +89,24 @@ class Chain:
         self.config.write_text(_CONFIG.format(steps=STEPS, strategy=self.strategy))
 
     def start(self) -> subprocess.Popen[bytes]:
-        command = ["train", str(self.config), "--nproc-per-node", "2", "--output-dir", str(self.run)]
+        command = [
+            "train",
+            str(self.config),
+            "--nproc-per-node",
+            "2",
+            "--output-dir",
+            str(self.run),
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.scratch)}
         with (self.folder / "said.txt").open("wb") as said:
             return subprocess.Popen(
                 [sys.executable, "-m", "lockstep", *command],
-                cwd=ROOT, env=environment, start_new_session=True, stdout=said, stderr=said,
-            )  # fmt: skip
+                cwd=ROOT,
+                env=environment,
+                start_new_session=True,
+                stdout=said,
+                stderr=said,
+            )
 
     def committed(self) -> set[str]:
         return {path.name for path in checkpoint.list_checkpoints(self.run / "checkpoints")}
@@ -130,8 +150,13 @@ class Chain:
 
     def _look(self, found: Round, before: set[str], left: list[psutil.Process]) -> None:
         said = (self.folder / "said.txt").read_text(errors="replace")
-        # A signal that comes before Python has run Lockstep's first line ends the process as any other.
-        unheard = not found.heard and found.after < 2 and found.code in (-signal.Signals[found.kind.split()[0]], 1)
+        # A signal that comes before Python has run Lockstep's first line ends the process as any
+        # other.
+        unheard = (
+            not found.heard
+            and found.after < 2
+            and found.code in (-signal.Signals[found.kind.split()[0]], 1)
+        )
         allowed = {75, 0} | ({1} if found.kind == "SIGINT twice" else set())
         if found.code == -999:
             found.wrong.append(f"hangs: not gone after {PATIENCE:g} s")
@@ -155,12 +180,16 @@ class Chain:
         return f"step-{STEPS:08}" in self.committed()
 
     def result(self) -> str:
-        """The digest of the run at its end, which is let end; with what is wrong with its records, if anything."""
+        """The digest of the run at its end, which is let end; with what is wrong with its records,
+        if anything.
+        """
         if not self.done():
             code = self.start().wait(600)
             assert code == 0, (self.folder / "said.txt").read_text()
         rows = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
-        whole = [row["step"] for row in rows if "step" in row and "loss" in row] == list(range(1, STEPS + 1))
+        whole = [row["step"] for row in rows if "step" in row and "loss" in row] == list(
+            range(1, STEPS + 1)
+        )
         digest = checkpoint.digest(self.run / f"checkpoints/step-{STEPS:08}")
         return digest if whole else f"{digest}, but metrics.jsonl does not hold each step once"
 
@@ -190,8 +219,10 @@ def bench(rounds: int, at_once: int, seed: int, first: float) -> tuple[list[Roun
     lock = Lock()
     with tempfile.TemporaryDirectory(prefix="start-signals-") as folder:
         chains = iter(range(10**6))
-        alone = {name: Chain(Path(folder, f"alone-{name}"), index, random.Random(0), 0.0).result()
-                 for index, name in enumerate(_STRATEGIES)}  # fmt: skip
+        alone = {
+            name: Chain(Path(folder, f"alone-{name}"), index, random.Random(0), 0.0).result()
+            for index, name in enumerate(_STRATEGIES)
+        }
 
         def work(worker: int) -> None:
             while True:
@@ -221,8 +252,11 @@ def bench(rounds: int, at_once: int, seed: int, first: float) -> tuple[list[Roun
 
 def _say(number: int, chain: Chain, one: Round) -> None:
     told = "; ".join(one.wrong) or "well"
-    print(f"{number}: {chain.strategy}, {one.kind} after {one.after:.1f} s: {one.code} in {one.seconds:.1f} s, {told}",
-          flush=True)  # fmt: skip
+    print(
+        f"{number}: {chain.strategy}, {one.kind} after {one.after:.1f} s: {one.code} in"
+        f" {one.seconds:.1f} s, {told}",
+        flush=True,
+    )
 
 
 def table(found: list[Round]) -> list[str]:
@@ -246,26 +280,41 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=float, default=10.0, help="seconds in which the signal comes (default: 10)")
+    parser.add_argument(
+        "--first", type=float, default=10.0, help="seconds in which the signal comes (default: 10)"
+    )
     parser.add_argument("--write", action="store_true", help="write the results page")
     given = parser.parse_args()
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the runs inherit it: under nohup they would ignore theirs
+    # the runs inherit it: under nohup they would ignore theirs
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     started = time.monotonic()
     found, wrong = bench(given.rounds, given.at_once, given.seed, given.first)
     wrong += [f"{one.kind} after {one.after:.1f} s: {text}" for one in found for text in one.wrong]
     unheard = sum(not one.heard and one.code < 0 for one in found)
     words = [
-        f"{len(found)} starts of a run of two ranks, {given.at_once} at once, each with a signal in its first",
-        f"{given.first:g} s, in {(time.monotonic() - started) / 60:.0f} min. {len(wrong)} were wrong: hung, lost a"
-        " checkpoint, left a process",
-        "or a file behind, printed a traceback, or ended in other values than a run that nobody disturbed. 75 is",
-        f"stopped, 0 done, 1 a second Ctrl-C; {unheard} signals came before Python had run the first line (negative"
-        " codes).",
+        (
+            f"{len(found)} starts of a run of two ranks, {given.at_once} at once, each with a"
+            " signal in its first"
+        ),
+        (
+            f"{given.first:g} s, in {(time.monotonic() - started) / 60:.0f} min. {len(wrong)} were"
+            " wrong: hung, lost a checkpoint, left a process"
+        ),
+        (
+            "or a file behind, printed a traceback, or ended in other values than a run that nobody"
+            " disturbed. 75 is"
+        ),
+        (
+            f"stopped, 0 done, 1 a second Ctrl-C; {unheard} signals came before Python had run the"
+            " first line (negative codes)."
+        ),
     ]
     options = f"--rounds {given.rounds} --at-once {given.at_once} --first {given.first:g}"
     command = f"python -m benchmarks.start_signals {options} --write"
     header = "| signal | starts | exit codes | until all was gone: median | longest | wrong |"
-    text = page("Signals while a run starts", command, machine(), words, header, table(found), wrong)
+    text = page(
+        "Signals while a run starts", command, machine(), words, header, table(found), wrong
+    )
     print(text)
     if given.write:
         (RESULTS / "start_signals.md").write_text(text)

@@ -1,10 +1,12 @@
 """How the package reads, in figures, beside other projects': `make style`.
 
-A mirror, not a limit: no file is written to please these numbers. What is measured, over all `.py` files of a folder:
+A mirror, not a limit: no file is written to please these numbers. What is measured, over all `.py`
+files of a folder:
 
 - *characters a line*: with indentation; blank lines count, as a page with air has fewer;
 - *above 100*: the share of the lines that are longer than 100 characters;
-- *tuples*: assignments that pack and unpack (`a, b = x, y`) in 1,000 lines; unpacking a call is none;
+- *tuples*: assignments that pack and unpack (`a, b = x, y`) in 1,000 lines; unpacking a call is
+  none;
 - *comments*: the share of the lines that hold nothing but a comment;
 - *long, no docstring*: functions of more than 40 lines without a docstring.
 

@@ -1,11 +1,12 @@
-"""The axis `tensor` beside torch's own tensor parallel written by hand: time, CPU time and bytes of a step, in turn.
+"""The axis `tensor` beside torch's own tensor parallel written by hand: time, CPU time and bytes of
+a step, in turn.
 
     python -m benchmarks.tensor_by_hand [--ranks 2,4] [--rounds 20] [--write]     (root: a network of its own)
 
-Both sides train the same transformer on the same batches with AdamW and clipping: by hand with `parallelize_module`
-(column and row cuts, sequence parallel, loss parallel), as torch's tutorial does it; and `lockstep.Trainer` on
-`tensor:N`. They take turns in one set of processes. Bytes are those of the loopback interface of a network namespace
-that nothing else uses.
+Both sides train the same transformer on the same batches with AdamW and clipping: by hand with
+`parallelize_module` (column and row cuts, sequence parallel, loss parallel), as torch's tutorial
+does it; and `lockstep.Trainer` on `tensor:N`. They take turns in one set of processes. Bytes are
+those of the loopback interface of a network namespace that nothing else uses.
 """
 
 import argparse
@@ -52,7 +53,9 @@ class ByHand(nn.Module):
         super().__init__()
         width, layers, vocabulary = SIZE["n_embd"], SIZE["n_layer"], SIZE["vocab_size"]
         self.embed = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Block(width, SIZE["n_head"], None, None, 0.0, layers) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            Block(width, SIZE["n_head"], None, None, 0.0, layers) for _ in range(layers)
+        )
         self.norm = nn.RMSNorm(width, eps=1e-5)
         self.head = nn.Linear(width, vocabulary, bias=False)
         for module in (self.embed, self.head):
@@ -73,7 +76,9 @@ def cut_by_hand(model: ByHand, ranks: int) -> ByHand:
     part, whole = Shard(1), Replicate()
     of_block = {
         "attention_norm": SequenceParallel(),
-        "attention": PrepareModuleInput(input_layouts=(part, part), desired_input_layouts=(whole, whole)),
+        "attention": PrepareModuleInput(
+            input_layouts=(part, part), desired_input_layouts=(whole, whole)
+        ),
         **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
         "attention.out": RowwiseParallel(output_layouts=part),
         "mlp_norm": SequenceParallel(),
@@ -86,7 +91,9 @@ def cut_by_hand(model: ByHand, ranks: int) -> ByHand:
     ends = {
         "embed": RowwiseParallel(input_layouts=whole, output_layouts=part),
         "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=part, output_layouts=Shard(-1), use_local_output=False),
+        "head": ColwiseParallel(
+            input_layouts=part, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     parallelize_module(model, mesh, ends)
     return model
@@ -106,7 +113,9 @@ def step_by_hand(ranks: int) -> Callable[[int], float]:
     def step(index: int) -> float:
         batch = batch_of(index)
         with loss_parallel():
-            loss = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["targets"].flatten())
+            loss = F.cross_entropy(
+                model(batch["input_ids"]).flatten(0, 1), batch["targets"].flatten()
+            )
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -118,10 +127,14 @@ def step_by_hand(ranks: int) -> Callable[[int], float]:
 
 def step_of_lockstep(ranks: int) -> Callable[[int], float]:
     settings = {
-        "distributed.tensor_size": ranks, "training.batch_size": BATCH, "training.gradient_clip": 1.0,
-        "training.learning_rate": 1e-4, "training.weight_decay": 0.1, "training.max_steps": 10**6,
+        "distributed.tensor_size": ranks,
+        "training.batch_size": BATCH,
+        "training.gradient_clip": 1.0,
+        "training.learning_rate": 1e-4,
+        "training.weight_decay": 0.1,
+        "training.max_steps": 10**6,
         "precision.mode": "fp32",
-    }  # fmt: skip
+    }
     torch.manual_seed(0)
     trainer = Trainer(Transformer(**SIZE), config=config_from(settings))
     return lambda index: float(trainer.training_step(batch_of(index)))
@@ -129,7 +142,9 @@ def step_of_lockstep(ranks: int) -> Callable[[int], float]:
 
 def sent_bytes() -> int:
     """Bytes that all processes have put on the loopback interface."""
-    line = next(line for line in COUNTERS.read_text().splitlines() if line.strip().startswith("lo:"))
+    line = next(
+        line for line in COUNTERS.read_text().splitlines() if line.strip().startswith("lo:")
+    )
     return int(line.partition(":")[2].split()[8])
 
 
@@ -159,19 +174,27 @@ def in_turn(rounds: int) -> dict[str, list[tuple[float, float, int]]]:
 def row(ranks: int, rounds: int) -> str:
     all_ranks = run_ranks(in_turn, ranks, rounds, timeout=1800)
     ours, hand = ([rank[name] for rank in all_ranks] for name in ("lockstep", "by hand"))
-    time_ratio = median(max(a[i][0] for a in ours) / max(b[i][0] for b in hand) for i in range(rounds))
-    cpu_ratio = median(sum(a[i][1] for a in ours) / sum(b[i][1] for b in hand) for i in range(rounds))
-    seconds, cpu = ([median(one[place] for one in side[0]) for side in (ours, hand)] for place in (0, 1))
+    time_ratio = median(
+        max(a[i][0] for a in ours) / max(b[i][0] for b in hand) for i in range(rounds)
+    )
+    cpu_ratio = median(
+        sum(a[i][1] for a in ours) / sum(b[i][1] for b in hand) for i in range(rounds)
+    )
+    seconds, cpu = (
+        [median(one[place] for one in side[0]) for side in (ours, hand)] for place in (0, 1)
+    )
     sent = [median(one[2] for one in side[0]) for side in (ours, hand)]
     return (
-        f"| {ranks} | {seconds[0] * 1e3:.0f} | {seconds[1] * 1e3:.0f} | {time_ratio:.3f} | {cpu[0] * 1e3:.0f} "
-        f"| {cpu[1] * 1e3:.0f} | {cpu_ratio:.3f} | {sent[0] / 1e6:.2f} | {sent[1] / 1e6:.2f} "
-        f"| {sent[0] / sent[1]:.3f} |"
+        f"| {ranks} | {seconds[0] * 1e3:.0f} | {seconds[1] * 1e3:.0f} | {time_ratio:.3f} |"
+        f" {cpu[0] * 1e3:.0f} | {cpu[1] * 1e3:.0f} | {cpu_ratio:.3f} | {sent[0] / 1e6:.2f} |"
+        f" {sent[1] / 1e6:.2f} | {sent[0] / sent[1]:.3f} |"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--write", action="store_true")
@@ -180,7 +203,9 @@ def main() -> None:
     if not asked.inside:
         again = [sys.executable, "-m", "benchmarks.tensor_by_hand", *sys.argv[1:], "--inside"]
         sys.exit(
-            subprocess.run(["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *again]).returncode
+            subprocess.run(
+                ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *again]
+            ).returncode
         )
     rows = []
     for ranks in map(int, asked.ranks.split(",")):
@@ -188,14 +213,30 @@ def main() -> None:
         print(rows[-1], flush=True)
     text = page(
         "Tensor parallel beside torch's own, written by hand",
-        f"python -m benchmarks.tensor_by_hand --ranks {asked.ranks} --rounds {asked.rounds} --write",
+        f"python -m benchmarks.tensor_by_hand --ranks {asked.ranks} --rounds {asked.rounds}"
+        " --write",
         machine(),
         [
-            f"A transformer of {SIZE['n_layer']} layers, width {SIZE['n_embd']}, {SIZE['vocab_size']} tokens;",
-            f"{BATCH} × {LENGTH} tokens a step, fp32, AdamW, clipping; one thread a rank, gloo. Milliseconds of a step",
-            "and of a rank's CPU, megabytes of all ranks' messages: medians of the rounds, which take turns. Allowed:",
-            f"{GOAL} of the time by hand, and no more bytes. gloo's reduce-scatter is a whole all-reduce, which",
-            "torch's side uses and Lockstep does not; over NCCL both would send the same. Four ranks share two cores,",
+            (
+                f"A transformer of {SIZE['n_layer']} layers, width {SIZE['n_embd']},"
+                f" {SIZE['vocab_size']} tokens;"
+            ),
+            (
+                f"{BATCH} × {LENGTH} tokens a step, fp32, AdamW, clipping; one thread a rank, gloo."
+                " Milliseconds of a step"
+            ),
+            (
+                "and of a rank's CPU, megabytes of all ranks' messages: medians of the rounds,"
+                " which take turns. Allowed:"
+            ),
+            (
+                f"{GOAL} of the time by hand, and no more bytes. gloo's reduce-scatter is a whole"
+                " all-reduce, which"
+            ),
+            (
+                "torch's side uses and Lockstep does not; over NCCL both would send the same. Four"
+                " ranks share two cores,"
+            ),
             "so that their CPU time says more than the clock.",
         ],
         "| ranks | ms | by hand | ratio | CPU ms | by hand | ratio | MB | by hand | ratio |",

@@ -1,8 +1,9 @@
-"""Any class of transformers in a tiny size, and a batch that it takes with its labels. Nothing is fetched.
+"""Any class of transformers in a tiny size, and a batch that it takes with its labels. Nothing is
+fetched.
 
-A config is shrunk by the names of its sizes. A batch is made by the names of the arguments of the forward pass, and of
-the tensors that the model returns without labels. Several sizes and batches are tried in turn; what none of them
-builds is reported with what the library says.
+A config is shrunk by the names of its sizes. A batch is made by the names of the arguments of the
+forward pass, and of the tensors that the model returns without labels. Several sizes and batches
+are tried in turn; what none of them builds is reported with what the library says.
 """
 
 import inspect
@@ -18,34 +19,112 @@ _LAYERS, _IMAGE, _PATCH = 2, 32, 8
 _SOUND, _FRAMES = 8000, 64  # of a wave, and of its features
 
 _SIZES: list[tuple[tuple[str, ...], int]] = [  # the first whose piece is in a name decides
-    (("max_position", "n_positions", "n_ctx", "max_source_positions", "max_target_positions", "max_seq_len",
-      "max_sequence_length", "context_length_max"), 64),
+    (
+        (
+            "max_position",
+            "n_positions",
+            "n_ctx",
+            "max_source_positions",
+            "max_target_positions",
+            "max_seq_len",
+            "max_sequence_length",
+            "context_length_max",
+        ),
+        64,
+    ),
     (("num_key_value_heads", "num_kv_heads", "multi_query_group"), 4),
     (("topk_group", "num_limited_groups"), 1),
     (("n_group", "num_expert_group"), 2),
-    (("experts_per_tok", "num_selected_experts", "moe_topk", "moe_k", "top_k_experts", "num_experts_per_token"), 2),
+    (
+        (
+            "experts_per_tok",
+            "num_selected_experts",
+            "moe_topk",
+            "moe_k",
+            "top_k_experts",
+            "num_experts_per_token",
+        ),
+        2,
+    ),
     (("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
     (("rotary_dim",), 4),
     (("num_queries",), 5),
     (("context_size",), 16),
     (("qk_head_dim",), 16),
     (("head_dim", "d_kv", "attention_head_size", "dim_head", "head_size", "kv_channels"), 8),
-    (("num_attention_heads", "num_heads", "n_head", "encoder_attention_heads", "decoder_attention_heads", "heads"), 4),
-    (("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers", "n_layers", "num_blocks"),
-     _LAYERS),
-    (("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden", "mlp_dim", "ffn_size", "hidden_expansion"), 48),
-    (("hidden_size", "d_model", "n_embd", "embed_dim", "hidden_dim", "embedding_size", "projection_dim", "emb_dim",
-      "decoder_hidden_size", "encoder_hidden_size"), 32),
+    (
+        (
+            "num_attention_heads",
+            "num_heads",
+            "n_head",
+            "encoder_attention_heads",
+            "decoder_attention_heads",
+            "heads",
+        ),
+        4,
+    ),
+    (
+        (
+            "num_hidden_layers",
+            "num_layers",
+            "n_layer",
+            "encoder_layers",
+            "decoder_layers",
+            "n_layers",
+            "num_blocks",
+        ),
+        _LAYERS,
+    ),
+    (
+        (
+            "intermediate_size",
+            "ffn_dim",
+            "d_ff",
+            "n_inner",
+            "ffn_hidden",
+            "mlp_dim",
+            "ffn_size",
+            "hidden_expansion",
+        ),
+        48,
+    ),
+    (
+        (
+            "hidden_size",
+            "d_model",
+            "n_embd",
+            "embed_dim",
+            "hidden_dim",
+            "embedding_size",
+            "projection_dim",
+            "emb_dim",
+            "decoder_hidden_size",
+            "encoder_hidden_size",
+        ),
+        32,
+    ),
     (("vocab_size",), VOCABULARY),
     (("image_size", "img_size"), _IMAGE),
     (("patch_size", "encoder_stride"), _PATCH),
-]  # fmt: skip
-_PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "attention_types", "no_rope_layers")
-_WIDTHS = ("conv_dim", "tdnn_dim", "decoder_in_channels")  # lists of widths, which are as wide as one likes
+]
+_PER_LAYER = (
+    "layer_types",
+    "mlp_layer_types",
+    "layers_block_type",
+    "block_types",
+    "attention_types",
+    "no_rope_layers",
+)
+# lists of widths, which are as wide as one likes
+_WIDTHS = ("conv_dim", "tdnn_dim", "decoder_in_channels")
 _BACKBONE = {
-    "model_type": "resnet", "embedding_size": 32, "hidden_sizes": [32, 48, 64, 96], "depths": [1, 1, 1, 1],
-    "layer_type": "basic", "out_features": ["stage1", "stage2", "stage3", "stage4"],
-}  # fmt: skip
+    "model_type": "resnet",
+    "embedding_size": 32,
+    "hidden_sizes": [32, 48, 64, 96],
+    "depths": [1, 1, 1, 1],
+    "layer_type": "basic",
+    "out_features": ["stage1", "stage2", "stage3", "stage4"],
+}
 """It stands for backbones of the package timm."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -53,10 +132,17 @@ _SECTIONS = {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "align_vision_model": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128},
     "beit": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}
+    },
     "dbrx": {
         "attn_config": {"kv_n_heads": 4, "rope_theta": 10000.0, "clip_qkv": 8},
-        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+        "ffn_config": {
+            "hidden_size": 32,
+            "ffn_hidden_size": 48,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+        },
     },
     "data2vec-vision": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -66,11 +152,26 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
     "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": VOCABULARY - 1},
-    "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": [48, 48], "vocab_size_per_layer_input": VOCABULARY,
-                     "hidden_size_per_layer_input": 8},
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "glm4v_text", "glm_ocr_text",
-                     "paddleocr_vl_text"), _SECTIONS),
-    "glm4v_moe_text": {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "intermediate_size": [48, 48],
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+    },
+    **dict.fromkeys(
+        (
+            "qwen2_vl_text",
+            "qwen2_5_vl_text",
+            "qwen2_5_omni_text",
+            "glm4v_text",
+            "glm_ocr_text",
+            "paddleocr_vl_text",
+        ),
+        _SECTIONS,
+    ),
+    "glm4v_moe_text": {
+        "rope_parameters": _ROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granite_speech5": {"encoder_config": {"context_size": 16}},
     "hiera": {"decoder_hidden_size": 32, "decoder_depth": 1, "decoder_num_heads": 4},
@@ -91,23 +192,56 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "maskformer-swin": {"embed_dim": 24, "window_size": 2, "patch_size": 4},
     "patchtst": {"num_targets": CLASSES},
-    "perceiver": {"num_cross_attention_heads": 1, "num_latents": 8, "d_latents": 32, "num_blocks": 1},
+    "perceiver": {
+        "num_cross_attention_heads": 1,
+        "num_latents": 8,
+        "d_latents": 32,
+        "num_blocks": 1,
+    },
     "pix2struct_vision_model": {"patch_embed_hidden_size": 768},
-    "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"], "local_attn_chunk_length": 5,
-                 "lsh_attn_chunk_length": 5, "num_buckets": 2, "hash_seed": 0},
-    "sapiens2": {"head_config": {"upsample_out_channels": [16, 16], "upsample_kernel_sizes": [4, 4],
-                                 "conv_out_channels": [16], "conv_kernel_sizes": [1]}},
+    "reformer": {
+        "axial_pos_embds": False,
+        "attn_layers": ["local", "lsh"],
+        "local_attn_chunk_length": 5,
+        "lsh_attn_chunk_length": 5,
+        "num_buckets": 2,
+        "hash_seed": 0,
+    },
+    "sapiens2": {
+        "head_config": {
+            "upsample_out_channels": [16, 16],
+            "upsample_kernel_sizes": [4, 4],
+            "conv_out_channels": [16],
+            "conv_kernel_sizes": [1],
+        }
+    },
     "swin": {"embed_dim": 24, "window_size": 2, "patch_size": 4},
     "swinv2": {"embed_dim": 24, "window_size": 2, "patch_size": 4},
     "wav2vec2-bert": {"vocab_size": VOCABULARY},
     "wav2vec2-conformer": {"vocab_size": VOCABULARY},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_dt_rank": 4,
-              "attention_hidden_size": 64, "attention_head_dim": 16, "n_mamba_heads": 2},
-    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
-               "hybrid_layer_ids": [1, 3], "attention_hidden_size": 64, "attention_head_dim": 16, "n_mamba_heads": 8,
-               "mamba_headdim": 8, "kv_channels": 8, "num_query_groups": 4, "mamba_d_state": 8, "adapter_rank": 8},
-}  # fmt: skip
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "mamba_dt_rank": 4,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "n_mamba_heads": 2,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 8,
+        "kv_channels": 8,
+        "num_query_groups": 4,
+        "mamba_d_state": 8,
+        "adapter_rank": 8,
+    },
+}
 """By model type: sizes that no rule finds."""
 TRAINING = ("reformer",)  # whose authors let them train in training mode alone
 
@@ -135,7 +269,11 @@ def tiny_config(kind: type[Any], changed: dict[str, Any] | None = None, default:
             shrunk = dict(_BACKBONE) if timm else tiny_config(type(own), changed, own).to_dict()
         elif isinstance(value, bool) and own_values and not name.startswith("_"):
             shrunk = value
-        elif isinstance(value, bool) or name.startswith("_") or name in ("transformers_version", "model_type"):
+        elif (
+            isinstance(value, bool)
+            or name.startswith("_")
+            or name in ("transformers_version", "model_type")
+        ):
             continue
         else:
             shrunk = _shrunk(name, value, depth, changed)
@@ -145,7 +283,9 @@ def tiny_config(kind: type[Any], changed: dict[str, Any] | None = None, default:
     if len(stages) > 1:  # a backbone's
         layers = isinstance(described.get("num_hidden_layers"), int)
         values |= {"num_hidden_layers": len(stages)} if layers else {}
-        values["out_features"] = [f"stage{at + 1}" for at in range(len(stages))] if layers else list(stages)
+        values["out_features"] = (
+            [f"stage{at + 1}" for at in range(len(stages))] if layers else list(stages)
+        )
         values.pop("out_indices", None)
     if described.get("head_dim", 0) is None and "head_dim" not in changed:
         values["head_dim"] = 8
@@ -200,7 +340,9 @@ def _shrunk_rope(value: dict[str, Any], changed: dict[str, Any]) -> dict[str, An
     sections = value.get("mrope_section")
     if sections is None or changed.get("head_dim", 8) is None:
         return None
-    return value | {"mrope_section": [2] + [1] * (len(sections) - 2) + [1] if len(sections) < 4 else [1] * 4}
+    return value | {
+        "mrope_section": [2] + [1] * (len(sections) - 2) + [1] if len(sections) < 4 else [1] * 4
+    }
 
 
 def _some(value: list[Any], layers: int) -> list[Any]:
@@ -219,14 +361,19 @@ def batch_for(model: nn.Module, task: str) -> dict[str, Any]:
 
 
 def batches(model: nn.Module, task: str) -> Iterator[dict[str, Any]]:
-    """Batches of `SAMPLES` samples for the forward pass, with labels for the task, some of which are left out.
+    """Batches of `SAMPLES` samples for the forward pass, with labels for the task, some of which
+    are left out.
 
-    They hold what the forward pass needs at least, then all that a rule makes for it, in each of the shapes that
-    arguments of the name have.
+    They hold what the forward pass needs at least, then all that a rule makes for it, in each of
+    the shapes that arguments of the name have.
     """
     parameters = inspect.signature(model.forward).parameters
     making = _Making(model, task, parameters)
-    needed = {name for name, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    needed = {
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+    }
     named = getattr(model, "main_input_name", "input_ids")
     mains = {named} if isinstance(named, str) else set(named)
     main = next(iter(sorted(mains & parameters.keys())), next(iter(parameters)))
@@ -255,14 +402,42 @@ def batches(model: nn.Module, task: str) -> Iterator[dict[str, Any]]:
         yield from making.batches(names)
 
 
-_OFTEN = {"bbox", "visual_feats", "visual_pos", "visual_embeds", "flattened_patches", "mask_time_indices",
-          "sampled_negative_indices", "qformer_input_ids", "past_values", "bool_masked_pos",
-          "spatial_shapes", "pixel_attention_mask", "image_embeds_position_mask"}  # fmt: skip
-_BOTH = ("ZERO_SHOT_IMAGE_CLASSIFICATION", "VISUAL_QUESTION_ANSWERING", "MULTIPLE_CHOICE_IMAGE",
-         "ZERO_SHOT_OBJECT_DETECTION")  # fmt: skip
-_PER_TOKEN = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ",
-              "TEXT_TO_WAVEFORM", "MULTIMODAL_LM", "TEXT_RECOGNITION", "CTC", "RNNT", "TDT", "CAUSAL_IMAGE_MODELING",
-              "PRETRAINING")  # fmt: skip
+_OFTEN = {
+    "bbox",
+    "visual_feats",
+    "visual_pos",
+    "visual_embeds",
+    "flattened_patches",
+    "mask_time_indices",
+    "sampled_negative_indices",
+    "qformer_input_ids",
+    "past_values",
+    "bool_masked_pos",
+    "spatial_shapes",
+    "pixel_attention_mask",
+    "image_embeds_position_mask",
+}
+_BOTH = (
+    "ZERO_SHOT_IMAGE_CLASSIFICATION",
+    "VISUAL_QUESTION_ANSWERING",
+    "MULTIPLE_CHOICE_IMAGE",
+    "ZERO_SHOT_OBJECT_DETECTION",
+)
+_PER_TOKEN = (
+    "CAUSAL_LM",
+    "MASKED_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "IMAGE_TEXT_TO_TEXT",
+    "SPEECH_SEQ_2_SEQ",
+    "TEXT_TO_WAVEFORM",
+    "MULTIMODAL_LM",
+    "TEXT_RECOGNITION",
+    "CTC",
+    "RNNT",
+    "TDT",
+    "CAUSAL_IMAGE_MODELING",
+    "PRETRAINING",
+)
 _OBJECTS = (1, 2, 3, 1)  # in each sample
 
 
@@ -281,7 +456,9 @@ class _Making:
         side = self.of("image_size", _IMAGE)
         self._side = int(side[0] if isinstance(side, list | tuple) else side)
         vocabulary = int(self.of("vocab_size", VOCABULARY))
-        self._ids = torch.randint(4, max(5, min(vocabulary, VOCABULARY) - 8), (SAMPLES, LENGTH), generator=self._random)
+        self._ids = torch.randint(
+            4, max(5, min(vocabulary, VOCABULARY) - 8), (SAMPLES, LENGTH), generator=self._random
+        )
         self._made: dict[str, list[Any]] = {}
 
     def of(self, name: str, default: Any) -> Any:
@@ -293,7 +470,9 @@ class _Making:
         return bool(self._options(name))
 
     def batches(self, names: set[str]) -> Iterator[dict[str, Any]]:
-        """Batches with these arguments: the first option of each, then the second …; with each option of labels."""
+        """Batches with these arguments: the first option of each, then the second …; with each
+        option of labels.
+        """
         options = {name: self._options(name) for name in sorted(names)}
         for number in range(max(map(len, options.values()), default=0)):
             inputs = {name: made[min(number, len(made) - 1)] for name, made in options.items()}
@@ -320,14 +499,23 @@ class _Making:
                 (channels, side, side),
                 (int(of("num_frames", of("frames_per_clip", 1))), channels, side, side),
             )
-            return [self._floats(*shape) for shape in ((video, image) if "video" in name else (image, video))]
+            return [
+                self._floats(*shape)
+                for shape in ((video, image) if "video" in name else (image, video))
+            ]
         if name == "spatial_shapes":
             return [torch.full((SAMPLES, 2), 4)]
-        if name in ("pixel_attention_mask", "spatial_shapes") and "spatial_shapes" in self._parameters:
+        if (
+            name in ("pixel_attention_mask", "spatial_shapes")
+            and "spatial_shapes" in self._parameters
+        ):
             return [torch.ones(SAMPLES, 16, dtype=torch.long)]
         if name == "input_values":
             mels = (of("num_mel_bins", 0), of("max_length", 0))
-            return [self._floats(mels[1], mels[0])] * all(mels) + [self._floats(_SOUND), self._floats(1, _SOUND)]
+            return [self._floats(mels[1], mels[0])] * all(mels) + [
+                self._floats(_SOUND),
+                self._floats(1, _SOUND),
+            ]
         if name == "input_features":
             return [self._floats(*shape) for shape in self._sounds()]
         if name == "input_ids":
@@ -339,17 +527,29 @@ class _Making:
         if name in ("mask_time_indices", "sampled_negative_indices"):
             frames = int(self._model._get_feat_extract_output_lengths(torch.tensor(_SOUND)))
             if name == "sampled_negative_indices":
-                return [torch.randint(frames, (SAMPLES, frames, int(of("num_negatives", 2))), generator=self._random)]
+                return [
+                    torch.randint(
+                        frames,
+                        (SAMPLES, frames, int(of("num_negatives", 2))),
+                        generator=self._random,
+                    )
+                ]
             masked = torch.arange(frames) < torch.arange(2, 2 + SAMPLES)[:, None]
             return [masked]
         if name == "task_inputs":
             return [self._ids.new_ones(SAMPLES, int(of("task_seq_len", LENGTH)))]
         if name == "attention_mask" and self._task == "TEXT_TO_SPECTROGRAM":
             return [torch.ones_like(self._ids)]
-        if name == "attention_mask" and self._task in ("CTC", "RNNT", "TDT") and "input_features" in self._parameters:
+        if (
+            name == "attention_mask"
+            and self._task in ("CTC", "RNNT", "TDT")
+            and "input_features" in self._parameters
+        ):
             return [torch.ones(SAMPLES, _FRAMES, dtype=torch.long)]
         if name == "image_embeds_position_mask":
-            return [(torch.arange(LENGTH) < int(of("latent_query_num", 4))).long().expand(SAMPLES, -1)]
+            return [
+                (torch.arange(LENGTH) < int(of("latent_query_num", 4))).long().expand(SAMPLES, -1)
+            ]
         if name == "bbox":
             corners = torch.arange(LENGTH * SAMPLES).view(SAMPLES, LENGTH, 1)
             return [torch.cat([corners, corners, corners + 3, corners + 5], dim=-1)]
@@ -374,7 +574,13 @@ class _Making:
 
     def _sounds(self) -> Iterator[tuple[int, int]]:
         """Shapes of features of sound: the feature first, as Whisper has it, or last."""
-        names = ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "input_dim", "feature_size")
+        names = (
+            "feature_projection_input_dim",
+            "num_mel_bins",
+            "input_feat_per_channel",
+            "input_dim",
+            "feature_size",
+        )
         sizes = dict.fromkeys(int(size) for name in names for size in [self.of(name, 0)] if size)
         for size in sizes or (80,):
             yield size, 2 * int(self.of("max_source_positions", 32))
@@ -384,7 +590,8 @@ class _Making:
         ids = self._ids
         if self._task == "MULTIPLE_CHOICE":
             return [
-                torch.stack([marked.roll(by, 1) for by in range(CLASSES)], dim=1) for marked in (ids, self._marked())
+                torch.stack([marked.roll(by, 1) for by in range(CLASSES)], dim=1)
+                for marked in (ids, self._marked())
             ]
         codebooks = int(self.of("num_codebooks", 0))
         sounds = [torch.stack([ids] * codebooks, dim=-1)] if codebooks else []
@@ -401,9 +608,15 @@ class _Making:
 
     def _series(self) -> dict[str, list[Any]]:
         of = self.of
-        context, horizon = int(of("context_length", 16)), int(_first(of("prediction_length", of("horizon_length", 4))))
+        context, horizon = (
+            int(of("context_length", 16)),
+            int(_first(of("prediction_length", of("horizon_length", 4)))),
+        )
         past = context + max(map(int, of("lags_sequence", [0])))
-        several, times = int(of("num_input_channels", of("input_size", 1))), int(of("num_time_features", 0))
+        several, times = (
+            int(of("num_input_channels", of("input_size", 1))),
+            int(of("num_time_features", 0)),
+        )
         one = several == 1 and "past_time_features" in self._parameters
         width = () if one else (several,)
         seen = torch.ones(SAMPLES, past, *width)
@@ -414,11 +627,15 @@ class _Making:
             "past_observed_mask": [seen],
             "future_time_features": [self._floats(horizon, times)],
             "static_categorical_features": [
-                torch.zeros(SAMPLES, int(of("num_static_categorical_features", 0)), dtype=torch.long)
+                torch.zeros(
+                    SAMPLES, int(of("num_static_categorical_features", 0)), dtype=torch.long
+                )
             ],
             "static_real_features": [self._floats(int(of("num_static_real_features", 0)))],
         }
-        return {name: options for name, options in made.items() if "past_values" in self._parameters}
+        return {
+            name: options for name, options in made.items() if "past_values" in self._parameters
+        }
 
     def _with_image_tokens(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs with as many tokens before each text as stand for its image."""
@@ -431,14 +648,19 @@ class _Making:
             with torch.no_grad():
                 found = find(pixel_values=inputs["pixel_values"])
             found = getattr(found, "pooler_output", found)
-            size = sum(f.shape[:-1].numel() for f in (found if isinstance(found, list | tuple) else [found]))
+            size = sum(
+                f.shape[:-1].numel()
+                for f in (found if isinstance(found, list | tuple) else [found])
+            )
         except Exception:  # whatever else it wants; the forward pass may do without
             size = SAMPLES * int(self.of("num_query_tokens", 0))
         images = torch.full((SAMPLES, size // SAMPLES), int(token))
         return inputs | {"input_ids": torch.cat([images, inputs["input_ids"]], dim=1)}
 
     def _labels(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Labels for these inputs: those of the task, then those that fit what the model returns without any."""
+        """Labels for these inputs: those of the task, then those that fit what the model returns
+        without any.
+        """
         parameters, of = self._parameters, self.of
         classes = torch.arange(SAMPLES) % CLASSES
         yield from self._labels_of_task(inputs, classes)
@@ -446,12 +668,17 @@ class _Making:
             yield {"return_loss": torch.tensor(True)}
         if {"mask_labels", "class_labels"} <= parameters.keys():
             objects = self._objects()
-            yield {"mask_labels": [o["masks"] for o in objects], "class_labels": [o["class_labels"] for o in objects]}
+            yield {
+                "mask_labels": [o["masks"] for o in objects],
+                "class_labels": [o["class_labels"] for o in objects],
+            }
         if "future_values" in parameters:
             horizon = int(_first(of("prediction_length", of("horizon_length", 4))))
             several = int(of("num_input_channels", of("input_size", 0)))
             one = several < 2 and "past_time_features" in parameters
-            yield {"future_values": self._floats(horizon, *(() if one or not several else (several,)))}
+            yield {
+                "future_values": self._floats(horizon, *(() if one or not several else (several,)))
+            }
             yield {"future_values": self._floats(horizon)}
         if "target_values" in parameters:
             targets = self._floats(int(of("num_targets", 1)))
@@ -460,8 +687,9 @@ class _Making:
             yield {
                 "spectrogram_labels": self._floats(LENGTH, int(of("num_mel_bins", 80))),
                 "duration_labels": torch.ones(SAMPLES, LENGTH, dtype=torch.long),
-                "pitch_labels": self._floats(LENGTH, 1), "energy_labels": self._floats(LENGTH, 1),
-            }  # fmt: skip
+                "pitch_labels": self._floats(LENGTH, 1),
+                "energy_labels": self._floats(LENGTH, 1),
+            }
         if "labels" in parameters:
             yield from ({"labels": labels} for labels in self._labels_like_outputs(inputs, classes))
         yield {}
@@ -475,12 +703,21 @@ class _Making:
         for row in range(SAMPLES):
             per_token[row, per_token.shape[1] - 2 * row :] = -100
         if task == "PRETRAINING" and "start_positions" in parameters:
-            yield {"start_positions": (classes + 1)[:, None], "end_positions": (classes + 2)[:, None]}
+            yield {
+                "start_positions": (classes + 1)[:, None],
+                "end_positions": (classes + 2)[:, None],
+            }
         elif "visual_embeds" in inputs and "labels" in parameters and task in _PER_TOKEN:
             yield {"labels": torch.cat([per_token, torch.full_like(per_token[:, :5], -100)], dim=1)}
         elif task in _PER_TOKEN and "labels" in parameters:
             if codebooks := int(self.of("num_codebooks", 0)):
-                yield {"labels": per_token[..., None].expand(-1, -1, codebooks) if per_token.ndim == 2 else per_token}
+                yield {
+                    "labels": (
+                        per_token[..., None].expand(-1, -1, codebooks)
+                        if per_token.ndim == 2
+                        else per_token
+                    )
+                }
             also = {"next_sentence_label": classes % 2, "sentence_order_label": classes % 2}
             yield {"labels": per_token} | {k: v for k, v in also.items() if k in parameters}
         elif task == "TOKEN_CLASSIFICATION" and "labels" in parameters:
@@ -496,7 +733,11 @@ class _Making:
             size = (SAMPLES, self._side, self._side)
             labels = torch.randint(CLASSES, size, generator=self._random)
             labels[1, : self._side // 2] = 255
-            far = torch.rand(size, generator=self._random) * torch.arange(1, SAMPLES + 1).view(-1, 1, 1) + 0.1
+            far = (
+                torch.rand(size, generator=self._random)
+                * torch.arange(1, SAMPLES + 1).view(-1, 1, 1)
+                + 0.1
+            )
             yield {"labels": labels if task == "SEMANTIC_SEGMENTATION" else far}
         elif "labels" in parameters and ("DETECTION" in task or "INSTANCE" in task):
             yield {"labels": self._objects()}
@@ -515,7 +756,9 @@ class _Making:
             return
         yield classes
         if logits.ndim == 3:
-            kinds = torch.randint(min(CLASSES, logits.shape[-1]), logits.shape[:2], generator=self._random)
+            kinds = torch.randint(
+                min(CLASSES, logits.shape[-1]), logits.shape[:2], generator=self._random
+            )
             if self._task == "AUDIO_FRAME_CLASSIFICATION":
                 yield torch.nn.functional.one_hot(kinds, logits.shape[-1])
             for row in range(SAMPLES):
@@ -532,7 +775,9 @@ class _Making:
             for one in range(number):
                 masks[one, one * 4 : one * 4 + 8, : self._side // 2] = 1
             boxes = torch.cat([0.4 + 0.2 * sizes[:, :2], 0.1 + 0.2 * sizes[:, 2:]], dim=-1)
-            made.append({"class_labels": torch.arange(number) % CLASSES, "boxes": boxes, "masks": masks})
+            made.append(
+                {"class_labels": torch.arange(number) % CLASSES, "boxes": boxes, "masks": masks}
+            )
         return made
 
 
@@ -541,16 +786,32 @@ def _first(value: Any) -> Any:
 
 
 def _of(config: Any, name: str, default: Any) -> Any:
-    for part in (config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", None) or {})):
+    for part in (
+        config,
+        *(getattr(config, key, None) for key in getattr(config, "sub_configs", None) or {}),
+    ):
         if part is not None and getattr(part, name, None) is not None:
             return getattr(part, name)
     return default
 
 
 _WIDE: dict[str, Any] = dict.fromkeys(
-    ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "num_heads", "num_key_value_heads",
-     "embed_dim", "d_model", "hidden_dim", "embedding_size", "projection_dim", "encoder_ffn_dim", "decoder_ffn_dim")
-)  # fmt: skip
+    (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "head_dim",
+        "num_heads",
+        "num_key_value_heads",
+        "embed_dim",
+        "d_model",
+        "hidden_dim",
+        "embedding_size",
+        "projection_dim",
+        "encoder_ffn_dim",
+        "decoder_ffn_dim",
+    )
+)
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"num_hidden_layers": 4, "num_layers": 4, "num_key_value_heads": 2},
@@ -560,7 +821,8 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 """Sizes that are tried one after the other."""
 
-LARGEST, LARGEST_VARIANT = 100_000_000, 25_000_000  # parameters of the first variant, and of the others
+# parameters of the first variant, and of the others
+LARGEST, LARGEST_VARIANT = 100_000_000, 25_000_000
 
 
 def config_class(name: str, model_type: str) -> type[Any]:
@@ -576,7 +838,8 @@ def tiny(name: str, model_type: str, task: str = "") -> Any:
     """The first model of `models`.
 
     Raises:
-        UnknownError: it is large in all variants of its size, or the library does not have the class.
+        UnknownError: it is large in all variants of its size, or the library does not have the
+            class.
     """
     problem: Exception | None = None
     for variant in VARIANTS:
@@ -592,7 +855,8 @@ def _size(kind: Any, config: Any) -> int:
     try:
         with torch.device("meta"):
             return sum(p.numel() for p in kind(config).parameters())
-    except Exception:  # some read values while they are built: built for real, they say what is wrong
+    except Exception:
+        # some read values while they are built: built for real, they say what is wrong
         return 0
 
 

@@ -1,7 +1,9 @@
-"""nanoGPT's published recipe for a CPU on 1, 2 and 4 ranks, beside a loop by hand of the same model and recipe.
+"""nanoGPT's published recipe for a CPU on 1, 2 and 4 ranks, beside a loop by hand of the same model
+and recipe.
 
-The loop by hand is written as nanoGPT trains: each step draws random places of the text, and replicas are torch's DDP.
-Both evaluate on all of the held-out text at the end. A third run of each size asks for the same bits.
+The loop by hand is written as nanoGPT trains: each step draws random places of the text, and
+replicas are torch's DDP. Both evaluate on all of the held-out text at the end. A third run of each
+size asks for the same bits.
 
     python -m benchmarks.trained_on_ranks --text tinyshakespeare.txt --write
 """
@@ -33,7 +35,9 @@ BATCH, RANKS, EVERY = 12, (1, 2, 4), 50
 
 
 class Outcome(NamedTuple):
-    """Loss on the held-out text at the end; seconds of a step (median), of the whole command; digest of the weights."""
+    """Loss on the held-out text at the end; seconds of a step (median), of the whole command;
+    digest of the weights.
+    """
 
     loss: float
     step: float
@@ -45,17 +49,22 @@ def lockstep(text: Path, ranks: int, steps: int, folder: Path, *, same_bits: boo
     run = folder / f"{ranks}{'-same' if same_bits else ''}"
     config = {
         "model": MODELS["GPT-2"],
-        "training": RECIPE | {"max_steps": steps, "batch_size": BATCH // ranks, "eval_steps": steps},
+        "training": (
+            RECIPE | {"max_steps": steps, "batch_size": BATCH // ranks, "eval_steps": steps}
+        ),
         "distributed": {"strategy": "single" if ranks == 1 else "ddp", "reproducible": same_bits},
         "precision": {"mode": "fp32"},
         "data": {"name": "text", "args": {"path": str(text.resolve()), "block_size": BLOCK}},
-        "checkpoint": {"save_steps": steps}, "monitor": {"sinks": ["jsonl"], "log_steps": EVERY},
-    }  # fmt: skip
+        "checkpoint": {"save_steps": steps},
+        "monitor": {"sinks": ["jsonl"], "log_steps": EVERY},
+    }
     path = run.with_suffix(".yaml")
     path.write_text(json.dumps(config))
     command = [sys.executable, "-m", "lockstep", "train", str(path), "--output-dir", str(run)]
     begun = time.perf_counter()
-    subprocess.run([*command, "--nproc-per-node", str(ranks)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*command, "--nproc-per-node", str(ranks)], check=True, stdout=subprocess.DEVNULL
+    )
     whole = time.perf_counter() - begun
     data, newest = read_run(run), checkpoint.newest(run / "checkpoints")
     assert newest is not None
@@ -66,7 +75,16 @@ def lockstep(text: Path, ranks: int, steps: int, folder: Path, *, same_bits: boo
 def by_hand(text: Path, ranks: int, steps: int, folder: Path) -> Outcome:
     answer = folder / f"hand-{ranks}.json"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *torchrun, "-m", "benchmarks.trained_on_ranks", "--text", text, "--hand", answer]
+    command = [
+        sys.executable,
+        *torchrun,
+        "-m",
+        "benchmarks.trained_on_ranks",
+        "--text",
+        text,
+        "--hand",
+        answer,
+    ]
     begun = time.perf_counter()
     subprocess.run([*command, "--steps", str(steps)], check=True, stdout=subprocess.DEVNULL)
     whole = time.perf_counter() - begun
@@ -89,7 +107,9 @@ def train_by_hand(path: Path, steps: int) -> tuple[float, float]:
         {"params": matrices, "weight_decay": RECIPE["weight_decay"]},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=RECIPE["learning_rate"], fused=True, **RECIPE["optimizer_args"])
+    optimizer = torch.optim.AdamW(
+        groups, lr=RECIPE["learning_rate"], fused=True, **RECIPE["optimizer_args"]
+    )
     wrapped = DistributedDataParallel(model) if world > 1 else model
     text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
     training, held_out = text[: int(0.9 * len(text))], text[int(0.9 * len(text)) :]
@@ -110,7 +130,10 @@ def train_by_hand(path: Path, steps: int) -> tuple[float, float]:
     model.eval()
     with torch.no_grad():
         chunks = places.split(64)
-        summed = sum((loss_of(model, *blocks(held_out, chunk)) * len(chunk) for chunk in chunks), torch.tensor(0.0))
+        summed = sum(
+            (loss_of(model, *blocks(held_out, chunk)) * len(chunk) for chunk in chunks),
+            torch.tensor(0.0),
+        )
     total = torch.stack([summed, torch.tensor(float(len(places)))])
     if world > 1:
         dist.all_reduce(total)
@@ -123,7 +146,9 @@ def rate(step: int, steps: int) -> float:
         return float(RECIPE["learning_rate"] * (step + 1) / RECIPE["warmup_steps"])
     share = (step - RECIPE["warmup_steps"]) / (steps - RECIPE["warmup_steps"])
     low = RECIPE["min_lr_ratio"]
-    return float(RECIPE["learning_rate"] * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * share))))
+    return float(
+        RECIPE["learning_rate"] * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * share)))
+    )
 
 
 def blocks(text: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,11 +162,14 @@ def loss_of(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", type=Path, required=True, help="tinyshakespeare.txt")
     parser.add_argument("--steps", type=int, default=RECIPE["max_steps"])
     parser.add_argument("--write", action="store_true", help="write results/trained_on_ranks.md")
-    parser.add_argument("--hand", type=Path, help=argparse.SUPPRESS)  # a rank of the loop by hand; where rank 0 answers
+    # a rank of the loop by hand; where rank 0 answers
+    parser.add_argument("--hand", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.hand:
         found = train_by_hand(args.text, args.steps)
@@ -158,20 +186,27 @@ def main() -> None:
             same = lockstep(args.text, ranks, args.steps, folder, same_bits=True)
             for what, one in (("by hand", hand), ("Lockstep", ours), ("Lockstep, same bits", same)):
                 rows.append(
-                    f"| {ranks} | {what} | {one.loss:.4f} | {1000 * one.step:.1f} ms | {one.step / hand.step:.2f} | "
-                    f"{one.whole:.0f} s | {one.digest[:16]} |"
+                    f"| {ranks} | {what} | {one.loss:.4f} | {1000 * one.step:.1f} ms |"
+                    f" {one.step / hand.step:.2f} | {one.whole:.0f} s | {one.digest[:16]} |"
                 )
                 print(rows[-1], flush=True)
     text = page(
         "nanoGPT's recipe on ranks",
-        "python -m benchmarks.trained_on_ranks --text tinyshakespeare.txt --write", where,
-        [f"GPT-2 of 0.8 million parameters, {args.steps:,} steps of 12 × 64 characters over all ranks, on gloo, one "
-         "core a rank as far as there are cores: a step is small, and its messages are not. Loss: on all of the "
-         "held-out text, nats a character. nanoGPT publishes 1.88 (an estimate on 20 batches) after about 3 minutes of "
-         "a laptop. By hand: the same model with torch's DDP, at random places of the text. Whole: the command from "
-         "start to end, with imports, the last evaluation and, with Lockstep, a checkpoint."],
-        "| ranks | loop | loss at the end | median step | of the one by hand | whole | digest of the weights |", rows,
-    )  # fmt: skip
+        "python -m benchmarks.trained_on_ranks --text tinyshakespeare.txt --write",
+        where,
+        [
+            f"GPT-2 of 0.8 million parameters, {args.steps:,} steps of 12 × 64 characters over all"
+            " ranks, on gloo, one core a rank as far as there are cores: a step is small, and its"
+            " messages are not. Loss: on all of the held-out text, nats a character. nanoGPT"
+            " publishes 1.88 (an estimate on 20 batches) after about 3 minutes of a laptop. By"
+            " hand: the same model with torch's DDP, at random places of the text. Whole: the"
+            " command from start to end, with imports, the last evaluation and, with Lockstep, a"
+            " checkpoint."
+        ],
+        "| ranks | loop | loss at the end | median step | of the one by hand | whole | digest of"
+        " the weights |",
+        rows,
+    )
     tell(text, RESULTS / "trained_on_ranks.md" if args.write else None)
 
 

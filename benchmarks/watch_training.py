@@ -1,4 +1,5 @@
-"""What watching a training loop costs: steps with and without `lockstep.observe`, turn about, in one process.
+"""What watching a training loop costs: steps with and without `lockstep.observe`, turn about, in
+one process.
 
 python -m benchmarks.watch_training [--layers 6] [--width 128] [--rounds 12] [--out FILE]
 """
@@ -21,14 +22,20 @@ FIRST = 3
 
 def model(layers: int, width: int) -> nn.Module:
     blocks = [
-        nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True, norm_first=True)
+        nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.1, batch_first=True, norm_first=True
+        )
         for _ in range(layers)
     ]
     return nn.Sequential(*blocks)
 
 
-def seconds_of_steps(net: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> list[float]:
-    """Take steps, and return each one's seconds of a core: those of the clock have the machine's load in them."""
+def seconds_of_steps(
+    net: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor
+) -> list[float]:
+    """Take steps, and return each one's seconds of a core: those of the clock have the machine's
+    load in them.
+    """
     taken = []
     for _ in range(STEPS):
         since = time.thread_time()
@@ -39,8 +46,12 @@ def seconds_of_steps(net: nn.Module, optimizer: torch.optim.Optimizer, inputs: t
     return taken
 
 
-def seconds_of_hooks(net: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> float:
-    """Return what the hooks of a plain step take by themselves: the least of many, which is the same under any load."""
+def seconds_of_hooks(
+    net: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor
+) -> float:
+    """Return what the hooks of a plain step take by themselves: the least of many, which is the
+    same under any load.
+    """
     with lockstep.observe(every=10**9, report=lambda _found: None) as seen:
         seconds_of_steps(net, optimizer, inputs)
         loss, taken = net(inputs).square().mean(), []
@@ -83,16 +94,35 @@ def main() -> None:
         f"| a step, watched | {step:.2f} | {step - base:+.3f} |",
         f"| the hooks of a watched step, by themselves | {hooks:.3f} | |",
         f"| a step in which parameters are looked at | {look:.2f} | {look - base:+.3f} |",
-        f"| hooks, and a hundredth of such a look: each step | | {each:+.3f} ({each / base:+.2%}) |",
+        (
+            f"| hooks, and a hundredth of such a look: each step | | {each:+.3f}"
+            f" ({each / base:+.2%}) |"
+        ),
     ]
     words = [
-        f"{given.layers} encoder layers of width {given.width} ({size:.1f} M parameters), 4 × 32 positions, one",
-        f"thread, one process; {given.rounds} turns of {STEPS} steps each way. Lower quartiles; medians of a step were",
-        f"{statistics.median(plain) * 1e3:.2f} and, watched, {statistics.median(watched) * 1e3:.2f} ms.",
+        (
+            f"{given.layers} encoder layers of width {given.width} ({size:.1f} M parameters), 4 ×"
+            " 32 positions, one"
+        ),
+        (
+            f"thread, one process; {given.rounds} turns of {STEPS} steps each way. Lower quartiles;"
+            " medians of a step were"
+        ),
+        (
+            f"{statistics.median(plain) * 1e3:.2f} and, watched,"
+            f" {statistics.median(watched) * 1e3:.2f} ms."
+        ),
     ]
     command = "python -m benchmarks.watch_training --out benchmarks/results/watch_training.md"
     tell(
-        page("What watching a training loop costs", command, machine(), words, "| | ms of a core | more |", rows),
+        page(
+            "What watching a training loop costs",
+            command,
+            machine(),
+            words,
+            "| | ms of a core | more |",
+            rows,
+        ),
         given.out,
     )
 

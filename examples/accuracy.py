@@ -1,4 +1,6 @@
-"""Digits, and an accuracy of one's own: `python accuracy.py`, or `lockstep launch --nproc-per-node 4 accuracy.py`."""
+"""Digits, and an accuracy of one's own: `python accuracy.py`, or `lockstep launch --nproc-per-node
+4 accuracy.py`.
+"""
 
 import torch
 from sklearn.datasets import load_digits

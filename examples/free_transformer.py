@@ -1,8 +1,9 @@
-"""The Free Transformer beside its baseline, on the same data for the same steps: python examples/free_transformer.py
+"""The Free Transformer beside its baseline, on the same data for the same steps: python
+examples/free_transformer.py
 
-Trains both on two ranks, the baseline with the same layers and without the latent, and prints their losses on text that
-they never saw, and what the latent says: its divergence from fair coins (KL), in bits a token. `kappa` nats of it cost
-nothing; more is added to the loss.
+Trains both on two ranks, the baseline with the same layers and without the latent, and prints their
+losses on text that they never saw, and what the latent says: its divergence from fair coins (KL),
+in bits a token. `kappa` nats of it cost nothing; more is added to the loss.
 """
 
 import math
@@ -18,7 +19,12 @@ from lockstep.config import load_config
 from lockstep.data import build_data
 from lockstep.models import build_model
 
-SIZES = ["model.args.n_layer=4", "model.args.n_embd=96", "model.args.n_head=4", "data.args.block_size=128"]
+SIZES = [
+    "model.args.n_layer=4",
+    "model.args.n_embd=96",
+    "model.args.n_head=4",
+    "data.args.block_size=128",
+]
 LENGTH = ["training.max_steps=300", "training.warmup_steps=20", "training.global_batch_size=16"]
 MODELS = {
     "baseline": ["ready/transformer.yaml"],
@@ -27,7 +33,9 @@ MODELS = {
 
 
 def terms(run: Path, samples: int = 256) -> dict[str, float]:
-    """Means over the valid targets of validation samples, in nats: cross_entropy, and of the latent penalty and kl."""
+    """Means over the valid targets of validation samples, in nats: cross_entropy, and of the latent
+    penalty and kl.
+    """
     config = load_config(run / "config.yaml")
     data = build_data(config.data, seed=config.training.seed)
     model = build_model(config.model, data.facts).eval()
@@ -38,7 +46,9 @@ def terms(run: Path, samples: int = 256) -> dict[str, float]:
     torch.manual_seed(0)
     count, sums = 0, dict[str, float]()
     for first in range(0, min(samples, len(data.validation)), 8):
-        batch = torch.utils.data.default_collate([data.validation[i] for i in range(first, first + 8)])
+        batch = torch.utils.data.default_collate(
+            [data.validation[i] for i in range(first, first + 8)]
+        )
         with torch.no_grad():
             outputs: Any = model(*model.inputs(batch))
             found = (
@@ -64,8 +74,19 @@ def table(runs: dict[str, Path]) -> str:
 def main(overrides: list[str]) -> int:
     runs = {name: Path("runs", name) for name in MODELS}
     for name, (config, *args) in MODELS.items():
-        command = ["train", config, *args, *SIZES, *LENGTH, *overrides, "--output-dir", str(runs[name])]
-        code = subprocess.call([sys.executable, "-m", "lockstep", *command, "--nproc-per-node", "2"])
+        command = [
+            "train",
+            config,
+            *args,
+            *SIZES,
+            *LENGTH,
+            *overrides,
+            "--output-dir",
+            str(runs[name]),
+        ]
+        code = subprocess.call(
+            [sys.executable, "-m", "lockstep", *command, "--nproc-per-node", "2"]
+        )
         if code:
             return code
     print(table(runs))

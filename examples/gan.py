@@ -3,10 +3,10 @@
     python examples/gan.py                                  one process
     lockstep launch --nproc-per-node 2 examples/gan.py      the same training on two ranks: the same losses
 
-Each model has a `Trainer`, whose `steps` is a generator: one `next` is one step. Both go through the same images in the
-same order. Each draws its noise in its own forward pass, where random numbers depend on the seed, the step and the
-micro-batch, never on the number of ranks. A model that calls the other's layers needs them whole on every rank:
-strategies single and ddp.
+Each model has a `Trainer`, whose `steps` is a generator: one `next` is one step. Both go through
+the same images in the same order. Each draws its noise in its own forward pass, where random
+numbers depend on the seed, the step and the micro-batch, never on the number of ranks. A model that
+calls the other's layers needs them whole on every rank: strategies single and ddp.
 """
 
 import sys
@@ -32,15 +32,19 @@ class Generator(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(NOISE, 128), nn.ReLU(), nn.Linear(128, 64), nn.Sigmoid())
-        self.scoring: list[nn.Module] = []  # a list, so that the judge's parameters are not the generator's
+        self.layers = nn.Sequential(
+            nn.Linear(NOISE, 128), nn.ReLU(), nn.Linear(128, 64), nn.Sigmoid()
+        )
+        # a list, so that the judge's parameters are not the generator's
+        self.scoring: list[nn.Module] = []
 
     def forward(self, images: Tensor) -> Tensor:
         return self.layers(noise_for(images))
 
     def loss(self, made: Tensor, _images: Tensor) -> Tensor:
         (scoring,) = self.scoring
-        fixed = {name: parameter.detach() for name, parameter in scoring.named_parameters()}  # the judge learns nothing
+        # the judge learns nothing
+        fixed = {name: parameter.detach() for name, parameter in scoring.named_parameters()}
         return against(REAL, functional_call(scoring, fixed, made))
 
     def count(self, images: Tensor) -> int:
@@ -74,14 +78,17 @@ def noise_for(images: Tensor) -> Tensor:
 
 def against(target: float, scores: Tensor) -> Tensor:
     """Cross-entropy, summed over the images."""
-    return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, target), reduction="sum")
+    return F.binary_cross_entropy_with_logits(
+        scores, torch.full_like(scores, target), reduction="sum"
+    )
 
 
 def train(steps: int = 400) -> tuple[list[tuple[float, float]], Tensor]:
     """Train both; every rank calls it.
 
     Returns:
-        (loss of the judge, loss of the generator) by step; 8 images [8, 64] that the generator makes.
+        (loss of the judge, loss of the generator) by step; 8 images [8, 64] that the generator
+        makes.
     """
     torch.manual_seed(0)
     images = torch.from_numpy(load_digits().data).float().div(16)
@@ -95,12 +102,17 @@ def train(steps: int = 400) -> tuple[list[tuple[float, float]], Tensor]:
         "max_steps": steps,
     }
     judging = Trainer(judge, SGD(judge.parameters(), lr=0.1), **settings)
-    making = Trainer(generator, Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.99)), **settings)
+    making = Trainer(
+        generator, Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.99)), **settings
+    )
     losses = []
     for judged, made in zip(judging.steps(data), making.steps(data), strict=True):
         losses.append((float(judged.loss), float(made.loss)))
         if making.is_main_process and judged.step % 50 == 0:
-            print(f"step {judged.step}  judge {judged.loss:.3f}  generator {made.loss:.3f}", flush=True)
+            print(
+                f"step {judged.step}  judge {judged.loss:.3f}  generator {made.loss:.3f}",
+                flush=True,
+            )
     return losses, making.forward(images[:8])
 
 

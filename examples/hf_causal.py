@@ -2,8 +2,9 @@
 
     lockstep launch --nproc-per-node 2 examples/hf_causal.py
 
-A small Llama with random values learns Python's language reference, byte by byte; nothing is downloaded. With a model
-of your own: `AutoModelForCausalLM.from_pretrained(FOLDER)` in its place, and its tokenizer in `Windows`.
+A small Llama with random values learns Python's language reference, byte by byte; nothing is
+downloaded. With a model of your own: `AutoModelForCausalLM.from_pretrained(FOLDER)` in its place,
+and its tokenizer in `Windows`.
 """
 
 import sys
@@ -21,7 +22,9 @@ RUN = Path("runs/hf_causal")
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Samples {"input_ids", "labels"}, int64 [128] each and the same: these models shift the labels themselves."""
+    """Samples {"input_ids", "labels"}, int64 [128] each and the same: these models shift the labels
+    themselves.
+    """
 
     def __init__(self, text: str, length: int = 128) -> None:
         self.tokens, self.length = torch.tensor(list(text.encode())), length
@@ -35,18 +38,37 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 def train(run: Path, steps: int = 200) -> None:
-    """Train under FSDP; every rank calls it. Leaves a folder for `from_pretrained` in the run directory."""
+    """Train under FSDP; every rank calls it. Leaves a folder for `from_pretrained` in the run
+    directory.
+    """
     config = LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=256, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     trainer = Trainer(
-        model, strategy="fsdp", output_dir=run, batch_size=8, global_batch_size=16, max_steps=steps,
-        warmup_steps=steps // 10, learning_rate=2e-3, lr_schedule="cosine", weight_decay=0.1, grad_clip=1.0,
-        precision="auto", save_strategy="none",
-    )  # fmt: skip
+        model,
+        strategy="fsdp",
+        output_dir=run,
+        batch_size=8,
+        global_batch_size=16,
+        max_steps=steps,
+        warmup_steps=steps // 10,
+        learning_rate=2e-3,
+        lr_schedule="cosine",
+        weight_decay=0.1,
+        grad_clip=1.0,
+        precision="auto",
+        save_strategy="none",
+    )
     trainer.train(Windows("\n".join(topics.values())))
     saved = trainer.save_checkpoint(run / "checkpoints")
     if trainer.is_main_process:
@@ -60,7 +82,9 @@ def write(run: Path, prompt: str = "The ") -> str:
     model = AutoModelForCausalLM.from_pretrained(run / "pretrained")
     ids = torch.tensor([list(prompt.encode())])
     torch.manual_seed(0)
-    made = model.generate(ids, max_new_tokens=120, do_sample=True, temperature=0.7, top_k=40, pad_token_id=0)
+    made = model.generate(
+        ids, max_new_tokens=120, do_sample=True, temperature=0.7, top_k=40, pad_token_id=0
+    )
     return bytes(made[0].tolist()).decode(errors="replace")
 
 

@@ -15,7 +15,14 @@ def write_png(path: Path, images: Tensor, columns: int) -> None:
     rows = images.detach().cpu().split(columns)
     blank = torch.zeros_like(images[:1]).expand(columns, -1, -1)
     grid = torch.cat([torch.cat([*row, *blank[len(row) :]], dim=1) for row in rows])
-    pixels = grid.clamp(0, 1).mul(255).round().byte().repeat_interleave(ENLARGED, 0).repeat_interleave(ENLARGED, 1)
+    pixels = (
+        grid.clamp(0, 1)
+        .mul(255)
+        .round()
+        .byte()
+        .repeat_interleave(ENLARGED, 0)
+        .repeat_interleave(ENLARGED, 1)
+    )
     height, width = pixels.shape
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)  # 8 bits of grey
     lines = b"".join(b"\0" + bytes(line.tolist()) for line in pixels)

@@ -1,4 +1,6 @@
-"""Train the same config on many topologies and print what each ends in: python examples/same_bits.py [TOPOLOGY …]"""
+"""Train the same config on many topologies and print what each ends in: python
+examples/same_bits.py [TOPOLOGY …]
+"""
 
 import subprocess
 import sys
@@ -10,9 +12,18 @@ from lockstep.strategy import parse_topology
 
 CONFIG = Path(__file__).with_suffix(".yaml")
 TOPOLOGIES = (
-    "single", "ddp:2", "ddp:4", "fsdp:2", "fsdp:4", "hybrid:2x2", "tensor:2", "fsdp:2*tensor:2", "pipeline:2",
-    "pipeline:2*ddp:2", "pipeline:2*tensor:2",
-)  # fmt: skip
+    "single",
+    "ddp:2",
+    "ddp:4",
+    "fsdp:2",
+    "fsdp:4",
+    "hybrid:2x2",
+    "tensor:2",
+    "fsdp:2*tensor:2",
+    "pipeline:2",
+    "pipeline:2*ddp:2",
+    "pipeline:2*tensor:2",
+)
 
 
 def digest_of(topology: str, folder: Path) -> str:
@@ -20,8 +31,19 @@ def digest_of(topology: str, folder: Path) -> str:
     settings, ranks = parse_topology(topology)
     overrides = [f"distributed.{key}={value}" for key, value in settings.items()]
     run = folder / topology.replace(":", "-").replace("*", "-")
-    command = [sys.executable, "-m", "lockstep", "train", str(CONFIG), *overrides, "--output-dir", str(run)]
-    done = subprocess.run([*command, "--nproc-per-node", str(ranks)], capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "train",
+        str(CONFIG),
+        *overrides,
+        "--output-dir",
+        str(run),
+    ]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", str(ranks)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{topology}: {done.stdout}{done.stderr}")
     found = checkpoint.newest(run / "checkpoints")

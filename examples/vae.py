@@ -1,7 +1,8 @@
 """A VAE of handwritten digits, with pictures: python examples/vae.py [KEY=VALUE …]
 
-Trains the config that ships on two ranks, exports the weights as safetensors, loads them with plain torch, and draws
-what the model makes of digits that it never saw (above: the digits, below: their reconstructions), and of noise.
+Trains the config that ships on two ranks, exports the weights as safetensors, loads them with plain
+torch, and draws what the model makes of digits that it never saw (above: the digits, below: their
+reconstructions), and of noise.
 """
 
 import subprocess
@@ -20,7 +21,9 @@ RUN = Path("runs/vae")
 
 
 def draw(run: Path, weights: Path) -> list[Path]:
-    """Pictures of a model that was trained in `run`, with weights from a safetensors file; their paths."""
+    """Pictures of a model that was trained in `run`, with weights from a safetensors file; their
+    paths.
+    """
     config = load_config(run / "config.yaml")
     data = build_data(config.data, seed=config.training.seed)
     model = build_model(config.model, data.facts)
@@ -30,7 +33,9 @@ def draw(run: Path, weights: Path) -> list[Path]:
     unseen = torch.stack([data.validation[i]["image"] for i in range(8)])
     with torch.no_grad():
         made = model(unseen)["reconstruction"]
-        noise = torch.randn(32, model.latent.mu.out_features, generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(
+            32, model.latent.mu.out_features, generator=torch.Generator().manual_seed(0)
+        )
         image = model.latent.expand(noise)
         for stage in model.decoder:
             image = stage(image)

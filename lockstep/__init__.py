@@ -1,6 +1,7 @@
 """Lockstep: distributed training for PyTorch in which every strategy takes the same step.
 
-The public names are imported when they are first used, so that the command line starts without torch.
+The public names are imported when they are first used, so that the command line starts without
+torch.
 
 Tests: tests/test_packaging.py, tests/trainer/test_own_loop.py
 """
@@ -10,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.cluster import cleanup, setup
-    from lockstep.collectives import all_reduce, barrier, is_main_process, local_rank, rank, world_size
+    from lockstep.collectives import (
+        all_reduce,
+        barrier,
+        is_main_process,
+        local_rank,
+        rank,
+        world_size,
+    )
     from lockstep.config import Config
     from lockstep.data.order import DistributedSampler
     from lockstep.errors import LockstepError, RunError, UsageError
@@ -35,23 +43,43 @@ _HOME = {
     **dict.fromkeys(("LockstepError", "RunError", "UsageError"), "lockstep.errors"),
     **dict.fromkeys(("setup", "cleanup"), "lockstep.cluster"),
     **dict.fromkeys(
-        ("rank", "world_size", "local_rank", "is_main_process", "barrier", "all_reduce"), "lockstep.collectives"
+        ("rank", "world_size", "local_rank", "is_main_process", "barrier", "all_reduce"),
+        "lockstep.collectives",
     ),
 }
 
 _STARTS = ("Trainer", "place", "setup", "spawn")  # from here on errors are explained
 
 __all__ = [
-    "Config", "DistributedSampler", "LockstepError", "RunError", "Trainer", "UsageError", "WeightAverage", "WholeBatch",
-    "all_reduce", "barrier", "cleanup", "get_model", "is_main_process", "local_rank", "observe", "place", "rank",
-    "setup", "spawn", "world_size",
-]  # fmt: skip
+    "Config",
+    "DistributedSampler",
+    "LockstepError",
+    "RunError",
+    "Trainer",
+    "UsageError",
+    "WeightAverage",
+    "WholeBatch",
+    "all_reduce",
+    "barrier",
+    "cleanup",
+    "get_model",
+    "is_main_process",
+    "local_rank",
+    "observe",
+    "place",
+    "rank",
+    "setup",
+    "spawn",
+    "world_size",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         advice = import_module("lockstep.config.names").advice_for_object(f"{name}(…)")
-        raise AttributeError(f"module 'lockstep' has no attribute {name!r}" + (f": {advice}" if advice else ""))
+        raise AttributeError(
+            f"module 'lockstep' has no attribute {name!r}" + (f": {advice}" if advice else "")
+        )
     if name in _STARTS:
         import_module("lockstep.launch.explanations").install()
     return getattr(import_module(_HOME[name]), name)

@@ -1,7 +1,8 @@
 """Gives access to a process's accelerator through `torch.accelerator` and `torch.get_device_module`.
 
-GPUs of NVIDIA and, under ROCm, of AMD are `cuda`, Intel's are `xpu`, Apple's are `mps`; a package may register another
-name with torch. What only CUDA has stands where it is used, behind `device.type == "cuda"`.
+GPUs of NVIDIA and, under ROCm, of AMD are `cuda`, Intel's are `xpu`, Apple's are `mps`; a package
+may register another name with torch. What only CUDA has stands where it is used, behind
+`device.type == "cuda"`.
 
 Tests: tests/simulated_device/test_simulated_device.py, tests/test_cluster.py
 """
@@ -25,7 +26,8 @@ def module(kind: str) -> Any:
 def found() -> str | None:
     """Return the type of the accelerator that `auto` takes; None: there is none.
 
-    MPS has to be named: it has no float64 and no process groups, so that it is not another place for the same run.
+    MPS has to be named: it has no float64 and no process groups, so that it is not another place
+    for the same run.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     return None if device is None or device.type == "mps" else device.type
@@ -64,7 +66,10 @@ def select(device: torch.device) -> None:
 
 
 def selected() -> torch.device | None:
-    """Return the accelerator on which this process trains; None: it trains on the CPU, or has not begun."""
+    """Return the accelerator on which this process trains.
+
+    None: it trains on the CPU, or has not begun.
+    """
     return _selected
 
 
@@ -75,7 +80,9 @@ def current_index(kind: str) -> int:
 
 
 def in_use() -> str | None:
-    """Return the type of an accelerator that this process has used, after which it can't be forked; None: none.
+    """Return the type of an accelerator that this process has used, after which it can't be forked.
+
+    None: none.
 
     It loads nothing: a process without torch has used none.
     """
@@ -89,18 +96,26 @@ def in_use() -> str | None:
 def name_of(device: torch.device) -> str:
     """Return the name that the driver gives the device, or else its type."""
     of_kind = module(device.type)
-    return str(of_kind.get_device_name(device)) if hasattr(of_kind, "get_device_name") else device.type
+    return (
+        str(of_kind.get_device_name(device)) if hasattr(of_kind, "get_device_name") else device.type
+    )
 
 
 def synchronize(device: torch.device) -> None:
-    """Make the host wait until this process's accelerator has finished; return at once for the CPU."""
+    """Make the host wait until this process's accelerator has finished.
+
+    Return at once for the CPU.
+    """
     if device.type != "cpu":
         # Of the current device: a process has one, and MPS takes no argument.
         module(device.type).synchronize()  # host waits for the device
 
 
 def record_event(device: torch.device, *, timed: bool = False) -> Any:
-    """Record and return an event in the device's current stream; it has `query`, `synchronize` and `elapsed_time`."""
+    """Record and return an event in the device's current stream.
+
+    It has `query`, `synchronize` and `elapsed_time`.
+    """
     event = module(device.type).Event(enable_timing=timed)
     event.record()
     return event
@@ -144,7 +159,12 @@ def memory_of(device: torch.device) -> tuple[int, int, int, int]:
     if not hasattr(of_kind, "memory_allocated"):
         return 0, 0, 0, 0
     total = of_kind.get_device_properties(device).total_memory
-    return of_kind.memory_allocated(), of_kind.memory_reserved(), of_kind.max_memory_allocated(), total
+    return (
+        of_kind.memory_allocated(),
+        of_kind.memory_reserved(),
+        of_kind.max_memory_allocated(),
+        total,
+    )
 
 
 def utilisation() -> float:
@@ -152,7 +172,11 @@ def utilisation() -> float:
 
     Raises Exception: NVML's own, where nvidia-ml-py is missing or the driver fails.
     """
-    return float(torch.cuda.utilization()) / 100 if _selected is not None and _selected.type == "cuda" else math.nan
+    return (
+        float(torch.cuda.utilization()) / 100
+        if _selected is not None and _selected.type == "cuda"
+        else math.nan
+    )
 
 
 def keeps_memory_history() -> bool:
@@ -161,7 +185,10 @@ def keeps_memory_history() -> bool:
 
 
 def profiler_activity() -> Any:
-    """Return the profiler's activity for the accelerator's kernels; None: torch can't trace them here."""
+    """Return the profiler's activity for the accelerator's kernels.
+
+    None: torch can't trace them here.
+    """
     supported = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
     activities = supported - {torch.profiler.ProfilerActivity.CPU}
     return next(iter(activities), None) if _selected is not None else None

@@ -1,9 +1,11 @@
-"""Clips gradients by value and per unit; clipping to a global norm is part of the step's own scaling.
+"""Clips gradients by value and per unit.
 
-Adaptive clipping bounds each unit's gradient by its weights: g is multiplied by min(1, λ · max(‖w‖, ε) / ‖g‖). A unit
-computes one output: a row of a matrix (the first dim), a whole vector. If sharding splits a unit, its squares are
-summed over the shards. Source: Brock, De, Smith, Simonyan 2021, "High-Performance Large-Scale Image Recognition Without
-Normalization".
+Clipping to a global norm is part of the step's own scaling.
+
+Adaptive clipping bounds each unit's gradient by its weights: g is multiplied by min(1, λ · max(‖w‖,
+ε) / ‖g‖). A unit computes one output: a row of a matrix (the first dim), a whole vector. If
+sharding splits a unit, its squares are summed over the shards. Source: Brock, De, Smith, Simonyan
+2021, "High-Performance Large-Scale Image Recognition Without Normalization".
 """
 
 import math
@@ -23,9 +25,15 @@ _LEAST_WEIGHT_NORM = 1e-3  # ε: units that start at zero can still grow
 
 
 def clip_by_value(
-    gradients: Sequence[Tensor], limit: float, groups: Sequence[dist.ProcessGroup], device: torch.device
+    gradients: Sequence[Tensor],
+    limit: float,
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
 ) -> Tensor:
-    """Clip each element to [−limit, limit], in place; return the fraction of changed ones on all ranks, 0-dim."""
+    """Clip each element to [−limit, limit], in place.
+
+    Return the fraction of changed ones on all ranks, 0-dim.
+    """
     counts = torch.zeros(2, dtype=accelerator.widest_float(device), device=device)
     for gradient in gradients:
         counts[0] += (gradient.abs() > limit).sum()
@@ -40,13 +48,20 @@ def clip_by_value(
 
 @torch.no_grad()
 def clip_adaptively(
-    parameters: Iterable[nn.Parameter], ratio: float, groups: Sequence[dist.ProcessGroup], device: torch.device, *,
+    parameters: Iterable[nn.Parameter],
+    ratio: float,
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+    *,
     exact: bool = False,
-) -> Tensor:  # fmt: skip
-    """Clip `.grad` of each parameter by λ = `ratio`, in place; return the fraction of changed units, 0-dim.
+) -> Tensor:
+    """Clip `.grad` of each parameter by λ = `ratio`, in place.
 
-    Every rank of the groups calls it. Parameters are whole, or DTensors; those without a gradient are left out. With
-    `exact`, squares are summed as integers: the result has the same bits however units are split.
+    Return the fraction of changed units, 0-dim.
+
+    Every rank of the groups calls it. Parameters are whole, or DTensors; those without a gradient
+    are left out. With `exact`, squares are summed as integers: the result has the same bits however
+    units are split.
     """
     tensors = [_Units.of(p) for p in parameters if p.grad is not None]
     weights = _norms([t.weight for t in tensors], tensors, exact)
@@ -80,7 +95,11 @@ class _Units:
         weight, gradient = local(parameter.detach()), local(parameter.grad)
         whole = parameter.shape  # the whole shape of a DTensor, too
         elements = math.prod(whole if len(whole) < 2 else whole[1:])
-        rows = (1, -1) if len(whole) < 2 else (gradient.shape[0], gradient.numel() // max(1, gradient.shape[0]))
+        rows = (
+            (1, -1)
+            if len(whole) < 2
+            else (gradient.shape[0], gradient.numel() // max(1, gradient.shape[0]))
+        )
         group = None
         if isinstance(parameter, DTensor):
             for axis, placement in enumerate(parameter.placements):
@@ -94,26 +113,41 @@ def _norms(pieces: list[Tensor], units: list[_Units], exact: bool) -> list[Tenso
     if not exact:
         squares = [piece.double().square().sum(1) for piece in pieces]
         return [s.sqrt().float() for s in _over_shards(squares, units, dist.ReduceOp.SUM)]
-    # Squares as integer multiples of a unit that is the same on all shards: these sum to the same in any order.
+    # Squares as integer multiples of a unit that is the same on all shards: these sum to the same
+    # in any order.
     largest = [p.abs().amax(1) if p.shape[1] else p.new_zeros(p.shape[0]) for p in pieces]
     largest = _over_shards(largest, units, dist.ReduceOp.MAX)
     totals = []
     for piece, top, unit in zip(pieces, largest, units, strict=True):
         bits = 62 - math.ceil(math.log2(max(2, unit.elements)))
-        coarse = torch.ldexp(torch.ones_like(top, dtype=torch.float64), bits - 2 * torch.frexp(top)[1])
-        totals.append(((piece.double().square() * coarse.unsqueeze(1)).round().long().sum(1), coarse))
+        coarse = torch.ldexp(
+            torch.ones_like(top, dtype=torch.float64), bits - 2 * torch.frexp(top)[1]
+        )
+        totals.append(
+            ((piece.double().square() * coarse.unsqueeze(1)).round().long().sum(1), coarse)
+        )
     sums = _over_shards([total for total, _ in totals], units, dist.ReduceOp.SUM)
-    return [(s.double() / coarse).sqrt().float() for s, (_, coarse) in zip(sums, totals, strict=True)]
+    return [
+        (s.double() / coarse).sqrt().float() for s, (_, coarse) in zip(sums, totals, strict=True)
+    ]
 
 
-def _over_shards(values: list[Tensor], units: list[_Units], op: dist.ReduceOp.RedOpType) -> list[Tensor]:
+def _over_shards(
+    values: list[Tensor], units: list[_Units], op: dist.ReduceOp.RedOpType
+) -> list[Tensor]:
     """Reduce the values of split units, in one all-reduce per group."""
     reduced = list(values)
     groups = {unit.group.group_name: unit.group for unit in units if unit.group is not None}
     for name, group in groups.items():
-        places = [i for i, unit in enumerate(units) if unit.group is not None and unit.group.group_name == name]
+        places = [
+            i
+            for i, unit in enumerate(units)
+            if unit.group is not None and unit.group.group_name == name
+        ]
         flat = torch.cat([values[i] for i in places])
         dist.all_reduce(flat, op=op, group=group)
         pieces = torch.split(flat, [values[i].numel() for i in places])
-        reduced = [pieces[places.index(i)] if i in places else value for i, value in enumerate(reduced)]
+        reduced = [
+            pieces[places.index(i)] if i in places else value for i, value in enumerate(reduced)
+        ]
     return reduced

@@ -1,7 +1,7 @@
 """Gives a rank its number, sums over all ranks, and process groups, which are created once for each purpose.
 
-A gloo group keeps threads for the rest of the process, even when the group is no longer used: a process that places
-many models would soon have too many.
+A gloo group keeps threads for the rest of the process, even when the group is no longer used: a
+process that places many models would soon have too many.
 
 Tests: tests/test_cluster.py, tests/test_existing_group.py
 """
@@ -24,8 +24,11 @@ from lockstep.heartbeat import called_by_all_ranks
 
 ReduceOp = Literal["mean", "sum", "max", "min"]
 _OPERATIONS = {
-    "mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
-}  # fmt: skip
+    "mean": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 
 
 def rank() -> int:
@@ -42,7 +45,8 @@ def local_rank() -> int:
     """Return this process's index on its machine.
 
     Raises:
-        UsageError: the script created the process group, and the index is unknown before `lockstep.setup()`.
+        UsageError: the script created the process group, and the index is unknown before
+            `lockstep.setup()`.
     """
     facts = rank_facts()
     if not dist.is_initialized() or facts.world_size == dist.get_world_size():
@@ -51,7 +55,9 @@ def local_rank() -> int:
     if complete is None and local is None:
         what = "the local rank is not known yet in a process group that the script made"
         why = "LOCAL_RANK is not set; lockstep.setup() works it out"
-        raise UsageError(what, why=why, fix="call lockstep.setup() on all ranks, after init_process_group")
+        raise UsageError(
+            what, why=why, fix="call lockstep.setup() on all ranks, after init_process_group"
+        )
     return complete.local_rank if local is None and complete is not None else local or 0
 
 
@@ -79,17 +85,22 @@ def all_reduce(value: torch.Tensor | float, op: ReduceOp = "mean") -> torch.Tens
         value: a number, or a tensor of the same shape and dtype on every rank (not changed).
 
     Returns:
-        a float for "mean" of numbers, else a number of the same kind; for a tensor a new one of its shape and device.
+        a float for "mean" of numbers, else a number of the same kind; for a tensor a new one of its
+        shape and device.
 
     Raises:
         UsageError: `op` is something else, or "mean" is used with an integer tensor.
     """
     if op not in _OPERATIONS:
-        raise UsageError(f"all_reduce can't do {op!r}", fix=f"choose one of {', '.join(_OPERATIONS)}")
+        raise UsageError(
+            f"all_reduce can't do {op!r}", fix=f"choose one of {', '.join(_OPERATIONS)}"
+        )
     tensor = value
     if not isinstance(tensor, torch.Tensor):
         whole = isinstance(value, int) and op != "mean"
-        tensor = torch.tensor(value, dtype=torch.int64 if whole else torch.float64, device=device_of_numbers())
+        tensor = torch.tensor(
+            value, dtype=torch.int64 if whole else torch.float64, device=device_of_numbers()
+        )
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         what = f"the mean of a tensor of {tensor.dtype} isn't of that dtype"
         raise UsageError(what, where="all_reduce", fix="pass value.float()")
@@ -105,7 +116,8 @@ def device_of_numbers() -> torch.device:
     """Return the device for numbers that ranks exchange: the CPU if the group supports it, else the rank's GPU."""
     if not dist.is_initialized() or "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
-    kind = dist.get_backend_config().partition(":")[0]  # `distributed.backend: nccl` serves cuda alone
+    # `distributed.backend: nccl` serves cuda alone
+    kind = dist.get_backend_config().partition(":")[0]
     return torch.device(kind, accelerator.current_index(kind))
 
 
@@ -113,7 +125,9 @@ def _joined() -> bool:
     if dist.is_initialized():
         return True
     if rank_facts().world_size > 1:
-        raise UsageError("this rank has not joined the others yet", fix="call lockstep.setup() first")
+        raise UsageError(
+            "this rank has not joined the others yet", fix="call lockstep.setup() first"
+        )
     return False
 
 
@@ -130,7 +144,8 @@ _timeout: datetime.timedelta | None = None  # of their collectives; None: torch'
 def create_once(purpose: Hashable, make: Callable[[], T]) -> T:
     """Return the result of `make` (groups, or a mesh of them) for this purpose, created again only for another world.
 
-    The purpose names the use and the ranks. Every rank asks for the same purposes in the same order.
+    The purpose names the use and the ranks. Every rank asks for the same purposes in the same
+    order.
     """
     global _world
     if _world is not dist.group.WORLD:
@@ -142,7 +157,9 @@ def create_once(purpose: Hashable, make: Callable[[], T]) -> T:
 
 
 def new_group(ranks: Sequence[int] | None, **more: Any) -> Any:
-    """Create a group of ranks, None for all, with the timeout of this run; `more` are arguments of `dist.new_group`.
+    """Create a group of ranks, None for all, with the timeout of this run.
+
+    `more` are arguments of `dist.new_group`.
 
     torch gives it a default of its own, half an hour on gloo, whatever the timeout of the world is.
     """
@@ -156,7 +173,10 @@ def set_timeout(seconds: float) -> None:
 
 
 def create_group(purpose: str, members: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Create the groups of these members, each once; return the one that this rank is in. Every rank calls it."""
+    """Create the groups of these members, each once; return the one that this rank is in.
+
+    Every rank calls it.
+    """
     mine = None
     for ranks in members:
         made = create_once((purpose, *ranks), partial(new_group, list(ranks)))
@@ -174,8 +194,9 @@ def object_device(device: torch.device) -> torch.device:
 def leave_world(*, destroy: bool) -> None:
     """Leave the process group, destroy it if that is wanted, and wait until its threads hold no Python objects.
 
-    The thread that ran a collective releases its tensors slightly later, for which it needs Python. If the interpreter
-    ends first, the process dies with "terminate called without an active exception" (pytorch/pytorch#190489).
+    The thread that ran a collective releases its tensors slightly later, for which it needs Python.
+    If the interpreter ends first, the process dies with "terminate called without an active
+    exception" (pytorch/pytorch#190489).
     """
     global _world
     _made.clear()
@@ -200,7 +221,10 @@ def _work_of_threads() -> dict[str, tuple[str, bool]]:
             if (thread / "comm").read_text().strip() == _GLOO_WORKER:
                 status = (thread / "status").read_text()
                 fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-                state, switches = fields["State"].split()[0], fields["voluntary_ctxt_switches"].strip()
+                state, switches = (
+                    fields["State"].split()[0],
+                    fields["voluntary_ctxt_switches"].strip(),
+                )
                 found[thread.name] = switches, state != "S"
         except OSError:
             continue  # it has ended

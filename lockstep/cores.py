@@ -1,8 +1,9 @@
 """Chooses the cores of a rank: its share of them, next to its GPU.
 
-Each rank is bound to the NUMA node of its GPU; without GPUs, ranks are assigned to the nodes in order. Earlier limits
-(taskset, a container, Slurm's binding) are never widened. Source: /sys/devices/system/node, /sys/bus/pci
-(kernel.org/doc/Documentation/ABI); /proc/driver/nvidia/gpus has a folder for each GPU. Does not import torch.
+Each rank is bound to the NUMA node of its GPU; without GPUs, ranks are assigned to the nodes in
+order. Earlier limits (taskset, a container, Slurm's binding) are never widened. Source:
+/sys/devices/system/node, /sys/bus/pci (kernel.org/doc/Documentation/ABI); /proc/driver/nvidia/gpus
+has a folder for each GPU. Does not import torch.
 """
 
 import os
@@ -33,7 +34,10 @@ def bound_node() -> int | None:
 
 
 def bind(local_rank: int, local_world_size: int, root: Path = Path("/")) -> int | None:
-    """Bind this process to the cores of its NUMA node, before libraries create threads; return the node, or None."""
+    """Bind this process to the cores of its NUMA node, before libraries create threads.
+
+    Return the node, or None.
+    """
     global _before, _node
     if not hasattr(os, "sched_setaffinity") or local_world_size < 2:
         return None
@@ -50,7 +54,10 @@ def bind(local_rank: int, local_world_size: int, root: Path = Path("/")) -> int 
 def choose_node(
     local_rank: int, local_world_size: int, nodes: Mapping[int, set[int]], gpus: list[int] | None
 ) -> int | None:
-    """Return the NUMA node for a rank; None if there is no choice, or the node of its GPU is unknown."""
+    """Return the NUMA node for a rank.
+
+    None if there is no choice, or the node of its GPU is unknown.
+    """
     if len(nodes) < 2 or gpus is None:
         return None
     if not gpus:
@@ -65,8 +72,14 @@ def numa_nodes(root: Path = Path("/")) -> dict[int, set[int]]:
     found = {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         try:
-            parts = [part.partition("-") for part in (folder / "cpulist").read_text().strip().split(",") if part]
-            cores = {core for low, _, high in parts for core in range(int(low), int(high or low) + 1)}
+            parts = [
+                part.partition("-")
+                for part in (folder / "cpulist").read_text().strip().split(",")
+                if part
+            ]
+            cores = {
+                core for low, _, high in parts for core in range(int(low), int(high or low) + 1)
+            }
         except (OSError, ValueError):
             continue
         if cores:
@@ -75,9 +88,12 @@ def numa_nodes(root: Path = Path("/")) -> dict[int, set[int]]:
 
 
 def gpu_nodes(environ: Mapping[str, str], root: Path) -> list[int] | None:
-    """Return the NUMA node of each GPU in this process's numbering; empty: there are no GPUs; None: it is unknown.
+    """Return the NUMA node of each GPU in this process's numbering; empty: there are no GPUs.
 
-    CUDA numbers the fastest first if there are several models; a virtual machine may lack the information.
+    None: it is unknown.
+
+    CUDA numbers the fastest first if there are several models; a virtual machine may lack the
+    information.
     """
     folders = sorted((root / "proc/driver/nvidia/gpus").glob("*:*"))
     models = {_line(folder / "information", "Model:") for folder in folders}
@@ -86,7 +102,9 @@ def gpu_nodes(environ: Mapping[str, str], root: Path) -> list[int] | None:
     found = []
     for folder in folders:
         try:
-            found.append(int((root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node").read_text()))
+            found.append(
+                int((root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node").read_text())
+            )
         except (OSError, ValueError):
             return None
     visible = environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,7 +1,8 @@
 """Reads this process's rank from the environment that a launcher sets. Does not import torch.
 
-torchrun, `accelerate launch` and the legacy `torch.distributed.launch` set RANK, LOCAL_RANK, WORLD_SIZE and
-LOCAL_WORLD_SIZE; srun sets SLURM_*; Open MPI's mpirun sets OMPI_COMM_WORLD_*, MPICH's and Intel's PMI_* and MPI_*.
+torchrun, `accelerate launch` and the legacy `torch.distributed.launch` set RANK, LOCAL_RANK,
+WORLD_SIZE and LOCAL_WORLD_SIZE; srun sets SLURM_*; Open MPI's mpirun sets OMPI_COMM_WORLD_*,
+MPICH's and Intel's PMI_* and MPI_*.
 """
 
 import os
@@ -13,8 +14,15 @@ from pathlib import Path
 
 from lockstep.errors import UsageError
 
-# The variables of a world of one process; port 0: the system picks one, and no other rank needs to know it.
-RANK_0_OF_1 = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+# The variables of a world of one process; port 0: the system picks one, and no other rank needs to
+# know it.
+RANK_0_OF_1 = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "GROUP_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+}
 RANK_0_OF_1 |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
@@ -53,19 +61,36 @@ class _Source:
     also: str | None = None  # distinguishes a rank from other processes of the job
 
     def describes(self, env: Mapping[str, str]) -> bool:
-        return self.rank in env and self.world_size in env and (self.also is None or self.also in env)
+        return (
+            self.rank in env and self.world_size in env and (self.also is None or self.also in env)
+        )
 
 
 _OF_TORCH = ("RANK", "WORLD_SIZE")
 _SOURCES = (
     _Source("torchrun", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
-    _Source("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_SIZE", ""),  # its NODE_RANK numbers processes on a node, not nodes
-    _Source("mpirun", "PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS", ""),  # MPICH, Intel MPI
+    _Source(
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        # its NODE_RANK numbers processes on a node, not nodes
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "",
+    ),
+    # MPICH, Intel MPI
+    _Source("mpirun", "PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS", ""),
     # A batch script has SLURM_PROCID and SLURM_NTASKS even outside of srun, but is not a rank.
-    _Source("srun", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID",
-            also="SLURM_STEP_ID"),
-)  # fmt: skip
+    _Source(
+        "srun",
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_NTASKS",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_NODEID",
+        also="SLURM_STEP_ID",
+    ),
+)
 
 
 _given_facts: RankFacts | None = None  # facts of a process group that a script created
@@ -73,12 +98,16 @@ _are_valid: Callable[[], bool] | None = None  # returns whether that group still
 
 
 def set_rank_facts(facts: RankFacts | None, valid: Callable[[], bool] | None = None) -> None:
-    """Make `rank_facts` return these facts, while they are `valid`, and not the environment's; None: those again."""
+    """Make `rank_facts` return these facts, while they are `valid`, and not the environment's.
+
+    None: those again.
+    """
     global _given_facts, _are_valid
     _given_facts, _are_valid = facts, valid
 
 
-# accelerate sets the last two for several processes; torchrun's, which it starts, have RANK as well.
+# accelerate sets the last two for several processes; torchrun's, which it starts, have RANK as
+# well.
 _OF_ACCELERATE = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"}
 
 
@@ -94,44 +123,67 @@ def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
     env = os.environ if environ is None else environ
     facts = next((_facts(env, source) for source in _SOURCES if source.describes(env)), None)
     alone = [name for name in _OF_TORCH if name in env]
-    same = {} if facts is None else {"RANK": facts.rank, "WORLD_SIZE": facts.world_size}  # by a scheduler's variables
+    # by a scheduler's variables
+    same = {} if facts is None else {"RANK": facts.rank, "WORLD_SIZE": facts.world_size}
     if len(alone) == 1 and (facts is None or _number(env, alone[0]) != same[alone[0]]):
         (name,), (missing,) = alone, {*_OF_TORCH} - {*alone}
-        others = f"the variables of {facts.launcher} say rank {facts.rank} of {facts.world_size}" if facts else None
+        others = (
+            f"the variables of {facts.launcher} say rank {facts.rank} of {facts.world_size}"
+            if facts
+            else None
+        )
         why = others or "a rank needs both, or it would train alone"
         what = f"{name}={env[name]} is set, but {missing} is not"
-        fix = f"unset {name}, and start the ranks by `lockstep launch`, torchrun or lockstep.spawn; or set {missing} "
+        fix = (
+            f"unset {name}, and start the ranks by `lockstep launch`, torchrun or lockstep.spawn;"
+            f" or set {missing} "
+        )
         fix += "too"
         raise UsageError(what, where="the environment", why=why, fix=fix)
     if facts is None and env.keys() >= _OF_ACCELERATE:
         what = "accelerate launch was asked for several processes, and has started one"
-        why = "without --multi_gpu, or with --cpu, it starts a single process on a CPU, whatever --num_processes says"
-        fix = "accelerate launch --multi_gpu --num_processes N, which starts ranks on CPUs, too; or "
+        why = (
+            "without --multi_gpu, or with --cpu, it starts a single process on a CPU, whatever"
+            " --num_processes says"
+        )
+        fix = (
+            "accelerate launch --multi_gpu --num_processes N, which starts ranks on CPUs, too; or "
+        )
         fix += "`lockstep launch --nproc-per-node N SCRIPT`"
         if env["MASTER_ADDR"] not in ("127.0.0.1", "localhost"):
             why += "; of several machines, each would train a model of its own"
-            fix += f" with --nnodes N --node-rank R --master-addr {env['MASTER_ADDR']} on each machine"
+            fix += (
+                f" with --nnodes N --node-rank R --master-addr {env['MASTER_ADDR']} on each machine"
+            )
         raise UsageError(what, where="the command", why=why, fix=fix)
     return facts or RankFacts()
 
 
-def facts_for_group(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[RankFacts | None, int | None]:
+def facts_for_group(
+    rank: int, world_size: int, env: Mapping[str, str]
+) -> tuple[RankFacts | None, int | None]:
     """Return the facts of rank `rank` of `world_size` if the environment has all of them, and LOCAL_RANK if it is set.
 
-    Schedulers number tasks, each of which may start several ranks: their numbers are ignored if they differ from the
-    group's. Raises UsageError: RANK or WORLD_SIZE differs from the group's.
+    Schedulers number tasks, each of which may start several ranks: their numbers are ignored if
+    they differ from the group's. Raises UsageError: RANK or WORLD_SIZE differs from the group's.
     """
     numbers = dict(zip(_OF_TORCH, (rank, world_size), strict=True))
     if any(name in env and _number(env, name) != number for name, number in numbers.items()):
         variables = " and ".join(f"{name}={env[name]}" for name in _OF_TORCH if name in env)
         raise UsageError(
-            f"this process is rank {rank} of {world_size} in its process group, but the environment says {variables}",
+            f"this process is rank {rank} of {world_size} in its process group, but the environment"
+            f" says {variables}",
             where="init_process_group(…), and the environment",
-            why="RANK numbers processes over all machines and WORLD_SIZE counts them; processes that a script starts"
-            " inherit both",
-            fix="call init_process_group with the numbers of the whole job, and before it, in each rank:"
-            " os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size)); or unset RANK and WORLD_SIZE and start the"
-            " ranks by lockstep.spawn(fn, nprocs=…, nnodes=…, node_rank=…, master_addr=…)",
+            why=(
+                "RANK numbers processes over all machines and WORLD_SIZE counts them; processes"
+                " that a script starts inherit both"
+            ),
+            fix=(
+                "call init_process_group with the numbers of the whole job, and before it, in each"
+                " rank: os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size)); or unset"
+                " RANK and WORLD_SIZE and start the ranks by lockstep.spawn(fn, nprocs=…, nnodes=…,"
+                " node_rank=…, master_addr=…)"
+            ),
         )
     local_rank = _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else None
     for source in _SOURCES:
@@ -183,7 +235,9 @@ def _per_node(env: Mapping[str, str], name: str) -> list[int]:
 
 def _no_number(name: str, text: str) -> UsageError:
     fix = "the launcher sets it; unset it, or start the ranks by one launcher"
-    return UsageError(f"{name} should be a whole number, but is {text!r}", where="the environment", fix=fix)
+    return UsageError(
+        f"{name} should be a whole number, but is {text!r}", where="the environment", fix=fix
+    )
 
 
 def check_numbers(env: Mapping[str, str]) -> None:
@@ -195,7 +249,10 @@ def check_numbers(env: Mapping[str, str]) -> None:
 
 
 def machine_id() -> str:
-    """Return an identity of this machine (and network namespace); host names may be equal on several machines."""
+    """Return an identity of this machine (and network namespace).
+
+    Host names may be equal on several machines.
+    """
     try:
         space = os.readlink("/proc/self/ns/net")
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {space}"

@@ -1,7 +1,8 @@
 """Defines errors with messages for the person who started the run.
 
-The command line prints `str(error)` once, without a traceback, and exits with the error's `exit_code`. Rules about
-settings are evaluated when a config is loaded, and again at placement with what only ranks know.
+The command line prints `str(error)` once, without a traceback, and exits with the error's
+`exit_code`. Rules about settings are evaluated when a config is loaded, and again at placement with
+what only ranks know.
 """
 
 import re
@@ -31,7 +32,9 @@ class LockstepError(Exception):
 
     exit_code = EXIT_FAILED
 
-    def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
+    def __init__(
+        self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None
+    ) -> None:
         self.what, self.where, self.why, self.fix = what, where, why, fix
         super().__init__(str(self))
 
@@ -40,18 +43,24 @@ class LockstepError(Exception):
         return "\n".join([self.what, *(f"  {label}: {text}" for label, text in details if text)])
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions are sent between ranks; the default would call the constructor without its keywords.
+        # Exceptions are sent between ranks; the default would call the constructor without its
+        # keywords.
         return partial(type(self), self.what, where=self.where, why=self.why, fix=self.fix), ()
 
 
 class UsageError(LockstepError):
-    """The command, the config or the input is wrong: nothing was started, nothing is lost. Exit code 2."""
+    """The command, the config or the input is wrong: nothing was started, nothing is lost.
+
+    Exit code 2.
+    """
 
     exit_code = EXIT_USAGE
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython shows: the lines of the user's code alone."""
-        return "".join(traceback.format_exception(type(self), self, only_user_code(self.__traceback__))).splitlines()
+        return "".join(
+            traceback.format_exception(type(self), self, only_user_code(self.__traceback__))
+        ).splitlines()
 
 
 class RunError(LockstepError):
@@ -74,12 +83,18 @@ def lost_a_peer(error: BaseException) -> bool:
 
 
 _NOT_USERS = tuple(
-    {str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
+    {
+        str(Path(__file__).parent),
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    }
 )
 
 
 def only_user_code(trace: TracebackType | None) -> TracebackType | None:
-    """Return the frames of a traceback that are of no library; the whole traceback if there are none."""
+    """Return the frames of a traceback that are of no library.
+
+    The whole traceback if there are none.
+    """
     frames = []
     step = trace
     while step is not None:

@@ -32,9 +32,11 @@ from lockstep.errors import UsageError, lost_a_peer, only_user_code
 FOLDER = "LOCKSTEP_HEARTBEATS"  # set by the launcher for its ranks
 _LIMITS = "limits.json"
 DUMP = "dump"  # a file with this name in the folder requests the ranks' last collectives
-# A step; a step without an earlier one to compare with; the caller's code; all steps are done; this rank has left.
+# A step; a step without an earlier one to compare with; the caller's code; all steps are done; this
+# rank has left.
 PHASES = ("step", "first", "pause", "done", "left")
-# Process, step, phase, seconds, number of the newest call, depth of nested calls, whether it waits for a write.
+# Process, step, phase, seconds, number of the newest call, depth of nested calls, whether it waits
+# for a write.
 _HEAD = struct.Struct("<qqqdqqq")
 _FORWARD = struct.Struct("<d")  # when the work of the call under way last went forward
 _WRITE = struct.Struct(
@@ -46,7 +48,8 @@ _FORWARD_AT = _HEAD.size
 _WRITE_AT = _FORWARD_AT + _FORWARD.size
 _CALLS_AT = _WRITE_AT + _WRITE.size
 _SIZE = _CALLS_AT + _CALLS * _CALL.size
-_LEAVING_SECONDS = 1.0  # from the end of a rank's connections to its last beat, if the script ends them itself
+# from the end of a rank's connections to its last beat, if the script ends them itself
+_LEAVING_SECONDS = 1.0
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 _ANY_COLLECTIVE = "a collective"
@@ -132,7 +135,10 @@ class Heartbeat:
         self._write_head()
 
     def enter(self, name: str) -> None:
-        """Record the begin of a call; a UsageError if another rank of this machine makes another one in its place."""
+        """Record the begin of a call.
+
+        A UsageError if another rank of this machine makes another one in its place.
+        """
         if self._map is None or not self._is_mine():
             return
         self._number += 1
@@ -140,7 +146,15 @@ class Heartbeat:
         line = _callers_line()
         at = _CALLS_AT + (self._number - 1) % _CALLS * _CALL.size
         struct.pack_into("<q", self._map, at, 0)  # invalid while it is half written
-        _CALL.pack_into(self._map, at, 0, time.monotonic(), 0.0, name.encode(), line.encode(errors="replace")[-160:])
+        _CALL.pack_into(
+            self._map,
+            at,
+            0,
+            time.monotonic(),
+            0.0,
+            name.encode(),
+            line.encode(errors="replace")[-160:],
+        )
         struct.pack_into("<q", self._map, at, self._number)
         self._write_head()
         for rank, seen in self._seen().items():
@@ -156,7 +170,12 @@ class Heartbeat:
             return  # the call began before this rank shared its calls
         number = self._under_way.pop()
         if number > self._number - _CALLS:  # its slot was not reused
-            struct.pack_into("<d", self._map, _CALLS_AT + (number - 1) % _CALLS * _CALL.size + 16, time.monotonic())
+            struct.pack_into(
+                "<d",
+                self._map,
+                _CALLS_AT + (number - 1) % _CALLS * _CALL.size + 16,
+                time.monotonic(),
+            )
         self._write_head()
 
     def left(self) -> None:
@@ -166,15 +185,25 @@ class Heartbeat:
             self.departures.tell(_last_call(self._map))
 
     def see_others(self) -> None:
-        """Open the files of the machine's other ranks; they can be read after their folder is removed."""
+        """Open the files of the machine's other ranks.
+
+        They can be read after their folder is removed.
+        """
         self._seen()
 
     def ranks_that_left(self) -> dict[int, Call | None]:
-        """Return the ranks that have left, each with its last call; wait a moment for their last beats."""
+        """Return the ranks that have left, each with its last call.
+
+        Wait a moment for their last beats.
+        """
         deadline = time.monotonic() + _LEAVING_SECONDS
         while True:
             found = {} if self.departures is None else self.departures.told()
-            found |= {rank: _last_call(seen) for rank, seen in self._seen().items() if _phase(seen) == "left"}
+            found |= {
+                rank: _last_call(seen)
+                for rank, seen in self._seen().items()
+                if _phase(seen) == "left"
+            }
             is_alone = not self._others and self.departures is None
             if found or is_alone or time.monotonic() > deadline:
                 return found
@@ -182,13 +211,24 @@ class Heartbeat:
 
     def explain(self, error: BaseException) -> None:
         """Raise a UsageError in place of the error if it says that a rank is gone which ended before this call."""
-        if not self._under_way or not self._is_mine() or isinstance(error, UsageError) or not lost_a_peer(error):
+        if (
+            not self._under_way
+            or not self._is_mine()
+            or isinstance(error, UsageError)
+            or not lost_a_peer(error)
+        ):
             return
-        mine = _read_call(self._map, (self._under_way[-1] - 1) % _CALLS) if self._map is not None else None
+        mine = (
+            _read_call(self._map, (self._under_way[-1] - 1) % _CALLS)
+            if self._map is not None
+            else None
+        )
         if mine is None:
             return
         left = {
-            rank: last for rank, last in self.ranks_that_left().items() if last is None or last.number < mine.number
+            rank: last
+            for rank, last in self.ranks_that_left().items()
+            if last is None or last.number < mine.number
         }
         if left:
             raise ended_without(self.rank, mine, left) from error
@@ -211,11 +251,16 @@ class Heartbeat:
         """
         if self._map is not None:
             in_background = threading.current_thread() is not threading.main_thread()
-            struct.pack_into("<d", self._map, _WRITE_AT if in_background else _FORWARD_AT, time.monotonic())
+            struct.pack_into(
+                "<d", self._map, _WRITE_AT if in_background else _FORWARD_AT, time.monotonic()
+            )
 
     @contextmanager
     def background_write(self) -> Iterator[None]:
-        """Record a write in the background, from its thread; one that raises teaches nothing about the usual time."""
+        """Record a write in the background, from its thread.
+
+        One that raises teaches nothing about the usual time.
+        """
         begun = time.monotonic()
         self.went_forward()
         yield
@@ -240,13 +285,17 @@ class Heartbeat:
 
     def _is_mine(self) -> bool:
         """Return whether this is the rank's process and main thread: other calls have no order common to all ranks."""
-        return os.getpid() == self._process and threading.current_thread() is threading.main_thread()
+        return (
+            os.getpid() == self._process and threading.current_thread() is threading.main_thread()
+        )
 
     def _write_head(self) -> None:
         if self._map is not None:
             step, phase, seconds = self._state
             nested, awaits = len(self._under_way), self._awaits_write
-            _HEAD.pack_into(self._map, 0, self._process, step, phase, seconds, self._number, nested, awaits)
+            _HEAD.pack_into(
+                self._map, 0, self._process, step, phase, seconds, self._number, nested, awaits
+            )
 
     def _seen(self) -> dict[int, mmap.mmap]:
         if self._shared is not None and len(self._others) < self._ranks - 1:
@@ -261,21 +310,44 @@ def different_calls(calls: dict[int, Call]) -> UsageError:
     """Return the error for ranks that make different calls at the same place in their order."""
     by_rank = sorted(calls.items())
     said = ", ".join(f"rank {rank} calls {call.name}" for rank, call in by_rank)
-    lines = ", ".join(f"rank {rank} at {call.line or 'a line of Lockstep'}" for rank, call in by_rank)
-    why = "all ranks must make this call: one that only some of them make waits for the others for ever"
-    fix = "call it on every rank, outside of `if is_main_process:`; rank 0 alone then writes the files"
-    return UsageError(f"the ranks do not make the same calls: {said}", where=lines, why=why, fix=fix)
+    lines = ", ".join(
+        f"rank {rank} at {call.line or 'a line of Lockstep'}" for rank, call in by_rank
+    )
+    why = (
+        "all ranks must make this call: one that only some of them make waits for the others for"
+        " ever"
+    )
+    fix = (
+        "call it on every rank, outside of `if is_main_process:`; rank 0 alone then writes the"
+        " files"
+    )
+    return UsageError(
+        f"the ranks do not make the same calls: {said}", where=lines, why=why, fix=fix
+    )
 
 
 def ended_without(rank: int, call: Call, left: dict[int, Call | None]) -> UsageError:
     """Return the error for a rank that makes a call before which other ranks have ended (`left`: their last calls)."""
     ended = sorted(left.items())
-    said = ", ".join(f"rank {other}" for other, _ in ended) + (" has" if len(ended) == 1 else " have")
-    what = f"the ranks do not make the same calls: rank {rank} calls {call.name}, and {said} ended without it"
+    said = ", ".join(f"rank {other}" for other, _ in ended) + (
+        " has" if len(ended) == 1 else " have"
+    )
+    what = (
+        f"the ranks do not make the same calls: rank {rank} calls {call.name}, and {said} ended"
+        " without it"
+    )
     lines = [f"rank {rank} at {call.line or 'a line of Lockstep'}"]
-    lines += [f"rank {other} ended after {'no call' if last is None else last}" for other, last in ended]
-    why = "all ranks must make this call; one that comes to the end of the script first can't take part in it"
-    fix = "call it on every rank, before `if is_main_process:`, and leave there only what prints or writes its result"
+    lines += [
+        f"rank {other} ended after {'no call' if last is None else last}" for other, last in ended
+    ]
+    why = (
+        "all ranks must make this call; one that comes to the end of the script first can't take"
+        " part in it"
+    )
+    fix = (
+        "call it on every rank, before `if is_main_process:`, and leave there only what prints or"
+        " writes its result"
+    )
     return UsageError(what, where=", ".join(lines), why=why, fix=fix)
 
 
@@ -288,7 +360,9 @@ def own_heartbeat() -> Heartbeat:
     global _mine
     if _mine is None or _mine._process != os.getpid():
         folder, facts = os.environ.get(FOLDER), rank_facts()
-        _mine = Heartbeat(None if folder is None else Path(folder), facts.rank, facts.local_world_size)
+        _mine = Heartbeat(
+            None if folder is None else Path(folder), facts.rank, facts.local_world_size
+        )
     return _mine
 
 
@@ -306,7 +380,10 @@ def recorder_of_work() -> Callable[[], None] | None:
 
 
 def share_calls(folder: Path, rank: int, ranks: int) -> None:
-    """Compare calls in a new folder of the ranks, which no launcher reads; the machine's ranks begin it together."""
+    """Compare calls in a new folder of the ranks, which no launcher reads.
+
+    The machine's ranks begin it together.
+    """
     beat = own_heartbeat()
     if beat.folder is None:
         beat._share(folder, rank, ranks)
@@ -340,7 +417,11 @@ def read_beats(folder: Path) -> list[Beat]:
             (forward,) = _FORWARD.unpack_from(data, _FORWARD_AT)
             write = Write(*_WRITE.unpack_from(data, _WRITE_AT))
             if process and 0 <= phase < len(PHASES):
-                calls = [call for slot in range(min(number, _CALLS)) if (call := _read_call(data, slot)) is not None]
+                calls = [
+                    call
+                    for slot in range(min(number, _CALLS))
+                    if (call := _read_call(data, slot)) is not None
+                ]
                 rank = int(path.name.removeprefix("beat-"))
                 by_number = tuple(sorted(calls, key=lambda call: call.number))
                 place = rank, process, step, PHASES[phase], seconds
@@ -373,7 +454,10 @@ def delete_beats(folder: Path) -> None:
 
 
 class _CallContext:
-    """Calls `enter` and `leave` around a block. A class, since each step uses it and generators are slower."""
+    """Calls `enter` and `leave` around a block.
+
+    A class, since each step uses it and generators are slower.
+    """
 
     def __init__(self, heartbeat: Heartbeat, name: str) -> None:
         self._heartbeat, self._name = heartbeat, name
@@ -437,9 +521,15 @@ def _collective_of(error: BaseException) -> Call:
     called = [frame.f_code for frame, _ in frames[last + 1 :]]
     if called and called[0].co_filename.startswith(_PACKAGE):
         called = []  # the collective is one of Lockstep's own
-    names = (f"torch.distributed.{code.co_name}" for code in called if code.co_filename.endswith(_COLLECTIVES))
+    names = (
+        f"torch.distributed.{code.co_name}"
+        for code in called
+        if code.co_filename.endswith(_COLLECTIVES)
+    )
     frame, line = frames[last]
-    return Call(0, next(names, _ANY_COLLECTIVE), f"{_shown(frame.f_code.co_filename)}:{line}", 0.0, 0.0)
+    return Call(
+        0, next(names, _ANY_COLLECTIVE), f"{_shown(frame.f_code.co_filename)}:{line}", 0.0, 0.0
+    )
 
 
 @functools.cache

@@ -23,9 +23,12 @@ class Layout:
     shard: int = 1
     context: int = 1
     tensor: int = 1
-    expert: int = 1  # of the ranks that share out micro-batches, neighbours that share out the experts of each layer
-    workers: int = 0  # number of models that train on their own between exchanges; 0: all ranks train one
-    notice: str = field(default="", compare=False)  # what was chosen for the user, logged at the start
+    # of the ranks that share out micro-batches, neighbours that share out the experts of each layer
+    expert: int = 1
+    # number of models that train on their own between exchanges; 0: all ranks train one
+    workers: int = 0
+    # what was chosen for the user, logged at the start
+    notice: str = field(default="", compare=False)
     topology: str = field(default="", compare=False)  # the layout as a topology (`hybrid:2x2`)
 
     @property
@@ -60,14 +63,24 @@ class Layout:
 def layout_of_sizes(
     strategy: str, sizes: Mapping[str, int], world_size: int, given: Mapping[str, int | None]
 ) -> Layout:
-    """Return the layout with these sizes; if their product is not the number of ranks, show the equation."""
+    """Return the layout with these sizes.
+
+    If their product is not the number of ranks, show the equation.
+    """
     same_batch = {axis: given.get(axis) or 1 for axis in ("context", "tensor")}
     along: dict[str, Any] = {axis: sizes.get(axis, 1) for axis in AXES} | same_batch
     layout = replace(Layout(strategy), **along)
     if layout.world_size != world_size * layout.same_batch_size:
-        equation = " × ".join(f"{axis} {size}" for axis, size in along.items() if size > 1 or axis not in same_batch)
+        equation = " × ".join(
+            f"{axis} {size}" for axis, size in along.items() if size > 1 or axis not in same_batch
+        )
         given_text = ", ".join(f"{axis}_size={n}" for axis, n in given.items() if n) or "no sizes"
-        what = f"{equation} = {layout.world_size} ranks, but {world_size * layout.same_batch_size} were started"
+        what = (
+            f"{equation} = {layout.world_size} ranks, but {world_size * layout.same_batch_size}"
+            " were started"
+        )
         fix = f"start {layout.world_size} ranks, or let the sizes multiply to {world_size}"
-        raise UsageError(what, where="distributed", why=f"strategy {strategy} with {given_text}", fix=fix)
+        raise UsageError(
+            what, where="distributed", why=f"strategy {strategy} with {given_text}", fix=fix
+        )
     return layout

@@ -1,8 +1,8 @@
 """Builds the device mesh pipeline × replicate × context × tensor × shard, an argument of functions and never global.
 
-Ranks along `tensor` are neighbours, for they exchange most, and then those along `context`. In the mesh `tensor` comes
-before `shard`, because a parameter is cut over `tensor` first and the piece over `shard`: the order of a DTensor's
-placements.
+Ranks along `tensor` are neighbours, for they exchange most, and then those along `context`. In the
+mesh `tensor` comes before `shard`, because a parameter is cut over `tensor` first and the piece
+over `shard`: the order of a DTensor's placements.
 
 Tests: tests/test_mesh.py, tests/test_mesh_groups.py, tests/parallel/test_debug_detail.py
 """
@@ -23,34 +23,47 @@ MESH_AXES = ("pipeline", "replicate", "context", "tensor", "shard")
 
 
 def device_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """Return the device mesh of a layout, with the axes `MESH_AXES`; needs an initialised process group."""
+    """Return the device mesh of a layout, with the axes `MESH_AXES`.
+
+    Needs an initialised process group.
+    """
     return _mesh(layout, device_type, MESH_AXES, layout.replicate, layout.shard)
 
 
 def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """Return the device mesh in which `expert_replicate` × `expert`, of neighbours, stand for replicate × shard."""
     names = ("pipeline", "expert_replicate", "context", "tensor", "expert")
-    return _mesh(layout, device_type, names, layout.data_parallel_size // layout.expert, layout.expert)
+    return _mesh(
+        layout, device_type, names, layout.data_parallel_size // layout.expert, layout.expert
+    )
 
 
-def _mesh(layout: Layout, device_type: str, names: tuple[str, ...], replicas: int, neighbours: int) -> DeviceMesh:
+def _mesh(
+    layout: Layout, device_type: str, names: tuple[str, ...], replicas: int, neighbours: int
+) -> DeviceMesh:
     sizes = (layout.pipeline, replicas, neighbours, layout.context, layout.tensor)
     ranks = torch.arange(layout.world_size, dtype=torch.int).view(sizes).movedim(2, 4)
-    return create_once(("mesh", device_type, names, sizes), lambda: _mesh_of(ranks, device_type, names))
+    return create_once(
+        ("mesh", device_type, names, sizes), lambda: _mesh_of(ranks, device_type, names)
+    )
 
 
 def _mesh_of(ranks: torch.Tensor, device_type: str, names: tuple[str, ...]) -> DeviceMesh:
     """Return the mesh of these ranks.
 
-    torch creates a group for each axis and each of its rows, waiting for all ranks each time, and gloo gives each three
-    threads. Here ranks create only those that they are in, and one for all axes of a single rank.
+    torch creates a group for each axis and each of its rows, waiting for all ranks each time, and
+    gloo gives each three threads. Here ranks create only those that they are in, and one for all
+    axes of a single rank.
     """
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-        return DeviceMesh(device_type, ranks, mesh_dim_names=names)  # one call splits the communicator along an axis
+        # one call splits the communicator along an axis
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names)
     own = (ranks == dist.get_rank()).nonzero()[0].tolist()
     groups = []
     for axis in range(ranks.ndim):  # the ranks that differ from this one along this axis alone
-        members = ranks[tuple(slice(None) if each == axis else place for each, place in enumerate(own))].tolist()
+        members = ranks[
+            tuple(slice(None) if each == axis else place for each, place in enumerate(own))
+        ].tolist()
         group = dist.group.WORLD
         if len(members) < dist.get_world_size() or group is None:
             make = partial(new_group, members, use_local_synchronization=True)
@@ -68,9 +81,14 @@ def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def layout_of(config: DistributedConfig, facts: RankFacts) -> Layout:
-    """Return the layout that the config names for the running ranks; `auto` in Python means replicas."""
+    """Return the layout that the config names for the running ranks.
+
+    `auto` in Python means replicas.
+    """
     if config.strategy == AUTO:
-        config = config.model_copy(update={"strategy": REPLICAS if facts.world_size > 1 else SINGLE})
+        config = config.model_copy(
+            update={"strategy": REPLICAS if facts.world_size > 1 else SINGLE}
+        )
     return resolve(config, facts.world_size, facts.local_world_size)
 
 

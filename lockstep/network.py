@@ -1,7 +1,7 @@
 """Finds this machine's addresses and interfaces: on the route to another machine, and for opening a port.
 
-The interface for traffic between machines is the one on the route to the rendezvous. Finding it sends nothing. Does not
-import torch.
+The interface for traffic between machines is the one on the route to the rendezvous. Finding it
+sends nothing. Does not import torch.
 """
 
 import errno
@@ -12,11 +12,15 @@ import socket
 from lockstep.errors import UsageError
 
 DEFAULT_PORT = 29500  # torchrun's, for the rendezvous
-_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # addresses reserved for documentation: their route is the default route
+# addresses reserved for documentation: their route is the default route
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 def address_towards(host: str) -> str | None:
-    """Return this machine's address on the route to `host`; None if the name does not resolve or there is no route."""
+    """Return this machine's address on the route to `host`.
+
+    None if the name does not resolve or there is no route.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -39,25 +43,33 @@ def interface_of(address: str) -> str | None:
 def interface_towards(host: str) -> str | None:
     """Return the interface on the route to `host`; None without a route that leaves this machine.
 
-    The host's own name may mean its loopback (127.0.1.1 on Debian), which others cannot reach: then the interface of
-    the default route is returned.
+    The host's own name may mean its loopback (127.0.1.1 on Debian), which others cannot reach: then
+    the interface of the default route is returned.
     """
     address = address_towards(host)
-    if address is not None and is_loopback(address) and not is_address(host) and host != "localhost":
-        address = next((found for found in map(address_towards, _ANYWHERE) if found is not None), None)
+    if (
+        address is not None
+        and is_loopback(address)
+        and not is_address(host)
+        and host != "localhost"
+    ):
+        address = next(
+            (found for found in map(address_towards, _ANYWHERE) if found is not None), None
+        )
     return None if address is None or is_loopback(address) else interface_of(address)
 
 
 def interface_variables(host: str) -> dict[str, str]:
     """Return variables that make gloo and NCCL use the interface on the route to `host`, unless they are set already.
 
-    By default gloo offers its peers the address of this host's own name, and NCCL takes the first interface that is up:
-    either may lead nowhere.
+    By default gloo offers its peers the address of this host's own name, and NCCL takes the first
+    interface that is up: either may lead nowhere.
     """
     interface = interface_towards(host)
     if interface is None:
         return {}
-    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # "=": not a prefix
+    # "=": not a prefix
+    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
@@ -91,15 +103,19 @@ def require_loopback(host: str) -> None:
     address = "127.0.0.1" if host == "localhost" else host
     if is_address(address) and is_loopback(address) and address_towards(address) is None:
         what = f"this machine can't reach itself at {address}, where its ranks meet"
-        fix = "switch it on: `ip link set lo up`, as root; in a container or a sandbox, allow it a network"
+        fix = (
+            "switch it on: `ip link set lo up`, as root; in a container or a sandbox, allow it a"
+            " network"
+        )
         raise UsageError(what, why="its loopback interface (lo) is down", fix=fix)
 
 
 def listener(host: str, port: int) -> socket.socket | None:
     """Return a socket that listens only at `host`, or None if that is no address of this machine.
 
-    A name may mean different addresses on different machines, and with address translation a machine does not have the
-    address by which others know it. Raises UsageError: the port is in use.
+    A name may mean different addresses on different machines, and with address translation a
+    machine does not have the address by which others know it. Raises UsageError: the port is in
+    use.
     """
     address = "127.0.0.1" if host == "localhost" else host
     if not is_address(address):
@@ -124,5 +140,8 @@ def port_in_use(host: str, port: int) -> UsageError:
     """Return the error for a port on which another process listens."""
     what = f"port {port} is in use on this machine"
     why = "another run is there, or an earlier one has not gone yet"
-    fix = "choose another --master-port (MASTER_PORT); on one machine leave it out, and a free one is found"
+    fix = (
+        "choose another --master-port (MASTER_PORT); on one machine leave it out, and a free one is"
+        " found"
+    )
     return UsageError(what, where=f"{host}:{port}, where the ranks meet", why=why, fix=fix)

@@ -1,7 +1,8 @@
 """Builds optimizers, learning-rate schedules and batch-size scaling of the learning rate.
 
-The schedule depends on the number of optimizer updates, so it stands still in a step that the loss scale skips.
-Warm-up is (update + 1) / warmup_steps: the first update never has a learning rate of 0.
+The schedule depends on the number of optimizer updates, so it stands still in a step that the loss
+scale skips. Warm-up is (update + 1) / warmup_steps: the first update never has a learning rate of
+0.
 
 Tests: tests/test_optim.py, tests/trainer/test_scheduler.py
 """
@@ -24,15 +25,26 @@ from lockstep.config import TrainingConfig
 from lockstep.errors import RunError, UsageError
 from lockstep.registry import OPTIMIZERS, SCHEDULES, keywords_of, require_arguments, require_call
 
-# In these optimizers the update of each element depends on that element alone, so a shard is updated like the whole.
+# In these optimizers the update of each element depends on that element alone, so a shard is
+# updated like the whole.
 _ELEMENTWISE: set[type[Optimizer]] = {
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
-    torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
-}  # fmt: skip
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+}
 
 # torch can run the fused kernels of these on shards; for others it raises "no sharding strategy".
 _FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
-_HAS_FUSED_KERNELS = ("cpu", "cuda", "xpu", "mps")  # types of device; a registered one may lack them
+# types of device; a registered one may lack them
+_HAS_FUSED_KERNELS = ("cpu", "cuda", "xpu", "mps")
 
 
 def register_elementwise(optimizer: type[Optimizer]) -> None:
@@ -47,8 +59,15 @@ def check_shardable(optimizer: Optimizer) -> None:
     """
     if type(optimizer) not in _ELEMENTWISE:
         what = f"{type(optimizer).__name__} is not known to update each element on its own"
-        fix = "use ddp, or call lockstep.optim.register_elementwise(TheOptimizer) if it is elementwise"
-        raise UsageError(what, why="under sharding it would see pieces of parameters and train another model", fix=fix)
+        fix = (
+            "use ddp, or call lockstep.optim.register_elementwise(TheOptimizer) if it is"
+            " elementwise"
+        )
+        raise UsageError(
+            what,
+            why="under sharding it would see pieces of parameters and train another model",
+            fix=fix,
+        )
     if not isinstance(optimizer, _FUSED_ON_SHARDS):
         unfuse(optimizer)
 
@@ -59,43 +78,65 @@ def check_no_closure(optimizer: Optimizer) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         what = f"{type(optimizer).__name__} evaluates the loss again within an update, by a closure"
         why = "a step here is one forward and backward pass over its micro-batches, and one update"
-        raise UsageError(what, why=why, fix="use an optimizer that updates from the gradients alone, such as AdamW")
+        raise UsageError(
+            what,
+            why=why,
+            fix="use an optimizer that updates from the gradients alone, such as AdamW",
+        )
 
 
 def unfuse(optimizer: Optimizer) -> bool:
     """Make an optimizer use its plain kernels, in place; return whether it used fused ones.
 
-    The fused CPU kernels round the tail of a tensor differently, and shards have other tails than whole parameters.
-    On a CPU the foreach kernels take a third longer than a loop over tensors.
+    The fused CPU kernels round the tail of a tensor differently, and shards have other tails than
+    whole parameters. On a CPU the foreach kernels take a third longer than a loop over tensors.
     """
     fused = [group for group in optimizer.param_groups if group.get("fused")]
     for group in fused:
-        group.update(fused=False, foreach=any(parameter.device.type != "cpu" for parameter in group["params"]))
+        group.update(
+            fused=False,
+            foreach=any(parameter.device.type != "cpu" for parameter in group["params"]),
+        )
     return bool(fused)
 
 
 def build_optimizer(
-    name: str, parameters: Iterable[nn.Parameter], *, learning_rate: float, weight_decay: float | None,
-    args: Mapping[str, Any], device: torch.device, reproducible: bool,
-) -> Optimizer:  # fmt: skip
+    name: str,
+    parameters: Iterable[nn.Parameter],
+    *,
+    learning_rate: float,
+    weight_decay: float | None,
+    args: Mapping[str, Any],
+    device: torch.device,
+    reproducible: bool,
+) -> Optimizer:
     """Build the config's optimizer, or raise a UsageError if there is none, or it does not accept these arguments.
 
     Kernels are fused if the optimizer has them; with `reproducible` they are plain (see `unfuse`).
     """
     if reproducible and args.get("fused"):
-        what = "fused optimizer kernels round shards differently, so the bits can't be equal on any number of ranks"
+        what = (
+            "fused optimizer kernels round shards differently, so the bits can't be equal on any"
+            " number of ranks"
+        )
         where = "training.optimizer_args.fused, distributed.reproducible"
         raise UsageError(what, where=where, fix="leave fused out, or set reproducible: false")
     kind: Callable[..., Optimizer] = OPTIMIZERS.load(name)
     accepted = inspect.signature(kind).parameters
     over = list(parameters)
-    fuses = "fused" in accepted and device.type in _HAS_FUSED_KERNELS and not any(p.is_complex() for p in over)
+    fuses = (
+        "fused" in accepted
+        and device.type in _HAS_FUSED_KERNELS
+        and not any(p.is_complex() for p in over)
+    )
     settings: dict[str, Any] = {"lr": learning_rate}
     if weight_decay is not None and "weight_decay" in accepted:
         settings["weight_decay"] = weight_decay
     if reproducible and "foreach" in accepted:
         settings["foreach"] = device.type != "cpu"
-    elif fuses and (kind in _FUSED_ON_SHARDS or not any(isinstance(parameter, DTensor) for parameter in over)):
+    elif fuses and (
+        kind in _FUSED_ON_SHARDS or not any(isinstance(parameter, DTensor) for parameter in over)
+    ):
         settings["fused"] = True
     try:
         return kind(over, **{**settings, **args})
@@ -109,17 +150,27 @@ def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
     """Raise the UsageError that `build_optimizer` would for a config's optimizer, without creating it."""
     kind = OPTIMIZERS.load_callable(name)
     if isinstance(kind, type) and not issubclass(kind, Optimizer):
-        fix = "name a class that is one, or a function (params, lr, …) that returns an object of one"
-        raise UsageError(f"{name} is not a subclass of torch.optim.Optimizer", where=OPTIMIZERS.where, fix=fix)
+        fix = (
+            "name a class that is one, or a function (params, lr, …) that returns an object of one"
+        )
+        raise UsageError(
+            f"{name} is not a subclass of torch.optim.Optimizer", where=OPTIMIZERS.where, fix=fix
+        )
     accepted = keywords_of(kind)
     if accepted is not None and "lr" not in accepted:
         why = "it is made with lr=training.learning_rate, and the schedule sets lr of its groups"
         what = f"the optimizer {name} takes no argument 'lr'"
-        raise UsageError(what, where=OPTIMIZERS.where, why=why, fix="let __init__ take (params, lr, …)")
-    require_arguments(kind, {"lr": 0.0, **args}, f"the optimizer {name}", "training.optimizer_args", [])
+        raise UsageError(
+            what, where=OPTIMIZERS.where, why=why, fix="let __init__ take (params, lr, …)"
+        )
+    require_arguments(
+        kind, {"lr": 0.0, **args}, f"the optimizer {name}", "training.optimizer_args", []
+    )
 
 
-def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, nn.Parameter]) -> None:
+def rebind(
+    optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, nn.Parameter]
+) -> None:
     """Replace the parameters of an optimizer that was created before placement by the `placed` ones that train.
 
     `names` has the canonical name by the id of each unplaced parameter.
@@ -129,17 +180,24 @@ def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, 
         return
     if optimizer.state:
         what = "the optimizer already has state from before the model was placed"
-        fix = "pass a fresh optimizer, or a function `parameters -> optimizer`; to go on, load a checkpoint"
-        raise UsageError(what, why="its state belongs to parameters that placement replaces", fix=fix)
+        fix = (
+            "pass a fresh optimizer, or a function `parameters -> optimizer`; to go on, load a"
+            " checkpoint"
+        )
+        raise UsageError(
+            what, why="its state belongs to parameters that placement replaces", fix=fix
+        )
     for group in optimizer.param_groups:
         if unknown := [p for p in group["params"] if id(p) not in names]:
             what = f"the optimizer holds {len(unknown)} parameter(s) that are not the model's"
             why = (
-                "it was made for another model, or after this one was wrapped: nothing would train; or a loss function "
+                "it was made for another model, or after this one was wrapped: nothing would train;"
+                " or a loss function "
             )
             why += "that is no nn.Module holds them"
             fix = (
-                "make it from model.parameters() of the model that you pass, or pass `parameters -> optimizer`; write "
+                "make it from model.parameters() of the model that you pass, or pass `parameters ->"
+                " optimizer`; write "
             )
             fix += "a loss function with weights as an nn.Module, and pass its object as loss_fn"
             raise UsageError(what, where="the optimizer", why=why, fix=fix)
@@ -147,18 +205,22 @@ def rebind(optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, 
 
 
 def made_by(
-    make: Callable[[Any], Optimizer], placed: Mapping[str, nn.Parameter], names: Mapping[int, str],
+    make: Callable[[Any], Optimizer],
+    placed: Mapping[str, nn.Parameter],
+    names: Mapping[int, str],
     of_loss: Sequence[nn.Parameter],
-) -> Optimizer:  # fmt: skip
+) -> Optimizer:
     """Return the optimizer that a user's function makes of the `placed` parameters.
 
-    It may add the weights of a loss function, `of_loss`, by itself: `[*parameters, *loss_fn.parameters()]`, or in a
-    group of their own. Then it is given the model's alone.
+    It may add the weights of a loss function, `of_loss`, by itself: `[*parameters,
+    *loss_fn.parameters()]`, or in a group of their own. Then it is given the model's alone.
     """
     if not of_loss:
         return make(list(placed.values()))
     own = {id(parameter) for parameter in of_loss}
-    of_model = [parameter for name, parameter in placed.items() if name not in {names[each] for each in own}]
+    of_model = [
+        parameter for name, parameter in placed.items() if name not in {names[each] for each in own}
+    ]
     optimizer = make(of_model)
     groups = optimizer.param_groups
     if not any(id(p) in own for group in groups for p in group["params"]):
@@ -172,15 +234,16 @@ def made_by(
 class Schedule:
     """The learning rate as a function of the number of updates.
 
-    `kind` is a name of `lockstep.registry.SCHEDULES`, or package.module:name of a function such as `linear`, which
-    returns the factor of the peak learning rate after the warm-up.
+    `kind` is a name of `lockstep.registry.SCHEDULES`, or package.module:name of a function such as
+    `linear`, which returns the factor of the peak learning rate after the warm-up.
     """
 
     kind: str
     total: int  # updates in the whole run
     warmup: int = 0  # updates over which the rate rises to its peak
     min_ratio: float = 0.1  # final rate over peak rate
-    decay_ratio: float = 0.2  # for wsd, the fraction of `total` at the end in which the rate falls linearly
+    # for wsd, the fraction of `total` at the end in which the rate falls linearly
+    decay_ratio: float = 0.2
 
     def factor(self, updates: int) -> float:
         """Return the factor of the peak learning rate after `updates` updates."""
@@ -194,7 +257,11 @@ class Schedule:
         if not math.isfinite(factor):
             what = f"the schedule {self.kind} returned {found!r} after {updates} updates"
             where = SCHEDULES.where
-            raise RunError(what, where=where, fix="let it return a number, the factor of the peak learning rate")
+            raise RunError(
+                what,
+                where=where,
+                fix="let it return a number, the factor of the peak learning rate",
+            )
         return factor
 
     def rates(self, groups: Sequence[dict[str, Any]], updates: int) -> list[float]:
@@ -205,7 +272,12 @@ class Schedule:
 
 def check_schedule(schedule: Schedule) -> None:
     """Check that a config's schedule exists, takes (updates, schedule) and, if `total` is known, returns a number."""
-    require_call(SCHEDULES.load_callable(schedule.kind), ("updates", "schedule"), schedule.kind, SCHEDULES.where)
+    require_call(
+        SCHEDULES.load_callable(schedule.kind),
+        ("updates", "schedule"),
+        schedule.kind,
+        SCHEDULES.where,
+    )
     if schedule.total:
         try:
             schedule.factor(schedule.warmup)
@@ -225,7 +297,10 @@ def linear(updates: int, schedule: Schedule) -> float:
 
 def cosine(updates: int, schedule: Schedule) -> float:
     """Return a factor that falls in one half-cosine from the end of the warm-up."""
-    return _left(0.5 * (1 + math.cos(math.pi * _progress(updates, schedule.warmup, schedule.total))), schedule)
+    return _left(
+        0.5 * (1 + math.cos(math.pi * _progress(updates, schedule.warmup, schedule.total))),
+        schedule,
+    )
 
 
 def warmup_stable_decay(updates: int, schedule: Schedule) -> float:
@@ -285,7 +360,8 @@ class TorchSchedule:
         for group, options in zip(groups, self._groups, strict=True):
             group.update(options)  # as the scheduler left them; a loaded checkpoint has its own
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # no update between them is needed
+            # no update between them is needed
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             while self._made < updates:
                 self._scheduler.step()
                 self._made += 1
@@ -294,7 +370,10 @@ class TorchSchedule:
 
     def _options(self) -> list[dict[str, Any]]:
         moved = ("lr", "initial_lr", "momentum", "betas")
-        return [{key: group[key] for key in moved if key in group} for group in self._scheduler.optimizer.param_groups]
+        return [
+            {key: group[key] for key in moved if key in group}
+            for group in self._scheduler.optimizer.param_groups
+        ]
 
 
 def scaled_learning_rate(training: TrainingConfig, global_batch: int) -> tuple[float, str]:
@@ -307,6 +386,10 @@ def scaled_learning_rate(training: TrainingConfig, global_batch: int) -> tuple[f
         raise UsageError(what, where="training.base_batch_size", fix="set training.base_batch_size")
     ratio = global_batch / base_batch
     scaled = rate * (ratio if rule == "linear" else math.sqrt(ratio))
-    return scaled, (
-        f"learning rate {scaled:g} = {rate:g} × {'' if rule == 'linear' else '√'}({global_batch}/{base_batch}) ({rule})"
+    return (
+        scaled,
+        (
+            f"learning rate {scaled:g} = {rate:g} ×"
+            f" {'' if rule == 'linear' else '√'}({global_batch}/{base_batch}) ({rule})"
+        ),
     )

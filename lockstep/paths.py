@@ -1,4 +1,7 @@
-"""Takes what a user gives as a path: a place in this machine's file system. Does not import torch."""
+"""Takes what a user gives as a path: a place in this machine's file system.
+
+Does not import torch.
+"""
 
 import os
 import re
@@ -28,8 +31,16 @@ def url_as_path(path: str | os.PathLike[str], where: str) -> Contradiction | Non
         return None
     scheme, rest = match[1], text[match.end() :]
     if scheme == "file":
-        return Contradiction((where,), f"file:///{rest} is a URL, not a path", f"write the path alone: /{rest}")
-    why = "files are read and written in the file system alone: a folder of this name would be made here"
-    fix = "give a folder that stays when this machine goes, such as a disk of the network or a mounted bucket; "
+        return Contradiction(
+            (where,), f"file:///{rest} is a URL, not a path", f"write the path alone: /{rest}"
+        )
+    why = (
+        "files are read and written in the file system alone: a folder of this name would be made"
+        " here"
+    )
+    fix = (
+        "give a folder that stays when this machine goes, such as a disk of the network or a"
+        " mounted bucket; "
+    )
     fix += "checkpoints alone can be kept in a storage of your own (checkpoint.storage)"
     return Contradiction((where,), f"{scheme}://{rest} is a URL, not a path", fix, why)

@@ -1,7 +1,8 @@
 """Defines mixed precision as a value: autocast over fp32 parameters, and the loss scale for fp16.
 
-`bf16` and `fp16` mean the same under every strategy. The scaler's order is unscale → check → clip → step;
-the global gradient norm shows an overflow, so that all ranks agree. bf16 has the range of fp32 and no scaler.
+`bf16` and `fp16` mean the same under every strategy. The scaler's order is unscale → check → clip →
+step; the global gradient norm shows an overflow, so that all ranks agree. bf16 has the range of
+fp32 and no scaler.
 
 Tests: tests/test_precision.py, tests/parity/test_precision.py
 """
@@ -51,9 +52,10 @@ class Precision:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context manager for forward pass and loss.
 
-        A weight is cast at each use. Autocast's cache would cast a weight that several layers share only once, and sum
-        its gradients in low precision; the stages of a pipeline each cast it, and sum in float32: another result. Under
-        FSDP the cache would also keep parameters that a unit has freed.
+        A weight is cast at each use. Autocast's cache would cast a weight that several layers share
+        only once, and sum its gradients in low precision; the stages of a pipeline each cast it,
+        and sum in float32: another result. Under FSDP the cache would also keep parameters that a
+        unit has freed.
         """
         if self.mode == "fp32":
             return _NOTHING
@@ -62,10 +64,12 @@ class Precision:
 
 @dataclass(eq=False)
 class LossScale:
-    """A factor that keeps fp16 gradients from underflowing; it halves on overflow and grows after steps without one.
+    """A factor that keeps fp16 gradients from underflowing.
 
-    Every rank has its own copy and sees the same overflows, so the copies stay equal without communication. The factors
-    are those of torch's `GradScaler`.
+    It halves on overflow and grows after steps without one.
+
+    Every rank has its own copy and sees the same overflows, so the copies stay equal without
+    communication. The factors are those of torch's `GradScaler`.
     """
 
     dynamic: bool = True  # whether the scale changes
@@ -79,7 +83,8 @@ class LossScale:
 
     def __post_init__(self) -> None:
         self.scale, self.quiet_steps = self.initial_scale, 0
-        self.history: deque[tuple[float, bool]] = deque(maxlen=self.history_size)  # (scale, overflowed) of each step
+        # (scale, overflowed) of each step
+        self.history: deque[tuple[float, bool]] = deque(maxlen=self.history_size)
 
     def get_scale(self) -> float:
         """Return the factor for the next step's loss."""
@@ -99,13 +104,19 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON data."""
-        return {"scale": self.scale, "quiet_steps": self.quiet_steps, "history": [list(h) for h in self.history]}
+        return {
+            "scale": self.scale,
+            "quiet_steps": self.quiet_steps,
+            "history": [list(h) for h in self.history],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.scale, self.quiet_steps = float(state["scale"]), int(state["quiet_steps"])
         self.history.clear()
-        self.history.extend((float(scale), bool(overflowed)) for scale, overflowed in state["history"])
+        self.history.extend(
+            (float(scale), bool(overflowed)) for scale, overflowed in state["history"]
+        )
 
 
 def loss_scale_for(config: PrecisionConfig, mode: Mode) -> LossScale | None:

@@ -17,10 +17,17 @@ Advance = Callable[[int], None]
 
 @contextmanager
 def progress_of(
-    what: str, total: int, *, unit: str = "", shows: bool = True, stream: TextIO | None = None,
+    what: str,
+    total: int,
+    *,
+    unit: str = "",
+    shows: bool = True,
+    stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Advance]:  # fmt: skip
-    """Show the progress of the block; yield a function to call with the amount done since its last call.
+) -> Iterator[Advance]:
+    """Show the progress of the block.
+
+    Yield a function to call with the amount done since its last call.
 
     Args:
         what: the work: `exporting step-00000100`.
@@ -38,7 +45,9 @@ def progress_of(
         if now < due or not shows:
             return
         left = int((now - start) / max(done, 1) * max(total - done, 0))
-        shares = f"{done} of {total} {unit}" if unit else f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
+        shares = (
+            f"{done} of {total} {unit}" if unit else f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
+        )
         text = f"lockstep: {what}: {shares}, {left // 60}:{left % 60:02d} left"
         out.write(f"\r{text}\x1b[K" if terminal else f"{text}\n")
         out.flush()

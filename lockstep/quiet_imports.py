@@ -12,8 +12,8 @@ from contextlib import contextmanager
 def without_warnings_of_imports() -> Iterator[None]:
     """Drop the warnings that are logged in this block.
 
-    torchao, which transformers imports where it is installed, warns on every CPU of kernels for other devices that do
-    not load, and of enumerations that a later torch treats in another way.
+    torchao, which transformers imports where it is installed, warns on every CPU of kernels for
+    other devices that do not load, and of enumerations that a later torch treats in another way.
     """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

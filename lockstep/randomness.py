@@ -1,13 +1,15 @@
 """Makes random numbers depend on what is computed, and never on where.
 
-A number drawn inside the model is a function of (seed, phase, step, micro-batch, segment, call index): before each
-segment of a forward pass (the code between blocks is one too), the device's generator is seeded from that key: that
-alone, because `torch.manual_seed` seeds every backend, in 250 µs. `HostRandom` does the same for models that draw from
-Python's or NumPy's global generator; a run continues with it after its first step only if a rank has seen a draw.
+A number drawn inside the model is a function of (seed, phase, step, micro-batch, segment, call
+index): before each segment of a forward pass (the code between blocks is one too), the device's
+generator is seeded from that key: that alone, because `torch.manual_seed` seeds every backend, in
+250 µs. `HostRandom` does the same for models that draw from Python's or NumPy's global generator; a
+run continues with it after its first step only if a rank has seen a draw.
 
-A segment that runs again inside a backward pass (`torch.utils.checkpoint` in the model, a reversible network) is seeded
-with the key of the call that it repeats. A generator's state holds the key that it was last seeded with. Whatever
-repeats a forward pass restores that state first, so the key there says after which call the repetition begins.
+A segment that runs again inside a backward pass (`torch.utils.checkpoint` in the model, a
+reversible network) is seeded with the key of the call that it repeats. A generator's state holds
+the key that it was last seeded with. Whatever repeats a forward pass restores that state first, so
+the key there says after which call the repetition begins.
 """
 
 import hashlib
@@ -79,7 +81,11 @@ class HostRandom:
     def capture(self) -> HostState:
         """Return the current states."""
         numpy = sys.modules.get("numpy")
-        return random.getstate(), numpy and numpy.random.get_state(), self._cpu and self._cpu.get_state()
+        return (
+            random.getstate(),
+            numpy and numpy.random.get_state(),
+            self._cpu and self._cpu.get_state(),
+        )
 
     def restore(self, states: HostState) -> None:
         """Set the states that `capture` has returned."""
@@ -93,7 +99,12 @@ class HostRandom:
     def _states(self) -> list[Any]:
         states: list[Any] = [random.getstate()]
         if (numpy := sys.modules.get("numpy")) is not None:
-            states.append([part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state()])
+            states.append(
+                [
+                    part.tobytes() if hasattr(part, "tobytes") else part
+                    for part in numpy.random.get_state()
+                ]
+            )
         if self._cpu is not None:
             states.append(self._cpu.get_state().numpy().tobytes())
         return states
@@ -108,7 +119,10 @@ def is_running() -> bool:
 
 
 class _RestoredStates:
-    """Restores the states of random generators after a block. A class, since generators are slower."""
+    """Restores the states of random generators after a block.
+
+    A class, since generators are slower.
+    """
 
     def __init__(self, generator: torch.Generator, host: HostRandom | None) -> None:
         self._generator, self._host = generator, host
@@ -132,10 +146,13 @@ class _Calls:
     """The calls of segments in a step's forward passes, to be found again when a backward pass repeats them."""
 
     def __init__(self) -> None:
-        # Forward passes write to these two themselves: in each call of a segment, a call of a function counts.
-        self.following: dict[tuple[int, str], int] = {}  # (key before, segment) → key of the call that followed
-        self.keys: dict[tuple[int, str, int], int] = {}  # (micro-batch, segment, which of its calls) → key
-        self._repeated: dict[tuple[int, str], int] = {}  # (micro-batch, segment) → the call that was repeated last
+        # Forward passes write to these two themselves: in each call of a segment, a call of a
+        # function counts. (key before, segment) → key of the call that followed
+        self.following: dict[tuple[int, str], int] = {}
+        # (micro-batch, segment, which of its calls) → key
+        self.keys: dict[tuple[int, str, int], int] = {}
+        # (micro-batch, segment) → the call that was repeated last
+        self._repeated: dict[tuple[int, str], int] = {}
         self._latest = (0, 0)  # node of the backward pass, and key, of the latest repetition
 
     def clear(self) -> None:
@@ -147,13 +164,17 @@ class _Calls:
             self._repeated.clear()
 
     def repeated(self, before: int, micro_batch: int, segment: str, node: int) -> int | None:
-        """Return the key of the call that node `node` of a backward pass repeats; None if there was none.
+        """Return the key of the call that node `node` of a backward pass repeats.
 
-        Without a restored generator (`preserve_rng_state=False`) the latest call that was not repeated yet is taken, as
-        a backward pass goes from the last call to the first. A generator that still has the key of another node's
-        repetition was not restored.
+        None if there was none.
+
+        Without a restored generator (`preserve_rng_state=False`) the latest call that was not
+        repeated yet is taken, as a backward pass goes from the last call to the first. A generator
+        that still has the key of another node's repetition was not restored.
         """
-        keys = [key for (at, name, _), key in self.keys.items() if (at, name) == (micro_batch, segment)]
+        keys = [
+            key for (at, name, _), key in self.keys.items() if (at, name) == (micro_batch, segment)
+        ]
         latest_node, latest_key = self._latest
         restored = before != latest_key or node == latest_node
         key = self.following.get((before, segment)) if restored else None
@@ -169,16 +190,22 @@ class _Calls:
 
 @dataclass
 class RandomState:
-    """The micro-batch and step of the current forward pass; the loop sets them, the segments' hooks read them."""
+    """The micro-batch and step of the current forward pass.
+
+    The loop sets them, the segments' hooks read them.
+    """
 
     seed: int
     device: torch.device
     phase: str = "train"
     step: int = 0
     micro_batch: int = 0
-    calls: dict[str, int] = field(default_factory=dict)  # segment → number of its calls in this forward pass
-    host: HostRandom | None = field(init=False)  # None: the model draws from the device's generator alone
-    _made: _Calls = field(default_factory=_Calls)  # in the forward passes whose backward passes are to come
+    # segment → number of its calls in this forward pass
+    calls: dict[str, int] = field(default_factory=dict)
+    # None: the model draws from the device's generator alone
+    host: HostRandom | None = field(init=False)
+    # in the forward passes whose backward passes are to come
+    _made: _Calls = field(default_factory=_Calls)
 
     def __post_init__(self) -> None:
         self._generator = default_generator(self.device)
@@ -208,7 +235,9 @@ class RandomState:
             self.calls[segment] = call + 1
             key = derive_key(self.seed, self.phase, self.step, self.micro_batch, segment, call)
             if self.phase == "train":
-                self._made.following[self._key, segment] = self._made.keys[self.micro_batch, segment, call] = key
+                self._made.following[self._key, segment] = self._made.keys[
+                    self.micro_batch, segment, call
+                ] = key
             self._key = key
         self._generator.manual_seed(key)
         if self.host is not None:
@@ -216,13 +245,21 @@ class RandomState:
             self.host.trained = self.host.trained or self.phase == "train"
 
     def _repeated(self, segment: str) -> int | None:
-        """Return the key of the call of `segment` that a backward pass repeats; None if it makes a new one."""
+        """Return the key of the call of `segment` that a backward pass repeats.
+
+        None if it makes a new one.
+        """
         node = running_node()
         before = self._generator.initial_seed()
-        return None if node is None else self._made.repeated(before, self.micro_batch, segment, node)
+        return (
+            None if node is None else self._made.repeated(before, self.micro_batch, segment, node)
+        )
 
     def capture(self) -> HostState | None:
-        """Return the states of the generators on the host, for `recomputing`; None if the model uses none."""
+        """Return the states of the generators on the host, for `recomputing`.
+
+        None if the model uses none.
+        """
         return None if self.host is None else self.host.capture()
 
     @contextmanager
@@ -239,15 +276,22 @@ class RandomState:
                 host.restore(before)
 
 
-def key_segments(random_state: RandomState, segments: Sequence[tuple[str, nn.Module]], *, chain: bool) -> None:
+def key_segments(
+    random_state: RandomState, segments: Sequence[tuple[str, nn.Module]], *, chain: bool
+) -> None:
     """Seed every call of a segment, given by its canonical name, from its own key.
 
-    Hooks go on the modules, outside of a replaced `forward`, so that compiled and recomputed code is inside of them. In
-    a `chain` the segments are the whole forward pass; otherwise the code after each of them is a segment, too. Segments
-    made from a model that is keyed in that way bring their keys along, as `random_key`.
+    Hooks go on the modules, outside of a replaced `forward`, so that compiled and recomputed code
+    is inside of them. In a `chain` the segments are the whole forward pass; otherwise the code
+    after each of them is a segment, too. Segments made from a model that is keyed in that way bring
+    their keys along, as `random_key`.
     """
     for segment, module in segments:
         name = str(getattr(module, "random_key", segment))
-        module.register_forward_pre_hook(lambda _module, _args, name=name: random_state.enter(name), prepend=True)
+        module.register_forward_pre_hook(
+            lambda _module, _args, name=name: random_state.enter(name), prepend=True
+        )
         if not chain:
-            module.register_forward_hook(lambda _module, _args, _output, name=name: random_state.enter(f"{name}/after"))
+            module.register_forward_hook(
+                lambda _module, _args, _output, name=name: random_state.enter(f"{name}/after")
+            )

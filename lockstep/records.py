@@ -2,9 +2,9 @@
 
     runs/NAME/config.yaml  metrics.jsonl  events.jsonl  lock.json  checkpoints/  logs/rank-0.log …  tensorboard/  media/
 
-Each line is one JSON object, written by one `write` to a file opened for appending. A killed process therefore leaves
-whole lines and at most one broken last line, which readers skip and the next writer ends. A full disk takes a line
-whole or not at all.
+Each line is one JSON object, written by one `write` to a file opened for appending. A killed
+process therefore leaves whole lines and at most one broken last line, which readers skip and the
+next writer ends. A full disk takes a line whole or not at all.
 
 Tests: tests/monitor/test_monitor.py, tests/report/test_report.py
 """
@@ -38,7 +38,8 @@ from lockstep.run_files import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-Scalar: TypeAlias = "Tensor | float"  # a 0-dim tensor on a GPU until it is read, a plain number elsewhere
+# a 0-dim tensor on a GPU until it is read, a plain number elsewhere
+Scalar: TypeAlias = "Tensor | float"
 
 _LONGEST_LINE = 4096  # bytes of a line that is expected
 _MOST_OF_RANKS = 16 << 20  # bytes of ranks.json; one of 10,000 ranks has less than one
@@ -48,8 +49,9 @@ _MOST_OF_RANKS = 16 << 20  # bytes of ranks.json; one of 10,000 ranks has less t
 class StepRecord:
     """One step, as the loop yields it and `metrics.jsonl` stores it.
 
-    On a GPU `loss`, `grad_norm`, `tokens`, `tokens_read` and `clipped` are 0-dim tensors until they are read: reading
-    one (`float(record.loss)`) waits for the device. On the CPU they are plain numbers.
+    On a GPU `loss`, `grad_norm`, `tokens`, `tokens_read` and `clipped` are 0-dim tensors until they
+    are read: reading one (`float(record.loss)`) waits for the device. On the CPU they are plain
+    numbers.
     """
 
     step: int
@@ -58,23 +60,27 @@ class StepRecord:
     lr: float
     samples: int  # in this step, over all ranks
     tokens: Scalar  # valid targets in this step, over all ranks
-    tokens_read: "Scalar | None" = None  # token ids in this step, over all ranks; 0 for other data; None: as `tokens`
+    # token ids in this step, over all ranks; 0 for other data; None: as `tokens`
+    tokens_read: "Scalar | None" = None
     epoch: int = 0
     # The fraction that clipping changed: 1 or 0 (norm), of elements (value), of units (adaptive).
     clipped: "Scalar | None" = None
-    recomputed: str | None = None  # how its numbers were bad at first, where they were good when computed again
+    # how its numbers were bad at first, where they were good when computed again
+    recomputed: str | None = None
     skipped: bool = False  # no update was made: overflow under fp16, or an anomaly
     step_seconds: float = 0.0
     samples_per_second: float = 0.0
-    tokens_per_second: float = 0.0  # that were read; rows of data without token ids have neither this nor the next
+    # that were read; rows of data without token ids have neither this nor the next
+    tokens_per_second: float = 0.0
     targets_per_second: float = 0.0  # of these, valid targets
     memory_bytes: int = 0
     loss_scale: float | None = None
     time: float = field(default_factory=time.time)  # seconds since the Unix epoch
     skipped_steps: int | None = None  # in this process, so far
-    # The following are over ranks, about once a second at most; a spread is [minimum, median, maximum, rank of the
-    # maximum].
-    phases: dict[str, Any] | None = None  # phase → spread of seconds per step; of evaluation and checkpoint: in total
+    # The following are over ranks, about once a second at most; a spread is [minimum, median,
+    # maximum, rank of the maximum]. phase → spread of seconds per step; of evaluation and
+    # checkpoint: in total
+    phases: dict[str, Any] | None = None
     memory: dict[str, Any] | None = None  # allocated, reserved, peak, host, total → spread of bytes
     own_seconds: list[float] | None = None  # each rank's step without waiting for other ranks
     gpu_utilisation: Any = None  # spread of the fraction of time in which a kernel ran
@@ -104,7 +110,11 @@ class RunDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = path = local_path(path, "the run directory")
-        self.config, self.metrics, self.events = path / "config.yaml", path / "metrics.jsonl", path / "events.jsonl"
+        self.config, self.metrics, self.events = (
+            path / "config.yaml",
+            path / "metrics.jsonl",
+            path / "events.jsonl",
+        )
         self.checkpoints, self.logs = path / "checkpoints", path / "logs"
         self.media, self.tensorboard = path / "media", path / "tensorboard"
 
@@ -132,7 +142,10 @@ class RunDirectory:
 
     def write_ranks(self, table: Mapping[str, Sequence[float]], step: int) -> None:
         """Replace `ranks.json`: the newest measurements of all ranks, name → values by rank; nan is null."""
-        values = {name: [v if math.isfinite(v) else None for v in column] for name, column in table.items()}
+        values = {
+            name: [v if math.isfinite(v) else None for v in column]
+            for name, column in table.items()
+        }
         replace_file(self.path / "ranks.json", json.dumps({"measured_at": step, **values}))
 
     def read_ranks(self) -> dict[str, Any]:
@@ -157,7 +170,8 @@ class RunDirectory:
         kept = self.metrics.with_name(f".{self.metrics.name}.tmp-{secrets.token_hex(8)}")
         try:
             with kept.open("x", encoding="utf-8") as file:
-                for row in read_lines(self.metrics):  # one at a time: a long run has gigabytes of them
+                # one at a time: a long run has gigabytes of them
+                for row in read_lines(self.metrics):
                     if isinstance(at := row.get("step", 0), int | float) and at <= step:
                         file.write(json.dumps(row) + "\n")
             kept.replace(self.metrics)
@@ -166,14 +180,24 @@ class RunDirectory:
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Append one JSON object as a line; the broken line of a killed process stays a line of its own."""
-    data = (json.dumps({key: plain(value) for key, value in row.items()}, default=str) + "\n").encode()
+    """Append one JSON object as a line.
+
+    The broken line of a killed process stays a line of its own.
+    """
+    data = (
+        json.dumps({key: plain(value) for key, value in row.items()}, default=str) + "\n"
+    ).encode()
     append_whole(path, data, end=b"\n")
 
 
 def append_whole(path: Path, data: bytes, *, end: bytes = b"") -> None:
-    """Append all of `data`, after the ending `end` that the file must have; if that raises OSError, nothing is."""
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    """Append all of `data`, after the ending `end` that the file must have.
+
+    If that raises OSError, nothing is.
+    """
+    handle = os.open(
+        path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644
+    )
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise LeftOutError(errno.EINVAL, "it is not an ordinary file", str(path))
@@ -201,7 +225,9 @@ def last_lines(path: Path, count: int) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path, note: Note = lambda _text: None) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a JSON-lines file; a broken one (the process was killed meanwhile) is skipped.
+    """Yield the whole lines of a JSON-lines file.
+
+    A broken one (the process was killed meanwhile) is skipped.
 
     `note` is told what else is left out (`run_files.read_lines`).
     """

@@ -1,8 +1,11 @@
-"""Opens, reads and writes the files of run directories, which may be a stranger's. Does not import torch.
+"""Opens, reads and writes the files of run directories, which may be a stranger's.
 
-The run directory itself may be a link, and so may its folders `checkpoints/` and `logs/`, which people keep on other
-disks. Nothing else in it is followed: a link could point at any file of the reader. Only ordinary files are read, since
-a pipe has no end, and of each only so many bytes. What is left out for that is told by a `LeftOutError`, or noted.
+Does not import torch.
+
+The run directory itself may be a link, and so may its folders `checkpoints/` and `logs/`, which
+people keep on other disks. Nothing else in it is followed: a link could point at any file of the
+reader. Only ordinary files are read, since a pipe has no end, and of each only so many bytes. What
+is left out for that is told by a `LeftOutError`, or noted.
 
 Tests: tests/report/test_hostile.py, tests/faults/test_security.py
 """
@@ -34,7 +37,8 @@ class LeftOutError(OSError):
 def open_file(folder: str | os.PathLike[str], *names: str) -> BinaryIO:
     """Open `folder/names…` for reading, without following a link below the folder.
 
-    Raises LeftOutError: it is a link, a pipe, a device or a folder. FileNotFoundError: it is not there.
+    Raises LeftOutError: it is a link, a pipe, a device or a folder. FileNotFoundError: it is not
+    there.
     """
     shown = "/".join(names)
     place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -43,7 +47,8 @@ def open_file(folder: str | os.PathLike[str], *names: str) -> BinaryIO:
             deeper = _open_entry(name, os.O_DIRECTORY, place, shown)
             os.close(place)
             place = deeper
-        handle = _open_entry(names[-1], os.O_NONBLOCK, place, shown)  # the opening of a pipe would wait for a writer
+        # the opening of a pipe would wait for a writer
+        handle = _open_entry(names[-1], os.O_NONBLOCK, place, shown)
     finally:
         os.close(place)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -98,7 +103,11 @@ def read_object(folder: Path, *names: str, limit: int) -> dict[str, Any]:
 
 def parse_object(text: bytes | str) -> dict[str, Any] | None:
     """Return a JSON object; None if the text is none, or has too many levels."""
-    brackets = (text.count(b"[") + text.count(b"{")) if isinstance(text, bytes) else text.count("[") + text.count("{")
+    brackets = (
+        (text.count(b"[") + text.count(b"{"))
+        if isinstance(text, bytes)
+        else text.count("[") + text.count("{")
+    )
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -112,16 +121,20 @@ def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(_DEPTH):
         level = [
-            inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one)
             if isinstance(inner, dict | list)
-        ]  # fmt: skip
+        ]
         if not level:
             return False
     return True
 
 
 def read_lines(folder: Path, name: str, note: Note = lambda _text: None) -> Iterator[bytes]:
-    """Yield the lines of a file, also of one that grows meanwhile; `note` is told what is left out of it.
+    """Yield the lines of a file, also of one that grows meanwhile.
+
+    `note` is told what is left out of it.
 
     A line that is too long is passed over; of a file that is not there, there are none.
     """
@@ -163,15 +176,25 @@ def replace_file(path: Path, data: bytes | str) -> None:
 
 
 def create_file(path: Path, data: bytes | str) -> None:
-    """Write a file that is not there yet. Raises FileExistsError: something of this name is, even a broken link."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    """Write a file that is not there yet.
+
+    Raises FileExistsError: something of this name is, even a broken link.
+    """
+    handle = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+    )
     with os.fdopen(handle, "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 def open_to_append(path: Path) -> int:
-    """Open a file of our own for appending, and return its descriptor. Raises OSError: it is a link."""
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    """Open a file of our own for appending, and return its descriptor.
+
+    Raises OSError: it is a link.
+    """
+    return os.open(
+        path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
+    )
 
 
 def write_result(path: Path, data: bytes | str) -> None:
@@ -182,7 +205,9 @@ def write_result(path: Path, data: bytes | str) -> None:
     except FileExistsError:
         raise exists_already(path) from None
     except OSError as error:
-        raise UsageError(f"{path} can't be written", why=error.strerror, fix="name another file") from None
+        raise UsageError(
+            f"{path} can't be written", why=error.strerror, fix="name another file"
+        ) from None
 
 
 def exists_already(path: Path) -> UsageError:
@@ -198,6 +223,11 @@ def printable(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        character if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Co", "Cn")
-        else character.encode("unicode_escape", "surrogatepass").decode() for character in text
-    )  # fmt: skip
+        (
+            character
+            if character in "\n\t"
+            or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Co", "Cn")
+            else character.encode("unicode_escape", "surrogatepass").decode()
+        )
+        for character in text
+    )

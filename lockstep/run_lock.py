@@ -1,9 +1,10 @@
 """Allows one run at a time in a run directory, by `lock.json`, which names the run that holds it.
 
-The holder keeps a POSIX lock on the file (fcntl(2), F_SETLK), which is released when the process dies. Some shared file
-systems have no such locks, or keep them on one machine only, and a server may keep the lock of a machine that is gone.
-The file therefore also names its holder, which rewrites it every few seconds: a run on another machine is alive if the
-file changes meanwhile. Clocks are not compared. Does not import torch.
+The holder keeps a POSIX lock on the file (fcntl(2), F_SETLK), which is released when the process
+dies. Some shared file systems have no such locks, or keep them on one machine only, and a server
+may keep the lock of a machine that is gone. The file therefore also names its holder, which
+rewrites it every few seconds: a run on another machine is alive if the file changes meanwhile.
+Clocks are not compared. Does not import torch.
 """
 
 import fcntl
@@ -23,7 +24,8 @@ from typing import Any
 from lockstep.errors import RunError, UsageError
 
 FILE = "lock.json"
-LAUNCH = "LOCKSTEP_LAUNCH"  # set by launchers of several machines: the same for all ranks that they ever start
+# set by launchers of several machines: the same for all ranks that they ever start
+LAUNCH = "LOCKSTEP_LAUNCH"
 BEAT_SECONDS = 3.0
 PATIENCE = 15.0  # seconds without a beat after which a run on another machine counts as dead
 _DYING = 3.0  # seconds that a killed process may take to release its lock
@@ -58,7 +60,9 @@ class Holder:
             processes = os.readlink("/proc/self/ns/pid")
         launch = os.environ.get(LAUNCH, "")
         launch = hashlib.sha256(launch.encode()).hexdigest()[:16] if launch else ""
-        return cls(host, pid, machine, processes, _started(pid), time.time(), launch, secrets.token_hex(8))
+        return cls(
+            host, pid, machine, processes, _started(pid), time.time(), launch, secrets.token_hex(8)
+        )
 
     @property
     def is_running(self) -> bool:
@@ -114,7 +118,9 @@ class RunLock:
         if self._lost is not None:
             what = f"another run has taken over {self._path.parent}: {self._lost}"
             why = f"this one gave no sign of life for {PATIENCE:g} s"
-            raise RunError(what, why=why, fix="let the other one go on, or end it and start this one again")
+            raise RunError(
+                what, why=why, fix="let the other one go on, or end it and start this one again"
+            )
 
     def release(self) -> None:
         """Release the lock; nothing happens if this object does not have it."""
@@ -138,7 +144,9 @@ class RunLock:
         """Open and lock the file, once nobody else has it, and write the holder to it."""
         begun, first = time.monotonic(), None
         while True:
-            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            handle = os.open(
+                self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+            )
             try:
                 locked = _lock(handle)
                 holder = _read(handle)
@@ -151,7 +159,8 @@ class RunLock:
                     if (holder.token, holder.beat) != (first.token, first.beat):
                         raise _refusal(self._path.parent, holder)
                     if waited > PATIENCE and locked is False and _is_at(handle, self._path):
-                        self._path.unlink()  # a server keeps the lock of a machine that is gone: use a new file
+                        # a server keeps the lock of a machine that is gone: use a new file
+                        self._path.unlink()
                         begun, first = time.monotonic(), None
                     free = waited > PATIENCE and locked is not False
                 else:
@@ -160,9 +169,12 @@ class RunLock:
                         raise _refusal(self._path.parent, holder)
                 if free and _is_at(handle, self._path):
                     _write(handle, me)
-                    if locked is None:  # without kernel locks, the last of several writers has the lock
+                    # without kernel locks, the last of several writers has the lock
+                    if locked is None:
                         time.sleep(5 * _LOOK)
-                    if locked is not None or ((found := _read(handle)) is not None and found.token == me.token):
+                    if locked is not None or (
+                        (found := _read(handle)) is not None and found.token == me.token
+                    ):
                         return handle
             except BaseException:
                 os.close(handle)
@@ -177,7 +189,8 @@ class RunLock:
         while not self._ended.wait(BEAT_SECONDS):
             beat += 1
             with suppress(OSError):  # a file system that is temporarily unavailable
-                # Opening the locked file again and closing it would release the lock: its handle is read.
+                # Opening the locked file again and closing it would release the lock: its handle is
+                # read.
                 if _is_at(self._handle, self._path):
                     holder = _read(self._handle)
                 else:
@@ -217,21 +230,33 @@ def require_free(directory: Path) -> None:
 def _refusal(directory: Path, holder: Holder | None) -> UsageError:
     who = "another process" if holder is None else str(holder)
     why = "two runs in one run directory would overwrite each other's checkpoints and metrics"
-    fix = "wait for it or end it; or give this one a folder of its own with --output-dir DIR (in Python output_dir=…)"
-    return UsageError(f"another run is writing to {directory}: {who}", where=str(directory / FILE), why=why, fix=fix)
+    fix = (
+        "wait for it or end it; or give this one a folder of its own with --output-dir DIR (in"
+        " Python output_dir=…)"
+    )
+    return UsageError(
+        f"another run is writing to {directory}: {who}",
+        where=str(directory / FILE),
+        why=why,
+        fix=fix,
+    )
 
 
 def _is_elsewhere(holder: Holder, me: Holder, locked: bool | None) -> bool:
     """Return whether only the holder's beats can show that it is alive."""
     if holder.launch and holder.launch == me.launch:
-        return locked is False and holder.machine != me.machine  # an earlier attempt of this launch, which has ended
+        # an earlier attempt of this launch, which has ended
+        return locked is False and holder.machine != me.machine
     if locked is None:
         return (holder.machine, holder.processes) != (me.machine, me.processes)
     return holder.machine != me.machine
 
 
 def _lock(handle: int) -> bool | None:
-    """Return whether this process now has the lock on the file; None if the file system has no locks."""
+    """Return whether this process now has the lock on the file.
+
+    None if the file system has no locks.
+    """
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

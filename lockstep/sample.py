@@ -20,9 +20,14 @@ from lockstep.trainer import build
 
 
 def sample(
-    run: Path, *, prompt: str = "The ", num_tokens: int = 200, temperature: float = 0.8, top_k: int | None = None,
+    run: Path,
+    *,
+    prompt: str = "The ",
+    num_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
     seed: int = 0,
-) -> str:  # fmt: skip
+) -> str:
     """Return the prompt, continued by the model of a run directory.
 
     A temperature of 0 takes the likeliest token; `top_k` likeliest ones are drawn from, or all.
@@ -40,11 +45,21 @@ def sample(
     data = build_data(config.data, seed=config.training.seed)
     if data.encode is None or data.decode is None:
         fix = "only language models write: data whose samples are tokens of a text"
-        raise UsageError(f"the data {config.data.name} are not text", where=str(directory.config), fix=fix)
+        raise UsageError(
+            f"the data {config.data.name} are not text", where=str(directory.config), fix=fix
+        )
     model = load_model(config, data, found)
     block_size = int(data.facts.get("block_size", 512))
     ids = torch.tensor([data.encode(prompt)], dtype=torch.int64)
-    tokens = generate(model, ids, num_tokens, block_size=block_size, temperature=temperature, top_k=top_k, seed=seed)
+    tokens = generate(
+        model,
+        ids,
+        num_tokens,
+        block_size=block_size,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+    )
     return data.decode(tokens[0].tolist())
 
 
@@ -55,7 +70,9 @@ def load_model(config: Config, data: Data, path: checkpoint.Checkpoint) -> Any:
         to_empty(model, torch.device("cpu"))
         model.init_weights()  # buffers that no checkpoint holds
     persistent = persistent_buffers(model)
-    tensors = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n in persistent}
+    tensors = dict(model.named_parameters()) | {
+        n: b for n, b in model.named_buffers() if n in persistent
+    }
     with torch.no_grad():
         checkpoint.load(path, checkpoint.Snapshot(model=tensors), only=["model"])
     return model.eval()

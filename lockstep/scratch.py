@@ -1,7 +1,7 @@
 """Creates temporary folders and files that are removed however the process ends.
 
-The owner of each holds a kernel lock on a file beside it, also between containers that share the folder; the next
-process removes what a killed process left, since nobody holds its lock.
+The owner of each holds a kernel lock on a file beside it, also between containers that share the
+folder; the next process removes what a killed process left, since nobody holds its lock.
 """
 
 import atexit
@@ -20,7 +20,8 @@ from typing import NoReturn
 _OWNER = ".owner"
 _NEW_SECONDS = 10.0  # the owner of a newer lock may not have taken it yet
 _owned: dict[Path, int] = {}  # path → descriptor that holds the lock
-_changing = threading.RLock()  # the thread that ends the process waits for paths that are being created or removed
+# the thread that ends the process waits for paths that are being created or removed
+_changing = threading.RLock()
 
 
 def scratch_folder(purpose: str) -> Path:
@@ -67,7 +68,10 @@ def remove_all() -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process without the interpreter's cleanup, but remove all its paths; other threads create no more."""
+    """End this process without the interpreter's cleanup, but remove all its paths.
+
+    Other threads create no more.
+    """
     with _changing:
         remove_all()
         os._exit(code)

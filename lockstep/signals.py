@@ -1,8 +1,9 @@
 """Handles signals that ask this process to end, from its first instruction to its last.
 
-Python runs a signal's handler in the main thread, between two instructions: never while that thread waits in C, and
-also in the middle of an import. The handlers therefore do nothing: the interpreter also writes the signal's number into
-a pipe, at once, and a thread that reads the pipe calls the answer.
+Python runs a signal's handler in the main thread, between two instructions: never while that thread
+waits in C, and also in the middle of an import. The handlers therefore do nothing: the interpreter
+also writes the signal's number into a pipe, at once, and a thread that reads the pipe calls the
+answer.
 
 Tests: tests/launch/test_signals.py, tests/test_scratch.py
 """
@@ -16,14 +17,16 @@ from typing import NoReturn
 
 from lockstep import scratch
 
-ASKS_TO_END = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # SIGUSR1: schedulers' early warning
+# SIGUSR1: schedulers' early warning
+ASKS_TO_END = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 # nohup starts a process with SIGHUP ignored, so that it survives the closing of its terminal.
 _HANGUP_IS_IGNORED = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 Answer = Callable[[int], None]
 
-seen: list[int] = []  # numbers of the received signals, in order, also those that a script's own handlers answered
+# numbers of the received signals, in order, also those that a script's own handlers answered
+seen: list[int] = []
 _answer: Answer | None = None
 _reader: threading.Thread | None = None
 _pid = 0  # process in which the thread reads
@@ -35,7 +38,8 @@ _all_read = threading.Event()
 def listen(answer: Answer) -> None:
     """Call `answer`, which must not raise, from a thread with the number of each signal that asks this process to end.
 
-    It replaces the answer before it. If a script has since installed its own handler, that one answers.
+    It replaces the answer before it. If a script has since installed its own handler, that one
+    answers.
     """
     global _answer
     _answer = answer
@@ -45,7 +49,8 @@ def listen(answer: Answer) -> None:
     for number in ASKS_TO_END:
         if number != signal.SIGHUP or not _HANGUP_IS_IGNORED:
             signal.signal(number, _noted)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS_TO_END)  # a launcher starts ranks with them blocked
+    # a launcher starts ranks with them blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS_TO_END)
 
 
 @contextmanager
@@ -68,7 +73,10 @@ def answered(answer: Answer) -> Iterator[None]:
 
 
 def leave_to_script() -> None:
-    """Restore Python's default handlers, for a script that may install its own; `seen` is still updated."""
+    """Restore Python's default handlers, for a script that may install its own.
+
+    `seen` is still updated.
+    """
     if threading.current_thread() is threading.main_thread():
         for number in ASKS_TO_END:
             if signal.getsignal(number) is _noted:
@@ -84,7 +92,10 @@ def ignore() -> None:
 
 
 def end_now(code: int, text: str) -> NoReturn:
-    """End this process from any thread without the interpreter's cleanup; remove its temporary files."""
+    """End this process from any thread without the interpreter's cleanup.
+
+    Remove its temporary files.
+    """
     if text:
         with suppress(OSError):
             os.write(2, f"lockstep: {text}\n".encode())
@@ -100,7 +111,8 @@ def asked_to_end() -> bool:
     """Return whether SIGTERM or a Ctrl-C came to this process; also if it came only just now."""
     if _reader is not None and _pid == os.getpid():
         _all_read.clear()
-        with suppress(BlockingIOError):  # the pipe is full of signals, of which the thread has read some
+        # the pipe is full of signals, of which the thread has read some
+        with suppress(BlockingIOError):
             os.write(_pipe, bytes([_END_OF_READ]))  # behind the numbers that it has not read yet
             _all_read.wait(1.0)
     return any(number in (signal.SIGTERM, signal.SIGINT) for number in seen)

@@ -3,9 +3,10 @@
     forward and backward of this rank's micro-batches → loss and count of the whole step → finish gradients
     → scale to the mean over valid targets → norm → clip → update
 
-Backward runs on sums divided by a nominal count, a power of two, so that the actual count need not be known before it.
-On a GPU the host waits for the step before, no more, except in a run's first steps, and where the update depends on a
-number of this step: fp16, `bad_numbers.action: skip` and `recompute`. Each line where it waits says: "host waits".
+Backward runs on sums divided by a nominal count, a power of two, so that the actual count need not
+be known before it. On a GPU the host waits for the step before, no more, except in a run's first
+steps, and where the update depends on a number of this step: fp16, `bad_numbers.action: skip` and
+`recompute`. Each line where it waits says: "host waits".
 
 Tests: tests/parity/test_law_one.py, tests/parity/test_elementwise.py, tests/test_fused.py
 """
@@ -20,7 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.bad_numbers import Anomaly, AnomalyDetector, BadNumbersError, StepCheck, wrongly_computed
+from lockstep.bad_numbers import (
+    Anomaly,
+    AnomalyDetector,
+    BadNumbersError,
+    StepCheck,
+    wrongly_computed,
+)
 from lockstep.clipping import clip_adaptively, clip_by_value
 from lockstep.collectives import is_main_process
 from lockstep.config import GradientClipConfig
@@ -47,7 +54,10 @@ from lockstep.torch_compat.optimizer_step import bare_step, has_pre_hooks
 
 @dataclass
 class Progress:
-    """Progress of the run. `step` is the position in the data; `updates` differs from it by the skipped steps."""
+    """Progress of the run.
+
+    `step` is the position in the data; `updates` differs from it by the skipped steps.
+    """
 
     step: int = 0
     updates: int = 0
@@ -70,34 +80,46 @@ class Step:
     """Everything that an update needs besides the data."""
 
     placed: ParallelModel
-    optimizer: Optimizer  # over `placed.parameters`; its groups' `initial_lr` is the peak learning rate
+    # over `placed.parameters`; its groups' `initial_lr` is the peak learning rate
+    optimizer: Optimizer
     schedule: Schedule | TorchSchedule | CallersRate
     clip: GradientClipConfig
     loss_scale: LossScale | None = None  # under fp16
     total: int = 0  # number of the run's last step; 0: unknown
-    nominal: float | None = None  # divisor of the summed loss in backward; None: no micro-batch was seen yet
+    # divisor of the summed loss in backward; None: no micro-batch was seen yet
+    nominal: float | None = None
     progress: Progress = field(default_factory=Progress)
     stop_asked: bool = False  # this rank was asked to stop; may be set at any time
     reads_tokens: bool = False  # the micro-batches hold token ids
     stopping: bool = False  # all ranks know that one of them was asked to stop
     clock: PhaseClock = field(default_factory=PhaseClock)
-    wants_layer_norms: Callable[[int], bool] = lambda _step: False  # by the step's number; the same on all ranks
+    # by the step's number; the same on all ranks
+    wants_layer_norms: Callable[[int], bool] = lambda _step: False
     anomaly_detector: AnomalyDetector = field(default_factory=AnomalyDetector)
-    avoid: set[int] = field(default_factory=set)  # positions whose data are skipped, after a rollback
+    # positions whose data are skipped, after a rollback
+    avoid: set[int] = field(default_factory=set)
     anomaly: Anomaly | None = None  # of the last step, if it was skipped for that
-    after_update: list[Callable[[int], None]] = field(default_factory=list)  # called with the number of updates
-    frozen_until: dict[str, int] = field(default_factory=dict)  # parameter → the first step (from 0) that trains it
+    # called with the number of updates
+    after_update: list[Callable[[int], None]] = field(default_factory=list)
+    # parameter → the first step (from 0) that trains it
+    frozen_until: dict[str, int] = field(default_factory=dict)
     _buffers: dict[str, Tensor] = field(default_factory=dict)
     _num_groups: int = 0  # parameter groups of the optimizer
     _rates: Sequence[Any] | None = None  # those that the schedule has set in the last step
-    _trained: list[bool] = field(default_factory=list)  # requires_grad of the parameters at placement
+    # requires_grad of the parameters at placement
+    _trained: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.placed.reproducible and unfuse(self.optimizer):
-            self.placed.log_lines.append("reproducible: the optimizer's fused kernels are switched off")
+            self.placed.log_lines.append(
+                "reproducible: the optimizer's fused kernels are switched off"
+            )
         if self.placed.random_state.device.type == "mps" and unfuse(self.optimizer):
-            # They take `grad_scale` and ignore it (FusedAdamWKernelImpl.mm), and gradients are scaled by it here.
-            self.placed.log_lines.append("mps: the optimizer's fused kernels are switched off, they do not scale")
+            # They take `grad_scale` and ignore it (FusedAdamWKernelImpl.mm), and gradients are
+            # scaled by it here.
+            self.placed.log_lines.append(
+                "mps: the optimizer's fused kernels are switched off, they do not scale"
+            )
         self._trained = [parameter.requires_grad for parameter in self.placed.parameters.values()]
         self._adopt_groups()
 
@@ -110,9 +132,15 @@ class Step:
             group.setdefault("initial_lr", group["lr"])
             strange = [parameter for parameter in group["params"] if id(parameter) not in placed]
             if strange and number >= self._num_groups > 0:
-                what = f"the group that was added to the optimizer has {len(strange)} parameter(s) that are not trained"
+                what = (
+                    f"the group that was added to the optimizer has {len(strange)} parameter(s)"
+                    " that are not trained"
+                )
                 why = "placement has replaced the model's parameters by this rank's"
-                fix = "take them from the model now: optimizer.add_param_group({'params': model.head.parameters()})"
+                fix = (
+                    "take them from the model now: optimizer.add_param_group({'params':"
+                    " model.head.parameters()})"
+                )
                 raise UsageError(what, where="the optimizer", why=why, fix=fix)
         self._num_groups = len(self.optimizer.param_groups)
 
@@ -120,14 +148,23 @@ class Step:
         """Return the progress and everything else, besides tensors, that later steps depend on."""
         scale = self.loss_scale.state_dict() if self.loss_scale else None
         losses, avoid = list(self.anomaly_detector.losses), sorted(self.avoid)
-        return {**asdict(self.progress), "nominal": self.nominal, "loss_scale": scale, "losses": losses, "avoid": avoid}
+        return {
+            **asdict(self.progress),
+            "nominal": self.nominal,
+            "loss_scale": scale,
+            "losses": losses,
+            "avoid": avoid,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._rates = None  # the optimizer's groups have been restored, too
         keys = ("step", "updates", "epoch", "samples")
-        self.progress = Progress(skipped=list(state["skipped"]), **{key: state[key] for key in keys})
-        if state["nominal"] is not None:  # it is unknown before the first step, and for imported weights
+        self.progress = Progress(
+            skipped=list(state["skipped"]), **{key: state[key] for key in keys}
+        )
+        # it is unknown before the first step, and for imported weights
+        if state["nominal"] is not None:
             self.nominal = state["nominal"]
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
@@ -160,7 +197,8 @@ class Step:
     def set_nominal(self, first: Any, micro_batches_per_step: int) -> None:
         """Set the nominal count for all steps and ranks, from the run's first micro-batch on rank 0."""
         placed = self.placed
-        count = float(placed.objective.estimate(first)) if is_main_process() else 0.0  # host waits for the device
+        # host waits for the device
+        count = float(placed.objective.estimate(first)) if is_main_process() else 0.0
         if placed.layout.world_size > 1:
             box = torch.full((1,), count, dtype=torch.float64, device=placed.random_state.device)
             dist.broadcast(box, src=0)
@@ -190,9 +228,17 @@ class Step:
         self.placed.synchronize(self.progress.step, last=self.progress.step == self.total)
 
     def run(
-        self, micro_batches: list[MicroBatch], micro_batches_per_step: int, samples: int, *, epoch: int = 0
+        self,
+        micro_batches: list[MicroBatch],
+        micro_batches_per_step: int,
+        samples: int,
+        *,
+        epoch: int = 0,
     ) -> StepRecord:
-        """Run one step of this rank's micro-batches; `micro_batches_per_step` and `samples` are over all ranks."""
+        """Run one step of this rank's micro-batches.
+
+        `micro_batches_per_step` and `samples` are over all ranks.
+        """
         self.progress.epoch = epoch
         if self.nominal is None:
             self.set_nominal(micro_batches[0].batch, micro_batches_per_step)
@@ -225,8 +271,8 @@ class Step:
     def update(self, accumulator: LossAccumulator, samples: int) -> StepRecord:
         """Finish a step after its last backward pass.
 
-        It raises a BadNumbersError if this step's numbers (on a GPU: those of the step before) are bad, and not to be
-        skipped, or too many in a row were. The step is complete nevertheless.
+        It raises a BadNumbersError if this step's numbers (on a GPU: those of the step before) are
+        bad, and not to be skipped, or too many in a row were. The step is complete nevertheless.
         """
         return self._update(self._finish_gradients(accumulator), samples)
 
@@ -235,7 +281,8 @@ class Step:
         self.clock.enter("optimizer")
         loss_sum, count = accumulator.totals()
         loss, targets = mean_of(loss_sum, count), count
-        count = at_least(count, 1.0)  # a step without a valid target has a gradient of zero, not nan
+        # a step without a valid target has a gradient of zero, not nan
+        count = at_least(count, 1.0)
         placed.finish_gradients()
         for name, until in self.frozen_until.items():
             if self.progress.step < until and name in placed.parameters:
@@ -245,13 +292,22 @@ class Step:
         seen = 0.0 if self.loss_scale is not None else norm
         step = self.progress.step + 1
         out_of_step = accumulator.step_marks - step * placed.layout.world_size
-        check = self.anomaly_detector.check(step, loss, seen, accumulator.stop_votes, out_of_step, targets)
+        check = self.anomaly_detector.check(
+            step, loss, seen, accumulator.stop_votes, out_of_step, targets
+        )
         if check.anomaly is not None and (empty := accumulator.without_targets()):
             check.anomaly = check.anomaly.beside(empty)
         return _FinishedGradients(loss, targets, accumulator.tokens_read, norm, updates, check)
 
-    def _update(self, finished: _FinishedGradients, samples: int, recomputed: str | None = None) -> StepRecord:
-        placed, updates, norm, numbers = self.placed, finished.updates, finished.norm, finished.check
+    def _update(
+        self, finished: _FinishedGradients, samples: int, recomputed: str | None = None
+    ) -> StepRecord:
+        placed, updates, norm, numbers = (
+            self.placed,
+            finished.updates,
+            finished.norm,
+            finished.check,
+        )
         groups = self.optimizer.param_groups
         if len(groups) != self._num_groups:
             self._adopt_groups()
@@ -262,14 +318,23 @@ class Step:
         for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate
         step = self.progress.step + 1
-        # On a GPU an anomaly may be that of the step before, whose gradient was zero if it had no valid target.
+        # On a GPU an anomaly may be that of the step before, whose gradient was zero if it had no
+        # valid target.
         is_bad = numbers.anomaly is not None and numbers.anomaly.step == step
-        overflow = self.loss_scale is not None and not is_bad and not math.isfinite(float(norm))  # host waits
+        # host waits
+        overflow = self.loss_scale is not None and not is_bad and not math.isfinite(float(norm))
         record = StepRecord(
-            step=step, loss=finished.loss, grad_norm=norm, lr=float(groups[0]["lr"]), samples=samples,
-            tokens=finished.targets, tokens_read=finished.tokens, epoch=self.progress.epoch, recomputed=recomputed,
+            step=step,
+            loss=finished.loss,
+            grad_norm=norm,
+            lr=float(groups[0]["lr"]),
+            samples=samples,
+            tokens=finished.targets,
+            tokens_read=finished.tokens,
+            epoch=self.progress.epoch,
+            recomputed=recomputed,
             loss_scale=self.loss_scale.scale if self.loss_scale else None,
-        )  # fmt: skip
+        )
         if self.wants_layer_norms(record.step) and updates:
             with updates[0].in_place(self.optimizer):
                 record.gradient_norms = layer_norms(placed, updates[0].to_mean)
@@ -319,13 +384,27 @@ class Step:
         now = [parameter.requires_grad for parameter in placed.parameters.values()]
         if now == self._trained or (placed.layout.world_size == 1 and not placed.reproducible):
             return
-        names = [n for n, was, is_now in zip(placed.parameters, self._trained, now, strict=True) if was != is_now]
+        names = [
+            n
+            for n, was, is_now in zip(placed.parameters, self._trained, now, strict=True)
+            if was != is_now
+        ]
         why = "gradients are reduced for the parameters that wanted one when the model was placed"
-        fix = "leave requires_grad as it was, and write Trainer(…, freeze_until={'module.name': first_step})"
-        raise UsageError(f"requires_grad of {listed(names)} was changed after the model was placed", why=why, fix=fix)
+        fix = (
+            "leave requires_grad as it was, and write Trainer(…, freeze_until={'module.name':"
+            " first_step})"
+        )
+        raise UsageError(
+            f"requires_grad of {listed(names)} was changed after the model was placed",
+            why=why,
+            fix=fix,
+        )
 
     def flush(self) -> None:
-        """Read pending numbers before a checkpoint, which must contain no bad ones; the host waits for the device."""
+        """Read pending numbers before a checkpoint, which must contain no bad ones.
+
+        The host waits for the device.
+        """
         numbers = self.anomaly_detector.flush()
         self.stopping = numbers.stop or self.stopping
         self._raise_if_bad(numbers.anomaly)
@@ -334,13 +413,20 @@ class Step:
         detector = self.anomaly_detector
         if anomaly is None:
             return
-        if (detector.skips or anomaly.no_targets) and detector.consecutive < detector.config.patience:
+        if (
+            detector.skips or anomaly.no_targets
+        ) and detector.consecutive < detector.config.patience:
             return
         rolls_back = detector.config.action == "rollback"
         raise BadNumbersError(anomaly, rolls_back=rolls_back, consecutive=detector.consecutive)
 
-    def _clip_and_update(self, gradients: list[Tensor], to_mean: Number, norm: Number) -> Number | None:
-        """Scale the gradients to the mean loss, clip them, and update; return `StepRecord.clipped`."""
+    def _clip_and_update(
+        self, gradients: list[Tensor], to_mean: Number, norm: Number
+    ) -> Number | None:
+        """Scale the gradients to the mean loss, clip them, and update.
+
+        Return `StepRecord.clipped`.
+        """
         kind, limit, clipped = self.clip.strategy, self.clip.value, None
         if kind == "norm":
             to_mean = to_mean * at_most(limit / (norm + 1e-6), 1.0)
@@ -355,13 +441,18 @@ class Step:
             clipped = clip_by_value(gradients, limit, groups, device)
         if kind == "adaptive":
             parameters = self.placed.parameters.values()
-            clipped = clip_adaptively(parameters, limit, groups, device, exact=self.placed.reproducible)
+            clipped = clip_adaptively(
+                parameters, limit, groups, device, exact=self.placed.reproducible
+            )
         self.optimizer.step()
         return clipped
 
 
 def nominal_count(count: float, micro_batches_per_step: int) -> float:
-    """Return a power of two near the number of valid targets of a step; `count`: of its first micro-batch."""
+    """Return a power of two near the number of valid targets of a step.
+
+    `count`: of its first micro-batch.
+    """
     return 2.0 ** round(math.log2(max(1.0, count * micro_batches_per_step)))
 
 

@@ -1,7 +1,8 @@
 """Defines the interface of strategies, and how their names and topologies are resolved.
 
-Everything else calls the object and names no strategy. A shipped one is a file in `lockstep.parallel` and a line in
-`STRATEGIES`; a user's is a subclass of `Strategy` in any package, written `distributed.strategy: package.module:Name`.
+Everything else calls the object and names no strategy. A shipped one is a file in
+`lockstep.parallel` and a line in `STRATEGIES`; a user's is a subclass of `Strategy` in any package,
+written `distributed.strategy: package.module:Name`.
 
 Tests: tests/test_mesh.py, tests/seams/test_strategy.py
 """
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from lockstep.parallel.placement import PlacementContext
 
 AUTO = "auto"
-TENSOR, CONTEXT = "tensor", "context"  # the strategies of layouts without an axis that shares out micro-batches
+# the strategies of layouts without an axis that shares out micro-batches
+TENSOR, CONTEXT = "tensor", "context"
 EXPERT = "expert"  # in a topology: how many of the ranks before it share out experts
 SINGLE, REPLICAS = "single", "ddp"  # the meaning of `auto` in Python: on one rank, and on several
 # Sections of options under `distributed` → the strategies that read them.
@@ -43,27 +45,36 @@ OPTIONS_OF = {
 
 
 class Strategy(ABC):
-    """The distribution of micro-batches and parameters over ranks. The defaults are those of plain replicas.
+    """The distribution of micro-batches and parameters over ranks.
+
+    The defaults are those of plain replicas.
 
     A subclass needs only `place`. It is created without arguments, once per process.
     """
 
     name: str = ""  # as in the config; set when the strategy is loaded
-    # Its names in `--against` and tables → the axes whose sizes are the numbers after the colon; None: its own name,
-    # with the number of replicas.
+    # Its names in `--against` and tables → the axes whose sizes are the numbers after the colon;
+    # None: its own name, with the number of replicas.
     topologies: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
-    values: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # topology → further keys of `distributed` that it implies
-    divides: ClassVar[frozenset[str]] = frozenset()  # axes of topologies after `*`, as in `pipeline:2*fsdp:2`
+    # topology → further keys of `distributed` that it implies
+    values: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    # axes of topologies after `*`, as in `pipeline:2*fsdp:2`
+    divides: ClassVar[frozenset[str]] = frozenset()
     one_process: ClassVar[str] = ""  # why it is for one process; empty if it runs on several
     equal_bits: ClassVar[bool] = True  # `distributed.reproducible` is supported
-    same_training: ClassVar[bool] = True  # its steps are those of one process; `verify` compares no other
+    # its steps are those of one process; `verify` compares no other
+    same_training: ClassVar[bool] = True
     uses_threads: ClassVar[bool] = False  # threads of one process run parts of a micro-batch
     splits_model: ClassVar[bool] = False  # a rank keeps only some of the model's modules
-    reduces_by_ddp: ClassVar[bool] = False  # DistributedDataParallel reduces gradients: `distributed.ddp` applies
+    # DistributedDataParallel reduces gradients: `distributed.ddp` applies
+    reduces_by_ddp: ClassVar[bool] = False
     own_loops: ClassVar[bool] = True  # `lockstep.place` supports it in a user's own loop
-    shares_batches: ClassVar[bool] = False  # ranks along `context` and `tensor` may work on the same micro-batches
-    places_experts: ClassVar[bool] = False  # it places models whose experts are spread over the axis `expert`
-    runs_rows: ClassVar[bool] = False  # neighbours run neighbouring micro-batches at once where `batch_norm` wants it
+    # ranks along `context` and `tensor` may work on the same micro-batches
+    shares_batches: ClassVar[bool] = False
+    # it places models whose experts are spread over the axis `expert`
+    places_experts: ClassVar[bool] = False
+    # neighbours run neighbouring micro-batches at once where `batch_norm` wants it
+    runs_rows: ClassVar[bool] = False
 
     # ---- before ranks start ----
 
@@ -79,12 +90,20 @@ class Strategy(ABC):
         """Return the layout as a topology; one whose name has no axes has no number."""
         return f"{self.name}:{layout.world_size}" if any(_topologies(self).values()) else self.name
 
-    def contradictions(self, config: "StepConfig", layout: Layout | None = None) -> Iterator[Contradiction]:
-        """Yield the settings that contradict this strategy; `layout`: None while a config is loaded."""
+    def contradictions(
+        self, config: "StepConfig", layout: Layout | None = None
+    ) -> Iterator[Contradiction]:
+        """Yield the settings that contradict this strategy.
+
+        `layout`: None while a config is loaded.
+        """
         yield from ()
 
     def instead_of_compression(self, kind: str) -> str | None:
-        """Return what to write if `distributed.ddp.compression.kind` is set; None if it is supported."""
+        """Return what to write if `distributed.ddp.compression.kind` is set.
+
+        None if it is supported.
+        """
         return None if self.reduces_by_ddp else "write kind: none, or strategy: ddp"
 
     # ---- on the ranks ----
@@ -92,7 +111,9 @@ class Strategy(ABC):
     def on(self, layout: Layout) -> "Strategy":
         """Return the strategy that places the model on these ranks: on one rank there is nothing to exchange."""
         if layout.same_batch_size == layout.world_size:
-            return strategy_named(TENSOR if layout.tensor > 1 else CONTEXT if layout.context > 1 else SINGLE)
+            return strategy_named(
+                TENSOR if layout.tensor > 1 else CONTEXT if layout.context > 1 else SINGLE
+            )
         return self
 
     @abstractmethod
@@ -133,11 +154,21 @@ class Strategy(ABC):
         return {}
 
     def step_time(
-        self, pieces: "Pieces", config: "StepConfig", layout: Layout, cluster: "GpuCluster", micro_batches: int
+        self,
+        pieces: "Pieces",
+        config: "StepConfig",
+        layout: Layout,
+        cluster: "GpuCluster",
+        micro_batches: int,
     ) -> "StepTime":
-        """Return the time of a step; replicas all-reduce fp32 gradients after the last backward pass."""
+        """Return the time of a step.
+
+        Replicas all-reduce fp32 gradients after the last backward pass.
+        """
         whole = pieces.parameter_bytes
-        return replicated_step(pieces, layout, cluster, micro_batches, sent=whole, bucket_bytes=whole)
+        return replicated_step(
+            pieces, layout, cluster, micro_batches, sent=whole, bucket_bytes=whole
+        )
 
     def further_state(self, config: "StepConfig", parameters: int) -> float:
         """Return the bytes on each rank that outlive a step, besides parameters, gradients and optimizer state."""
@@ -157,13 +188,24 @@ def given_sizes(config: "DistributedConfig") -> dict[str, int | None]:
 
 @cache
 def strategy_named(name: str) -> Strategy:
-    """Return the strategy that a config names; a UsageError if it is none, or its methods do not fit."""
+    """Return the strategy that a config names.
+
+    A UsageError if it is none, or its methods do not fit.
+    """
     found = STRATEGIES.load(name)
     if not (isinstance(found, type) and issubclass(found, Strategy)):
         what = f"{name} is not a subclass of lockstep.strategy.Strategy"
-        raise UsageError(what, where=STRATEGIES.where, fix="name a class that is one, as package.module:Name")
+        raise UsageError(
+            what, where=STRATEGIES.where, fix="name a class that is one, as package.module:Name"
+        )
     require_methods(found, Strategy, name, STRATEGIES.where)
-    require_call(found, (), name, STRATEGIES.where, fix="let __init__ take no arguments; each method gets the config")
+    require_call(
+        found,
+        (),
+        name,
+        STRATEGIES.where,
+        fix="let __init__ take no arguments; each method gets the config",
+    )
     strategy: Strategy = found()
     strategy.name = name
     return strategy
@@ -175,8 +217,13 @@ def known_strategies(further: str = AUTO) -> list[Strategy]:
     return [strategy_named(name) for name in names]
 
 
-def resolve(config: "DistributedConfig", world_size: int, local_world_size: int | None = None) -> Layout:
-    """Return the layout for the config on `world_size` ranks; a UsageError with the equation if it does not fit."""
+def resolve(
+    config: "DistributedConfig", world_size: int, local_world_size: int | None = None
+) -> Layout:
+    """Return the layout for the config on `world_size` ranks.
+
+    A UsageError with the equation if it does not fit.
+    """
     assert config.strategy != AUTO, "auto is resolved before a layout is made"
     strategy = strategy_named(config.strategy)
     if strategy.one_process and world_size > 1:
@@ -184,7 +231,9 @@ def resolve(config: "DistributedConfig", world_size: int, local_world_size: int 
         why = f"{world_size} processes would train {world_size} models, each on its own"
         fix = "set distributed.strategy to ddp or fsdp, or start one process"
         raise UsageError(what, where=STRATEGIES.where, why=why, fix=fix)
-    sizes: dict[str, Any] = {axis: getattr(config, f"{axis}_size") or 1 for axis in (CONTEXT, TENSOR)}
+    sizes: dict[str, Any] = {
+        axis: getattr(config, f"{axis}_size") or 1 for axis in (CONTEXT, TENSOR)
+    }
     if strategy.name in sizes and getattr(config, f"{strategy.name}_size") is None:
         sizes[strategy.name] = max(1, world_size // math.prod(sizes.values()))
     same_batch = math.prod(sizes.values())
@@ -200,13 +249,22 @@ def resolve(config: "DistributedConfig", world_size: int, local_world_size: int 
     if ranks % size:
         what = f"expert_size={size} does not divide the data-parallel size, {ranks}"
         why = "experts are spread over ranks that share out the micro-batches"
-        near = sorted((each for each in range(1, ranks + 1) if ranks % each == 0), key=lambda each: abs(each - size))
+        near = sorted(
+            (each for each in range(1, ranks + 1) if ranks % each == 0),
+            key=lambda each: abs(each - size),
+        )
         fix = f"write expert_size: {' or '.join(map(str, sorted(near[:3])))}"
         raise UsageError(what, where="distributed.expert_size", why=why, fix=fix)
     layout = replace(layout, expert=size)
-    parts = [f"{axis}:{size}" for axis, size in ((CONTEXT, layout.context), (TENSOR, layout.tensor)) if size > 1]
+    parts = [
+        f"{axis}:{size}"
+        for axis, size in ((CONTEXT, layout.context), (TENSOR, layout.tensor))
+        if size > 1
+    ]
     if not parts or layout.same_batch_size < layout.world_size:
-        parts.insert(0, strategy_named(layout.strategy).describe(replace(layout, context=1, tensor=1)))
+        parts.insert(
+            0, strategy_named(layout.strategy).describe(replace(layout, context=1, tensor=1))
+        )
     if layout.expert > 1:
         parts.append(f"{EXPERT}:{layout.expert}")
     return replace(layout, topology="*".join(parts))
@@ -215,7 +273,8 @@ def resolve(config: "DistributedConfig", world_size: int, local_world_size: int 
 def parse_topology(text: str) -> tuple[dict[str, Any], int]:
     """Return the values for `distributed`, and the number of ranks, of a topology such as `pipeline:2*hybrid:2x2`."""
     wrong = UsageError(
-        f"{text!r} is not a topology", fix="write single, ddp:2, fsdp:4, hybrid:2x2, pipeline:2 or pipeline:2*fsdp:2"
+        f"{text!r} is not a topology",
+        fix="write single, ddp:2, fsdp:4, hybrid:2x2, pipeline:2 or pipeline:2*fsdp:2",
     )
     values: dict[str, Any] = {}
     ranks, may_fill = 1, frozenset(AXES)
@@ -224,7 +283,13 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
         if match is None:
             raise wrong
         name, sizes = match[1], [int(size) for size in (match[2] or "").split("x") if size]
-        if name == EXPERT and place and len(sizes) == 1 and sizes[0] and "expert_size" not in values:
+        if (
+            name == EXPERT
+            and place
+            and len(sizes) == 1
+            and sizes[0]
+            and "expert_size" not in values
+        ):
             values["expert_size"] = sizes[0]
             continue
         known = [strategy_named(name)] if ":" in name else known_strategies()
@@ -234,7 +299,12 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
         axes = _topologies(strategy)[name]
         if not sizes and len(axes) == 1:
             sizes = [1]
-        if len(sizes) != len(axes) or not all(sizes) or not set(axes) <= may_fill or (place and not axes):
+        if (
+            len(sizes) != len(axes)
+            or not all(sizes)
+            or not set(axes) <= may_fill
+            or (place and not axes)
+        ):
             raise wrong
         if not place:
             values = {"strategy": strategy.name, **strategy.values.get(name, {})}
@@ -245,4 +315,6 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
 
 
 def _topologies(strategy: Strategy) -> Mapping[str, tuple[str, ...]]:
-    return strategy.topologies if strategy.topologies is not None else {strategy.name: ("replicate",)}
+    return (
+        strategy.topologies if strategy.topologies is not None else {strategy.name: ("replicate",)}
+    )

@@ -1,7 +1,9 @@
-"""The advice of all errors, as the source has it. `python -m tests.advice` lists it, with `--prose` what is only read.
+"""The advice of all errors, as the source has it. `python -m tests.advice` lists it, with `--prose`
+what is only read.
 
-What reaches the user as "do:" is an argument `fix` or `do`, or a variable of that name; … stands for what is computed.
-What a program can follow is taken out of it: keys of the config, flags, commands, names of Python. The rest is prose.
+What reaches the user as "do:" is an argument `fix` or `do`, or a variable of that name; … stands
+for what is computed. What a program can follow is taken out of it: keys of the config, flags,
+commands, names of Python. The rest is prose.
 """
 
 import ast
@@ -19,10 +21,15 @@ HOLE = "…"  # what the program fills in
 _NAMES = ("fix", "do")
 _SECTIONS = "training|distributed|data|model|precision|checkpoint|monitor|accelerate"
 _KEY = re.compile(rf"(?<![\w./…=-])(?:{_SECTIONS})(?:\.[a-z_]+)+(?![\w(/]|:\w)")
-_PAIR = re.compile(r"(?<![\w`…])((?:[a-z_]+[.])*[a-z_0-9]+): ([\w.-]+)(?<![.])")  # training.compile: false
+# training.compile: false
+_PAIR = re.compile(r"(?<![\w`…])((?:[a-z_]+[.])*[a-z_0-9]+): ([\w.-]+)(?<![.])")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z_-]+")
-_COMMAND = re.compile(r"`(lockstep [^`]+)`|(?:^|[:;,] )(lockstep (?:config|data|checkpoint|init|bench|report) [^;,]+)")
-_PYTHON = re.compile(r"(?<![\w.…])((?:torch|lockstep|nn|F|trainer|transformers)(?:\.[A-Za-z_]\w*)+)")
+_COMMAND = re.compile(
+    r"`(lockstep [^`]+)`|(?:^|[:;,] )(lockstep (?:config|data|checkpoint|init|bench|report) [^;,]+)"
+)
+_PYTHON = re.compile(
+    r"(?<![\w.…])((?:torch|lockstep|nn|F|trainer|transformers)(?:\.[A-Za-z_]\w*)+)"
+)
 
 
 @dataclass
@@ -36,7 +43,8 @@ class Advice:
     flags: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    pairs: list[tuple[str, str]] = field(default_factory=list)  # keys, also by their short names, and values
+    # keys, also by their short names, and values
+    pairs: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def is_prose(self) -> bool:
@@ -64,14 +72,21 @@ def all_advice() -> list[Advice]:
 def _parsed(file: str, line: int, text: str) -> Advice:
     commands = [(one or other).strip() for one, other in _COMMAND.findall(text)]
     without = re.sub(r"\S*[/\\]\S*", "", text)  # paths and addresses
-    pairs = [(key, value) for key, value in _PAIR.findall(text) if key.rpartition(".")[2] in _short_names()]
+    pairs = [
+        (key, value)
+        for key, value in _PAIR.findall(text)
+        if key.rpartition(".")[2] in _short_names()
+    ]
     names = _PYTHON.findall(text)
-    return Advice(file, line, text, _KEY.findall(without), _FLAG.findall(text), commands, names, pairs)
+    return Advice(
+        file, line, text, _KEY.findall(without), _FLAG.findall(text), commands, names, pairs
+    )
 
 
 @functools.cache
 def _short_names() -> set[str]:
-    return {key.rpartition(".")[2] for key in all_keys()} - {"rank", "pipeline"}  # words of prose, too
+    # words of prose, too
+    return {key.rpartition(".")[2] for key in all_keys()} - {"rank", "pipeline"}
 
 
 def _texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -81,7 +96,11 @@ def _texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
             values = [word.value for word in node.keywords if word.arg in _NAMES]
         elif isinstance(node, ast.Assign | ast.AugAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            values = [node.value] if any(isinstance(t, ast.Name) and t.id in _NAMES for t in targets) else []
+            values = (
+                [node.value]
+                if any(isinstance(t, ast.Name) and t.id in _NAMES for t in targets)
+                else []
+            )
         for value in values:
             for text in _written(value):
                 if text.strip(f"{HOLE} ;,"):
@@ -94,15 +113,26 @@ def _written(value: ast.expr) -> list[str]:
         case ast.Constant(value=str(text)):
             return [text]
         case ast.JoinedStr(values=parts):
-            pieces = [_written(part)[0] if isinstance(part, ast.Constant) else HOLE for part in parts]
-            inner = [text for part in parts if isinstance(part, ast.FormattedValue) for text in _written(part.value)]
+            pieces = [
+                _written(part)[0] if isinstance(part, ast.Constant) else HOLE for part in parts
+            ]
+            inner = [
+                text
+                for part in parts
+                if isinstance(part, ast.FormattedValue)
+                for text in _written(part.value)
+            ]
             return ["".join(pieces), *inner]
         case ast.IfExp(body=one, orelse=other):
             return [*_written(one), *_written(other)]
         case ast.BoolOp(values=ways):
             return [text for way in ways for text in _written(way)]
         case ast.BinOp(left=left, right=right):
-            return [one + other for one in _written(left) or [HOLE] for other in _written(right) or [HOLE]]
+            return [
+                one + other
+                for one in _written(left) or [HOLE]
+                for other in _written(right) or [HOLE]
+            ]
     return []
 
 

@@ -22,7 +22,8 @@ _MARK = "LOCKSTEP_TEST_SESSION"  # in the environment of everything that the tes
 _NO_PROCESSES = "LOCKSTEP_TESTS_START_NO_PROCESSES"  # in the environment under --no-processes
 _PATIENCE_SECONDS = 10.0
 
-# Files that run in one worker, as they share the results of one launch of ranks (`tests.parallel.pipeline_launch`).
+# Files that run in one worker, as they share the results of one launch of ranks
+# (`tests.parallel.pipeline_launch`).
 _TOGETHER = (
     "tests/parallel/test_pipeline.py",
     "tests/parallel/test_pipeline_hybrid.py",
@@ -55,27 +56,36 @@ _LONGEST = (
 )
 
 if threading.current_thread() is threading.main_thread():
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what the tests start inherits it: under nohup it would be ignored
+    # what the tests start inherits it: under nohup it would be ignored
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def left_behind(mark: str, ports_before: set[int]) -> list[str]:
     """Processes, ports of this process, and namespaces that are still there."""
     found = [f"process {p.pid}: {' '.join(p.cmdline())[:200]}" for p in _marked(mark)]
     gc.collect()
-    found += [f"port {port} listens in the tests' process" for port in sorted(listening() - ports_before)]
+    found += [
+        f"port {port} listens in the tests' process" for port in sorted(listening() - ports_before)
+    ]
     names = (
         subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
         if _has_ip() and _NO_PROCESSES not in os.environ
         else ""
     )
     mine = (f"lk{os.getpid()}-", f"lockstep-{os.getpid()}-")
-    return found + [f"namespace {line.split()[0]}" for line in names.splitlines() if line.startswith(mine)]
+    return found + [
+        f"namespace {line.split()[0]}" for line in names.splitlines() if line.startswith(mine)
+    ]
 
 
 def listening() -> set[int]:
     """TCP ports on which this process listens."""
     connections = psutil.Process().net_connections(kind="tcp")
-    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+    return {
+        connection.laddr.port
+        for connection in connections
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
 def _marked(mark: str) -> list[psutil.Process]:
@@ -90,7 +100,9 @@ def _marked(mark: str) -> list[psutil.Process]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Neither a zombie nor one of the servers that make forks and end with this process, as their forks do not."""
+    """Neither a zombie nor one of the servers that make forks and end with this process, as their
+    forks do not.
+    """
     try:
         command = " ".join(process.cmdline())
         is_fork_server = "multiprocessing.forkserver" in command and process.ppid() == os.getpid()
@@ -111,7 +123,11 @@ def _work_of(node_id: str) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--no-processes", action="store_true", help="leave out the tests that start processes, as ranks")
+    parser.addoption(
+        "--no-processes",
+        action="store_true",
+        help="leave out the tests that start processes, as ranks",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -156,9 +172,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Start the workers as forks of one process, with what they import: each spent 12 s of a core on it.
+    """Start the workers as forks of one process, with what they import: each spent 12 s of a core
+    on it.
 
-    Few quick tests are not worth the import of all that others use, and only Linux has what `forked` needs.
+    Few quick tests are not worth the import of all that others use, and only Linux has what
+    `forked` needs.
     """
     if config.getoption("no_processes") or sys.platform != "linux":
         return
@@ -167,8 +185,12 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     class ForkedWorker(gateway_io.Popen2IOMaster):
         def __init__(self, _command: Any, execmodel: Any) -> None:
             pipe = subprocess.PIPE
-            self.popen: Any = forked.Forked([sys.executable, "-m", forked.PYTEST_WORKER], stdin=pipe, stdout=pipe)
-            gateway_io.Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel=execmodel)
+            self.popen: Any = forked.Forked(
+                [sys.executable, "-m", forked.PYTEST_WORKER], stdin=pipe, stdout=pipe
+            )
+            gateway_io.Popen2IO.__init__(
+                self, self.popen.stdin, self.popen.stdout, execmodel=execmodel
+            )
 
     # execnet lets a command take the place of Python's, but not a process that runs already.
     gateway_io.Popen2IOMaster = ForkedWorker  # type: ignore[misc]

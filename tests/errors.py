@@ -1,4 +1,5 @@
-"""Every error that a user may meet, read off the source: what it says, how it is built, and which test provokes it.
+"""Every error that a user may meet, read off the source: what it says, how it is built, and which
+test provokes it.
 
     python -m tests.errors [--untested]
 
@@ -49,7 +50,11 @@ def sites() -> list[Site]:
         nodes = list(ast.walk(ast.parse(path.read_text())))
         assigned = [node for node in nodes if isinstance(node, ast.Assign)]
         for node in nodes:
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in KINDS:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in KINDS
+            ):
                 parts = frozenset(keyword.arg or "**" for keyword in node.keywords)
                 pieces = tuple(_constants(_worded(node.args[0], assigned))) if node.args else ()
                 found.append(Site(name, node.lineno, node.func.id, pieces, parts))
@@ -60,7 +65,10 @@ def sites() -> list[Site]:
 def with_tests() -> list[Site]:
     """The same, with the tests that provoke them."""
     found = sites()
-    texts = {str(path.relative_to(REPOSITORY)): _strings(path) for path in sorted((REPOSITORY / "tests").rglob("*.py"))}
+    texts = {
+        str(path.relative_to(REPOSITORY)): _strings(path)
+        for path in sorted((REPOSITORY / "tests").rglob("*.py"))
+    }
     for site in found:
         site.tests = [name for name, strings in texts.items() if _meets(site.pieces, strings)]
     return found
@@ -70,7 +78,11 @@ def _worded(what: ast.expr, assigned: list[ast.Assign]) -> ast.expr:
     """Return the message, or what was assigned to its name just before."""
     if not isinstance(what, ast.Name):
         return what
-    targets = [node for node in assigned if isinstance(node.targets[0], ast.Name) and node.targets[0].id == what.id]
+    targets = [
+        node
+        for node in assigned
+        if isinstance(node.targets[0], ast.Name) and node.targets[0].id == what.id
+    ]
     before = [node for node in targets if 0 < what.lineno - node.lineno < 12]
     return max(before, key=lambda node: node.lineno).value if before else what
 
@@ -82,12 +94,16 @@ def _constants(node: ast.expr) -> Iterator[str]:
 
 
 def _strings(path: Path) -> list[str]:
-    """Literal runs of the strings in a file of tests, patterns taken apart at what is no literal text."""
+    """Literal runs of the strings in a file of tests, patterns taken apart at what is no literal
+    text.
+    """
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             plain = re.sub(r"\\([^\w\s])", r"\1", node.value)
-            found += [run.strip() for run in re.split(r"\.\*|\(\.\|\\n\)\*|\n|\\d\+?|\\S\+?", plain)]
+            found += [
+                run.strip() for run in re.split(r"\.\*|\(\.\|\\n\)\*|\n|\\d\+?|\\S\+?", plain)
+            ]
     return [run for run in found if len(run) >= _SHORTEST]
 
 
@@ -101,7 +117,8 @@ def main(arguments: list[str]) -> int:
         if "--untested" not in arguments or not site.tests:
             said = ", ".join(sorted(site.parts)) or "what alone"
             print(
-                f"{site.file}:{site.line}  {site.message or '(worded elsewhere)'}\n    {said}; {', '.join(site.tests)}"
+                f"{site.file}:{site.line}  {site.message or '(worded elsewhere)'}\n    {said};"
+                f" {', '.join(site.tests)}"
             )
     return 0
 

@@ -1,9 +1,11 @@
-"""Starts `python -m MODULE …` as a fork of a server that has imported torch and Lockstep: `Forked` in place of Popen.
+"""Starts `python -m MODULE …` as a fork of a server that has imported torch and Lockstep: `Forked`
+in place of Popen.
 
-Importing both takes three to four seconds of a core for each process, more than most tests that start some. A fork is
-otherwise as a fresh process: a child of the one that asked for it, with the arguments, variables, folder and
-descriptors of its own; where it is a launcher, its ranks are forks too. What it shares with the server are imported
-modules. Tests of how a process starts, of threads and of the heap start fresh ones.
+Importing both takes three to four seconds of a core for each process, more than most tests that
+start some. A fork is otherwise as a fresh process: a child of the one that asked for it, with the
+arguments, variables, folder and descriptors of its own; where it is a launcher, its ranks are forks
+too. What it shares with the server are imported modules. Tests of how a process starts, of threads
+and of the heap start fresh ones.
 """
 
 import atexit
@@ -30,7 +32,8 @@ from tests.hosts import REPOSITORY, Host
 
 TORCHRUN = "torch.distributed.run"
 PYTEST_WORKER = "tests.pytest_worker"  # the module that such a worker runs
-_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h: orphans among its descendants become this process's children
+# of linux/prctl.h: orphans among its descendants become this process's children
+_PR_SET_CHILD_SUBREAPER = 36
 _MESSAGE_BYTES = 200_000
 
 
@@ -71,13 +74,21 @@ class _Server:
         """Start the server as a fresh process; it ends when nobody holds the channel any more."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.forked", str(its.fileno())],
-            pass_fds=[its.fileno()], cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-        )  # fmt: skip
+            pass_fds=[its.fileno()],
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            },
+        )
         return self._process.pid
 
     def fork(self, request: _Request, descriptors: Sequence[int]) -> int:
-        """Return the process id of a new child of this process, whose first three descriptors are these."""
+        """Return the process id of a new child of this process, whose first three descriptors are
+        these.
+        """
         with self._lock:
             socket.send_fds(self._channel, [pickle.dumps(request)], descriptors)
             answer = self._channel.recv(_MESSAGE_BYTES)
@@ -86,7 +97,9 @@ class _Server:
 
 
 class _OwnFork(_Server):
-    """A fork of a launcher or a worker of pytest, before it has threads: what it has imported, its forks have."""
+    """A fork of a launcher or a worker of pytest, before it has threads: what it has imported, its
+    forks have.
+    """
 
     def _start(self, its: socket.socket) -> int:
         pid = os.fork()
@@ -126,7 +139,12 @@ class Forked(subprocess.Popen[str]):
     """
 
     def __init__(
-        self, command: Sequence[str], *, host: Host | None = None, host_name: str | None = None, **more: Any
+        self,
+        command: Sequence[str],
+        *,
+        host: Host | None = None,
+        host_name: str | None = None,
+        **more: Any,
     ) -> None:
         assert command[:2] == [sys.executable, "-m"], command
         self._host, self._host_name = host, host_name
@@ -139,24 +157,41 @@ class Forked(subprocess.Popen[str]):
         request = _Request(
             words=[str(word) for word in its["args"][2:]],
             environment=dict(os.environ if its["env"] is None else its["env"]),
-            folder=os.fspath(its["cwd"] or os.getcwd()), parent=os.getpid(), own_session=its["start_new_session"],
-            blocked=signal.pthread_sigmask(signal.SIG_BLOCK, ()), host=self._host, host_name=self._host_name,
-        )  # fmt: skip
-        sides = [its[side] for side in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+            folder=os.fspath(its["cwd"] or os.getcwd()),
+            parent=os.getpid(),
+            own_session=its["start_new_session"],
+            blocked=signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+            host=self._host,
+            host_name=self._host_name,
+        )
+        sides = [
+            its[side]
+            for side in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        ]
         child = sides[0], sides[3], sides[5]
         try:
-            self.pid = _server().fork(request, [own if side == -1 else side for own, side in enumerate(child)])
+            self.pid = _server().fork(
+                request, [own if side == -1 else side for own, side in enumerate(child)]
+            )
             self._child_created = True
         finally:
             self._close_pipe_fds(*sides)  # type: ignore[attr-defined]
 
 
-def lockstep(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
-    """Run `lockstep WORDS` to its end in a folder, with these variables and no others; five minutes are allowed."""
+def lockstep(
+    words: Sequence[str], folder: Path, environment: Mapping[str, str]
+) -> "subprocess.CompletedProcess[str]":
+    """Run `lockstep WORDS` to its end in a folder, with these variables and no others; five minutes
+    are allowed.
+    """
     process = Forked(
-        [sys.executable, "-m", "lockstep", *words], cwd=folder, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-m", "lockstep", *words],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     try:
         out, err = process.communicate(timeout=300)
     finally:
@@ -173,7 +208,8 @@ class _ForkedError(BaseException):
 
 def _serve(channel: socket.socket) -> None:
     """Fork what is asked for, until nobody can ask any more; raises `_ForkedError` in the forks."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKS_TO_END)  # a fork begins so, as a fresh process might
+    # a fork begins so, as a fresh process might
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKS_TO_END)
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, _MESSAGE_BYTES, 3)
         if not message:
@@ -205,7 +241,9 @@ def _become(request: _Request, descriptors: Sequence[int]) -> None:
         os.dup2(descriptor, number)
         os.close(descriptor)
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
-    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = _streams(request.environment)
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = _streams(
+        request.environment
+    )
     inherited = {REPOSITORY.as_posix(), "", *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     sys.path[:] = [
         request.folder,
@@ -218,12 +256,15 @@ def _become(request: _Request, descriptors: Sequence[int]) -> None:
         request.host.enter(request.host_name)
     os.chdir(request.folder)
     module, *arguments = request.words
-    launches = module == "lockstep" and arguments[0] in ("train", "launch") and "RANK" not in os.environ
+    launches = (
+        module == "lockstep" and arguments[0] in ("train", "launch") and "RANK" not in os.environ
+    )
     if module == PYTEST_WORKER:
         _servers.append(_OwnFork())
     elif launches or module == TORCHRUN:
         _fork_ranks()
-    if not hasattr(sys.modules.get(module), "__path__"):  # a package's `__main__` runs; a module runs anew itself
+    # a package's `__main__` runs; a module runs anew itself
+    if not hasattr(sys.modules.get(module), "__path__"):
         sys.modules.pop(module, None)
     sys.argv[1:] = arguments
     code: object = None
@@ -231,7 +272,8 @@ def _become(request: _Request, descriptors: Sequence[int]) -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code
-    # What a process does in the end, but for taking all modules apart: that copies the memory shared with the server.
+    # What a process does in the end, but for taking all modules apart: that copies the memory
+    # shared with the server.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if not isinstance(code, int | None):
@@ -244,15 +286,19 @@ def _become(request: _Request, descriptors: Sequence[int]) -> None:
 
 def _streams(environment: Mapping[str, str]) -> tuple[Any, Any, Any]:
     at_once = bool(environment.get("PYTHONUNBUFFERED"))
-    out, err = (open(n, "w", buffering=1, encoding="utf-8", errors=how, closefd=False)  # noqa: SIM115
-                for n, how in ((1, "strict"), (2, "backslashreplace")))  # fmt: skip
+    out, err = (
+        open(n, "w", buffering=1, encoding="utf-8", errors=how, closefd=False)  # noqa: SIM115
+        for n, how in ((1, "strict"), (2, "backslashreplace"))
+    )
     out.reconfigure(line_buffering=out.isatty(), write_through=at_once)
     return open(0, encoding="utf-8", closefd=False), out, err
 
 
 def _fork_ranks() -> None:
     """Make a server of this launcher's own, and torch's agent start its processes there."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
+        SubprocessHandler,
+    )
 
     _servers.append(_OwnFork())
 
@@ -270,10 +316,12 @@ if __name__ == "__main__":
     import importlib
     import logging
 
-    logging.disable(logging.WARNING)  # torchao tells of kernels for other uses that do not load here
+    # torchao tells of kernels for other uses that do not load here
+    logging.disable(logging.WARNING)
     importlib.import_module("tests.preloaded")
     logging.disable(logging.NOTSET)
-    from tests import forked  # not this module, which is `__main__`: requests name their classes by module
+    # not this module, which is `__main__`: requests name their classes by module
+    from tests import forked
 
     work = functools.partial(forked._serve, socket.socket(fileno=int(sys.argv[1])))
     while True:

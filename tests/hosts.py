@@ -1,11 +1,12 @@
-"""Hosts on one machine: network namespaces joined by links whose rate is set (needs root, iproute2 and `tc`).
+"""Hosts on one machine: network namespaces joined by links whose rate is set (needs root, iproute2
+and `tc`).
 
     with hosts(2, rate="100mbit") as (a, b):
         values = run_ranks(function, 2, on=[a, b])
 
-Each host has one interface, `eth0`, on a switch. Its bytes are counted in /sys/class/net/eth0/statistics, which a
-process on the host reads by `sent_bytes()`. The namespaces are gone in the end; what a killed process left goes when
-the next one begins.
+Each host has one interface, `eth0`, on a switch. Its bytes are counted in
+/sys/class/net/eth0/statistics, which a process on the host reads by `sent_bytes()`. The namespaces
+are gone in the end; what a killed process left goes when the next one begins.
 """
 
 import ctypes
@@ -48,7 +49,8 @@ class Host:
         return {"GLOO_SOCKET_IFNAME": INTERFACE}
 
     def enter(self, name: str | None = None) -> None:
-        """Bring this process, which must have one thread alone, to the host, as `ip netns exec` does.
+        """Bring this process, which must have one thread alone, to the host, as `ip netns exec`
+        does.
 
         Args:
             name: what the host calls itself; unset: as the machine.
@@ -60,7 +62,8 @@ class Host:
             socket.sethostname(name)
         _system_call("mount", b"none", b"/", b"none", _SLAVE_BELOW, None)
         _system_call("umount2", b"/sys", _DETACH)
-        _system_call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)  # its interfaces are those of the host
+        # its interfaces are those of the host
+        _system_call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
 
     def sent(self) -> int:
         """Bytes that this host has put on its link."""
@@ -75,10 +78,15 @@ class Host:
 def sent_bytes() -> int:
     """Bytes that the host on which this process runs has put on its link, less what TCP sent twice.
 
-    TCP repeats segments whose receiver had no core for a while: 4 % more bytes were seen, of which no program knows.
+    TCP repeats segments whose receiver had no core for a while: 4 % more bytes were seen, of which
+    no program knows.
     """
     sent = int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
-    names, values = (line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if "Tcp:" in line)
+    names, values = (
+        line.split()
+        for line in Path("/proc/self/net/snmp").read_text().splitlines()
+        if "Tcp:" in line
+    )
     return sent - SEGMENT * int(values[names.index("RetransSegs")])
 
 
@@ -98,7 +106,9 @@ def can_make_hosts() -> bool:
 
 @contextmanager
 def hosts(count: int = 2, rate: str | None = None) -> Iterator[list[Host]]:
-    """Hosts 10.99.0.1 … on one switch; each sends and receives at `rate` (as `tc` writes it: 100mbit), or unlimited."""
+    """Hosts 10.99.0.1 … on one switch; each sends and receives at `rate` (as `tc` writes it:
+    100mbit), or unlimited.
+    """
     _remove_what_the_killed_left()
     tag = f"lk{os.getpid()}-{next(_numbers)}"
     switch = f"{tag}-sw"
@@ -111,16 +121,46 @@ def hosts(count: int = 2, rate: str | None = None) -> Iterator[list[Host]]:
             host = Host(f"{tag}-{i}", f"10.99.0.{i + 1}")
             _namespace(host.name, undo)
             port = f"port{i}"
-            _run("ip", "link", "add", INTERFACE, "netns", host.name, "type", "veth",
-                 "peer", "name", port, "netns", switch)  # fmt: skip
+            _run(
+                "ip",
+                "link",
+                "add",
+                INTERFACE,
+                "netns",
+                host.name,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                switch,
+            )
             _run("ip", "-n", switch, "link", "set", port, "master", "sw0", "up")
             _run("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
             for device in (INTERFACE, "lo"):
                 _run("ip", "-n", host.name, "link", "set", device, "up")
             if rate is not None:
                 for namespace, device in ((host.name, INTERFACE), (switch, port)):
-                    _run("ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, "root", "tbf",
-                         "rate", rate, "burst", "256kb", "latency", "400ms")  # fmt: skip
+                    _run(
+                        "ip",
+                        "netns",
+                        "exec",
+                        namespace,
+                        "tc",
+                        "qdisc",
+                        "add",
+                        "dev",
+                        device,
+                        "root",
+                        "tbf",
+                        "rate",
+                        rate,
+                        "burst",
+                        "256kb",
+                        "latency",
+                        "400ms",
+                    )
             made.append(host)
         yield made
 

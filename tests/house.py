@@ -53,7 +53,9 @@ def _when_loaded(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             if "TYPE_CHECKING" not in ast.unparse(node.test):
                 yield from _when_loaded([*node.body, *node.orelse])
         elif isinstance(node, ast.Try):
-            yield from _when_loaded([*node.body, *node.orelse, *(n for h in node.handlers for n in h.body)])
+            yield from _when_loaded(
+                [*node.body, *node.orelse, *(n for h in node.handlers for n in h.body)]
+            )
         else:
             yield node
 
@@ -72,7 +74,9 @@ def circles(without: Collection[tuple[str, str]] = ()) -> list[list[str]]:
     def visit(module: str) -> None:
         index[module] = low[module] = len(index)
         stack.append(module)
-        for other in sorted(o for o in imports(module, in_functions=True) if (module, o) not in without):
+        for other in sorted(
+            o for o in imports(module, in_functions=True) if (module, o) not in without
+        ):
             if other not in index:
                 visit(other)
                 low[module] = min(low[module], low[other])

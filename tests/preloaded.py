@@ -1,4 +1,6 @@
-"""Imported by the server whose forks are the ranks and the launchers of tests (`tests/forked.py`): what they use."""
+"""Imported by the server whose forks are the ranks and the launchers of tests (`tests/forked.py`):
+what they use.
+"""
 
 import gc
 import importlib
@@ -19,4 +21,6 @@ for _module in pkgutil.walk_packages(lockstep.__path__, "lockstep."):
     if not _module.name.endswith(("__main__", ".sitecustomize")):
         importlib.import_module(_module.name)
 torch.set_num_threads(1)
-gc.freeze()  # imports make objects that stay: collections would look at them again and again, and unshare their memory
+# imports make objects that stay: collections would look at them again and again, and unshare their
+# memory
+gc.freeze()

@@ -1,7 +1,7 @@
 """Finds private names of torch in a file's text, and functions of torch that it replaces.
 
-A name that begins with one underscore is a file's own if the file defines it, or one that it imports from does. All
-others belong to somebody else: to torch, or to one of the few in `OTHERS`.
+A name that begins with one underscore is a file's own if the file defines it, or one that it
+imports from does. All others belong to somebody else: to torch, or to one of the few in `OTHERS`.
 """
 
 import ast
@@ -20,10 +20,19 @@ from tests.house import imports, tree
 
 # Of the standard library, of named tuples, and of transformers.
 OTHERS = {
-    "_current_frames", "_exit", "_getframe", "_inheriting", "_actions", "_option_string_actions", "_asdict", "_replace",
-    "_fields", "_no_split_modules",
-}  # fmt: skip
-# What every tensor, module, optimizer and hook has: on anything but `self` these are torch's, whoever else has such.
+    "_current_frames",
+    "_exit",
+    "_getframe",
+    "_inheriting",
+    "_actions",
+    "_option_string_actions",
+    "_asdict",
+    "_replace",
+    "_fields",
+    "_no_split_modules",
+}
+# What every tensor, module, optimizer and hook has: on anything but `self` these are torch's,
+# whoever else has such.
 _TORCHS = {
     name
     for kind in (nn.Linear(1, 1), Tensor, torch.optim.SGD([torch.zeros(1)]))
@@ -45,15 +54,26 @@ def found_in(module: str) -> list[tuple[int, str]]:
             above = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super"
             if above or node.attr not in known or (node.attr in _TORCHS - OTHERS and not own):
                 found.add((node.lineno, ast.unparse(node)))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "getattr",
+            "hasattr",
+            "setattr",
+            "delattr",
+        ):
             name = node.args[1]
-            if isinstance(name, ast.Constant) and _is_private(name.value) and name.value not in known:
+            if (
+                isinstance(name, ast.Constant)
+                and _is_private(name.value)
+                and name.value not in known
+            ):
                 found.add((node.lineno, ast.unparse(node)))
     return sorted(found | set(_overridden(module)) | set(_replaced(module)))
 
 
 def _is_private(name: Any) -> bool:
-    return isinstance(name, str) and name.startswith("_") and not name.startswith("__") and name != "_"
+    return (
+        isinstance(name, str) and name.startswith("_") and not name.startswith("__") and name != "_"
+    )
 
 
 def _private_imports(node: ast.AST) -> Iterator[str]:
@@ -63,12 +83,16 @@ def _private_imports(node: ast.AST) -> Iterator[str]:
         names = [f"{node.module}.{alias.name}" for alias in node.names]
     else:
         return
-    yield from (n for n in names if n.split(".")[0] == "torch" and any(map(_is_private, n.split("."))))
+    yield from (
+        n for n in names if n.split(".")[0] == "torch" and any(map(_is_private, n.split(".")))
+    )
 
 
 @cache
 def _defined(module: str) -> frozenset[str]:
-    """Private names that a module defines: functions, classes, variables, and attributes that it assigns to `self`."""
+    """Private names that a module defines: functions, classes, variables, and attributes that it
+    assigns to `self`.
+    """
     found = set()
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -81,7 +105,9 @@ def _defined(module: str) -> frozenset[str]:
 
 
 def _of_torch(module: str) -> dict[str, Any]:
-    """The names that a module imports from torch and from `lockstep.torch_compat`, with what they stand for."""
+    """The names that a module imports from torch and from `lockstep.torch_compat`, with what they
+    stand for.
+    """
     found: dict[str, Any] = {}
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):
@@ -89,7 +115,9 @@ def _of_torch(module: str) -> dict[str, Any]:
                 if alias.name.split(".")[0] == "torch":
                     loaded = import_module(alias.name)
                     found[alias.asname or "torch"] = loaded if alias.asname else torch
-        elif isinstance(node, ast.ImportFrom) and re.match(r"torch(\.|$)|lockstep\.torch_compat", node.module or ""):
+        elif isinstance(node, ast.ImportFrom) and re.match(
+            r"torch(\.|$)|lockstep\.torch_compat", node.module or ""
+        ):
             for alias in node.names:
                 home = import_module(str(node.module))
                 found[alias.asname or alias.name] = getattr(home, alias.name, None)
@@ -102,7 +130,11 @@ def _overridden(module: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree(module)):
         if not isinstance(node, ast.ClassDef):
             continue
-        bases = [eval(ast.unparse(b), dict(names)) for b in node.bases if ast.unparse(b).split(".")[0] in names]
+        bases = [
+            eval(ast.unparse(b), dict(names))
+            for b in node.bases
+            if ast.unparse(b).split(".")[0] in names
+        ]
         private = set().union(*map(_private_of, bases))
         for inner in ast.walk(node):
             name = getattr(inner, "name", getattr(inner, "attr", None))

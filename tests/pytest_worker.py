@@ -1,4 +1,6 @@
-"""Runs as a worker of pytest-xdist, in a fork (`tests/forked.py`): the words in which execnet starts its other side."""
+"""Runs as a worker of pytest-xdist, in a fork (`tests/forked.py`): the words in which execnet
+starts its other side.
+"""
 
 import sys
 

@@ -25,9 +25,12 @@ def free_port() -> int:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any,
-    timeout: float = 300, on: Sequence[Host] = (),
-) -> list[Any]:  # fmt: skip
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 300,
+    on: Sequence[Host] = (),
+) -> list[Any]:
     """`function(*args)` on each of `world_size` ranks, inside a gloo process group.
 
     The function is imported by name in other processes, so it must live at the top of a module.
@@ -59,22 +62,37 @@ def run_ranks(
             for port in [free_port()]
             for rank in range(world_size)
         ]
-        _run(job, environments, timeout, [on[rank // per_host] if on else None for rank in range(world_size)])
+        _run(
+            job,
+            environments,
+            timeout,
+            [on[rank // per_host] if on else None for rank in range(world_size)],
+        )
         answers = [Path(f"{job}-{rank}") for rank in range(world_size)]
         results = [
-            pickle.loads(a.read_bytes()) if a.exists() else ("error", f"{r} died") for r, a in enumerate(answers)
+            pickle.loads(a.read_bytes()) if a.exists() else ("error", f"{r} died")
+            for r, a in enumerate(answers)
         ]
         errors = [text for kind, text in results if kind == "error"]
         assert not errors, "\n".join(errors)
         return [value for _, value in results]
 
 
-def _run(job: Path, environments: Sequence[dict[str, str]], timeout: float, hosts: Sequence[Host | None]) -> None:
+def _run(
+    job: Path, environments: Sequence[dict[str, str]], timeout: float, hosts: Sequence[Host | None]
+) -> None:
     processes: list[subprocess.Popen[str]] = []
     try:
         for environment, host in zip(environments, hosts, strict=True):
             of_host = {} if host is None else host.environment
-            command, env = [sys.executable, "-m", "tests.ranks", str(job)], {**os.environ, **environment, **of_host}
+            command, env = (
+                [sys.executable, "-m", "tests.ranks", str(job)],
+                {
+                    **os.environ,
+                    **environment,
+                    **of_host,
+                },
+            )
             processes.append(Forked(command, env=env, cwd=REPOSITORY, host=host))
         deadline = time.monotonic() + timeout
         for process in processes:

@@ -5,8 +5,8 @@ says in the docstring of its module which files of tests hold it, as the last pa
 
     Tests: tests/parity/test_context.py, tests/models/test_documents.py
 
-`python -m tests.rooms checkpoint` prints what `make room ROOM=checkpoint` runs: the room's folder of
-tests, and all that its files name.
+`python -m tests.rooms checkpoint` prints what `make room ROOM=checkpoint` runs: the room's folder
+of tests, and all that its files name.
 """
 
 import ast
@@ -50,7 +50,9 @@ def of_room(room: str) -> list[Path]:
     Args:
         room: a package or a module of `lockstep/`, such as `checkpoint` or `step`.
     """
-    files = [path for path in sources() if path.relative_to(PACKAGE).with_suffix("").parts[0] == room]
+    files = [
+        path for path in sources() if path.relative_to(PACKAGE).with_suffix("").parts[0] == room
+    ]
     if not files:
         raise SystemExit(f"there is no room lockstep/{room}: write ROOM=checkpoint, for instance")
     folder = TESTS / room

@@ -1,4 +1,6 @@
-"""Advice that a program can follow is followed: keys are in the schema, flags and commands are parsed, names exist."""
+"""Advice that a program can follow is followed: keys are in the schema, flags and commands are
+parsed, names exist.
+"""
 
 import contextlib
 import functools
@@ -17,7 +19,11 @@ import torch
 import yaml
 from pydantic import ValidationError
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 from torch.utils.data import TensorDataset
 
 import lockstep
@@ -35,10 +41,21 @@ ADVICE = all_advice()
 # What is said of other programs: `torchrun`, `accelerate launch`, `sbatch`, `pip`.
 OTHERS_FLAGS = {"--shm-size", "--ipc", "--multi_gpu", "--num_processes"}
 STAND_INS = {
-    "CONFIG": "c.yaml", "FILE": "c.yaml", "SCRIPT.py": "s.py", "SCRIPT": "s.py", "PATH": ".", "RUN": ".", "DIR": "new",
-    "SOURCE": "python-docs", "NAME": "mine", "N": "2", "STORAGE": ".", "KEY=VALUE": "training.seed=1", "OUT": "out",
+    "CONFIG": "c.yaml",
+    "FILE": "c.yaml",
+    "SCRIPT.py": "s.py",
+    "SCRIPT": "s.py",
+    "PATH": ".",
+    "RUN": ".",
+    "DIR": "new",
+    "SOURCE": "python-docs",
+    "NAME": "mine",
+    "N": "2",
+    "STORAGE": ".",
+    "KEY=VALUE": "training.seed=1",
+    "OUT": "out",
     HOLE: "c.yaml",
-}  # fmt: skip
+}
 OPTIONAL = re.compile(r"\[[^\]]*\]")
 
 
@@ -68,7 +85,12 @@ def is_in_python(key: str, advice: Advice) -> bool:
 
 
 def test_values_that_advice_writes_are_values_of_their_keys() -> None:
-    wrong = [f"{one}: {key}: {value}" for one in ADVICE for key, value in one.pairs if not is_value(key, value)]
+    wrong = [
+        f"{one}: {key}: {value}"
+        for one in ADVICE
+        for key, value in one.pairs
+        if not is_value(key, value)
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -87,7 +109,12 @@ def is_value(key: str, value: str) -> bool:
 
 
 def test_flags_that_advice_names_are_options() -> None:
-    wrong = [f"{one}: {flag}" for one in ADVICE for flag in one.flags if flag not in flags() | OTHERS_FLAGS]
+    wrong = [
+        f"{one}: {flag}"
+        for one in ADVICE
+        for flag in one.flags
+        if flag not in flags() | OTHERS_FLAGS
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -117,10 +144,14 @@ def exists(name: str) -> bool:
 
 
 def is_mention(words: list[str]) -> bool:
-    """Whether only a verb is named, or a flag without a value: `lockstep plan`, `lockstep train --output-dir`."""
+    """Whether only a verb is named, or a flag without a value: `lockstep plan`, `lockstep train
+    --output-dir`.
+    """
     assert words[1] in VERBS or words[1].startswith("--")
     plain = [word for word in words[2:] if not word.startswith("--")]
-    return words[-1].startswith("--") or len(plain) < (2 if words[1] in ("checkpoint", "data", "config") else 1)
+    return words[-1].startswith("--") or len(plain) < (
+        2 if words[1] in ("checkpoint", "data", "config") else 1
+    )
 
 
 @pytest.fixture
@@ -170,7 +201,9 @@ def test_one_value_for_a_list_is_told_as_a_list(tmp_path: Path) -> None:
 def test_sizes_that_are_told_can_be_built(sizes: tuple[int, int]) -> None:
     n_embd, n_head = sizes
     build = lockstep.get_model("transformer")
-    fix = advised(lambda: build(n_embd=n_embd, n_head=n_head, vocab_size=8, block_size=8, n_layer=1))
+    fix = advised(
+        lambda: build(n_embd=n_embd, n_head=n_head, vocab_size=8, block_size=8, n_layer=1)
+    )
     numbers = re.search(r"set model\.args\.n_embd to (\d+)(?: or (\d+))?, or change n_head", fix)
     assert numbers is not None, fix
     for number in filter(None, numbers.groups()):
@@ -205,7 +238,13 @@ def test_another_model_in_an_old_folder_is_told_how_to_begin_anew(tmp_path: Path
 
 
 def test_ranks_of_an_environment_are_told_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    place = {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     fix = advised(lambda: spawn._check_environment(2, 1, 0))
@@ -219,9 +258,15 @@ def test_policies_of_torchs_fsdp_are_told_by_name() -> None:
 
     policies = {
         ModuleWrapPolicy({Decoder}): 'auto_wrap_policy: ["Decoder"]',
-        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Decoder}): '["Decoder"]',
-        functools.partial(size_based_auto_wrap_policy, min_num_params=1000): "size, and min_num_params: 1000",
+        functools.partial(
+            transformer_auto_wrap_policy, transformer_layer_cls={Decoder}
+        ): '["Decoder"]',
+        functools.partial(
+            size_based_auto_wrap_policy, min_num_params=1000
+        ): "size, and min_num_params: 1000",
     }
     for policy, name in policies.items():
         given = {"auto_wrap_policy": policy}
-        assert name in advised(lambda given=given: trainer(nn.Linear(4, 1), strategy="fsdp", fsdp=given))  # type: ignore[misc]
+        assert name in advised(
+            lambda given=given: trainer(nn.Linear(4, 1), strategy="fsdp", fsdp=given)
+        )  # type: ignore[misc]

@@ -38,14 +38,19 @@ def reference(weight: Tensor, gradient: Tensor) -> Tensor:
         bound = RATIO * max(float(weight.norm()), 1e-3)
         return gradient * min(1.0, bound / float(gradient.norm()))
     return torch.stack(
-        [reference(w.flatten(), g.flatten()).view(g.shape) for w, g in zip(weight, gradient, strict=True)]
+        [
+            reference(w.flatten(), g.flatten()).view(g.shape)
+            for w, g in zip(weight, gradient, strict=True)
+        ]
     )
 
 
 def test_adaptive_clipping_follows_the_paper() -> None:
     own = parameters()
     own["matrix"].grad[1] = 1e-4  # type: ignore[index]
-    expected = {name: reference(p.detach(), p.grad) for name, p in own.items() if p.grad is not None}
+    expected = {
+        name: reference(p.detach(), p.grad) for name, p in own.items() if p.grad is not None
+    }
     changed = clip_adaptively(own.values(), RATIO, [], CPU)
     for name, parameter in own.items():
         torch.testing.assert_close(parameter.grad, expected[name])
@@ -70,7 +75,10 @@ def sharded() -> list[dict[str, Any]]:
                 assert parameter.grad is not None
                 cut[name].grad = distribute_tensor(parameter.grad, mesh, placement)  # type: ignore[assignment]
             share = clip_adaptively(cut.values(), RATIO, [mesh.get_group()], CPU, exact=exact)
-            grads = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in cut.items()}
+            grads = {
+                n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+                for n, p in cut.items()
+            }
             found.append({"exact": exact, "grads": grads, "share": float(share)})
     return found
 
@@ -97,14 +105,21 @@ def test_trap_07_units_that_shards_cut_are_clipped_by_their_whole_norm() -> None
 def clipped_runs() -> list[list[tuple[float, ...]]]:
     settings = [{"training.gradient_clip": {"strategy": kind, "value": v}} for kind, v in CLIPS]
     strategies = ("ddp", "fsdp")
-    return [losses({**s, "distributed.strategy": strategy}, "bdh", 5) for s in settings for strategy in strategies]
+    return [
+        losses({**s, "distributed.strategy": strategy}, "bdh", 5)
+        for s in settings
+        for strategy in strategies
+    ]
 
 
 CLIPS = [("adaptive", 0.01), ("value", 1e-3), ("norm", 0.5), ("none", 1.0)]
 
 
 def test_trap_07_every_kind_of_clipping_is_the_same_under_every_strategy() -> None:
-    alone = [losses({"training.gradient_clip": {"strategy": kind, "value": v}}, "bdh", 5) for kind, v in CLIPS]
+    alone = [
+        losses({"training.gradient_clip": {"strategy": kind, "value": v}}, "bdh", 5)
+        for kind, v in CLIPS
+    ]
     assert len({run[-1][0] for run in alone}) == len(CLIPS), "each kind trains another way"
     for runs in run_ranks(clipped_runs, 2):
         for place, run in enumerate(runs):

@@ -22,13 +22,27 @@ from lockstep.environment import RankFacts, rank_facts
 from lockstep.errors import LockstepError, RunError, UsageError
 from tests.ranks import REPOSITORY, free_port
 
-_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHERS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process that nobody launched, and that has set up nothing; what `setup` changes is put back."""
-    for name in [name for name in os.environ if name in _LAUNCHERS or name.startswith(("SLURM_", "OMPI_", "NCCL_"))]:
+    """A process that nobody launched, and that has set up nothing; what `setup` changes is put
+    back.
+    """
+    for name in [
+        name
+        for name in os.environ
+        if name in _LAUNCHERS or name.startswith(("SLURM_", "OMPI_", "NCCL_"))
+    ]:
         monkeypatch.delenv(name)
     before, threads = dict(os.environ), torch.get_num_threads()
     yield
@@ -99,8 +113,17 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "cases.py").write_text(_CASES)
     names = [n for n in os.environ if n not in _LAUNCHERS and n != "OMP_NUM_THREADS"]
-    base = {n: os.environ[n] for n in names} | {"PYTHONPATH": str(REPOSITORY), "OMPI_COMM_WORLD_SIZE": "2"}
-    command = [sys.executable, str(folder / "cases.py"), str(folder), str(free_port()), str(free_port())]
+    base = {n: os.environ[n] for n in names} | {
+        "PYTHONPATH": str(REPOSITORY),
+        "OMPI_COMM_WORLD_SIZE": "2",
+    }
+    command = [
+        sys.executable,
+        str(folder / "cases.py"),
+        str(folder),
+        str(free_port()),
+        str(free_port()),
+    ]
     processes = [
         subprocess.Popen(
             command,
@@ -118,14 +141,20 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def test_trap_31_env_without_an_address_just_works_on_one_machine(two_ranks: list[dict[str, Any]]) -> None:
-    """`env://` with no MASTER_ADDR fails in torch, though the ranks of one machine can find each other without."""
+def test_trap_31_env_without_an_address_just_works_on_one_machine(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    """`env://` with no MASTER_ADDR fails in torch, though the ranks of one machine can find each
+    other without.
+    """
     for said in two_ranks:
         assert said["cluster"] == ["gloo", "cpu", "mpirun"]
         assert said["numbers"]["sum"] == 3
 
 
-def test_an_address_from_the_environment_or_the_config_works(two_ranks: list[dict[str, Any]]) -> None:
+def test_an_address_from_the_environment_or_the_config_works(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     for said in two_ranks:
         assert said["env"] == said["tcp"] == 1
 
@@ -150,7 +179,9 @@ def test_all_reduce_of_numbers_and_tensors(two_ranks: list[dict[str, Any]]) -> N
 
 
 def test_trap_34_the_timeout_comes_from_the_config(two_ranks: list[dict[str, Any]]) -> None:
-    """NCCL_TIMEOUT does nothing in torch: the world and its groups are made with the config's timeout."""
+    """NCCL_TIMEOUT does nothing in torch: the world and its groups are made with the config's
+    timeout.
+    """
     assert [said["timeout"] for said in two_ranks] == [[77.0] * 3] * 2
 
 
@@ -165,14 +196,20 @@ def test_alone_no_group_is_needed() -> None:
     here = cluster.setup()
     assert here.backend == "none"
     assert not dist.is_initialized()
-    assert (collectives.rank(), collectives.world_size(), collectives.is_main_process()) == (0, 1, True)
+    assert (collectives.rank(), collectives.world_size(), collectives.is_main_process()) == (
+        0,
+        1,
+        True,
+    )
     assert collectives.all_reduce(3.0, "sum") == 3.0
     assert collectives.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
     collectives.barrier()
 
 
 def test_a_group_that_exists_is_used_and_left_alone() -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1
+    )
     try:
         assert cluster.setup().backend == "gloo"
         cluster.cleanup()
@@ -185,7 +222,11 @@ def test_numbers_lie_where_the_process_group_can_send_them(monkeypatch: pytest.M
     """`backend: nccl` serves GPUs alone; `auto` has gloo beside it, for what lies on the hosts."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    for backends, device in (("cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo,cuda:gloo", "cpu")):
+    for backends, device in (
+        ("cuda:nccl", "cuda:1"),
+        ("cpu:gloo,cuda:nccl", "cpu"),
+        ("cpu:gloo,cuda:gloo", "cpu"),
+    ):
         monkeypatch.setattr(dist, "get_backend_config", lambda backends=backends: backends)
         assert collectives.device_of_numbers() == torch.device(device)
 
@@ -210,19 +251,35 @@ def test_trap_34_nccl_timeout_variables_are_said_to_do_nothing(
     assert "distributed.timeout_seconds" in caplog.text
 
 
-def test_trap_21_the_device_is_the_local_rank_and_is_set_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The global rank as device index, or a GPU touched before `set_device`: every rank holds memory on GPU 0."""
+def test_trap_21_the_device_is_the_local_rank_and_is_set_before_anything_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The global rank as device index, or a GPU touched before `set_device`: every rank holds
+    memory on GPU 0.
+    """
     order: list[tuple[str, Any]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
     monkeypatch.setattr(accelerator, "_selected", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: order.append(("set_device", device)))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: order.append(("set_device", device))
+    )
     monkeypatch.setattr(cluster, "rendezvous", lambda *_: order.append(("rendezvous", None)))
     monkeypatch.setattr(cluster, "choose_interface", lambda *_: None)
     monkeypatch.setattr(cluster, "_share_calls", lambda _: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **kw: order.append((backend, kw["device_id"])))
-    facts = {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **kw: order.append((backend, kw["device_id"]))
+    )
+    facts = {
+        "RANK": "6",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "2",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "1",
+    }
     for name, value in facts.items():
         monkeypatch.setenv(name, value)
     here = cluster.setup()
@@ -234,13 +291,17 @@ def test_trap_21_the_device_is_the_local_rank_and_is_set_before_anything_else(mo
 
 def test_more_ranks_than_gpus_is_refused_with_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     facts = RankFacts(rank=2, local_rank=2, world_size=4, local_world_size=4)
     with pytest.raises(UsageError, match="4 ranks on this machine, 2 GPUs visible"):
         cluster._choose_device("auto", facts)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    each_sees_its_own = RankFacts(rank=2, local_rank=2, world_size=4, local_world_size=4, launcher="srun")
+    each_sees_its_own = RankFacts(
+        rank=2, local_rank=2, world_size=4, local_world_size=4, launcher="srun"
+    )
     assert cluster._choose_device("auto", each_sees_its_own) == torch.device("cuda", 0)
 
 
@@ -253,7 +314,10 @@ def test_more_ranks_than_gpus_is_refused_with_the_sum(monkeypatch: pytest.Monkey
         ({"device": "cuda"}, "torch sees no GPU here"),
         ({"device": "xpu"}, "torch sees no GPU here"),
         ({"device": "mps"}, "torch sees no GPU here"),
-        ({"device": "gpu"}, "torch knows no accelerator of that name.*\n.*registers with torch\n.*device: cpu"),
+        (
+            {"device": "gpu"},
+            "torch knows no accelerator of that name.*\n.*registers with torch\n.*device: cpu",
+        ),
         ({"device": "vulkan"}, "torch knows no accelerator of that name"),
         ({"device": "ipu"}, "torch knows no accelerator of that name"),
     ],
@@ -292,19 +356,32 @@ def test_trap_36_ranks_that_do_not_come_are_said_with_the_ports_that_must_be_ope
 ) -> None:
     """Opening the meeting port alone is not enough: the traffic between ranks takes any port."""
     launched(monkeypatch, RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
-    with pytest.raises(RunError, match=f"rank {rank} did not meet the other ranks at 127.0.0.1:") as raised:
+    with pytest.raises(
+        RunError, match=f"rank {rank} did not meet the other ranks at 127.0.0.1:"
+    ) as raised:
         cluster.setup(DistributedConfig(timeout_seconds=1))
-    assert "on that port for meeting, on any port for the traffic between ranks" in str(raised.value)
+    assert "on that port for meeting, on any port for the traffic between ranks" in str(
+        raised.value
+    )
 
 
-def test_a_restarted_rank_does_not_read_what_the_attempt_before_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_rank_does_not_read_what_the_attempt_before_it_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """torchrun's store outlives its ranks, and the addresses of dead ranks are in it."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    launched(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port, TORCHELASTIC_USE_AGENT_STORE="True")
+    launched(
+        monkeypatch,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=store.port,
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
     seen = []
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        meeting = rendezvous.rendezvous(DistributedConfig(), rank_facts(), datetime.timedelta(seconds=5))
+        meeting = rendezvous.rendezvous(
+            DistributedConfig(), rank_facts(), datetime.timedelta(seconds=5)
+        )
         seen.append(meeting.check(["rank0"]))
         meeting.set("rank0", "an address")
     assert seen == [False, False]
@@ -316,11 +393,21 @@ def test_several_machines_need_an_address(monkeypatch: pytest.MonkeyPatch) -> No
         cluster.setup()
 
 
-def test_debug_switches_and_variables_are_set_before_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_switches_and_variables_are_set_before_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = DistributedConfig(debug="detail", env={"NCCL_IB_DISABLE": 1, "NCCL_DEBUG": "TRACE"})  # type: ignore[dict-item]
     seen: dict[str, str] = {}
-    launched(monkeypatch, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
-    monkeypatch.setattr(cluster, "_join", lambda *_: seen.update(os.environ, level=str(dist.get_debug_level())))
+    launched(
+        monkeypatch,
+        WORLD_SIZE=1,
+        LOCAL_WORLD_SIZE=1,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=free_port(),
+    )
+    monkeypatch.setattr(
+        cluster, "_join", lambda *_: seen.update(os.environ, level=str(dist.get_debug_level()))
+    )
     try:
         cluster.setup(config)
         assert seen["NCCL_IB_DISABLE"] == "1"
@@ -354,7 +441,9 @@ def test_the_meeting_file_is_this_jobs_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_group_that_the_script_has_left_tells_nothing_any_more() -> None:
-    """Its facts outlived it once: the process took itself for a rank of a launcher's, and ended as one."""
+    """Its facts outlived it once: the process took itself for a rank of a launcher's, and ended as
+    one.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert cluster.setup().facts.launcher != "none"
     dist.destroy_process_group()
@@ -370,16 +459,23 @@ def test_a_device_of_one_process_is_refused_for_several(monkeypatch: pytest.Monk
         cluster._choose_device("mps", RankFacts(rank=0, world_size=2, local_world_size=2))
 
 
-def test_auto_takes_the_accelerator_that_torch_finds_except_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_accelerator_that_torch_finds_except_mps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for kind, taken in (("xpu", "xpu"), ("mps", "cpu")):
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, k=kind: torch.device(k))
+        monkeypatch.setattr(
+            torch.accelerator,
+            "current_accelerator",
+            lambda check_available, k=kind: torch.device(k),
+        )
         monkeypatch.setattr(torch.get_device_module(kind), "is_available", lambda: True)
         monkeypatch.setattr(torch.get_device_module(kind), "device_count", lambda: 1)
         assert cluster._choose_device("auto", RankFacts()).type == taken
 
 
 @pytest.mark.parametrize(
-    ("kind", "joined"), [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), ("cpu", "gloo")]
+    ("kind", "joined"),
+    [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), ("cpu", "gloo")],
 )
 def test_each_device_has_its_backend(kind: str, joined: str) -> None:
     device = torch.device(kind)
@@ -387,14 +483,18 @@ def test_each_device_has_its_backend(kind: str, joined: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
-def test_ranks_that_count_themselves_differently_are_told_so_on_each(sizes: tuple[int, int]) -> None:
+def test_ranks_that_count_themselves_differently_are_told_so_on_each(
+    sizes: tuple[int, int],
+) -> None:
     """They waited until the timeout, and nothing named WORLD_SIZE."""
     port = free_port()
 
     def meet(rank: int) -> str:
         facts = RankFacts(rank, rank, sizes[rank], sizes[rank], 0, "the script")
         try:
-            rendezvous._tcp_store("127.0.0.1", port, facts, datetime.timedelta(seconds=30), hosted_elsewhere=False)
+            rendezvous._tcp_store(
+                "127.0.0.1", port, facts, datetime.timedelta(seconds=30), hosted_elsewhere=False
+            )
         except UsageError as error:
             return error.what
         return "met"

@@ -15,27 +15,41 @@ GUIDE = (REPOSITORY / "CONTRIBUTING.md").read_text()
 
 
 def test_each_path_in_it_exists() -> None:
-    named = re.findall(r"`([\w./*-]+(?:/|\.py|\.yaml|\.yml|\.toml|\.md))`", GUIDE) + re.findall(r"\]\(([\w./]+)", GUIDE)
+    named = re.findall(r"`([\w./*-]+(?:/|\.py|\.yaml|\.yml|\.toml|\.md))`", GUIDE) + re.findall(
+        r"\]\(([\w./]+)", GUIDE
+    )
     assert len(named) > 25
     for name in named:
         pattern = name.removeprefix("lockstep/").rstrip("/")
-        assert any(any(place.glob(pattern)) for place in (REPOSITORY, REPOSITORY / "lockstep")), name
+        assert any(any(place.glob(pattern)) for place in (REPOSITORY, REPOSITORY / "lockstep")), (
+            name
+        )
 
 
 def test_the_tree_in_it_is_the_tree() -> None:
     """Each module and package of `lockstep/` is in the tree, and each name in the tree exists."""
     block = re.search(r"```\nlockstep/\n(.*?)```", GUIDE, re.DOTALL)
     assert block is not None
-    named = {line.split()[0].rstrip("/") for line in block[1].splitlines() if re.match(r"  \S", line)}
+    named = {
+        line.split()[0].rstrip("/") for line in block[1].splitlines() if re.match(r"  \S", line)
+    }
     package = REPOSITORY / "lockstep"
-    there = {p.name for p in package.iterdir() if not p.name.startswith(("_", ".")) and p.suffix in ("", ".py")}
-    there = {name for name in there if (package / name).is_file() or any((package / name).glob("*.py"))}
+    there = {
+        p.name
+        for p in package.iterdir()
+        if not p.name.startswith(("_", ".")) and p.suffix in ("", ".py")
+    }
+    there = {
+        name for name in there if (package / name).is_file() or any((package / name).glob("*.py"))
+    }
     assert named == there | {"__init__.py"}
 
 
 def test_each_door_in_the_tour_opens() -> None:
     for room, doors in re.findall(r"^\| `([\w/.]+)` \| (.*?) \|", GUIDE, re.MULTILINE):
-        module = importlib.import_module("lockstep." + room.removesuffix(".py").strip("/").replace("/", "."))
+        module = importlib.import_module(
+            "lockstep." + room.removesuffix(".py").strip("/").replace("/", ".")
+        )
         for door in re.findall(r"`(\w+)[.(`,]", doors):
             assert hasattr(module, door), f"{room}: {door}"
 
@@ -45,11 +59,17 @@ def test_each_make_target_in_it_exists() -> None:
     assert set(re.findall(r"make ([\w-]+)", GUIDE)) <= set(targets)
 
 
-def test_a_storage_of_another_package_passes_the_tests_of_commit_kill_and_damage(tmp_path: Path) -> None:
-    """As the guide tells a newcomer: a copy of the example in a package elsewhere, and no edit in the repository."""
+def test_a_storage_of_another_package_passes_the_tests_of_commit_kill_and_damage(
+    tmp_path: Path,
+) -> None:
+    """As the guide tells a newcomer: a copy of the example in a package elsewhere, and no edit in
+    the repository.
+    """
     section = GUIDE.split("**A storage for checkpoints.**")[1].split("\n**")[0]
     assert set(re.findall(r"^\| `(\w+)\(", section, re.MULTILINE)) == Storage.__abstractmethods__
-    (command,) = re.findall(r"^LOCKSTEP_TEST_STORAGE=(\S+) pytest (\S+) -k (\S+)$", section, re.MULTILINE)
+    (command,) = re.findall(
+        r"^LOCKSTEP_TEST_STORAGE=(\S+) pytest (\S+) -k (\S+)$", section, re.MULTILINE
+    )
     named, tests, chosen = command
     module = tmp_path.joinpath(*named.partition(":")[0].split(".")).with_suffix(".py")
     module.parent.mkdir()
@@ -57,9 +77,15 @@ def test_a_storage_of_another_package_passes_the_tests_of_commit_kill_and_damage
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", tests, "-k", chosen],
-        cwd=REPOSITORY, env={**os.environ, "LOCKSTEP_TEST_STORAGE": named, "PYTHONPATH": path},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        env={**os.environ, "LOCKSTEP_TEST_STORAGE": named, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    for kind in ("test_commit.py::test_a_kill", "test_damage.py::test_trap_50", "test_storage.py::test_everything"):
+    for kind in (
+        "test_commit.py::test_a_kill",
+        "test_damage.py::test_trap_50",
+        "test_storage.py::test_everything",
+    ):
         assert re.search(rf"PASSED .*{kind}.*\[{re.escape(named)}\]", ended.stdout), ended.stdout

@@ -14,8 +14,15 @@ from tests.ranks import REPOSITORY
 NODES = {0: {0, 1, 2, 3}, 1: {4, 5, 6, 7}}
 
 
-def machine(root: Path, nodes: dict[int, str], gpus: dict[str, int | None] | None = None, model: str = "H100") -> Path:
-    """A tree like that of the kernel: NUMA node → its cores; PCI address of a GPU → its node (None: the file lacks)."""
+def machine(
+    root: Path,
+    nodes: dict[int, str],
+    gpus: dict[str, int | None] | None = None,
+    model: str = "H100",
+) -> Path:
+    """A tree like that of the kernel: NUMA node → its cores; PCI address of a GPU → its node (None:
+    the file lacks).
+    """
     for node, cpulist in nodes.items():
         folder = root / f"sys/devices/system/node/node{node}"
         folder.mkdir(parents=True)
@@ -32,12 +39,20 @@ def machine(root: Path, nodes: dict[int, str], gpus: dict[str, int | None] | Non
     return root
 
 
-EIGHT = {f"0000:{bus}:00.0": node for bus, node in zip(("1B", "43", "52", "61", "9D", "C3", "D1", "DF"), [0] * 4 + [1] * 4, strict=True)}  # noqa: E501  # fmt: skip
+EIGHT = {
+    f"0000:{bus}:00.0": node
+    for bus, node in zip(
+        ("1B", "43", "52", "61", "9D", "C3", "D1", "DF"), [0] * 4 + [1] * 4, strict=True
+    )
+}
 
 
 def test_nodes_and_their_cores_are_read(tmp_path: Path) -> None:
     root = machine(tmp_path, {0: "0-3,8-11", 1: "4-7,12-15", 2: ""})
-    assert cores.numa_nodes(root) == {0: {0, 1, 2, 3, 8, 9, 10, 11}, 1: {4, 5, 6, 7, 12, 13, 14, 15}}
+    assert cores.numa_nodes(root) == {
+        0: {0, 1, 2, 3, 8, 9, 10, 11},
+        1: {4, 5, 6, 7, 12, 13, 14, 15},
+    }
     assert cores.numa_nodes(tmp_path / "nothing") == {}
 
 
@@ -46,7 +61,9 @@ def test_each_gpu_has_the_node_that_its_slot_has(tmp_path: Path) -> None:
     assert cores.gpu_nodes({}, root) == [0, 0, 0, 0, 1, 1, 1, 1]
     assert cores.gpu_nodes({"CUDA_VISIBLE_DEVICES": "7,0"}, root) == [1, 0]
     assert cores.gpu_nodes({"CUDA_VISIBLE_DEVICES": ""}, root) == []
-    assert cores.gpu_nodes({"CUDA_VISIBLE_DEVICES": "GPU-3ab1,0"}, root) is None, "a serial number says no slot"
+    assert cores.gpu_nodes({"CUDA_VISIBLE_DEVICES": "GPU-3ab1,0"}, root) is None, (
+        "a serial number says no slot"
+    )
     assert cores.gpu_nodes({"CUDA_VISIBLE_DEVICES": "9"}, root) is None
     assert cores.gpu_nodes({}, tmp_path / "nothing") == []
 
@@ -56,14 +73,26 @@ def test_each_gpu_has_the_node_that_its_slot_has(tmp_path: Path) -> None:
     [
         ({"0000:1B:00.0": -1}, "H100", {}, None),  # a virtual machine
         ({"0000:1B:00.0": None}, "H100", {}, None),
-        ({"0000:1B:00.0": 1, "0000:43:00.0": 0}, "A100,H100", {}, None),  # CUDA numbers the fastest first
-        ({"0000:1B:00.0": 1, "0000:43:00.0": 0}, "A100,H100", {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [1, 0]),
+        # CUDA numbers the fastest first
+        ({"0000:1B:00.0": 1, "0000:43:00.0": 0}, "A100,H100", {}, None),
+        (
+            {"0000:1B:00.0": 1, "0000:43:00.0": 0},
+            "A100,H100",
+            {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            [1, 0],
+        ),
     ],
 )
 def test_where_the_machine_does_not_say_nothing_is_guessed(
-    tmp_path: Path, gpus: dict[str, int | None], model: str, environ: dict[str, str], expected: list[int] | None
+    tmp_path: Path,
+    gpus: dict[str, int | None],
+    model: str,
+    environ: dict[str, str],
+    expected: list[int] | None,
 ) -> None:
-    assert cores.gpu_nodes(environ, machine(tmp_path, {0: "0-3", 1: "4-7"}, gpus, model)) == expected
+    assert (
+        cores.gpu_nodes(environ, machine(tmp_path, {0: "0-3", 1: "4-7"}, gpus, model)) == expected
+    )
 
 
 def test_a_rank_goes_to_the_node_of_its_gpu_or_is_dealt_out() -> None:
@@ -99,15 +128,28 @@ def test_processes_are_bound_and_never_to_more_than_they_had(tmp_path: Path) -> 
     def bound(rank: int, world: int, root: Path, start: str = "") -> list[object]:
         done = subprocess.run(
             [sys.executable, "-c", _BIND, str(rank), str(world), str(root), start],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         found: list[object] = json.loads(done.stdout)
         return found
 
     assert bound(0, 2, two) == [0, low, len(own), 0]
-    assert bound(1, 2, two) == [1, high, len(own), 1], "threads are shared out over the machine, not over the node"
+    assert bound(1, 2, two) == [
+        1,
+        high,
+        len(own),
+        1,
+    ], "threads are shared out over the machine, not over the node"
     assert bound(1, 2, one) == [None, own, len(own), None]
     assert bound(0, 1, two) == [None, own, len(own), None], "one rank has the machine for itself"
     assert bound(1, 2, two, start=str(own[0])) == [None, low, 1, None]
     both = machine(tmp_path / "both", {0: ",".join(map(str, own)), 1: ",".join(map(str, own))})
-    assert bound(0, 2, both, start=str(own[0])) == [0, low, 1, 0], "what taskset allowed is not widened"
+    assert bound(0, 2, both, start=str(own[0])) == [
+        0,
+        low,
+        1,
+        0,
+    ], "what taskset allowed is not widened"

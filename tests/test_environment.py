@@ -11,7 +11,13 @@ def test_nobody_launched_it() -> None:
 
 
 def test_torchrun() -> None:
-    env = {"RANK": "6", "LOCAL_RANK": "2", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+    env = {
+        "RANK": "6",
+        "LOCAL_RANK": "2",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "1",
+    }
     facts = rank_facts(env)
     assert facts == RankFacts(6, 2, 8, 4, 1, "torchrun")
     assert facts.num_nodes == 2
@@ -24,7 +30,13 @@ def test_ranks_that_somebody_numbered_by_hand() -> None:
 def test_open_mpi() -> None:
     """Its NODE_RANK numbers processes on a node (of all jobs there); it tells no node's number."""
     for rank in range(4):
-        names = {"RANK": rank, "LOCAL_RANK": rank % 2, "SIZE": 4, "LOCAL_SIZE": 2, "NODE_RANK": rank % 2}
+        names = {
+            "RANK": rank,
+            "LOCAL_RANK": rank % 2,
+            "SIZE": 4,
+            "LOCAL_SIZE": 2,
+            "NODE_RANK": rank % 2,
+        }
         facts = rank_facts({f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()})
         assert facts == RankFacts(rank, rank % 2, 4, 2, rank // 2, "mpirun")
 
@@ -36,26 +48,43 @@ def test_mpich() -> None:
 
 @pytest.mark.parametrize(("node", "here"), [(0, 4), (1, 4), (2, 3)])
 def test_srun_with_unequal_machines(node: int, here: int) -> None:
-    env = {"SLURM_PROCID": str(4 * node), "SLURM_LOCALID": "0", "SLURM_NTASKS": "11", "SLURM_NODEID": str(node)}
+    env = {
+        "SLURM_PROCID": str(4 * node),
+        "SLURM_LOCALID": "0",
+        "SLURM_NTASKS": "11",
+        "SLURM_NODEID": str(node),
+    }
     env |= {"SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
     facts = rank_facts(env)
     assert (facts.launcher, facts.local_world_size, facts.node_rank) == ("srun", here, node)
 
 
 def test_a_batch_script_is_no_rank() -> None:
-    """Slurm tells it SLURM_PROCID=0 and the number of tasks; it would wait for tasks that nobody has started."""
-    env = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_NODEID": "0", "SLURM_JOB_ID": "5"}
+    """Slurm tells it SLURM_PROCID=0 and the number of tasks; it would wait for tasks that nobody
+    has started.
+    """
+    env = {
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NTASKS": "8",
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": "5",
+    }
     assert rank_facts(env) == RankFacts()
 
 
 def test_trap_30_a_machine_number_as_rank_is_refused() -> None:
-    """RANK used as a machine's number: with one process a machine it goes unnoticed, with more there are two worlds."""
+    """RANK used as a machine's number: with one process a machine it goes unnoticed, with more
+    there are two worlds.
+    """
     with pytest.raises(UsageError, match="RANK=2 is not below WORLD_SIZE=2") as raised:
         rank_facts({"RANK": "2", "WORLD_SIZE": "2"})
     assert "node_rank × processes per node + local_rank" in str(raised.value)
 
 
-@pytest.mark.parametrize("wrong", [{"RANK": "one"}, {"LOCAL_WORLD_SIZE": "0"}, {"LOCAL_WORLD_SIZE": "a(x2)"}])
+@pytest.mark.parametrize(
+    "wrong", [{"RANK": "one"}, {"LOCAL_WORLD_SIZE": "0"}, {"LOCAL_WORLD_SIZE": "a(x2)"}]
+)
 def test_what_is_no_number_is_refused_by_name(wrong: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         rank_facts({"RANK": "0", "WORLD_SIZE": "2", **wrong})
@@ -89,7 +118,9 @@ def test_world_size_beside_a_schedulers_variables_must_agree() -> None:
 def test_texts_in_the_place_of_numbers_are_one_error(wrong: dict[str, str]) -> None:
     """torch ended with an error in C++, int() with a traceback."""
     read = rank_facts if len(wrong) > 1 else check_numbers
-    with pytest.raises(UsageError, match=f"{next(iter(wrong))} should be a whole number, but is '(abc|x)'"):
+    with pytest.raises(
+        UsageError, match=f"{next(iter(wrong))} should be a whole number, but is '(abc|x)'"
+    ):
         read(wrong)
 
 
@@ -104,4 +135,6 @@ def test_accelerate_that_starts_one_process_for_several_is_told() -> None:
     assert "each would train a model of its own" in str(machines.value)
     assert "--master-addr 10.99.0.1 on each machine" in str(machines.value)
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert rank_facts({**alone, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).rank == 1
+    assert (
+        rank_facts({**alone, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).rank == 1
+    )

@@ -1,4 +1,6 @@
-"""Every error that a user may meet: how it is built, and what provokes it. `python -m tests.errors` lists them."""
+"""Every error that a user may meet: how it is built, and what provokes it. `python -m tests.errors`
+lists them.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +21,14 @@ WHAT_IS_ENOUGH = (
     "and … : … cut at the same place",
     "",  # its text comes from elsewhere, with the rest
 )
-REQUIREMENT = ("is not", "is no", "is neither", "is below", "needs", "is outside")  # "--master-port 0 is no port"
-ONLY_A_LAUNCH = ("lockstep/launch/", "lockstep/collectives.py", "lockstep/submit/")  # say what is wanted in the message
+# "--master-port 0 is no port"
+REQUIREMENT = ("is not", "is no", "is neither", "is below", "needs", "is outside")
+# say what is wanted in the message
+ONLY_A_LAUNCH = ("lockstep/launch/", "lockstep/collectives.py", "lockstep/submit/")
 
-# Of all errors, those that no test provokes by words of ten letters: on a GPU, on a machine or storage that fails, in a
-# process of another's. `python -m tests.errors --untested` lists them, and those worded elsewhere, which do not
-# count; the number is to go down.
+# Of all errors, those that no test provokes by words of ten letters: on a GPU, on a machine or
+# storage that fails, in a process of another's. `python -m tests.errors --untested` lists them, and
+# those worded elsewhere, which do not count; the number is to go down.
 NOT_PROVOKED = 72
 
 
@@ -34,13 +38,20 @@ def test_each_error_says_why_or_what_to_do() -> None:
         for site in with_tests()
         if not site.parts & {"why", "fix", "**", "rolls_back"}
         and site.message not in WHAT_IS_ENOUGH
-        and not (site.file.startswith(ONLY_A_LAUNCH) and any(word in site.message for word in REQUIREMENT))
+        and not (
+            site.file.startswith(ONLY_A_LAUNCH)
+            and any(word in site.message for word in REQUIREMENT)
+        )
     ]
     assert not poor, "\n".join(poor)
 
 
 def test_nearly_each_error_is_provoked_by_a_test() -> None:
-    left = [f"{site.file}:{site.line} {site.message}" for site in with_tests() if site.pieces and not site.tests]
+    left = [
+        f"{site.file}:{site.line} {site.message}"
+        for site in with_tests()
+        if site.pieces and not site.tests
+    ]
     assert len(left) <= NOT_PROVOKED, "\n".join(left)
 
 
@@ -88,11 +99,17 @@ def loss_with_arguments() -> Any:
     from lockstep.config import config_from
     from lockstep.trainer.setup import loss_fn_of
 
-    return loss_fn_of(config_from({"loss_fn": {"name": "tests.test_errors:squares", "args": {"reduction": "sum"}}}))
+    return loss_fn_of(
+        config_from(
+            {"loss_fn": {"name": "tests.test_errors:squares", "args": {"reduction": "sum"}}}
+        )
+    )
 
 
 def squares(outputs: Any, targets: Any) -> Any:
-    """A function that is none of torch's: those with arguments are taken for the class that does the same."""
+    """A function that is none of torch's: those with arguments are taken for the class that does
+    the same.
+    """
     return (outputs - targets).square().mean()
 
 
@@ -161,12 +178,16 @@ class Bare(nn.Linear):
         return outputs.sum()
 
 
-def trained(loss_fn: Any = None, batch: Any = None, of: nn.Module | None = None, **settings: Any) -> Callable[[], Any]:
+def trained(
+    loss_fn: Any = None, batch: Any = None, of: nn.Module | None = None, **settings: Any
+) -> Callable[[], Any]:
     def train() -> Any:
         from lockstep import Trainer
 
         given = (torch.ones(2, 3), torch.ones(2, 1)) if batch is None else batch
-        trainer = Trainer(of or nn.Linear(3, 1), loss_fn=loss_fn, max_steps=1, lr_schedule="constant", **settings)
+        trainer = Trainer(
+            of or nn.Linear(3, 1), loss_fn=loss_fn, max_steps=1, lr_schedule="constant", **settings
+        )
         return list(trainer.steps([given] * 8))
 
     return train
@@ -206,8 +227,14 @@ PROVOKED: list[tuple[str, Callable[[], Any]]] = [
     ("is written twice, first in line", config("training: {seed: 1}\ntraining: {seed: 2}\n")),
     ("does not have the type of its tag", config("training: {max_steps: !!int x}\n")),
     ("an alias refers to the value that it is part of", config("training: &a {x: *a}\n")),
-    ("is neither beside c.yaml nor among the files that ship", config("extends: trainers/none.yaml\n")),
-    ("is not a statement of the template language", config("-- blok x\n-- endblock x\ntraining: {seed: 1}\n")),
+    (
+        "is neither beside c.yaml nor among the files that ship",
+        config("extends: trainers/none.yaml\n"),
+    ),
+    (
+        "is not a statement of the template language",
+        config("-- blok x\n-- endblock x\ntraining: {seed: 1}\n"),
+    ),
     ("the value of the override", config("training: {seed: 1}\n", "training.seed={")),
     ("digits has no image_size 9", data("digits", image_size=9)),
     ("math:pi is a float, not a class or a function", data("math:pi")),
@@ -228,11 +255,17 @@ PROVOKED: list[tuple[str, Callable[[], Any]]] = [
     ("but a mean is one number", trained(Unreduced())),
     ("a loss with reduction 'median'", trained(strange("median"))),
     ("in which there is no loss", trained(batch={"input": torch.ones(2, 3)})),
-    ("the model is already wrapped in DataParallel", refuse(lambda: nn.DataParallel(nn.Linear(1, 1)))),
+    (
+        "the model is already wrapped in DataParallel",
+        refuse(lambda: nn.DataParallel(nn.Linear(1, 1))),
+    ),
     ("no scheduler is given", cli("submit")),
     ("there is no study 'speed'", cli("bench", "speed", "c.yaml")),
     ("is not a list of numbers from 1 on", cli("bench", "scaling", "c.yaml", "--ranks", "a,b")),
-    ("-o means nothing to `lockstep report RUN --live`", cli("report", ".", "--live", "-o", "x.html")),
+    (
+        "-o means nothing to `lockstep report RUN --live`",
+        cli("report", ".", "--live", "-o", "x.html"),
+    ),
     ("there is no format 'zip' to convert to", cli("checkpoint", "convert", ".", "--to", "zip")),
     ("a module is run by Python", cli("launch", "-m", "--no-python", "x.py")),
     ("gave int for its training data, which is not a dataset", data("tests.test_errors:five")),
@@ -241,13 +274,19 @@ PROVOKED: list[tuple[str, Callable[[], Any]]] = [
     ("balances its experts by a loss over all layers", balanced),
     (
         "can't be cut into stages",
-        lambda: __import__("lockstep.models.protocol").models.protocol.require_segments(nn.Linear(1, 1)),
+        lambda: __import__("lockstep.models.protocol").models.protocol.require_segments(
+            nn.Linear(1, 1)
+        ),
     ),
 ]
 
 
-@pytest.mark.parametrize(("message", "provoke"), PROVOKED, ids=[message[:40] for message, _ in PROVOKED])
-def test_it_is_said(message: str, provoke: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("message", "provoke"), PROVOKED, ids=[message[:40] for message, _ in PROVOKED]
+)
+def test_it_is_said(
+    message: str, provoke: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.json").write_text("{}")
     (tmp_path / "c.yaml").write_text("model: {name: transformer}\ndata: {name: python-docs}\n")

@@ -1,4 +1,6 @@
-"""The examples run: in small on two ranks of one launch; as they stand in tests that are marked `full`."""
+"""The examples run: in small on two ranks of one launch; as they stand in tests that are marked
+`full`.
+"""
 
 import difflib
 import importlib.util
@@ -21,9 +23,20 @@ from tests.launch.shared import environment
 from tests.ranks import REPOSITORY, run_ranks
 
 EXAMPLES = REPOSITORY / "examples"
-TINY = ["data.args.block_size=32", "training.max_steps=2", "training.warmup_steps=1", "training.batch_size=2"]
+TINY = [
+    "data.args.block_size=32",
+    "training.max_steps=2",
+    "training.warmup_steps=1",
+    "training.batch_size=2",
+]
 TINY += ["training.global_batch_size=4", "training.eval_steps=null", "checkpoint.save_steps=2"]
-LANGUAGE = [*TINY, "model.args.n_layer=2", "model.args.n_embd=16", "model.args.n_head=2", "distributed.strategy=ddp"]
+LANGUAGE = [
+    *TINY,
+    "model.args.n_layer=2",
+    "model.args.n_embd=16",
+    "model.args.n_head=2",
+    "distributed.strategy=ddp",
+]
 
 
 def load(name: str) -> ModuleType:
@@ -78,7 +91,12 @@ def free_transformer() -> Any:
 def vae() -> Any:
     from lockstep import checkpoint, is_main_process
 
-    images = ["model.args.latent_dim=4", "training.num_train_epochs=null", *TINY[1:], "distributed.strategy=ddp"]
+    images = [
+        "model.args.latent_dim=4",
+        "training.num_train_epochs=null",
+        *TINY[1:],
+        "distributed.strategy=ddp",
+    ]
     run = train("ready/vae.yaml", "vae", *images)
     if not is_main_process():
         return None
@@ -115,7 +133,15 @@ def own_accuracy() -> Any:
     return load("accuracy").found
 
 
-PARTS: list[Callable[[], Any]] = [plain, own_accuracy, gan, free_transformer, vae, own_text, notebook]
+PARTS: list[Callable[[], Any]] = [
+    plain,
+    own_accuracy,
+    gan,
+    free_transformer,
+    vae,
+    own_text,
+    notebook,
+]
 
 
 def run_all(folder: str) -> dict[str, Any]:
@@ -141,7 +167,11 @@ def accuracy(weights: Path) -> float:
 
     before = load("plain/before")
     model = torch.nn.Sequential(
-        torch.nn.Flatten(), torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Identity(), torch.nn.Linear(128, 10)
+        torch.nn.Flatten(),
+        torch.nn.Linear(64, 128),
+        torch.nn.ReLU(),
+        torch.nn.Identity(),
+        torch.nn.Linear(128, 10),
     )
     model.load_state_dict(torch.load(weights, weights_only=True))
     right = sum((model(x).argmax(1) == y).sum().item() for x, y in before.val_data)
@@ -151,8 +181,14 @@ def accuracy(weights: Path) -> float:
 def test_a_plain_script_needs_a_handful_of_changed_lines_and_learns_the_same(
     ran: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, after = ((EXAMPLES / f"plain/{name}.py").read_text().splitlines() for name in ("before", "after"))
-    added = [line for line in difflib.ndiff(before[1:], after[1:]) if line.startswith("+ ") and line[2:].strip()]
+    before, after = (
+        (EXAMPLES / f"plain/{name}.py").read_text().splitlines() for name in ("before", "after")
+    )
+    added = [
+        line
+        for line in difflib.ndiff(before[1:], after[1:])
+        if line.startswith("+ ") and line[2:].strip()
+    ]
     assert len(added) <= 8, "\n".join(added)
     monkeypatch.chdir(tmp_path)
     load("plain/before").main()
@@ -160,7 +196,9 @@ def test_a_plain_script_needs_a_handful_of_changed_lines_and_learns_the_same(
     assert accuracy(ran[0] / "digits.pt") > 0.9
 
 
-def test_an_accuracy_of_ones_own_takes_seventeen_lines_at_most(ran: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_an_accuracy_of_ones_own_takes_seventeen_lines_at_most(
+    ran: tuple[Path, list[dict[str, Any]]],
+) -> None:
     """And it is the same on two ranks."""
     lines = [line for line in (EXAMPLES / "accuracy.py").read_text().splitlines() if line.strip()]
     assert len(lines) <= 17
@@ -171,7 +209,9 @@ def test_an_accuracy_of_ones_own_takes_seventeen_lines_at_most(ran: tuple[Path, 
         assert rank["own_accuracy"]["loss"] == pytest.approx(alone["loss"], rel=1e-4)
 
 
-def test_two_optimizers_see_the_same_losses_on_both_ranks(ran: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_two_optimizers_see_the_same_losses_on_both_ranks(
+    ran: tuple[Path, list[dict[str, Any]]],
+) -> None:
     first, second = (found["gan"] for found in ran[1])
     assert first == second
     losses, shape = first
@@ -180,16 +220,22 @@ def test_two_optimizers_see_the_same_losses_on_both_ranks(ran: tuple[Path, list[
     assert losses[0] != losses[-1]
 
 
-def test_the_free_transformer_is_compared_with_its_baseline(ran: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_the_free_transformer_is_compared_with_its_baseline(
+    ran: tuple[Path, list[dict[str, Any]]],
+) -> None:
     header, baseline, free = ran[1][0]["free_transformer"].splitlines()
     assert "KL, bits a token" in header
     assert re.fullmatch(r"baseline +5\.\d+ +5\.\d+ +–", baseline)
     assert re.fullmatch(r"free +5\.\d+ +5\.\d+ +\d\.\d+", free)
 
 
-def test_pictures_of_the_vae_are_png_files_of_their_size(ran: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_pictures_of_the_vae_are_png_files_of_their_size(
+    ran: tuple[Path, list[dict[str, Any]]],
+) -> None:
     folder, (found, _) = ran
-    for name, size in zip(found["vae"], ((8 * 32 * 4, 2 * 32 * 4), (8 * 32 * 4, 4 * 32 * 4)), strict=True):
+    for name, size in zip(
+        found["vae"], ((8 * 32 * 4, 2 * 32 * 4), (8 * 32 * 4, 4 * 32 * 4)), strict=True
+    ):
         data = (folder / name).read_bytes()
         assert data.startswith(b"\x89PNG\r\n\x1a\n")
         assert struct.unpack(">II", data[16:24]) == size
@@ -210,13 +256,21 @@ def test_the_notebook_s_cells_run(ran: tuple[Path, list[dict[str, Any]]]) -> Non
 def test_the_notebook_in_a_kernel_draws_the_run_while_it_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real kernel runs its cells on two ranks; the figure is updated in place, and its last state stays."""
-    nbclient = pytest.importorskip("nbclient", reason="THE NOTEBOOK IS NOT RUN: pip install nbclient ipykernel")
+    """A real kernel runs its cells on two ranks; the figure is updated in place, and its last state
+    stays.
+    """
+    nbclient = pytest.importorskip(
+        "nbclient", reason="THE NOTEBOOK IS NOT RUN: pip install nbclient ipykernel"
+    )
     nbformat = pytest.importorskip("nbformat")
-    for name, value in environment(OMP_NUM_THREADS="1", IPYTHONDIR=str(tmp_path / "ipython")).items():
+    for name, value in environment(
+        OMP_NUM_THREADS="1", IPYTHONDIR=str(tmp_path / "ipython")
+    ).items():
         monkeypatch.setenv(name, value)
     book = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
-    client = nbclient.NotebookClient(book, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    client = nbclient.NotebookClient(
+        book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}
+    )
     updates: list[Any] = []
     received = client.process_message
 
@@ -227,8 +281,14 @@ def test_the_notebook_in_a_kernel_draws_the_run_while_it_trains(
 
     client.process_message = process
     client.execute()
-    (spawned,) = [cell for cell in book.cells if "lockstep.spawn" in cell.source and cell.cell_type == "code"]
-    (figure,) = [output.data["text/html"] for output in spawned.outputs if output.output_type == "display_data"]
+    (spawned,) = [
+        cell for cell in book.cells if "lockstep.spawn" in cell.source and cell.cell_type == "code"
+    ]
+    (figure,) = [
+        output.data["text/html"]
+        for output in spawned.outputs
+        if output.output_type == "display_data"
+    ]
     assert "step 300 of 300" in figure
     assert len(updates) > 2, "while it trains"
     assert figure.count("<svg") == 2, "loss and samples per second"
@@ -239,7 +299,13 @@ def test_the_notebook_in_a_kernel_draws_the_run_while_it_trains(
 def as_it_stands(folder: Path, *command: str, text: str | None = None) -> str:
     surroundings = environment(OMP_NUM_THREADS="1", PYTHON=sys.executable)
     done = subprocess.run(
-        command, cwd=folder, env=surroundings, input=text, capture_output=True, text=True, check=False
+        command,
+        cwd=folder,
+        env=surroundings,
+        input=text,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -268,22 +334,36 @@ def test_the_notebook_spawns_two_ranks(tmp_path: Path) -> None:
 def test_the_long_ones_as_they_stand(tmp_path: Path, name: str) -> None:
     script = str(EXAMPLES / f"{name}.py")
     launched = name == "hf_causal"
-    command = [sys.executable, *(["-m", "lockstep", "launch", "--nproc-per-node", "2"] if launched else []), script]
-    expected = {"vae": "samples.png", "free_transformer": "KL, bits a token", "hf_causal": "The "}[name]
+    command = [
+        sys.executable,
+        *(["-m", "lockstep", "launch", "--nproc-per-node", "2"] if launched else []),
+        script,
+    ]
+    expected = {"vae": "samples.png", "free_transformer": "KL, bits a token", "hf_causal": "The "}[
+        name
+    ]
     assert expected in as_it_stands(tmp_path, *command)
 
 
 @pytest.mark.full
 def test_a_text_of_one_s_own(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text((REPOSITORY / "README.md").read_text())
-    assert as_it_stands(tmp_path, str(EXAMPLES / "own_text.sh"), "book.txt").count("--- sample") == 3
+    assert (
+        as_it_stands(tmp_path, str(EXAMPLES / "own_text.sh"), "book.txt").count("--- sample") == 3
+    )
 
 
 @pytest.mark.full
 @pytest.mark.root
 def test_two_hosts(tmp_path: Path) -> None:
     require_root()
-    small = [str(EXAMPLES / "own_text.yaml"), *LANGUAGE, "data.args.path=book.txt", "--output-dir", "run"]
+    small = [
+        str(EXAMPLES / "own_text.yaml"),
+        *LANGUAGE,
+        "data.args.path=book.txt",
+        "--output-dir",
+        "run",
+    ]
     (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 300)
     as_it_stands(tmp_path, str(EXAMPLES / "two_hosts.sh"), *small)
     assert "strategy ddp:2" in (tmp_path / "run/logs/rank-0.log").read_text()

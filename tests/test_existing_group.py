@@ -1,4 +1,6 @@
-"""A process group that the script makes itself is the world: `torch.multiprocessing.spawn` and `init_process_group`."""
+"""A process group that the script makes itself is the world: `torch.multiprocessing.spawn` and
+`init_process_group`.
+"""
 
 import io
 import json
@@ -23,9 +25,10 @@ from lockstep.torch_compat.group_options import timeout_of
 from tests.launch.shared import environment
 from tests.ranks import free_port, run_ranks
 
-# The two scripts below have the shape of the guides of FRAMEWORM (`train_ddp`) and geometry_os (`train`): their own
-# `setup` and `cleanup`, `mp.spawn`, an address in the environment or in the call. On a machine without GPUs the backend
-# is gloo and nothing is moved to one; the model stays bare, since Lockstep wraps it.
+# The two scripts below have the shape of the guides of FRAMEWORM (`train_ddp`) and geometry_os
+# (`train`): their own `setup` and `cleanup`, `mp.spawn`, an address in the environment or in the
+# call. On a machine without GPUs the backend is gloo and nothing is moved to one; the model stays
+# bare, since Lockstep wraps it.
 _SCRIPT = """
 import json, os, sys, warnings
 import torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -131,9 +134,14 @@ def spawned(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     (folder / "script.py").write_text(_SCRIPT)
     ports = [str(free_port()) for _ in range(4)]
     command = [sys.executable, "script.py", *ports]
-    ended = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 0, ended.stderr
-    return [json.loads((folder / name).read_text()) for name in ("said-0.json", "said-1.json", "alone.json")]
+    return [
+        json.loads((folder / name).read_text())
+        for name in ("said-0.json", "said-1.json", "alone.json")
+    ]
 
 
 def test_the_group_of_the_script_is_the_world_for_every_part(spawned: list[dict[str, Any]]) -> None:
@@ -146,8 +154,14 @@ def test_the_group_of_the_script_is_the_world_for_every_part(spawned: list[dict[
 
 
 def test_trap_17_a_script_with_mp_spawn_trains_one_model(spawned: list[dict[str, Any]]) -> None:
-    """Without a launcher's variables each process took itself for the only one and trained a model of its own."""
-    first, second, alone = (spawned[0]["frameworm"]["trained"], spawned[1]["frameworm"]["trained"], spawned[2])
+    """Without a launcher's variables each process took itself for the only one and trained a model
+    of its own.
+    """
+    first, second, alone = (
+        spawned[0]["frameworm"]["trained"],
+        spawned[1]["frameworm"]["trained"],
+        spawned[2],
+    )
     assert first["layout"] == "ddp:2"
     assert first["values"] == second["values"]
     assert first["values"] == pytest.approx(alone["values"], rel=1e-5, abs=1e-6)
@@ -158,16 +172,27 @@ def test_trap_17_a_script_with_mp_spawn_trains_one_model(spawned: list[dict[str,
 
 def test_a_trainer_made_before_the_group_is_refused(spawned: list[dict[str, Any]]) -> None:
     for rank, said in enumerate(spawned[:2]):
-        assert f"was rank 0 of 1 when the model was placed, and is rank {rank} of 2" in said["frameworm"]["too late"]
+        assert (
+            f"was rank 0 of 1 when the model was placed, and is rank {rank} of 2"
+            in said["frameworm"]["too late"]
+        )
 
 
 def test_the_local_rank_of_a_script_is_no_guess(spawned: list[dict[str, Any]]) -> None:
     for said in spawned[:2]:
-        assert "call lockstep.setup() on all ranks, after init_process_group" in said["frameworm"]["unknown"]
+        assert (
+            "call lockstep.setup() on all ranks, after init_process_group"
+            in said["frameworm"]["unknown"]
+        )
 
 
-def test_a_model_that_the_script_wrapped_is_refused_with_the_line(spawned: list[dict[str, Any]]) -> None:
-    assert "delete the line model = DistributedDataParallel(model, …)" in spawned[0]["frameworm"]["wrapped"]
+def test_a_model_that_the_script_wrapped_is_refused_with_the_line(
+    spawned: list[dict[str, Any]],
+) -> None:
+    assert (
+        "delete the line model = DistributedDataParallel(model, …)"
+        in spawned[0]["frameworm"]["wrapped"]
+    )
 
 
 def test_trap_12_equal_samples_on_all_ranks_are_noticed(spawned: list[dict[str, Any]]) -> None:
@@ -181,7 +206,8 @@ def test_variables_that_say_another_world_are_an_error(spawned: list[dict[str, A
     for rank, said in enumerate(spawned[:2]):
         for error in said["two worlds"]:
             assert (
-                f"is rank {rank} of 2 in its process group, but the environment says RANK=0 and WORLD_SIZE=4" in error
+                f"is rank {rank} of 2 in its process group, but the environment says RANK=0 and"
+                " WORLD_SIZE=4" in error
             )
             assert "os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))" in error
 
@@ -195,7 +221,11 @@ def beside_a_group() -> dict[str, Any]:
         lockstep.setup(DistributedConfig(device="cpu", debug="detail"))
     except UsageError as error:
         said["detail"] = str(error)
-    for name, settings in {"unset": {}, "same": {"timeout_seconds": 120}, "other": {"timeout_seconds": 1800}}.items():
+    for name, settings in {
+        "unset": {},
+        "same": {"timeout_seconds": 120},
+        "other": {"timeout_seconds": 1800},
+    }.items():
         lockstep.setup(DistributedConfig.model_validate({"device": "cpu", **settings}))
         group = collectives.new_group([0, 1])
         said[name] = [warned.getvalue(), timeout_of(group, torch.device("cpu"))]
@@ -206,11 +236,20 @@ def beside_a_group() -> dict[str, Any]:
 def test_what_a_group_of_the_script_can_not_follow_is_told() -> None:
     first, second = run_ranks(beside_a_group, 2)
     for said in (first, second):
-        assert "distributed.debug is detail, and the process group that the script has made checks no" in said["detail"]
-        assert "set_debug_level(torch.distributed.DebugLevel.DETAIL) before init_process_group" in said["detail"]
+        assert (
+            "distributed.debug is detail, and the process group that the script has made checks no"
+            in said["detail"]
+        )
+        assert (
+            "set_debug_level(torch.distributed.DebugLevel.DETAIL) before init_process_group"
+            in said["detail"]
+        )
         assert said["unset"] == said["same"] == ["", 120.0]
         assert said["other"][1] == 1800.0
-    warning = "warning: distributed.timeout_seconds is 1800, and collectives of the process group that the script"
+    warning = (
+        "warning: distributed.timeout_seconds is 1800, and collectives of the process group that"
+        " the script"
+    )
     assert first["other"][0].startswith(warning)
     assert "init_process_group(…, timeout=datetime.timedelta(seconds=1800))" in first["other"][0]
     assert second["other"][0] == ""
@@ -220,13 +259,27 @@ def test_what_a_group_of_the_script_can_not_follow_is_told() -> None:
 
 
 def test_what_the_environment_adds_to_a_group() -> None:
-    torchrun = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+    torchrun = {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "1",
+    }
     assert facts_for_group(5, 8, torchrun) == (RankFacts(5, 1, 8, 4, 1, "torchrun"), 1)
     assert facts_for_group(1, 2, {}) == (None, None)
     assert facts_for_group(1, 2, {"LOCAL_RANK": "1"}) == (None, 1)
     assert facts_for_group(1, 2, {"RANK": "1", "WORLD_SIZE": "2"}) == (None, None)
-    one_task_a_machine = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}
-    assert facts_for_group(5, 8, one_task_a_machine | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}) == (None, None)
+    one_task_a_machine = {
+        "SLURM_PROCID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_ID": "0",
+        "SLURM_LOCALID": "0",
+    }
+    assert facts_for_group(5, 8, one_task_a_machine | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}) == (
+        None,
+        None,
+    )
     for wrong in ({"RANK": "0"}, {"WORLD_SIZE": "4"}, {"RANK": "1", "WORLD_SIZE": "4"}):
         with pytest.raises(UsageError, match="is rank 1 of 2 in its process group"):
             facts_for_group(1, 2, wrong)
@@ -246,23 +299,44 @@ def test_local_ranks_follow_from_where_the_ranks_are() -> None:
     told = [Place("a", 1, None), Place("a", 0, None)]
     assert [facts_from_places(rank, told)[0].local_rank for rank in (0, 1)] == [1, 0]
     inherited = [Place("a", 0, None), Place("a", 0, None)]
-    with pytest.raises(UsageError, match="ranks 0 and 1 are on one machine, and both have the local rank 0"):
+    with pytest.raises(
+        UsageError, match="ranks 0 and 1 are on one machine, and both have the local rank 0"
+    ):
         facts_from_places(1, inherited)
 
 
-def test_ranks_that_have_only_a_number_find_out_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`RANK=1 WORLD_SIZE=2 python train.py` on the second machine was the local rank 1, which has no GPU there."""
+def test_ranks_that_have_only_a_number_find_out_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`RANK=1 WORLD_SIZE=2 python train.py` on the second machine was the local rank 1, which has
+    no GPU there.
+    """
     store = dist.HashStore()
     for rank, machine in ((1, "b"), (2, "b")):
         store.set(f"lockstep/place/{rank}", json.dumps({"machine": machine, "local_rank": None}))
     monkeypatch.setattr(rendezvous, "machine_id", lambda: "a")
-    found = rendezvous.facts_over_store(RankFacts(0, 0, 3, 3, 0, "torchrun"), store, {"RANK": "0", "WORLD_SIZE": "3"})
+    found = rendezvous.facts_over_store(
+        RankFacts(0, 0, 3, 3, 0, "torchrun"), store, {"RANK": "0", "WORLD_SIZE": "3"}
+    )
     assert found == RankFacts(0, 0, 3, 1, 0, "torchrun")
     monkeypatch.setattr(rendezvous, "machine_id", lambda: "b")
-    found = rendezvous.facts_over_store(RankFacts(2, 2, 3, 3, 0, "torchrun"), store, {"RANK": "2", "WORLD_SIZE": "3"})
+    found = rendezvous.facts_over_store(
+        RankFacts(2, 2, 3, 3, 0, "torchrun"), store, {"RANK": "2", "WORLD_SIZE": "3"}
+    )
     assert found == RankFacts(2, 1, 3, 2, 1, "torchrun")
-    torchrun = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "0"}
-    assert rendezvous.facts_over_store(RankFacts(2, 2, 3, 3, 0, "torchrun"), store, torchrun).local_rank == 2
+    torchrun = {
+        "RANK": "2",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "2",
+        "LOCAL_WORLD_SIZE": "3",
+        "GROUP_RANK": "0",
+    }
+    assert (
+        rendezvous.facts_over_store(
+            RankFacts(2, 2, 3, 3, 0, "torchrun"), store, torchrun
+        ).local_rank
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,7 +347,9 @@ def test_ranks_that_have_only_a_number_find_out_where_they_are(monkeypatch: pyte
         ((None, "cuda:0"), (None, None)),
     ],
 )
-def test_trap_21_the_gpu_that_the_script_chose(gpus: tuple[Any, Any], chosen: tuple[Any, Any]) -> None:
+def test_trap_21_the_gpu_that_the_script_chose(
+    gpus: tuple[Any, Any], chosen: tuple[Any, Any]
+) -> None:
     """Where no rank called `set_device`, all have GPU 0: the local rank decides."""
     places = [Place("a", None, gpu) for gpu in gpus]
     assert tuple(facts_from_places(rank, places)[1] for rank in (0, 1)) == chosen
@@ -286,7 +362,9 @@ def test_the_group_and_the_config_agree(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
     with pytest.raises(UsageError, match="backend nccl, which does not serve the device cpu"):
         cluster._existing_backend(DistributedConfig(), torch.device("cpu"))
-    with pytest.raises(UsageError, match="backend is gloo, but the process group that exists has nccl"):
+    with pytest.raises(
+        UsageError, match="backend is gloo, but the process group that exists has nccl"
+    ):
         cluster._existing_backend(DistributedConfig(backend="gloo"), torch.device("cuda"))
 
 
@@ -294,7 +372,9 @@ def test_a_group_that_comes_after_setup_counts(monkeypatch: pytest.MonkeyPatch) 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert lockstep.setup().backend == "none"
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1
+    )
     try:
         assert lockstep.setup().backend == "gloo"
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)

@@ -1,4 +1,6 @@
-"""Gradients that a fused optimizer brings to scale itself: the update is that of gradients that were scaled before."""
+"""Gradients that a fused optimizer brings to scale itself: the update is that of gradients that
+were scaled before.
+"""
 
 from functools import wraps
 from typing import Any
@@ -21,14 +23,18 @@ OPTIMIZERS = [
 ]
 
 
-def over(kind: type[Optimizer], settings: dict[str, Any], *, fused: bool = True) -> tuple[nn.Linear, Optimizer]:
+def over(
+    kind: type[Optimizer], settings: dict[str, Any], *, fused: bool = True
+) -> tuple[nn.Linear, Optimizer]:
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
     return model, kind(model.parameters(), fused=fused, **settings)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS)
-def test_the_update_is_that_of_scaled_gradients(kind: type[Optimizer], settings: dict[str, Any]) -> None:
+def test_the_update_is_that_of_scaled_gradients(
+    kind: type[Optimizer], settings: dict[str, Any]
+) -> None:
     (model, optimizer), (other, usual) = over(kind, settings), over(kind, settings)
     assert can_scale_gradients(optimizer)
     for factor in (0.25, 0.3, 7.0):
@@ -70,7 +76,9 @@ def test_plain_optimizers_and_those_with_hooks_are_left_alone() -> None:
 def test_what_torch_puts_around_an_update_is_left_out_only_where_nobody_would_notice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A profiler gets its label, a hook its call, and a `step` that somebody has replaced is the one that runs."""
+    """A profiler gets its label, a hook its call, and a `step` that somebody has replaced is the
+    one that runs.
+    """
     model, optimizer = over(torch.optim.AdamW, {})
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -110,7 +118,9 @@ def test_what_torch_puts_around_an_update_is_what_we_know() -> None:
 
 def test_hooks_before_an_update_see_the_gradient_of_the_mean_loss() -> None:
     norms: list[float] = []
-    trainer = Trainer(language_model("transformer"), precision="fp32", max_steps=2, gradient_clip=0.01)
+    trainer = Trainer(
+        language_model("transformer"), precision="fp32", max_steps=2, gradient_clip=0.01
+    )
 
     def watch(optimizer: Optimizer, *_: Any) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
@@ -123,7 +133,9 @@ def test_hooks_before_an_update_see_the_gradient_of_the_mean_loss() -> None:
 
 def test_clipping_is_the_same_with_and_without_a_pass_of_its_own() -> None:
     def losses(*, hooked: bool) -> list[float]:
-        trainer = Trainer(language_model("transformer"), precision="fp32", max_steps=4, gradient_clip=0.1)
+        trainer = Trainer(
+            language_model("transformer"), precision="fp32", max_steps=4, gradient_clip=0.1
+        )
         assert can_scale_gradients(trainer.optimizer)
         if hooked:
             trainer.optimizer.register_step_pre_hook(lambda *_: None)

@@ -11,7 +11,8 @@ import pytest
 from lockstep.cluster import keep_freed_memory
 from tests.ranks import REPOSITORY
 
-# Blocks of 40 MiB, larger than any that glibc keeps of itself, are written and freed as gradients are.
+# Blocks of 40 MiB, larger than any that glibc keeps of itself, are written and freed as gradients
+# are.
 PROGRAM = """
 import resource, sys
 import torch
@@ -27,13 +28,20 @@ for _ in range(16):
 print(faults[-1] - faults[3])
 """
 
-pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="NOT TESTED: the C library is not glibc")
+pytestmark = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="NOT TESTED: the C library is not glibc"
+)
 
 
 def run(what: str) -> list[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, what], env=kept, cwd=REPOSITORY, check=True, capture_output=True, text=True
+        [sys.executable, "-c", PROGRAM, what],
+        env=kept,
+        cwd=REPOSITORY,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return done.stdout.split()
 
@@ -44,7 +52,9 @@ def test_freed_memory_is_there_again_without_page_faults() -> None:
     assert int(faults) < 100_000, (
         "160 MiB are 40,960 pages; where blocks come to lie is chance, and may cost them twice"
     )
-    assert int(run("leave")[0]) > 400_000, "the system took them back each time, as it does by default"
+    assert int(run("leave")[0]) > 400_000, (
+        "the system took them back each time, as it does by default"
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +65,9 @@ def test_freed_memory_is_there_again_without_page_faults() -> None:
         ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
     ],
 )
-def test_settings_of_ones_own_are_left_alone(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_ones_own_are_left_alone(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: pytest.fail("the C library was told"))
     assert not keep_freed_memory()
@@ -77,7 +89,11 @@ faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt for _ in trainer.st
 print((faults[-1] - faults[3]) // (len(faults) - 4))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, check=True, capture_output=True, text=True,
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        check=True,
+        capture_output=True,
+        text=True,
         env={name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")},
-    )  # fmt: skip
+    )
     assert int(done.stdout) < 1000, "its gradients are 8192 pages"

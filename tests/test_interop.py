@@ -1,4 +1,5 @@
-"""Packages of others with ours, for real; each is skipped where it is missing: pip install 'lockstep-train[interop]'.
+"""Packages of others with ours, for real; each is skipped where it is missing: pip install
+'lockstep-train[interop]'.
 
 What they leave behind, file by file, is tested without them in tests/checkpoint/test_importing.py.
 """
@@ -36,9 +37,16 @@ def train(optimizer: Any, strategy: str = "auto", *, steps: int = 12) -> list[fl
     torch.manual_seed(0)
     model = Classifier()
     trainer = Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), strategy=strategy, batch_size=6, global_batch_size=24, max_steps=steps,
-        lr_schedule="constant", min_num_params=1,
-    )  # fmt: skip
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        strategy=strategy,
+        batch_size=6,
+        global_batch_size=24,
+        max_steps=steps,
+        lr_schedule="constant",
+        min_num_params=1,
+    )
     return [float(record.loss) for record in trainer.steps(data())]
 
 
@@ -75,15 +83,34 @@ def lora(folder: str, strategy: str) -> tuple[list[float], int]:
     from transformers import AutoModelForCausalLM, GPT2Config
 
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=64,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    wrapped = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=4, target_modules=["c_attn"]))
+    wrapped = get_peft_model(
+        AutoModelForCausalLM.from_config(config), LoraConfig(r=4, target_modules=["c_attn"])
+    )
     before = {name: p.detach().clone() for name, p in wrapped.named_parameters()}
     ids = torch.arange(16).repeat(24, 1)
     samples = [{"input_ids": row, "labels": row} for row in ids]
-    trainer = Trainer(wrapped, strategy=strategy, batch_size=2, global_batch_size=8, max_steps=4, learning_rate=0.05,
-                      lr_schedule="constant")  # fmt: skip
-    losses = [float(r.loss) for r in trainer.steps(torch.utils.data.DataLoader(samples, batch_size=2))]  # type: ignore[arg-type]
+    trainer = Trainer(
+        wrapped,
+        strategy=strategy,
+        batch_size=2,
+        global_batch_size=8,
+        max_steps=4,
+        learning_rate=0.05,
+        lr_schedule="constant",
+    )
+    losses = [
+        float(r.loss) for r in trainer.steps(torch.utils.data.DataLoader(samples, batch_size=2))
+    ]  # type: ignore[arg-type]
     whole = checkpoint.weights(trainer.save_checkpoint(Path(folder)))
     moved = {name for name, tensor in before.items() if not torch.equal(whole[name], tensor)}
     assert moved
@@ -93,7 +120,11 @@ def lora(folder: str, strategy: str) -> tuple[list[float], int]:
 
 
 def on_ranks(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"lion ddp": lion("ddp"), "lion fsdp": lion("fsdp"), "accuracy": accuracy_by_torchmetrics()}
+    found: dict[str, Any] = {
+        "lion ddp": lion("ddp"),
+        "lion fsdp": lion("fsdp"),
+        "accuracy": accuracy_by_torchmetrics(),
+    }
     for strategy in ("ddp", "fsdp"):
         found[f"lora {strategy}"] = lora(f"{folder}/{strategy}", strategy)
     return found
@@ -176,13 +207,22 @@ def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:
             return torch.optim.AdamW(self.parameters())
 
     module = Module()
-    trainer = lightning.Trainer(max_steps=2, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-                                enable_model_summary=False, default_root_dir=tmp_path)  # fmt: skip
+    trainer = lightning.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
     trainer.fit(module, torch.utils.data.DataLoader(data(), batch_size=8))
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     with pytest.raises(UsageError, match="no name in"):
         checkpoint.import_weights(tmp_path / "last.ckpt", tmp_path / "none", prefix="model.")
-    imported = checkpoint.import_weights(tmp_path / "last.ckpt", tmp_path / "imported", prefix="net.")[0]
+    imported = checkpoint.import_weights(
+        tmp_path / "last.ckpt", tmp_path / "imported", prefix="net."
+    )[0]
     assert_taken_up(module.net, imported)
 
 

@@ -14,8 +14,13 @@ from tests.hosts import hosts, require_root
 
 def test_an_orphan_is_seen() -> None:
     """Its parent has ended, and it has left its session: only the environment tells whose it is."""
-    code = "import subprocess as s; print(s.Popen(['sleep', '60'], start_new_session=True, stdout=s.DEVNULL).pid)"
-    started = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    code = (
+        "import subprocess as s; print(s.Popen(['sleep', '60'], start_new_session=True,"
+        " stdout=s.DEVNULL).pid)"
+    )
+    started = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
+    )
     orphan = psutil.Process(int(started.stdout))
     try:
         found = left_behind(os.environ[_MARK], listening())
@@ -30,7 +35,9 @@ def test_a_port_is_seen() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        assert f"port {port} listens in the tests' process" in left_behind(os.environ[_MARK], before)
+        assert f"port {port} listens in the tests' process" in left_behind(
+            os.environ[_MARK], before
+        )
 
 
 @pytest.mark.root

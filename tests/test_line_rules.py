@@ -23,7 +23,11 @@ def test_no_file_breaks_a_rule_more_often_than_is_listed() -> None:
 
 
 def test_the_list_has_no_room_that_keeps_the_rules() -> None:
-    again = [path for path, _ in allowed() if path.startswith(tuple(f"lockstep/{room}/" for room in _SWEPT))]
+    again = [
+        path
+        for path, _ in allowed()
+        if path.startswith(tuple(f"lockstep/{room}/" for room in _SWEPT))
+    ]
     assert not again
 
 

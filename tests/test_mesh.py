@@ -15,7 +15,9 @@ def layout(world_size: int, local: int | None = None, **settings: object) -> Lay
 
 
 def test_trap_17_single_on_several_processes_is_refused() -> None:
-    """Four processes without a strategy would train four models; each strategy is named, none is silently ignored."""
+    """Four processes without a strategy would train four models; each strategy is named, none is
+    silently ignored.
+    """
     with pytest.raises(UsageError, match="4 were started") as error:
         layout(4, strategy="single")
     assert "ddp or fsdp" in str(error.value)
@@ -41,7 +43,9 @@ def test_trap_17_single_on_several_processes_is_refused() -> None:
         ),
     ],
 )
-def test_leftover_ranks_replicate(settings: dict[str, object], world: int, local: int, expected: str) -> None:
+def test_leftover_ranks_replicate(
+    settings: dict[str, object], world: int, local: int, expected: str
+) -> None:
     assert str(layout(world, local, **settings)) == expected
 
 
@@ -56,7 +60,10 @@ def test_sizes_that_do_not_multiply_show_the_equation() -> None:
 
 
 def test_hybrid_shard_says_what_it_chose_on_one_node() -> None:
-    assert "2 replicas × 3 shards" in layout(6, 6, strategy="fsdp", fsdp={"sharding_strategy": "hybrid_shard"}).notice
+    assert (
+        "2 replicas × 3 shards"
+        in layout(6, 6, strategy="fsdp", fsdp={"sharding_strategy": "hybrid_shard"}).notice
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +86,17 @@ def test_a_topology_reads_back_as_it_is_written(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "ddp:0", "fsdp:2x2", "hybrid:4", "hybrid:2x0", "fsdp:2*pipeline:2", "tensors:2", "expert:2", "ddp:2*expert:0"],
+    [
+        "",
+        "ddp:0",
+        "fsdp:2x2",
+        "hybrid:4",
+        "hybrid:2x0",
+        "fsdp:2*pipeline:2",
+        "tensors:2",
+        "expert:2",
+        "ddp:2*expert:0",
+    ],
 )
 def test_what_is_no_topology_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a topology"):

@@ -93,8 +93,16 @@ def test_only_elementwise_optimizers_are_sharded() -> None:
 
 def test_optimizer_arguments_are_checked() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2))]
-    common = {"learning_rate": 0.1, "weight_decay": 0.0, "device": torch.device("cpu"), "reproducible": False}
-    assert build_optimizer("adamw", parameters, args={"betas": (0.8, 0.9)}, **common).defaults["fused"] is True
+    common = {
+        "learning_rate": 0.1,
+        "weight_decay": 0.0,
+        "device": torch.device("cpu"),
+        "reproducible": False,
+    }
+    assert (
+        build_optimizer("adamw", parameters, args={"betas": (0.8, 0.9)}, **common).defaults["fused"]
+        is True
+    )
     reproducible = build_optimizer("adamw", parameters, args={}, **{**common, "reproducible": True})
     assert reproducible.defaults["foreach"] is False  # on a CPU the plain loop is faster
     assert not reproducible.defaults["fused"]

@@ -1,4 +1,6 @@
-"""What is built of the project is whole: the source distribution, the wheel, and a wheel in an empty environment."""
+"""What is built of the project is whole: the source distribution, the wheel, and a wheel in an
+empty environment.
+"""
 
 import re
 import shutil
@@ -20,22 +22,41 @@ from setuptools import build_meta
 print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
 """
 _DEMO = ["train", "demo.yaml", "--nproc-per-node", "2", "--output-dir", "run"]
-_SHORT = ["model.args.n_layer=2", "model.args.n_embd=32", "data.args.block_size=32", "training.max_steps=4"]
-_SHORT += ["training.warmup_steps=1", "training.eval_steps=null", "checkpoint.save_steps=4", "monitor.log_steps=1"]
+_SHORT = [
+    "model.args.n_layer=2",
+    "model.args.n_embd=32",
+    "data.args.block_size=32",
+    "training.max_steps=4",
+]
+_SHORT += [
+    "training.warmup_steps=1",
+    "training.eval_steps=null",
+    "checkpoint.save_steps=4",
+    "monitor.log_steps=1",
+]
 _SHORT += ["data.args.validation_fraction=0.001"]
 
 
 def tracked(folder: str = "") -> list[str]:
     """Files of the project, as far as they are there."""
-    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", folder or "."],
-                            cwd=REPOSITORY, capture_output=True, text=True, check=True)  # fmt: skip
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", folder or "."],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return [name for name in listed.stdout.splitlines() if (REPOSITORY / name).is_file()]
 
 
 def build(what: str, source: Path, into: Path) -> Path:
-    """`sdist` or `wheel` of a source tree, by the backend that pyproject.toml names, with what is installed here."""
+    """`sdist` or `wheel` of a source tree, by the backend that pyproject.toml names, with what is
+    installed here.
+    """
     command = [sys.executable, "-c", _BUILD, f"build_{what}", str(into)]
-    done = subprocess.run(command, cwd=source, env=environment(PYTHONPATH=""), capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=source, env=environment(PYTHONPATH=""), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return into / done.stdout.split()[-1]
 
@@ -59,13 +80,19 @@ def version() -> str:
     return found
 
 
-def test_the_wheel_holds_each_file_of_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
+def test_the_wheel_holds_each_file_of_the_package_and_nothing_else(
+    built: tuple[Path, Path],
+) -> None:
     with zipfile.ZipFile(built[1]) as wheel:
         packaged = {name for name in wheel.namelist() if ".dist-info/" not in name}
         metadata = wheel.read(f"lockstep_train-{version()}.dist-info/METADATA").decode()
         assert f"lockstep_train-{version()}.dist-info/licenses/LICENSE" in wheel.namelist()
     assert packaged == set(tracked("lockstep"))
-    assert {"lockstep/py.typed", "lockstep/report/page.html", "lockstep/submit/slurm.sh.j2"} < packaged
+    assert {
+        "lockstep/py.typed",
+        "lockstep/report/page.html",
+        "lockstep/submit/slurm.sh.j2",
+    } < packaged
     assert "Requires-Dist: torch>=2.11" in metadata
 
 
@@ -102,7 +129,9 @@ def test_make_test_on_other_versions_has_an_environment_of_its_own(
     asked: tuple[str, ...], environment: str, made: list[str]
 ) -> None:
     command = ["make", "--dry-run", "--always-make", "test", *asked]
-    said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout
     assert f"touch {environment}/.ready" in said
     for part in made:
         assert part in said
@@ -116,7 +145,9 @@ def test_the_changelog_begins_with_this_version() -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_the_wheel_in_an_empty_environment_trains_reports_and_submits(built: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_wheel_in_an_empty_environment_trains_reports_and_submits(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
     """Installs torch and what else the wheel asks for: a minute, and a gigabyte while it lasts."""
     subprocess.run([sys.executable, "-m", "venv", "empty"], cwd=tmp_path, check=True)
     python = str(tmp_path / "empty/bin/python")
@@ -126,9 +157,12 @@ def test_the_wheel_in_an_empty_environment_trains_reports_and_submits(built: tup
 
     def lockstep(*command: str) -> str:
         done = subprocess.run(
-            [str(tmp_path / "empty/bin/lockstep"), *command], cwd=tmp_path,
-            env=environment(PYTHONPATH="", OMP_NUM_THREADS="1"), capture_output=True, text=True,
-        )  # fmt: skip
+            [str(tmp_path / "empty/bin/lockstep"), *command],
+            cwd=tmp_path,
+            env=environment(PYTHONPATH="", OMP_NUM_THREADS="1"),
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -138,5 +172,7 @@ def test_the_wheel_in_an_empty_environment_trains_reports_and_submits(built: tup
     assert "The " in lockstep("sample", "run", "--tokens", "8")
     lockstep("report", "run")
     assert '"id": "loss"' in (tmp_path / "run/report.html").read_text()
-    assert "#SBATCH" in lockstep("submit", "slurm", "demo.yaml", "--nproc-per-node", "2", "--dry-run")
+    assert "#SBATCH" in lockstep(
+        "submit", "slurm", "demo.yaml", "--nproc-per-node", "2", "--dry-run"
+    )
     assert "trainers/fsdp.yaml" in lockstep("config", "list")

@@ -32,7 +32,9 @@ def _nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("url", [URL, "gs://bucket/x", "az://c/x", "hdfs://n/x", "https://h/x", "abfss://c@a/x"])
+@pytest.mark.parametrize(
+    "url", [URL, "gs://bucket/x", "az://c/x", "hdfs://n/x", "https://h/x", "abfss://c@a/x"]
+)
 def test_whatever_has_a_scheme_is_a_url(url: str) -> None:
     for given in (url, Path(url)):  # Path has dropped a slash
         with pytest.raises(UsageError, match=f"{url} is a URL, not a path") as caught:
@@ -43,26 +45,53 @@ def test_whatever_has_a_scheme_is_a_url(url: str) -> None:
         local_path("file:///data/x", "output_dir")
 
 
-@pytest.mark.parametrize("path", ["x", "/x/y", "./s3:x", "a:b/c", "runs/1:2", "my.package:Name", "C:/x", "~/x"])
+@pytest.mark.parametrize(
+    "path", ["x", "/x/y", "./s3:x", "a:b/c", "runs/1:2", "my.package:Name", "C:/x", "~/x"]
+)
 def test_other_paths_are_taken_as_they_are(path: str) -> None:
     assert local_path(path, "PATH") == Path(path)
 
 
 COMMANDS = [
-    f"train {CONFIG} --output-dir URL", f"train {CONFIG} --resume URL", "train URL", "train --config URL",
-    f"train {CONFIG} checkpoint.resume=URL", f"train {CONFIG} monitor.profile.dir=URL",
-    f"train {CONFIG} data.name=text data.args.path=URL", f"train {CONFIG} data.name=tokens data.args.path=URL",
+    f"train {CONFIG} --output-dir URL",
+    f"train {CONFIG} --resume URL",
+    "train URL",
+    "train --config URL",
+    f"train {CONFIG} checkpoint.resume=URL",
+    f"train {CONFIG} monitor.profile.dir=URL",
+    f"train {CONFIG} data.name=text data.args.path=URL",
+    f"train {CONFIG} data.name=tokens data.args.path=URL",
     f"config check {CONFIG} model.name=hf:URL",
     f"train {CONFIG} data.name=text data.args.path=. data.args.tokenizer=URL",
-    "launch --output-dir URL x.py", "launch --log-dir URL x.py", "launch URL", "config show URL",
-    *(f"checkpoint {verb} URL" for verb in ("list", "inspect", "verify", "digest", "export", "convert", "import")),
+    "launch --output-dir URL x.py",
+    "launch --log-dir URL x.py",
+    "launch URL",
+    "config show URL",
+    *(
+        f"checkpoint {verb} URL"
+        for verb in ("list", "inspect", "verify", "digest", "export", "convert", "import")
+    ),
     *(f"checkpoint {verb} x --output URL" for verb in ("export", "convert", "import")),
-    "report URL", "report x -o URL", "report x --output=URL", "top URL", "top x URL", "sample URL", "plan URL",
-    f"plan {CONFIG} --write URL", f"plan {CONFIG} --chart URL", f"verify {CONFIG} --html URL",
-    f"doctor {CONFIG} --output-dir URL", f"bench scaling {CONFIG} -o URL", "init URL", "init x --data URL",
-    f"submit slurm {CONFIG} --output-dir URL", f"submit kubernetes {CONFIG} --mount-path URL",
-    "data prepare URL --out x", "data prepare python-docs --out URL", "data prepare URL --out x --tokenizer URL",
-]  # fmt: skip
+    "report URL",
+    "report x -o URL",
+    "report x --output=URL",
+    "top URL",
+    "top x URL",
+    "sample URL",
+    "plan URL",
+    f"plan {CONFIG} --write URL",
+    f"plan {CONFIG} --chart URL",
+    f"verify {CONFIG} --html URL",
+    f"doctor {CONFIG} --output-dir URL",
+    f"bench scaling {CONFIG} -o URL",
+    "init URL",
+    "init x --data URL",
+    f"submit slurm {CONFIG} --output-dir URL",
+    f"submit kubernetes {CONFIG} --mount-path URL",
+    "data prepare URL --out x",
+    "data prepare python-docs --out URL",
+    "data prepare URL --out x --tokenizer URL",
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -91,9 +120,11 @@ def test_every_argument_that_is_a_path_is_tried(monkeypatch: pytest.MonkeyPatch)
     assert len(seen) >= len(VERBS)
     names = ("DIR", "FILE", "PATH", "FILE.svg", "RUN", "RUN_DIR")
     missing = [
-        f"{parser.prog} {action.dest}" for parser in seen.values() for action in parser._actions
+        f"{parser.prog} {action.dest}"
+        for parser in seen.values()
+        for action in parser._actions
         if action.metavar in names and action.type is not Path
-    ]  # fmt: skip
+    ]
     assert missing == []
 
 
@@ -131,10 +162,12 @@ def test_python_refuses_it(call: Callable[[], object]) -> None:
 
 def test_what_is_no_path_may_be_a_url(tmp_path: Path) -> None:
     """A class of the user's own takes what it likes; the address of a meeting point is one."""
-    config = Config.model_validate({
-        "data": {"name": "webdataset:WebDataset", "args": {"urls": URL}},
-        "distributed": {"init_method": "tcp://127.0.0.1:1"},
-    })  # fmt: skip
+    config = Config.model_validate(
+        {
+            "data": {"name": "webdataset:WebDataset", "args": {"urls": URL}},
+            "distributed": {"init_method": "tcp://127.0.0.1:1"},
+        }
+    )
     from lockstep.config.checks import check
 
     check(config)

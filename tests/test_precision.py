@@ -7,8 +7,17 @@ from lockstep.precision import LossScale, Precision, resolve_mode
 
 
 def test_the_scale_halves_on_overflow_and_grows_after_quiet_steps() -> None:
-    scale = LossScale(initial_scale=8.0, growth_interval=3, min_scale=2.0, max_scale=16.0, history_size=4)
-    for overflowed, expected in [(True, 4.0), (True, 2.0), (True, 2.0), (False, 2.0), (False, 2.0), (False, 4.0)]:
+    scale = LossScale(
+        initial_scale=8.0, growth_interval=3, min_scale=2.0, max_scale=16.0, history_size=4
+    )
+    for overflowed, expected in [
+        (True, 4.0),
+        (True, 2.0),
+        (True, 2.0),
+        (False, 2.0),
+        (False, 2.0),
+        (False, 4.0),
+    ]:
         scale.update(overflowed)
         assert scale.get_scale() == expected
     assert len(scale.history) == 4
@@ -18,8 +27,16 @@ def test_the_scale_halves_on_overflow_and_grows_after_quiet_steps() -> None:
 
 
 def test_the_scale_stays_within_its_bounds() -> None:
-    scale = LossScale(initial_scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=1, max_scale=16.0)
-    for overflowed, expected in [(False, 16.0), (False, 16.0), (True, 4.0), (True, 1.0), (True, 1.0)]:
+    scale = LossScale(
+        initial_scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=1, max_scale=16.0
+    )
+    for overflowed, expected in [
+        (False, 16.0),
+        (False, 16.0),
+        (True, 4.0),
+        (True, 1.0),
+        (True, 1.0),
+    ]:
         scale.update(overflowed)
         assert scale.get_scale() == expected
 

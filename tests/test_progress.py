@@ -1,4 +1,6 @@
-"""Long work says how far it is: rewritten on a terminal, line by line in a pipe; quick work says nothing."""
+"""Long work says how far it is: rewritten on a terminal, line by line in a pipe; quick work says
+nothing.
+"""
 
 import io
 import sys
@@ -71,13 +73,17 @@ def test_what_is_no_bytes_has_a_unit_and_ranks_leave_it_to_one() -> None:
         ) as advance:
             now[0] = 30
             advance(2)
-        assert stream.getvalue() == ("lockstep: planning: 2 of 8 layouts, 1:30 left\n" if shows else "")
+        assert stream.getvalue() == (
+            "lockstep: planning: 2 of 8 layouts, 1:30 left\n" if shows else ""
+        )
 
 
 def test_long_work_shows_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a terminal; without patience, for these take no time here. `lockstep verify` says each topology it begins."""
+    """On a terminal; without patience, for these take no time here. `lockstep verify` says each
+    topology it begins.
+    """
     save(tmp_path / "checkpoints", 1)
     (tmp_path / "long.txt").write_text("A long text.\n" * 100)
     (tmp_path / "run.yaml").write_text(PLANNED)

@@ -13,7 +13,10 @@ def test_warnings_are_dropped_in_the_block_alone(caplog: pytest.LogCaptureFixtur
         logging.getLogger("torchao").error("the library is broken")
     logging.getLogger("torchao").warning("said later")
 
-    assert [record.getMessage() for record in caplog.records] == ["the library is broken", "said later"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the library is broken",
+        "said later",
+    ]
 
 
 def test_the_block_ends_with_the_level_that_was_there_before() -> None:

@@ -57,7 +57,9 @@ def test_the_second_call_of_a_segment_draws_other_numbers() -> None:
 
 
 def test_trap_28_recomputation_draws_what_the_forward_pass_drew() -> None:
-    """Under a pipeline another micro-batch is current when a block is recomputed; its gradient must not notice."""
+    """Under a pipeline another micro-batch is current when a block is recomputed; its gradient must
+    not notice.
+    """
     from lockstep.parallel.activation import apply_activation_checkpointing
 
     def gradients(mode: str) -> list[torch.Tensor]:

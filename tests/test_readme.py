@@ -34,7 +34,9 @@ def test_the_links_in_the_readme_lead_somewhere() -> None:
         assert (REPOSITORY / name).is_file(), target
         if anchor:
             headings = re.findall(r"^#+ (.*)$", (REPOSITORY / name).read_text(), re.MULTILINE)
-            assert anchor in [re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings], target
+            assert anchor in [
+                re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings
+            ], target
 
 
 def sides_of_the_diff() -> tuple[str, str]:
@@ -42,7 +44,9 @@ def sides_of_the_diff() -> tuple[str, str]:
     block = re.search(r"```diff\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
     assert block is not None
     before, after = (
-        "\n".join(line[1:] for line in block[1].splitlines() if line[0] in (side, " ") and "…" not in line)
+        "\n".join(
+            line[1:] for line in block[1].splitlines() if line[0] in (side, " ") and "…" not in line
+        )
         for side in "-+"
     )
     return before, after
@@ -64,7 +68,8 @@ def losses_of(script: str) -> list[float]:
 
     names: dict[str, Any] = {
         "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5),  # norms are above 1 at first
+        # norms are above 1 at first
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5),
         "loss_fn": Kept() if "backward" in script else loss_fn,
         "dataset": TensorDataset(x, 3 * x.sum(1, keepdim=True)),
         "DataLoader": DataLoader,
@@ -75,11 +80,15 @@ def losses_of(script: str) -> list[float]:
 
 
 def losses_under(strategies: list[str], folder: str) -> dict[str, list[float]]:
-    """On every rank: the README's script under each strategy, and a second time, where nothing is left to do."""
+    """On every rank: the README's script under each strategy, and a second time, where nothing is
+    left to do.
+    """
     _, after = sides_of_the_diff()
     found = {}
     for strategy in strategies:
-        script = after.replace('strategy="fsdp"', f'strategy="{strategy}"').replace("runs/", f"{folder}/{strategy}/")
+        script = after.replace('strategy="fsdp"', f'strategy="{strategy}"').replace(
+            "runs/", f"{folder}/{strategy}/"
+        )
         found[strategy] = losses_of(script)
         with pytest.warns(UserWarning, match="no step is left to take: 50 are done"):
             assert losses_of(script) == []
@@ -114,7 +123,9 @@ def test_the_trainers_train(trainer: str, tmp_path: Path) -> None:
     command = re.search(rf"^lockstep (train trainers/{trainer}\.yaml .*)$", text, re.MULTILINE)
     assert command is not None
     few = ["training.max_steps=2", "training.batch_size=1", "--output-dir", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-m", "lockstep", *command[1].split(), *few], cwd=REPOSITORY, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", *command[1].split(), *few], cwd=REPOSITORY, check=False
+    )
     assert done.returncode == 0
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) >= 2
 

@@ -9,7 +9,8 @@ from tests.house import PACKAGE
 from tests.ranks import REPOSITORY
 from tests.rooms import TESTS, named_in, of_its_name, of_room, sources
 
-# What these test is no file of the package: pages, the rules of the house, and the tests themselves.
+# What these test is no file of the package: pages, the rules of the house, and the tests
+# themselves.
 _OF_THE_REPOSITORY = {
     "docs/test_daily.py",
     "docs/test_glossary.py",
@@ -29,10 +30,13 @@ _OF_THE_REPOSITORY = {
 
 def test_each_source_file_has_tests_of_its_name_or_names_them() -> None:
     without = [
-        str(source.relative_to(REPOSITORY)) for source in sources() if not of_its_name(source) and not named_in(source)
+        str(source.relative_to(REPOSITORY))
+        for source in sources()
+        if not of_its_name(source) and not named_in(source)
     ]
     assert not without, (
-        f"add a last paragraph to the docstring of the module, such as 'Tests: tests/parity/test_tensor.py': {without}"
+        "add a last paragraph to the docstring of the module, such as 'Tests:"
+        f" tests/parity/test_tensor.py': {without}"
     )
 
 

@@ -1,4 +1,6 @@
-"""One run at a time in a run directory, with processes that hold it, are killed, or seem to be on other machines."""
+"""One run at a time in a run directory, with processes that hold it, are killed, or seem to be on
+other machines.
+"""
 
 import json
 import os
@@ -48,14 +50,20 @@ Hold = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def hold(tmp_path: Path) -> Iterator[Hold]:
-    """Start a process that has the lock of `tmp_path`, and seems to be on another machine where one is named."""
+    """Start a process that has the lock of `tmp_path`, and seems to be on another machine where one
+    is named.
+    """
     children: list[int] = []
 
     def start(machine: str = "", beat: float = 0.1) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-c", _HOLD, str(tmp_path), machine, str(beat)],
-            env=environment(), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            env=environment(),
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         assert process.stdout is not None
         children.append(process.pid)
         children.append(int(process.stdout.readline()))
@@ -69,14 +77,20 @@ def hold(tmp_path: Path) -> Iterator[Hold]:
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("PATIENCE", 1.0), ("_DYING", 0.5), ("_LOOK", 0.05), ("BEAT_SECONDS", 0.1)):
+    for name, seconds in (
+        ("PATIENCE", 1.0),
+        ("_DYING", 0.5),
+        ("_LOOK", 0.05),
+        ("BEAT_SECONDS", 0.1),
+    ):
         monkeypatch.setattr(run_lock, name, seconds)
 
 
 @pytest.mark.fault(
     "process: a second run in the same run directory",
     "the same command is started twice; or a requeued job meets the one before it",
-    "the second is refused before it trains, with exit code 2 and the host, process and time of the first",
+    "the second is refused before it trains, with exit code 2 and the host, process and time of the"
+    " first",
 )
 @pytest.mark.fault(
     "process: a run is killed and started again in its directory",
@@ -93,7 +107,16 @@ def test_a_second_run_is_refused_and_a_killed_one_blocks_nobody(
     with pytest.raises(UsageError, match="another run is writing to"):
         require_free(tmp_path)
     (tmp_path / "tiny.yaml").write_text("model: {name: bdh}\ndata: {name: python-docs}\n")
-    code = main(["train", str(tmp_path / "tiny.yaml"), "--nproc-per-node", "1", "--output-dir", str(tmp_path)])
+    code = main(
+        [
+            "train",
+            str(tmp_path / "tiny.yaml"),
+            "--nproc-per-node",
+            "1",
+            "--output-dir",
+            str(tmp_path),
+        ]
+    )
     said = capfd.readouterr().err
     assert (code, said.count("lockstep: another run is writing to")) == (2, 1), said
     assert str(first.pid) in said
@@ -128,14 +151,18 @@ def _in_another_process(folder: Path) -> str:
     text = "import sys; from pathlib import Path; from lockstep.run_lock import require_free\n"
     return subprocess.run(
         [sys.executable, "-c", text + "require_free(Path(sys.argv[1]))", str(folder)],
-        env=environment(), check=False, capture_output=True, text=True,
-    ).stderr  # fmt: skip
+        env=environment(),
+        check=False,
+        capture_output=True,
+        text=True,
+    ).stderr
 
 
 @pytest.mark.fault(
     "process: a run is started again on another machine",
     "the first one's machine is gone; its file server may still keep its lock",
-    "the new run looks for signs of life for 15 s, and takes over; a first run that comes back ends with one message",
+    "the new run looks for signs of life for 15 s, and takes over; a first run that comes back ends"
+    " with one message",
 )
 def test_a_run_on_another_machine_is_known_by_its_beats(tmp_path: Path, hold: Hold) -> None:
     alive = hold("another-boot")
@@ -155,15 +182,21 @@ def test_a_run_on_another_machine_is_known_by_its_beats(tmp_path: Path, hold: Ho
     assert "another run has taken over" in error
     lock.check()
     lock.release()
-    gone = Holder(**{**vars(Holder.this_process()), "machine": "another-boot", "launch": "0123456789abcdef"})
+    gone = Holder(
+        **{**vars(Holder.this_process()), "machine": "another-boot", "launch": "0123456789abcdef"}
+    )
     (tmp_path / FILE).write_text(json.dumps(vars(gone)))
     begun = time.monotonic()
     lock.acquire()
-    assert time.monotonic() - begun > 1.0, "it may be alive, on a file system that keeps locks on one machine only"
+    assert time.monotonic() - begun > 1.0, (
+        "it may be alive, on a file system that keeps locks on one machine only"
+    )
     lock.release()
 
 
-def test_an_attempt_of_the_same_launch_takes_over_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_of_the_same_launch_takes_over_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 0 of an elastic run may come back on another machine."""
     monkeypatch.setenv(LAUNCH, "job at host:29500")
     gone = Holder(**{**vars(Holder.this_process()), "machine": "another-boot"})
@@ -174,8 +207,12 @@ def test_an_attempt_of_the_same_launch_takes_over_at_once(tmp_path: Path, monkey
     lock.release()
 
 
-def test_a_file_system_without_locks(tmp_path: Path, hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written down decides: whether the process is there, and of two that come at once the last to write."""
+def test_a_file_system_without_locks(
+    tmp_path: Path, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written down decides: whether the process is there, and of two that come at once the
+    last to write.
+    """
     first = hold()
     monkeypatch.setattr(run_lock, "_lock", lambda _handle: None)
     with pytest.raises(UsageError, match=rf"process {first.pid}"):
@@ -203,7 +240,9 @@ def test_a_file_system_without_locks(tmp_path: Path, hold: Hold, monkeypatch: py
     assert (len(taken), len(refused)) == (1, 1)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 100000, '{"pid": Infinity}', "\x00" * 64], ids=range(5))
+@pytest.mark.parametrize(
+    "text", ["", "{", "[" * 100000, '{"pid": Infinity}', "\x00" * 64], ids=range(5)
+)
 def test_a_damaged_file_blocks_nobody(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     lock = RunLock(tmp_path)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-# The signals' thread ends the process while the main thread is inside of the function that is slowed down.
+# The signals' thread ends the process while the main thread is inside of the function that is
+# slowed down.
 _PROGRAM = """
 import {module}, threading, time
 from lockstep import scratch, signals
@@ -28,10 +29,16 @@ time.sleep(10)
 """
 
 
-@pytest.mark.parametrize(("module", "function"), [("tempfile", "mkdtemp"), ("fcntl", "flock"), ("shutil", "rmtree")])
-def test_a_signal_while_one_is_created_or_removed_leaves_nothing(tmp_path: Path, module: str, function: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "function"), [("tempfile", "mkdtemp"), ("fcntl", "flock"), ("shutil", "rmtree")]
+)
+def test_a_signal_while_one_is_created_or_removed_leaves_nothing(
+    tmp_path: Path, module: str, function: str
+) -> None:
     program = _PROGRAM.format(module=module, function=function)
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    ended = subprocess.run([sys.executable, "-c", program], env=environment, check=False, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=False, timeout=60
+    )
     assert ended.returncode == 75
     assert not list(tmp_path.iterdir())

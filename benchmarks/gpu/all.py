@@ -1,10 +1,11 @@
-"""What only a GPU can show, in one command of under half an hour: each program below, and a page of how they ended.
+"""What only a GPU can show, in one command of under half an hour: each program below, and a page of
+how they ended.
 
     make gpu
     make gpu ARGS="--device cpu --tiny"      the same programs, tiny and on a CPU: nothing is written
 
-No GPU has run it yet. Each program has its time and is ended when that is over; its page is then missing, and the page
-of all says so.
+No GPU has run it yet. Each program has its time and is ended when that is over; its page is then
+missing, and the page of all says so.
 """
 
 import os
@@ -38,17 +39,26 @@ THROUGHPUT = ["benchmarks.gpu.throughput", "--rounds", "5", "--steps", "10"]
 SHORT = ["--models", "transformer-124m", "--rounds", "1", "--steps", "2", "--no-compile"]
 PROGRAMS = (
     Program("tests that need CUDA", ["pytest", "-m", "gpu", "tests/torch_compat"], "", 120, []),
-    Program("the same training, NCCL", ["benchmarks.gpu.parity"], "gpu_parity.md", 360, ["--steps", "3"]),
-    Program("mixed precision", ["benchmarks.gpu.precision"], "gpu_precision.md", 240, ["--steps", "4"]),
+    Program(
+        "the same training, NCCL", ["benchmarks.gpu.parity"], "gpu_parity.md", 360, ["--steps", "3"]
+    ),
+    Program(
+        "mixed precision", ["benchmarks.gpu.precision"], "gpu_precision.md", 240, ["--steps", "4"]
+    ),
     Program("speed, MFU, memory, compiled", THROUGHPUT, "gpu_throughput.md", 720, SHORT),
     Program(
-        "float8", [*THROUGHPUT, "--fp8", "linears", "--models", "transformer-1.3b"], "gpu_throughput_fp8.md", 300,
+        "float8",
+        [*THROUGHPUT, "--fp8", "linears", "--models", "transformer-1.3b"],
+        "gpu_throughput_fp8.md",
+        300,
         ["--fp8", "emulated", *SHORT],
     ),
-)  # fmt: skip
+)
 NOT_SHOWN = (
-    "Not shown on one GPU: NCCL between GPUs and nodes (its algorithms, NVLink, InfiniBand), fsdp and pipelines over "
-    "it, and the figures of `lockstep plan` for several GPUs.",
+    (
+        "Not shown on one GPU: NCCL between GPUs and nodes (its algorithms, NVLink, InfiniBand),"
+        " fsdp and pipelines over it, and the figures of `lockstep plan` for several GPUs."
+    ),
     "Not compared: torchtitan, which trains its own models from its own configs.",
 )
 
@@ -85,7 +95,11 @@ def main() -> int:
         print(f"== {program.shows}", flush=True)
         end, seconds = end_of(program, asked.device, tiny=asked.tiny)
         good = good and end in ("well", "none ran", "not run")
-        written = f"[{program.page}]({program.page})" if program.page and end == "well" and not asked.tiny else ""
+        written = (
+            f"[{program.page}]({program.page})"
+            if program.page and end == "well" and not asked.tiny
+            else ""
+        )
         rows.append(f"| {program.shows} | {end} | {seconds:.0f} | {written} |")
     text = page(
         "All that one GPU shows",

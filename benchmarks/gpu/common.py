@@ -1,4 +1,6 @@
-"""What the programs for a GPU share: which device there is, models by name, random tokens, and FLOPs counted."""
+"""What the programs for a GPU share: which device there is, models by name, random tokens, and
+FLOPs counted.
+"""
 
 import argparse
 from typing import Any, NamedTuple
@@ -28,21 +30,38 @@ class Workload(NamedTuple):
 # GPT-2's and GPT-3's sizes in the Llama form; BDH as it is by default.
 WORKLOADS = {
     "transformer-124m": Workload(
-        "transformer", {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50304, "dropout": 0.0}, 1024, 16
+        "transformer",
+        {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50304, "dropout": 0.0},
+        1024,
+        16,
     ),
     "transformer-1.3b": Workload(
-        "transformer", {"n_layer": 24, "n_embd": 2048, "n_head": 16, "vocab_size": 50304, "dropout": 0.0}, 2048, 4
+        "transformer",
+        {"n_layer": 24, "n_embd": 2048, "n_head": 16, "vocab_size": 50304, "dropout": 0.0},
+        2048,
+        4,
     ),
     "bdh": Workload("bdh", {"dropout": 0.1}, 1024, 8),
 }
 TINY = {
     "transformer-124m": Workload(
-        "transformer", {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "dropout": 0.0}, 32, 2
+        "transformer",
+        {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "dropout": 0.0},
+        32,
+        2,
     ),
     "transformer-1.3b": Workload(
-        "transformer", {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 64, "dropout": 0.0}, 32, 2
+        "transformer",
+        {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 64, "dropout": 0.0},
+        32,
+        2,
     ),
-    "bdh": Workload("bdh", {"n_layer": 2, "n_embd": 16, "n_head": 2, "mlp_multiplier": 8, "vocab_size": 64}, 32, 2),
+    "bdh": Workload(
+        "bdh",
+        {"n_layer": 2, "n_embd": 16, "n_head": 2, "mlp_multiplier": 8, "vocab_size": 64},
+        32,
+        2,
+    ),
 }
 
 
@@ -66,17 +85,27 @@ class RandomTokens(Dataset[dict[str, Tensor]]):
 
 def parser(description: str) -> argparse.ArgumentParser:
     """With the arguments that all of the programs take."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    made.add_argument("--tiny", action="store_true", help="sizes for a CPU: shows that the program is whole, no more")
-    made.add_argument("--write", action="store_true", help="write the result into benchmarks/results")
+    made.add_argument(
+        "--tiny",
+        action="store_true",
+        help="sizes for a CPU: shows that the program is whole, no more",
+    )
+    made.add_argument(
+        "--write", action="store_true", help="write the result into benchmarks/results"
+    )
     return made
 
 
 def require(device: str) -> torch.device:
     """The device; without the GPU that is asked for the program ends, and says so."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("NOT MEASURED: there is no GPU here; `--device cpu --tiny` runs the same program, tiny")
+        raise SystemExit(
+            "NOT MEASURED: there is no GPU here; `--device cpu --tiny` runs the same program, tiny"
+        )
     return torch.device(device, 0) if device == "cuda" else torch.device(device)
 
 
@@ -86,17 +115,26 @@ def wait(device: torch.device) -> None:
 
 
 def flops_of_a_step(work: Workload, device: torch.device) -> float:
-    """Matrix products and attention of one forward and backward pass of a batch, counted by torch as it runs."""
+    """Matrix products and attention of one forward and backward pass of a batch, counted by torch
+    as it runs.
+    """
     model = work.model().to(device)
     one = torch.zeros(1, work.length, dtype=torch.int64, device=device)
     batch = {"input_ids": one, "targets": one}
     own: Any = model
-    with FlopCounterMode(display=False) as counter, torch.autocast(device.type, dtype=torch.bfloat16):
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.autocast(device.type, dtype=torch.bfloat16),
+    ):
         own.loss(model(*own.inputs(batch)), batch).backward()
     return float(counter.get_total_flops()) * work.batch
 
 
 def where(device: torch.device) -> str:
     """On what it ran, and when."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (a trial: no figure of a GPU)"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else "CPU (a trial: no figure of a GPU)"
+    )
     return f"{name}, torch {torch.__version__}, {machine()}"

@@ -1,11 +1,12 @@
-"""The same training on a GPU: bits under `reproducible`, and losses under each strategy that one GPU can run.
+"""The same training on a GPU: bits under `reproducible`, and losses under each strategy that one
+GPU can run.
 
     python -m benchmarks.gpu.parity [--steps 20]
     python -m benchmarks.gpu.parity --device cpu --tiny --steps 4
 
-Each row is a run of its own process or processes, beside one process without a process group. `nccl` is a group of one
-rank. Two ranks on one GPU can't join over NCCL, so they reduce over gloo, which takes no other collective of GPU
-tensors: `ddp` alone runs there. On a CPU all of it is gloo.
+Each row is a run of its own process or processes, beside one process without a process group.
+`nccl` is a group of one rank. Two ranks on one GPU can't join over NCCL, so they reduce over gloo,
+which takes no other collective of GPU tensors: `ddp` alone runs there. On a CPU all of it is gloo.
 """
 
 import argparse
@@ -48,15 +49,20 @@ class Row(NamedTuple):
 
 ROWS = (
     Row("again, equal bits", "single", reproducible=True, same_bits=True),
-    Row("recomputed, equal bits", "single", reproducible=True, same_bits=True,
-        settings={"training.gradient_checkpointing": "full"}),
+    Row(
+        "recomputed, equal bits",
+        "single",
+        reproducible=True,
+        same_bits=True,
+        settings={"training.gradient_checkpointing": "full"},
+    ),
     Row("nccl, ddp", "ddp", 1),
     Row("nccl, ddp, equal bits", "ddp", 1, reproducible=True, same_bits=True),
     Row("nccl, fsdp", "fsdp", 1),
     Row("nccl, fsdp, equal bits", "fsdp", 1, reproducible=True, same_bits=True),
     Row("gloo, ddp, 2 ranks on the GPU", "ddp", 2, "gloo"),
     Row("compiled", "single", settings={"training.compile": True}),
-)  # fmt: skip
+)
 
 
 def train(asked: argparse.Namespace) -> dict[str, Any]:
@@ -78,7 +84,10 @@ def train(asked: argparse.Namespace) -> dict[str, Any]:
         **row.settings,
     }
     trainer = Trainer(model, config=config_from(settings))
-    losses = [float(record.loss) for record in trainer.steps(RandomTokens(work.length, work.args["vocab_size"]))]
+    losses = [
+        float(record.loss)
+        for record in trainer.steps(RandomTokens(work.length, work.args["vocab_size"]))
+    ]
     digest = hashlib.sha256()
     for _, value in sorted(trainer.placed.parameters.items()):
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -87,17 +96,41 @@ def train(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(row: Row, asked: argparse.Namespace) -> dict[str, Any]:
-    """Start the ranks of a row, each as if it were alone on its machine, and return what rank 0 found."""
+    """Start the ranks of a row, each as if it were alone on its machine, and return what rank 0
+    found.
+    """
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
         probe.close()
         processes = []
         for rank in range(max(1, row.ranks)):
-            alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "RANK": str(rank), "GROUP_RANK": str(rank)}
-            joins = {**alone, "WORLD_SIZE": str(row.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            command = [sys.executable, "-m", "benchmarks.gpu.parity", "--row", json.dumps(row._asdict())]
-            command += ["--device", asked.device, "--steps", str(asked.steps), *["--tiny"] * asked.tiny]
+            alone = {
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "RANK": str(rank),
+                "GROUP_RANK": str(rank),
+            }
+            joins = {
+                **alone,
+                "WORLD_SIZE": str(row.ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.gpu.parity",
+                "--row",
+                json.dumps(row._asdict()),
+            ]
+            command += [
+                "--device",
+                asked.device,
+                "--steps",
+                str(asked.steps),
+                *["--tiny"] * asked.tiny,
+            ]
             out = Path(folder, f"{rank}.json")
             environment = os.environ | (joins if row.ranks else {})
             processes.append(subprocess.Popen([*command, "--out", str(out)], env=environment))
@@ -108,14 +141,22 @@ def run(row: Row, asked: argparse.Namespace) -> dict[str, Any]:
         return found
 
 
-def line(row: Row, found: dict[str, Any], plain: dict[str, Any], exact: dict[str, Any]) -> tuple[str, bool]:
+def line(
+    row: Row, found: dict[str, Any], plain: dict[str, Any], exact: dict[str, Any]
+) -> tuple[str, bool]:
     if "error" in found:
         return f"| {row.title} | {found['error']} | | NO |", False
     beside = exact if row.reproducible else plain
     apart = max(abs(a / b - 1) for a, b in zip(found["losses"], beside["losses"], strict=True))
     equal = found["digest"] == beside["digest"]
     good = equal if row.same_bits else apart <= NEAR
-    return f"| {row.title} | {apart:.1e} | {'the same' if equal else 'others'} | {'yes' if good else 'NO'} |", good
+    return (
+        (
+            f"| {row.title} | {apart:.1e} | {'the same' if equal else 'others'} |"
+            f" {'yes' if good else 'NO'} |"
+        ),
+        good,
+    )
 
 
 def main() -> int:
@@ -138,7 +179,10 @@ def main() -> int:
         "The same training on a GPU",
         "python -m benchmarks.gpu.parity " + " ".join(sys.argv[1:]),
         where(device),
-        [f"{asked.steps} steps in fp32, beside one process; rows of equal bits beside one with `reproducible`."],
+        [
+            f"{asked.steps} steps in fp32, beside one process; rows of equal bits beside one with"
+            " `reproducible`."
+        ],
         "| run | losses apart, relative | bits of the parameters | as it has to be |",
         [text for text, _ in lines],
     )

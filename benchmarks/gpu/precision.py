@@ -1,11 +1,13 @@
-"""Mixed precision on a GPU: the losses of bf16 and fp16 beside fp32's, and the same step through NCCL.
+"""Mixed precision on a GPU: the losses of bf16 and fp16 beside fp32's, and the same step through
+NCCL.
 
     python -m benchmarks.gpu.precision [--steps 100]
     python -m benchmarks.gpu.precision --device cpu --tiny --steps 8
 
-Each precision trains the same transformer from the same values on the same tokens, by itself and as `ddp` in a process
-group of one rank (NCCL on a GPU, gloo on a CPU): the two must agree, and end near fp32. On one rank a strategy has
-nothing to send, so that group's collectives are also called by themselves, in each dtype.
+Each precision trains the same transformer from the same values on the same tokens, by itself and as
+`ddp` in a process group of one rank (NCCL on a GPU, gloo on a CPU): the two must agree, and end
+near fp32. On one rank a strategy has nothing to send, so that group's collectives are also called
+by themselves, in each dtype.
 """
 
 import os
@@ -65,13 +67,22 @@ def collectives_work(device: torch.device) -> bool:
 
 
 def row(work: Workload, mode: str, asked: Any, exact: list[float]) -> tuple[str, bool]:
-    alone, grouped = losses(work, mode, asked.steps, "single"), losses(work, mode, asked.steps, "ddp")
+    alone, grouped = (
+        losses(work, mode, asked.steps, "single"),
+        losses(work, mode, asked.steps, "ddp"),
+    )
     apart = max(abs(a - b) / abs(a) for a, b in zip(alone, grouped, strict=True))
     tail = max(1, asked.steps // 10)
     ends, exact_end = (sum(of[-tail:]) / tail for of in (alone, exact))
     off = abs(ends / exact_end - 1)
     good = off <= NEAR[mode] and apart <= 1e-3
-    return f"| {mode} | {alone[0]:.4f} | {ends:.4f} | {off:.2e} | {apart:.1e} | {'yes' if good else 'NO'} |", good
+    return (
+        (
+            f"| {mode} | {alone[0]:.4f} | {ends:.4f} | {off:.2e} | {apart:.1e} |"
+            f" {'yes' if good else 'NO'} |"
+        ),
+        good,
+    )
 
 
 def main() -> int:
@@ -91,9 +102,13 @@ def main() -> int:
         command,
         where(device),
         [],
-        "| precision | first loss | mean of the last tenth | off fp32's | group of one rank off | within limits |",
+        "| precision | first loss | mean of the last tenth | off fp32's | group of one rank off |"
+        " within limits |",
         [line for line, _ in found],
-        [f"Collectives of the group leave a tensor as it is, in fp32, bf16 and fp16: {'yes' if works else 'NO'}."],
+        [
+            "Collectives of the group leave a tensor as it is, in fp32, bf16 and fp16:"
+            f" {'yes' if works else 'NO'}."
+        ],
     )
     tell(text, RESULTS / "gpu_precision.md" if asked.write else None)
     return 0 if works and all(good for _, good in found) else 1

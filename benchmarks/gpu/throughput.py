@@ -1,15 +1,17 @@
-"""Tokens a second, MFU and peak memory of Lockstep and of the best loop that one writes by hand, on one GPU.
+"""Tokens a second, MFU and peak memory of Lockstep and of the best loop that one writes by hand, on
+one GPU.
 
     python -m benchmarks.gpu.throughput [--models transformer-124m,transformer-1.3b,bdh] [--rounds 9] [--steps 20]
         [--fp8 linears]
     python -m benchmarks.gpu.throughput --device cpu --tiny
 
-Both train the same model from the same data in bf16 (autocast over fp32 parameters), compiled, with fused AdamW, flash
-attention and clipping, and log on every tenth step. They take turns in blocks of steps; the median of the rounds'
-ratios is quoted. FLOPs are those of the model's own matrix products, counted eagerly, so that recomputation counts for
-nothing; the peak is the data sheet's. Predicted memory is `lockstep plan`'s rehearsal of the same step, uncompiled.
-With `--fp8` Lockstep's linears multiply in float8, and the loop by hand stays in bf16. Lightning's Fabric takes part
-where it is installed. torchtitan does not: it trains its own models from its own configs.
+Both train the same model from the same data in bf16 (autocast over fp32 parameters), compiled, with
+fused AdamW, flash attention and clipping, and log on every tenth step. They take turns in blocks of
+steps; the median of the rounds' ratios is quoted. FLOPs are those of the model's own matrix
+products, counted eagerly, so that recomputation counts for nothing; the peak is the data sheet's.
+Predicted memory is `lockstep plan`'s rehearsal of the same step, uncompiled. With `--fp8`
+Lockstep's linears multiply in float8, and the loop by hand stays in bf16. Lightning's Fabric takes
+part where it is installed. torchtitan does not: it trains its own models from its own configs.
 """
 
 import gc
@@ -90,7 +92,9 @@ def config_of(work: Workload, device: torch.device, compiled: bool, fp8: str = "
     )
 
 
-def lockstep(work: Workload, device: torch.device, compiled: bool, fp8: str = "none") -> Iterator[None]:
+def lockstep(
+    work: Workload, device: torch.device, compiled: bool, fp8: str = "none"
+) -> Iterator[None]:
     """One step for each `next`."""
     with torch.device("meta"):
         model = work.model()
@@ -105,7 +109,9 @@ def fabric(work: Workload, device: torch.device, compiled: bool) -> Iterator[Non
     """One step for each `next`, by Lightning Fabric, which has to be installed."""
     from lightning.fabric import Fabric
 
-    made = Fabric(accelerator="cpu" if device.type == "cpu" else "gpu", devices=1, precision="bf16-mixed")
+    made = Fabric(
+        accelerator="cpu" if device.type == "cpu" else "gpu", devices=1, precision="bf16-mixed"
+    )
     torch.manual_seed(0)
     model = work.model()
     plain: Any = model
@@ -114,7 +120,9 @@ def fabric(work: Workload, device: torch.device, compiled: bool) -> Iterator[Non
     wrapped, stepped = made.setup(runs, optimizer)
     cuda = device.type == "cuda"
     data = RandomTokens(work.length, work.args.get("vocab_size", 256))
-    loader = made.setup_dataloaders(DataLoader(data, work.batch, shuffle=True, num_workers=2 * cuda, pin_memory=cuda))
+    loader = made.setup_dataloaders(
+        DataLoader(data, work.batch, shuffle=True, num_workers=2 * cuda, pin_memory=cuda)
+    )
     for step, batch in enumerate(loader, start=1):
         outputs = wrapped(batch["input_ids"])
         with made.autocast():
@@ -139,7 +147,9 @@ def block(steps: Iterator[None], count: int, device: torch.device) -> float:
 
 
 def peak_of(steps: Iterator[None], device: torch.device) -> float:
-    """The most that the allocator gave out in three steps, with everything that the contestant holds."""
+    """The most that the allocator gave out in three steps, with everything that the contestant
+    holds.
+    """
     if device.type != "cuda":
         return float("nan")
     torch.cuda.reset_peak_memory_stats(device)
@@ -151,7 +161,9 @@ def peak_of(steps: Iterator[None], device: torch.device) -> float:
 def predicted(work: Workload, device: torch.device) -> float:
     config = config_of(work, device, compiled=False)
     data = RandomTokens(work.length, work.args.get("vocab_size", 256))
-    return float(rehearse(Planned(work.model, data[0]), config, resolve(config.distributed, 1)).peak.total)
+    return float(
+        rehearse(Planned(work.model, data[0]), config, resolve(config.distributed, 1)).peak.total
+    )
 
 
 def rows(name: str, work: Workload, device: torch.device, asked: Any) -> list[str]:
@@ -165,7 +177,8 @@ def rows(name: str, work: Workload, device: torch.device, asked: Any) -> list[st
         block(contestants[title], 5, device)
         peaks[title] = peak_of(contestants[title], device) - held
     taken = [
-        {title: block(steps, asked.steps, device) for title, steps in contestants.items()} for _ in range(asked.rounds)
+        {title: block(steps, asked.steps, device) for title, steps in contestants.items()}
+        for _ in range(asked.rounds)
     ]
     contestants.clear()
     gc.collect()
@@ -198,7 +211,11 @@ def main() -> None:
         "Training on one GPU",
         "python -m benchmarks.gpu.throughput " + " ".join(sys.argv[1:]),
         where(device),
-        [] if find_spec("lightning") is not None else ["Lightning is not installed: Fabric has not run."],
+        (
+            []
+            if find_spec("lightning") is not None
+            else ["Lightning is not installed: Fabric has not run."]
+        ),
         "| model | loop | tokens/s | of by hand | MFU | peak, GB | planned, GB |",
         lines,
     )

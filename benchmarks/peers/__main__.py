@@ -18,7 +18,10 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], str]] = {
     "accelerate_nlp 2": (("2",), "Accelerate, examples/by_feature/gradient_accumulation.py"),
     "accelerate_padded": ((), "Accelerate, quick tour; dropout, texts of unequal lengths"),
     "fabric_classifier": (("{n}",), "Fabric, examples/fabric/image_classifier"),
-    "fabric_padded": (("{n}",), "Fabric, convert PyTorch to Fabric; dropout, texts of unequal lengths"),
+    "fabric_padded": (
+        ("{n}",),
+        "Fabric, convert PyTorch to Fabric; dropout, texts of unequal lengths",
+    ),
     "lightning_classifier": (("{n}",), "Lightning, examples/pytorch/basics"),
     "transformers_clm": ((), "transformers, examples/pytorch/language-modeling/run_clm.py"),
 }
@@ -32,10 +35,16 @@ def row(name: str) -> str:
     (outcome,) = verify_script(str(path), arguments, [2], steps=3)
     seconds = time.monotonic() - began
     marks = [
-        f"{'✗' if found.is_error else '≈'} {found.kind}: {found.text}" + (f"; do: {found.fix}" if found.fix else "")
+        f"{'✗' if found.is_error else '≈'} {found.kind}: {found.text}"
+        + (f"; do: {found.fix}" if found.fix else "")
         for found in outcome.causes
     ]
-    says = "; ".join(marks) or outcome.failed or outcome.not_judged or f"equal up to {outcome.rounding:.0e}"
+    says = (
+        "; ".join(marks)
+        or outcome.failed
+        or outcome.not_judged
+        or f"equal up to {outcome.rounding:.0e}"
+    )
     says = " ".join(says.split()).replace("|", "/")
     cells = (f"`{name}`", example, "✓" if outcome.passed else "✗", says, f"{seconds:.0f}")
     return f"| {' | '.join(cells)} |"
@@ -51,7 +60,10 @@ def main() -> None:
         rows.append(row(name))
         print(rows[-1], flush=True)
     words = [
-        "The loops are of our own writing in the idiom of the example that is named, on data and models that are made",
+        (
+            "The loops are of our own writing in the idiom of the example that is named, on data"
+            " and models that are made"
+        ),
         "here; two ranks, three steps, compared with one process that is given the ranks' samples.",
     ]
     header = "| script | in the idiom of | passes | what verify says | seconds |"

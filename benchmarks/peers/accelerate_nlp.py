@@ -1,4 +1,6 @@
-"""The loop of Accelerate's nlp_example, and of its by_feature/gradient_accumulation with a number as argument."""
+"""The loop of Accelerate's nlp_example, and of its by_feature/gradient_accumulation with a number
+as argument.
+"""
 
 import sys
 from pathlib import Path
@@ -17,7 +19,12 @@ accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
 set_seed(42)
 loader = DataLoader(texts(), shuffle=True, collate_fn=padded, batch_size=8, drop_last=True)  # type: ignore[arg-type]
 config = BertConfig(
-    vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, num_labels=2
+    vocab_size=WORDS,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=64,
+    num_labels=2,
 )
 model = BertForSequenceClassification(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

@@ -1,4 +1,6 @@
-"""Accelerate's loop of a language model with dropout, on texts of unequal lengths: a mean over a batch's words."""
+"""Accelerate's loop of a language model with dropout, on texts of unequal lengths: a mean over a
+batch's words.
+"""
 
 import sys
 from pathlib import Path

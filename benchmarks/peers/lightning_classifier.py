@@ -26,7 +26,12 @@ class Classifier(L.LightningModule):
 
 L.seed_everything(0)
 trainer = L.Trainer(
-    accelerator="cpu", devices=int(sys.argv[1]), strategy="ddp", max_epochs=1, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False,
-)  # fmt: skip
+    accelerator="cpu",
+    devices=int(sys.argv[1]),
+    strategy="ddp",
+    max_epochs=1,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+)
 trainer.fit(Classifier(), DataLoader(images(), batch_size=8, shuffle=True))

@@ -19,7 +19,10 @@ def texts(number: int = 128, length: int = 12) -> list[dict[str, Tensor]]:
     numbers = torch.Generator().manual_seed(1)
     lengths = torch.randint(4, length + 1, (number,), generator=numbers).tolist()
     ids = torch.randint(1, WORDS, (number, length), generator=numbers)
-    return [{"input_ids": row[:n], "labels": (row[0] % 2).long()} for row, n in zip(ids, lengths, strict=True)]
+    return [
+        {"input_ids": row[:n], "labels": (row[0] % 2).long()}
+        for row, n in zip(ids, lengths, strict=True)
+    ]
 
 
 def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -35,7 +38,12 @@ def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def classifier() -> nn.Module:
     """Return a convolutional classifier with dropout, as MNIST examples have it."""
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(), nn.Linear(72, 2)
+        nn.Conv2d(1, 8, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.25),
+        nn.Flatten(),
+        nn.Linear(72, 2),
     )
 
 
@@ -55,7 +63,11 @@ class LanguageModel(nn.Module):
 
 
 def next_words(samples: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Put texts of unequal lengths into one batch of (ids, the words that follow, IGNORED where there is none)."""
+    """Put texts of unequal lengths into one batch of (ids, the words that follow, IGNORED where
+    there is none).
+    """
     ids = [sample["input_ids"] for sample in samples]
-    targets = nn.utils.rnn.pad_sequence([row[1:] for row in ids], batch_first=True, padding_value=IGNORED)
+    targets = nn.utils.rnn.pad_sequence(
+        [row[1:] for row in ids], batch_first=True, padding_value=IGNORED
+    )
     return nn.utils.rnn.pad_sequence([row[:-1] for row in ids], batch_first=True), targets

@@ -1,4 +1,6 @@
-"""The loop of pytorch/examples' distributed/ddp-tutorial-series: a Trainer class around DistributedDataParallel."""
+"""The loop of pytorch/examples' distributed/ddp-tutorial-series: a Trainer class around
+DistributedDataParallel.
+"""
 
 import sys
 from pathlib import Path
@@ -15,7 +17,9 @@ init_process_group("gloo")
 model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 data = images()
-loader = DataLoader(data, batch_size=8, pin_memory=False, shuffle=False, sampler=DistributedSampler(data))
+loader = DataLoader(
+    data, batch_size=8, pin_memory=False, shuffle=False, sampler=DistributedSampler(data)
+)
 model = DistributedDataParallel(model)
 for epoch in range(2):
     loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]

@@ -19,7 +19,9 @@ class GPT(nn.Module):
         self.tokens, self.places = nn.Embedding(WORDS, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(
             *[
-                nn.TransformerEncoderLayer(width, 2, 64, dropout=0.1, batch_first=True, norm_first=True)
+                nn.TransformerEncoderLayer(
+                    width, 2, 64, dropout=0.1, batch_first=True, norm_first=True
+                )
                 for _ in range(2)
             ]
         )

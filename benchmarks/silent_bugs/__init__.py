@@ -1,1 +1,3 @@
-"""Faults that change training without an error, planted to see whether `lockstep verify` finds them."""
+"""Faults that change training without an error, planted to see whether `lockstep verify` finds
+them.
+"""

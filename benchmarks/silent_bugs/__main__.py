@@ -11,16 +11,28 @@ from pathlib import Path
 
 from benchmarks.page import machine, page, table, tell
 from benchmarks.silent_bugs.faults import FAULTS, SOUND, Fault, hugging_face
-from benchmarks.silent_bugs.faults.first_try import FIRST_TRY, MISSED, PASSED, RIGHT, ROUNDS, UNKNOWN, WRONG
+from benchmarks.silent_bugs.faults.first_try import (
+    FIRST_TRY,
+    MISSED,
+    PASSED,
+    RIGHT,
+    ROUNDS,
+    UNKNOWN,
+    WRONG,
+)
 from lockstep.config import config_from
 from lockstep.errors import LockstepError
 from lockstep.launch.spawn import spawn_again
 from lockstep.verify import Verdict, verify
 
 COMMON = {
-    "training.batch_size": 2, "training.global_batch_size": 8, "training.learning_rate": 3e-3,
-    "training.warmup_steps": 0, "training.max_steps": 20, "precision.mode": "fp32",
-}  # fmt: skip
+    "training.batch_size": 2,
+    "training.global_batch_size": 8,
+    "training.learning_rate": 3e-3,
+    "training.warmup_steps": 0,
+    "training.max_steps": 20,
+    "precision.mode": "fp32",
+}
 _PRELOAD = ["torch.distributed.pipelining", "lockstep.verify.worker", hugging_face.__name__]
 SECONDS = 15  # goal, for one verdict
 _MARK = {True: "✓", False: "✗"}
@@ -53,7 +65,9 @@ def judge(fault: Fault) -> Judged:
     config = config_from({**COMMON, **fault.settings})
     start = partial(spawn_again, preload=_PRELOAD)
     try:
-        verdict = verify(fault.make, [fault.topology], config=config, steps=fault.steps, start=start)
+        verdict = verify(
+            fault.make, [fault.topology], config=config, steps=fault.steps, start=start
+        )
         passed, (kind, text) = verdict.passed, cause(verdict)
     except LockstepError as error:  # one process alone can't be trained
         passed, kind, text = False, "refused", str(error)
@@ -61,9 +75,14 @@ def judge(fault: Fault) -> Judged:
         any(w.replace("_", " ") in text or w in text for w in words) for words in fault.names
     )
     return Judged(
-        fault.make.__name__, not passed, kind, text, right, kind in ("cause not known", "cannot judge"),
+        fault.make.__name__,
+        not passed,
+        kind,
+        text,
+        right,
+        kind in ("cause not known", "cannot judge"),
         time.monotonic() - began,
-    )  # fmt: skip
+    )
 
 
 def cause(verdict: Verdict) -> tuple[str, str]:
@@ -71,7 +90,9 @@ def cause(verdict: Verdict) -> tuple[str, str]:
     for outcome in verdict.outcomes:
         if outcome.failed is not None:
             hangs = outcome.failed.startswith("no answer within")
-            refused = "other ranks" not in outcome.failed and ("do:" in outcome.failed or "fix:" in outcome.failed)
+            refused = "other ranks" not in outcome.failed and (
+                "do:" in outcome.failed or "fix:" in outcome.failed
+            )
             return "hang" if hangs else "refused" if refused else "crash", outcome.failed
         if outcome.cause is not None and not outcome.passed:
             return outcome.cause.kind, outcome.cause.text
@@ -86,10 +107,15 @@ def row(judged: Judged, *, sound: bool) -> str:
     text = " ".join(judged.text.split())[:160].replace("|", "/")
     if sound:
         verdict = "✗ " + judged.kind if judged.found else "passed"
-        return f"| {name} | {verdict} | {FIRST_TRY.get(judged.name, 'seen')} | {judged.seconds:.0f} |"
+        return (
+            f"| {name} | {verdict} | {FIRST_TRY.get(judged.name, 'seen')} | {judged.seconds:.0f} |"
+        )
     how = "?" if judged.unknown else _MARK[judged.right]
     first = FIRST_TRY.get(judged.name, "seen")
-    return f"| {name} | {_MARK[judged.found]} | {how} | {first} | {judged.kind}: {text} | {judged.seconds:.0f} |"
+    return (
+        f"| {name} | {_MARK[judged.found]} | {how} | {first} | {judged.kind}: {text} |"
+        f" {judged.seconds:.0f} |"
+    )
 
 
 def _first_tries(faults: list[str], sound: list[str]) -> list[str]:
@@ -100,10 +126,13 @@ def _first_tries(faults: list[str], sound: list[str]) -> list[str]:
         models = [tries[each] for each in sound if each in tries]
         if first and models:
             lines += [
-                f"At the first try of the {name} round it found {len(first) - first.count(MISSED)} of {len(first)} "
-                f"faults that it had not seen, named {first.count(RIGHT)} causes rightly, {first.count(WRONG)} wrongly "
-                f"or in part and {first.count(UNKNOWN)} not, and passed {models.count(PASSED)} of {len(models)} sound "
-                "models.",
+                (
+                    f"At the first try of the {name} round it found"
+                    f" {len(first) - first.count(MISSED)} of {len(first)} faults that it had not"
+                    f" seen, named {first.count(RIGHT)} causes rightly, {first.count(WRONG)}"
+                    f" wrongly or in part and {first.count(UNKNOWN)} not, and passed"
+                    f" {models.count(PASSED)} of {len(models)} sound models."
+                ),
                 "",
             ]
     return lines
@@ -123,27 +152,56 @@ def main() -> None:
     wrong = sum(j.found and not j.right and not j.unknown for j in found)
     seconds = sorted(j.seconds for j in (*found, *sound)) or [0.0]
     late = sum(each > SECONDS for each in seconds)
-    right = f"{sum(j.right for j in found)} of {len(found)}; {sum(j.found and j.unknown for j in found)} not known"
+    right = (
+        f"{sum(j.right for j in found)} of {len(found)};"
+        f" {sum(j.found and j.unknown for j in found)} not known"
+    )
     rows = {
         "55 faults or more, all found": f"{sum(j.found for j in found)} of {len(found)}",
         "50 causes or more right, and 91 % of them": right,
         "no wrong cause": f"{wrong}",
         "23 sound models or more, all pass": f"{sum(not j.found for j in sound)} of {len(sound)}",
-        f"a verdict in {SECONDS} s": f"{seconds[len(seconds) // 2]:.0f} s in the middle, {seconds[-1]:.0f} s at most, "
-        f"{late} of {len(seconds)} later",
+        f"a verdict in {SECONDS} s": (
+            f"{seconds[len(seconds) // 2]:.0f} s in the middle, {seconds[-1]:.0f} s at most, "
+            f"{late} of {len(seconds)} later"
+        ),
     }
     text = page(
-        "Silent bugs", "python -m benchmarks.silent_bugs --out benchmarks/results/silent_bugs.md", machine(),
-        [*table("| goal | shown |", [f"| {goal} | {shown} |" for goal, shown in rows.items()]), "",
-         "Each fault is planted in a small model (`faults/`), most on rank 1 of two. Those whose first try is `seen`",
-         "were written together with verify, as were the kinds and words that count as a right cause. The others, and",
-         "their causes, were written down before verify was given them; the column says what it made of them then.",
-         "It was mended since, so that it has seen these, too. In seconds, the machine's load is in it.", "",
-         *_first_tries([j.name for j in found], [j.name for j in sound])],
+        "Silent bugs",
+        "python -m benchmarks.silent_bugs --out benchmarks/results/silent_bugs.md",
+        machine(),
+        [
+            *table("| goal | shown |", [f"| {goal} | {shown} |" for goal, shown in rows.items()]),
+            "",
+            (
+                "Each fault is planted in a small model (`faults/`), most on rank 1 of two. Those"
+                " whose first try is `seen`"
+            ),
+            (
+                "were written together with verify, as were the kinds and words that count as a"
+                " right cause. The others, and"
+            ),
+            (
+                "their causes, were written down before verify was given them; the column says what"
+                " it made of them then."
+            ),
+            (
+                "It was mended since, so that it has seen these, too. In seconds, the machine's"
+                " load is in it."
+            ),
+            "",
+            *_first_tries([j.name for j in found], [j.name for j in sound]),
+        ],
         "| fault | found | cause right | first try | what verify says | seconds |",
         [row(j, sound=False) for j in found],
-        ["Sound models:", "", *table("| model | verdict | first try | seconds |", [row(j, sound=True) for j in sound])],
-    )  # fmt: skip
+        [
+            "Sound models:",
+            "",
+            *table(
+                "| model | verdict | first try | seconds |", [row(j, sound=True) for j in sound]
+            ),
+        ],
+    )
     tell(text, given.out)
 
 

@@ -1,7 +1,7 @@
 """Faults that were reported elsewhere, each as a few lines of `program.Program`, with its source.
 
-All are of our own writing. `kinds` are the causes that are right; where a fault can't be told from another by what it
-does to a step, both are named.
+All are of our own writing. `kinds` are the causes that are right; where a fault can't be told from
+another by what it does to a step, both are named.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,21 +50,28 @@ SYNCHRONISATION = "gradient synchronisation"
 class MovedAfterWrapping(Program):
     def parallel(self, model: nn.Module) -> nn.Module:
         wrapped = DistributedDataParallel(model)
-        if self.faulty:  # as `.cpu()` and `.cuda()` may do: the wrapper's hooks are on tensors that are gone
+        # as `.cpu()` and `.cuda()` may do: the wrapper's hooks are on tensors that are gone
+        if self.faulty:
             for module in model.modules():
                 for name, parameter in list(module.named_parameters(recurse=False)):
                     setattr(module, name, nn.Parameter(parameter.detach().clone()))
         return wrapped
 
 
-@case("TrainCheck x-jxmnop-ddp-out-of-sync; bytetriper/RAE#40; jingyaogong/minimind PR 854", SYNCHRONISATION)
+@case(
+    "TrainCheck x-jxmnop-ddp-out-of-sync; bytetriper/RAE#40; jingyaogong/minimind PR 854",
+    SYNCHRONISATION,
+)
 class CalledBesideTheWrapper(Program):
     def prepare(self) -> None:
         if self.faulty:
             self.runs = self.net
 
 
-@case("TrainCheck pytorch-84803, pytorch-96600, baichuan2-86 (links that return other sums)", SYNCHRONISATION)
+@case(
+    "TrainCheck pytorch-84803, pytorch-96600, baichuan2-86 (links that return other sums)",
+    SYNCHRONISATION,
+)
 class LinkThatReturnsOtherSums(Program):
     def reduce(self) -> None:
         if self.faulty and self.rank == 1:
@@ -90,7 +97,9 @@ class GradientsOfAutogradGrad(Program):
         if not self.faulty:
             return loss.backward()
         for parameter, gradient in zip(
-            self.net.parameters(), torch.autograd.grad(loss, list(self.net.parameters())), strict=True
+            self.net.parameters(),
+            torch.autograd.grad(loss, list(self.net.parameters())),
+            strict=True,
         ):
             parameter.grad = gradient  # the wrapper's hooks do not run
         return None
@@ -123,7 +132,12 @@ class DividedTwice(Program):
                 parameter.grad /= self.world
 
 
-@case("TrainCheck deepspeed-1801 (of deepspeedai/DeepSpeed PR 1801)", "clipping", "replicas", SYNCHRONISATION)
+@case(
+    "TrainCheck deepspeed-1801 (of deepspeedai/DeepSpeed PR 1801)",
+    "clipping",
+    "replicas",
+    SYNCHRONISATION,
+)
 class ClippedOnOneRankAlone(Program):
     def clip(self) -> None:
         if self.rank == 0 or not self.faulty:
@@ -138,7 +152,11 @@ class MeansOfUnequalCounts(Program):
     uneven = True
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self.cross_entropy(self.runs(inputs), targets) if self.faulty else super().loss(inputs, targets)
+        return (
+            self.cross_entropy(self.runs(inputs), targets)
+            if self.faulty
+            else super().loss(inputs, targets)
+        )
 
 
 @case("verl-project/verl PR 906; ml-explore/mlx-lm PR 1413", "gradient accumulation")
@@ -156,11 +174,17 @@ class AccumulationThatIsNotDivided(Program):
     accumulate = 2
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self.cross_entropy(self.runs(inputs), targets) if self.faulty else super().loss(inputs, targets)
+        return (
+            self.cross_entropy(self.runs(inputs), targets)
+            if self.faulty
+            else super().loss(inputs, targets)
+        )
 
 
 class CutSequence(Program):
-    """Each rank reads the whole batch, and takes a part of each sequence, as context parallelism does."""
+    """Each rank reads the whole batch, and takes a part of each sequence, as context parallelism
+    does.
+    """
 
     def loader(self) -> DataLoader[Any]:
         return DataLoader(self.dataset(), batch_size=self.batch_size)
@@ -183,7 +207,9 @@ class MaskedLossOfACutSequence(CutSequence):
         return total * self.world / count
 
 
-@case(f"{MEGATRON}, multi-token prediction; Megatron-LM#7498", "loss normalisation", "coupled samples")
+@case(
+    f"{MEGATRON}, multi-token prediction; Megatron-LM#7498", "loss normalisation", "coupled samples"
+)
 class SecondLossOfACutSequence(CutSequence):
     uneven = True
 
@@ -195,17 +221,28 @@ class SecondLossOfACutSequence(CutSequence):
         dist.all_reduce(whole)
         first = self.cross_entropy(logits, mine, "sum") * self.world / whole[0]
         second = self.cross_entropy(logits, later, "sum")
-        return first + (second / counts[1].clamp(min=1) if self.faulty else second * self.world / whole[1])
+        return first + (
+            second / counts[1].clamp(min=1) if self.faulty else second * self.world / whole[1]
+        )
 
 
-@case(f"{MEGATRON}, router counts; Megatron-LM#7481", "sum of gradients", "loss normalisation", "coupled samples")
+@case(
+    f"{MEGATRON}, router counts; Megatron-LM#7481",
+    "sum of gradients",
+    "loss normalisation",
+    "coupled samples",
+)
 class CountOverwrittenByItsReduction(Program):
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         local = torch.tensor(float(targets.numel()))
         whole = local if self.faulty else local.clone()
         dist.all_reduce(whole)  # in place: without the copy `local` is the sum, too
         mean = self.cross_entropy(self.runs(inputs), targets)
-        return mean * local * self.world / whole if not self.faulty else mean * local / (whole / self.world)
+        return (
+            mean * local * self.world / whole
+            if not self.faulty
+            else mean * local / (whole / self.world)
+        )
 
 
 @case("contrastive losses over each rank's own negatives (openai/CLIP issues)", "coupled samples")
@@ -235,7 +272,9 @@ class EachRankShufflesAllSamples(Program):
     def loader(self) -> DataLoader[Any]:
         order = torch.Generator().manual_seed(self.rank)
         if self.faulty:
-            return DataLoader(self.dataset(), batch_size=self.batch_size, shuffle=True, generator=order)
+            return DataLoader(
+                self.dataset(), batch_size=self.batch_size, shuffle=True, generator=order
+            )
         return super().loader()
 
 
@@ -249,21 +288,33 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
         return (self.data[index] for index in self.indices)
 
 
-@case("huggingface/datasets#8568: a stream that is skipped to where a run ended forgets its rank", "samples")
+@case(
+    "huggingface/datasets#8568: a stream that is skipped to where a run ended forgets its rank",
+    "samples",
+)
 class StreamThatForgetsItsRank(Program):
     def loader(self) -> DataLoader[Any]:
         take = slice(None) if self.faulty else slice(self.rank, None, self.world)
         return DataLoader(Stream(self.dataset(), 32, take), batch_size=self.batch_size)
 
 
-@case("sandyresearch/parcae#10; huggingface/datasets#5696: ranks cut their own order of the files", "samples")
+@case(
+    "sandyresearch/parcae#10; huggingface/datasets#5696: ranks cut their own order of the files",
+    "samples",
+)
 class RanksCutTheirOwnOrders(Program):
     def loader(self) -> DataLoader[Any]:
-        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.faulty * self.rank)).tolist()
-        return DataLoader(self.dataset(), batch_size=self.batch_size, sampler=order[self.rank :: self.world])
+        order = torch.randperm(
+            SAMPLES, generator=torch.Generator().manual_seed(self.faulty * self.rank)
+        ).tolist()
+        return DataLoader(
+            self.dataset(), batch_size=self.batch_size, sampler=order[self.rank :: self.world]
+        )
 
 
-@case("dropout drawn alike on all ranks (Accelerate and Fabric loops as documented)", "random numbers")
+@case(
+    "dropout drawn alike on all ranks (Accelerate and Fabric loops as documented)", "random numbers"
+)
 class DropoutDrawnAlike(Program):
     def model(self) -> nn.Module:
         return nn.Sequential(Net(), nn.Dropout(0.2))
@@ -310,7 +361,9 @@ class ReplicaThatIsChanged(Program):
 @case("learning rate × number of ranks, with the global batch held", "learning rate")
 class RateTimesRanks(Program):
     def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.net.parameters(), lr=1e-2 * (self.world if self.faulty else 1))
+        return torch.optim.AdamW(
+            self.net.parameters(), lr=1e-2 * (self.world if self.faulty else 1)
+        )
 
 
 # ---- the loop itself ----
@@ -332,7 +385,11 @@ class OptimizerOfAnotherModel(Program):
 @case("layers that are added after the optimizer was made", "parameters without an optimizer")
 class LayerWithoutAnOptimizer(Program):
     def make_optimizer(self) -> torch.optim.Optimizer:
-        held = [p for name, p in self.net.named_parameters() if not (self.faulty and name.startswith("head"))]
+        held = [
+            p
+            for name, p in self.net.named_parameters()
+            if not (self.faulty and name.startswith("head"))
+        ]
         return torch.optim.AdamW(held, lr=1e-2)
 
 
@@ -348,8 +405,10 @@ class FromFrozen(Net):
         return z
 
 
-@case("TrainCheck pytorch-115607 (a forward pass that was compiled without gradients is used again)",
-      "parameters without gradients")  # fmt: skip
+@case(
+    "TrainCheck pytorch-115607 (a forward pass that was compiled without gradients is used again)",
+    "parameters without gradients",
+)
 class ForwardWithoutGradients(Program):
     def model(self) -> nn.Module:
         return FromFrozen()
@@ -415,14 +474,20 @@ class AutocastOnOneRank(Program):
 @case("targets that one rank shifts by a position", "computation of a rank")
 class TargetsShiftedOnOneRank(Program):
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return super().loss(inputs, targets.roll(1, 1) if self.faulty and self.rank == 1 else targets)
+        return super().loss(
+            inputs, targets.roll(1, 1) if self.faulty and self.rank == 1 else targets
+        )
 
 
 @case("positions or features that one rank computes otherwise", "computation of a rank")
 class InputsScaledOnOneRank(Program):
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         if self.faulty and self.rank == 1:
-            self.net.up.register_forward_hook(lambda _m, _a, y: y * 1.5) if self.number == 1 else None
+            (
+                self.net.up.register_forward_hook(lambda _m, _a, y: y * 1.5)
+                if self.number == 1
+                else None
+            )
         return super().loss(inputs, targets)
 
 
@@ -464,7 +529,10 @@ class CutNet(nn.Module):
         super().__init__()
         rank, world, whole = dist.get_rank(), dist.get_world_size(), Net()
         self.norm, self.faults = whole.norm, faults
-        self.up, self.head = nn.Linear(WIDTH, 16 // world), nn.Linear(16 // world, CLASSES, bias=False)
+        self.up, self.head = (
+            nn.Linear(WIDTH, 16 // world),
+            nn.Linear(16 // world, CLASSES, bias=False),
+        )
         with torch.no_grad():
             self.up.weight.copy_(whole.up.weight.chunk(world)[rank])
             self.up.bias.copy_(whole.up.bias.chunk(world)[rank])
@@ -496,34 +564,52 @@ class CutModel(Program):
         """Leave gradients as they are: each rank's norm is of its part."""
 
 
-@case("TTrace: the gradient of a norm before a cut layer is not reduced; Entangle: a missing reduction; "
-      "pytorch/torchtitan PR 3412",
-      SYNCHRONISATION, "sum of gradients", "replicas")  # fmt: skip
+@case(
+    "TTrace: the gradient of a norm before a cut layer is not reduced; Entangle: a missing"
+    " reduction; pytorch/torchtitan PR 3412",
+    SYNCHRONISATION,
+    "sum of gradients",
+    "replicas",
+)
 class NormBeforeACutLayer(CutModel):
     fault = "copy"
 
 
-@case(f"{MEGATRON}, finding 8; deepspeedai/DeepSpeed#8475: norms of a rank's own parameters", "clipping", "replicas")
+@case(
+    f"{MEGATRON}, finding 8; deepspeedai/DeepSpeed#8475: norms of a rank's own parameters",
+    "clipping",
+    "replicas",
+)
 class ClippedByTheNormOfAPart(CutModel):
     def clip(self) -> None:
         if self.faulty:
             nn.utils.clip_grad_norm_(self.net.parameters(), 0.05)
             return
         squares = {name: p.grad.square().sum() for name, p in self.net.named_parameters()}  # type: ignore[union-attr]
-        cut = torch.stack([value for name, value in squares.items() if not name.startswith("norm")]).sum()
+        cut = torch.stack(
+            [value for name, value in squares.items() if not name.startswith("norm")]
+        ).sum()
         dist.all_reduce(cut)
         norm = (cut + squares["norm.weight"] + squares["norm.bias"]).sqrt()
         for parameter in self.net.parameters():
             parameter.grad *= (0.05 / norm).clamp(max=1)
 
 
-@case("TTrace, Entangle: partial outputs are not summed", SYNCHRONISATION, "replicas", "computation of a rank")
+@case(
+    "TTrace, Entangle: partial outputs are not summed",
+    SYNCHRONISATION,
+    "replicas",
+    "computation of a rank",
+)
 class PartialOutputsThatAreNotSummed(CutModel):
     fault = "sum"
 
 
-@case(f"{MEGATRON}: cross entropy over a cut vocabulary is given gathered logits", "sum of gradients",
-      "computation of a rank")  # fmt: skip
+@case(
+    f"{MEGATRON}: cross entropy over a cut vocabulary is given gathered logits",
+    "sum of gradients",
+    "computation of a rank",
+)
 class CrossEntropyOfGatheredLogits(CutModel):
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         logits = self.runs(inputs)
@@ -535,7 +621,12 @@ class CrossEntropyOfGatheredLogits(CutModel):
         return (total.log() - chosen / self.world).mean()
 
 
-@case("recomputation with other random numbers", "computation of a rank", "random numbers", "cause not known")
+@case(
+    "recomputation with other random numbers",
+    "computation of a rank",
+    "random numbers",
+    "cause not known",
+)
 class RecomputedOnOneRank(Program):
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         logits = checkpoint(self.runs, inputs, use_reentrant=False)
@@ -561,4 +652,8 @@ class UnequalNumbersOfBatches(Program):
         data = self.dataset()
         if not self.on_ranks:
             return DataLoader(data, batch_size=self.batch_size, sampler=DistributedSampler(data))
-        return DataLoader(data, batch_size=self.batch_size, sampler=range(self.rank, 96 if self.rank == 0 else 16, 2))
+        return DataLoader(
+            data,
+            batch_size=self.batch_size,
+            sampler=range(self.rank, 96 if self.rank == 0 else 16, 2),
+        )

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/silent_bugs/program.py CASE [sound]
 
-The script is what `lockstep verify` and `lockstep launch --watch-training` are given; it knows nothing of them. A case
-is a class in `cases.py` that changes a few lines of this loop.
+The script is what `lockstep verify` and `lockstep launch --watch-training` are given; it knows
+nothing of them. A case is a class in `cases.py` that changes a few lines of this loop.
 """
 
 import sys
@@ -79,11 +79,18 @@ class Program:
         if self.uneven:  # each rank's sum, over the mean number of targets of a rank
             count = (targets != IGNORED).sum().float()
             dist.all_reduce(count)
-            return self.cross_entropy(self.runs(inputs), targets, "sum") * self.world / count / self.accumulate
+            return (
+                self.cross_entropy(self.runs(inputs), targets, "sum")
+                * self.world
+                / count
+                / self.accumulate
+            )
         return self.cross_entropy(self.runs(inputs), targets) / self.accumulate
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
+        return F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction=reduction
+        )
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

@@ -3,9 +3,10 @@
     python benchmarks/silent_bugs/sound.py NAME
     torchrun --nproc-per-node 2 benchmarks/silent_bugs/sound.py NAME
 
-The kinds are those of OrderLab/TrainCheck-Evaluation-Workloads, `fp_rate/workloads/setups.yml` (arXiv:2506.14813), most
-of them from pytorch/examples. Models and loops are of our own writing, small, on random data. `PROGRAMS` names the
-loops; those in `SUPERVISED` differ in what the table says, and run on several ranks, too.
+The kinds are those of OrderLab/TrainCheck-Evaluation-Workloads, `fp_rate/workloads/setups.yml`
+(arXiv:2506.14813), most of them from pytorch/examples. Models and loops are of our own writing,
+small, on random data. `PROGRAMS` names the loops; those in `SUPERVISED` differ in what the table
+says, and run on several ranks, too.
 """
 
 import os
@@ -47,10 +48,16 @@ class Rows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rnn, self.norm, self.head = nn.LSTM(8, 16, batch_first=True), nn.LayerNorm(16), nn.Linear(16, CLASSES)
+        self.rnn, self.norm, self.head = (
+            nn.LSTM(8, 16, batch_first=True),
+            nn.LayerNorm(16),
+            nn.Linear(16, CLASSES),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.log_softmax(self.head(F.dropout(self.norm(self.rnn(x[:, 0])[0][:, -1]), 0.2, self.training)), dim=1)
+        return F.log_softmax(
+            self.head(F.dropout(self.norm(self.rnn(x[:, 0])[0][:, -1]), 0.2, self.training)), dim=1
+        )
 
 
 class Residual(nn.Module):
@@ -70,11 +77,18 @@ class Autoencoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encode, self.decode = nn.Linear(64, 8), nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 64))
+        self.encode, self.decode = (
+            nn.Linear(64, 8),
+            nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 64)),
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean, log_variance = self.encode(x.flatten(1)).chunk(2, 1)
-        return self.decode(mean + torch.randn_like(mean) * (log_variance / 2).exp()), mean, log_variance
+        return (
+            self.decode(mean + torch.randn_like(mean) * (log_variance / 2).exp()),
+            mean,
+            log_variance,
+        )
 
 
 class Siamese(nn.Module):
@@ -86,7 +100,9 @@ class Siamese(nn.Module):
         self.head = nn.Linear(16, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(self.head(torch.cat([self.encode(x[:, :1]), self.encode(x[:, 1:])], 1)))
+        return torch.sigmoid(
+            self.head(torch.cat([self.encode(x[:, :1]), self.encode(x[:, 1:])], 1))
+        )
 
 
 class Sequences(nn.Module):
@@ -94,7 +110,10 @@ class Sequences(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.head = nn.LSTM(1, 8, batch_first=True, dtype=torch.double), nn.Linear(8, 1, dtype=torch.double)
+        self.one, self.head = (
+            nn.LSTM(1, 8, batch_first=True, dtype=torch.double),
+            nn.Linear(8, 1, dtype=torch.double),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.head(self.one(x.unsqueeze(2))[0]).squeeze(2)
@@ -102,21 +121,27 @@ class Sequences(nn.Module):
 
 
 class Words(nn.Module):
-    """A language model whose head is its embedding; an LSTM goes on from where the last batch has ended."""
+    """A language model whose head is its embedding; an LSTM goes on from where the last batch has
+    ended.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
         self.head.weight = self.embed.weight
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        self.body = nn.LSTM(8, 8, batch_first=True) if kind == "lstm" else nn.TransformerEncoder(layer, 1)
+        self.body = (
+            nn.LSTM(8, 8, batch_first=True) if kind == "lstm" else nn.TransformerEncoder(layer, 1)
+        )
 
     def forward(self, ids: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Any]:
         x, after = self.embed(ids), None
         if isinstance(self.body, nn.LSTM):
             x, after = self.body(x, state)
         else:
-            x = self.body(x, nn.Transformer.generate_square_subsequent_mask(ids.shape[1]), is_causal=True)
+            x = self.body(
+                x, nn.Transformer.generate_square_subsequent_mask(ids.shape[1]), is_causal=True
+            )
         return self.head(x), after
 
 
@@ -141,7 +166,9 @@ class Graph(nn.Module):
 
 def convolutions(*after: nn.Module, channels: int = 1) -> nn.Module:
     body = nn.Conv2d(channels, 4, 3, padding=1)
-    return nn.Sequential(body, nn.ReLU(), *after, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, CLASSES))
+    return nn.Sequential(
+        body, nn.ReLU(), *after, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, CLASSES)
+    )
 
 
 # ---- losses ----
@@ -165,7 +192,11 @@ class NextWord:
         self.state: Any = None
 
     def __call__(self, runs: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
-        state = None if self.state is None or not runs.training else tuple(part.detach() for part in self.state)
+        state = (
+            None
+            if self.state is None or not runs.training
+            else tuple(part.detach() for part in self.state)
+        )
         logits, after = runs(ids, state)
         self.state = after if runs.training else self.state
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -177,7 +208,8 @@ class Supervised:
 
     Attributes:
         data: makes inputs and targets.
-        by_hand: learning rate with which the loop writes its weights itself; where ranks are compared, SGD does.
+        by_hand: learning rate with which the loop writes its weights itself; where ranks are
+            compared, SGD does.
         scaled: with autocast and a loss scaler.
         shuffled: False: in order.
         clip: the largest norm.
@@ -198,12 +230,18 @@ class Supervised:
         torch.manual_seed(0)
         data, model = TensorDataset(*self.data()), self.model()
         sampler = DistributedSampler(data, shuffle=self.shuffled) if dist.is_initialized() else None
-        train: Iterable[Any] = DataLoader(data, 8, shuffle=self.shuffled and sampler is None, sampler=sampler)
+        train: Iterable[Any] = DataLoader(
+            data, 8, shuffle=self.shuffled and sampler is None, sampler=sampler
+        )
         train = train if self.on_ranks else [data.tensors]
         runs = DistributedDataParallel(model) if sampler is not None else model
         torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # dropout of each rank
         by_hand = self.by_hand if "RANK" not in os.environ else 0.0
-        optimizer = optim.SGD(model.parameters(), self.by_hand) if self.by_hand else self.optimizer(model.parameters())
+        optimizer = (
+            optim.SGD(model.parameters(), self.by_hand)
+            if self.by_hand
+            else self.optimizer(model.parameters())
+        )
         schedule = optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
         scaler = torch.amp.GradScaler("cpu", enabled=self.scaled)
         for epoch in range(4):
@@ -235,7 +273,10 @@ class Supervised:
                 schedule.step()
             runs.eval()
             with torch.no_grad():
-                print(f"epoch {epoch}: {sum(float(self.loss(runs, *batch)) for batch in train):.3f}", flush=True)
+                print(
+                    f"epoch {epoch}: {sum(float(self.loss(runs, *batch)) for batch in train):.3f}",
+                    flush=True,
+                )
 
 
 def fit(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -267,42 +308,64 @@ def graph() -> tuple[Tensor, ...]:
 
 LINEAR = partial(nn.Sequential, nn.Linear(20, 15), nn.Linear(15, 1))
 WORD_LOOP: dict[str, Any] = {"data": text, "by_hand": 1.0, "shuffled": False, "clip": 0.25}
-ON_GRAPH: dict[str, Any] = {"data": graph, "optimizer": partial(optim.Adam, weight_decay=5e-4), "on_ranks": False}
+ON_GRAPH: dict[str, Any] = {
+    "data": graph,
+    "optimizer": partial(optim.Adam, weight_decay=5e-4),
+    "on_ranks": False,
+}
 SUPERVISED: dict[str, Supervised] = {
     "mnist": Supervised(lambda: convolutions(nn.Dropout(0.25))),
     "mnist-rnn": Supervised(Rows, loss=fit(F.nll_loss)),
     "resnet18": Supervised(
-        lambda: convolutions(Residual(), Residual(), channels=3), lambda: images(3),
+        lambda: convolutions(Residual(), Residual(), channels=3),
+        lambda: images(3),
         optimizer=partial(optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4),
     ),
     "ddp-multigpu": Supervised(
-        LINEAR, lambda: (normal(SAMPLES, 20), below(2, SAMPLES, 1).float()), fit(F.binary_cross_entropy_with_logits),
+        LINEAR,
+        lambda: (normal(SAMPLES, 20), below(2, SAMPLES, 1).float()),
+        fit(F.binary_cross_entropy_with_logits),
         partial(optim.SGD, lr=1e-3),
     ),
     "autocast": Supervised(
         lambda: nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)),
-        lambda: (normal(SAMPLES, 16), normal(SAMPLES, 16)), fit(F.mse_loss), partial(optim.SGD, lr=1e-3), scaled=True,
+        lambda: (normal(SAMPLES, 16), normal(SAMPLES, 16)),
+        fit(F.mse_loss),
+        partial(optim.SGD, lr=1e-3),
+        scaled=True,
     ),
     "vae": Supervised(Autoencoder, loss=autoencoding, optimizer=partial(optim.Adam, lr=1e-3)),
-    "regression": Supervised(lambda: nn.Linear(4, 1), polynomial, fit(F.smooth_l1_loss), by_hand=0.1),
+    "regression": Supervised(
+        lambda: nn.Linear(4, 1), polynomial, fit(F.smooth_l1_loss), by_hand=0.1
+    ),
     "siamese-network": Supervised(Siamese, pairs, fit(F.binary_cross_entropy)),
-    "time-sequence-prediction": Supervised(Sequences, waves, fit(F.mse_loss), partial(optim.LBFGS, lr=0.8, max_iter=4)),
+    "time-sequence-prediction": Supervised(
+        Sequences, waves, fit(F.mse_loss), partial(optim.LBFGS, lr=0.8, max_iter=4)
+    ),
     "word-language-model-lstm": Supervised(lambda: Words("lstm"), loss=NextWord(), **WORD_LOOP),
-    "word-language-model-transformer": Supervised(lambda: Words("transformer"), loss=NextWord(), **WORD_LOOP),
+    "word-language-model-transformer": Supervised(
+        lambda: Words("transformer"), loss=NextWord(), **WORD_LOOP
+    ),
     "gcn": Supervised(lambda: Graph("convolution"), **ON_GRAPH),
     "gat": Supervised(lambda: Graph("attention"), **ON_GRAPH),
-}  # fmt: skip
+}
 
 
 # ---- loops of another shape ----
 
 
 def dcgan() -> None:
-    """Two networks and two optimizers; the judge's gradients of the generator's step are thrown away."""
+    """Two networks and two optimizers; the judge's gradients of the generator's step are thrown
+    away.
+    """
     torch.manual_seed(0)
     data = TensorDataset(normal(SAMPLES, 1, 8, 8), normal(SAMPLES, 4, 1, 1))
     makes: nn.Module = nn.Sequential(
-        nn.ConvTranspose2d(4, 8, 4), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 1, 4, 2, 1), nn.Tanh()
+        nn.ConvTranspose2d(4, 8, 4),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 1, 4, 2, 1),
+        nn.Tanh(),
     )
     judges: nn.Module = nn.Sequential(
         nn.Conv2d(1, 4, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(4, 1, 4), nn.Flatten(0), nn.Sigmoid()
@@ -310,7 +373,9 @@ def dcgan() -> None:
     sampler = DistributedSampler(data) if dist.is_initialized() else None
     if sampler is not None:
         makes, judges = DistributedDataParallel(makes), DistributedDataParallel(judges)
-    mine, its = (optim.Adam(net.parameters(), lr=2e-4, betas=(0.5, 0.999)) for net in (makes, judges))
+    mine, its = (
+        optim.Adam(net.parameters(), lr=2e-4, betas=(0.5, 0.999)) for net in (makes, judges)
+    )
     for epoch in range(2):
         if sampler is not None:
             sampler.set_epoch(epoch)
@@ -326,7 +391,9 @@ def dcgan() -> None:
 
 
 def forward_forward() -> None:
-    """Trains each layer on its own, by how it tells samples with right labels from samples with wrong ones."""
+    """Trains each layer on its own, by how it tells samples with right labels from samples with
+    wrong ones.
+    """
     torch.manual_seed(0)
     right, wrong = normal(SAMPLES, 16), normal(SAMPLES, 16)
     for layer in (nn.Linear(16, 12), nn.Linear(12, 8)):
@@ -356,9 +423,14 @@ def hogwild() -> None:
 
 
 def policy_gradient(*, critic: bool) -> None:
-    """Learns from episodes of a walk: from the returns alone, or from how far they are above what a critic expects."""
+    """Learns from episodes of a walk: from the returns alone, or from how far they are above what a
+    critic expects.
+    """
     torch.manual_seed(0)
-    body, head = nn.Sequential(nn.Linear(2, 16), nn.Dropout(0.1), nn.ReLU()), nn.Linear(16, 3 if critic else 2)
+    body, head = (
+        nn.Sequential(nn.Linear(2, 16), nn.Dropout(0.1), nn.ReLU()),
+        nn.Linear(16, 3 if critic else 2),
+    )
     model = nn.Sequential(body, head)
     optimizer = optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(8):

@@ -27,7 +27,9 @@ def page() -> str:
     info = list(all_keys().values())
     parts = [_INTRODUCTION]
     for section in (one for one in info if one.is_section):
-        parts.append(f"{'##' if '.' not in section.key else '###'} {section.key} {{ #{section.key} }}\n")
+        parts.append(
+            f"{'##' if '.' not in section.key else '###'} {section.key} {{ #{section.key} }}\n"
+        )
         parts.append(section.description + "\n")
         parts.append(_table([one for one in info if _is_in(one, section.key)]))
     parts.insert(1, _table([one for one in info if "." not in one.key]))
@@ -42,7 +44,11 @@ def _table(rows: list[KeyInfo]) -> str:
     lines = ["| key | takes | default | meaning |", "|---|---|---|---|"]
     for info in rows:
         takes = "a section" if info.is_section else cell(info.takes)
-        name = f"[`{info.name}`](#{info.key})" if info.is_section else f"`{info.name}`{{ #{info.key} }}"
+        name = (
+            f"[`{info.name}`](#{info.key})"
+            if info.is_section
+            else f"`{info.name}`{{ #{info.key} }}"
+        )
         default = "" if info.is_section else f"`{_written(info.default)}`"
         lines.append(f"| {name} | {takes} | {default} | {cell(info.description)} |")
     return "\n".join([*lines, ""])
@@ -51,7 +57,11 @@ def _table(rows: list[KeyInfo]) -> str:
 def _written(value: Any) -> str:
     if value is None or value == {} or value == []:
         return {"None": "null", "{}": "{}", "[]": "[]"}[str(value)]
-    return yaml.safe_dump(_plain(value), default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    return (
+        yaml.safe_dump(_plain(value), default_flow_style=True, width=1000)
+        .removesuffix("...\n")
+        .strip()
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -80,9 +90,14 @@ def shipped_page() -> str:
     """Each config that ships, as it is."""
     lines = [
         "# Configs that ship\n",
-        "Give a name in place of a file (`lockstep train ready/bdh.yaml`), or write `extends: NAME`. This page is made "
-        "from the files.\n",
+        (
+            "Give a name in place of a file (`lockstep train ready/bdh.yaml`), or write `extends:"
+            " NAME`. This page is made from the files.\n"
+        ),
     ]
     for name in shipped_names():
-        lines += [f"## {name}\n", f"```yaml\n{(SHIPPED / name).read_text(encoding='utf-8').rstrip()}\n```\n"]
+        lines += [
+            f"## {name}\n",
+            f"```yaml\n{(SHIPPED / name).read_text(encoding='utf-8').rstrip()}\n```\n",
+        ]
     return "\n".join(lines)

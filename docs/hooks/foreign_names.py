@@ -31,8 +31,10 @@ def page_of_all() -> str:
     lines = [
         f"# All {len(rows)} names",
         "",
-        "Every name from elsewhere that Lockstep knows. The same table answers an unknown key or option on the command "
-        "line.",
+        (
+            "Every name from elsewhere that Lockstep knows. The same table answers an unknown key"
+            " or option on the command line."
+        ),
         "",
         *_table(rows, with_source=True),
     ]

@@ -1,7 +1,9 @@
-"""Pages that are made while the site is built: from the config schema, the command line and the table of names.
+"""Pages that are made while the site is built: from the config schema, the command line and the
+table of names.
 
-mkdocs calls `on_files` and `on_page_markdown`. A line `<!-- names: SOURCE -->` of a page becomes the tables of what is
-called otherwise there, `<!-- keywords -->` the list of `Trainer`'s keyword arguments.
+mkdocs calls `on_files` and `on_page_markdown`. A line `<!-- names: SOURCE -->` of a page becomes
+the tables of what is called otherwise there, `<!-- keywords -->` the list of `Trainer`'s keyword
+arguments.
 """
 
 import re
@@ -30,8 +32,13 @@ NAMES = re.compile(r"^<!-- names: (\w+) -->$", re.MULTILINE)
 def on_files(files: Files, config: Any) -> Files:
     for path, make in PAGES.items():
         files.append(File.generated(config, path, content=make()))
-    for picture in measured.pictures():  # the page shows them as the results do, which they lie beside
-        files.append(File.generated(config, f"reference/{picture.name}", content=picture.read_text(encoding="utf-8")))
+    # the page shows them as the results do, which they lie beside
+    for picture in measured.pictures():
+        files.append(
+            File.generated(
+                config, f"reference/{picture.name}", content=picture.read_text(encoding="utf-8")
+            )
+        )
     return files
 
 

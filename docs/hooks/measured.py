@@ -1,4 +1,6 @@
-"""What the benchmarks found: the files of benchmarks/results/ on one page, each with the command that made it."""
+"""What the benchmarks found: the files of benchmarks/results/ on one page, each with the command
+that made it.
+"""
 
 import re
 from pathlib import Path

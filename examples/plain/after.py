@@ -1,4 +1,6 @@
-"""`before.py` on any number of ranks: `python after.py` is one, `lockstep launch --nproc-per-node 4 after.py` four."""
+"""`before.py` on any number of ranks: `python after.py` is one, `lockstep launch --nproc-per-node 4
+after.py` four.
+"""
 
 import torch
 from sklearn.datasets import load_digits
@@ -9,14 +11,19 @@ from lockstep import Trainer
 
 digits = load_digits()
 images, labels = torch.from_numpy(digits.images).float().div(16), torch.from_numpy(digits.target)
-seen, unseen = random_split(TensorDataset(images, labels), [1500, 297], torch.Generator().manual_seed(0))
-train_data = DataLoader(seen, batch_size=25, shuffle=True)  # a micro-batch; a step takes 50 on 1 rank and on 2
+seen, unseen = random_split(
+    TensorDataset(images, labels), [1500, 297], torch.Generator().manual_seed(0)
+)
+# a micro-batch; a step takes 50 on 1 rank and on 2
+train_data = DataLoader(seen, batch_size=25, shuffle=True)
 val_data = DataLoader(unseen, batch_size=50)
 
 
 def main() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10)
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     loss_fn = nn.CrossEntropyLoss()
     trainer = Trainer(model, optimizer, loss_fn, batch_size=25, global_batch_size=50)

@@ -1,4 +1,6 @@
-"""A plain PyTorch script: handwritten digits, one process. `after.py` beside it trains on any number of ranks."""
+"""A plain PyTorch script: handwritten digits, one process. `after.py` beside it trains on any
+number of ranks.
+"""
 
 import torch
 from sklearn.datasets import load_digits
@@ -7,14 +9,18 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 
 digits = load_digits()
 images, labels = torch.from_numpy(digits.images).float().div(16), torch.from_numpy(digits.target)
-seen, unseen = random_split(TensorDataset(images, labels), [1500, 297], torch.Generator().manual_seed(0))
+seen, unseen = random_split(
+    TensorDataset(images, labels), [1500, 297], torch.Generator().manual_seed(0)
+)
 train_data = DataLoader(seen, batch_size=50, shuffle=True)
 val_data = DataLoader(unseen, batch_size=50)
 
 
 def main() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10)
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     loss_fn = nn.CrossEntropyLoss()
     for _ in range(5):

@@ -1,7 +1,8 @@
 """Save, load and look after checkpoints: a committed one is whole, and one that is not whole is invisible.
 
-A save takes four stops: this rank's blocks (`snapshot`), each rank's share (planned on rank 0), files in an invisible
-draft (`write`), and state, config and, last, the manifest (`commit`): then the checkpoint exists.
+A save takes four stops: this rank's blocks (`snapshot`), each rank's share (planned on rank 0),
+files in an invisible draft (`write`), and state, config and, last, the manifest (`commit`): then
+the checkpoint exists.
 
     checkpoints/step-00000100/
       manifest.json        format version, files {size, crc32}, parameters {shape, dtype, aliases}; last its checksum
@@ -11,8 +12,8 @@ draft (`write`), and state, config and, last, the manifest (`commit`): then the 
       state.json           everything that is not a tensor
       config.yaml          the resolved config of the run
 
-Every rank of a run calls `save` and `load`; the rest looks at files, and needs no process group. A folder of
-checkpoints may be given as a path or a `Storage`, a checkpoint as a path or a `Location`.
+Every rank of a run calls `save` and `load`; the rest looks at files, and needs no process group. A
+folder of checkpoints may be given as a path or a `Storage`, a checkpoint as a path or a `Location`.
 
 Tests: tests/checkpoint/test_round_trip.py, tests/checkpoint/test_room.py
 """
@@ -26,7 +27,14 @@ from lockstep.checkpoint.convert import (
     loss_weights,
     weights,
 )
-from lockstep.checkpoint.keep import copy_to_hosts, list_checkpoints, newest, resume_point, rotate, set_aside
+from lockstep.checkpoint.keep import (
+    copy_to_hosts,
+    list_checkpoints,
+    newest,
+    resume_point,
+    rotate,
+    set_aside,
+)
 from lockstep.checkpoint.manifest import (
     LOSS_NAMES,
     OWN_FORM,
@@ -58,10 +66,45 @@ from lockstep.checkpoint.storage import (
 )
 
 __all__ = [
-    "LOSS_NAMES", "MANIFEST", "OWN_FORM", "AsyncSaver", "Checkpoint", "CheckpointPath", "DamagedError", "Directory",
-    "Location", "Ranks", "SaveOptions", "Snapshot", "Storage", "add_missing_groups", "build_storage", "config_text",
-    "copy_to_hosts", "digest", "digest_tensors", "export_safetensors", "gather", "import_weights", "is_shared",
-    "list_checkpoints", "load", "loss_weights", "newest", "optimizer_state", "optimizer_targets", "optimizers_in",
-    "read_manifest", "read_state", "restore_optimizer", "resume_point", "rotate", "save", "scatter", "set_aside",
-    "step_of", "verify", "weights",
-]  # fmt: skip
+    "LOSS_NAMES",
+    "MANIFEST",
+    "OWN_FORM",
+    "AsyncSaver",
+    "Checkpoint",
+    "CheckpointPath",
+    "DamagedError",
+    "Directory",
+    "Location",
+    "Ranks",
+    "SaveOptions",
+    "Snapshot",
+    "Storage",
+    "add_missing_groups",
+    "build_storage",
+    "config_text",
+    "copy_to_hosts",
+    "digest",
+    "digest_tensors",
+    "export_safetensors",
+    "gather",
+    "import_weights",
+    "is_shared",
+    "list_checkpoints",
+    "load",
+    "loss_weights",
+    "newest",
+    "optimizer_state",
+    "optimizer_targets",
+    "optimizers_in",
+    "read_manifest",
+    "read_state",
+    "restore_optimizer",
+    "resume_point",
+    "rotate",
+    "save",
+    "scatter",
+    "set_aside",
+    "step_of",
+    "verify",
+    "weights",
+]

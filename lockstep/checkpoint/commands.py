@@ -8,7 +8,13 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from lockstep.checkpoint.convert import digest, export_safetensors, export_torch, import_weights, rewrite_full
+from lockstep.checkpoint.convert import (
+    digest,
+    export_safetensors,
+    export_torch,
+    import_weights,
+    rewrite_full,
+)
 from lockstep.checkpoint.keep import list_checkpoints, newest
 from lockstep.checkpoint.manifest import DamagedError, read_manifest, read_state, verify
 from lockstep.checkpoint.posix import locate
@@ -23,17 +29,22 @@ FORMATS = ("full", "torch")
 def run(verb: str, path: str | Path, **options: Any) -> str:
     """Run one of VERBS, with its options, and return the text to print, or raise a UsageError.
 
-    `path` is a run directory, a folder of checkpoints, one checkpoint, or another storage, `package.module:Name`; verbs
-    for one checkpoint take the newest whole one. If `verify` finds damage, a DamagedError lists what is damaged.
+    `path` is a run directory, a folder of checkpoints, one checkpoint, or another storage,
+    `package.module:Name`; verbs for one checkpoint take the newest whole one. If `verify` finds
+    damage, a DamagedError lists what is damaged.
     """
     if verb not in VERBS:
         near = did_you_mean(verb, VERBS)
-        raise UsageError(f"there is no `lockstep checkpoint {verb}`{near}", fix="one of: " + ", ".join(VERBS))
+        raise UsageError(
+            f"there is no `lockstep checkpoint {verb}`{near}", fix="one of: " + ", ".join(VERBS)
+        )
     chosen = {key: value for key, value in options.items() if value is not None}
     action, accepted = _ACTIONS[verb]
     if stray := [key for key in chosen if key not in accepted]:
         what = f"`lockstep checkpoint {verb}` takes no {stray[0]}"
-        raise UsageError(what, fix=f"`lockstep checkpoint {verb}` takes {', '.join(accepted) or 'a path alone'}")
+        raise UsageError(
+            what, fix=f"`lockstep checkpoint {verb}` takes {', '.join(accepted) or 'a path alone'}"
+        )
     return action(Path(path), **chosen)
 
 
@@ -53,14 +64,24 @@ def _inspect(path: Path) -> str:
     checkpoint = newest_at(path)
     manifest = read_manifest(checkpoint)
     elements = sum(prod(info.shape) for info in manifest.parameters.values())
-    lines = [f"{checkpoint}: step {manifest.step}, {_size(manifest.num_bytes)} in {len(manifest.files)} files"]
+    lines = [
+        f"{checkpoint}: step {manifest.step}, {_size(manifest.num_bytes)} in {len(manifest.files)}"
+        " files"
+    ]
     for part in manifest.parts:
-        lines.append(f"  {part}: {_size(sum(manifest.files[file].size for file in manifest.files_of(part)))}")
+        lines.append(
+            f"  {part}: {_size(sum(manifest.files[file].size for file in manifest.files_of(part)))}"
+        )
     lines += [f"written by: {', '.join(f'{k} {v}' for k, v in manifest.written_by.items())}"]
     lines += [f"state: {json.dumps(read_state(checkpoint), sort_keys=True)}"]
     lines += [f"model: {len(manifest.parameters)} tensors, {elements:,} elements"]
     rows = [
-        (f"  {name}", info.dtype, str(list(info.shape)), f"tied: {', '.join(info.aliases)}" if info.aliases else "")
+        (
+            f"  {name}",
+            info.dtype,
+            str(list(info.shape)),
+            f"tied: {', '.join(info.aliases)}" if info.aliases else "",
+        )
         for name, info in manifest.parameters.items()
     ]
     return "\n".join([*lines, _table(rows)]) if rows else "\n".join(lines)
@@ -68,11 +89,17 @@ def _inspect(path: Path) -> str:
 
 def _verify(path: Path) -> str:
     checkpoints = checkpoints_at(path)
-    problems = {checkpoint: verify(checkpoint) or unreadable(checkpoint) for checkpoint in checkpoints}
+    problems = {
+        checkpoint: verify(checkpoint) or unreadable(checkpoint) for checkpoint in checkpoints
+    }
     if damaged := {checkpoint: found for checkpoint, found in problems.items() if found}:
-        why = "; ".join(f"{checkpoint.name}: {', '.join(found)}" for checkpoint, found in damaged.items())
+        why = "; ".join(
+            f"{checkpoint.name}: {', '.join(found)}" for checkpoint, found in damaged.items()
+        )
         fix = "delete or restore what is damaged; a run resumes from the newest whole one"
-        raise DamagedError(f"{len(damaged)} of {len(checkpoints)} checkpoints damaged", why=why, fix=fix)
+        raise DamagedError(
+            f"{len(damaged)} of {len(checkpoints)} checkpoints damaged", why=why, fix=fix
+        )
     return "\n".join(f"{checkpoint}: whole" for checkpoint in checkpoints)
 
 
@@ -83,7 +110,10 @@ def _export(path: Path, output: str | Path = "model.safetensors") -> str:
 
 def _convert(path: Path, to: str = "full", output: str | Path | None = None) -> str:
     if to not in FORMATS:
-        by_ranks = f"; ranks write it: lockstep train CONFIG --resume {quote(str(path))} checkpoint.format={to}"
+        by_ranks = (
+            f"; ranks write it: lockstep train CONFIG --resume {quote(str(path))}"
+            f" checkpoint.format={to}"
+        )
         fix = f"one of: {', '.join(FORMATS)}" + (by_ranks if to in ("sharded", "local") else "")
         raise UsageError(f"there is no format {to!r} to convert to", fix=fix)
     checkpoint = newest_at(path)
@@ -101,7 +131,8 @@ def _import(path: Path, output: str | Path = "imported", prefix: str = "") -> st
     return f"{path} → {written}: {taken} tensors in float32{rest}; {begins}"
 
 
-_ACTIONS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {  # with the options that each takes
+# with the options that each takes
+_ACTIONS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "list": (_list, ()),
     "inspect": (_inspect, ()),
     "verify": (_verify, ()),
@@ -123,8 +154,14 @@ def checkpoints_at(path: Path) -> list[CheckpointPath]:
     for directory in elsewhere or [path / "checkpoints", path]:
         if found := list_checkpoints(directory):
             return found
-    what = f"there is no checkpoint in {path}" if path.exists() or elsewhere else f"{path} does not exist"
-    raise UsageError(what, fix="give a run directory, its folder checkpoints/, or one checkpoint in it")
+    what = (
+        f"there is no checkpoint in {path}"
+        if path.exists() or elsewhere
+        else f"{path} does not exist"
+    )
+    raise UsageError(
+        what, fix="give a run directory, its folder checkpoints/, or one checkpoint in it"
+    )
 
 
 def newest_at(path: Path) -> CheckpointPath:
@@ -149,6 +186,8 @@ def _size(num_bytes: int) -> str:
 def _table(rows: list[tuple[str, str, str, str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
+        "  ".join(
+            [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]
+        ).rstrip()
         for row in rows
     )

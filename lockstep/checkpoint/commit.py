@@ -1,4 +1,7 @@
-"""Save a checkpoint: before the commit there is no new one, after it a whole one; older ones are never touched."""
+"""Save a checkpoint: before the commit there is no new one, after it a whole one.
+
+Older ones are never touched.
+"""
 
 import itertools
 import json
@@ -15,11 +18,36 @@ import torch
 import torch.distributed as dist
 
 from lockstep import accelerator
-from lockstep.checkpoint.manifest import CONFIG, GROUPS_KEY, JSON_LIMIT, MODEL, STATE, Manifest, verify
+from lockstep.checkpoint.manifest import (
+    CONFIG,
+    GROUPS_KEY,
+    JSON_LIMIT,
+    MODEL,
+    STATE,
+    Manifest,
+    verify,
+)
 from lockstep.checkpoint.posix import storage_at
 from lockstep.checkpoint.ranks import Ranks
-from lockstep.checkpoint.snapshot import CheckpointPlan, Description, Part, Snapshot, Staged, TensorBlock, merge, stage
-from lockstep.checkpoint.storage import CheckpointPath, Directory, Location, Storage, aside_name, step_name, step_of
+from lockstep.checkpoint.snapshot import (
+    CheckpointPlan,
+    Description,
+    Part,
+    Snapshot,
+    Staged,
+    TensorBlock,
+    merge,
+    stage,
+)
+from lockstep.checkpoint.storage import (
+    CheckpointPath,
+    Directory,
+    Location,
+    Storage,
+    aside_name,
+    step_name,
+    step_of,
+)
 from lockstep.checkpoint.write import Format, WrittenFiles, writer_of
 from lockstep.collectives import create_once, new_group
 from lockstep.errors import RunError, UsageError
@@ -27,9 +55,11 @@ from lockstep.heartbeat import own_heartbeat, went_forward
 
 _log = logging.getLogger(__name__)
 
-SHARED_MARK = ".shared"  # the name of the draft that `is_shared` makes, to find out whether ranks see one storage
+# the name of the draft that `is_shared` makes, to find out whether ranks see one storage
+SHARED_MARK = ".shared"
 _FIRST_PAUSE = 0.5  # seconds before the second try; doubled for each further one
-_ATTEMPTS, _SECONDS_BETWEEN_ATTEMPTS = 5, 0.2  # a network file system may show a new folder a moment later
+# a network file system may show a new folder a moment later
+_ATTEMPTS, _SECONDS_BETWEEN_ATTEMPTS = 5, 0.2
 
 
 @dataclass(frozen=True)
@@ -38,21 +68,30 @@ class SaveOptions:
 
     format: Format = "sharded"
     retries: int = 0  # tries of a save that the storage refused, after pauses that double
-    on_retry: Callable[[RunError, float], object] = lambda _error, _seconds: None  # seconds of the pause; on rank 0
+    # seconds of the pause; on rank 0
+    on_retry: Callable[[RunError, float], object] = lambda _error, _seconds: None
     sets_aside: bool = False  # a checkpoint of the same step gets another name; else it is an error
 
 
 def save(
-    directory: Directory, step: int, snapshot: Snapshot, *, config_yaml: str, options: SaveOptions | None = None,
+    directory: Directory,
+    step: int,
+    snapshot: Snapshot,
+    *,
+    config_yaml: str,
+    options: SaveOptions | None = None,
     group: dist.ProcessGroup | None = None,
-) -> CheckpointPath:  # fmt: skip
-    """Write the checkpoint `directory/step-00000100`, and return it once it is committed; every rank calls it.
+) -> CheckpointPath:
+    """Write the checkpoint `directory/step-00000100`, and return it once it is committed.
 
-    All ranks share the `directory`, which is created if missing, except in the format `full`. The ranks of `group`
-    (Gloo or NCCL) hold the state; None: those of the default group.
+    Every rank calls it.
 
-    A UsageError is raised if the snapshot can't be stored, or a whole checkpoint of this step exists; a RunError, on
-    every rank, if the storage failed: the draft is deleted, and older checkpoints are untouched.
+    All ranks share the `directory`, which is created if missing, except in the format `full`. The
+    ranks of `group` (Gloo or NCCL) hold the state; None: those of the default group.
+
+    A UsageError is raised if the snapshot can't be stored, or a whole checkpoint of this step
+    exists; a RunError, on every rank, if the storage failed: the draft is deleted, and older
+    checkpoints are untouched.
     """
     ranks, target = Ranks(group), Location(storage_at(directory), step_name(step))
     staged = ranks.run(_failure(step), lambda: stage(snapshot))
@@ -61,7 +100,12 @@ def save(
 
 
 def write_staged(
-    target: Location, step: int, staged: Staged, config_yaml: str, options: SaveOptions, ranks: Ranks
+    target: Location,
+    step: int,
+    staged: Staged,
+    config_yaml: str,
+    options: SaveOptions,
+    ranks: Ranks,
 ) -> None:
     """Write a staged snapshot, with retries; every rank raises the same errors."""
     for attempt in itertools.count():
@@ -80,7 +124,12 @@ def write_staged(
 
 
 def write_once(
-    target: Location, step: int, staged: Staged, config_yaml: str, options: SaveOptions, ranks: Ranks
+    target: Location,
+    step: int,
+    staged: Staged,
+    config_yaml: str,
+    options: SaveOptions,
+    ranks: Ranks,
 ) -> None:
     """Plan, write and commit on every rank, without retries; delete the draft after a failure."""
     failure = _failure(step)
@@ -93,9 +142,14 @@ def write_once(
             shares = writer.plan(plan, described)
             if target.storage.exists(target.name) and not options.sets_aside:
                 if step_of(target.name) is None or not verify(target):
-                    fix = "begin with it (in Python: trainer.load_checkpoint), move it away, or name another folder "
+                    fix = (
+                        "begin with it (in Python: trainer.load_checkpoint), move it away, or name"
+                        " another folder "
+                    )
                     fix += "for this run"
-                    raise UsageError(f"{target} exists already, and a checkpoint is never overwritten", fix=fix)
+                    raise UsageError(
+                        f"{target} exists already, and a checkpoint is never overwritten", fix=fix
+                    )
                 target.storage.move(target.name, aside_name(step))  # it is damaged
             draft = stack.enter_context(new_draft(target.storage, target.name))
             decided.append((plan, draft))
@@ -105,27 +159,48 @@ def write_once(
             plan, draft = decided[0]
             files = writer.finish(draft, written)
             # Floats are exact to the bit; NaN and Infinity are in Python's notation.
-            state = json.dumps({**staged.state, GROUPS_KEY: plan.groups}, indent=1, sort_keys=True) + "\n"
+            state = (
+                json.dumps({**staged.state, GROUPS_KEY: plan.groups}, indent=1, sort_keys=True)
+                + "\n"
+            )
             files[STATE] = draft.put(STATE, _within_limit(STATE, state.encode()))
             files[CONFIG] = draft.put(CONFIG, config_yaml.encode())
             versions = {"torch": torch.__version__, "python": platform.python_version()}
             if options.sets_aside and target.storage.exists(target.name):
                 aside = aside_name(step)
                 target.storage.move(target.name, aside)
-                _log.warning("warning: %s exists already: the older checkpoint is called %s from now on", target, aside)
-            manifest = Manifest(step, files, plan.parameters, tuple(plan.parts), versions, writer.raw_ranks)
-            target.storage.commit(draft.name, target.name, _within_limit("manifest.json", manifest.to_bytes()))
+                _log.warning(
+                    "warning: %s exists already: the older checkpoint is called %s from now on",
+                    target,
+                    aside,
+                )
+            manifest = Manifest(
+                step, files, plan.parameters, tuple(plan.parts), versions, writer.raw_ranks
+            )
+            target.storage.commit(
+                draft.name, target.name, _within_limit("manifest.json", manifest.to_bytes())
+            )
 
         def describe() -> Description:
-            tensors = {part: {n: block.info for n, block in own.blocks.items()} for part, own in staged.parts.items()}
-            return Description(tensors, staged.parts[MODEL].aliases, staged.groups, writer.describe())
+            tensors = {
+                part: {n: block.info for n, block in own.blocks.items()}
+                for part, own in staged.parts.items()
+            }
+            return Description(
+                tensors, staged.parts[MODEL].aliases, staged.groups, writer.describe()
+            )
 
         draft, share = ranks.exchange(failure, describe, plan)
-        ranks.all_reduce(failure, lambda: writer.write(Location(target.storage, draft), share), finish)
+        ranks.all_reduce(
+            failure, lambda: writer.write(Location(target.storage, draft), share), finish
+        )
 
 
 def is_shared(directory: Directory) -> bool:
-    """Return whether all ranks see the storage that rank 0 sees, which they can write to; every rank calls it."""
+    """Return whether all ranks see the storage that rank 0 sees, which they can write to.
+
+    Every rank calls it.
+    """
     ranks, storage = Ranks(), storage_at(directory)
     failure = f"the folder {storage} could not be tested"
 
@@ -163,24 +238,33 @@ def new_draft(storage: Storage, name: str) -> Iterator[Location]:
 
 def _within_limit(file: str, data: bytes) -> bytes:
     if len(data) > JSON_LIMIT:
-        what = f"{file} of the checkpoint would have {len(data) >> 20} MiB, and {JSON_LIMIT >> 20} MiB are read at most"
-        raise UsageError(what, fix="keep large data in tensors, in `extra`, or in a file of your own")
+        what = (
+            f"{file} of the checkpoint would have {len(data) >> 20} MiB, and {JSON_LIMIT >> 20} MiB"
+            " are read at most"
+        )
+        raise UsageError(
+            what, fix="keep large data in tensors, in `extra`, or in a file of your own"
+        )
     return data
 
 
 class AsyncSaver:
-    """Writes checkpoints in the background; every rank has one, and calls its methods at the same points.
+    """Writes checkpoints in the background.
 
-    `save` copies the state and returns; a thread writes the copy and commits it, with process groups of its own, so
-    that its collectives never mix with those of training. One save is in flight at a time; the next waits for it. An
-    error in the background is raised on every rank by the same later call: `poll`, `wait` or `save`. Call `wait` before
-    another saver is created, because savers share groups, and before the process group is destroyed. Rank 0 calls
-    `then`, in the background, after each commit; its error counts as an error of the save.
+    Every rank has one, and calls its methods at the same points.
+
+    `save` copies the state and returns; a thread writes the copy and commits it, with process
+    groups of its own, so that its collectives never mix with those of training. One save is in
+    flight at a time; the next waits for it. An error in the background is raised on every rank by
+    the same later call: `poll`, `wait` or `save`. Call `wait` before another saver is created,
+    because savers share groups, and before the process group is destroyed. Rank 0 calls `then`, in
+    the background, after each commit; its error counts as an error of the save.
     """
 
     def __init__(self, then: Callable[[CheckpointPath], object] | None = None) -> None:
         connected = dist.is_available() and dist.is_initialized()
-        # Two groups, because `poll` may run beside the thread's collectives; Gloo, because they send Python objects.
+        # Two groups, because `poll` may run beside the thread's collectives; Gloo, because they
+        # send Python objects.
         self._control = Ranks(_gloo("control") if connected else None)
         self._writing = Ranks(_gloo("writing") if connected else None)
         self._then = then
@@ -189,13 +273,18 @@ class AsyncSaver:
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
 
     def save(
-        self, directory: Directory, step: int, snapshot: Snapshot, *, config_yaml: str,
+        self,
+        directory: Directory,
+        step: int,
+        snapshot: Snapshot,
+        *,
+        config_yaml: str,
         options: SaveOptions | None = None,
-    ) -> CheckpointPath | None:  # fmt: skip
+    ) -> CheckpointPath | None:
         """Start a save, after the previous one, whose checkpoint is returned if no call has returned it yet.
 
-        The tensors may be changed as soon as this returns. On an accelerator the copy runs on the current stream into
-        pinned memory, and the host does not wait for it.
+        The tensors may be changed as soon as this returns. On an accelerator the copy runs on the
+        current stream into pinned memory, and the host does not wait for it.
         """
         previous = self.wait()
         staged, copied = self._control.run(_failure(step), lambda: self._copy(stage(snapshot)))
@@ -208,7 +297,9 @@ class AsyncSaver:
                     accelerator.select(copied[0])  # a new thread begins with device 0
                     copied[1].synchronize()  # host waits for the copy, in this thread
                 with own_heartbeat().background_write():
-                    write_staged(target, step, staged, config_yaml, options or SaveOptions(), self._writing)
+                    write_staged(
+                        target, step, staged, config_yaml, options or SaveOptions(), self._writing
+                    )
                     if self._then is not None and self._writing.is_main:
                         self._then(target.path)
             except BaseException as error:  # `wait` raises it in the rank's own thread
@@ -220,11 +311,18 @@ class AsyncSaver:
         return previous
 
     def poll(self) -> CheckpointPath | None:
-        """Return the checkpoint of the save in flight once it is done; None while it runs, or if there is none."""
+        """Return the checkpoint of the save in flight once it is done.
+
+        None while it runs, or if there is none.
+        """
         if self._save is None:
             return None
         running = self._save[2].is_alive()
-        return None if self._control.all_reduce("the background save", lambda: running, any) else self.wait()
+        return (
+            None
+            if self._control.all_reduce("the background save", lambda: running, any)
+            else self.wait()
+        )
 
     def wait(self) -> CheckpointPath | None:
         """Wait for the save in flight, and return its checkpoint; None if there is none."""
@@ -242,7 +340,10 @@ class AsyncSaver:
         return target.path
 
     def finish_alone(self) -> None:
-        """Wait for the save in flight without a collective, on a rank that ends with an error; other ranks write on."""
+        """Wait for the save in flight without a collective, on a rank that ends with an error.
+
+        Other ranks write on.
+        """
         if self._save is not None:
             with own_heartbeat().awaiting_write():
                 self._save[2].join()
@@ -258,12 +359,15 @@ class AsyncSaver:
             if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
                 pins = accelerator.pins_memory(source.device)
                 buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=pins)
-                self._buffers[key] = buffer  # kept for the next save, because pinning memory is slow
+                # kept for the next save, because pinning memory is slow
+                self._buffers[key] = buffer
             buffer.copy_(source, non_blocking=True)
             return block.with_tensor(buffer)
 
         parts = {
-            part: Part({name: copied(part, name, block) for name, block in p.blocks.items()}, p.aliases)
+            part: Part(
+                {name: copied(part, name, block) for name, block in p.blocks.items()}, p.aliases
+            )
             for part, p in staged.parts.items()
         }
         event = None if device is None else (device, accelerator.record_event(device))
@@ -271,5 +375,7 @@ class AsyncSaver:
 
 
 def _gloo(use: str) -> dist.ProcessGroup | None:
-    group: dist.ProcessGroup | None = create_once(f"checkpoint: {use}", partial(new_group, None, backend="gloo"))
+    group: dist.ProcessGroup | None = create_once(
+        f"checkpoint: {use}", partial(new_group, None, backend="gloo")
+    )
     return group

@@ -1,6 +1,7 @@
 """Export the weights of a checkpoint, compute their digest, rewrite a checkpoint, and import weights of other trainers.
 
-Whole tensors pass through memory one at a time, except in the torch format. Weights that can be imported:
+Whole tensors pass through memory one at a time, except in the torch format. Weights that can be
+imported:
 
     FOLDER/model.safetensors, or parts with model.safetensors.index.json    Accelerate, Hugging Face
     FOLDER/pytorch_model.bin                                                 older ones of both
@@ -61,20 +62,31 @@ _DDP_PREFIX = "module."
 _EXTRA_STATE = "_extra_state"  # under which torch keeps what a module's get_extra_state returns
 _INDEX = "model.safetensors.index.json"
 _IN_FOLDERS = (_INDEX, "model.safetensors", "pytorch_model.bin")
-_WEIGHT_KEYS = ("state_dict", "model_state_dict", "model")  # keys of a checkpoint under which weights may be
+# keys of a checkpoint under which weights may be
+_WEIGHT_KEYS = ("state_dict", "model_state_dict", "model")
 _SAFETENSORS_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool":
-    "BOOL",
-}  # fmt: skip
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 
 
 def digest(path: Checkpoint) -> str:
     """Return the digest of a checkpoint's model: SHA-256, 64 hexadecimal digits.
 
-    It is over the tensors in the order of their canonical names (by code points). For each: a line of JSON,
-    `["name", "dtype", [shape]]`, and the elements of the whole tensor, row by row, little-endian. Tied names count
-    once. A DamagedError is raised for a file that is not what was written.
+    It is over the tensors in the order of their canonical names (by code points). For each: a line
+    of JSON, `["name", "dtype", [shape]]`, and the elements of the whole tensor, row by row,
+    little-endian. Tied names count once. A DamagedError is raised for a file that is not what was
+    written.
     """
     checkpoint = locate(path)
     return digest_tensors(_whole_tensors(checkpoint, verified_manifest(checkpoint, MODEL)))
@@ -84,16 +96,21 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return the digest of whole tensors, which come in the order of their names."""
     sha = hashlib.sha256()
     for name, tensor in tensors:
-        sha.update(json.dumps([name, dtype_name(tensor.dtype), list(tensor.shape)]).encode() + b"\n")
+        sha.update(
+            json.dumps([name, dtype_name(tensor.dtype), list(tensor.shape)]).encode() + b"\n"
+        )
         sha.update(tensor_bytes(tensor))
     return sha.hexdigest()
 
 
 def weights(path: Checkpoint) -> dict[str, Tensor]:
-    """Return the model's gathered tensors on the CPU, without those of a loss function; tied names share memory.
+    """Return the model's gathered tensors on the CPU, without those of a loss function.
 
-    The path is a checkpoint, or a run directory or folder of checkpoints, whose newest complete one is read. Of a run
-    that evaluates an average of the weights (`WeightAverage(evaluate=True)`) they are the average.
+    Tied names share memory.
+
+    The path is a checkpoint, or a run directory or folder of checkpoints, whose newest complete one
+    is read. Of a run that evaluates an average of the weights (`WeightAverage(evaluate=True)`) they
+    are the average.
 
     A DamagedError is raised where a byte is not as written.
     """
@@ -124,14 +141,21 @@ def _warn_of_own_form(checkpoint: Location) -> None:
     """Warn that the model's `load_state_dict` may read tensors of these names in another way."""
     if modules := read_state(checkpoint).get(OWN_FORM):
         text = (
-            f"a hook or a method of {listed(modules)} makes the model's state_dict, which is not simply its tensors. "
+            f"a hook or a method of {listed(modules)} makes the model's state_dict, which is not"
+            " simply its tensors. "
         )
-        text += "These are its parameters and buffers; Trainer.state_dict() returns what the model's own would"
+        text += (
+            "These are its parameters and buffers; Trainer.state_dict() returns what the model's"
+            " own would"
+        )
         warnings.warn(text, stacklevel=3)
 
 
 def _newest_in(path: Checkpoint) -> Checkpoint:
-    """Return the newest complete checkpoint of a folder of them; a checkpoint is returned as it is."""
+    """Return the newest complete checkpoint of a folder of them.
+
+    A checkpoint is returned as it is.
+    """
     if isinstance(path, Location):
         return path
     folder = local_path(path, "the checkpoint")
@@ -142,7 +166,10 @@ def _newest_in(path: Checkpoint) -> Checkpoint:
 
 
 def export_safetensors(path: Checkpoint, output: str | Path) -> Path:
-    """Write the whole tensors of the model to one safetensors file, by canonical name; its metadata has tied names."""
+    """Write the whole tensors of the model to one safetensors file, by canonical name.
+
+    Its metadata has tied names.
+    """
     checkpoint, target = locate(path), local_path(output, "the file to write")
     manifest, of_loss = verified_manifest(checkpoint, MODEL), _of_loss(checkpoint)
     of_model = {name: info for name, info in manifest.parameters.items() if name not in of_loss}
@@ -161,7 +188,9 @@ def export_torch(path: Checkpoint, output: str | Path) -> Path:
     """Write `{"model": weights(path), "step": …}` for `torch.load(…, weights_only=True)`."""
     step = read_manifest(path).step
     target = local_path(output, "the file to write")
-    return _write_whole(target, lambda file: torch.save({"model": weights(path), "step": step}, file))
+    return _write_whole(
+        target, lambda file: torch.save({"model": weights(path), "step": step}, file)
+    )
 
 
 def rewrite_full(path: Checkpoint, output: Checkpoint) -> CheckpointPath:
@@ -172,7 +201,14 @@ def rewrite_full(path: Checkpoint, output: Checkpoint) -> CheckpointPath:
     with progress_of(f"writing {target.name}", manifest.num_bytes) as advance:
         parts = {part: _unread_part(checkpoint, manifest, part, advance) for part in manifest.parts}
         staged = Staged(parts, state, state.pop(GROUPS_KEY, {}))
-        write_staged(target, manifest.step, staged, config_text(checkpoint), SaveOptions("full"), Ranks(alone=True))
+        write_staged(
+            target,
+            manifest.step,
+            staged,
+            config_text(checkpoint),
+            SaveOptions("full"),
+            Ranks(alone=True),
+        )
     return target.path
 
 
@@ -206,7 +242,9 @@ def _unread_part(checkpoint: Location, manifest: Manifest, part: str, advance: A
     """Return a part of whole tensors by name, each of which is read when its values are needed."""
     reader = open_part(checkpoint, manifest, part)
     tensors = sorted(reader.stored.tensors.items())
-    blocks = {name: TensorBlock.unread(stored.size, stored.properties.dtype) for name, stored in tensors}
+    blocks = {
+        name: TensorBlock.unread(stored.size, stored.properties.dtype) for name, stored in tensors
+    }
 
     def read(name: str) -> Tensor:
         whole = torch.empty_like(blocks[name].tensor, device="cpu")
@@ -222,7 +260,10 @@ def _aliases(manifest: Manifest) -> dict[str, tuple[str, ...]]:
 
 
 def _safetensors_header(manifest: Manifest) -> bytes:
-    """Return a header of huggingface/safetensors: 8 bytes with its length, and JSON; the tensors' bytes follow."""
+    """Return a header of huggingface/safetensors: 8 bytes with its length, and JSON.
+
+    The tensors' bytes follow.
+    """
     header: dict[str, object] = {}
     metadata = {"format": "pt", "step": str(manifest.step)}
     position = 0
@@ -230,7 +271,11 @@ def _safetensors_header(manifest: Manifest) -> bytes:
         if info.dtype not in _SAFETENSORS_DTYPES:
             what = f"{name} is {info.dtype}, which safetensors can't hold"
             raise UsageError(
-                what, fix="`lockstep checkpoint convert PATH --to torch`, or change its dtype before saving"
+                what,
+                fix=(
+                    "`lockstep checkpoint convert PATH --to torch`, or change its dtype before"
+                    " saving"
+                ),
             )
         size = torch.Size(info.shape).numel() * dtype_of(info.dtype).itemsize
         dtype, offsets = _SAFETENSORS_DTYPES[info.dtype], [position, position + size]
@@ -244,7 +289,10 @@ def _safetensors_header(manifest: Manifest) -> bytes:
 
 
 def _write_whole(target: Path, write: Callable[[BinaryIO], object]) -> Path:
-    """Write a file under a temporary name, then rename it; an existing file is never overwritten."""
+    """Write a file under a temporary name, then rename it.
+
+    An existing file is never overwritten.
+    """
     if target.exists():
         raise UsageError(f"{target} exists already", fix="name another file, or move it away")
     beside = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
@@ -260,31 +308,52 @@ def _write_whole(target: Path, write: Callable[[BinaryIO], object]) -> Path:
     return target
 
 
-def import_weights(source: str | Path, output: Checkpoint, *, prefix: str = "") -> tuple[CheckpointPath, int, int]:
-    """Write the weights of another trainer as a checkpoint of step 0; return it, and how many it has and leaves out.
+def import_weights(
+    source: str | Path, output: Checkpoint, *, prefix: str = ""
+) -> tuple[CheckpointPath, int, int]:
+    """Write the weights of another trainer as a checkpoint of step 0.
 
-    `source` is a file or a folder of a kind above; pickles are read by torch's restricted unpickler. `prefix`, such as
-    `model.` of a LightningModule, is removed from names, and those without it are left out. A UsageError is raised if
-    there are no weights at `source`, or none with that prefix, or they can't be read safely.
+    Return it, and how many it has and leaves out.
+
+    `source` is a file or a folder of a kind above; pickles are read by torch's restricted
+    unpickler. `prefix`, such as `model.` of a LightningModule, is removed from names, and those
+    without it are left out. A UsageError is raised if there are no weights at `source`, or none
+    with that prefix, or they can't be read safely.
     """
     target = locate(output)
     found, aliases = _read_weights(local_path(source, "the weights to import"))
     _check(found, source)
     ddp = _DDP_PREFIX if all(_canonical(name).startswith(_DDP_PREFIX) for name in found) else ""
     named = {_canonical(name).removeprefix(ddp): tensor for name, tensor in found.items()}
-    kept = {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}
+    kept = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in named.items()
+        if name.startswith(prefix)
+    }
     if not kept:
         names = ", ".join(list(named)[:3])
-        raise UsageError(f"no name in {source} begins with {prefix!r}", where="--prefix", why=f"it holds {names} …")
+        raise UsageError(
+            f"no name in {source} begins with {prefix!r}",
+            where="--prefix",
+            why=f"it holds {names} …",
+        )
     declared: dict[str, tuple[str, ...]] = {}
     for pair in aliases.items():
         alias, name = (_canonical(one).removeprefix(ddp + prefix) for one in pair)
         if name in kept and alias not in kept:
             declared[name] = (*declared.get(name, ()), alias)
     state = {
-        "step": 0, "updates": 0, "skipped": [], "epoch": 0, "samples": 0, "nominal": None, "loss_scale": None,
-        "source": {}, "best": {}, "metadata": {"imported_from": str(source)},
-    }  # fmt: skip
+        "step": 0,
+        "updates": 0,
+        "skipped": [],
+        "epoch": 0,
+        "samples": 0,
+        "nominal": None,
+        "loss_scale": None,
+        "source": {},
+        "best": {},
+        "metadata": {"imported_from": str(source)},
+    }
     # Parameters are kept in float32; tensors that shared memory still do.
     converted: dict[object, Tensor] = {}
     for name, tensor in kept.items():
@@ -293,7 +362,9 @@ def import_weights(source: str | Path, output: Checkpoint, *, prefix: str = "") 
             converted[memory] = tensor.float() if tensor.is_floating_point() else tensor
         kept[name] = converted[memory]
     staged = stage(Snapshot(kept, state=state, aliases=declared))
-    write_staged(target, 0, staged, f"# weights imported from {source}\n", SaveOptions(), Ranks(alone=True))
+    write_staged(
+        target, 0, staged, f"# weights imported from {source}\n", SaveOptions(), Ranks(alone=True)
+    )
     return target.path, len(kept), len(named) - len(kept)
 
 
@@ -308,7 +379,9 @@ def _read_weights(source: Path) -> tuple[Weights, dict[str, str]]:
             raise UsageError(f"{file} is not an index of weights", why=_first_line(error)) from None
         if any(Path(part).name != part or part in ("", "..") or "\0" in part for part in parts):
             what = f"{file} names files outside of its folder"
-            raise UsageError(what, why="an index that reaches elsewhere is not one that a trainer wrote")
+            raise UsageError(
+                what, why="an index that reaches elsewhere is not one that a trainer wrote"
+            )
         read = [_safetensors(file.with_name(part)) for part in parts]
         weights = {name: tensor for found, _ in read for name, tensor in found.items()}
         return weights, {alias: name for _, ties in read for alias, name in ties.items()}
@@ -325,9 +398,18 @@ def _file_of(source: Path) -> Path:
             return file
     if not source.exists():
         what = f"there is no file or folder {str(source)!r}"
-        raise UsageError(what, fix="give the file with the weights, or the folder that the other trainer wrote")
-    fix = "give the file with the weights; shards of Accelerate's FSDP become one by `accelerate merge-weights`"
-    raise UsageError(f"there are no weights in {source}", why=f"none of {', '.join(_IN_FOLDERS)} is there", fix=fix)
+        raise UsageError(
+            what, fix="give the file with the weights, or the folder that the other trainer wrote"
+        )
+    fix = (
+        "give the file with the weights; shards of Accelerate's FSDP become one by `accelerate"
+        " merge-weights`"
+    )
+    raise UsageError(
+        f"there are no weights in {source}",
+        why=f"none of {', '.join(_IN_FOLDERS)} is there",
+        fix=fix,
+    )
 
 
 def _safetensors(file: Path) -> tuple[Weights, dict[str, str]]:
@@ -335,15 +417,20 @@ def _safetensors(file: Path) -> tuple[Weights, dict[str, str]]:
         with safe_open(file, "pt") as opened:
             weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             metadata: dict[str, str] = opened.metadata() or {}
-    except Exception as error:  # its own errors, and others: a dtype that this torch lacks, a lack of memory …
+    except Exception as error:
+        # its own errors, and others: a dtype that this torch lacks, a lack of memory …
         raise UsageError(f"{file} is not a safetensors file", why=_first_line(error)) from None
-    ties = {alias: name for alias, name in metadata.items() if name in weights and alias not in weights}
+    ties = {
+        alias: name for alias, name in metadata.items() if name in weights and alias not in weights
+    }
     try:
         ours = parse_json(metadata.get("aliases", "{}").encode())  # of `export_safetensors`
         for name, others in ours.items():
             ties |= dict.fromkeys((text_of(other) for other in others), name)
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{file} does not say which names are tied", why=_first_line(error)) from None
+        raise UsageError(
+            f"{file} does not say which names are tied", why=_first_line(error)
+        ) from None
     return weights, ties
 
 
@@ -352,23 +439,39 @@ def _pickled(file: Path) -> Weights:
         with file.open("rb") as opened:
             check_block(opened, 0, file.stat().st_size)
         found: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a broken pickle can raise nearly any error: IndexError, UnicodeDecodeError, KeyError …
-        fix = "save the weights alone, torch.save(model.state_dict(), FILE), or as safetensors; objects of other "
+    except Exception as error:
+        # a broken pickle can raise nearly any error: IndexError, UnicodeDecodeError, KeyError …
+        fix = (
+            "save the weights alone, torch.save(model.state_dict(), FILE), or as safetensors;"
+            " objects of other "
+        )
         fix += "classes in a pickle could run code"
-        raise UsageError(f"{file} can't be read as weights", why=_first_line(error), fix=fix) from None
+        raise UsageError(
+            f"{file} can't be read as weights", why=_first_line(error), fix=fix
+        ) from None
     for key in _WEIGHT_KEYS:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
     if not isinstance(found, Mapping) or not found:
         what = f"{file} holds a {type(found).__name__}, where weights by name are needed"
         raise UsageError(what, fix="save the weights alone: torch.save(model.state_dict(), FILE)")
-    if strange := [n for n, value in found.items() if not (isinstance(n, str) and isinstance(value, Tensor))]:
-        what = f"{file} holds {strange[0]!r}, which is not the name of a tensor, among {len(found)} entries"
+    if strange := [
+        n for n, value in found.items() if not (isinstance(n, str) and isinstance(value, Tensor))
+    ]:
+        what = (
+            f"{file} holds {strange[0]!r}, which is not the name of a tensor, among {len(found)}"
+            " entries"
+        )
         fix = "save the weights alone: torch.save(model.state_dict(), FILE)"
         if str(strange[0]).rpartition(".")[2] == _EXTRA_STATE:
-            fix = "load the file before the Trainer is made: model.load_state_dict(torch.load(FILE))"
+            fix = (
+                "load the file before the Trainer is made: model.load_state_dict(torch.load(FILE))"
+            )
         elif isinstance(found[strange[0]], Mapping):
-            fix = f"if the weights are there, save them alone: torch.save(torch.load(FILE)[{strange[0]!r}], ANOTHER)"
+            fix = (
+                "if the weights are there, save them alone:"
+                f" torch.save(torch.load(FILE)[{strange[0]!r}], ANOTHER)"
+            )
         raise UsageError(what, fix=fix)
     return dict(found)
 
@@ -379,20 +482,36 @@ def _check(weights: Weights, source: str | Path) -> None:
     Values that are not finite are warned of: training goes on from them.
     """
     for name, tensor in weights.items():
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
+        if (
+            tensor.layout is not torch.strided
+            or tensor.is_quantized
+            or tensor.is_meta
+            or tensor.is_nested
+        ):
             what = f"{name} in {source} can't be imported"
             fix = "convert it (Tensor.dequantize, Tensor.to_dense) and save the weights again"
             raise UsageError(what, why="only dense tensors with values are stored", fix=fix)
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            what = f"{name} in {source} has {tensor.numel()} elements, and only some of them are stored"
+            what = (
+                f"{name} in {source} has {tensor.numel()} elements, and only some of them are"
+                " stored"
+            )
             why = "it is an expanded view, which would grow in memory"
             raise UsageError(what, why=why, fix="save the weights again with Tensor.contiguous()")
     floats = {name: tensor for name, tensor in weights.items() if tensor.is_floating_point()}
     if bad := [name for name, tensor in floats.items() if not torch.isfinite(tensor.float()).all()]:
-        warnings.warn(f"{source} holds values that are no numbers (nan or inf), in {listed(bad)}", stacklevel=3)
+        warnings.warn(
+            f"{source} holds values that are no numbers (nan or inf), in {listed(bad)}",
+            stacklevel=3,
+        )
     if len({_canonical(name) for name in weights}) < len(weights):
-        what = f"two names in {source} differ only in what wrappers add to them ({', '.join(WRAPPER_NAMES)})"
-        raise UsageError(what, fix="save the weights of the model alone: torch.save(model.state_dict(), FILE)")
+        what = (
+            f"two names in {source} differ only in what wrappers add to them"
+            f" ({', '.join(WRAPPER_NAMES)})"
+        )
+        raise UsageError(
+            what, fix="save the weights of the model alone: torch.save(model.state_dict(), FILE)"
+        )
 
 
 def _first_line(error: Exception) -> str:

@@ -5,13 +5,22 @@ import os
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 
 from lockstep.checkpoint.commit import new_draft
 from lockstep.checkpoint.manifest import DamagedError, problems_of_files, read_manifest
 from lockstep.checkpoint.posix import locate, storage_at
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.restore import verify_together
-from lockstep.checkpoint.storage import MANIFEST, Checkpoint, CheckpointPath, Directory, Location, aside_name, step_of
+from lockstep.checkpoint.storage import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointPath,
+    Directory,
+    Location,
+    aside_name,
+    step_of,
+)
 from lockstep.errors import RunError
 
 _log = logging.getLogger(__name__)
@@ -22,7 +31,10 @@ def _warn(path: CheckpointPath, reason: str) -> None:
 
 
 def list_checkpoints(directory: Directory) -> list[CheckpointPath]:
-    """Return the checkpoints of a folder by step, oldest first, damaged ones too; none if there is no such folder."""
+    """Return the checkpoints of a folder by step, oldest first, damaged ones too.
+
+    None if there is no such folder.
+    """
     return [checkpoint.path for checkpoint in _checkpoints(directory)]
 
 
@@ -35,24 +47,32 @@ def _checkpoints(directory: Directory) -> list[Location]:
 def newest(directory: Directory, *, thorough: bool = False) -> CheckpointPath | None:
     """Return the newest whole checkpoint, or None if there are no checkpoints; without collectives.
 
-    With `thorough`, the checksums of all files are compared; else that of the manifest, and all sizes. A warning names
-    each newer one that is passed over. If none is whole, a RunError leaves the decision to a person.
+    With `thorough`, the checksums of all files are compared; else that of the manifest, and all
+    sizes. A warning names each newer one that is passed over. If none is whole, a RunError leaves
+    the decision to a person.
     """
     found = _choose(directory, lambda checkpoint: _damage(checkpoint, thorough=thorough), set())
     return None if found is None else found.path
 
 
 def resume_point(directory: Directory) -> CheckpointPath | None:
-    """Return the newest checkpoint with correct checksums; every rank reads a share, and rank 0 warns."""
+    """Return the newest checkpoint with correct checksums.
+
+    Every rank reads a share, and rank 0 warns.
+    """
     ranks, storage = Ranks(), storage_at(directory)
     damaged: dict[str, str] = {}
     warned: set[str] = set()
 
     def choose() -> str | None:
-        found = _choose(storage, lambda it: damaged.get(it.name) or _damage(it, thorough=False), warned)
+        found = _choose(
+            storage, lambda it: damaged.get(it.name) or _damage(it, thorough=False), warned
+        )
         return None if found is None else found.name
 
-    while (name := ranks.broadcast(f"no checkpoint in {storage} could be chosen", choose)) is not None:
+    while (
+        name := ranks.broadcast(f"no checkpoint in {storage} could be chosen", choose)
+    ) is not None:
         checkpoint = Location(storage, name)
         try:
             verify_together(checkpoint, ranks)
@@ -62,8 +82,13 @@ def resume_point(directory: Directory) -> CheckpointPath | None:
     return None
 
 
-def _choose(directory: Directory, damage: Callable[[Location], str | None], warned: set[str]) -> Location | None:
-    """Return the newest checkpoint without damage; warn of each one before it whose name is not among the `warned`."""
+def _choose(
+    directory: Directory, damage: Callable[[Location], str | None], warned: set[str]
+) -> Location | None:
+    """Return the newest checkpoint without damage.
+
+    Warn of each one before it whose name is not among the `warned`.
+    """
     reasons = []
     for checkpoint in reversed(_checkpoints(directory)):
         reason = damage(checkpoint)
@@ -75,13 +100,19 @@ def _choose(directory: Directory, damage: Callable[[Location], str | None], warn
         reasons.append(f"{checkpoint.name}: {reason}")
     if reasons:
         what = f"none of the {len(reasons)} checkpoints in {directory} is whole"
-        fix = "restore one from a backup; or, to start afresh on purpose, move them away or pass --resume never"
+        fix = (
+            "restore one from a backup; or, to start afresh on purpose, move them away or pass"
+            " --resume never"
+        )
         raise RunError(what, why="; ".join(reasons[:4]), fix=fix)
     return None
 
 
 def _damage(checkpoint: Location, *, thorough: bool) -> str | None:
-    """Return why a checkpoint is not whole; None if it is. A later format raises an error, because it is not damage."""
+    """Return why a checkpoint is not whole; None if it is.
+
+    A later format raises an error, because it is not damage.
+    """
     try:
         problems = problems_of_files(checkpoint, read_manifest(checkpoint), thorough=thorough)
     except DamagedError as error:
@@ -89,11 +120,14 @@ def _damage(checkpoint: Location, *, thorough: bool) -> str | None:
     return "; ".join(problems[:4]) or None
 
 
-def rotate(directory: Directory, keep: int | None, protect: Iterable[Checkpoint] = ()) -> list[CheckpointPath]:
+def rotate(
+    directory: Directory, keep: int | None, protect: Iterable[Checkpoint] = ()
+) -> list[CheckpointPath]:
     """Delete all but the newest `keep` whole checkpoints, once the newest is verified, and drafts of dead writers.
 
-    One process calls it; it returns what it deleted. A damaged checkpoint neither counts nor is deleted, and those to
-    `protect` stay. If the newest is damaged, a warning says so, and nothing is deleted.
+    One process calls it; it returns what it deleted. A damaged checkpoint neither counts nor is
+    deleted, and those to `protect` stay. If the newest is damaged, a warning says so, and nothing
+    is deleted.
     """
     assert keep is None or keep >= 1, "the only checkpoint is never deleted"
     storage = storage_at(directory)
@@ -115,20 +149,30 @@ def rotate(directory: Directory, keep: int | None, protect: Iterable[Checkpoint]
 
 def set_aside(directory: Directory, after: int) -> list[CheckpointPath]:
     """Rename the checkpoints after a step, to which a run goes back, to names that no run resumes from."""
-    later = [checkpoint for checkpoint in _checkpoints(directory) if (step_of(checkpoint.name) or 0) > after]
+    later = [
+        checkpoint
+        for checkpoint in _checkpoints(directory)
+        if (step_of(checkpoint.name) or 0) > after
+    ]
     for checkpoint in reversed(later):  # the newest first: an interruption leaves no gap
         checkpoint.storage.move(checkpoint.name, aside_name(step_of(checkpoint.name) or 0))
     return [checkpoint.path for checkpoint in later]
 
 
 def copy_to_hosts(path: Checkpoint | None) -> CheckpointPath | None:
-    """Copy the checkpoint `path` of rank 0 to each host that lacks it, and return it; every rank calls it."""
+    """Copy the checkpoint `path` of rank 0 to each host that lacks it, and return it.
+
+    Every rank calls it.
+    """
     ranks = Ranks()
     path = ranks.broadcast("no checkpoint was chosen", lambda: path)
     if path is None:
         return None
     checkpoint = locate(path)
-    storage, failure = checkpoint.storage, f"the checkpoint {checkpoint} could not be copied to other hosts"
+    storage, failure = (
+        checkpoint.storage,
+        f"the checkpoint {checkpoint} could not be copied to other hosts",
+    )
     files = ranks.broadcast(failure, lambda: [*read_manifest(checkpoint).files])
     name, place = checkpoint.name, (socket.gethostname(), os.path.abspath(str(storage)))
 
@@ -139,12 +183,22 @@ def copy_to_hosts(path: Checkpoint | None) -> CheckpointPath | None:
                 first.setdefault((host, folder), rank)
         return list(first.values())
 
-    receives = ranks.rank in ranks.all_reduce(failure, lambda: (*place, storage.exists(name)), receivers)
+    receives = ranks.rank in ranks.all_reduce(
+        failure, lambda: (*place, storage.exists(name)), receivers
+    )
     with ExitStack() as stack:
-        draft = ranks.run(failure, lambda: stack.enter_context(new_draft(storage, name)) if receives else checkpoint)
+        draft = ranks.run(
+            failure,
+            lambda: stack.enter_context(new_draft(storage, name)) if receives else checkpoint,
+        )
         for file in files:
-            data = ranks.broadcast(failure, lambda file=file: _content(checkpoint, file))  # type: ignore[misc]
-            ranks.run(failure, lambda file=file, data=data: draft.put(file, data) if receives else None)  # type: ignore[misc]
+            data = ranks.broadcast(failure, partial(_content, checkpoint, file))
+
+            def put(file: str = file, data: bytes = data) -> None:
+                if receives:
+                    draft.put(file, data)
+
+            ranks.run(failure, put)
         manifest = ranks.broadcast(failure, lambda: _content(checkpoint, MANIFEST))
         ranks.run(failure, lambda: storage.commit(draft.name, name, manifest) if receives else None)
     return checkpoint.path

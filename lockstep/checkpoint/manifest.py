@@ -1,8 +1,8 @@
 """Read and verify the files of a checkpoint that describe it: `manifest.json`, `state.json` and the config.
 
-The manifest is written last. It is JSON, one entry a line; its last line is the CRC-32 of all lines before it. That
-finds damage, and is not a signature: the size and depth of a file are limited, and it can neither name a file outside
-of the checkpoint nor claim more bytes than there are.
+The manifest is written last. It is JSON, one entry a line; its last line is the CRC-32 of all lines
+before it. That finds damage, and is not a signature: the size and depth of a file are limited, and
+it can neither name a file outside of the checkpoint nor claim more bytes than there are.
 
 Tests: tests/checkpoint/test_hostile.py, tests/checkpoint/test_damage.py
 """
@@ -45,7 +45,10 @@ def parse_json(data: bytes, *, finite: bool = True) -> dict[str, Any]:
 
 
 def count_of(value: Any) -> int:
-    """Return a size, an offset or a number of things; ValueError unless it is whole, from 0 to 2⁶³ - 1."""
+    """Return a size, an offset or a number of things.
+
+    ValueError unless it is whole, from 0 to 2⁶³ - 1.
+    """
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"it holds {str(value)[:40]!r}, where a count is needed")
     return value
@@ -132,7 +135,8 @@ class Manifest:
     step: int
     files: Mapping[str, FileInfo]  # by path inside the checkpoint, with `/`
     parameters: Mapping[str, ParameterInfo]  # by canonical name, in the order of the names
-    parts: tuple[str, ...] = (MODEL,)  # the folders of tensors: `model`, `optimizer/NAME`, `extra/NAME`
+    # the folders of tensors: `model`, `optimizer/NAME`, `extra/NAME`
+    parts: tuple[str, ...] = (MODEL,)
     written_by: Mapping[str, str] = field(default_factory=dict)  # program → its version
     ranks: int | None = None  # the number of ranks whose raw shards it holds (`format: local`)
 
@@ -144,13 +148,19 @@ class Manifest:
         return [file for file in self.files if file.startswith(f"{part}/")]
 
     def to_bytes(self) -> bytes:
-        files = {path: {"size": f.size, "crc32": f"{f.crc32:08x}"} for path, f in sorted(self.files.items())}
+        files = {
+            path: {"size": f.size, "crc32": f"{f.crc32:08x}"}
+            for path, f in sorted(self.files.items())
+        }
         parameters = {
             name: {"shape": list(p.shape), "dtype": p.dtype, "aliases": list(p.aliases)}
             for name, p in sorted(self.parameters.items())
         }
         lines = ["{", f'"format_version": {FORMAT_VERSION},', f'"step": {self.step},']
-        lines += [f'"written_by": {json.dumps(dict(self.written_by))},', f'"parts": {json.dumps(list(self.parts))},']
+        lines += [
+            f'"written_by": {json.dumps(dict(self.written_by))},',
+            f'"parts": {json.dumps(list(self.parts))},',
+        ]
         lines += [f'"ranks": {self.ranks},'] if self.ranks is not None else []
         lines += _entries("files", files) + _entries("parameters", parameters)
         body = "".join(line + "\n" for line in lines).encode()
@@ -158,7 +168,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
-        """Parse the result of `to_bytes`; any ValueError, KeyError, TypeError or AttributeError means other data."""
+        """Parse the result of `to_bytes`.
+
+        Any ValueError, KeyError, TypeError or AttributeError means other data.
+        """
         body, newline, _ = data[:-1].rpartition(b"\n")
         body += newline
         if data != body + _checksum_line(body):
@@ -166,7 +179,10 @@ class Manifest:
         content = parse_json(data)
         version = content.get("format_version")
         if version != FORMAT_VERSION:
-            what = f"the checkpoint has format version {version}; this Lockstep reads version {FORMAT_VERSION}"
+            what = (
+                f"the checkpoint has format version {version}; this Lockstep reads version"
+                f" {FORMAT_VERSION}"
+            )
             raise UsageError(what, fix="use the version of Lockstep that wrote it, or a newer one")
         ranks = content.get("ranks")
         manifest = cls(
@@ -176,11 +192,15 @@ class Manifest:
                 for path, info in content["files"].items()
             },
             parameters={
-                name: ParameterInfo(counts_of(p["shape"]), text_of(p["dtype"]), tuple(map(text_of, p["aliases"])))
+                name: ParameterInfo(
+                    counts_of(p["shape"]), text_of(p["dtype"]), tuple(map(text_of, p["aliases"]))
+                )
                 for name, p in content["parameters"].items()
             },
             parts=tuple(text_of(part) for part in content["parts"]),
-            written_by={text_of(name): text_of(version) for name, version in content["written_by"].items()},
+            written_by={
+                text_of(name): text_of(version) for name, version in content["written_by"].items()
+            },
             ranks=None if ranks is None else count_of(ranks),
         )
         manifest._check()
@@ -197,7 +217,8 @@ class Manifest:
         needed = [STATE, CONFIG]
         if self.ranks is None:
             needed += [f"{part}/{METADATA}" for part in self.parts]
-        elif self.ranks > len(self.files):  # no need to make a billion names to find that they are missing
+        elif self.ranks > len(self.files):
+            # no need to make a billion names to find that they are missing
             raise ValueError(f"it is of {self.ranks} ranks, and lists {len(self.files)} files")
         else:
             needed += [raw_file(MODEL, rank) for rank in range(self.ranks)]  # every rank writes one
@@ -208,7 +229,9 @@ class Manifest:
         there = sum(self.files[file].size for file in self.files_of(MODEL))
         claimed = sum(prod(info.shape) for info in self.parameters.values())
         if claimed > there:  # an element has a byte at least
-            raise ValueError(f"it claims {claimed} elements for the model, whose files have {there} bytes")
+            raise ValueError(
+                f"it claims {claimed} elements for the model, whose files have {there} bytes"
+            )
 
 
 def _entries(name: str, entries: Mapping[str, Any]) -> list[str]:
@@ -221,9 +244,12 @@ def _checksum_line(body: bytes) -> bytes:
 
 
 def read_manifest(path: Checkpoint) -> Manifest:
-    """Read the manifest of one checkpoint and verify its checksum; the listed files are not looked at.
+    """Read the manifest of one checkpoint and verify its checksum.
 
-    Raise a UsageError if there is no checkpoint, or it is of a later format, and a DamagedError for a damaged manifest.
+    The listed files are not looked at.
+
+    Raise a UsageError if there is no checkpoint, or it is of a later format, and a DamagedError for
+    a damaged manifest.
     """
     checkpoint = locate(path)
     try:
@@ -239,14 +265,21 @@ def read_manifest(path: Checkpoint) -> Manifest:
         raise DamagedError(what, where=f"{checkpoint}/{MANIFEST}", why=str(error)) from None
     named = step_of(checkpoint.name)
     if named is not None and named != manifest.step:
-        raise DamagedError(f"{checkpoint} holds step {manifest.step}, not the step of its name", fix="rename it back")
+        raise DamagedError(
+            f"{checkpoint} holds step {manifest.step}, not the step of its name",
+            fix="rename it back",
+        )
     return manifest
 
 
 def problems_of_files(
-    checkpoint: Location, manifest: Manifest, files: Iterable[str] | None = None, *, thorough: bool,
+    checkpoint: Location,
+    manifest: Manifest,
+    files: Iterable[str] | None = None,
+    *,
+    thorough: bool,
     advance: Advance = lambda _bytes: None,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Return a line for each problem with files (None: all): their sizes or (`thorough`) checksums are compared."""
     problems = []
     for file in manifest.files if files is None else files:
@@ -268,7 +301,9 @@ def verified_manifest(checkpoint: Location, part: str | None = None) -> Manifest
     """Verify the checksums of one part (of all parts if None), and return the manifest, or raise as `read_manifest`."""
     manifest = read_manifest(checkpoint)
     files = list(manifest.files) if part is None else manifest.files_of(part)
-    with progress_of(f"checking {checkpoint.name}", sum(manifest.files[file].size for file in files)) as advance:
+    with progress_of(
+        f"checking {checkpoint.name}", sum(manifest.files[file].size for file in files)
+    ) as advance:
         problems = problems_of_files(checkpoint, manifest, files, thorough=True, advance=advance)
     if problems:
         raise DamagedError(f"the checkpoint {checkpoint} is damaged", why="; ".join(problems[:4]))
@@ -286,12 +321,16 @@ def verify(path: Checkpoint, *, thorough: bool = True) -> list[str]:
         return problems_of_files(checkpoint, manifest, thorough=thorough, advance=advance)
 
 
-LOSS_NAMES = "loss_fn"  # key of the state: names of the weights of a loss function, which are with the model's
+# key of the state: names of the weights of a loss function, which are with the model's
+LOSS_NAMES = "loss_fn"
 OWN_FORM = "own_form"  # key of the state: modules that give their `state_dict` a form of their own
 
 
 def read_state(path: Checkpoint) -> dict[str, Any]:
-    """Return `state.json`, without comparing its checksum; raise a DamagedError if it can't be read."""
+    """Return `state.json`, without comparing its checksum.
+
+    Raise a DamagedError if it can't be read.
+    """
     checkpoint = locate(path)
     try:
         return parse_json(checkpoint.read(STATE, JSON_LIMIT), finite=False)

@@ -1,8 +1,9 @@
 """Read `.metadata` of torch.distributed.checkpoint (DCP) without trusting it.
 
-The file is a pickle, which is a program. Every class that DCP's metadata names is replaced by an inert record, every
-other name is refused, and each field is checked. So a hostile file can call no function, point at no file but the
-tensor files beside it, and claim no more memory than the files have bytes.
+The file is a pickle, which is a program. Every class that DCP's metadata names is replaced by an
+inert record, every other name is refused, and each field is checked. So a hostile file can call no
+function, point at no file but the tensor files beside it, and claim no more memory than the files
+have bytes.
 
 Tests: tests/checkpoint/test_hostile.py, tests/torch_compat/test_checkpoint_format.py
 """
@@ -26,14 +27,22 @@ from torch.distributed.checkpoint.metadata import (
 
 from lockstep.checkpoint.manifest import count_of, dtype_name, dtype_of, text_of
 from lockstep.checkpoint.snapshot import TensorInfo
-from lockstep.torch_compat.checkpoint_format import GET_LAYOUT, METADATA_MODULE, METADATA_RECORDS, STORAGE_INFO
+from lockstep.torch_compat.checkpoint_format import (
+    GET_LAYOUT,
+    METADATA_MODULE,
+    METADATA_RECORDS,
+    STORAGE_INFO,
+)
 
 _TENSOR_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 
 
 @dataclass(frozen=True)
 class StoredAt:
-    """The file beside `.metadata` and the bytes in it where a block is stored. DCP's reader uses these field names."""
+    """The file beside `.metadata` and the bytes in it where a block is stored.
+
+    DCP's reader uses these field names.
+    """
 
     relative_path: str
     offset: int
@@ -49,11 +58,17 @@ class StoredPart:
     places: dict[MetadataIndex, StoredAt] = field(default_factory=dict)
 
     def info(self) -> dict[str, TensorInfo]:
-        return {name: (tuple(t.size), dtype_name(t.properties.dtype)) for name, t in self.tensors.items()}
+        return {
+            name: (tuple(t.size), dtype_name(t.properties.dtype))
+            for name, t in self.tensors.items()
+        }
 
 
 class _Record:
-    """Stands in for one of DCP's records; BUILD of the class itself fails, because `__setstate__` needs an instance."""
+    """Stands in for one of DCP's records.
+
+    BUILD of the class itself fails, because `__setstate__` needs an instance.
+    """
 
     arguments: tuple[object, ...] = ()
 
@@ -81,7 +96,10 @@ class _Unpickler(pickle.Unpickler):
         self._records = {name: type(name, (_Record,), {}) for name in names}
 
     def find_class(self, module: str, name: str) -> object:
-        if (module == METADATA_MODULE and name in METADATA_RECORDS) or (module, name) in (STORAGE_INFO, GET_LAYOUT):
+        if (module == METADATA_MODULE and name in METADATA_RECORDS) or (module, name) in (
+            STORAGE_INFO,
+            GET_LAYOUT,
+        ):
             return self._records[name]
         if (module, name) == ("torch", "Size"):
             return _Size
@@ -94,24 +112,36 @@ class _Unpickler(pickle.Unpickler):
 
 
 def parse_metadata(data: bytes) -> StoredPart:
-    """Return the content of a `.metadata` file; raise a ValueError unless it describes only dense tensors beside it."""
+    """Return the content of a `.metadata` file.
+
+    Raise a ValueError unless it describes only dense tensors beside it.
+    """
     try:
         top = _Unpickler(data).load()
-        tensors = {text_of(k): _tensor(v) for k, v in _typed(_field(top, "state_dict_metadata"), dict).items()}
-        places = {_index(k): _place(v) for k, v in _typed(_field(top, "storage_data"), dict).items()}
+        tensors = {
+            text_of(k): _tensor(v)
+            for k, v in _typed(_field(top, "state_dict_metadata"), dict).items()
+        }
+        places = {
+            _index(k): _place(v) for k, v in _typed(_field(top, "storage_data"), dict).items()
+        }
     except ValueError:
         raise
-    except Exception as error:  # a broken pickle can raise nearly any error: IndexError, EOFError, UnicodeDecodeError …
+    except Exception as error:
+        # a broken pickle can raise nearly any error: IndexError, EOFError, UnicodeDecodeError …
         raise ValueError(f"{type(error).__name__}: {error}") from None
     for name, tensor in tensors.items():
-        elements = 0  # of blocks that lie inside, and leave nothing out; the writer refuses overlaps
+        # of blocks that lie inside, and leave nothing out; the writer refuses overlaps
+        elements = 0
         for chunk in tensor.chunks:
             bounds = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
             if any(offset + size > whole for offset, size, whole in bounds):
                 raise ValueError(f"a block of {name} lies outside it")
             elements += chunk.sizes.numel()
         if elements != tensor.size.numel():
-            raise ValueError(f"the blocks of {name} hold {elements} of its {tensor.size.numel()} elements")
+            raise ValueError(
+                f"the blocks of {name} hold {elements} of its {tensor.size.numel()} elements"
+            )
         if any(MetadataIndex(name, chunk.offsets) not in places for chunk in tensor.chunks):
             raise ValueError(f"a block of {name} is described but stored nowhere")
     return StoredPart(tensors, places)
@@ -130,16 +160,22 @@ def check_sizes(stored: StoredPart, sizes: Mapping[str, int]) -> None:
             claimed = prod(chunk.sizes) * tensor.properties.dtype.itemsize
             there = stored.places[MetadataIndex(name, chunk.offsets)].length
             if claimed > there:
-                raise ValueError(f"it claims {claimed} bytes for a block of {name}, where {there} are stored")
+                raise ValueError(
+                    f"it claims {claimed} bytes for a block of {name}, where {there} are stored"
+                )
 
 
 def _tensor(record: Any) -> TensorStorageMetadata:
     if type(record).__name__ != "TensorStorageMetadata":
         raise ValueError(f"it holds a {type(record).__name__}, where only tensors are stored")
     dtype = _field(record, "properties").arguments[0]
-    chunks = [ChunkStorageMetadata(_size(_field(c, "offsets")), _size(_field(c, "sizes")))
-              for c in _typed(_field(record, "chunks"), list)]  # fmt: skip
-    return TensorStorageMetadata(TensorProperties(_typed(dtype, torch.dtype)), _size(_field(record, "size")), chunks)
+    chunks = [
+        ChunkStorageMetadata(_size(_field(c, "offsets")), _size(_field(c, "sizes")))
+        for c in _typed(_field(record, "chunks"), list)
+    ]
+    return TensorStorageMetadata(
+        TensorProperties(_typed(dtype, torch.dtype)), _size(_field(record, "size")), chunks
+    )
 
 
 def _index(record: Any) -> MetadataIndex:

@@ -5,9 +5,10 @@
     .shared.tmp-HOST-PID-RANDOM/            made for a moment, to find out whether all ranks see it; swept like a draft
     step-00000100.aside-RANDOM/             moved out of the way; never read, never deleted
 
-A file is on disk once its bytes and the folder that lists it are synced. A commit syncs every file and folder of the
-draft, renames it, and syncs the folder above. Before the rename there is no new checkpoint, after it a whole one.
-Source: POSIX fsync and rename; Pillai et al. 2014, "All File Systems Are Not Created Equal".
+A file is on disk once its bytes and the folder that lists it are synced. A commit syncs every file
+and folder of the draft, renames it, and syncs the folder above. Before the rename there is no new
+checkpoint, after it a whole one. Source: POSIX fsync and rename; Pillai et al. 2014, "All File
+Systems Are Not Created Equal".
 """
 
 import errno
@@ -35,7 +36,8 @@ from lockstep.run_files import open_file
 
 _BUFFER = 4 << 20  # bytes written at a time
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
-_ABANDONED_SECONDS = 3600.0  # a writer on another host that has not touched its draft for this long is dead
+# a writer on another host that has not touched its draft for this long is dead
+_ABANDONED_SECONDS = 3600.0
 _DRAFT = re.compile(r"(?:step-[0-9]{8,}|\.shared)\.tmp-([A-Za-z0-9._-]+)-([0-9]+)-([0-9a-f]{8})")
 
 _in_flight: set[str] = set()  # the drafts of this process, which `sweep` leaves alone
@@ -55,7 +57,9 @@ class PosixStorage(Storage):
 
     def names(self) -> list[str]:
         try:
-            return [entry.name for entry in os.scandir(self.root) if entry.is_dir(follow_symlinks=False)]
+            return [
+                entry.name for entry in os.scandir(self.root) if entry.is_dir(follow_symlinks=False)
+            ]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -70,7 +74,10 @@ class PosixStorage(Storage):
 
     @contextmanager
     def open(self, name: str, file: str) -> Generator[BinaryIO, None, None]:
-        """Open a file for reading; neither it nor a folder inside the checkpoint may be a symbolic link."""
+        """Open a file for reading.
+
+        Neither it nor a folder inside the checkpoint may be a symbolic link.
+        """
         with open_file(self.root / name, *file.split("/")) as stream:
             yield stream
 
@@ -128,7 +135,11 @@ class PosixStorage(Storage):
         _remove(self.root / doomed)
 
     def sweep(self) -> list[str]:
-        dead = [name for name in sorted(self.names()) if name not in _in_flight and _is_dead_draft(self.root / name)]
+        dead = [
+            name
+            for name in sorted(self.names())
+            if name not in _in_flight and _is_dead_draft(self.root / name)
+        ]
         for name in dead:
             with suppress(OSError):  # another process may be deleting it
                 _remove(self.root / name)
@@ -189,7 +200,10 @@ def sync_folder(path: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder; each file that is gone shows on a slow disk that the deletion goes forward."""
+    """Delete a folder.
+
+    Each file that is gone shows on a slow disk that the deletion goes forward.
+    """
     for inside, _, files in os.walk(folder):  # which does not enter linked folders
         for file in files:
             Path(inside, file).unlink(missing_ok=True)
@@ -200,8 +214,8 @@ def _remove(folder: Path) -> None:
 class UncachedFile(io.RawIOBase):
     """A new file, written from start to end, without the page cache where the file system supports direct writes.
 
-    In the cache a checkpoint would push out the data. `fileno`, which `fsync` needs, and `close` hand all bytes to the
-    system; `flush` does not.
+    In the cache a checkpoint would push out the data. `fileno`, which `fsync` needs, and `close`
+    hand all bytes to the system; `flush` does not.
     """
 
     def __init__(self, path: Path) -> None:
@@ -225,10 +239,13 @@ class UncachedFile(io.RawIOBase):
             self._buffer[self._buffered : self._buffered + len(more)] = more
             self._buffered += len(more)
             done += len(more)
-            if self._buffered == _BUFFER:  # the thread writes this buffer, and the other one is filled
+            # the thread writes this buffer, and the other one is filled
+            if self._buffered == _BUFFER:
                 self._buffered = 0  # after a failure, `close` does not write it again
                 self._wait()
-                self._pending_write = self._thread.submit(self._write_out, self._buffer, _BUFFER, direct=True)
+                self._pending_write = self._thread.submit(
+                    self._write_out, self._buffer, _BUFFER, direct=True
+                )
                 self._buffer, self._other = self._other, self._buffer
         return len(view)
 
@@ -267,7 +284,8 @@ class UncachedFile(io.RawIOBase):
                 except OSError as error:
                     if error.errno != errno.EINVAL or not (direct and self._at_page_end):
                         raise
-                    self._at_page_end = False  # the file system has no direct writes: use the page cache from here on
+                    # the file system has no direct writes: use the page cache from here on
+                    self._at_page_end = False
 
 
 def _set_direct(handle: int, direct: bool) -> None:

@@ -1,7 +1,8 @@
 """Exchange values between ranks so that an error on one is raised on all, and no rank waits for ever.
 
-Every rank enters every exchange. A rank whose work failed sends its error instead of a value; rank 0 then returns that
-error to all ranks, which raise it. Without a process group there is one rank, and nothing is sent.
+Every rank enters every exchange. A rank whose work failed sends its error instead of a value; rank
+0 then returns that error to all ranks, which raise it. Without a process group there is one rank,
+and nothing is sent.
 
 Tests: tests/checkpoint/test_ranks.py, tests/checkpoint/test_ranks_agree.py
 """
@@ -37,11 +38,14 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def exchange(self, failure: str, local: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:
+    def exchange(
+        self, failure: str, local: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]
+    ) -> R:
         """Run `local()` on every rank, then `decide(values, by rank)` on rank 0, which returns a result for each rank.
 
-        If `local` failed on some rank, or `decide` on rank 0, every rank raises the same LockstepError. Other
-        exceptions are explained by `failure`, such as "the checkpoint of step 100 was not written".
+        If `local` failed on some rank, or `decide` on rank 0, every rank raises the same
+        LockstepError. Other exceptions are explained by `failure`, such as "the checkpoint of step
+        100 was not written".
         """
         value, cause = self._attempt(failure, local)
         main = dist.get_global_rank(self.group, 0) if self.group is not None else 0
@@ -57,7 +61,9 @@ class Ranks:
             answers = [answer] * self.size if isinstance(answer, LockstepError) else answer
         mine = answers[:1] or [None]
         if self.connected:
-            dist.scatter_object_list(mine, answers if self.is_main else None, src=main, group=self.group)
+            dist.scatter_object_list(
+                mine, answers if self.is_main else None, src=main, group=self.group
+            )
         went_forward()
         if isinstance(mine[0], LockstepError):
             raise mine[0] from cause
@@ -69,15 +75,22 @@ class Ranks:
         self.exchange(failure, lambda: kept.append(local()), lambda values: values)
         return kept[0]
 
-    def all_reduce(self, failure: str, local: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
-        """Run `local()` on every rank, then `combine(all values, by rank)` on rank 0; return its result on all."""
+    def all_reduce(
+        self, failure: str, local: Callable[[], T], combine: Callable[[list[T]], R]
+    ) -> R:
+        """Run `local()` on every rank, then `combine(all values, by rank)` on rank 0.
+
+        Return its result on all.
+        """
         return self.exchange(failure, local, lambda values: [combine(values)] * self.size)
 
     def broadcast(self, failure: str, decide: Callable[[], R]) -> R:
         """Run `decide()` on rank 0; return its result on all."""
         return self.all_reduce(failure, lambda: None, lambda _: decide())
 
-    def _attempt(self, failure: str, work: Callable[[], T]) -> tuple[T | LockstepError, Exception | None]:
+    def _attempt(
+        self, failure: str, work: Callable[[], T]
+    ) -> tuple[T | LockstepError, Exception | None]:
         try:
             return work(), None
         except LockstepError as error:
@@ -85,25 +98,43 @@ class Ranks:
         except Exception as error:
             where = f"rank {self.rank}" if self.size > 1 else None
             cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):  # torch wraps errors of the file system
+            # torch wraps errors of the file system
+            while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__cause__ or cause.__context__
             if isinstance(cause, OSError) and cause.errno is not None:
-                place = f"{where}, {cause.filename}" if where and cause.filename else where or cause.filename
-                return RunError(failure, where=place, why=os.strerror(cause.errno), fix=_ADVICE.get(cause.errno)), error
+                place = (
+                    f"{where}, {cause.filename}"
+                    if where and cause.filename
+                    else where or cause.filename
+                )
+                return (
+                    RunError(
+                        failure,
+                        where=place,
+                        why=os.strerror(cause.errno),
+                        fix=_ADVICE.get(cause.errno),
+                    ),
+                    error,
+                )
             return RunError(failure, where=where, why=f"{type(error).__name__}: {error}"), error
 
 
 _ADVICE = {
     errno.ENOSPC: "free some space, or save fewer checkpoints (checkpoint.save_total_limit)",
     errno.EDQUOT: "free some of the quota, or save fewer checkpoints (checkpoint.save_total_limit)",
-    errno.EACCES: "give the user of this run the right to write there, or choose another --output-dir",
-    errno.EPERM: "give the user of this run the right to write there, or choose another --output-dir",
+    errno.EACCES: (
+        "give the user of this run the right to write there, or choose another --output-dir"
+    ),
+    errno.EPERM: (
+        "give the user of this run the right to write there, or choose another --output-dir"
+    ),
     errno.EROFS: "the file system is read-only: choose another --output-dir",
 }
 
 
 _Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset in the whole tensor, shape
-BlockInfo = tuple[tuple[int, ...], torch.dtype, _Block | None]  # shape of the whole, its dtype, this rank's block
+# shape of the whole, its dtype, this rank's block
+BlockInfo = tuple[tuple[int, ...], torch.dtype, _Block | None]
 
 
 @dataclass(frozen=True)
@@ -118,7 +149,11 @@ class TensorSource:
 def held_blocks(part: Part) -> dict[str, BlockInfo]:
     """Return shape, dtype and this rank's block of each tensor of a part."""
     return {
-        name: (block.shape, block.tensor.dtype, None if block.is_empty else (block.offset, tuple(block.tensor.shape)))
+        name: (
+            block.shape,
+            block.tensor.dtype,
+            None if block.is_empty else (block.offset, tuple(block.tensor.shape)),
+        )
         for name, block in part.blocks.items()
     }
 
@@ -134,8 +169,13 @@ def sources_of(held: Sequence[Mapping[str, BlockInfo]]) -> dict[str, TensorSourc
     return dict(sorted(found.items()))
 
 
-def gather_tensor(source: TensorSource, block: TensorBlock | None, failure: str, ranks: Ranks) -> Tensor | None:
-    """Assemble one tensor on the CPU of rank 0 (None on the others); every rank calls it, with its block."""
+def gather_tensor(
+    source: TensorSource, block: TensorBlock | None, failure: str, ranks: Ranks
+) -> Tensor | None:
+    """Assemble one tensor on the CPU of rank 0 (None on the others).
+
+    Every rank calls it, with its block.
+    """
     assembled: list[Tensor] = []
 
     def send() -> Tensor | None:
@@ -154,34 +194,62 @@ def gather_tensor(source: TensorSource, block: TensorBlock | None, failure: str,
     return assembled[0] if assembled else None
 
 
-def gather(tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-    """Return the whole tensors of a model, aliases too, on the CPU of rank 0, and {} on others; every rank calls it."""
+def gather(
+    tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]
+) -> dict[str, Tensor]:
+    """Return the whole tensors of a model, aliases too, on the CPU of rank 0, and {} on others.
+
+    Every rank calls it.
+    """
     ranks, failure, part = Ranks(), "the model was not gathered", part_of(tensors, aliases)
-    held = ranks.all_reduce(failure, lambda: (held_blocks(part), part.aliases), lambda shares: shares)
+    held = ranks.all_reduce(
+        failure, lambda: (held_blocks(part), part.aliases), lambda shares: shares
+    )
     model: dict[str, Tensor] = {}
     for name, source in sources_of([blocks for blocks, _ in held]).items():
         whole = gather_tensor(source, part.blocks.get(name), failure, ranks)
         if whole is not None:
-            model |= dict.fromkeys((name, *(alias for _, ties in held for alias in ties.get(name, ()))), whole)
+            model |= dict.fromkeys(
+                (name, *(alias for _, ties in held for alias in ties.get(name, ()))), whole
+            )
     return model
 
 
-def scatter(whole: Mapping[str, Tensor], tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]) -> None:
-    """Copy whole tensors of rank 0 into those of each rank, in their dtypes; a UsageError on all if they don't fit."""
+def scatter(
+    whole: Mapping[str, Tensor], tensors: Mapping[str, Tensor], aliases: Mapping[str, Sequence[str]]
+) -> None:
+    """Copy whole tensors of rank 0 into those of each rank, in their dtypes.
+
+    A UsageError on all if they don't fit.
+    """
     ranks, failure, mine = Ranks(), "the model was not loaded", part_of(tensors, aliases)
     shapes = {name: block.shape for name, block in mine.blocks.items()}
 
-    def check(held: list[tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, ...]]]]) -> list[str]:
+    def check(
+        held: list[tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, ...]]]],
+    ) -> list[str]:
         wanted = {name: shape for here, _ in held for name, shape in here.items()}
         others = {other for _, ties in held for tied in ties.values() for other in tied}
-        missing, unknown = sorted(set(wanted) - set(whole)), sorted(set(whole) - set(wanted) - others)
+        missing, unknown = (
+            sorted(set(wanted) - set(whole)),
+            sorted(set(whole) - set(wanted) - others),
+        )
         whys = [f"it lacks {listed(missing)}"] * bool(missing)
         whys += [f"the model has no {listed(unknown)}"] * bool(unknown)
         given = {name: tuple(whole[name].shape) for name in wanted if name in whole}
-        reshaped = [f"{n} has the shape {shape}, not {wanted[n]}" for n, shape in given.items() if shape != wanted[n]]
+        reshaped = [
+            f"{n} has the shape {shape}, not {wanted[n]}"
+            for n, shape in given.items()
+            if shape != wanted[n]
+        ]
         if whys := whys + reshaped[:4]:
-            fix = "give rank 0 the state_dict of this model, with the names that it has without wrappers"
-            raise UsageError("the state that was given is another model's", why="; ".join(whys), fix=fix)
+            fix = (
+                "give rank 0 the state_dict of this model, with the names that it has without"
+                " wrappers"
+            )
+            raise UsageError(
+                "the state that was given is another model's", why="; ".join(whys), fix=fix
+            )
         return sorted(wanted)
 
     for name in ranks.all_reduce(failure, lambda: (shapes, mine.aliases), check):

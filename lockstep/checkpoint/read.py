@@ -1,7 +1,8 @@
 """Read the tensors of a checkpoint of any format into blocks of any layout.
 
-Nothing that is read is trusted: the description of a part is verified by its checksum, checked field by field, and
-compared with the manifest and with the sizes of the files before anything is allocated.
+Nothing that is read is trusted: the description of a part is verified by its checksum, checked
+field by field, and compared with the manifest and with the sizes of the files before anything is
+allocated.
 
 Tests: tests/checkpoint/test_ranks.py, tests/checkpoint/test_damage.py, tests/faults/test_loads.py
 """
@@ -21,7 +22,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from lockstep.checkpoint.manifest import (
@@ -49,7 +54,10 @@ from lockstep.torch_compat.checkpoint_format import read_items
 
 
 def open_part(checkpoint: Location, manifest: Manifest, part: str) -> "PartReader":
-    """Return a reader for one part; raise a DamagedError if its description or the size of a file is not as written."""
+    """Return a reader for one part.
+
+    Raise a DamagedError if its description or the size of a file is not as written.
+    """
     if problems := problems_of_files(checkpoint, manifest, manifest.files_of(part), thorough=False):
         raise unreadable_error(f"{checkpoint}/{part}", problems[0])
     return (ShardedReader if manifest.ranks is None else LocalReader)(checkpoint, manifest, part)
@@ -110,7 +118,9 @@ class _CheckpointFiles(FileSystem):
         self._checkpoint = checkpoint
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
         assert mode == "rb"
         with self._checkpoint.open(PurePath(path).as_posix()) as stream:
             yield cast(io.IOBase, stream)
@@ -123,7 +133,9 @@ class _BlockLoadPlanner(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         went_forward()
-        return narrow(self.blocks[read_item.dest_index.fqn].tensor, read_item.dest_offsets, read_item.lengths)
+        return narrow(
+            self.blocks[read_item.dest_index.fqn].tensor, read_item.dest_offsets, read_item.lengths
+        )
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
         raise AssertionError("objects are never stored with tensors, and never unpickled")
@@ -137,9 +149,14 @@ def read_stored_part(checkpoint: Location, manifest: Manifest, part: str) -> Sto
         if problems:
             raise ValueError(problems[0])
         stored = parse_metadata(checkpoint.read(file, METADATA_LIMIT))
-        sizes = {listed.removeprefix(f"{part}/"): manifest.files[listed].size for listed in manifest.files_of(part)}
+        sizes = {
+            listed.removeprefix(f"{part}/"): manifest.files[listed].size
+            for listed in manifest.files_of(part)
+        }
         if unlisted := {place.relative_path for place in stored.places.values()} - sizes.keys():
-            raise ValueError(f"it points at {part}/{min(unlisted)}, which the manifest does not list")
+            raise ValueError(
+                f"it points at {part}/{min(unlisted)}, which the manifest does not list"
+            )
         check_sizes(stored, sizes)
         if part == MODEL:
             _compare_with_manifest(stored, manifest)
@@ -151,7 +168,8 @@ def read_stored_part(checkpoint: Location, manifest: Manifest, part: str) -> Sto
 def check_block(stream: BinaryIO, offset: int, length: int) -> None:
     """Raise a ValueError if a stored block, a zip archive as torch writes it, would unpack to more bytes than it has.
 
-    A hostile archive may be compressed, so that a megabyte unpacks to a gigabyte. Only its directory is read.
+    A hostile archive may be compressed, so that a megabyte unpacks to a gigabyte. Only its
+    directory is read.
     """
     try:
         with zipfile.ZipFile(_FileSlice(stream, offset, length)) as archive:
@@ -216,13 +234,20 @@ class LocalReader:
             for rank in range(manifest.ranks or 0):
                 file = raw_file(part, rank)
                 listed = manifest.files.get(file)
-                self.by_rank.append({} if listed is None else _read_header(checkpoint, file, listed.size))
+                self.by_rank.append(
+                    {} if listed is None else _read_header(checkpoint, file, listed.size)
+                )
             self._raw_blocks = self._without_replicas()
             self.stored = StoredPart()
             for name, (first, *rest) in self._raw_blocks.items():
-                chunks = [ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.block)) for b in (first, *rest)]
+                chunks = [
+                    ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.block))
+                    for b in (first, *rest)
+                ]
                 properties = TensorProperties(first.dtype)
-                self.stored.tensors[name] = TensorStorageMetadata(properties, torch.Size(first.shape), chunks)
+                self.stored.tensors[name] = TensorStorageMetadata(
+                    properties, torch.Size(first.shape), chunks
+                )
             if part == MODEL:
                 _compare_with_manifest(self.stored, manifest)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -239,7 +264,9 @@ class LocalReader:
                 if prod(block.block) or not prod(block.shape):
                     mine.setdefault(block.offset, block)
         for name, mine in found.items():
-            if sum(prod(b.block) for b in mine.values()) != prod(next(iter(mine.values())).shape if mine else (1,)):
+            if sum(prod(b.block) for b in mine.values()) != prod(
+                next(iter(mine.values())).shape if mine else (1,)
+            ):
                 raise ValueError(f"the blocks of {name} do not make up the whole of it")
         return {name: list(mine.values()) for name, mine in found.items()}
 
@@ -250,22 +277,31 @@ class LocalReader:
                     _copy_overlap(self._checkpoint, raw, block)
                     went_forward()
 
-    def check_topology(self, blocks: Mapping[str, TensorBlock], owner: Mapping[str, str], ranks: Ranks) -> None:
+    def check_topology(
+        self, blocks: Mapping[str, TensorBlock], owner: Mapping[str, str], ranks: Ranks
+    ) -> None:
         """Refuse these raw shards unless each rank loads exactly the blocks that it saved."""
         whole = f"{self._checkpoint.name}-full"
         there, new = quote(str(self._checkpoint)), quote(str(whole))
         fix = f"lockstep checkpoint convert {there} --to full --output {new}, then --resume {new}"
         if len(self.by_rank) != ranks.size:
-            what = f"{self._checkpoint} holds the raw shards of {len(self.by_rank)} ranks (checkpoint.format: local); "
+            what = (
+                f"{self._checkpoint} holds the raw shards of {len(self.by_rank)} ranks"
+                " (checkpoint.format: local); "
+            )
             what += f"this run has {ranks.size}"
             raise UsageError(what, fix=fix)
         mine = self.by_rank[ranks.rank]
         for name, block in blocks.items():
             raw = mine.get(owner.get(name, name))
             if raw is not None and raw.shape != block.shape:
-                continue  # another model: the comparison of all names and shapes raises a better error
+                # another model: the comparison of all names and shapes raises a better error
+                continue
             if raw is None or (raw.offset, raw.block) != (block.offset, tuple(block.tensor.shape)):
-                what = f"{self._checkpoint} holds raw shards (checkpoint.format: local) of a run that laid {name} over "
+                what = (
+                    f"{self._checkpoint} holds raw shards (checkpoint.format: local) of a run that"
+                    f" laid {name} over "
+                )
                 what += "its ranks otherwise than this one"
                 raise UsageError(what, fix=fix)
 
@@ -274,7 +310,10 @@ PartReader = ShardedReader | LocalReader
 
 
 def _read_header(checkpoint: Location, file: str, size: int) -> dict[str, RawBlock]:
-    """Return the blocks of one raw file, each of which lies inside it; raise a ValueError, KeyError … otherwise."""
+    """Return the blocks of one raw file, each of which lies inside it.
+
+    Raise a ValueError, KeyError … otherwise.
+    """
     with checkpoint.open(file) as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > min(size - 8, JSON_LIMIT):
@@ -303,5 +342,7 @@ def _copy_overlap(checkpoint: Location, raw: RawBlock, block: TensorBlock) -> No
         stream.seek(raw.start)
         data = bytearray(stream.read(raw.num_bytes))
     source = torch.frombuffer(data, dtype=raw.dtype).reshape(raw.block)
-    here, there = ([a - b for a, b in zip(low, offset, strict=True)] for offset in (block.offset, raw.offset))
+    here, there = (
+        [a - b for a, b in zip(low, offset, strict=True)] for offset in (block.offset, raw.offset)
+    )
     narrow(block.tensor, here, lengths).copy_(narrow(source, there, lengths))

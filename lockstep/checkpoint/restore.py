@@ -1,7 +1,8 @@
 """Load a checkpoint in any layout of ranks: verify it, compare it strictly, then fill the tensors in place.
 
-The state of an optimizer is stored by canonical parameter names, as in `layers.0.weight//exp_avg`; options of the
-groups and plain numbers are JSON. Nothing depends on the order of parameters or on their number per rank.
+The state of an optimizer is stored by canonical parameter names, as in `layers.0.weight//exp_avg`;
+options of the groups and plain numbers are JSON. Nothing depends on the order of parameters or on
+their number per rank.
 
 Tests: tests/checkpoint/test_round_trip.py, tests/checkpoint/test_optimizers.py,
 tests/checkpoint/test_ranks.py, tests/parity/test_change_of_topology.py
@@ -38,21 +39,25 @@ _AS_BUILT = "build the optimizer as it was built for the run that saved"
 _FAILURE = "the checkpoint {} could not be loaded"
 _STEP = "step"  # torch's optimizers keep it on CPU, unless one of these options is on
 _STEP_ON_DEVICE = ("capturable", "fused")
-# These options choose kernels and do not change the update. The running optimizer keeps its own, because the stored
-# ones may not be available: shards have no fused SGD, and a run on a CPU may continue one on a GPU.
+# These options choose kernels and do not change the update. The running optimizer keeps its own,
+# because the stored ones may not be available: shards have no fused SGD, and a run on a CPU may
+# continue one on a GPU.
 _KERNEL_OPTIONS = ("foreach", "fused", "capturable")
 
 
-def load(path: Checkpoint, snapshot: Snapshot, *, only: Collection[str] | None = None) -> dict[str, Any]:
+def load(
+    path: Checkpoint, snapshot: Snapshot, *, only: Collection[str] | None = None
+) -> dict[str, Any]:
     """Fill the snapshot's tensors, in place, from a checkpoint; every rank calls it.
 
-    The ranks, the mesh and the placements may differ from those that saved. Nothing is changed before every checksum
-    was compared (each rank reads a share of the files) and every name, shape and dtype agrees. `only` lists the parts
-    to load, such as `["model"]`; if None, all, and both sides must have the same ones. Every rank gets the checkpoint's
-    `state`, with the optimizers' groups under "optimizer_groups".
+    The ranks, the mesh and the placements may differ from those that saved. Nothing is changed
+    before every checksum was compared (each rank reads a share of the files) and every name, shape
+    and dtype agrees. `only` lists the parts to load, such as `["model"]`; if None, all, and both
+    sides must have the same ones. Every rank gets the checkpoint's `state`, with the optimizers'
+    groups under "optimizer_groups".
 
-    A UsageError is raised if there is no checkpoint, or it has other names, shapes, dtypes or ties than the snapshot,
-    and a DamagedError for a file that is not what was written.
+    A UsageError is raised if there is no checkpoint, or it has other names, shapes, dtypes or ties
+    than the snapshot, and a DamagedError for a file that is not what was written.
     """
     ranks, checkpoint = Ranks(), locate(path)
     manifest = verify_together(checkpoint, ranks)
@@ -70,15 +75,19 @@ def load(path: Checkpoint, snapshot: Snapshot, *, only: Collection[str] | None =
         spare = set(read_state(checkpoint).get(LOSS_NAMES, ()))
         if MODEL in stored and not any(spare & infos[MODEL].keys() for infos in described):
             # whoever samples or evaluates needs no loss function
-            stored[MODEL] = {name: info for name, info in stored[MODEL].items() if name not in spare}
-        for alias in _equal_aliases(targets.get(MODEL), snapshot.aliases):  # a file may have tied weights twice
+            stored[MODEL] = {
+                name: info for name, info in stored[MODEL].items() if name not in spare
+            }
+        # a file may have tied weights twice
+        for alias in _equal_aliases(targets.get(MODEL), snapshot.aliases):
             del stored[MODEL][alias]
         _compare(checkpoint, stored, described, snapshot.aliases)
 
     def fill() -> dict[str, Any]:
         for target in targets.values():
             rest = dict(target.blocks)
-            while rest:  # each pass reads a stored name once; a parameter that is here twice takes two passes
+            # each pass reads a stored name once; a parameter that is here twice takes two passes
+            while rest:
                 now = {target.owner.get(name, name): name for name in reversed(rest)}
                 target.reader.read_into({kept: rest.pop(name) for kept, name in now.items()})
         return read_state(checkpoint)
@@ -89,12 +98,17 @@ def load(path: Checkpoint, snapshot: Snapshot, *, only: Collection[str] | None =
 
 
 def verify_together(checkpoint: Location, ranks: Ranks) -> Manifest:
-    """Compare every checksum of a checkpoint, with a share of the files on each rank; all ranks raise one error."""
+    """Compare every checksum of a checkpoint, with a share of the files on each rank.
+
+    All ranks raise one error.
+    """
     failure = _FAILURE.format(checkpoint)
     manifest = ranks.run(failure, lambda: read_manifest(checkpoint))
     by_size = sorted(manifest.files, key=lambda path: (manifest.files[path].size, path))
     mine = by_size[ranks.rank :: ranks.size]
-    shares = ranks.all_reduce(failure, lambda: problems_of_files(checkpoint, manifest, mine, thorough=True), list)
+    shares = ranks.all_reduce(
+        failure, lambda: problems_of_files(checkpoint, manifest, mine, thorough=True), list
+    )
     if problems := sorted(problem for share in shares for problem in share):
         fix = "resume from an older one: `lockstep checkpoint verify RUN` shows which are whole"
         raise DamagedError(f"the checkpoint {checkpoint} is damaged", why=listed(problems), fix=fix)
@@ -120,16 +134,24 @@ def _targets(
     tensors = snapshot.tensors()
     wanted = {part for part in (*manifest.parts, *tensors) if only is None or part in only}
     stray = [f"{part}: not in the checkpoint" for part in sorted(wanted - set(manifest.parts))]
-    stray += [f"{part}: only in the checkpoint" for part in sorted(wanted & set(manifest.parts) - tensors.keys())]
+    stray += [
+        f"{part}: only in the checkpoint"
+        for part in sorted(wanted & set(manifest.parts) - tensors.keys())
+    ]
     if stray:
-        raise UsageError(f"{checkpoint} holds other parts than were to be loaded", why=listed(stray))
+        raise UsageError(
+            f"{checkpoint} holds other parts than were to be loaded", why=listed(stray)
+        )
     targets = {
-        part: _Target(open_part(checkpoint, manifest, part), blocks_of(tensors[part])) for part in sorted(wanted)
+        part: _Target(open_part(checkpoint, manifest, part), blocks_of(tensors[part]))
+        for part in sorted(wanted)
     }
     if MODEL in targets:
         ties = {alias: name for name, info in manifest.parameters.items() for alias in info.aliases}
         targets[MODEL].owner = ties | _stored_under_aliases(targets[MODEL], snapshot.aliases)
-        _check_ties(checkpoint, targets[MODEL], {a for others in snapshot.aliases.values() for a in others})
+        _check_ties(
+            checkpoint, targets[MODEL], {a for others in snapshot.aliases.values() for a in others}
+        )
     return targets
 
 
@@ -153,8 +175,14 @@ def _check_ties(checkpoint: Location, model: _Target, declared: Collection[str])
         kept = model.owner.get(name, name)
         first = in_memory.setdefault(block.memory, name)
         if model.owner.get(first, first) != kept:
-            fix = "untie them before loading, or build the model as it was built for the run that saved"
-            raise UsageError(f"{first} and {name} are tied in the model, but two parameters in {checkpoint}", fix=fix)
+            fix = (
+                "untie them before loading, or build the model as it was built for the run that"
+                " saved"
+            )
+            raise UsageError(
+                f"{first} and {name} are tied in the model, but two parameters in {checkpoint}",
+                fix=fix,
+            )
         other = stored.setdefault(kept, name)
         if model.blocks[other].memory != block.memory and not {name, other} & set(declared):
             what = f"{other} and {name} are two parameters in the model, but tied in {checkpoint}"
@@ -172,7 +200,9 @@ def _equal_aliases(model: _Target | None, aliases: Mapping[str, Sequence[str]]) 
             if name in stored and stored.get(other) == stored[name] and other not in model.owner:
                 shape, dtype = stored[name]
                 both = {each: torch.empty(shape, dtype=dtype_of(dtype)) for each in (name, other)}
-                model.reader.read_into({each: TensorBlock.whole(tensor) for each, tensor in both.items()})
+                model.reader.read_into(
+                    {each: TensorBlock.whole(tensor) for each, tensor in both.items()}
+                )
                 found += [other] if torch.equal(both[name], both[other]) else []
     return found
 
@@ -183,33 +213,51 @@ def _to_import_again(
     """Return how imported weights become those of the model; None if they are a run's own."""
     if "imported_from" not in read_state(checkpoint).get("metadata", {}):
         return None
-    for prefix in {name.removesuffix(wanted) for wanted in missing for name in unexpected if name.endswith(wanted)}:
+    for prefix in {
+        name.removesuffix(wanted)
+        for wanted in missing
+        for name in unexpected
+        if name.endswith(wanted)
+    }:
         if prefix and all(prefix + name in unexpected for name in missing):
-            return f"import the weights again with --prefix {prefix} (in Python import_weights(…, prefix={prefix!r}))"
+            return (
+                f"import the weights again with --prefix {prefix} (in Python import_weights(…,"
+                f" prefix={prefix!r}))"
+            )
     for name, others in ties.items():
-        if not missing and unexpected <= set(others):  # of the shape that both have, and with other values
+        # of the shape that both have, and with other values
+        if not missing and unexpected <= set(others):
             what = (
-                f"{name} and {listed(sorted(unexpected))} are one parameter in the model, with two values in the file"
+                f"{name} and {listed(sorted(unexpected))} are one parameter in the model, with two"
+                " values in the file"
             )
             return f"{what}: delete one of these names from the weights, and import them again"
     return (
-        "import weights with these very names and shapes; or load what fits before the Trainer is made: "
-        "model.load_state_dict(lockstep.checkpoint.weights(PATH), strict=False)"
+        "import weights with these very names and shapes; or load what fits before the Trainer is"
+        " made: model.load_state_dict(lockstep.checkpoint.weights(PATH), strict=False)"
     )
 
 
 def _compare(
-    checkpoint: Location, stored: dict[str, _Infos], ranks: list[dict[str, _Infos]], ties: Mapping[str, Sequence[str]]
+    checkpoint: Location,
+    stored: dict[str, _Infos],
+    ranks: list[dict[str, _Infos]],
+    ties: Mapping[str, Sequence[str]],
 ) -> None:
     """Refuse names that only one side has, or that have another shape or dtype; on rank 0."""
     found: dict[str, set[str]] = {
-        "missing in the checkpoint": set(), "only in the checkpoint": set(), "of another shape": set(),
+        "missing in the checkpoint": set(),
+        "only in the checkpoint": set(),
+        "of another shape": set(),
         "of another dtype": set(),
-    }  # fmt: skip
+    }
     missing, unexpected, shapes, dtypes = found.values()
     for part, kept in stored.items():
         prefix = "" if part == MODEL else f"{part}: "
-        unexpected |= {prefix + name for name in kept.keys() - {name for rank in ranks for name in rank.get(part, {})}}
+        unexpected |= {
+            prefix + name
+            for name in kept.keys() - {name for rank in ranks for name in rank.get(part, {})}
+        }
         for name, (shape, dtype) in (item for rank in ranks for item in rank.get(part, {}).items()):
             if name not in kept:
                 missing.add(prefix + name)
@@ -221,9 +269,13 @@ def _compare(
                 dtypes.add(f"{prefix}{name} (stored {stored_dtype}, wanted {dtype})")
     if differing := [f"{kind}: {listed(sorted(names))}" for kind, names in found.items() if names]:
         fix = (
-            "build the model and the optimizer from the config beside the checkpoint's state, config.yaml; to start a "
+            "build the model and the optimizer from the config beside the checkpoint's state,"
+            " config.yaml; to start a "
         )
-        fix += "new run there, --resume never (in Python resume='never') sets the old checkpoints aside; or choose "
+        fix += (
+            "new run there, --resume never (in Python resume='never') sets the old checkpoints"
+            " aside; or choose "
+        )
         fix += "another --output-dir (in Python output_dir=…)"
         fix = _to_import_again(checkpoint, missing, unexpected, ties) or fix
         raise UsageError(f"{checkpoint} does not fit this model", why="; ".join(differing), fix=fix)
@@ -242,26 +294,35 @@ def unreadable(path: Checkpoint) -> list[str]:
     return []
 
 
-def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state of an optimizer, for a `Snapshot`; `names` has the canonical name by the id of each parameter.
+def optimizer_state(
+    optimizer: Optimizer, names: Mapping[int, str]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the state of an optimizer, for a `Snapshot`.
 
-    These are the tensors, `"<parameter>//<key>"` → tensor, which share the optimizer's memory, and the rest as JSON:
-    `{"groups": [{"params": [names], "options": {…}}], "values": {parameter: {key: number}}}`. A UsageError is raised
-    for a parameter without a name, and a value that is neither a tensor nor JSON.
+    `names` has the canonical name by the id of each parameter.
+
+    These are the tensors, `"<parameter>//<key>"` → tensor, which share the optimizer's memory, and
+    the rest as JSON: `{"groups": [{"params": [names], "options": {…}}], "values": {parameter: {key:
+    number}}}`. A UsageError is raised for a parameter without a name, and a value that is neither a
+    tensor nor JSON.
     """
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     groups = []
     for group in optimizer.param_groups:
         params = [_name(parameter, names) for parameter in group["params"]]
-        options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        options = {
+            k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"
+        }
         groups.append({"params": params, "options": as_json(options, "an option of the optimizer")})
         for name, parameter in zip(params, group["params"], strict=True):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     tensors[f"{name}{SEPARATOR}{key}"] = value
                 else:
-                    values.setdefault(name, {})[key] = as_json(value, f"the optimizer's {key!r} of {name}")
+                    values.setdefault(name, {})[key] = as_json(
+                        value, f"the optimizer's {key!r} of {name}"
+                    )
     return tensors, {"groups": groups, "values": values}
 
 
@@ -271,15 +332,19 @@ def optimizers_in(path: Checkpoint) -> list[str]:
     return sorted(name for kind, _, name in parts if kind == "optimizer")
 
 
-def optimizer_targets(path: Checkpoint, name: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def optimizer_targets(
+    path: Checkpoint, name: str, parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return empty tensors for the stored state of one optimizer, for the parameters of this rank, by canonical name.
 
-    A state tensor with the shape of its parameter gets the device, mesh and placements of the parameter; any other
-    (`step`) is a plain tensor on CPU. The dtype is the stored one.
+    A state tensor with the shape of its parameter gets the device, mesh and placements of the
+    parameter; any other (`step`) is a plain tensor on CPU. The dtype is the stored one.
     """
     checkpoint = locate(path)
     targets = {}
-    for full, stored in open_part(checkpoint, read_manifest(checkpoint), f"optimizer/{name}").stored.tensors.items():
+    for full, stored in open_part(
+        checkpoint, read_manifest(checkpoint), f"optimizer/{name}"
+    ).stored.tensors.items():
         of, _, key = full.rpartition(SEPARATOR)
         dtype = stored.properties.dtype
         if of in parameters and key != _STEP and stored.size == parameters[of].shape:
@@ -294,29 +359,40 @@ def add_missing_groups(
 ) -> None:
     """Add the parameter groups that the run that saved had added later.
 
-    Nothing is added unless the optimizer's own groups are the first of those in the checkpoint. Parameters that were
-    frozen until then train from now on.
+    Nothing is added unless the optimizer's own groups are the first of those in the checkpoint.
+    Parameters that were frozen until then train from now on.
     """
     names = {id(parameter): each for each, parameter in parameters.items()}
     stored = [group["params"] for group in read_state(path)[GROUPS_KEY][name]["groups"]]
-    own = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+    own = [
+        [names.get(id(parameter)) for parameter in group["params"]]
+        for group in optimizer.param_groups
+    ]
     here = [[each for each in group if each in parameters] for group in stored]
     if len(here) > len(own) and here[: len(own)] == own:
         for group in here[len(own) :]:
-            optimizer.add_param_group({"params": [parameters[each].requires_grad_() for each in group]})
+            optimizer.add_param_group(
+                {"params": [parameters[each].requires_grad_() for each in group]}
+            )
 
 
 def restore_optimizer(
-    optimizer: Optimizer, names: Mapping[int, str], tensors: Mapping[str, Tensor], groups: Mapping[str, Any]
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    tensors: Mapping[str, Tensor],
+    groups: Mapping[str, Any],
 ) -> None:
     """Give an optimizer the state that `load` has read, or raise a UsageError if it has other groups.
 
-    It takes over the `tensors` of `optimizer_targets`. The stored `groups` may list parameters of other ranks too;
-    `names` has the canonical name by the id of each parameter of this rank.
+    It takes over the `tensors` of `optimizer_targets`. The stored `groups` may list parameters of
+    other ranks too; `names` has the canonical name by the id of each parameter of this rank.
     """
     stored_groups = groups["groups"]
     if len(stored_groups) != len(optimizer.param_groups):
-        what = f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint {len(stored_groups)}"
+        what = (
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint"
+            f" {len(stored_groups)}"
+        )
         raise UsageError(what, fix=_AS_BUILT)
     home = {name: i for i, group in enumerate(stored_groups) for name in group["params"]}
     for i, group in enumerate(optimizer.param_groups):
@@ -325,7 +401,9 @@ def restore_optimizer(
                 where = f"in group {home[name]}" if name in home else "in none"
                 what = f"{name} is in group {i} of the optimizer, and {where} in the checkpoint"
                 raise UsageError(what, fix=_AS_BUILT)
-    for group, stored in zip(optimizer.param_groups, (one["options"] for one in stored_groups), strict=True):
+    for group, stored in zip(
+        optimizer.param_groups, (one["options"] for one in stored_groups), strict=True
+    ):
         for key, value in stored.items():
             current = group.get(key)
             if key in _KERNEL_OPTIONS:
@@ -345,7 +423,9 @@ def restore_optimizer(
             name = _name(parameter, names)
             state: dict[str, Any] = {**values.get(name, {})}
             for key, tensor in by_parameter.get(name, {}).items():
-                state[key] = tensor if key == _STEP and not on_device else tensor.to(parameter.device)
+                state[key] = (
+                    tensor if key == _STEP and not on_device else tensor.to(parameter.device)
+                )
             optimizer.state[parameter] = state
             if not state:
                 del optimizer.state[parameter]
@@ -353,7 +433,13 @@ def restore_optimizer(
 
 def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
     if id(parameter) not in names:
-        what = f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model does not have"
-        why = "it was made before the model was placed, or from another model: what it updates is not trained on"
+        what = (
+            f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model does"
+            " not have"
+        )
+        why = (
+            "it was made before the model was placed, or from another model: what it updates is not"
+            " trained on"
+        )
         raise UsageError(what, why=why)
     return names[id(parameter)]

@@ -1,8 +1,9 @@
 """Take a snapshot of a run and plan its checkpoint, the first two stops of a save.
 
-`stage` turns each tensor into a block: a plain tensor is one block, the whole; a DTensor is the block of this rank, or
-an empty one. Each rank then sends a `Description`, without values. Rank 0 merges them into one `CheckpointPlan`, or
-raises one error on all ranks. The format decides which rank writes which bytes (`write.FormatWriter.plan`).
+`stage` turns each tensor into a block: a plain tensor is one block, the whole; a DTensor is the
+block of this rank, or an empty one. Each rank then sends a `Description`, without values. Rank 0
+merges them into one `CheckpointPlan`, or raises one error on all ranks. The format decides which
+rank writes which bytes (`write.FormatWriter.plan`).
 
 Tests: tests/checkpoint/test_round_trip.py, tests/checkpoint/test_ranks.py
 """
@@ -16,7 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
@@ -43,7 +49,10 @@ class TensorBlock:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether it has no elements though the whole tensor has some; it is then not written."""
+        """Return whether it has no elements though the whole tensor has some.
+
+        It is then not written.
+        """
         return self.tensor.numel() == 0 and 0 not in self.shape
 
     @property
@@ -66,7 +75,8 @@ class Part:
 
     blocks: dict[str, TensorBlock] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    read: Callable[[str], Tensor] | None = None  # returns the values of a block, which `blocks` then lack, when written
+    # returns the values of a block, which `blocks` then lack, when written
+    read: Callable[[str], Tensor] | None = None
 
     def tensor(self, name: str) -> Tensor:
         return self.blocks[name].tensor if self.read is None else self.read(name)
@@ -76,28 +86,37 @@ class Part:
 class Snapshot:
     """The state of a training run on this rank, or the tensors to load a checkpoint into.
 
-    A tensor is a DTensor (this rank's shard is saved), or plain and the same on every rank that has its name. Ranks may
-    have different names. A tensor of the model under two names is stored once. The state of an optimizer is flat,
-    `"<canonical parameter name>//<state key>"` → tensor.
+    A tensor is a DTensor (this rank's shard is saved), or plain and the same on every rank that has
+    its name. Ranks may have different names. A tensor of the model under two names is stored once.
+    The state of an optimizer is flat, `"<canonical parameter name>//<state key>"` → tensor.
     """
 
     model: dict[str, Tensor]  # parameters and buffers, by canonical name
     optimizers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)  # everything that is not a tensor, as JSON; rank 0's is written
-    extra: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # EMA, compression state, or the user's own
-    groups: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each optimizer; merged over ranks
-    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)  # further names that are on different ranks
+    # everything that is not a tensor, as JSON; rank 0's is written
+    state: dict[str, Any] = field(default_factory=dict)
+    # EMA, compression state, or the user's own
+    extra: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    # of each optimizer; merged over ranks
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # further names that are on different ranks
+    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors by folder: `model`, `optimizer/NAME`, `extra/NAME`."""
         tensors = {MODEL: self.model}
-        tensors |= {checked_part(f"optimizer/{name}"): flat for name, flat in self.optimizers.items()}
+        tensors |= {
+            checked_part(f"optimizer/{name}"): flat for name, flat in self.optimizers.items()
+        }
         return tensors | {checked_part(f"extra/{name}"): flat for name, flat in self.extra.items()}
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A snapshot ready to be written; once its blocks are copied, training can go on and change the originals."""
+    """A snapshot ready to be written.
+
+    Once its blocks are copied, training can go on and change the originals.
+    """
 
     parts: dict[str, Part]
     state: dict[str, Any]
@@ -107,7 +126,10 @@ class Staged:
 def stage(snapshot: Snapshot) -> Staged:
     """Return the blocks of a snapshot, which share its memory, and a copy of its JSON, or raise a UsageError."""
     if GROUPS_KEY in snapshot.state:
-        raise UsageError(f"state[{GROUPS_KEY!r}] is where the optimizers' groups are kept", fix="choose another key")
+        raise UsageError(
+            f"state[{GROUPS_KEY!r}] is where the optimizers' groups are kept",
+            fix="choose another key",
+        )
     parts = {part: Part(blocks_of(tensors)) for part, tensors in snapshot.tensors().items()}
     parts[MODEL] = part_of(snapshot.model, snapshot.aliases)
     return Staged(parts, as_json(snapshot.state, "state"), as_json(snapshot.groups, "groups"))
@@ -119,9 +141,14 @@ def blocks_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             fix = "put it in `state`"
-            raise UsageError(f"{name} is a {type(tensor).__name__}, where a checkpoint holds tensors", fix=fix)
+            raise UsageError(
+                f"{name} is a {type(tensor).__name__}, where a checkpoint holds tensors", fix=fix
+            )
         if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
-            what = f"{name} can't be in a checkpoint: it is on device {tensor.device} with layout {tensor.layout}"
+            what = (
+                f"{name} can't be in a checkpoint: it is on device {tensor.device} with layout"
+                f" {tensor.layout}"
+            )
             raise UsageError(what, why="only dense tensors with values are stored")
         with torch.no_grad():
             if isinstance(tensor, DTensor):
@@ -135,7 +162,8 @@ def blocks_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorBlock]:
 def part_of(tensors: Mapping[str, Tensor], declared: Mapping[str, Sequence[str]]) -> Part:
     """Return the blocks of a model, each tensor once: names with the same memory become one name with aliases.
 
-    The canonical name is the first in the dictionary; aliases that are on different ranks have to be `declared`.
+    The canonical name is the first in the dictionary; aliases that are on different ranks have to
+    be `declared`.
     """
     owner = {alias: name for name, aliases in declared.items() for alias in aliases}
     aliases = {name: tuple(others) for name, others in declared.items()}
@@ -152,7 +180,10 @@ def part_of(tensors: Mapping[str, Tensor], declared: Mapping[str, Sequence[str]]
 
 
 def as_json(value: Any, place: str) -> Any:
-    """Return a copy in the types of JSON, tuples as lists; raise a UsageError for what JSON would change or lacks."""
+    """Return a copy in the types of JSON, tuples as lists.
+
+    Raise a UsageError for what JSON would change or lacks.
+    """
     if isinstance(value, Mapping):
         if stray := [key for key in value if type(key) is not str]:
             what = f"{place} has the key {stray[0]!r}; JSON knows only strings as keys"
@@ -162,7 +193,11 @@ def as_json(value: Any, place: str) -> Any:
         return [as_json(item, f"{place}[{i}]") for i, item in enumerate(value)]
     if value is None or type(value) in (str, int, float, bool):
         return value
-    fix = "put tensors in `extra`" if isinstance(value, Tensor) else "turn it into numbers, strings, lists and dicts"
+    fix = (
+        "put tensors in `extra`"
+        if isinstance(value, Tensor)
+        else "turn it into numbers, strings, lists and dicts"
+    )
     raise UsageError(f"{place} is a {type(value).__name__}, which JSON can't hold", fix=fix)
 
 
@@ -190,7 +225,9 @@ class CheckpointPlan:
 
 def merge(ranks: Sequence[Description]) -> CheckpointPlan:
     """Return the plan of the checkpoint of all ranks; raise a UsageError if they disagree."""
-    parts = sorted({part for rank in ranks for part in rank.tensors}, key=lambda part: (part != MODEL, part))
+    parts = sorted(
+        {part for rank in ranks for part in rank.tensors}, key=lambda part: (part != MODEL, part)
+    )
     whole: dict[str, dict[str, TensorInfo]] = {part: {} for part in parts}
     for rank in ranks:
         for part, tensors in rank.tensors.items():
@@ -207,9 +244,14 @@ def merge(ranks: Sequence[Description]) -> CheckpointPlan:
     for name, others in aliases.items():
         if both := [other for other in others if other in whole[MODEL]]:
             what = f"{name} and {both[0]} are one parameter on one rank and two on another"
-            raise UsageError(what, fix="give every rank's snapshot aliases={canonical name: (further names,)}")
-    parameters = {name: ParameterInfo(*info, aliases.get(name, ())) for name, info in whole[MODEL].items()}
-    merged: dict[str, dict[str, Any]] = {}  # the groups of each optimizer; ranks may hold different parameters of one
+            raise UsageError(
+                what, fix="give every rank's snapshot aliases={canonical name: (further names,)}"
+            )
+    parameters = {
+        name: ParameterInfo(*info, aliases.get(name, ())) for name, info in whole[MODEL].items()
+    }
+    # the groups of each optimizer; ranks may hold different parameters of one
+    merged: dict[str, dict[str, Any]] = {}
     for name, mine in (item for rank in ranks for item in rank.groups.items()):
         all_groups = merged.setdefault(name, {"groups": [], "values": {}})
         all_groups["values"] |= mine["values"]
@@ -231,14 +273,22 @@ def local_plan(part: Part) -> SavePlan:
     for name, block in part.blocks.items():
         if not block.is_empty:
             chunk = ChunkStorageMetadata(torch.Size(block.offset), block.tensor.size())
-            data = TensorWriteData(chunk, TensorProperties(block.tensor.dtype), torch.Size(block.shape))
-            # SHARD for whole tensors too, so that any rank that has a block may be assigned to write it.
-            items.append(WriteItem(MetadataIndex(name, block.offset), WriteItemType.SHARD, tensor_data=data))
+            data = TensorWriteData(
+                chunk, TensorProperties(block.tensor.dtype), torch.Size(block.shape)
+            )
+            # SHARD for whole tensors too, so that any rank that has a block may be assigned to
+            # write it.
+            items.append(
+                WriteItem(MetadataIndex(name, block.offset), WriteItemType.SHARD, tensor_data=data)
+            )
     return SavePlan(items)
 
 
 def global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """Assign each block to one rank, and return the metadata; raise a ValueError unless blocks make up tensors."""
+    """Assign each block to one rank, and return the metadata.
+
+    Raise a ValueError unless blocks make up tensors.
+    """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     shared, metadata = planner.create_global_plan(plans)
     return FileSystemWriter(Path()).prepare_global_plan(shared), metadata  # names each rank's file

@@ -1,8 +1,9 @@
 """Define the interface of a storage, which keeps checkpoints, and the address of one checkpoint in it.
 
-A checkpoint is a set of files (`model/__0_0.distcp`) and its manifest. It is written as a *draft*, which no reader
-sees, and becomes visible whole: begin → write, write, … (every rank its files) → commit. A folder commits by renaming
-the draft (`posix.PosixStorage`); an object store writes the manifest last, on the condition that there is none yet.
+A checkpoint is a set of files (`model/__0_0.distcp`) and its manifest. It is written as a *draft*,
+which no reader sees, and becomes visible whole: begin → write, write, … (every rank its files) →
+commit. A folder commits by renaming the draft (`posix.PosixStorage`); an object store writes the
+manifest last, on the condition that there is none yet.
 
 Tests: tests/checkpoint/test_storage.py, tests/faults/test_storage.py
 """
@@ -40,20 +41,28 @@ class ByteSink(Protocol):
 
 
 class Storage(ABC):
-    """A place that holds checkpoints. Subclass it to keep them elsewhere; CONTRIBUTING.md shows how.
+    """A place that holds checkpoints.
 
-    A storage raises an OSError when it can't do something. On any error the save fails on all ranks with that reason
-    and is tried again (`checkpoint.retries`). Every rank has its own object; rank 0 alone calls `begin`, `commit`,
-    `move`, `delete` and `sweep`.
+    Subclass it to keep them elsewhere; CONTRIBUTING.md shows how.
+
+    A storage raises an OSError when it can't do something. On any error the save fails on all ranks
+    with that reason and is tried again (`checkpoint.retries`). Every rank has its own object; rank
+    0 alone calls `begin`, `commit`, `move`, `delete` and `sweep`.
     """
 
     @abstractmethod
     def names(self) -> Sequence[str]:
-        """Return the names of all committed checkpoints. The caller passes over names of other things."""
+        """Return the names of all committed checkpoints.
+
+        The caller passes over names of other things.
+        """
 
     @abstractmethod
     def open(self, name: str, file: str) -> AbstractContextManager[BinaryIO]:
-        """Open a file of a checkpoint for reading, with `seek`; raise a FileNotFoundError if there is none."""
+        """Open a file of a checkpoint for reading, with `seek`.
+
+        Raise a FileNotFoundError if there is none.
+        """
 
     @abstractmethod
     def begin(self, name: str) -> str:
@@ -61,7 +70,10 @@ class Storage(ABC):
 
     @abstractmethod
     def write(self, draft: str, file: str) -> AbstractContextManager[ByteSink]:
-        """Create a file of a draft, durable once the block ends well; raise a FileExistsError if it is there."""
+        """Create a file of a draft, durable once the block ends well.
+
+        Raise a FileExistsError if it is there.
+        """
 
     @abstractmethod
     def commit(self, draft: str, name: str, manifest: bytes) -> None:
@@ -76,14 +88,20 @@ class Storage(ABC):
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Delete a checkpoint or a draft. A checkpoint is whole or invisible even if this is interrupted."""
+        """Delete a checkpoint or a draft.
+
+        A checkpoint is whole or invisible even if this is interrupted.
+        """
 
     def exists(self, name: str) -> bool:
         """Return whether there is a checkpoint, or anything else, of this name."""
         return name in self.names()
 
     def sees(self, draft: str) -> bool:
-        """Return whether this process sees a draft that another one began; True for a storage that hosts share."""
+        """Return whether this process sees a draft that another one began.
+
+        True for a storage that hosts share.
+        """
         return True
 
     def sweep(self) -> list[str]:
@@ -132,7 +150,10 @@ class Location:
         with self.open(file) as stream:
             data = stream.read(limit + 1)
         if len(data) > limit:
-            raise ValueError(f"{file} has more than {limit >> 20} MiB, as nothing that describes a checkpoint has")
+            raise ValueError(
+                f"{file} has more than {limit >> 20} MiB, as nothing that describes a"
+                " checkpoint has"
+            )
         return data
 
     def size(self, file: str) -> int:
@@ -140,7 +161,10 @@ class Location:
             return stream.seek(0, io.SEEK_END)
 
     def checksum(self, file: str, advance: Advance = lambda _bytes: None) -> FileInfo:
-        """Read a file and return its size and checksum; call `advance` with the bytes of each chunk."""
+        """Read a file and return its size and checksum.
+
+        Call `advance` with the bytes of each chunk.
+        """
         size, crc = 0, 0
         with self.open(file) as stream:
             while chunk := stream.read(_CHUNK):
@@ -164,7 +188,10 @@ class Location:
 
 
 class ChecksumStream(io.RawIOBase):
-    """Writes bytes to a new file and computes their checksum. It can't seek; closing it leaves the file open."""
+    """Writes bytes to a new file and computes their checksum.
+
+    It can't seek; closing it leaves the file open.
+    """
 
     def __init__(self, target: ByteSink) -> None:
         super().__init__()
@@ -179,7 +206,8 @@ class ChecksumStream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), _PIECE):  # a large tensor to a slow storage is not one silent call
+        # a large tensor to a slow storage is not one silent call
+        for start in range(0, len(view), _PIECE):
             piece = view[start : start + _PIECE]
             self._target.write(piece)
             self._crc = zlib.crc32(piece, self._crc)
@@ -202,16 +230,23 @@ def build_storage(spec: ObjectSpec, where: str = "checkpoint.storage") -> Storag
     check_storage(spec, where)
     made = build_object(spec, where)
     if not isinstance(made, Storage):
-        raise UsageError(f"{spec.name} made a {type(made).__name__}, {_NO_STORAGE}", where=where, fix=_STORAGE)
+        raise UsageError(
+            f"{spec.name} made a {type(made).__name__}, {_NO_STORAGE}", where=where, fix=_STORAGE
+        )
     return made
 
 
 _NO_STORAGE = "which is not a storage"
-_STORAGE = "name a subclass of lockstep.checkpoint.Storage, or a function that returns an object of one"
+_STORAGE = (
+    "name a subclass of lockstep.checkpoint.Storage, or a function that returns an object of one"
+)
 
 
 def check_storage(spec: ObjectSpec, where: str = "checkpoint.storage") -> None:
-    """Check that a config's storage exists, takes its arguments and has the methods of one; nothing is made."""
+    """Check that a config's storage exists, takes its arguments and has the methods of one.
+
+    Nothing is made.
+    """
     found = check_object(spec, where)
     if isinstance(found, type):
         if not issubclass(found, Storage):
@@ -222,17 +257,23 @@ def check_storage(spec: ObjectSpec, where: str = "checkpoint.storage") -> None:
 def step_name(step: int) -> str:
     """Return `step-00000100` for 100: at least eight digits, so that names sort as steps do."""
     if step < 0:
-        raise UsageError(f"a step is not negative, but {step} was to be saved", fix="count steps from 0")
+        raise UsageError(
+            f"a step is not negative, but {step} was to be saved", fix="count steps from 0"
+        )
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a checkpoint's name; None for every other name. The whole name must match."""
+    """Return the step of a checkpoint's name; None for every other name.
+
+    The whole name must match.
+    """
     match = _STEP.fullmatch(name)
     if match is None:
         return None
     step = int(match[1])
-    return step if step_name(step) == name else None  # step-000000100 would be a second name of step 100
+    # step-000000100 would be a second name of step 100
+    return step if step_name(step) == name else None
 
 
 def aside_name(step: int) -> str:

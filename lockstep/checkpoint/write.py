@@ -4,8 +4,9 @@
     full      PART/__0_0.distcp      whole tensors, which rank 0 gathers one at a time
     local     PART/rank-00000.raw    each rank's blocks as they lie in its memory, replicas too; for the same ranks
 
-`sharded` and `full` are torch.distributed.checkpoint's (DCP's) files, with its `.metadata` in each part. A raw file has
-8 bytes with the length of its header; the header, JSON: name → dtype, shape, offset, block, at; the blocks' elements.
+`sharded` and `full` are torch.distributed.checkpoint's (DCP's) files, with its `.metadata` in each
+part. A raw file has 8 bytes with the length of its header; the header, JSON: name → dtype, shape,
+offset, block, at; the blocks' elements.
 
 Tests: tests/checkpoint/test_ranks.py, tests/checkpoint/test_background.py
 """
@@ -28,7 +29,15 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from lockstep.checkpoint.manifest import METADATA, dtype_name, raw_file, tensor_bytes
 from lockstep.checkpoint.ranks import Ranks, TensorSource, gather_tensor, held_blocks, sources_of
-from lockstep.checkpoint.snapshot import CheckpointPlan, Description, Part, Staged, TensorBlock, global_plan, local_plan
+from lockstep.checkpoint.snapshot import (
+    CheckpointPlan,
+    Description,
+    Part,
+    Staged,
+    TensorBlock,
+    global_plan,
+    local_plan,
+)
 from lockstep.checkpoint.storage import ChecksumStream, FileInfo, Location
 from lockstep.errors import RunError
 
@@ -69,8 +78,15 @@ class FormatWriter(ABC):
 
 
 def writer_of(format: Format, staged: Staged, ranks: Ranks, failure: str) -> FormatWriter:
-    """Return the writer of a format. One rank alone has whole tensors and writes `sharded` in any case."""
-    kinds: dict[Format, type[FormatWriter]] = {"sharded": ShardedWriter, "full": FullWriter, "local": LocalWriter}
+    """Return the writer of a format.
+
+    One rank alone has whole tensors and writes `sharded` in any case.
+    """
+    kinds: dict[Format, type[FormatWriter]] = {
+        "sharded": ShardedWriter,
+        "full": FullWriter,
+        "local": LocalWriter,
+    }
     return (kinds[format] if ranks.size > 1 else ShardedWriter)(staged, ranks, failure)
 
 
@@ -78,7 +94,9 @@ def _require_seen(draft: Location) -> None:
     if not draft.storage.sees(draft.name):
         what = f"{draft} was made by rank 0, but this rank does not see it"
         why = "the folder of checkpoints is not shared between the hosts"
-        raise RunError(what, why=why, fix="choose an --output-dir on a file system that all hosts mount")
+        raise RunError(
+            what, why=why, fix="choose an --output-dir on a file system that all hosts mount"
+        )
 
 
 class ShardedWriter(FormatWriter):
@@ -94,10 +112,14 @@ class ShardedWriter(FormatWriter):
     def plan(self, plan: CheckpointPlan, ranks: Sequence[Description]) -> list[dict[str, SavePlan]]:
         return self.assign(plan.parts, [rank.blocks for rank in ranks])
 
-    def assign(self, parts: Sequence[str], ranks: Sequence[dict[str, SavePlan]]) -> list[dict[str, SavePlan]]:
+    def assign(
+        self, parts: Sequence[str], ranks: Sequence[dict[str, SavePlan]]
+    ) -> list[dict[str, SavePlan]]:
         shares: list[dict[str, SavePlan]] = [{} for _ in ranks]
         for part in parts:
-            plans, self.metadata[part] = global_plan([rank.get(part, SavePlan([])) for rank in ranks])
+            plans, self.metadata[part] = global_plan(
+                [rank.get(part, SavePlan([])) for rank in ranks]
+            )
             for share, plan in zip(shares, plans, strict=True):
                 share[part] = plan
         return shares
@@ -106,7 +128,9 @@ class ShardedWriter(FormatWriter):
         _require_seen(draft)
         return self.write_parts(draft, share, self.staged.parts)
 
-    def write_parts(self, draft: Location, share: dict[str, SavePlan], parts: dict[str, Part]) -> WrittenFiles:
+    def write_parts(
+        self, draft: Location, share: dict[str, SavePlan], parts: dict[str, Part]
+    ) -> WrittenFiles:
         written = WrittenFiles({}, {})
         for part, plan in share.items():
             files = _PartFiles(draft, part)
@@ -129,24 +153,30 @@ class _PartFiles(FileSystemWriter):
     """DCP's writer of one part of a draft; `info` holds size and checksum of each file written."""
 
     def __init__(self, draft: Location, part: str) -> None:
-        # The storage syncs files. Blocks on the CPU need no copying ahead, and for blocks on a device it would use the
-        # current device of a background thread.
+        # The storage syncs files. Blocks on the CPU need no copying ahead, and for blocks on a
+        # device it would use the current device of a background thread.
         super().__init__(Path(part), per_thread_copy_ahead=0, sync_files=False)
         self.info: dict[str, FileInfo] = {}
         self.fs = _DraftFiles(draft, self.info)
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # DCP's has an absolute path and a random id, which would differ for the same state
+        # DCP's has an absolute path and a random id, which would differ for the same state
+        return StorageMeta()
 
 
 class _DraftFiles(FileSystem):
-    """Creates DCP's files in a draft; `.metadata` without a temporary name, because nobody sees a draft."""
+    """Creates DCP's files in a draft.
+
+    `.metadata` without a temporary name, because nobody sees a draft.
+    """
 
     def __init__(self, draft: Location, info: dict[str, FileInfo]) -> None:
         self._draft, self._file_info = draft, info
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[ChecksumStream, None, None]:
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[ChecksumStream, None, None]:
         assert mode == "wb"
         file = PurePath(path).as_posix().removesuffix(".tmp")
         with self._draft.create(file) as stream:
@@ -181,8 +211,12 @@ class FullWriter(ShardedWriter):
         return {part: held_blocks(content) for part, content in self.staged.parts.items()}
 
     def plan(self, plan: CheckpointPlan, ranks: Sequence[Description]) -> list[dict[str, SavePlan]]:
-        self._sources = {part: sources_of([rank.blocks.get(part, {}) for rank in ranks]) for part in plan.parts}
-        alone = self.assign(plan.parts, [{part: local_plan(content) for part, content in self._wholes().items()}])
+        self._sources = {
+            part: sources_of([rank.blocks.get(part, {}) for rank in ranks]) for part in plan.parts
+        }
+        alone = self.assign(
+            plan.parts, [{part: local_plan(content) for part, content in self._wholes().items()}]
+        )
         return [*alone, *({} for _ in ranks[1:])]
 
     def write(self, draft: Location, share: dict[str, SavePlan]) -> WrittenFiles:
@@ -203,10 +237,14 @@ class FullWriter(ShardedWriter):
         return super().finish(draft, written[:1])
 
     def _wholes(self) -> dict[str, Part]:
-        """Return parts of whole tensors without values; `_read` gathers the values when DCP asks for them."""
+        """Return parts of whole tensors without values.
+
+        `_read` gathers the values when DCP asks for them.
+        """
         return {
             part: Part(
-                {n: TensorBlock.unread(s.shape, s.dtype) for n, s in sources.items()}, read=partial(self._read, part)
+                {n: TensorBlock.unread(s.shape, s.dtype) for n, s in sources.items()},
+                read=partial(self._read, part),
             )
             for part, sources in self._sources.items()
         }
@@ -217,7 +255,10 @@ class FullWriter(ShardedWriter):
         return whole
 
     def _gather(self, wanted: tuple[str, str] | Exception | None) -> list[Tensor | None]:
-        """Gather the tensor that rank 0 wants; None ends the loop, with an empty list, an error is raised on all."""
+        """Gather the tensor that rank 0 wants.
+
+        None ends the loop, with an empty list, an error is raised on all.
+        """
 
         def ask() -> tuple[str, str, TensorSource] | None:
             if isinstance(wanted, Exception):
@@ -253,9 +294,12 @@ class LocalWriter(FormatWriter):
             position = 0
             for name, block in content.blocks.items():
                 header[name] = {
-                    "dtype": dtype_name(block.tensor.dtype), "shape": list(block.shape), "offset": list(block.offset),
-                    "block": list(block.tensor.shape), "at": position,
-                }  # fmt: skip
+                    "dtype": dtype_name(block.tensor.dtype),
+                    "shape": list(block.shape),
+                    "offset": list(block.offset),
+                    "block": list(block.tensor.shape),
+                    "at": position,
+                }
                 position += block.tensor.nbytes
             text = json.dumps(header).encode()
             file = raw_file(part, self.ranks.rank)

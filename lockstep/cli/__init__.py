@@ -25,9 +25,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         here = os.getcwd()
     except OSError:
         why = "it was deleted, or made anew, while this shell was in it"
-        return _report(UsageError("the working directory is gone", why=why, fix="go to one that is there: cd ~"))
+        return _report(
+            UsageError(
+                "the working directory is gone", why=why, fix="go to one that is there: cd ~"
+            )
+        )
     if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)  # for the user's own `package.module:Name`, as under `python -m lockstep`
+        # for the user's own `package.module:Name`, as under `python -m lockstep`
+        sys.path.insert(0, here)
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()
@@ -55,7 +60,10 @@ def _report(error: LockstepError) -> int:
 
 
 def _stdout_is_closed() -> bool:
-    """Return whether the pipe behind stdout is closed (`lockstep … | head`); if so, discard further output."""
+    """Return whether the pipe behind stdout is closed (`lockstep … | head`).
+
+    If so, discard further output.
+    """
     watched = select.poll()
     watched.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in watched.poll(0)):

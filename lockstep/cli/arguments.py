@@ -19,23 +19,40 @@ if TYPE_CHECKING:
     from lockstep.launch.options import LaunchOptions
 
 
-EPILOG = "Exit codes: 0 done; 1 the run failed; 2 the command or config is wrong; 75 preempted and saved."
+EPILOG = (
+    "Exit codes: 0 done; 1 the run failed; 2 the command or config is wrong; 75 preempted and"
+    " saved."
+)
 FLAG = "flag:"  # marks the short names of keys among the parsed arguments
 
 
-Subverbs = Mapping[str, tuple[str, tuple[str, ...]]]  # name → what it does, the names of its arguments
+# name → what it does, the names of its arguments
+Subverbs = Mapping[str, tuple[str, tuple[str, ...]]]
 
 
 class Parser(argparse.ArgumentParser):
     """Parses arguments in any order, and raises one message instead of printing the usage."""
 
     def __init__(
-        self, verb: str, description: str, examples: Sequence[str] = (), subverbs: Subverbs | None = None
+        self,
+        verb: str,
+        description: str,
+        examples: Sequence[str] = (),
+        subverbs: Subverbs | None = None,
     ) -> None:
         self._subverbs = subverbs or {}
         width = max(map(len, self._subverbs), default=0)
-        parts = ["\n".join(f"  {name:<{width}}  {text}" for name, (text, _) in self._subverbs.items())]
-        parts += ["\n".join(["example:" if len(examples) == 1 else "examples:", *(f"  {line}" for line in examples)])]
+        parts = [
+            "\n".join(f"  {name:<{width}}  {text}" for name, (text, _) in self._subverbs.items())
+        ]
+        parts += [
+            "\n".join(
+                [
+                    "example:" if len(examples) == 1 else "examples:",
+                    *(f"  {line}" for line in examples),
+                ]
+            )
+        ]
         super().__init__(
             f"lockstep {verb}",
             description=description,
@@ -46,10 +63,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `message` as a `UsageError`."""
-        raise UsageError(message, where=f"the command {self.prog!r}", fix=f"`{self.prog} --help` lists the arguments")
+        raise UsageError(
+            message,
+            where=f"the command {self.prog!r}",
+            fix=f"`{self.prog} --help` lists the arguments",
+        )
 
     def parse(self, argv: list[str], *, until_script: bool = False) -> argparse.Namespace:
-        """Parse the arguments; underscores in flags equal dashes, but not in what follows a script's name."""
+        """Parse the arguments.
+
+        Underscores in flags equal dashes, but not in what follows a script's name.
+        """
         if argv and argv[0] in self._subverbs and {"-h", "--help"} & set(argv):
             self.description, accepted = self._subverbs[argv[0]]
             self.prog = f"{self.prog} {argv[0]}"
@@ -58,7 +82,11 @@ class Parser(argparse.ArgumentParser):
                 if action.dest.split(":")[0] not in (*accepted, "help"):
                     action.help = argparse.SUPPRESS
         dashed = self._dashed(argv, until_script)
-        given, unknown = self.parse_known_args(dashed) if until_script else self.parse_known_intermixed_args(dashed)
+        given, unknown = (
+            self.parse_known_args(dashed)
+            if until_script
+            else self.parse_known_intermixed_args(dashed)
+        )
         if unknown:
             self._reject([argv[dashed.index(token)] for token in unknown])
         self._note_typed(dashed, given)
@@ -72,7 +100,14 @@ class Parser(argparse.ArgumentParser):
                 values = vars(given)[action.dest]
                 for value in values if isinstance(values, list) else [values]:
                     if value is not None:
-                        local_path(value, action.option_strings[-1] if action.option_strings else str(action.metavar))
+                        local_path(
+                            value,
+                            (
+                                action.option_strings[-1]
+                                if action.option_strings
+                                else str(action.metavar)
+                            ),
+                        )
         return given
 
     def _note_typed(self, dashed: list[str], given: argparse.Namespace) -> None:
@@ -85,13 +120,20 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             value = vars(given).get(action.dest)
             if not action.option_strings and value:
-                self._typed[action.dest] = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+                self._typed[action.dest] = (
+                    " ".join(map(str, value)) if isinstance(value, list) else str(value)
+                )
 
-    def take_only(self, form: str, accepts: Callable[[str], bool], fix: str = "leave it out") -> None:
+    def take_only(
+        self, form: str, accepts: Callable[[str], bool], fix: str = "leave it out"
+    ) -> None:
         """Raise a UsageError for an argument that was typed, and that this form of the command does not use."""
         unused = [typed for dest, typed in self._typed.items() if not accepts(dest)]
         if unused:
-            what = f"{', '.join(unused)} {'mean' if len(unused) > 1 else 'means'} nothing to `{self.prog} {form}`"
+            what = (
+                f"{', '.join(unused)} {'mean' if len(unused) > 1 else 'means'} nothing to"
+                f" `{self.prog} {form}`"
+            )
             raise UsageError(what, where=f"the command {self.prog!r}", fix=fix)
 
     def refuse(self, form: str, *names: str, fix: str = "leave it out") -> None:
@@ -99,7 +141,9 @@ class Parser(argparse.ArgumentParser):
         self.take_only(form, lambda dest: dest not in names, fix)
 
     def _dashed(self, argv: list[str], until_script: bool) -> list[str]:
-        takes_value = {name for action in self._actions for name in action.option_strings if action.nargs != 0}
+        takes_value = {
+            name for action in self._actions for name in action.option_strings if action.nargs != 0
+        }
         result: list[str] = []
         for index, token in enumerate(argv):
             value_of_flag = bool(result) and result[-1] in takes_value
@@ -107,29 +151,51 @@ class Parser(argparse.ArgumentParser):
                 return result + argv[index:]
             own = self._optional.get(result[-1]) if value_of_flag else None
             if own is not None and not _is_of(own, token):
-                result[-1] += f"={own.const}"  # what follows a flag without its value is another argument
+                # what follows a flag without its value is another argument
+                result[-1] += f"={own.const}"
                 if until_script and not token.startswith("-"):
                     return result + argv[index:]
             name, equals, value = token.partition("=")
-            result.append(name.replace("_", "-") + equals + value if token.startswith("--") else token)
+            result.append(
+                name.replace("_", "-") + equals + value if token.startswith("--") else token
+            )
         return result
 
     @property
     def _optional(self) -> dict[str, argparse.Action]:
         """Flags whose value may be left out, by name."""
-        return {name: action for action in self._actions for name in action.option_strings if action.nargs == "?"}
+        return {
+            name: action
+            for action in self._actions
+            for name in action.option_strings
+            if action.nargs == "?"
+        }
 
     def _reject(self, tokens: list[str]) -> NoReturn:
         """Raise one error for all unknown arguments, because commands are often copied from other tools."""
         from lockstep.config.names import advice_for_flag
 
-        tokens = [token for token in tokens if token.startswith("-")] or tokens  # others may be the values of these
-        advice = {token: (token.startswith("-") and advice_for_flag(token)) or self._nearest(token) for token in tokens}
-        fixes = [text if len(advice) == 1 else f"for {token}, {text}" for token, text in advice.items()]
+        # others may be the values of these
+        tokens = [token for token in tokens if token.startswith("-")] or tokens
+        advice = {
+            token: (token.startswith("-") and advice_for_flag(token)) or self._nearest(token)
+            for token in tokens
+        }
+        fixes = [
+            text if len(advice) == 1 else f"for {token}, {text}" for token, text in advice.items()
+        ]
         where = f"the command {self.prog!r}"
-        of_script = self.prog == "lockstep launch" and any(re.search(r"\bwrite \w+\.", text) for text in fixes)
-        why = "a script sets such keys itself, as in Trainer(model, precision='bf16')" if of_script else None
-        raise UsageError(f"there is no argument {', '.join(advice)}", where=where, why=why, fix="; ".join(fixes))
+        of_script = self.prog == "lockstep launch" and any(
+            re.search(r"\bwrite \w+\.", text) for text in fixes
+        )
+        why = (
+            "a script sets such keys itself, as in Trainer(model, precision='bf16')"
+            if of_script
+            else None
+        )
+        raise UsageError(
+            f"there is no argument {', '.join(advice)}", where=where, why=why, fix="; ".join(fixes)
+        )
 
     def _nearest(self, token: str) -> str:
         from difflib import get_close_matches
@@ -139,7 +205,11 @@ class Parser(argparse.ArgumentParser):
         option = token.partition("=")[0]
         if option[2:].partition(".")[0] in SECTIONS and "." in option:
             return f"write {option[2:]}=VALUE, without dashes"
-        begin = [known for known in self._option_string_actions if known.startswith(option) and len(option) > 3]
+        begin = [
+            known
+            for known in self._option_string_actions
+            if known.startswith(option) and len(option) > 3
+        ]
         near = begin or get_close_matches(option, self._option_string_actions, n=1, cutoff=0.75)
         return f"write {near[0]}" if near else f"`{self.prog} --help` lists the arguments"
 
@@ -156,12 +226,16 @@ class _Help(argparse.HelpFormatter):
     """Fills paragraphs, and leaves indented lines as they are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n".join(line if line[:2] == "  " else textwrap.fill(line, width) for line in text.split("\n"))
+        return "\n".join(
+            line if line[:2] == "  " else textwrap.fill(line, width) for line in text.split("\n")
+        )
 
 
 def add_config(parser: Parser) -> None:
     """Add the config file, overrides and the short names of keys."""
-    parser.add_argument("words", metavar="CONFIG KEY=VALUE", nargs="*", help="a YAML file, and keys to override")
+    parser.add_argument(
+        "words", metavar="CONFIG KEY=VALUE", nargs="*", help="a YAML file, and keys to override"
+    )
     parser.add_argument("--config", metavar="FILE", type=Path, help="the same as CONFIG")
     from lockstep.config.flags import FLAGS
 
@@ -169,25 +243,39 @@ def add_config(parser: Parser) -> None:
     for flag in FLAGS:
         text = f"{flag.help} ({flag.key})"
         if flag.switch:
-            group.add_argument(flag.option, dest=FLAG + flag.name, action="store_const", const="true", help=text)
+            group.add_argument(
+                flag.option, dest=FLAG + flag.name, action="store_const", const="true", help=text
+            )
         else:
             group.add_argument(flag.option, dest=FLAG + flag.name, metavar=flag.metavar, help=text)
 
 
-def config_and_overrides(given: argparse.Namespace, *, required: bool = True) -> tuple[Path | None, list[str]]:
+def config_and_overrides(
+    given: argparse.Namespace, *, required: bool = True
+) -> tuple[Path | None, list[str]]:
     """Return the config file, and the overrides: short names first, then KEY=VALUE in the order given."""
     from lockstep.config.flags import apply_flags, as_overrides
 
-    values = {name.removeprefix(FLAG): value for name, value in vars(given).items() if name.startswith(FLAG)}
-    short = as_overrides(apply_flags({name: value for name, value in values.items() if value is not None}))
+    values = {
+        name.removeprefix(FLAG): value
+        for name, value in vars(given).items()
+        if name.startswith(FLAG)
+    }
+    short = as_overrides(
+        apply_flags({name: value for name, value in values.items() if value is not None})
+    )
     overrides = [word for word in given.words if re.match(r"[A-Za-z_][\w.]*=", word)]
     files = [local_path(word, "CONFIG") for word in given.words if word not in overrides]
     files += [given.config] if given.config is not None else []
     if len(files) > 1:
         fix = "a key is overridden as KEY=VALUE, without spaces; files are composed with `extends:`"
-        raise UsageError(f"one config is expected, not {len(files)}: {', '.join(map(str, files))}", fix=fix)
+        raise UsageError(
+            f"one config is expected, not {len(files)}: {', '.join(map(str, files))}", fix=fix
+        )
     if not files and required:
-        raise UsageError("no config is given", fix="name a YAML file, or one that ships: `lockstep config list`")
+        raise UsageError(
+            "no config is given", fix="name a YAML file, or one that ships: `lockstep config list`"
+        )
     return (files[0] if files else None), short + overrides
 
 
@@ -195,7 +283,11 @@ def add_launch_options(parser: Parser) -> None:
     """Add the options about processes and machines."""
     group = parser.add_argument_group("processes and machines, by torchrun's names")
     add = group.add_argument
-    add("--nproc-per-node", metavar="N|auto|gpu|cpu", help="ranks on this machine (default: all visible GPUs, else 1)")
+    add(
+        "--nproc-per-node",
+        metavar="N|auto|gpu|cpu",
+        help="ranks on this machine (default: all visible GPUs, else 1)",
+    )
     add("--nnodes", metavar="N|MIN:MAX", default="1", help="machines (default: 1)")
     add("--node-rank", metavar="N", type=int, help="this machine's number, from 0")
     add("--rdzv-endpoint", metavar="HOST:PORT", help="where machines meet, if they have no numbers")
@@ -205,20 +297,38 @@ def add_launch_options(parser: Parser) -> None:
     add("--standalone", action="store_true", help=argparse.SUPPRESS)
     add("--master-addr", metavar="HOST", help="the machine with --node-rank 0")
     add("--master-port", metavar="PORT", type=int, help="a free port there (default: 29500)")
-    add("--max-restarts", metavar="N", type=int, default=0, help="how often failed ranks are restarted (default: 0)")
+    add(
+        "--max-restarts",
+        metavar="N",
+        type=int,
+        default=0,
+        help="how often failed ranks are restarted (default: 0)",
+    )
     add("--local-rank", help=argparse.SUPPRESS)
 
 
 def launch_options(given: argparse.Namespace, *, at_once: bool = True) -> "LaunchOptions":
-    """Return the options about processes and machines; check them together if ranks are started now."""
+    """Return the options about processes and machines.
+
+    Check them together if ranks are started now.
+    """
     from lockstep.launch.options import LaunchOptions
 
     if given.rdzv_backend not in (None, "", "c10d", "static"):
         fix = "leave it out: --rdzv-endpoint HOST:PORT, or --master-addr HOST with --node-rank N"
-        why = "machines meet at a store that the first one hosts, as with torchrun's c10d; etcd is not needed"
+        why = (
+            "machines meet at a store that the first one hosts, as with torchrun's c10d; etcd is"
+            " not needed"
+        )
         raise UsageError(f"--rdzv-backend {given.rdzv_backend} is not supported", why=why, fix=fix)
-    chosen = {field.name: vars(given)[field.name] for field in fields(LaunchOptions) if field.name in given}
-    chosen["rdzv_conf"] = dict(pair.partition("=")[::2] for pair in given.rdzv_conf.split(",") if pair)
+    chosen = {
+        field.name: vars(given)[field.name]
+        for field in fields(LaunchOptions)
+        if field.name in given
+    }
+    chosen["rdzv_conf"] = dict(
+        pair.partition("=")[::2] for pair in given.rdzv_conf.split(",") if pair
+    )
     options = LaunchOptions(**chosen)
     if at_once:
         options.check()
@@ -231,16 +341,39 @@ def add_torchrun_options(parser: Parser) -> None:
     add = group.add_argument
     add("--no-python", action="store_true", help="SCRIPT is a program of any kind, run as it is")
     add("--run-path", action="store_true", help=argparse.SUPPRESS)  # scripts always run that way
-    add("--log-dir", metavar="DIR", type=Path, help="folder of the ranks' logs (default: runs/<SCRIPT>/logs)")
-    add("-t", "--tee", metavar="WHAT", default="0", help="also show 1 stdout, 2 stderr, 3 both; 0:3,1:2")
+    add(
+        "--log-dir",
+        metavar="DIR",
+        type=Path,
+        help="folder of the ranks' logs (default: runs/<SCRIPT>/logs)",
+    )
+    add(
+        "-t",
+        "--tee",
+        metavar="WHAT",
+        default="0",
+        help="also show 1 stdout, 2 stderr, 3 both; 0:3,1:2",
+    )
     add("-r", "--redirects", metavar="WHAT", default="0", help="do not show, only log")
-    add("--local-ranks-filter", metavar="N,N,…", default="", help="show these local ranks (default: 0)")
+    add(
+        "--local-ranks-filter",
+        metavar="N,N,…",
+        default="",
+        help="show these local ranks (default: 0)",
+    )
     add("--role", metavar="NAME", default="rank", help="the ranks' ROLE_NAME")
     add("--local-addr", metavar="HOST", help="the address at which other machines reach this one")
-    add("--monitor-interval", metavar="SECONDS", type=float, default=0.1, help="between checks of the ranks")
+    add(
+        "--monitor-interval",
+        metavar="SECONDS",
+        type=float,
+        default=0.1,
+        help="between checks of the ranks",
+    )
     text = "for peers of a failed rank to end (default: 30)"
     add("--shutdown-timeout", metavar="SECONDS", type=int, default=30, help=text)
     for option in parser._actions:
-        value = os.environ.get(f"PET_{option.dest.upper()}")  # torchrun's names: PET_NNODES, PET_NPROC_PER_NODE …
+        # torchrun's names: PET_NNODES, PET_NPROC_PER_NODE …
+        value = os.environ.get(f"PET_{option.dest.upper()}")
         if value is not None and option.option_strings:
             option.default = value not in ("0", "") if option.nargs == 0 else value

@@ -1,6 +1,7 @@
 """Writes what a newcomer starts from: a project, a model with its test, a script by which a shell completes commands.
 
-Files are made of the templates beside this module, with `@NAME@` for what is filled in. Nothing is overwritten.
+Files are made of the templates beside this module, with `@NAME@` for what is filled in. Nothing is
+overwritten.
 """
 
 import csv
@@ -23,7 +24,9 @@ def project(folder: Path, *, script: bool, data: Path | None) -> str:
     """
     if data is not None and (not data.exists() or (script and data.is_dir())):
         kind = "a CSV file" if script else "a text file or a folder of them"
-        raise UsageError(f"there is no file {data}", where="--data", fix=f"name {kind}, or leave --data out")
+        raise UsageError(
+            f"there is no file {data}", where="--data", fix=f"name {kind}, or leave --data out"
+        )
     _require_free(folder, data)
     files: dict[str, str] = {}
     if data is None:
@@ -36,7 +39,11 @@ def project(folder: Path, *, script: bool, data: Path | None) -> str:
     files[main] = _filled(main, DATA=repr(place) if script else place)
     steps = [] if folder.resolve() == Path.cwd() else [f"cd {folder}"]
     if script:
-        steps += ["python train.py", "lockstep launch --nproc-per-node 2 train.py", "lockstep verify train.py"]
+        steps += [
+            "python train.py",
+            "lockstep launch --nproc-per-node 2 train.py",
+            "lockstep verify train.py",
+        ]
     else:
         sample = 'lockstep sample runs/train --prompt "The "'
         steps += ["lockstep train train.yaml", "lockstep verify train.yaml", sample]
@@ -51,12 +58,22 @@ def model(name: str) -> str:
     name = name.removesuffix(".py").replace("-", "_")
     class_name = "".join(word[:1].upper() + word[1:] for word in name.split("_"))
     if not name.isidentifier() or keyword.iskeyword(name) or not class_name:
-        raise UsageError(f"{name} is not a name for a Python module", fix="letters, digits and _, as in my_model")
-    made = {f"{name}.py": "model.py", f"{name}.yaml": "model.yaml", f"test_{name}.py": "test_model.py"}
+        raise UsageError(
+            f"{name} is not a name for a Python module", fix="letters, digits and _, as in my_model"
+        )
+    made = {
+        f"{name}.py": "model.py",
+        f"{name}.yaml": "model.yaml",
+        f"test_{name}.py": "test_model.py",
+    }
     present = [file for file in made if Path(file).exists()]
     if present:
-        raise UsageError(f"{listed(present)} is here already", fix="choose another name, or move the file away")
-    files = {file: _filled(template, NAME=name, CLASS=class_name) for file, template in made.items()}
+        raise UsageError(
+            f"{listed(present)} is here already", fix="choose another name, or move the file away"
+        )
+    files = {
+        file: _filled(template, NAME=name, CLASS=class_name) for file, template in made.items()
+    }
     return _write(Path("."), files, [f"lockstep train {name}.yaml", f"pytest test_{name}.py"])
 
 
@@ -66,15 +83,24 @@ def _require_free(folder: Path, data: Path | None) -> None:
         raise UsageError(f"{folder} is a file", fix="name a new folder: lockstep init DIR")
     inside = sorted(folder.iterdir()) if folder.exists() else []
     own = None if data is None else data.resolve()
-    present = [path.name for path in inside if not path.name.startswith(".") and path.resolve() != own]
+    present = [
+        path.name for path in inside if not path.name.startswith(".") and path.resolve() != own
+    ]
     if present:
         fix = "name a new folder: lockstep init DIR"
-        why = "a starter project is written into an empty folder, so that nothing of yours is overwritten"
-        raise UsageError(f"{folder.resolve()} has files already: {listed(present)}", why=why, fix=fix)
+        why = (
+            "a starter project is written into an empty folder, so that nothing of yours is"
+            " overwritten"
+        )
+        raise UsageError(
+            f"{folder.resolve()} has files already: {listed(present)}", why=why, fix=fix
+        )
 
 
 def _filled(template: str, **values: str) -> str:
-    text = (resources.files("lockstep.cli") / "templates" / f"{template}.tmpl").read_text(encoding="utf-8")
+    text = (resources.files("lockstep.cli") / "templates" / f"{template}.tmpl").read_text(
+        encoding="utf-8"
+    )
     for name, value in values.items():
         text = text.replace(f"@{name}@", value)
     return text
@@ -105,7 +131,9 @@ def _points() -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("x", "y", "class"))
-    writer.writerows((f"{x:.4f}", f"{y:.4f}", "inside" if x * x + y * y < 0.6 else "outside") for x, y in points)
+    writer.writerows(
+        (f"{x:.4f}", f"{y:.4f}", "inside" if x * x + y * y < 0.6 else "outside") for x, y in points
+    )
     return text.getvalue()
 
 
@@ -143,6 +171,8 @@ def completion_script(shell: str, verbs: Iterable[str]) -> str:
     Raises UsageError: the shell is not supported.
     """
     if shell not in SHELLS:
-        raise UsageError(f"there is no completion for {shell!r}", fix=f"lockstep completion {'|'.join(SHELLS)}")
+        raise UsageError(
+            f"there is no completion for {shell!r}", fix=f"lockstep completion {'|'.join(SHELLS)}"
+        )
     bash = _BASH.replace("VERBS", " ".join(verbs))
     return bash if shell == "bash" else _ZSH + bash.split("\n", 1)[1]

@@ -30,11 +30,26 @@ def init(argv: list[str]) -> int:
     parser = Parser(
         "init",
         "Write a starter project: a config, or a script, and data, which trains at once.",
-        ["lockstep init first && cd first && lockstep train train.yaml", "lockstep init mine --script --data mine.csv"],
+        [
+            "lockstep init first && cd first && lockstep train train.yaml",
+            "lockstep init mine --script --data mine.csv",
+        ],
     )
-    parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", default=Path("."), help="default: this folder")
-    parser.add_argument("--script", action="store_true", help="a Python script and a table, not a config and text")
-    text = "your own: a text file or a folder of them; with --script a CSV file whose last column is the class"
+    parser.add_argument(
+        "folder",
+        metavar="DIR",
+        type=Path,
+        nargs="?",
+        default=Path("."),
+        help="default: this folder",
+    )
+    parser.add_argument(
+        "--script", action="store_true", help="a Python script and a table, not a config and text"
+    )
+    text = (
+        "your own: a text file or a folder of them; with --script a CSV file whose last column is"
+        " the class"
+    )
     parser.add_argument("--data", metavar="PATH", type=Path, help=text)
     given = parser.parse(argv)
     from lockstep.cli import starter
@@ -45,10 +60,17 @@ def init(argv: list[str]) -> int:
 
 def new_model(argv: list[str]) -> int:
     """Run `lockstep new-model NAME`."""
-    text = "Write a language model of your own to change, a config that trains it, and a test that it takes the same "
+    text = (
+        "Write a language model of your own to change, a config that trains it, and a test that it"
+        " takes the same "
+    )
     text += "steps on two ranks as in one process."
-    parser = Parser("new-model", text, ["lockstep new-model my_model && lockstep train my_model.yaml"])
-    parser.add_argument("name", metavar="NAME", help="my_model makes my_model.py with the class MyModel")
+    parser = Parser(
+        "new-model", text, ["lockstep new-model my_model && lockstep train my_model.yaml"]
+    )
+    parser.add_argument(
+        "name", metavar="NAME", help="my_model makes my_model.py with the class MyModel"
+    )
     given = parser.parse(argv)
     from lockstep.cli import starter
 
@@ -69,8 +91,17 @@ def train(argv: list[str]) -> int:
     add_config(parser)
     add_launch_options(parser)
     add = parser.add_argument
-    add("--output-dir", metavar="DIR", type=Path, help="the run directory (default: runs/<CONFIG's name>)")
-    add("--resume", metavar="auto|never|PATH", help="where to resume from (default: checkpoint.resume)")
+    add(
+        "--output-dir",
+        metavar="DIR",
+        type=Path,
+        help="the run directory (default: runs/<CONFIG's name>)",
+    )
+    add(
+        "--resume",
+        metavar="auto|never|PATH",
+        help="where to resume from (default: checkpoint.resume)",
+    )
     given = parser.parse(argv)
     path, overrides = config_and_overrides(given)
     assert path is not None
@@ -79,7 +110,9 @@ def train(argv: list[str]) -> int:
     from lockstep.launch.train import train as start
 
     output = given.output_dir or Path("runs", path.stem)
-    return start(path, overrides, launch_options(given), output_dir=output, resume=given.resume, argv=argv)
+    return start(
+        path, overrides, launch_options(given), output_dir=output, resume=given.resume, argv=argv
+    )
 
 
 def launch(argv: list[str]) -> int:
@@ -89,9 +122,17 @@ def launch(argv: list[str]) -> int:
     add_launch_options(parser)
     add_torchrun_options(parser)
     add = parser.add_argument
-    add("--output-dir", metavar="DIR", type=Path, help="logs go to DIR/logs (default: runs/<SCRIPT's name>)")
+    add(
+        "--output-dir",
+        metavar="DIR",
+        type=Path,
+        help="logs go to DIR/logs (default: runs/<SCRIPT's name>)",
+    )
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
-    text = "say what contradicts a right training loop; look at parameters every N steps (default: 100)"
+    text = (
+        "say what contradicts a right training loop; look at parameters every N steps (default:"
+        " 100)"
+    )
     add("--watch-training", metavar="N", nargs="?", type=int, const=100, help=text)
     add("script", metavar="SCRIPT", nargs="?")
     add("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
@@ -104,9 +145,13 @@ def launch(argv: list[str]) -> int:
     from lockstep.launch.worker import ConsoleOutput
 
     if given.module and given.no_python:
-        raise UsageError("a module is run by Python", where="-m and --no-python", fix="leave one of them out")
+        raise UsageError(
+            "a module is run by Python", where="-m and --no-python", fix="leave one of them out"
+        )
     if given.log_dir is not None:
-        parser.refuse("--log-dir DIR", "output_dir", fix="keep one of the two: logs go to --log-dir")
+        parser.refuse(
+            "--log-dir DIR", "output_dir", fix="keep one of the two: logs go to --log-dir"
+        )
     output = given.output_dir or Path("runs", Path(given.script).stem)
     if given.watch_training is not None:
         from lockstep.verify.watch import inject
@@ -118,12 +163,17 @@ def launch(argv: list[str]) -> int:
     kind = "module" if given.module else "program" if given.no_python else "file"
     shown = ConsoleOutput(given.tee, given.redirects, given.local_ranks_filter)
     logs = Path(given.log_dir or output / "logs")
-    return launch_script(given.script, given.arguments, launch_options(given), kind=kind, logs=logs, output=shown)
+    return launch_script(
+        given.script, given.arguments, launch_options(given), kind=kind, logs=logs, output=shown
+    )
 
 
 _KEYS = ("words", "config", FLAG.rstrip(":"))
 _CONFIG_VERBS: Subverbs = {
-    "show": ("Print the config with all defaults, or draw its pipeline.", (*_KEYS, "schedule", "ranks")),
+    "show": (
+        "Print the config with all defaults, or draw its pipeline.",
+        (*_KEYS, "schedule", "ranks"),
+    ),
     "check": ("Check every key, and what the config names. Nothing is trained.", _KEYS),
     "schema": ("Print the JSON schema, with which editors complete keys.", ()),
     "list": ("List the configs that ship, to train or extend by name.", ()),
@@ -133,14 +183,25 @@ _CONFIG_VERBS: Subverbs = {
 def config(argv: list[str]) -> int:
     """Run `lockstep config show|check|schema|list [CONFIG] [KEY=VALUE …]`."""
     text = "Show a config as it resolves, check it, print its schema, list those that ship."
-    parser = Parser("config", text, ["lockstep config check run.yaml training.max_steps=10"], _CONFIG_VERBS)
+    parser = Parser(
+        "config", text, ["lockstep config check run.yaml training.max_steps=10"], _CONFIG_VERBS
+    )
     parser.add_argument("verb", metavar="|".join(_CONFIG_VERBS))
     add_config(parser)
-    parser.add_argument("--schedule", action="store_true", help="show: draw the schedule of a pipeline")
-    parser.add_argument("--ranks", metavar="N", type=int, help="with --schedule (default: the product of the sizes)")
+    parser.add_argument(
+        "--schedule", action="store_true", help="show: draw the schedule of a pipeline"
+    )
+    parser.add_argument(
+        "--ranks", metavar="N", type=int, help="with --schedule (default: the product of the sizes)"
+    )
     given = parser.parse(argv)
-    if (given.schedule and given.verb != "show") or (given.ranks is not None and not given.schedule):
-        raise UsageError("a schedule is drawn by `show`", fix="lockstep config show CONFIG --schedule [--ranks N]")
+    if (given.schedule and given.verb != "show") or (
+        given.ranks is not None and not given.schedule
+    ):
+        raise UsageError(
+            "a schedule is drawn by `show`",
+            fix="lockstep config show CONFIG --schedule [--ranks N]",
+        )
     path, overrides = config_and_overrides(given, required=given.schedule)
     if given.schedule:
         from lockstep.config import load_config
@@ -179,17 +240,28 @@ def checkpoint(argv: list[str]) -> int:
     examples = ["lockstep checkpoint export runs/run --output model.safetensors"]
     parser = Parser("checkpoint", text, examples, _CHECKPOINT_VERBS)
     parser.add_argument("verb", metavar="|".join(_CHECKPOINT_VERBS))
-    text = "a run directory, its checkpoints, or one of them; import: another trainer's file or folder"
+    text = (
+        "a run directory, its checkpoints, or one of them; import: another trainer's file or folder"
+    )
     parser.add_argument("path", metavar="PATH", type=Path, help=text)
     text = "export, convert, import: the file or folder to write"
     parser.add_argument("--output", metavar="PATH", type=Path, help=text)
-    parser.add_argument("--to", metavar="full|torch", help="convert: one file of whole tensors, or torch.load's format")
-    text = "import: a prefix of names in the file that the model's names lack, such as model. in a LightningModule"
+    parser.add_argument(
+        "--to",
+        metavar="full|torch",
+        help="convert: one file of whole tensors, or torch.load's format",
+    )
+    text = (
+        "import: a prefix of names in the file that the model's names lack, such as model. in a"
+        " LightningModule"
+    )
     parser.add_argument("--prefix", metavar="TEXT", help=text)
     given = parser.parse(argv)
     from lockstep.checkpoint import commands
 
-    text = commands.run(given.verb, given.path, output=given.output, to=given.to, prefix=given.prefix)
+    text = commands.run(
+        given.verb, given.path, output=given.output, to=given.to, prefix=given.prefix
+    )
     print(printable(text))  # names in it are those of a checkpoint, which may be a stranger's
     return EXIT_DONE
 
@@ -198,18 +270,26 @@ def report(argv: list[str]) -> int:
     """Run `lockstep report RUN [RUN2 …] [-o FILE] [--live]`."""
     parser = Parser(
         "report",
-        "What runs did and what to do next, as one HTML file; also of a run that crashed. Of a folder of runs: an "
-        "index that compares them, beside a report of each.",
+        "What runs did and what to do next, as one HTML file; also of a run that crashed. Of a"
+        " folder of runs: an index that compares them, beside a report of each.",
         [
             "lockstep report runs/run --live         # follows it while it trains",
             "lockstep report runs                    # all runs in the folder",
             "lockstep report runs/a runs/b -o compared.html",
         ],
     )
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run directories; several are compared")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: report.html in the first RUN")
-    parser.add_argument("--live", action="store_true", help="serve the page on loopback instead, following the run")
-    parser.add_argument("--port", metavar="N", type=int, default=0, help="with --live (default: any free port)")
+    parser.add_argument(
+        "runs", metavar="RUN", type=Path, nargs="+", help="run directories; several are compared"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help="default: report.html in the first RUN"
+    )
+    parser.add_argument(
+        "--live", action="store_true", help="serve the page on loopback instead, following the run"
+    )
+    parser.add_argument(
+        "--port", metavar="N", type=int, default=0, help="with --live (default: any free port)"
+    )
     given = parser.parse(argv)
     if given.live:
         parser.refuse("RUN --live", "output", fix="leave it out: the page is served, not written")
@@ -223,7 +303,10 @@ def report(argv: list[str]) -> int:
 def top(argv: list[str]) -> int:
     """Run `lockstep top RUN [RUN2 …] [--once]`."""
     text = "What every rank of a running run does: host, phases of its step, memory, GPU."
-    examples = ["lockstep top runs/run", "ssh -t MACHINE lockstep top runs/run   # a run on another machine"]
+    examples = [
+        "lockstep top runs/run",
+        "ssh -t MACHINE lockstep top runs/run   # a run on another machine",
+    ]
     parser = Parser("top", text, examples)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directories")
     parser.add_argument("--once", action="store_true", help="print the table once, for scripts")
@@ -239,16 +322,29 @@ def bench(argv: list[str]) -> int:
     parser = Parser("bench", text, ["lockstep bench scaling run.yaml --ranks 1,2 --steps 20"])
     parser.add_argument("study", metavar="scaling")
     add_config(parser)
-    parser.add_argument("--ranks", metavar="N,N,…", default="1,2,4", help="numbers of ranks (default: 1,2,4)")
-    parser.add_argument("--steps", metavar="N", type=int, default=30, help="steps of each run (default: 30)")
-    parser.add_argument("-o", "--output", metavar="NAME", type=Path, default=Path("scaling"), help="NAME.md, NAME.html")
+    parser.add_argument(
+        "--ranks", metavar="N,N,…", default="1,2,4", help="numbers of ranks (default: 1,2,4)"
+    )
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=30, help="steps of each run (default: 30)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="NAME",
+        type=Path,
+        default=Path("scaling"),
+        help="NAME.md, NAME.html",
+    )
     given = parser.parse(argv)
     parser.refuse("scaling", f"{FLAG}max_steps", fix="write --steps N, the length of each run")
     path, overrides = config_and_overrides(given)
     assert path is not None
     from lockstep.report.scaling import bench as measure
 
-    return measure(given.study, path, overrides, ranks=given.ranks, steps=given.steps, output=given.output)
+    return measure(
+        given.study, path, overrides, ranks=given.ranks, steps=given.steps, output=given.output
+    )
 
 
 def data(argv: list[str]) -> int:
@@ -265,17 +361,24 @@ def plan(argv: list[str]) -> int:
     path, overrides = config_and_overrides(given, required=given.params is None)
     if given.params is not None and (path is not None or given.stages is not None):
         other = "--stages" if path is None else str(path)
-        raise UsageError(f"--params plans without a config, and {other} needs one", fix="leave one of the two out")
+        raise UsageError(
+            f"--params plans without a config, and {other} needs one",
+            fix="leave one of the two out",
+        )
     if given.params is not None:
         parser.take_only("--params N", lambda dest: dest in _OF_PARAMS)
     elif given.stages is not None:
         accepted = ("words", "config", "stages", FLAG.rstrip(":"))
         parser.take_only("CONFIG --stages N", lambda dest: dest.split(":")[0] in accepted)
     else:
-        parser.refuse("CONFIG", "seq_length", "headroom", fix="leave it out: it goes with --params N")
+        parser.refuse(
+            "CONFIG", "seq_length", "headroom", fix="leave it out: it goes with --params N"
+        )
     size = getattr(given, f"{FLAG}batch_size") or "1"
     if not size.isdecimal():
-        raise UsageError(f"--batch-size {size} is not a whole number", fix="count the samples of a micro-batch")
+        raise UsageError(
+            f"--batch-size {size} is not a whole number", fix="count the samples of a micro-batch"
+        )
 
     gc.disable()  # half a second of looking for garbage, where imports make none
     from lockstep.plan import command
@@ -294,7 +397,9 @@ def plan(argv: list[str]) -> int:
         given.price,
     )
     if given.params is not None:
-        print(command.plan_by_size(given.params, given.seq_length, int(size), given.headroom, request))
+        print(
+            command.plan_by_size(given.params, given.seq_length, int(size), given.headroom, request)
+        )
         return EXIT_DONE
 
     from lockstep.config import load_config
@@ -319,15 +424,26 @@ def _plan_parser() -> Parser:
     add_config(parser)
     add = parser.add_argument
     add("--gpus", metavar="N", type=int, help="number of GPUs (default: those that are here, or 1)")
-    add("--gpu-type", metavar="NAME", help="V100, A100-80GB, H100, RTX-4090 … (default: this machine's)")
+    add(
+        "--gpu-type",
+        metavar="NAME",
+        help="V100, A100-80GB, H100, RTX-4090 … (default: this machine's)",
+    )
     add("--interconnect", metavar="NAME", help="between nodes: InfiniBand-NDR, Ethernet-100G …")
     add("--gpus-per-node", metavar="N", type=int, default=8, help="(default: 8)")
     add("--find-batch-size", action="store_true", help="find the largest micro-batch that fits")
     add("--write", metavar="FILE", type=Path, help="write the best layout's config")
     add("--chart", metavar="FILE.svg", type=Path, help="draw the memory of each layout")
-    add("--price", metavar="AMOUNT", type=float, help="price of a GPU-hour, for the cost of the run")
+    add(
+        "--price", metavar="AMOUNT", type=float, help="price of a GPU-hour, for the cost of the run"
+    )
     add("--json", action="store_true", help="print bytes and seconds as JSON, for programs")
-    add("--stages", metavar="N", type=int, help="run each segment here, and cut the model into N stages of equal time")
+    add(
+        "--stages",
+        metavar="N",
+        type=int,
+        help="run each segment here, and cut the model into N stages of equal time",
+    )
     add("--params", metavar="N", type=float, help="without a config: a transformer of N parameters")
     add("--seq-length", metavar="N", type=int, default=2048, help="with --params (default: 2048)")
     add("--headroom", metavar="SHARE", type=float, default=0.0, help="with --params: 0.5 adds half")
@@ -338,22 +454,31 @@ def verify(argv: list[str]) -> int:
     """Run `lockstep verify CONFIG [KEY=VALUE …] [--against TOPOLOGY,…]` or `… SCRIPT.py [--nproc-per-node N,…]`."""
     parser = Parser(
         "verify",
-        "Prove that topologies take the steps that one process takes: the same samples, loss, gradients and values, "
-        "up to the order of summation, or in every bit with distributed.reproducible=true. If they do not, report "
-        "the first difference and its cause, and exit with 1. CONFIG may be anybody's training script: SCRIPT.py "
-        "[--nproc-per-node 1,2,4] [--steps N] [--json] [--html FILE] [-- ARGS …], where {n} in ARGS is the "
-        'number of ranks; or a command, as in lockstep verify "accelerate launch --num_processes {n} train.py" '
-        "--ranks 1,2.",
-        ["lockstep verify run.yaml --against ddp:2,fsdp:2", "lockstep verify train.py --nproc-per-node 1,2"],
+        "Prove that topologies take the steps that one process takes: the same samples, loss,"
+        " gradients and values, up to the order of summation, or in every bit with"
+        " distributed.reproducible=true. If they do not, report the first difference and its cause,"
+        " and exit with 1. CONFIG may be anybody's training script: SCRIPT.py [--nproc-per-node"
+        " 1,2,4] [--steps N] [--json] [--html FILE] [-- ARGS …], where {n} in ARGS is the number of"
+        ' ranks; or a command, as in lockstep verify "accelerate launch --num_processes {n}'
+        ' train.py" --ranks 1,2.',
+        [
+            "lockstep verify run.yaml --against ddp:2,fsdp:2",
+            "lockstep verify train.py --nproc-per-node 1,2",
+        ],
     )
     add_config(parser)
-    text = "ddp:2, fsdp:4, hybrid:2x2, pipeline:2*fsdp:2 … (default: ddp:2, fsdp:2 and the config's own strategy)"
+    text = (
+        "ddp:2, fsdp:4, hybrid:2x2, pipeline:2*fsdp:2 … (default: ddp:2, fsdp:2 and the config's"
+        " own strategy)"
+    )
     parser.add_argument("--against", metavar="TOPOLOGY,…", help=text)
     text = "of a script: numbers of ranks, each compared with one process (default: 2)"
     parser.add_argument("--nproc-per-node", "--ranks", metavar="N,…", help=text)
     text = "how many steps are compared (default: 5, of a script 3)"
     parser.add_argument("--steps", metavar="N", type=int, help=text)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON, for programs"
+    )
     text = "write the result as a page, too, with the first difference drawn through the model"
     parser.add_argument("--html", metavar="FILE", type=Path, help=text)
     end = argv.index("--") if "--" in argv else len(argv)
@@ -368,15 +493,27 @@ def verify(argv: list[str]) -> int:
         script = given.words[0]
         arguments = [*given.words[1:], *argv[end + 1 :]]
         ranks = given.nproc_per_node or given.against
-        return run_script(script, arguments, ranks=ranks, steps=given.steps, in_json=given.json, page=given.html)
+        return run_script(
+            script, arguments, ranks=ranks, steps=given.steps, in_json=given.json, page=given.html
+        )
     if given.nproc_per_node is not None or argv[end:]:
-        fix = "name one, as in lockstep verify train.py; topologies of a config are written --against ddp:2"
+        fix = (
+            "name one, as in lockstep verify train.py; topologies of a config are written --against"
+            " ddp:2"
+        )
         raise UsageError("--nproc-per-node and arguments after -- are for a script", fix=fix)
     path, overrides = config_and_overrides(given)
     assert path is not None
     from lockstep.verify import command
 
-    return command.run(path, overrides, against=given.against, steps=given.steps, in_json=given.json, page=given.html)
+    return command.run(
+        path,
+        overrides,
+        against=given.against,
+        steps=given.steps,
+        in_json=given.json,
+        page=given.html,
+    )
 
 
 def sample(argv: list[str]) -> int:
@@ -385,15 +522,31 @@ def sample(argv: list[str]) -> int:
     parser = Parser("sample", text, ['lockstep sample runs/run --prompt "The " --tokens 60'])
     parser.add_argument("run", metavar="RUN_DIR", type=Path)
     parser.add_argument("--prompt", metavar="TEXT", default="The ", help="the text to continue")
-    parser.add_argument("--tokens", metavar="N", type=int, default=200, help="number of tokens to add (default: 200)")
-    parser.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument(
+        "--tokens",
+        metavar="N",
+        type=int,
+        default=200,
+        help="number of tokens to add (default: 200)",
+    )
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token"
+    )
     parser.add_argument("--seed", metavar="N", type=int, default=0)
     given = parser.parse(argv)
     from lockstep.sample import sample as write
 
     length = given.tokens
     temperature = given.temperature
-    print(write(given.run, prompt=given.prompt, num_tokens=length, temperature=temperature, seed=given.seed))
+    print(
+        write(
+            given.run,
+            prompt=given.prompt,
+            num_tokens=length,
+            temperature=temperature,
+            seed=given.seed,
+        )
+    )
     return EXIT_DONE
 
 
@@ -413,7 +566,14 @@ def doctor(argv: list[str]) -> int:
         parser.refuse("without a config", *typed, fix="name the config: lockstep doctor CONFIG …")
     from lockstep.launch.doctor import doctor as examine
 
-    return examine(path, overrides, launch_options(given), output_dir=given.output_dir, as_json=given.json, argv=argv)
+    return examine(
+        path,
+        overrides,
+        launch_options(given),
+        output_dir=given.output_dir,
+        as_json=given.json,
+        argv=argv,
+    )
 
 
 def submit(argv: list[str]) -> int:
@@ -432,7 +592,9 @@ def submit(argv: list[str]) -> int:
     parser = Parser(f"submit {argv[0]}", "Make a job of a run, and submit it to the scheduler.")
     add_config(parser)
     add_launch_options(parser)
-    parser.add_argument("--output-dir", metavar="DIR", type=Path, help="the run directory, shared by all machines")
+    parser.add_argument(
+        "--output-dir", metavar="DIR", type=Path, help="the run directory, shared by all machines"
+    )
     add_options(parser, argv[0])
     given = parser.parse(argv[1:])
     parser.refuse(
@@ -477,7 +639,10 @@ VERBS: dict[str, Verb] = {
     "doctor": (doctor, "check machines, network and ranks before a run"),
     "submit": (submit, "submit a run as a job of Slurm or Kubernetes"),
     "config": (config, "show, check or list configs"),
-    "checkpoint": (checkpoint, "list, inspect, verify, digest, export, convert, import checkpoints"),
+    "checkpoint": (
+        checkpoint,
+        "list, inspect, verify, digest, export, convert, import checkpoints",
+    ),
     "sample": (sample, "generate text with a trained language model"),
     "report": (report, "draw what runs did, and advise what to do next"),
     "top": (top, "show what the ranks of a running run do, again each second"),

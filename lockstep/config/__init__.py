@@ -1,8 +1,11 @@
-"""The config of a run: the typed schema, loading from files, and the templates that ship. Nothing here imports torch.
+"""The config of a run: the typed schema, loading from files, and the templates that ship.
+
+Nothing here imports torch.
 
     from lockstep.config import Config, load_config
 
-Names are imported when first used, so that the command line can read `lockstep.config.flags` without loading pydantic.
+Names are imported when first used, so that the command line can read `lockstep.config.flags`
+without loading pydantic.
 
 Tests: tests/config/test_loading.py, tests/cli/test_cli.py
 """
@@ -23,7 +26,12 @@ if TYPE_CHECKING:
         StepConfig,
         StragglerConfig,
     )
-    from lockstep.config.schema_distributed import DDPConfig, DiLoCoConfig, DistributedConfig, FSDPConfig
+    from lockstep.config.schema_distributed import (
+        DDPConfig,
+        DiLoCoConfig,
+        DistributedConfig,
+        FSDPConfig,
+    )
     from lockstep.config.schema_training import (
         BadNumbersConfig,
         DataConfig,

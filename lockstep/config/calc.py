@@ -1,7 +1,8 @@
 """Evaluate `!calc "max(1, 64 // batch_size)"`, arithmetic over config values, once files and overrides are merged.
 
-A name is looked up among the neighbours of the expression, then among the variables that the template sets, then as a
-dotted key, as the last name of a key, in the table of foreign names, and among the schema's defaults.
+A name is looked up among the neighbours of the expression, then among the variables that the
+template sets, then as a dotted key, as the last name of a key, in the table of foreign names, and
+among the schema's defaults.
 """
 
 import ast
@@ -64,12 +65,19 @@ def _value(node: ast.expr, lookup: Callable[[str], Number]) -> Number:
         if isinstance(node.op, ast.Pow) and (abs(right) > MAX_POWER or abs(left) > 1e9):
             raise ValueError("the power is too large")
         return _number(_BINARY[type(node.op)](left, right))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in _FUNCTIONS
+    ):
         if node.keywords or not node.args:
             raise ValueError(f"{node.func.id} takes numbers")
         values = [_value(argument, lookup) for argument in node.args]
         return _number(_FUNCTIONS[node.func.id](values))
-    raise ValueError(f"`{ast.unparse(node)}` is not arithmetic; there are + - * / // % **, min, max, numbers and names")
+    raise ValueError(
+        f"`{ast.unparse(node)}` is not arithmetic; there are + - * / // % **, min, max, numbers and"
+        " names"
+    )
 
 
 def _number(value: Any) -> Number:
@@ -91,13 +99,20 @@ def resolve(tree: Node) -> Node:
 class _Resolver:
     def __init__(self, tree: Node) -> None:
         self.tree = tree
-        self.busy: list[Path] = []  # the expressions being evaluated, to find those that refer to themselves
+        # the expressions being evaluated, to find those that refer to themselves
+        self.busy: list[Path] = []
 
     def resolved(self, node: Node, path: Path) -> Node:
         if isinstance(node.value, dict):
-            return Node({key: self.resolved(child, (*path, key)) for key, child in node.value.items()}, node.origin)
+            return Node(
+                {key: self.resolved(child, (*path, key)) for key, child in node.value.items()},
+                node.origin,
+            )
         if isinstance(node.value, list):
-            return Node([self.resolved(child, (*path, i)) for i, child in enumerate(node.value)], node.origin)
+            return Node(
+                [self.resolved(child, (*path, i)) for i, child in enumerate(node.value)],
+                node.origin,
+            )
         if isinstance(node.value, Calc):
             return Node(self.number(node, path), node.origin)
         return node
@@ -107,14 +122,18 @@ class _Resolver:
             return _number(node.value)
         if path in self.busy:
             fix = "give one of its names a number"
-            raise UsageError(f'!calc "{node.value.expression}" refers to itself', where=str(node.origin), fix=fix)
+            raise UsageError(
+                f'!calc "{node.value.expression}" refers to itself', where=str(node.origin), fix=fix
+            )
         self.busy.append(path)
         try:
             variables = node.value.variables
             return evaluate(node.value.expression, lambda name: self.lookup(name, path, variables))
         except ValueError as error:
             fix = "names, numbers and + - * / // % ** with parentheses make an expression"
-            raise UsageError(f'!calc "{node.value.expression}": {error}', where=str(node.origin), fix=fix) from None
+            raise UsageError(
+                f'!calc "{node.value.expression}": {error}', where=str(node.origin), fix=fix
+            ) from None
         finally:
             self.busy.pop()
 
@@ -128,7 +147,11 @@ class _Resolver:
         if parts != path and self.tree.has(parts):
             return self.number(self.tree.find(parts), parts)
         if len(parts) == 1:
-            named = [p for p, _ in self.tree.walk() if p and p[-1] == name and p != path and self.tree.has(p)]
+            named = [
+                p
+                for p, _ in self.tree.walk()
+                if p and p[-1] == name and p != path and self.tree.has(p)
+            ]
             if len(named) == 1:
                 return self.number(self.tree.find(named[0]), named[0])
             if len(named) > 1:
@@ -148,4 +171,6 @@ class _Resolver:
         if len(keys) == 1:
             return _number(all_keys()[keys[0]].default)
         near = near_keys(name, "")
-        raise ValueError(f"no key is named {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise ValueError(
+            f"no key is named {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+        )

@@ -12,7 +12,9 @@ from lockstep.strategy import AUTO, Strategy, strategy_named
 
 
 def check(config: Config) -> None:
-    """Refuse a config that contradicts itself. Some checks skip `strategy: auto`: check again once it is resolved.
+    """Refuse a config that contradicts itself.
+
+    Some checks skip `strategy: auto`: check again once it is resolved.
 
     Raises UsageError: for the first contradiction.
     """
@@ -25,7 +27,10 @@ def require_runnable(config: Config) -> None:
     Raises UsageError: with the missing key.
     """
     if config.model.name is None:
-        fix = "write bdh, transformer, free_transformer, mixture, vae, hf:NAME or package.module:Class"
+        fix = (
+            "write bdh, transformer, free_transformer, mixture, vae, hf:NAME or"
+            " package.module:Class"
+        )
         raise UsageError("the config names no model", where="model.name", fix=fix)
     if config.data.name is None:
         fix = "write python-docs, text, tokens, digits, hf:NAME or package.module:Class"
@@ -35,7 +40,10 @@ def require_runnable(config: Config) -> None:
 def contradictions(
     config: Config, layout: Layout | None = None, device_type: str | None = None
 ) -> Iterator[Contradiction]:
-    """Yield all contradictions, between sections and in the step; without a layout those seen on loading."""
+    """Yield all contradictions, between sections and in the step.
+
+    Without a layout those seen on loading.
+    """
     yield from _paths(config)
     yield from _sizes(config)
     yield from _data_and_checkpoint(config)
@@ -51,11 +59,15 @@ def step_contradictions(
     distributed = config.distributed
     if distributed.backend in ("nccl", "xccl") and distributed.device == "cpu":
         what = f"{distributed.backend} is for GPUs, and the device is the CPU"
-        yield Contradiction(("distributed.backend", "distributed.device"), what, "write backend: gloo")
+        yield Contradiction(
+            ("distributed.backend", "distributed.device"), what, "write backend: gloo"
+        )
     device_type = device_type or distributed.device
     if distributed.fsdp.cpu_offload and device_type == "cpu":
         what = "cpu_offload: the device is the CPU, where there is nothing to offload"
-        yield Contradiction(("distributed.fsdp.cpu_offload", "distributed.device"), what, "write cpu_offload: false")
+        yield Contradiction(
+            ("distributed.fsdp.cpu_offload", "distributed.device"), what, "write cpu_offload: false"
+        )
     name = distributed.strategy if layout is None else layout.strategy
     yield from _context(config, layout)
     yield from _tensor(config, layout)
@@ -70,7 +82,11 @@ def step_contradictions(
 
 
 def _ranks(config: StepConfig, layout: Layout | None, axis: str) -> int:
-    return int(getattr(config.distributed, f"{axis}_size") or 1 if layout is None else getattr(layout, axis))
+    return int(
+        getattr(config.distributed, f"{axis}_size") or 1
+        if layout is None
+        else getattr(layout, axis)
+    )
 
 
 def _mps(config: StepConfig, strategy: str) -> Iterator[Contradiction]:
@@ -92,16 +108,30 @@ def _open_axes(config: StepConfig, layout: Layout | None) -> Iterator[Contradict
     chunks = distributed.chunks_of_sequences
     blocks = distributed.blocks_of_layers
     cuts_twice = tensor > 1 and chunks > 1 and distributed.cuts_sequences_between_layers
-    closed = {"context_blocks": chunks % context, "tensor_blocks": blocks % tensor, "sequence_parallel": cuts_twice}
+    closed = {
+        "context_blocks": chunks % context,
+        "tensor_blocks": blocks % tensor,
+        "sequence_parallel": cuts_twice,
+    }
     first = next((key for key, is_closed in closed.items() if is_closed), None)
     if not distributed.reproducible or first is None:
         return
     what = {
-        "context_blocks": f"reproducible cuts sequences into {chunks} chunk(s), which {context} ranks can't share",
-        "tensor_blocks": f"{tensor} ranks can't share the {blocks} blocks in which reproducible computes a layer",
-        "sequence_parallel": "sequence_parallel cuts across the chunks in which reproducible computes a sequence",
+        "context_blocks": (
+            f"reproducible cuts sequences into {chunks} chunk(s), which {context} ranks can't share"
+        ),
+        "tensor_blocks": (
+            f"{tensor} ranks can't share the {blocks} blocks in which reproducible computes a layer"
+        ),
+        "sequence_parallel": (
+            "sequence_parallel cuts across the chunks in which reproducible computes a sequence"
+        ),
     }[first]
-    written = [key for key, is_closed in closed.items() if is_closed and getattr(distributed, key) is not None]
+    written = [
+        key
+        for key, is_closed in closed.items()
+        if is_closed and getattr(distributed, key) is not None
+    ]
     fix = f"leave {' and '.join(written)} out, and " if written else ""
     fix += "write open_axes: [tensor, context]"
     if OPEN_BLOCKS % context or OPEN_BLOCKS % tensor:
@@ -114,7 +144,10 @@ def _open_axes(config: StepConfig, layout: Layout | None) -> Iterator[Contradict
 
 def _context(config: StepConfig, _layout: Layout | None) -> Iterator[Contradiction]:
     if config.distributed.reproducible and config.distributed.context_method == "ring":
-        what = "ring merges the parts of a softmax in an order that depends on the rank, which reproducible can't"
+        what = (
+            "ring merges the parts of a softmax in an order that depends on the rank, which"
+            " reproducible can't"
+        )
         fix = "write context_method: gathered or all_to_all, or reproducible: false"
         yield Contradiction(("distributed.context_method", "distributed.reproducible"), what, fix)
 
@@ -129,19 +162,38 @@ def _tensor(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction
             "tensor",
             f"layers are cut over {ranks} ranks",
             (
-                ("precision.fp8", config.precision.fp8, "none", "layers in fp8 have products of their own"),
-                ("distributed.ddp.compression.kind", compression, "none", "what it keeps differs between ranks"),
-                ("distributed.fsdp.cpu_offload", offload, False, "it has not been made for cut layers"),
+                (
+                    "precision.fp8",
+                    config.precision.fp8,
+                    "none",
+                    "layers in fp8 have products of their own",
+                ),
+                (
+                    "distributed.ddp.compression.kind",
+                    compression,
+                    "none",
+                    "what it keeps differs between ranks",
+                ),
+                (
+                    "distributed.fsdp.cpu_offload",
+                    offload,
+                    False,
+                    "it has not been made for cut layers",
+                ),
             ),
         )
 
 
-def _excluded(axis: str, cut: str, settings: Iterable[tuple[str, object, object, str]]) -> Iterator[Contradiction]:
+def _excluded(
+    axis: str, cut: str, settings: Iterable[tuple[str, object, object, str]]
+) -> Iterator[Contradiction]:
     """Yield the settings that a cut does not go with: key, value, what it has to be, why."""
     for key, value, off, why in settings:
         if value not in (off, "auto"):
             fix = f"write {key.rpartition('.')[2]}: {str(off).lower()}, or {axis}_size: 1"
-            yield Contradiction((f"distributed.{axis}_size", key), f"{key} is {value}, and {cut}: {why}", fix)
+            yield Contradiction(
+                (f"distributed.{axis}_size", key), f"{key} is {value}, and {cut}: {why}", fix
+            )
 
 
 def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
@@ -165,10 +217,30 @@ def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction
                 "fp32",
                 "experts are not gathered, and so not cast",
             ),
-            ("precision.fp8", config.precision.fp8, "none", "products in fp8 have not been made for experts"),
-            ("distributed.ddp.compression.kind", distributed.ddp.compression.kind, "none", "it keeps whole models"),
-            ("distributed.ddp.static_graph", distributed.ddp.static_graph, False, "gradients of experts are not DDP's"),
-            ("distributed.fsdp.cpu_offload", distributed.fsdp.cpu_offload, False, "experts stay on their GPU"),
+            (
+                "precision.fp8",
+                config.precision.fp8,
+                "none",
+                "products in fp8 have not been made for experts",
+            ),
+            (
+                "distributed.ddp.compression.kind",
+                distributed.ddp.compression.kind,
+                "none",
+                "it keeps whole models",
+            ),
+            (
+                "distributed.ddp.static_graph",
+                distributed.ddp.static_graph,
+                False,
+                "gradients of experts are not DDP's",
+            ),
+            (
+                "distributed.fsdp.cpu_offload",
+                distributed.fsdp.cpu_offload,
+                False,
+                "experts stay on their GPU",
+            ),
         ),
     )
 
@@ -191,23 +263,32 @@ def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradic
     elif name != AUTO and not strategy_named(name).runs_rows:
         yield Contradiction(
             (where, "distributed.strategy"),
-            f"batch normalisation over {samples} samples takes {in_row} ranks that run micro-batches of {size} at the "
-            f"same time, which strategy {name} does not offer",
+            f"batch normalisation over {samples} samples takes {in_row} ranks that run"
+            f" micro-batches of {size} at the same time, which strategy {name} does not offer",
             f"write strategy: ddp or fsdp, {alone}",
         )
     elif ranks is not None and ranks % in_row:
         fitting = f"batch_size: {samples // ranks}, or " if samples % ranks == 0 else ""
-        what = f"batch normalisation over {samples} samples takes rows of {in_row} ranks, and there are {ranks}"
+        what = (
+            f"batch normalisation over {samples} samples takes rows of {in_row} ranks, and there"
+            f" are {ranks}"
+        )
         fix = f"write {fitting}a number of ranks that is a multiple of {in_row}, {alone}"
         yield Contradiction((where, "training.batch_size"), what, fix)
     for key, value in (
         ("training.compile", config.training.compile),
         ("distributed.reproducible", config.distributed.reproducible),
-        *((f"distributed.{axis}_size", _ranks(config, None, axis) > 1) for axis in ("tensor", "context", "expert")),
+        *(
+            (f"distributed.{axis}_size", _ranks(config, None, axis) > 1)
+            for axis in ("tensor", "context", "expert")
+        ),
     ):
         if value:
             what = f"batch normalisation over ranks is not offered with {key.rpartition('.')[2]}"
-            fix = f"write {key.rpartition('.')[2]}: {'1' if key.endswith('size') else 'false'}, {alone}"
+            fix = (
+                f"write {key.rpartition('.')[2]}: {'1' if key.endswith('size') else 'false'},"
+                f" {alone}"
+            )
             yield Contradiction((where, key), what, fix)
 
 
@@ -215,19 +296,30 @@ def _buffers(config: StepConfig, layout: Layout | None) -> Iterator[Contradictio
     """Yield the axes along which several ranks run one micro-batch: each sees a part of what a buffer is made of."""
     for axis, cut in (("context", "sequences"), ("tensor", "layers"), ("expert", "experts")):
         if config.distributed.buffers and _ranks(config, layout, axis) > 1:
-            what = f"what forward passes write to buffers can't be combined where {cut} are spread over ranks"
+            what = (
+                f"what forward passes write to buffers can't be combined where {cut} are spread"
+                " over ranks"
+            )
             fix = f"leave buffers out, or write {axis}_size: 1"
             why = "a rank computes it from its part of a micro-batch"
             yield Contradiction(("distributed.buffers", f"distributed.{axis}_size"), what, fix, why)
 
 
-def _of_strategy(strategy: Strategy, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
+def _of_strategy(
+    strategy: Strategy, config: StepConfig, layout: Layout | None
+) -> Iterator[Contradiction]:
     compression = config.distributed.ddp.compression.kind
     dtype = config.precision.param_dtype
-    instead = None if compression in ("none", "auto") else strategy.instead_of_compression(compression)
+    instead = (
+        None if compression in ("none", "auto") else strategy.instead_of_compression(compression)
+    )
     if instead is not None:
         keys = ("distributed.ddp.compression.kind", "distributed.strategy")
-        yield Contradiction(keys, f"compression ({compression}) is DDP's, and the strategy is {strategy.name}", instead)
+        yield Contradiction(
+            keys,
+            f"compression ({compression}) is DDP's, and the strategy is {strategy.name}",
+            instead,
+        )
     if config.distributed.reproducible and not strategy.equal_bits:
         what = f"equal bits are offered for single, ddp, fsdp and pipeline, not for {strategy.name}"
         fix = "write strategy: ddp, or reproducible: false"
@@ -237,22 +329,40 @@ def _of_strategy(strategy: Strategy, config: StepConfig, layout: Layout | None) 
         if ranks > 1 and not strategy.shares_batches:
             fix = f"write strategy: {axis}, ddp, fsdp or pipeline, or {axis}_size: 1"
             keys = (f"distributed.{axis}_size", "distributed.strategy")
-            yield Contradiction(keys, f"{cut} can't be cut over {ranks} ranks under strategy {strategy.name}", fix)
+            yield Contradiction(
+                keys, f"{cut} can't be cut over {ranks} ranks under strategy {strategy.name}", fix
+            )
     if layout is not None and dtype != "fp32" and not strategy.casts_parameters(layout):
-        what = f"precision.param_dtype: {dtype} needs strategy fsdp on two ranks or more, and this is {layout}"
+        what = (
+            f"precision.param_dtype: {dtype} needs strategy fsdp on two ranks or more, and this is"
+            f" {layout}"
+        )
         fix = f"write precision.mode: {dtype}, which computes in it under every strategy"
-        why = "FSDP keeps fp32 shards and casts parameters as it gathers them; elsewhere nothing is gathered"
+        why = (
+            "FSDP keeps fp32 shards and casts parameters as it gathers them; elsewhere nothing is"
+            " gathered"
+        )
         yield Contradiction(("precision.param_dtype",), what, fix, why)
     yield from strategy.contradictions(config, layout)
 
 
 def _paths(config: Config) -> Iterator[Contradiction]:
-    """Yield the keys that have a URL where a path belongs; what a class of the user's own takes is its own affair."""
-    given = {"checkpoint.resume": config.checkpoint.resume, "model.name": (config.model.name or "").removeprefix("hf:")}
+    """Yield the keys that have a URL where a path belongs.
+
+    What a class of the user's own takes is its own affair.
+    """
+    given = {
+        "checkpoint.resume": config.checkpoint.resume,
+        "model.name": (config.model.name or "").removeprefix("hf:"),
+    }
     if config.monitor.profile is not None:
         given["monitor.profile.dir"] = config.monitor.profile.dir or ""
     if ":" not in (config.data.name or ""):
-        given |= {f"data.args.{name}": value for name, value in config.data.args.items() if isinstance(value, str)}
+        given |= {
+            f"data.args.{name}": value
+            for name, value in config.data.args.items()
+            if isinstance(value, str)
+        }
     found = (url_as_path(path, key) for key, path in given.items())
     yield from (one for one in found if one is not None)
 
@@ -260,29 +370,56 @@ def _paths(config: Config) -> Iterator[Contradiction]:
 def _sizes(config: Config) -> Iterator[Contradiction]:
     t = config.training
     if t.max_steps is not None and t.num_train_epochs is not None:
-        what = f"the run can't end both after {t.max_steps} steps and after {t.num_train_epochs} epochs"
+        what = (
+            f"the run can't end both after {t.max_steps} steps and after {t.num_train_epochs}"
+            " epochs"
+        )
         fix = "keep one of the two and write null for the other"
         yield Contradiction(("training.max_steps", "training.num_train_epochs"), what, fix)
-    # In Python the batch size may still come from a DataLoader; `lockstep.data.adopt` then makes this comparison.
+    # In Python the batch size may still come from a DataLoader; `lockstep.data.adopt` then makes
+    # this comparison.
     from_loader = config.model.name is None and "batch_size" not in t.model_fields_set
     if t.global_batch_size is not None and t.global_batch_size % t.batch_size and not from_loader:
         whole, rest = divmod(t.global_batch_size, t.batch_size)
         below = f"{whole * t.batch_size} or " if whole else ""
         equation = f"{t.global_batch_size} = {whole} × {t.batch_size} + {rest}"
         what = f"global_batch_size is not a multiple of batch_size: {equation}"
-        fix = f"write global_batch_size {below}{(whole + 1) * t.batch_size}, or a batch_size that divides "
-        fix += f"{t.global_batch_size}: {', '.join(map(str, divisors(t.global_batch_size, t.batch_size)))}"
+        fix = (
+            f"write global_batch_size {below}{(whole + 1) * t.batch_size}, or a batch_size that"
+            " divides "
+        )
+        fix += (
+            f"{t.global_batch_size}:"
+            f" {', '.join(map(str, divisors(t.global_batch_size, t.batch_size)))}"
+        )
         yield Contradiction(("training.global_batch_size", "training.batch_size"), what, fix)
-    elif t.global_batch_size is not None and t.global_batch_size % (t.batch_size * t.accumulation) and not from_loader:
+    elif (
+        t.global_batch_size is not None
+        and t.global_batch_size % (t.batch_size * t.accumulation)
+        and not from_loader
+    ):
         whole, rest = divmod(t.global_batch_size, t.batch_size * t.accumulation)
-        what = f"no number of ranks makes batch_size {t.batch_size} × gradient_accumulation_steps {t.accumulation} × "
-        what += f"data-parallel size = global_batch_size {t.global_batch_size}: {t.global_batch_size} = {whole} × "
+        what = (
+            f"no number of ranks makes batch_size {t.batch_size} × gradient_accumulation_steps"
+            f" {t.accumulation} × "
+        )
+        what += (
+            f"data-parallel size = global_batch_size {t.global_batch_size}: {t.global_batch_size} ="
+            f" {whole} × "
+        )
         what += f"{t.batch_size * t.accumulation} + {rest}"
-        fix = "leave gradient_accumulation_steps out, since it follows from global_batch_size; or, to keep it, write "
+        fix = (
+            "leave gradient_accumulation_steps out, since it follows from global_batch_size; or, to"
+            " keep it, write "
+        )
         fix += "training.global_batch_size=null"
-        yield Contradiction(("training.gradient_accumulation_steps", "training.global_batch_size"), what, fix)
+        yield Contradiction(
+            ("training.gradient_accumulation_steps", "training.global_batch_size"), what, fix
+        )
     if t.lr_scaling != "none" and t.base_batch_size is None:
-        what = f"lr_scaling: {t.lr_scaling} needs the global batch that learning_rate was chosen for"
+        what = (
+            f"lr_scaling: {t.lr_scaling} needs the global batch that learning_rate was chosen for"
+        )
         fix = "write base_batch_size, or lr_scaling: none"
         yield Contradiction(("training.lr_scaling", "training.base_batch_size"), what, fix)
 
@@ -301,11 +438,13 @@ def require_equation(training: TrainingConfig, ranks: int, batch_size: int | Non
     follows, rest = divmod(whole, size * ranks)
     here = f" (here: {follows})" if not rest else ""
     raise UsageError(
-        f"batch_size {size} × gradient_accumulation_steps {accumulation} × data-parallel size {ranks} = {product}, and "
-        f"global_batch_size is {whole}",
+        f"batch_size {size} × gradient_accumulation_steps {accumulation} × data-parallel size"
+        f" {ranks} = {product}, and global_batch_size is {whole}",
         where="training.gradient_accumulation_steps, training.global_batch_size",
-        fix=f"leave gradient_accumulation_steps out, since it follows from global_batch_size{here}; or, to keep it, "
-        f"write training.global_batch_size={product}",
+        fix=(
+            f"leave gradient_accumulation_steps out, since it follows from global_batch_size{here};"
+            f" or, to keep it, write training.global_batch_size={product}"
+        ),
     )
 
 
@@ -320,10 +459,14 @@ def _data_and_checkpoint(config: Config) -> Iterator[Contradiction]:
     checkpoint = config.checkpoint
     if data.num_workers == 0 and data.prefetch_factor is not None:
         fix = "write num_workers: 1 or more, or leave prefetch_factor out"
-        yield Contradiction(("data.prefetch_factor", "data.num_workers"), "there are no workers to read ahead", fix)
+        yield Contradiction(
+            ("data.prefetch_factor", "data.num_workers"), "there are no workers to read ahead", fix
+        )
     if data.num_workers == 0 and data.persistent_workers:
         fix = "write num_workers: 1 or more, or persistent_workers: false"
-        yield Contradiction(("data.persistent_workers", "data.num_workers"), "there are no workers to keep", fix)
+        yield Contradiction(
+            ("data.persistent_workers", "data.num_workers"), "there are no workers to keep", fix
+        )
     if checkpoint.keep_best is not None and checkpoint.save_strategy == "none":
         what = "no checkpoint is saved, so the best can't be kept"
         fix = "write save_strategy: steps, or leave keep_best out"
@@ -340,21 +483,37 @@ def _numbers(config: StepConfig) -> Iterator[Contradiction]:
     compression = config.distributed.ddp.compression
     if precision.mode == "fp16" and precision.param_dtype == "bf16":
         what = "fp16 autocast over bf16 parameters has the range of neither"
-        yield Contradiction(("precision.mode", "precision.param_dtype"), what, "write mode: bf16, or param_dtype: fp32")
+        yield Contradiction(
+            ("precision.mode", "precision.param_dtype"),
+            what,
+            "write mode: bf16, or param_dtype: fp32",
+        )
     if precision.fp8 != "none" and precision.mode == "fp16":
         what = f"fp8: {precision.fp8} is not offered under fp16"
-        why = "what the loss scale lifts into fp16's range, float8 scales again; nothing has compared the two"
-        yield Contradiction(("precision.fp8", "precision.mode"), what, "write mode: bf16, or fp8: none", why)
+        why = (
+            "what the loss scale lifts into fp16's range, float8 scales again; nothing has compared"
+            " the two"
+        )
+        yield Contradiction(
+            ("precision.fp8", "precision.mode"), what, "write mode: bf16, or fp8: none", why
+        )
     if not scale.min_scale <= scale.initial_scale <= scale.max_scale:
-        keys = tuple(f"precision.loss_scale.{name}" for name in ("min_scale", "initial_scale", "max_scale"))
+        keys = tuple(
+            f"precision.loss_scale.{name}" for name in ("min_scale", "initial_scale", "max_scale")
+        )
         bounds = f"min_scale {scale.min_scale:g} and max_scale {scale.max_scale:g}"
         what = f"initial_scale {scale.initial_scale:g} is not between {bounds}"
         yield Contradiction(keys, what, "write an initial_scale between them")
     feedback = compression.error_feedback or compression.warm_start
     if compression.kind == "powersgd" and feedback and compression.start_step < 2:
-        what = f"PowerSGD with error feedback or a warm start can't start at step {compression.start_step}"
+        what = (
+            "PowerSGD with error feedback or a warm start can't start at step"
+            f" {compression.start_step}"
+        )
         why = "DDP rebuilds its buckets after the first step"
-        yield Contradiction(("distributed.ddp.compression.start_step",), what, "write start_step: 2 or more", why)
+        yield Contradiction(
+            ("distributed.ddp.compression.start_step",), what, "write start_step: 2 or more", why
+        )
 
 
 def _reproducible(config: StepConfig) -> Iterator[Contradiction]:
@@ -368,7 +527,10 @@ def _reproducible(config: StepConfig) -> Iterator[Contradiction]:
     )
     for key, value, needed in rounding:
         if value != needed:
-            what = f"{key}: {value} rounds differently on another number of ranks, so the bits can't be equal"
+            what = (
+                f"{key}: {value} rounds differently on another number of ranks, so the bits can't"
+                " be equal"
+            )
             fix = f"write {key}: {needed}, or reproducible: false"
             yield Contradiction(("distributed.reproducible", key), what, fix)
     if config.precision.fp8 != "none":
@@ -376,7 +538,10 @@ def _reproducible(config: StepConfig) -> Iterator[Contradiction]:
         fix = "write precision.fp8: none, or reproducible: false"
         yield Contradiction(("distributed.reproducible", "precision.fp8"), what, fix)
     if distributed.ddp.static_graph:
-        what = "with a static graph DDP reduces the first micro-batch by itself, not up the tree that gives equal bits"
+        what = (
+            "with a static graph DDP reduces the first micro-batch by itself, not up the tree that"
+            " gives equal bits"
+        )
         fix = "write static_graph: false, or reproducible: false"
         yield Contradiction(("distributed.reproducible", "distributed.ddp.static_graph"), what, fix)
 
@@ -384,7 +549,9 @@ def _reproducible(config: StepConfig) -> Iterator[Contradiction]:
 _REFUSED_ACCELERATE_OPTIONS = {
     "split_batches": "leave it out: training.batch_size is a rank's own",
     "dispatch_batches": "leave it out: each rank reads its own samples, with data.num_workers",
-    "even_batches": "leave it out: no sample is repeated to fill a batch; data.drop_last drops the rest",
+    "even_batches": (
+        "leave it out: no sample is repeated to fill a batch; data.drop_last drops the rest"
+    ),
     "use_seedable_sampler": "leave it out: the order of samples follows from training.seed",
     "gradient_accumulation_plugin": "write training.gradient_accumulation_steps",
 }
@@ -395,12 +562,21 @@ def _accelerate(config: StepConfig) -> Iterator[Contradiction]:
     for name, fix in _REFUSED_ACCELERATE_OPTIONS.items():
         if getattr(accelerate, name) is not None:
             key = f"distributed.accelerate.{name}"
-            yield Contradiction((key,), f"{key} is about data or accumulation, which Lockstep's own keys say", fix)
-    mode = {"no": "fp32", None: config.precision.mode}.get(accelerate.mixed_precision, accelerate.mixed_precision)
+            yield Contradiction(
+                (key,), f"{key} is about data or accumulation, which Lockstep's own keys say", fix
+            )
+    mode = {"no": "fp32", None: config.precision.mode}.get(
+        accelerate.mixed_precision, accelerate.mixed_precision
+    )
     if mode != config.precision.mode:
-        what = f"mixed_precision: {accelerate.mixed_precision} and precision.mode: {config.precision.mode} disagree"
+        what = (
+            f"mixed_precision: {accelerate.mixed_precision} and precision.mode:"
+            f" {config.precision.mode} disagree"
+        )
         keys = ("distributed.accelerate.mixed_precision", "precision.mode")
         yield Contradiction(keys, what, "leave mixed_precision out")
     if accelerate.cpu and config.distributed.device not in ("auto", "cpu"):
         what = f"accelerate.cpu: true and device: {config.distributed.device} disagree"
-        yield Contradiction(("distributed.accelerate.cpu", "distributed.device"), what, "leave accelerate.cpu out")
+        yield Contradiction(
+            ("distributed.accelerate.cpu", "distributed.device"), what, "leave accelerate.cpu out"
+        )

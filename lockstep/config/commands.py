@@ -29,7 +29,9 @@ def run(verb: str, config: str | Path | None, overrides: Sequence[str] = ()) -> 
         return config_from(settings).to_yaml().rstrip("\n")
     if verb == "check":
         if config is None:
-            raise UsageError("which config?", where="lockstep config check", fix="lockstep config check CONFIG")
+            raise UsageError(
+                "which config?", where="lockstep config check", fix="lockstep config check CONFIG"
+            )
         loaded = load_config(config, overrides)
         require_runnable(loaded)
         return f"ok: {summary(loaded)}"
@@ -46,7 +48,10 @@ def _schema() -> dict[str, Any]:
     """Return the JSON schema of a config file, with `extends` and the short forms that loading expands."""
     schema = Config.model_json_schema(by_alias=True)
     text = "A config that this one begins from: a file, by its path from here, or one that ships."
-    schema["properties"] = {"extends": {"type": "string", "description": text}, **schema["properties"]}
+    schema["properties"] = {
+        "extends": {"type": "string", "description": text},
+        **schema["properties"],
+    }
     sections = schema["$defs"]
     for name, short in (("ObjectSpec", "string"), ("GradientClipConfig", "number")):
         sections[name] = {"anyOf": [{"type": short}, sections[name]]}
@@ -72,8 +77,15 @@ def summary(config: Config) -> str:
     elif t.accumulation > 1:
         batch += f" × accumulation {t.accumulation} a rank"
     epochs = t.num_train_epochs or 1
-    length = f"{t.max_steps} steps" if t.max_steps is not None else f"{epochs} epoch{'s' * (epochs > 1)}"
-    parts = [f"{config.model.name} on {config.data.name}", f"strategy {config.distributed.strategy}", batch, length]
+    length = (
+        f"{t.max_steps} steps" if t.max_steps is not None else f"{epochs} epoch{'s' * (epochs > 1)}"
+    )
+    parts = [
+        f"{config.model.name} on {config.data.name}",
+        f"strategy {config.distributed.strategy}",
+        batch,
+        length,
+    ]
     return ", ".join([*parts, f"precision {config.precision.mode}"])
 
 
@@ -83,6 +95,8 @@ def _list() -> str:
     lines = ["Write `extends: NAME`, or give the name in place of a file.", ""]
     for name in names:
         text = (SHIPPED / name).read_text(encoding="utf-8").splitlines()
-        comment = " ".join(line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), text))
+        comment = " ".join(
+            line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), text)
+        )
         lines.append(f"{name:{width}}  {comment.partition('. ')[0].rstrip('.')}")
     return "\n".join(lines)

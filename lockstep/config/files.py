@@ -31,12 +31,17 @@ class ResolvedFile:
 def shipped_names() -> list[str]:
     """Return the names of the files that ship, such as `trainers/fsdp.yaml`, without aliases."""
     return sorted(
-        f"{folder}/{path.name}" for folder in ("trainers", "ready") for path in (SHIPPED / folder).glob("*.yaml")
+        f"{folder}/{path.name}"
+        for folder in ("trainers", "ready")
+        for path in (SHIPPED / folder).glob("*.yaml")
     )
 
 
 def find(path: str | Path) -> ResolvedFile:
-    """Return the file at a path, or else the shipped one of that name; `read` raises if there is neither."""
+    """Return the file at a path, or else the shipped one of that name.
+
+    `read` raises if there is neither.
+    """
     _require_no_null(str(path), None)
     given = local_path(path, "the config")
     found = ResolvedFile(given.resolve(), str(path))
@@ -44,12 +49,17 @@ def find(path: str | Path) -> ResolvedFile:
 
 
 def parent_file(name: str, child: ResolvedFile, where: str) -> ResolvedFile:
-    """Return the file that `child` extends: one beside it, or one that ships. Raises UsageError: there is neither."""
+    """Return the file that `child` extends: one beside it, or one that ships.
+
+    Raises UsageError: there is neither.
+    """
     _require_no_null(name, where)
     local_path(name, where)
     beside = (child.path.parent / name).resolve()
     if os.path.exists(beside):
-        return ResolvedFile(beside, os.path.normpath(os.path.join(os.path.dirname(child.shown), name)))
+        return ResolvedFile(
+            beside, os.path.normpath(os.path.join(os.path.dirname(child.shown), name))
+        )
     shipped = _shipped(name)
     if shipped is not None:
         return shipped
@@ -71,11 +81,16 @@ def read(file: ResolvedFile) -> str:
         raise UsageError(f"{name} is a directory", fix=fix)
     try:
         status = file.path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a device or a pipe may never end, and ranks read the file again
-            raise UsageError(f"{name} is not a regular file", fix="write the config to a file, and name that")
+        # a device or a pipe may never end, and ranks read the file again
+        if not stat.S_ISREG(status.st_mode):
+            raise UsageError(
+                f"{name} is not a regular file", fix="write the config to a file, and name that"
+            )
         if status.st_size > MAX_BYTES:
             fix = "give the YAML file of a config"
-            raise UsageError(f"{name} has more than {MAX_BYTES // 10**6} MB: it is not a config", fix=fix)
+            raise UsageError(
+                f"{name} has more than {MAX_BYTES // 10**6} MB: it is not a config", fix=fix
+            )
         data = file.path.read_bytes()
     except FileNotFoundError:
         raise UsageError(f"there is no file {name}", fix=_near_file(file.path)) from None
@@ -111,5 +126,8 @@ def _near_file(path: Path) -> str:
         return f"did you mean {near[0]}?"
     if beside:
         there = listed(sorted(beside))
-        return f"name a file that is there, such as {there}; `lockstep config list` has those that ship"
+        return (
+            f"name a file that is there, such as {there}; `lockstep config list` has those that"
+            " ship"
+        )
     return "`lockstep config list` names those that ship"

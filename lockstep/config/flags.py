@@ -1,7 +1,8 @@
 """Short names for the most used keys, as options of the command line and keywords of Python's `Trainer`.
 
-`--grad-clip 0` is `training.gradient_clip=0` is `Trainer(…, grad_clip=0)`. `Trainer` also accepts any key by its last
-name, and whole sections as dictionaries. Importing this loads neither torch nor the schema.
+`--grad-clip 0` is `training.gradient_clip=0` is `Trainer(…, grad_clip=0)`. `Trainer` also accepts
+any key by its last name, and whole sections as dictionaries. Importing this loads neither torch nor
+the schema.
 """
 
 import difflib
@@ -34,14 +35,28 @@ class Flag:
 FLAGS: tuple[Flag, ...] = (
     Flag("strategy", "distributed.strategy", "NAME", f"auto, {STRATEGIES.names()}"),
     Flag("batch_size", "training.batch_size", "N", "samples in a micro-batch"),
-    Flag("gradient_accumulation_steps", "training.gradient_accumulation_steps", "N", "micro-batches per rank and step"),
-    Flag("grad_clip", "training.gradient_clip", "NORM", "clip the global norm of the gradient; unset or 0: off"),
+    Flag(
+        "gradient_accumulation_steps",
+        "training.gradient_accumulation_steps",
+        "N",
+        "micro-batches per rank and step",
+    ),
+    Flag(
+        "grad_clip",
+        "training.gradient_clip",
+        "NORM",
+        "clip the global norm of the gradient; unset or 0: off",
+    ),
     Flag("precision", "precision.mode", "MODE", "auto, fp32, bf16 or fp16"),
     Flag("compile", "training.compile", "", "compile the model's blocks", switch=True),
     Flag("max_steps", "training.max_steps", "N", "optimizer updates in the whole run"),
     Flag("learning_rate", "training.learning_rate", "LR", "the peak learning rate"),
     Flag(
-        "allow_changes", "checkpoint.allow_changes", "", "resume though model, data, seed or batch changed", switch=True
+        "allow_changes",
+        "checkpoint.allow_changes",
+        "",
+        "resume though model, data, seed or batch changed",
+        switch=True,
     ),
     Flag("seed", "training.seed", "N", "first values, order of samples, random numbers"),
 )
@@ -52,7 +67,8 @@ BY_NAME: dict[str, Flag] = {flag.name: flag for flag in FLAGS}
 def apply_flags(settings: Mapping[str, Any], where: str = "the settings") -> dict[str, Any]:
     """Return settings by dotted key, given by short name, by the last name of a key, or by dotted key; dashes are `_`.
 
-    Raises UsageError: a name is none of these, with the nearest one; or two names of one key are given.
+    Raises UsageError: a name is none of these, with the nearest one; or two names of one key are
+    given.
     """
     found: dict[str, Any] = {}
     given: dict[str, str] = {}
@@ -67,8 +83,14 @@ def apply_flags(settings: Mapping[str, Any], where: str = "the settings") -> dic
 
 
 def as_overrides(dotted: Mapping[str, Any]) -> list[str]:
-    """Return overrides such as `training.batch_size=4` for `load_config`; text is taken as YAML, as if typed."""
-    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in dotted.items()]
+    """Return overrides such as `training.batch_size=4` for `load_config`.
+
+    Text is taken as YAML, as if typed.
+    """
+    return [
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in dotted.items()
+    ]
 
 
 def _key(name: str, where: str) -> str:
@@ -85,11 +107,15 @@ def _key(name: str, where: str) -> str:
     if len(keys) == 1:
         return keys[0]
     if keys:
-        raise UsageError(f"{name} could be {' or '.join(keys)}", where=where, fix="write the dotted key")
+        raise UsageError(
+            f"{name} could be {' or '.join(keys)}", where=where, fix="write the dotted key"
+        )
     fix = advice_for_keyword(name)
     if fix is None:
         names = (key.rpartition(".")[2] for key in all_keys())
-        known = dict.fromkeys([*BY_NAME, *SECTIONS, *(name for name in names if advice_to_leave_out(name) is None)])
+        known = dict.fromkeys(
+            [*BY_NAME, *SECTIONS, *(name for name in names if advice_to_leave_out(name) is None)]
+        )
         near = difflib.get_close_matches(name, known, n=1, cutoff=_CUTOFF)
         fix = _advice_on(near[0]) if near else f"the short names are {', '.join(BY_NAME)}"
     raise UsageError(f"unknown setting {name}", where=where, fix=fix)

@@ -37,7 +37,8 @@ class KeyInfo:
     description: str
     choices: tuple[str, ...] = ()
     is_section: bool = False
-    free: Literal["", "nested", "flat"] = ""  # a mapping with the user's own keys; flat: with text as values
+    # a mapping with the user's own keys; flat: with text as values
+    free: Literal["", "nested", "flat"] = ""
 
     @property
     def name(self) -> str:
@@ -55,7 +56,9 @@ def children(section: str) -> list[str]:
     """Return the names of the keys right under a section, or of the sections for `""`."""
     prefix = f"{section}." if section else ""
     return [
-        key.removeprefix(prefix) for key in all_keys() if key.startswith(prefix) and "." not in key.removeprefix(prefix)
+        key.removeprefix(prefix)
+        for key in all_keys()
+        if key.startswith(prefix) and "." not in key.removeprefix(prefix)
     ]
 
 
@@ -73,19 +76,31 @@ def near_keys(name: str, section: str) -> list[str]:
     here = _close(name, children(section), 0.6)
     if here:
         return [f"{section}.{here[0]}" if section else here[0]]
-    close = _close(name, sorted({info.name for info in all_keys().values() if not info.is_section}), 0.75)
+    close = _close(
+        name, sorted({info.name for info in all_keys().values() if not info.is_section}), 0.75
+    )
     return keys_named(close[0])[:1] if close else []
 
 
 def _close(word: str, words: list[str], cutoff: float) -> list[str]:
-    """Return the known words similar to `word`, best first; the beginning of a longer word may be similar, too."""
+    """Return the known words similar to `word`, best first.
+
+    The beginning of a longer word may be similar, too.
+    """
     wanted = word.lower().replace("-", "_")
 
     def similarity(known: str) -> float:
         return difflib.SequenceMatcher(None, wanted, known).ratio()
 
-    scores = {known: max(similarity(known), 0.95 * similarity(known[: len(wanted) + 1])) for known in words}
-    return [known for known in sorted(words, key=lambda known: -scores[known]) if scores[known] >= cutoff]
+    scores = {
+        known: max(similarity(known), 0.95 * similarity(known[: len(wanted) + 1]))
+        for known in words
+    }
+    return [
+        known
+        for known in sorted(words, key=lambda known: -scores[known])
+        if scores[known] >= cutoff
+    ]
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[KeyInfo]:
@@ -94,7 +109,9 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[KeyInfo]:
         section = _section(field.annotation)
         named = _named(field)
         default = field.get_default(call_default_factory=True)
-        if default is PydanticUndefined or (section is not None and field.default_factory is not None):
+        if default is PydanticUndefined or (
+            section is not None and field.default_factory is not None
+        ):
             default = None
         choices = named.choices if named is not None else _literals(field.annotation)
         description = " ".join((field.description or "").split())
@@ -102,13 +119,19 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[KeyInfo]:
             takes = named.takes() if field.annotation is str else f"a list, each {named.takes()}"
         else:
             takes = " or ".join(_words(option, field) for option in _options(field.annotation))
-        yield KeyInfo(key, takes, default, description, choices, section is not None, _free(field.annotation))
+        yield KeyInfo(
+            key, takes, default, description, choices, section is not None, _free(field.annotation)
+        )
         if section is not None:
             yield from _walk(section, f"{key}.")
 
 
 def _section(annotation: Any) -> type[Section] | None:
-    options = [option for option in _options(annotation) if isinstance(option, type) and issubclass(option, Section)]
+    options = [
+        option
+        for option in _options(annotation)
+        if isinstance(option, type) and issubclass(option, Section)
+    ]
     return options[0] if options and options[0] is not ObjectSpec else None
 
 
@@ -163,7 +186,9 @@ def _words(annotation: Any, field: FieldInfo) -> str:
         return "one of " + ", ".join(str(choice) for choice in get_args(annotation))
     if origin is list:
         words = _words(get_args(annotation)[0], field)
-        return f"a list of {({'text': 'texts', 'a whole number': 'whole numbers'}).get(words, words)}"
+        return (
+            f"a list of {({'text': 'texts', 'a whole number': 'whole numbers'}).get(words, words)}"
+        )
     return of_types.get(annotation, "a mapping")
 
 
@@ -193,24 +218,36 @@ def from_validation(error: ValidationError, tree: Node) -> list[Mistake]:
         if path not in found:
             found[path] = _mistakes(details, path, tree)
     order = {path: number for number, (path, _) in enumerate(tree.walk())}  # as in the file
-    return [mistake for path in sorted(found, key=lambda path: order.get(path, 0)) for mistake in found[path]]
+    return [
+        mistake
+        for path in sorted(found, key=lambda path: order.get(path, 0))
+        for mistake in found[path]
+    ]
 
 
 def unknown_key(path: Path, tree: Node) -> list[Mistake]:
     """Return the mistakes for a key that is not in the schema, with advice from foreign names or the nearest key."""
     node = tree.find(path)
     if dotted_name(path) in _BLOCKS and isinstance(node.value, dict) and node.value:
-        return [mistake for name in node.value for mistake in _unknown_in_block((*path, name), tree)]
+        return [
+            mistake for name in node.value for mistake in _unknown_in_block((*path, name), tree)
+        ]
     mistakes = [Mistake(str(node.origin), f"unknown key {dotted_name(path)}", _suggestion(path))]
     foreign = advice_for(dotted_name(path)) is not None
-    if isinstance(node.value, dict) and (foreign or not near_keys(str(path[-1]), dotted_name(path[:-1]))):
+    if isinstance(node.value, dict) and (
+        foreign or not near_keys(str(path[-1]), dotted_name(path[:-1]))
+    ):
         inside = []
         for below, child in node.walk():
             full = (*path, *below)
             keys = keys_named(str(full[-1]))  # only exact names
-            advice = advice_for(dotted_name(full)) or (f"write {' or '.join(keys)}" if keys else None)
+            advice = advice_for(dotted_name(full)) or (
+                f"write {' or '.join(keys)}" if keys else None
+            )
             if below and advice is not None:
-                inside.append(Mistake(str(child.origin), f"unknown key {dotted_name(full)}", advice))
+                inside.append(
+                    Mistake(str(child.origin), f"unknown key {dotted_name(full)}", advice)
+                )
         mistakes = inside or mistakes
     return mistakes
 
@@ -258,7 +295,10 @@ def _path_in_file(loc: Sequence[str | int], tree: Node) -> Path:
     path: Path = ()
     for part in loc:
         inside = tree.find(path).value
-        if not ((isinstance(inside, dict) and part in inside) or (isinstance(inside, list) and isinstance(part, int))):
+        if not (
+            (isinstance(inside, dict) and part in inside)
+            or (isinstance(inside, list) and isinstance(part, int))
+        ):
             break
         path = (*path, part)
     return path
@@ -279,15 +319,23 @@ def _mistakes(details: ErrorDetails, path: Path, tree: Node) -> list[Mistake]:
     if info is not None and info.key == key:
         takes = info.takes
     else:
-        words = {"string_type": "text", "dict_type": "a mapping", "list_type": "a list", "int_type": "a whole number"}
+        words = {
+            "string_type": "text",
+            "dict_type": "a mapping",
+            "list_type": "a list",
+            "int_type": "a whole number",
+        }
         words["string_pattern_mismatch"] = "package.module:Name"
-        takes = words.get(details["type"]) or (info.takes if info is not None else details["msg"].lower())
+        takes = words.get(details["type"]) or (
+            info.takes if info is not None else details["msg"].lower()
+        )
     value = node.plain()
     fix = advice_for_value(info.key if info is not None else key, value)
     if key == "distributed.fsdp.auto_wrap_policy":
         fix = _policy_by_name(value) or fix
     if fix is None and key == "distributed.device" and str(value)[-1:].isdecimal():
-        fix = "leave it out: each rank takes the device of its local rank"  # scripts that place ranks write cuda:1
+        # scripts that place ranks write cuda:1
+        fix = "leave it out: each rank takes the device of its local rank"
     if fix is None and info is not None and info.choices and isinstance(value, str):
         lowered = {choice.lower(): choice for choice in info.choices}
         near = difflib.get_close_matches(value.lower(), list(lowered), n=1, cutoff=0.6)
@@ -306,9 +354,14 @@ def _mistakes(details: ErrorDetails, path: Path, tree: Node) -> list[Mistake]:
 
 
 def _policy_by_name(policy: Any) -> str | None:
-    """Return what names one of torch's policies for FSDP units, given as an object; None for anything else."""
+    """Return what names one of torch's policies for FSDP units, given as an object.
+
+    None for anything else.
+    """
     arguments = getattr(policy, "keywords", {})  # of a functools.partial
-    names = classes_of(policy) or sorted(kind.__name__ for kind in arguments.get("transformer_layer_cls", ()))
+    names = classes_of(policy) or sorted(
+        kind.__name__ for kind in arguments.get("transformer_layer_cls", ())
+    )
     if names:
         return f"write auto_wrap_policy: {json.dumps(names)}"
     if "min_num_params" in arguments:

@@ -68,7 +68,11 @@ def load_tree(file: ResolvedFile, chain: tuple[Path, ...]) -> Node:
     if not isinstance(tree.value, dict):
         kind = "a list" if isinstance(tree.value, list) else "text"
         fix = "write sections: model, data, training …; `lockstep config show` prints them all"
-        raise UsageError(f"a config is a mapping with sections, and this is {kind}", where=str(tree.origin), fix=fix)
+        raise UsageError(
+            f"a config is a mapping with sections, and this is {kind}",
+            where=str(tree.origin),
+            fix=fix,
+        )
     if "extends" not in tree.value:
         return tree
     rest = {key: node for key, node in tree.value.items() if key != "extends"}
@@ -86,14 +90,24 @@ def without_replaced_length(tree: Node, later: Node) -> Node:
     for name, other in (_LENGTHS, _LENGTHS[::-1]):
         is_set = later.has(("training", name)) and later.find(("training", name)).value is not None
         if is_set and not later.has(("training", other)) and tree.has(("training", other)):
-            training = {key: node for key, node in tree.find(("training",)).value.items() if key != other}
-            tree = Node({**tree.value, "training": Node(training, tree.find(("training",)).origin)}, tree.origin)
+            training = {
+                key: node for key, node in tree.find(("training",)).value.items() if key != other
+            }
+            tree = Node(
+                {**tree.value, "training": Node(training, tree.find(("training",)).origin)},
+                tree.origin,
+            )
     return tree
 
 
 def _with_settings(tree: Node, settings: Mapping[str, Any]) -> Node:
     for key, value in settings.items():
-        tree = _put(tree, key_path(key, key), node_of(value, Origin(f"the setting {key}")), f"the setting {key}")
+        tree = _put(
+            tree,
+            key_path(key, key),
+            node_of(value, Origin(f"the setting {key}")),
+            f"the setting {key}",
+        )
     return tree
 
 
@@ -115,14 +129,17 @@ def _with_override(tree: Node, override: str) -> Node:
     try:
         value = parse(text, lambda _line: Origin(shown))
     except UsageError as error:
-        raise UsageError(f"the value of {shown} is {error.what}", where=where, fix=error.fix) from None
+        raise UsageError(
+            f"the value of {shown} is {error.what}", where=where, fix=error.fix
+        ) from None
     return _put(tree, key_path(key, shown), value, shown)
 
 
 def key_path(dotted: str, shown: str) -> KeyPath:
     """Return the path of a dotted key. Raises UsageError: the schema has no such key.
 
-    Under a mapping of text with the user's own keys, the rest is one key: `distributed.pipeline.split_spec.layers.4`.
+    Under a mapping of text with the user's own keys, the rest is one key:
+    `distributed.pipeline.split_spec.layers.4`.
     """
     from lockstep.config.keys import all_keys
 
@@ -131,7 +148,8 @@ def key_path(dotted: str, shown: str) -> KeyPath:
     for end in range(1, len(parts) + 1):
         here = ".".join(parts[:end])
         if here not in names:
-            # The whole path, because if a template's block is written as a section, the key in it may be the mistake.
+            # The whole path, because if a template's block is written as a section, the key in it
+            # may be the mistake.
             stub = _put(Node({}, Origin(shown)), parts, Node(None, Origin(shown)), shown)
             raise usage_error(unknown_key(parts[:end], stub), shown)
         info = names[here]
@@ -159,7 +177,9 @@ def _config(tree: Node, source: str) -> Config:
         raise usage_error(from_validation(error, tree), source) from None
     found = list(contradictions(config))
     paths = {key: tuple(key.split(".")) for one in found for key in one.keys}
-    places = {key: tree.find(path).origin if tree.has(path) else "unset" for key, path in paths.items()}
+    places = {
+        key: tree.find(path).origin if tree.has(path) else "unset" for key, path in paths.items()
+    }
     mistakes = []
     for one in found:
         where = ", ".join(f"{key} ({places[key]})" for key in one.keys)
@@ -178,14 +198,19 @@ class _CoreDumper(yaml.SafeDumper):
         return True
 
 
-_EXCLAMATION_MARK = "\ue002"  # stands for an exclamation mark while PyYAML writes, which does not escape it
+# stands for an exclamation mark while PyYAML writes, which does not escape it
+_EXCLAMATION_MARK = "\ue002"
 
 
 def _text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
     """Write text with line breaks, or like that of the template language, in double quotes on one line."""
     if is_template(data):
-        return dumper.represent_scalar("tag:yaml.org,2002:str", data.replace("!", _EXCLAMATION_MARK), style='"')
-    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "\n" in data else None)
+        return dumper.represent_scalar(
+            "tag:yaml.org,2002:str", data.replace("!", _EXCLAMATION_MARK), style='"'
+        )
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", data, style='"' if "\n" in data else None
+    )
 
 
 def _sequence(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
@@ -194,14 +219,19 @@ def _sequence(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
 
 
 def _float(dumper: yaml.SafeDumper, data: float) -> yaml.Node:
-    text = {float("inf"): ".inf", float("-inf"): "-.inf"}.get(data, ".nan" if data != data else repr(data))
+    text = {float("inf"): ".inf", float("-inf"): "-.inf"}.get(
+        data, ".nan" if data != data else repr(data)
+    )
     return dumper.represent_scalar("tag:yaml.org,2002:float", text)
 
 
 _CoreDumper.add_representer(str, _text)
 _CoreDumper.add_representer(list, _sequence)
 _CoreDumper.add_representer(
-    dict, lambda dumper, data: dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=not data)
+    dict,
+    lambda dumper, data: dumper.represent_mapping(
+        "tag:yaml.org,2002:map", data.items(), flow_style=not data
+    ),
 )
 _CoreDumper.add_representer(float, _float)
 
@@ -209,6 +239,10 @@ _CoreDumper.add_representer(float, _float)
 def to_yaml(config: Config) -> str:
     """Return a config as YAML with a blank line between sections, which `load_config` reads back as the same config."""
     text: str = yaml.dump(
-        config.to_dict(), Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=float("inf")
+        config.to_dict(),
+        Dumper=_CoreDumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=float("inf"),
     ).replace(_EXCLAMATION_MARK, "\\x21")
     return re.sub(r"\n(?=[a-z_]+:)", "\n\n", text)

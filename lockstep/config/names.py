@@ -39,7 +39,8 @@ class ForeignName:
     source: str
     kind: Kind
     theirs: str  # the other trainer's name; with `kind="value"`, a value of the key `ours`
-    # a dotted key, an option (`--nnodes`), a Python name or a command; empty if nothing needs to be written
+    # a dotted key, an option (`--nnodes`), a Python name or a command; empty if nothing needs to be
+    # written
     ours: str = ""
     value: str = ""  # the value to write, unless it is the same as theirs
     note: str = ""
@@ -50,7 +51,16 @@ class ForeignName:
         return self.ours.split(".")[0] in SECTIONS
 
 
-SECTIONS = ("model", "loss_fn", "data", "training", "precision", "distributed", "checkpoint", "monitor")
+SECTIONS = (
+    "model",
+    "loss_fn",
+    "data",
+    "training",
+    "precision",
+    "distributed",
+    "checkpoint",
+    "monitor",
+)
 
 
 @cache
@@ -61,13 +71,21 @@ def table() -> tuple[ForeignName, ...]:
 
 
 def advice_for(dotted: str) -> str | None:
-    """Return what to write instead of another trainer's key, such as `fsdp_config.min_num_params`; None if unknown."""
+    """Return what to write instead of another trainer's key, such as `fsdp_config.min_num_params`.
+
+    None if unknown.
+    """
     return _joined(_advice(row, "{ours}: {value}") for row in _matches(dotted))
 
 
 def advice_for_flag(option: str) -> str | None:
-    """Return what to write instead of another trainer's option, such as `--use_fsdp`; None if unknown."""
-    return _joined(_advice(row, "{ours}={value}") for row in _matches(option.lstrip("-").partition("=")[0]))
+    """Return what to write instead of another trainer's option, such as `--use_fsdp`.
+
+    None if unknown.
+    """
+    return _joined(
+        _advice(row, "{ours}={value}") for row in _matches(option.lstrip("-").partition("=")[0])
+    )
 
 
 def advice_for_object(name: str) -> str | None:
@@ -84,22 +102,33 @@ def advice_for_keyword(name: str) -> str | None:
         texts.append(
             f"write {keyword}" + (f" ({row.note})" if row.note else "")
             if row.is_key
-            else f"the launcher decides: lockstep launch {row.ours} N script.py"
-            if row.ours.startswith("--")
-            else _advice(row, "{ours}")
+            else (
+                f"the launcher decides: lockstep launch {row.ours} N script.py"
+                if row.ours.startswith("--")
+                else _advice(row, "{ours}")
+            )
         )
     return _joined(texts)
 
 
 def advice_for_method(name: str) -> str | None:
     """Return what to write instead of a method of another trainer, such as `backward` or `prepare`."""
-    found = [row for row in table() if row.kind == "python" and row.theirs.partition("(")[0].endswith(f".{name}")]
+    found = [
+        row
+        for row in table()
+        if row.kind == "python" and row.theirs.partition("(")[0].endswith(f".{name}")
+    ]
     return _joined(_advice(row, "{ours}") for row in found)
 
 
 def foreign_key(name: str) -> str | None:
-    """Return the key that has the same values as a foreign name; None unless there is exactly one."""
-    rows = [row for row in table() if row.kind == "key" and _normalized(row.theirs) == _normalized(name)]
+    """Return the key that has the same values as a foreign name.
+
+    None unless there is exactly one.
+    """
+    rows = [
+        row for row in table() if row.kind == "key" and _normalized(row.theirs) == _normalized(name)
+    ]
     keys = {row.ours for row in rows if row.is_key and not row.value}
     return keys.pop() if len(keys) == 1 else None
 
@@ -111,7 +140,10 @@ def advice_to_leave_out(name: str) -> str | None:
 
 
 def advice_for_value(key: str, value: object) -> str | None:
-    """Return what to write as the value of `key` instead of another trainer's value; None if unknown."""
+    """Return what to write as the value of `key` instead of another trainer's value.
+
+    None if unknown.
+    """
     word = _normalized(str(value))
     for row in table():
         if row.kind == "value" and row.ours == key and _normalized(row.theirs) == word:
@@ -145,7 +177,11 @@ def _advice(row: ForeignName, form: str) -> str:
     if not row.ours:
         return row.note
     value = row.value or ("VALUE" if "=" in form else "")
-    what = form.format(ours=row.ours, value=value) if value and row.is_key else f"{row.ours} {row.value}".strip()
+    what = (
+        form.format(ours=row.ours, value=value)
+        if value and row.is_key
+        else f"{row.ours} {row.value}".strip()
+    )
     return f"write {what}" + (f" ({row.note})" if row.note else "")
 
 

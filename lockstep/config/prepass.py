@@ -1,8 +1,9 @@
 """Translate the line syntax of the template language to Jinja's, line for line, without importing Jinja.
 
-`-- statement` becomes `{% statement %}`, and `== expression` `{{ expression }}`, with its text indented like the `==`.
-The text of a block takes the indentation of the block in the template that defines it: its lines are moved to column 0
-here, and the definition indents them again. Every line ends in a mark with the numbers of file and line, for messages.
+`-- statement` becomes `{% statement %}`, and `== expression` `{{ expression }}`, with its text
+indented like the `==`. The text of a block takes the indentation of the block in the template that
+defines it: its lines are moved to column 0 here, and the definition indents them again. Every line
+ends in a mark with the numbers of file and line, for messages.
 
 Tests: tests/config/test_templates.py
 """
@@ -14,8 +15,32 @@ from dataclasses import dataclass, field
 from lockstep.errors import UsageError
 
 STATEMENTS = (
-    *("extends", "block", "endblock", "set", "endset", "if", "elif", "else", "endif", "for", "endfor", "include"),
-    *("import", "from", "macro", "endmacro", "filter", "endfilter", "with", "endwith", "raw", "endraw"),
+    *(
+        "extends",
+        "block",
+        "endblock",
+        "set",
+        "endset",
+        "if",
+        "elif",
+        "else",
+        "endif",
+        "for",
+        "endfor",
+        "include",
+    ),
+    *(
+        "import",
+        "from",
+        "macro",
+        "endmacro",
+        "filter",
+        "endfilter",
+        "with",
+        "endwith",
+        "raw",
+        "endraw",
+    ),
 )
 _STATEMENT = re.compile(r"^( *)-- +(\w+)\b *(.*?) *$")
 _EXPRESSION = re.compile(r"^( *)== +(.+?) *$")
@@ -62,7 +87,11 @@ def prepare(text: str, index: int, shown: str) -> PreparedTemplate:
     extends = any(match[2] == "extends" for match in map(_STATEMENT.match, lines) if match)
     for block in blocks:
         block.expands = extends and block.parent is None
-        inside = [line for line in lines[block.start + 1 : block.end] if line.strip() and not _STATEMENT.match(line)]
+        inside = [
+            line
+            for line in lines[block.start + 1 : block.end]
+            if line.strip() and not _STATEMENT.match(line)
+        ]
         block.indent = min(map(_spaces, inside), default=_spaces(lines[block.start]))
     rewritten = _rewrite(lines, blocks, index)
     tops = [block for block in blocks if block.parent is None]
@@ -107,17 +136,23 @@ def _blocks(lines: list[str], shown: str) -> list[TemplateBlock]:
         if word not in STATEMENTS:
             near = difflib.get_close_matches(word, STATEMENTS, n=1)
             fix = f"write -- {near[0]}" if near else f"the statements are {', '.join(STATEMENTS)}"
-            raise UsageError(f"`-- {word}` is not a statement of the template language", where=where, fix=fix)
+            raise UsageError(
+                f"`-- {word}` is not a statement of the template language", where=where, fix=fix
+            )
         if word == "block":
             if not rest:
-                raise UsageError("`-- block` needs a name", where=where, fix="write -- block trainer_args")
+                raise UsageError(
+                    "`-- block` needs a name", where=where, fix="write -- block trainer_args"
+                )
             block = TemplateBlock(rest.split()[0], number, open_blocks[-1] if open_blocks else None)
             found.append(block)
             open_blocks.append(block)
         elif word == "endblock":
             if not open_blocks:
                 text = f"`-- endblock {rest}` ends a block that was not begun".replace(" `", "`")
-                raise UsageError(text, where=where, fix="begin it with `-- block NAME`, or take the line out")
+                raise UsageError(
+                    text, where=where, fix="begin it with `-- block NAME`, or take the line out"
+                )
             block = open_blocks.pop()
             if rest and rest != block.name:
                 text = f"`-- endblock {rest}` ends the block {block.name} of line {block.start + 1}"
@@ -126,7 +161,9 @@ def _blocks(lines: list[str], shown: str) -> list[TemplateBlock]:
     if open_blocks:
         block = open_blocks[-1]
         fix = f"add -- endblock {block.name}"
-        raise UsageError(f"the block {block.name} has no end", where=f"{shown}:{block.start + 1}", fix=fix)
+        raise UsageError(
+            f"the block {block.name} has no end", where=f"{shown}:{block.start + 1}", fix=fix
+        )
     return found
 
 
@@ -156,13 +193,18 @@ def _rewrite(lines: list[str], blocks: list[TemplateBlock], index: int) -> list[
             rewritten.append(f"{head}{{% block {statement[3]} %}}")
         elif number in ends:
             block = open_blocks.pop()
-            rewritten.append(f"{{% endblock {block.name} %}}" + ("" if block.expands else "{% endfilter %}"))
+            rewritten.append(
+                f"{{% endblock {block.name} %}}" + ("" if block.expands else "{% endfilter %}")
+            )
         elif statement:
             rewritten.append(f"{{% {statement[2]} {statement[3]} %}}")
         elif expression:
-            rewritten.append(f"{{{{ ({expression[2]}) | reindent({max(0, len(expression[1]) - cut)}) }}}}{mark}")
+            rewritten.append(
+                f"{{{{ ({expression[2]}) | reindent({max(0, len(expression[1]) - cut)}) }}}}{mark}"
+            )
         elif line.lstrip().startswith("#") and _DELIMITER.search(line):
-            rewritten.append(f"{{% raw %}}{line}{{% endraw %}}{mark}")  # a comment about templates is not a template
+            # a comment about templates is not a template
+            rewritten.append(f"{{% raw %}}{line}{{% endraw %}}{mark}")
         else:
             pending = _pending(line, "")
             kept = line[min(cut, _spaces(line)) :]

@@ -1,7 +1,7 @@
 """Define the whole config, eight typed and strict sections, and its sections `checkpoint` and `monitor`.
 
-`Config()` with all defaults is valid for use from Python, where model and data are given as objects; the command line
-also needs `model.name` and `data.name`. Nothing here imports torch.
+`Config()` with all defaults is valid for use from Python, where model and data are given as
+objects; the command line also needs `model.name` and `data.name`. Nothing here imports torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,16 +39,24 @@ class CheckpointConfig(Section):
     keep_best: str | None = key(None, min_length=1)
     """Also keep the best by this metric: `eval_loss`, `loss`, `grad_norm`, or one of the evaluation, `eval_NAME`; each
     evaluation that is better than all before is saved."""
-    keep_best_mode: Literal["min", "max"] = key("min", "Whether the least or the most `keep_best` is the best.")
-    load_best: bool = key(False, "Load the best checkpoint when the training is done. Needs `keep_best`.")
+    keep_best_mode: Literal["min", "max"] = key(
+        "min", "Whether the least or the most `keep_best` is the best."
+    )
+    load_best: bool = key(
+        False, "Load the best checkpoint when the training is done. Needs `keep_best`."
+    )
     format: Literal["sharded", "full", "local"] = key("sharded")
     """`sharded`: every rank writes its part, any number of ranks can load it; `full`: one file of whole tensors;
     `local`: every rank's part as it is, for the same topology only."""
     storage: ObjectSpec | None = key(None)
     """`package.module:Name`, or with `args`: a `lockstep.checkpoint.Storage` of your own; unset: the folder
     `checkpoints/` of the run directory."""
-    async_: bool = key(True, "Write while training goes on; a save waits for the previous one.", alias="async")
-    retries: int = key(3, "Further tries of a save that the storage refuses, after 0.5 s, 1 s, 2 s …", ge=0)
+    async_: bool = key(
+        True, "Write while training goes on; a save waits for the previous one.", alias="async"
+    )
+    retries: int = key(
+        3, "Further tries of a save that the storage refuses, after 0.5 s, 1 s, 2 s …", ge=0
+    )
     on_failure: Literal["continue", "stop"] = key("continue")
     """After the last try: `continue` logs the failure, trains on and keeps the last good checkpoint; `stop` ends the
     run. The save at the end of a run must succeed."""
@@ -84,7 +92,9 @@ class StragglerConfig(Section):
 
     threshold: float = key(1.3, gt=1)
     """A rank's own time in a step, without waiting, as a multiple of the median of the other ranks."""
-    patience: int = key(3, "The number of times in a row before a warning; checked about once a second.", ge=1)
+    patience: int = key(
+        3, "The number of times in a row before a warning; checked about once a second.", ge=1
+    )
 
 
 class PrometheusConfig(Section):
@@ -105,10 +115,14 @@ class MonitorConfig(Section):
     profile: ProfileConfig | None = key(None, "Trace a few steps; unset: off; `{}`: defaults.")
     memory: MemoryConfig = section(MemoryConfig, "Warnings about memory.")
     straggler: StragglerConfig = section(StragglerConfig, "Warnings about a slow rank.")
-    prometheus: PrometheusConfig | None = key(None, "Serve `/metrics` on rank 0; unset: off; `{}`: defaults.")
+    prometheus: PrometheusConfig | None = key(
+        None, "Serve `/metrics` on rank 0; unset: off; `{}`: defaults."
+    )
     gradient_norms: bool = key(False)
     """Record the norm of each layer's gradient on logged steps. Waits for other ranks."""
-    experiment: str | None = key(None, "The project (W&B) or experiment (MLflow); unset: `lockstep`.", min_length=1)
+    experiment: str | None = key(
+        None, "The project (W&B) or experiment (MLflow); unset: `lockstep`.", min_length=1
+    )
 
 
 @dataclass(frozen=True)
@@ -150,7 +164,9 @@ class Config(Section):
         accelerate = self.distributed.accelerate
         is_open = self.precision.mode == "auto" or "mode" not in self.precision.model_fields_set
         if accelerate.mixed_precision is not None and is_open:
-            self.precision.mode = "fp32" if accelerate.mixed_precision == "no" else accelerate.mixed_precision
+            self.precision.mode = (
+                "fp32" if accelerate.mixed_precision == "no" else accelerate.mixed_precision
+            )
         if accelerate.cpu and self.distributed.device == "auto":
             self.distributed.device = "cpu"
         return self

@@ -13,7 +13,13 @@ from lockstep.strategy import AUTO
 
 DType = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
 ]
 
 
@@ -24,7 +30,9 @@ class CompressionConfig(Section):
     """`fp16`, `bf16`: half the bytes; `powersgd`: low rank; `auto`: the fastest on this link by measurement, which is
     often `none`."""
     rank: int = key(1, "Rank of PowerSGD's approximation.", ge=1)
-    start_step: int = key(10, "The step from which PowerSGD compresses; at least 2 with error feedback.", ge=0)
+    start_step: int = key(
+        10, "The step from which PowerSGD compresses; at least 2 with error feedback.", ge=0
+    )
     warm_start: bool = key(True, "PowerSGD starts each step from the last one's factors.")
     error_feedback: bool = key(True, "PowerSGD adds the compression error to the next gradient.")
 
@@ -32,17 +40,27 @@ class CompressionConfig(Section):
 class DDPConfig(Section):
     """Options of `strategy: ddp`."""
 
-    bucket_cap_mb: float = key(25.0, "Size of the buckets in which gradients are sent, in MiB.", gt=0)
-    find_unused_parameters: bool = key(False, "Search each step for parameters that got no gradient. Costs time.")
+    bucket_cap_mb: float = key(
+        25.0, "Size of the buckets in which gradients are sent, in MiB.", gt=0
+    )
+    find_unused_parameters: bool = key(
+        False, "Search each step for parameters that got no gradient. Costs time."
+    )
     static_graph: bool = key(False, "Promise that the graph is the same in every step.")
-    gradient_as_bucket_view: bool = key(True, "Keep gradients in the buckets, which saves one copy of them.")
-    compression: CompressionConfig = section(CompressionConfig, "Compression of the gradients that are sent.")
+    gradient_as_bucket_view: bool = key(
+        True, "Keep gradients in the buckets, which saves one copy of them."
+    )
+    compression: CompressionConfig = section(
+        CompressionConfig, "Compression of the gradients that are sent."
+    )
 
 
 class FSDPConfig(Section):
     """Options of `strategy: fsdp` (FSDP2), and of the shards within a pipeline."""
 
-    sharding_strategy: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"] = key("full_shard")
+    sharding_strategy: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"] = key(
+        "full_shard"
+    )
     """`full_shard`: parameters, gradients and optimizer state are cut; `shard_grad_op`: parameters stay whole between
     forward and backward; `no_shard`: replicas; `hybrid_shard`: shards within a node, replicas across nodes."""
     auto_wrap_policy: str | list[str] = key("transformer")
@@ -93,7 +111,9 @@ class DiLoCoConfig(Section):
     """The number of parts in which parameters are exchanged, spread over `inner_steps` to lower the peak traffic."""
     send_as: Literal["fp32", "fp16", "bf16", "int8", "int4"] = key("fp32")
     """Type of the changes on the link; int8 and int4 (half a byte) have a scale for each 256 of them."""
-    error_feedback: bool = key(True, "Add the rounding error of int8 and int4 in a worker's change to its next change.")
+    error_feedback: bool = key(
+        True, "Add the rounding error of int8 and int4 in a worker's change to its next change."
+    )
 
 
 class AccelerateConfig(Section):
@@ -106,7 +126,9 @@ class AccelerateConfig(Section):
     split_batches: bool | None = key(None, "Refused: `training.batch_size` is per rank.")
     dispatch_batches: bool | None = key(None, "Refused: each rank reads its own samples.")
     even_batches: bool | None = key(None, "Refused: no sample is repeated to fill a batch.")
-    use_seedable_sampler: bool | None = key(None, "Refused: the order of samples follows from `training.seed`.")
+    use_seedable_sampler: bool | None = key(
+        None, "Refused: the order of samples follows from `training.seed`."
+    )
     gradient_accumulation_plugin: dict[str, Any] | None = key(None)
     """Refused: write `training.gradient_accumulation_steps`."""
 
@@ -129,7 +151,10 @@ OPEN_BLOCKS = 8  # in which an open axis is computed: as many ranks as a node ha
 
 
 class DistributedConfig(Section):
-    """The distribution of micro-batches and parameters over ranks; sizes of the mesh are in ranks."""
+    """The distribution of micro-batches and parameters over ranks.
+
+    Sizes of the mesh are in ranks.
+    """
 
     strategy: Annotated[str, Named(STRATEGIES, AUTO)] = key(AUTO)
     """`single`: one process; `dp`: one process, several GPUs; `ddp`: replicas; `fsdp`: shards; `pipeline`: stages;
@@ -146,8 +171,12 @@ class DistributedConfig(Section):
     """Where ranks find each other: `env://` (set by the launcher) or `tcp://HOST:PORT`."""
     timeout_seconds: float = key(1800.0, "A collective that takes longer is a failure.", gt=0)
     hang: HangConfig = section(HangConfig, "When a step counts as hanging.")
-    debug: Literal["none", "info", "detail"] = key("none", "Set torch's and NCCL's debug switches on every rank.")
-    env: dict[str, str] = Field(default_factory=dict, description="Environment variables for every rank.")
+    debug: Literal["none", "info", "detail"] = key(
+        "none", "Set torch's and NCCL's debug switches on every rank."
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Environment variables for every rank."
+    )
     reproducible: bool = key(False)
     """Equal in every bit under single, ddp, fsdp, hybrid shard and pipeline, on any number of ranks."""
     buffers: dict[str, BufferWay] = Field(default_factory=dict)
@@ -161,8 +190,12 @@ class DistributedConfig(Section):
     """Where a bit has flipped in one replica and others outvote it: stop, or go on from their values."""
     replicate_size: int | None = key(None, ge=1)
     """Ranks along the axis of replicas; unset: follows from the world size."""
-    shard_size: int | None = key(None, "Ranks over which parameters are cut; unset: follows from the world size.", ge=1)
-    pipeline_size: int | None = key(None, "Ranks along the pipeline; unset: follows from the world size.", ge=1)
+    shard_size: int | None = key(
+        None, "Ranks over which parameters are cut; unset: follows from the world size.", ge=1
+    )
+    pipeline_size: int | None = key(
+        None, "Ranks along the pipeline; unset: follows from the world size.", ge=1
+    )
     context_size: int | None = key(None, ge=1)
     """Ranks over which each sequence is cut (context parallel), and which work on the same micro-batches. Unset: 1."""
     context_method: Literal["gathered", "all_to_all", "ring"] = key("gathered")
@@ -216,5 +249,6 @@ class DistributedConfig(Section):
         if not isinstance(value, dict):
             return value
         return {
-            key: str(v) if isinstance(v, (int, float)) and not isinstance(v, bool) else v for key, v in value.items()
+            key: str(v) if isinstance(v, (int, float)) and not isinstance(v, bool) else v
+            for key, v in value.items()
         }

@@ -1,7 +1,8 @@
 """Define the sections `model`, `data`, `training` and `precision` of the config, and build the objects that it names.
 
-Descriptions of fields, long ones in a docstring below, are the documentation of the keys. The defaults are those of a
-plain loop in PyTorch, in float32, without a schedule and without clipping; the configs that ship spell out recipes.
+Descriptions of fields, long ones in a docstring below, are the documentation of the keys. The
+defaults are those of a plain loop in PyTorch, in float32, without a schedule and without clipping;
+the configs that ship spell out recipes.
 
 Tests: tests/config/test_schema.py, tests/config/test_objects.py
 """
@@ -39,11 +40,17 @@ class Named:
         """Return the accepted values in words, for messages and tables."""
         return f"one of {', '.join(self.choices)}, or package.module:Name"
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"anyOf": [{"enum": list(self.choices)}, {"type": "string", "pattern": r"^[^:]+:[^:]+$"}]}
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {
+            "anyOf": [{"enum": list(self.choices)}, {"type": "string", "pattern": r"^[^:]+:[^:]+$"}]
+        }
 
     def _checked(self, name: str) -> str:
         if name not in self.choices and ":" not in name:
@@ -55,7 +62,11 @@ class Section(BaseModel):
     """A part of the config, which refuses unknown keys and values of other types."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, ser_json_inf_nan="constants", use_attribute_docstrings=True
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+        use_attribute_docstrings=True,
     )
 
     @model_validator(mode="before")
@@ -64,8 +75,14 @@ class Section(BaseModel):
         """Replace null by the defaults of a section: `training:` with nothing but comments under it is null in YAML."""
         if not isinstance(value, dict):
             return value
-        containers = {f.alias or name for name, f in cls.model_fields.items() if f.default_factory is not None}
-        return {key: inside for key, inside in value.items() if inside is not None or key not in containers}
+        containers = {
+            f.alias or name for name, f in cls.model_fields.items() if f.default_factory is not None
+        }
+        return {
+            key: inside
+            for key, inside in value.items()
+            if inside is not None or key not in containers
+        }
 
 
 def key(default: Any, description: str | None = None, **limits: Any) -> Any:
@@ -84,7 +101,9 @@ class ObjectSpec(Section):
     name: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
     """`package.module:Name`: a class, or a function that returns the object."""
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments.")
-    positional: list[Any] = Field(default_factory=list, description="Positional arguments, before the keywords.")
+    positional: list[Any] = Field(
+        default_factory=list, description="Positional arguments, before the keywords."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -98,7 +117,9 @@ class ModelConfig(Section):
     name: str | None = key(None, min_length=1)
     """`bdh`, `transformer`, `free_transformer`, `vae`, `hf:NAME-OR-FOLDER`, or `package.module:Class`. Unset only where
     the model is handed over in Python."""
-    args: dict[str, Any] = Field(default_factory=dict, description="Constructor arguments of the model.")
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Constructor arguments of the model."
+    )
 
 
 class DataConfig(Section):
@@ -113,15 +134,22 @@ class DataConfig(Section):
     prefetch_factor: int | None = key(None, ge=1)
     """Micro-batches each worker reads ahead; unset: 2. Needs `num_workers`."""
     pin_memory: bool = key(False, "Read into page-locked memory, for faster copies to a GPU.")
-    persistent_workers: bool = key(False, "Keep the workers from one epoch to the next. Needs `num_workers`.")
-    shuffle: bool = key(True, "A new order each epoch, a function of (seed, epoch); false: the order of the data.")
+    persistent_workers: bool = key(
+        False, "Keep the workers from one epoch to the next. Needs `num_workers`."
+    )
+    shuffle: bool = key(
+        True, "A new order each epoch, a function of (seed, epoch); false: the order of the data."
+    )
     drop_last: bool = key(False)
     """Drop the samples at the end of an epoch that do not fill a global batch, and log their number; false: train on
     them, weighted by their count."""
 
 
 class GradientClipConfig(Section):
-    """Clipping of the global gradient, over all shards and stages; a number alone is a norm, and 0 is off."""
+    """Clipping of the global gradient, over all shards and stages.
+
+    A number alone is a norm, and 0 is off.
+    """
 
     strategy: Literal["norm", "value", "adaptive", "none"] = key("norm")
     """`norm`: scale to the global 2-norm `value`; `value`: cut each element; `adaptive`: AGC, per unit, against the
@@ -149,13 +177,19 @@ class BadNumbersConfig(Section):
     spike_factor: float | None = key(None, gt=1)
     """A loss above this many times the running median counts as bad, too; unset: off."""
     window: int = key(50, "Steps in the running median; spikes are detected once it is full.", ge=3)
-    patience: int = key(5, "The run stops after this many bad steps, or rollbacks to one checkpoint, in a row.", ge=1)
+    patience: int = key(
+        5,
+        "The run stops after this many bad steps, or rollbacks to one checkpoint, in a row.",
+        ge=1,
+    )
 
 
 class EarlyStoppingConfig(Section):
     """The end of a run whose evaluations do not get better."""
 
-    metric: str = key("eval_loss", "`eval_loss`, or a metric of the evaluation: `eval_NAME`.", min_length=1)
+    metric: str = key(
+        "eval_loss", "`eval_loss`, or a metric of the evaluation: `eval_NAME`.", min_length=1
+    )
     mode: Literal["min", "max"] = key("min", "Whether the least or the most is the best.")
     patience: int = key(3, "Evaluations without a better value before the run stops.", ge=1)
     min_delta: float = key(0.0, "A value is better if it differs by more than this.", ge=0)
@@ -167,8 +201,12 @@ class TrainingConfig(Section):
     max_steps: int | None = key(None, ge=1)
     """Optimizer updates in the whole run. Unset, and no `num_train_epochs`: one epoch."""
     num_train_epochs: int | None = key(None, "Passes over the data, instead of `max_steps`.", ge=1)
-    batch_size: int = key(8, "Samples in a micro-batch: forward and backward once, per data-parallel rank.", ge=1)
-    eval_batch_size: int | None = key(None, "Samples in a micro-batch of evaluation; unset: `batch_size`.", ge=1)
+    batch_size: int = key(
+        8, "Samples in a micro-batch: forward and backward once, per data-parallel rank.", ge=1
+    )
+    eval_batch_size: int | None = key(
+        None, "Samples in a micro-batch of evaluation; unset: `batch_size`.", ge=1
+    )
     batch_norm_samples: int | None = key(None, ge=1)
     """Samples over which batch normalisation takes its statistics, a multiple of `batch_size`: with four times as many,
     those of four ranks together, as one process with that `batch_size` has them. Unset: a micro-batch."""
@@ -180,7 +218,9 @@ class TrainingConfig(Section):
     global_batch_size: int | None = key(None, ge=1)
     """Samples in a step over all ranks = batch_size × gradient_accumulation_steps × data-parallel size. If it is set,
     accumulation follows from it, and the run is the same on any number of ranks."""
-    optimizer: Annotated[str, Named(OPTIMIZERS)] = key("adamw", "`adamw`, `adam`, `sgd`, or `package.module:Name`.")
+    optimizer: Annotated[str, Named(OPTIMIZERS)] = key(
+        "adamw", "`adamw`, `adam`, `sgd`, or `package.module:Name`."
+    )
     optimizer_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the optimizer, for example `betas` or `momentum`."""
     learning_rate: float = key(1e-3, "The peak, before `lr_scaling`.", ge=0)
@@ -192,16 +232,26 @@ class TrainingConfig(Section):
     once, and printed at the start."""
     base_batch_size: int | None = key(None, ge=1)
     """The global batch that `learning_rate` was chosen for. Needed by `lr_scaling`."""
-    warmup_steps: int = key(0, "Steps of linear warm-up: step s (from 0) has the factor (s+1)/warmup_steps.", ge=0)
+    warmup_steps: int = key(
+        0, "Steps of linear warm-up: step s (from 0) has the factor (s+1)/warmup_steps.", ge=0
+    )
     min_lr_ratio: float = key(0.1, "The last learning rate over the peak.", ge=0, le=1)
-    wsd_decay_ratio: float = key(0.2, "Under `wsd`, the share of the steps that decays.", gt=0, le=1)
+    wsd_decay_ratio: float = key(
+        0.2, "Under `wsd`, the share of the steps that decays.", gt=0, le=1
+    )
     weight_decay: float | None = key(None, ge=0)
     """Decoupled weight decay (L2 for `adam` and `sgd`); unset: the default of the optimizer's class (`adamw`: 0.01,
     `adam` and `sgd`: 0)."""
-    gradient_clip: GradientClipConfig = Field(default_factory=lambda: GradientClipConfig(strategy="none"))
+    gradient_clip: GradientClipConfig = Field(
+        default_factory=lambda: GradientClipConfig(strategy="none")
+    )
     """Clipping of the global gradient; unset, null or 0: off."""
-    bad_numbers: BadNumbersConfig = section(BadNumbersConfig, "The reaction to NaN, infinity and spikes.")
-    gradient_checkpointing: Literal["none", "full", "selective", "every_n", "sequential"] = key("none")
+    bad_numbers: BadNumbersConfig = section(
+        BadNumbersConfig, "The reaction to NaN, infinity and spikes."
+    )
+    gradient_checkpointing: Literal["none", "full", "selective", "every_n", "sequential"] = key(
+        "none"
+    )
     """Recompute activations in the backward pass: of every block (`full`), of all but the matrix products
     (`selective`), of every n-th block (`every_n`), or of runs of blocks (`sequential`)."""
     gradient_checkpointing_every: int = key(2, ge=1)
@@ -237,7 +287,11 @@ class TrainingConfig(Section):
         if isinstance(value, dict) and isinstance(value.get("optimizer"), dict):
             spec = value["optimizer"]
             if set(spec) <= {"name", "args"} and "name" in spec and not value.get("optimizer_args"):
-                return {**value, "optimizer": spec["name"], "optimizer_args": spec.get("args") or {}}
+                return {
+                    **value,
+                    "optimizer": spec["name"],
+                    "optimizer_args": spec.get("args") or {},
+                }
         return value
 
 
@@ -271,14 +325,19 @@ class PrecisionConfig(Section):
 def build_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
     """Import the class or function of a spec, and return the result of a call with its arguments.
 
-    Arguments that are `{name: package.module:Name, …}` themselves are built first; `further` replaces the spec's.
-    `where` is the config key, for messages.
+    Arguments that are `{name: package.module:Name, …}` themselves are built first; `further`
+    replaces the spec's. `where` is the config key, for messages.
 
     Raises UsageError: it can't be imported, or does not take these arguments.
     """
     target = check_object(spec, where, **further)
-    positional = [_each_spec(value, lambda inner: build_object(inner, where)) for value in spec.positional]
-    keywords = {key: _each_spec(value, lambda inner: build_object(inner, where)) for key, value in spec.args.items()}
+    positional = [
+        _each_spec(value, lambda inner: build_object(inner, where)) for value in spec.positional
+    ]
+    keywords = {
+        key: _each_spec(value, lambda inner: build_object(inner, where))
+        for key, value in spec.args.items()
+    }
     return target(*positional, **keywords | further)
 
 

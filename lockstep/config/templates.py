@@ -1,9 +1,10 @@
 """Render configs in Forgather's template language, by Jinja2 in its sandbox, and read the result as YAML.
 
-A file extends another with `-- extends 'trainers/fsdp.yaml'` (beside it, or shipped) and fills its blocks: trainer_args
-(keys of any section by their last name, or sections), distributed_env (keys of `distributed`), loss_fn and
-trainer_callbacks. Text outside of all blocks is merged over the result; the later one of equal keys wins. A template
-can ask for any amount of memory and time, so it is rendered in a child process with limits that the system enforces.
+A file extends another with `-- extends 'trainers/fsdp.yaml'` (beside it, or shipped) and fills its
+blocks: trainer_args (keys of any section by their last name, or sections), distributed_env (keys of
+`distributed`), loss_fn and trainer_callbacks. Text outside of all blocks is merged over the result;
+the later one of equal keys wins. A template can ask for any amount of memory and time, so it is
+rendered in a child process with limits that the system enforces.
 """
 
 import os
@@ -60,11 +61,17 @@ def _render_chain(file: ResolvedFile) -> tuple[str, dict[str, int | float], list
     _check_blocks(chain, library)
     variables: dict[str, Any] = {}
     from_string = library.environment.from_string
-    texts = [_checked(library, lambda: _fill(library.environment.get_template(str(file.path)), variables))]
+    texts = [
+        _checked(
+            library, lambda: _fill(library.environment.get_template(str(file.path)), variables)
+        )
+    ]
     for member in reversed(chain):
         outside = library.prepared[str(member.path)].outside
         if outside:
-            texts.append(_checked(library, lambda text=outside: _fill(from_string(text), variables), member))
+            texts.append(
+                _checked(library, lambda text=outside: _fill(from_string(text), variables), member)
+            )
     numbers = {name: value for name, value in variables.items() if type(value) in (int, float)}
     return "\n".join(texts), numbers, [member.shown for member in library.files]
 
@@ -81,10 +88,17 @@ def _fill(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 def _with_variables(node: Node, variables: Mapping[str, int | float]) -> Node:
     if isinstance(node.value, dict):
-        return replace(node, value={key: _with_variables(child, variables) for key, child in node.value.items()})
+        return replace(
+            node,
+            value={key: _with_variables(child, variables) for key, child in node.value.items()},
+        )
     if isinstance(node.value, list):
         return replace(node, value=[_with_variables(child, variables) for child in node.value])
-    return replace(node, value=replace(node.value, variables=variables)) if isinstance(node.value, Calc) else node
+    return (
+        replace(node, value=replace(node.value, variables=variables))
+        if isinstance(node.value, Calc)
+        else node
+    )
 
 
 class _Environment(SandboxedEnvironment):
@@ -138,7 +152,10 @@ class _TemplateFiles:
         following: ResolvedFile | None = file
         while following is not None:
             if following.path in [member.path for member in chain]:
-                text = f"`-- extends` goes round in a circle: {' → '.join(m.path.name for m in [*chain, following])}"
+                text = (
+                    "`-- extends` goes round in a circle:"
+                    f" {' → '.join(m.path.name for m in [*chain, following])}"
+                )
                 raise UsageError(text, where=file.shown, fix="take one `-- extends` out")
             chain.append(following)
             following = self._parent(following)
@@ -146,13 +163,19 @@ class _TemplateFiles:
 
     def _parent(self, file: ResolvedFile) -> ResolvedFile | None:
         prepared = self.add(file)
-        parsed = _checked(self, lambda: self.environment.parse(prepared.source, filename=str(file.path)), file)
+        parsed = _checked(
+            self, lambda: self.environment.parse(prepared.source, filename=str(file.path)), file
+        )
         found = parsed.find(nodes.Extends)
         if found is None:
             return None
         where = f"{file.shown}:{found.lineno}"
         if not isinstance(found.template, nodes.Const):
-            raise UsageError("`extends` takes a quoted name", where=where, fix="write -- extends 'trainers/fsdp.yaml'")
+            raise UsageError(
+                "`extends` takes a quoted name",
+                where=where,
+                fix="write -- extends 'trainers/fsdp.yaml'",
+            )
         return parent_file(str(found.template.value), file, where)
 
 
@@ -163,7 +186,11 @@ def _check_blocks(chain: list[ResolvedFile], library: _TemplateFiles) -> None:
         blocks = library.prepared[str(member.path)].blocks
         for block in blocks:
             if block.expands and block.name not in known:
-                fix = f"its blocks are {', '.join(known)}" if known else "it is plain YAML: write `extends: NAME`"
+                fix = (
+                    f"its blocks are {', '.join(known)}"
+                    if known
+                    else "it is plain YAML: write `extends: NAME`"
+                )
                 text = f"the parent has no block {block.name}"
                 raise UsageError(text, where=f"{member.shown}:{block.start + 1}", fix=fix)
         known += [block.name for block in blocks if block.name not in known]
@@ -175,16 +202,31 @@ def _checked(library: _TemplateFiles, work: Any, file: ResolvedFile | None = Non
         return work()
     except jinja2.TemplateSyntaxError as error:
         path = error.filename or error.name
-        shown = (library.by_path.get(str(Path(path)) if path else "") or file or library.files[0]).shown
+        shown = (
+            library.by_path.get(str(Path(path)) if path else "") or file or library.files[0]
+        ).shown
         fix = "mend the statement, or write {% raw %} around text that is not a template"
         text = f"the template can't be read: {error.message}"
         raise UsageError(text, where=f"{shown}:{error.lineno}", fix=fix) from None
-    except (jinja2.TemplateError, ArithmeticError, TypeError, ValueError, LookupError, RecursionError) as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in library.by_path]
-        where = f"{library.by_path[frames[-1].filename].shown}:{frames[-1].lineno}" if frames else None
+    except (
+        jinja2.TemplateError,
+        ArithmeticError,
+        TypeError,
+        ValueError,
+        LookupError,
+        RecursionError,
+    ) as error:
+        frames = [
+            f for f in traceback.extract_tb(error.__traceback__) if f.filename in library.by_path
+        ]
+        where = (
+            f"{library.by_path[frames[-1].filename].shown}:{frames[-1].lineno}" if frames else None
+        )
         shown = where or (file or library.files[0]).shown
         fix = "define what it uses with `-- set NAME = VALUE`, or mend the expression"
-        raise UsageError(f"the template can't be filled in: {error}", where=shown, fix=fix) from None
+        raise UsageError(
+            f"the template can't be filled in: {error}", where=shown, fix=fix
+        ) from None
 
 
 def _expand(tree: Node) -> Node:
@@ -203,7 +245,9 @@ def _expand(tree: Node) -> Node:
         elif name == "distributed_env":
             rest = merge(rest, _distributed_env(node))
         else:
-            rest = merge(rest, Node({"monitor": Node({"callbacks": node}, node.origin)}, node.origin))
+            rest = merge(
+                rest, Node({"monitor": Node({"callbacks": node}, node.origin)}, node.origin)
+            )
     return rest
 
 
@@ -218,13 +262,17 @@ def _unwrapped(name: str, node: Node) -> Node:
 def _trainer_args(node: Node) -> Node:
     if not isinstance(node.value, dict):
         fix = "write lines `key: value` in it"
-        raise UsageError("the block trainer_args holds keys and values", where=str(node.origin), fix=fix)
+        raise UsageError(
+            "the block trainer_args holds keys and values", where=str(node.origin), fix=fix
+        )
     placed = Node({}, node.origin)
     for name, child in node.value.items():
         shallow = shallowest(info.key for info in all_keys().values() if info.name == name)
         if len(shallow) > 1:
             fix = f"write the section too: {shallow[0].replace('.', ': {', 1)}: …}}"
-            raise UsageError(f"{name} could be {' or '.join(shallow)}", where=str(child.origin), fix=fix)
+            raise UsageError(
+                f"{name} could be {' or '.join(shallow)}", where=str(child.origin), fix=fix
+            )
         # The schema refuses keys that stay in `trainer_args`, with advice.
         path = shallow[0].split(".") if shallow else ["trainer_args", name]
         for part in reversed(path):
@@ -239,7 +287,9 @@ def _distributed_env(node: Node) -> Node:
         name = str(node.value["name"].value)
         if name.rpartition(":")[2] != "DistributedEnvironment":
             fix = "write keys of `distributed`: backend, init_method, timeout_seconds …"
-            raise UsageError(f"the block distributed_env can't be {name}", where=str(node.origin), fix=fix)
+            raise UsageError(
+                f"the block distributed_env can't be {name}", where=str(node.origin), fix=fix
+            )
         inside = node.value.get("args", Node({}, node.origin))
     return Node({"distributed": inside}, node.origin)
 
@@ -247,7 +297,8 @@ def _distributed_env(node: Node) -> Node:
 def within_limits(work: Callable[[], T], what: str) -> T:
     """Return the result of `work()`, computed in a child process; result and errors must pickle.
 
-    `work` uses neither devices nor other threads. Raises UsageError: from `work`, or because a limit was reached.
+    `work` uses neither devices nor other threads. Raises UsageError: from `work`, or because a
+    limit was reached.
     """
     reads, writes = os.pipe()
     child = os.fork()

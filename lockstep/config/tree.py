@@ -1,7 +1,8 @@
 """Parse YAML into a tree in which every value has its file and line.
 
-The types are those of YAML 1.2's core schema (section 10.3 of https://yaml.org/spec/1.2.2): `2e-4` is a number; `on`,
-`off`, `yes`, `no` and dates are text; `012` is twelve. Tags are those of the template language.
+The types are those of YAML 1.2's core schema (section 10.3 of https://yaml.org/spec/1.2.2): `2e-4`
+is a number; `on`, `off`, `yes`, `no` and dates are text; `012` is twelve. Tags are those of the
+template language.
 
 Tests: tests/config/test_loading.py, tests/config/test_templates.py
 """
@@ -32,7 +33,10 @@ class Origin:
 
 @dataclass
 class Node:
-    """A value: text, number, bool or None; a list of nodes; a mapping of nodes; or a `Calc` to be evaluated."""
+    """A value: text, number, bool or None; a list of nodes.
+
+    A mapping of nodes; or a `Calc` to be evaluated.
+    """
 
     value: Any
     origin: Origin
@@ -98,7 +102,8 @@ def node_of(value: Any, origin: Origin) -> Node:
 def merge(base: Node, over: Node) -> Node:
     """Return `base` with the values of `over`: mappings are merged key by key, anything else is replaced.
 
-    A blank value over a mapping (a section whose lines are all comments) leaves it unchanged; `null` replaces it.
+    A blank value over a mapping (a section whose lines are all comments) leaves it unchanged;
+    `null` replaces it.
     """
     if isinstance(base.value, dict) and over.blank:
         return base
@@ -131,29 +136,41 @@ for _tag, _pattern, _first in (
 def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False) -> Node:
     """Return the tree of one YAML document; `origins` maps a 0-based line of `text` to its origin.
 
-    With `overlay`, two equal keys are merged if they come from different files, as when a template calls `super()`.
+    With `overlay`, two equal keys are merged if they come from different files, as when a template
+    calls `super()`.
 
-    Raises UsageError: it is not YAML, or has more than one document, duplicate keys or unknown tags.
+    Raises UsageError: it is not YAML, or has more than one document, duplicate keys or unknown
+    tags.
     """
     try:
         document = yaml.compose(text, Loader=CoreLoader)
-        return Node(None, origins(0)) if document is None else _Builder(origins, overlay).build(document)
+        return (
+            Node(None, origins(0))
+            if document is None
+            else _Builder(origins, overlay).build(document)
+        )
     except yaml.YAMLError as error:
         raise _not_yaml(error, origins) from None
     except RecursionError:
         fix = "a config is a few levels deep; mend the brackets"
-        raise UsageError("the YAML is nested too deeply", where=str(origins(0).file), fix=fix) from None
+        raise UsageError(
+            "the YAML is nested too deeply", where=str(origins(0).file), fix=fix
+        ) from None
 
 
 def _not_yaml(error: yaml.YAMLError, origins: Callable[[int], Origin]) -> UsageError:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     origin = origins(mark.line) if mark is not None else origins(0)
-    problem = str(getattr(error, "problem", None) or getattr(error, "reason", None) or "it can't be parsed")
+    problem = str(
+        getattr(error, "problem", None) or getattr(error, "reason", None) or "it can't be parsed"
+    )
     if "single document" in problem or "another document" in problem:
         text = "a config is one YAML document, and this is a second one"
         return UsageError(text, where=str(origin), fix="delete the `---` line")
     if "\\t" in problem or "'\t'" in problem:
-        return UsageError("not YAML: a tab where spaces should be", where=str(origin), fix="indent with spaces")
+        return UsageError(
+            "not YAML: a tab where spaces should be", where=str(origin), fix="indent with spaces"
+        )
     fix = "look for a bracket or a quote that is not closed, and for uneven indentation"
     if "undefined alias" in problem:
         fix = "give a value the anchor first, `&name`, and refer to it by `*name` after that"
@@ -176,10 +193,14 @@ class _Builder:
         self.count += 1
         if self.count > MAX_VALUES:
             fix = "write fewer aliases (*name)"
-            raise UsageError(f"more than {MAX_VALUES:,} values, aliases followed", where=str(origin), fix=fix)
+            raise UsageError(
+                f"more than {MAX_VALUES:,} values, aliases followed", where=str(origin), fix=fix
+            )
         if id(node) in self.open:
             fix = "let the alias (*name) stand outside of the value that it names (&name)"
-            raise UsageError("an alias refers to the value that it is part of", where=str(origin), fix=fix)
+            raise UsageError(
+                "an alias refers to the value that it is part of", where=str(origin), fix=fix
+            )
         self.open.add(id(node))
         try:
             content = self._content(node, origin)
@@ -209,13 +230,18 @@ class _Builder:
                 sources = source.value if isinstance(source.value, list) else [source]
                 if not all(isinstance(each.value, dict) for each in sources):
                     fix = "write `<<: *name` with an anchor on a mapping"
-                    raise UsageError("`<<` takes a mapping, or a list of them", where=str(where), fix=fix)
+                    raise UsageError(
+                        "`<<` takes a mapping, or a list of them", where=str(where), fix=fix
+                    )
                 merged += sources
                 continue
             if not isinstance(key_node, yaml.ScalarNode):
-                raise UsageError("a key should be text", where=str(where), fix="write the key as a plain word")
+                raise UsageError(
+                    "a key should be text", where=str(where), fix="write the key as a plain word"
+                )
             key = str(key_node.value)
-            value = replace(self.build(value_node), origin=where)  # a value has the origin of its key
+            # a value has the origin of its key
+            value = replace(self.build(value_node), origin=where)
             if key in built and not (self.overlay and lines[key].file != where.file):
                 text = f"the key {key!r} is written twice, first in line {lines[key].line}"
                 raise UsageError(text, where=str(where), fix="keep one of the two")
@@ -255,7 +281,10 @@ _CALC = re.compile(r"^!calc(?::@[\w.-]*)?$")
 
 
 def build_tagged(tag: str, content: Node, origin: Origin) -> Node:
-    """Return the node for a tagged value. Raises UsageError: the tag is unknown, or does not take this content."""
+    """Return the node for a tagged value.
+
+    Raises UsageError: the tag is unknown, or does not take this content.
+    """
     singleton = _SINGLETON.match(tag)
     if singleton:
         return _singleton(singleton["name"], content, origin)
@@ -263,7 +292,9 @@ def build_tagged(tag: str, content: Node, origin: Origin) -> Node:
         if content.value in (None, ""):
             return Node([], origin)
         if not isinstance(content.value, list):
-            raise UsageError("!list takes a list", where=str(origin), fix="put `- ` before each of its items")
+            raise UsageError(
+                "!list takes a list", where=str(origin), fix="put `- ` before each of its items"
+            )
         return Node(content.value, origin)
     if _CALC.match(tag):
         if not isinstance(content.value, str) or not content.value.strip():
@@ -277,7 +308,8 @@ def build_tagged(tag: str, content: Node, origin: Origin) -> Node:
 def _singleton(name: str, content: Node, origin: Origin) -> Node:
     """Return the spec of an object.
 
-    `args: […]` are positional arguments; `args: {…}`, `kwargs: {…}` and all other keys are keyword arguments.
+    `args: […]` are positional arguments; `args: {…}`, `kwargs: {…}` and all other keys are keyword
+    arguments.
     """
     keywords: dict[str, Node] = {}
     positional: list[Node] = []
@@ -293,7 +325,10 @@ def _singleton(name: str, content: Node, origin: Origin) -> Node:
                 keywords[key] = child
     elif content.value not in (None, ""):
         fix = "write them under it, indented: `key: value` lines or `- value` lines"
-        text = f"!singleton:{name} takes arguments as a mapping or a list under it, not {content.value!r}"
+        text = (
+            f"!singleton:{name} takes arguments as a mapping or a list under it, not"
+            f" {content.value!r}"
+        )
         raise UsageError(text, where=str(origin), fix=fix)
     inside = {"name": Node(name, origin), "args": Node(keywords, origin)}
     if positional:

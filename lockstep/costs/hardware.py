@@ -1,12 +1,13 @@
 """Lists GPUs and links with their makers' figures and sources, and computes the time of collectives on them.
 
-Peaks are dense (without sparsity), in TFLOP/s; memory in GiB as sold; bandwidths in GB/s (10⁹ bytes), of links in one
-direction and per GPU.
+Peaks are dense (without sparsity), in TFLOP/s; memory in GiB as sold; bandwidths in GB/s (10⁹
+bytes), of links in one direction and per GPU.
 
-Collectives have alpha-beta costs on a network of two levels, links inside of nodes and between them. A collective over
-several nodes runs as rings over all GPUs, one for each network card of a node: traffic between two nodes is spread over
-the cards, and both levels work at once, so the slower one decides. Each of a ring's steps costs one latency. Source:
-Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
+Collectives have alpha-beta costs on a network of two levels, links inside of nodes and between
+them. A collective over several nodes runs as rings over all GPUs, one for each network card of a
+node: traffic between two nodes is spread over the cards, and both levels work at once, so the
+slower one decides. Each of a ring's steps costs one latency. Source: Thakur et al. 2005,
+"Optimization of Collective Communication Operations in MPICH".
 
 Tests: tests/plan/test_published.py, tests/plan/test_resources.py
 """
@@ -23,10 +24,13 @@ from lockstep.errors import UsageError
 class Cost(NamedTuple):
     """Work of an operation."""
 
-    low: int = 0  # floating-point operations in bf16 or fp16, by the formulas of torch.utils.flop_counter
+    # floating-point operations in bf16 or fp16, by the formulas of torch.utils.flop_counter
+    low: int = 0
     full: int = 0  # the same in fp32
-    moved: int = 0  # bytes read and written by operations without a formula: they are bound by memory bandwidth
-    tensor: int = 0  # tensor, context, expert: bytes that a rank sends to those along the axis, and waits for
+    # bytes read and written by operations without a formula: they are bound by memory bandwidth
+    moved: int = 0
+    # tensor, context, expert: bytes that a rank sends to those along the axis, and waits for
+    tensor: int = 0
     context: int = 0
     expert: int = 0
 
@@ -41,7 +45,8 @@ class Cost(NamedTuple):
 
 
 GIB = 2**30
-RESERVED = 0.08  # fraction of a GPU's memory for CUDA's context, kernels' workspaces and fragmentation
+# fraction of a GPU's memory for CUDA's context, kernels' workspaces and fragmentation
+RESERVED = 0.08
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,8 @@ class Link:
 
     name: str
     bandwidth: float  # GB/s per GPU and direction
-    latency: float  # seconds for an empty message, including software: an estimate, not from a data sheet
+    # seconds for an empty message, including software: an estimate, not from a data sheet
+    latency: float
     source: str
 
 
@@ -60,13 +66,15 @@ class Gpu:
 
     name: str
     memory: float  # GiB
-    half: float  # half, single: TFLOP/s of matrix products in bf16 or fp16, and in fp32 without TF32
+    # half, single: TFLOP/s of matrix products in bf16 or fp16, and in fp32 without TF32
+    half: float
     single: float
     bandwidth: float  # GB/s of its memory
     inside: str  # name of the link between GPUs of a node
     source: str
     has_bf16: bool = True  # whether it computes in bf16; else `half` is for fp16 alone
-    # fraction of `half` and `single` that training reaches in matrix products, between communication
+    # fraction of `half` and `single` that training reaches in matrix products, between
+    # communication
     products: float = 0.6
 
     @property
@@ -76,14 +84,30 @@ class Gpu:
 
 
 _GPUS = (
-    Gpu("V100-16GB", 16, 125, 15.7, 900, "NVLink 2", "NVIDIA V100 data sheet, SXM2", has_bf16=False),
-    Gpu("V100-32GB", 32, 125, 15.7, 900, "NVLink 2", "NVIDIA V100 data sheet, SXM2", has_bf16=False),
+    Gpu(
+        "V100-16GB", 16, 125, 15.7, 900, "NVLink 2", "NVIDIA V100 data sheet, SXM2", has_bf16=False
+    ),
+    Gpu(
+        "V100-32GB", 32, 125, 15.7, 900, "NVLink 2", "NVIDIA V100 data sheet, SXM2", has_bf16=False
+    ),
     Gpu("T4", 16, 65, 8.1, 320, "PCIe 3", "NVIDIA T4 data sheet", has_bf16=False),
-    Gpu("A100-40GB", 40, 312, 19.5, 1555, "NVLink 3", "NVIDIA A100 data sheet, SXM4", products=0.70),
-    Gpu("A100-80GB", 80, 312, 19.5, 2039, "NVLink 3", "NVIDIA A100 data sheet, SXM4", products=0.70),
+    Gpu(
+        "A100-40GB", 40, 312, 19.5, 1555, "NVLink 3", "NVIDIA A100 data sheet, SXM4", products=0.70
+    ),
+    Gpu(
+        "A100-80GB", 80, 312, 19.5, 2039, "NVLink 3", "NVIDIA A100 data sheet, SXM4", products=0.70
+    ),
     Gpu("A40", 48, 149.7, 37.4, 696, "PCIe 4", "NVIDIA A40 data sheet"),
     Gpu("A10", 24, 125, 31.2, 600, "PCIe 4", "NVIDIA A10 data sheet"),
-    Gpu("L4", 24, 121, 30.3, 300, "PCIe 4", "NVIDIA L4 data sheet (half of its figures with sparsity)"),
+    Gpu(
+        "L4",
+        24,
+        121,
+        30.3,
+        300,
+        "PCIe 4",
+        "NVIDIA L4 data sheet (half of its figures with sparsity)",
+    ),
     Gpu("L40", 48, 181, 90.5, 864, "PCIe 4", "NVIDIA L40 data sheet"),
     Gpu("L40S", 48, 362, 91.6, 864, "PCIe 4", "NVIDIA L40S data sheet"),
     Gpu("RTX-3080-Ti", 12, 68.2, 34.1, 912, "PCIe 4", "NVIDIA GA102 whitepaper, fp32 accumulation"),
@@ -127,7 +151,8 @@ class Efficiency:
     """Fractions of the makers' figures that torchtitan's published runs reached (`benchmarks.published_figures`)."""
 
     memory: float = 0.80  # of the memory's bandwidth, in operations bound by it
-    fused: float = 0.45  # of the bytes that such operations move one by one, those that fused kernels move
+    # of the bytes that such operations move one by one, those that fused kernels move
+    fused: float = 0.45
     links: float = 0.70  # of the links' bandwidth
 
 
@@ -150,19 +175,30 @@ class GpuCluster:
     def seconds(self, cost: Cost) -> float:
         """Return the seconds that one GPU computes."""
         e = self.efficiency
-        products = (cost.low / self.gpu.half + cost.full / self.gpu.single) / (1e12 * self.gpu.products)
+        products = (cost.low / self.gpu.half + cost.full / self.gpu.single) / (
+            1e12 * self.gpu.products
+        )
         return products + cost.moved * e.fused / (self.gpu.bandwidth * 1e9 * e.memory)
 
     def of_batch_groups(self, ranks: int) -> "GpuCluster":
         """Return the cluster of groups of `ranks` neighbours, each of which works on the same micro-batches."""
-        return replace(self, num_gpus=max(1, self.num_gpus // ranks), per_node=max(1, self.per_node // ranks))
+        return replace(
+            self, num_gpus=max(1, self.num_gpus // ranks), per_node=max(1, self.per_node // ranks)
+        )
 
 
-def cluster_of(num_gpus: int, gpu: str, interconnect: str | None = None, *, per_node: int = 8) -> GpuCluster:
-    """Return a cluster from names as people write them. Raises UsageError: one is unknown, or a number is below 1."""
+def cluster_of(
+    num_gpus: int, gpu: str, interconnect: str | None = None, *, per_node: int = 8
+) -> GpuCluster:
+    """Return a cluster from names as people write them.
+
+    Raises UsageError: one is unknown, or a number is below 1.
+    """
     for name, number in (("number of GPUs", num_gpus), ("number of GPUs a node", per_node)):
         if number < 1:
-            raise UsageError(f"a {name} of {number} makes no cluster", fix="write a number from 1 on")
+            raise UsageError(
+                f"a {name} of {number} makes no cluster", fix="write a number from 1 on"
+            )
     device = find_gpu(gpu)
     inside = LINKS[device.inside]
     between = LINKS["InfiniBand NDR"] if num_gpus > per_node else inside
@@ -173,13 +209,17 @@ def cluster_of(num_gpus: int, gpu: str, interconnect: str | None = None, *, per_
 
 def known_gpu(device_name: str) -> Gpu | None:
     """Return the entry for a driver's name: "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090"."""
-    words = set(re.findall(r"\w+", device_name.lower()))  # whole words: an "NVIDIA L40" is not an L4
+    # whole words: an "NVIDIA L40" is not an L4
+    words = set(re.findall(r"\w+", device_name.lower()))
     fitting = [gpu for gpu in _GPUS if words.issuperset(gpu.name.lower().split("-"))]
     return max(fitting, key=lambda gpu: len(gpu.name), default=None)
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the entry for a name as people write it: "a100", "RTX 4090". Raises UsageError: there is none."""
+    """Return the entry for a name as people write it: "a100", "RTX 4090".
+
+    Raises UsageError: there is none.
+    """
     return _find(name, GPUS, "GPU")
 
 
@@ -196,7 +236,9 @@ def _find(name: str, table: dict[str, T], what: str) -> T:
         return table[plain.get(wanted) or starts[-1]]
     near = difflib.get_close_matches(wanted, plain, n=1)
     guess = f"; did you mean {plain[near[0]]!r}?" if near else ""
-    raise UsageError(f"there is no {what} {name!r} in the table{guess}", fix=f"write one of {', '.join(table)}")
+    raise UsageError(
+        f"there is no {what} {name!r} in the table{guess}", fix=f"write one of {', '.join(table)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -215,8 +257,14 @@ class Group:
     def moved(self, whole: float) -> float:
         """Return the seconds to move `whole` bytes to every rank from ranks that hold 1/size each, or the reverse."""
         c = self.cluster
-        inside = (self.local - 1) / self.local * whole / c.inside.bandwidth if self.local > 1 else 0.0
-        between = (self.nodes - 1) / self.nodes * whole / (c.between.bandwidth * self.local) if self.nodes > 1 else 0.0
+        inside = (
+            (self.local - 1) / self.local * whole / c.inside.bandwidth if self.local > 1 else 0.0
+        )
+        between = (
+            (self.nodes - 1) / self.nodes * whole / (c.between.bandwidth * self.local)
+            if self.nodes > 1
+            else 0.0
+        )
         return max(inside, between) / (1e9 * c.efficiency.links)
 
     def gather(self, whole: float) -> float:
@@ -226,7 +274,11 @@ class Group:
         c = self.cluster
         inside = (self.local - 1) * c.inside.latency
         # The library uses a tree if that has fewer steps.
-        between = min(self.nodes - 1, 2 * math.log2(max(2, self.nodes))) * c.between.latency if self.nodes > 1 else 0.0
+        between = (
+            min(self.nodes - 1, 2 * math.log2(max(2, self.nodes))) * c.between.latency
+            if self.nodes > 1
+            else 0.0
+        )
         return inside + between + self.moved(whole)
 
     def all_reduce(self, size: float) -> float:

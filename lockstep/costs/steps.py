@@ -1,7 +1,8 @@
 """Simulates a step: its time, its traffic per link, and how much communication is not hidden.
 
-A stream (a GPU's computation, its communication, a link) runs its tasks one at a time, in the order in which they were
-added; a task starts when its stream is free and all tasks that it waits for are done.
+A stream (a GPU's computation, its communication, a link) runs its tasks one at a time, in the order
+in which they were added; a task starts when its stream is free and all tasks that it waits for are
+done.
 
 Tests: tests/plan/test_resources.py, tests/plan/test_stages.py, tests/plan/test_published.py
 """
@@ -81,7 +82,9 @@ def pipeline(
                 needs = _needs(step, last)
                 if any(need not in done for need in needs):
                     break
-                task = line.add(("compute", rank), seconds[step.kind, step.stage], [done[n] for n in needs])
+                task = line.add(
+                    ("compute", rank), seconds[step.kind, step.stage], [done[n] for n in needs]
+                )
                 done[step] = arrival = task
                 to = step.stage + (1 if step.kind == "F" else -1)
                 if step.kind != "W" and 0 <= to <= last:
@@ -114,12 +117,14 @@ class ModelSize:
     parameters: int  # number of parameters
     blocks: int  # blocks, segments: number of each; 0 if the model names none
     segments: int
-    # units, unit_parameters: number of units that FSDP gathers one by one, and the average parameters of one
+    # units, unit_parameters: number of units that FSDP gathers one by one, and the average
+    # parameters of one
     units: int
     unit_parameters: float
     optimizer_bytes: float  # optimizer state per parameter, at least
     low_rank_bytes: float  # size of the gradients under PowerSGD, at the config's rank
-    expert_parameters: int = 0  # of the parameters, those of the experts in mixture layers, which are among the units
+    # of the parameters, those of the experts in mixture layers, which are among the units
+    expert_parameters: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,8 @@ class Pieces:
     """A model's step as equal units and a rest."""
 
     units: int  # number of units that are gathered or reduced one by one
-    unit_bytes: float  # unit_bytes, rest_bytes: fp32 bytes of the parameters of one unit, and of the rest
+    # unit_bytes, rest_bytes: fp32 bytes of the parameters of one unit, and of the rest
+    unit_bytes: float
     rest_bytes: float
     forward: float  # forward, backward: seconds of one micro-batch, over all units and the rest
     backward: float
@@ -148,7 +154,8 @@ class StepTime:
     compute: float  # time in which this rank computes
     exposed: float  # time in which it waits for communication
     bubble: float = 0.0  # time in which it waits for other pipeline ranks
-    inside: float = 0.0  # inside, between: bytes that this rank sends over links inside of its node, and between nodes
+    # inside, between: bytes that this rank sends over links inside of its node, and between nodes
+    inside: float = 0.0
     between: float = 0.0
 
 
@@ -165,9 +172,15 @@ class Sent(NamedTuple):
 
 
 def along_axes(cost: Cost, layout: Layout, cluster: GpuCluster) -> Sent:
-    """Return what a rank sends along tensor, context and expert, and waits for; latency is left out."""
+    """Return what a rank sends along tensor, context and expert, and waits for.
+
+    Latency is left out.
+    """
     found = Sent()
-    for size, sent, stride in ((layout.tensor, cost.tensor, 1), (layout.context, cost.context, layout.tensor)):
+    for size, sent, stride in (
+        (layout.tensor, cost.tensor, 1),
+        (layout.context, cost.context, layout.tensor),
+    ):
         if size > 1:
             group = group_of(cluster, size, stride)
             whole = sent * size / (size - 1)
@@ -181,7 +194,9 @@ def sums_of_experts(size: ModelSize, layout: Layout, cluster: GpuCluster) -> Sen
     if layout.expert == 1:
         return Sent()
     held = 4 * size.expert_parameters / (layout.expert * layout.tensor * layout.pipeline)
-    group = group_of(cluster, layout.data_parallel_size // layout.expert, layout.expert * layout.same_batch_size)
+    group = group_of(
+        cluster, layout.data_parallel_size // layout.expert, layout.expert * layout.same_batch_size
+    )
     return Sent(group.all_reduce(held), *group.bytes_sent(2 * held))
 
 
@@ -198,7 +213,13 @@ def with_sent(step: StepTime, waited: Sent, after: Sent) -> StepTime:
 
 
 def replicated_step(
-    pieces: Pieces, layout: Layout, cluster: GpuCluster, micro_batches: int, *, sent: float, bucket_bytes: float
+    pieces: Pieces,
+    layout: Layout,
+    cluster: GpuCluster,
+    micro_batches: int,
+    *,
+    sent: float,
+    bucket_bytes: float,
 ) -> StepTime:
     """Return the time of a step of replicas that all-reduce their gradients, in buckets, during backward.
 
@@ -225,10 +246,16 @@ def replicated_step(
 def rarely_exchanged_step(
     pieces: Pieces, layout: Layout, cluster: GpuCluster, micro_batches: int, *, sent: float
 ) -> StepTime:
-    """Return the mean time of a step of local updates, some of which exchange; `sent`: mean bytes on the link."""
+    """Return the mean time of a step of local updates, some of which exchange.
+
+    `sent`: mean bytes on the link.
+    """
     line = Timeline()
     group = group_of(cluster, layout.world_size)
-    line.add("compute", micro_batches * (pieces.forward + pieces.backward) + pieces.update + agreements(group) / 2)
+    line.add(
+        "compute",
+        micro_batches * (pieces.forward + pieces.backward) + pieces.update + agreements(group) / 2,
+    )
     line.add("links", group.all_reduce(sent), [0])
     return _summed(line, group, sent)
 
@@ -246,14 +273,19 @@ def sharded_step(
     """Return the time of a sharded step: units are gathered before they compute, gradients reduce-scattered after.
 
     Args:
-        gathers_again: whether units are freed after their forward pass, and gathered again for backward.
+        gathers_again: whether units are freed after their forward pass, and gathered again for
+            backward.
         width: bytes of gathered parameters, relative to fp32.
         reduces_each: whether gradients of each micro-batch are reduced, not only the last.
     """
     line = Timeline()
     shards = group_of(cluster, layout.shard)
     replicas = group_of(cluster, layout.replicate, layout.shard)
-    sizes = [pieces.rest_bytes, *[pieces.unit_bytes] * pieces.units] if pieces.units else [pieces.rest_bytes]
+    sizes = (
+        [pieces.rest_bytes, *[pieces.unit_bytes] * pieces.units]
+        if pieces.units
+        else [pieces.rest_bytes]
+    )
     shares = len(sizes) - 1 or 1
     whole = pieces.parameter_bytes
     inside = between = 0.0
@@ -267,11 +299,16 @@ def sharded_step(
         if len(sizes) == 1:
             line.add("compute", pieces.forward, gathered)
         units = list(reversed(sizes[1:] or sizes))
-        prefetched = [line.add("links", shards.gather(size * width)) for size in units[:1] if gathers_again]
+        prefetched = [
+            line.add("links", shards.gather(size * width)) for size in units[:1] if gathers_again
+        ]
         for place, size in enumerate(units):
             here = prefetched
             if gathers_again:  # prefetch: the next unit is gathered before this one computes
-                prefetched = [line.add("links", shards.gather(more * width)) for more in units[place + 1 : place + 2]]
+                prefetched = [
+                    line.add("links", shards.gather(more * width))
+                    for more in units[place + 1 : place + 2]
+                ]
             done = line.add("compute", pieces.backward / shares, here)
             if reduces:
                 _reduce(line, shards, replicas, size, last, done)
@@ -282,7 +319,9 @@ def sharded_step(
         c, d = replicas.bytes_sent(2 * whole / layout.shard if last else 0.0)
         inside = inside + a + c
         between = between + b + d
-    line.add("compute", pieces.update + agreements(shards) + agreements(replicas), range(len(line.tasks)))
+    line.add(
+        "compute", pieces.update + agreements(shards) + agreements(replicas), range(len(line.tasks))
+    )
     computed = micro_batches * (pieces.forward + pieces.backward) + pieces.update
     return StepTime(line.end, computed, line.end - computed, 0.0, inside, between)
 
@@ -292,7 +331,9 @@ def agreements(group: Group) -> float:
     return 2 * group.all_reduce(64.0)
 
 
-def _reduce(line: Timeline, shards: Group, replicas: Group, size: float, last: bool, after: int) -> None:
+def _reduce(
+    line: Timeline, shards: Group, replicas: Group, size: float, last: bool, after: int
+) -> None:
     line.add("links", shards.gather(size), [after])
     if last and replicas.size > 1:
         line.add("links", replicas.all_reduce(size / shards.size))

@@ -1,8 +1,9 @@
 """Turns data that a user hands to the trainer into a source of steps.
 
-- A dataset, or a DataLoader that samples it in a usual way: the order is ours (`SampleOrder`); the loader's dataset,
-  collate_fn and workers are kept.
-- A DataLoader with a sampler or batch sampler of the user's own: its order; each rank reads its micro-batches of it.
+- A dataset, or a DataLoader that samples it in a usual way: the order is ours (`SampleOrder`); the
+  loader's dataset, collate_fn and workers are kept.
+- A DataLoader with a sampler or batch sampler of the user's own: its order; each rank reads its
+  micro-batches of it.
 - Any other iterable: every rank iterates it and keeps its micro-batches (`IterableSteps`).
 """
 
@@ -11,7 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from lockstep import collectives
@@ -20,13 +27,25 @@ from lockstep.data.agreement import several_ranks
 from lockstep.data.batches import Assign, StepSource
 from lockstep.data.iterable import IterableSteps
 from lockstep.data.loader import StepLoader
-from lockstep.data.order import DistributedSampler, Order, SampleOrder, SamplerOrder, check_batch_sizes
+from lockstep.data.order import (
+    DistributedSampler,
+    Order,
+    SampleOrder,
+    SamplerOrder,
+    check_batch_sizes,
+)
 from lockstep.errors import UsageError
 from lockstep.torch_compat.pytree import tree_leaves
 
 # How data are read: settings of the config, and those of a DataLoader.
 _OF_THE_CONFIG = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
-_OF_A_LOADER = (*_OF_THE_CONFIG, "collate_fn", "worker_init_fn", "multiprocessing_context", "timeout")
+_OF_A_LOADER = (
+    *_OF_THE_CONFIG,
+    "collate_fn",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "timeout",
+)
 
 
 def adopt(
@@ -48,22 +67,32 @@ def adopt(
 ) -> StepSource:
     """Return the steps `start_step` … `stop_step` − 1 of a user's data, or raise a UsageError if it can't be used.
 
-    `data` is a dataset (`__getitem__` and `__len__`, or an IterableDataset of samples), a DataLoader, or any other
-    iterable of ready batches, such as a plain list. Order and workers are those of `config`, but a DataLoader has its
-    own. `batch_size` and `global_batch_size` are the samples in a micro-batch and in a step; for ready batches the
-    quotient counts. The data are gone through `epochs` times at most; None: until `stop_step`. `wanted` is False on a
-    rank that reads no data; `state` is the source's `state_dict` from when the run was saved.
+    `data` is a dataset (`__getitem__` and `__len__`, or an IterableDataset of samples), a
+    DataLoader, or any other iterable of ready batches, such as a plain list. Order and workers are
+    those of `config`, but a DataLoader has its own. `batch_size` and `global_batch_size` are the
+    samples in a micro-batch and in a step; for ready batches the quotient counts. The data are gone
+    through `epochs` times at most; None: until `stop_step`. `wanted` is False on a rank that reads
+    no data; `state` is the source's `state_dict` from when the run was saved.
 
-    With `for_evaluation` every sample is taken once, even if a DataLoader drops some, and the DataLoader's own
-    batch_size counts, with as many micro-batches in a step. In training its batch_size must agree.
+    With `for_evaluation` every sample is taken once, even if a DataLoader drops some, and the
+    DataLoader's own batch_size counts, with as many micro-batches in a step. In training its
+    batch_size must agree.
     """
     check_batch_sizes(batch_size, global_batch_size)
     found = _understand(data, config or DataConfig())
     if found.batch_size is not None and found.batch_size != batch_size:
         if not for_evaluation:
-            what = f"the DataLoader has batch_size {found.batch_size}, training.batch_size is {batch_size}"
+            what = (
+                f"the DataLoader has batch_size {found.batch_size}, training.batch_size is"
+                f" {batch_size}"
+            )
             fix = f"give the trainer batch_size={found.batch_size}"
-            raise UsageError(what, where="the training data", why="both mean the samples in a micro-batch", fix=fix)
+            raise UsageError(
+                what,
+                where="the training data",
+                why="both mean the samples in a micro-batch",
+                fix=fix,
+            )
         global_batch_size = global_batch_size // batch_size * found.batch_size
         batch_size = found.batch_size
     found.drop_last = found.drop_last and not for_evaluation
@@ -123,9 +152,14 @@ class _UserData:
 def _understand(data: Any, config: DataConfig) -> _UserData:
     if isinstance(data, DataLoader):
         return _loader(data)
-    hugging_face_stream = type(data).__module__.startswith("datasets.") and not hasattr(data, "__getitem__")
+    hugging_face_stream = type(data).__module__.startswith("datasets.") and not hasattr(
+        data, "__getitem__"
+    )
     if isinstance(data, IterableDataset) or hugging_face_stream:
-        notice = "an iterable dataset is read in the training process; give a DataLoader to read it in workers"
+        notice = (
+            "an iterable dataset is read in the training process; give a DataLoader to read it in"
+            " workers"
+        )
         return _UserData(data, iterated=True, notice=notice if config.num_workers else None)
     require_data(data)
     has_length = hasattr(data, "__getitem__") and hasattr(data, "__len__")
@@ -138,7 +172,9 @@ def _understand(data: Any, config: DataConfig) -> _UserData:
 
 def require_data(data: Any) -> None:
     """Raise a UsageError if this is not a data set and can't be iterated, or is one batch instead of many."""
-    can_be_read = hasattr(data, "__iter__") or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    can_be_read = hasattr(data, "__iter__") or (
+        hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    )
     is_other = isinstance(data, torch.Tensor | dict | str | bytes | type)
     if is_other or not (can_be_read or isinstance(data, DataLoader)) or _is_a_pair_of_columns(data):
         raise _no_data(data)
@@ -146,15 +182,24 @@ def require_data(data: Any) -> None:
 
 def _is_a_pair_of_columns(data: Any) -> bool:
     """Return whether this is (inputs, targets) of all samples: two tensors of as many rows that can't be batches."""
-    if not (isinstance(data, list | tuple) and len(data) == 2 and all(hasattr(one, "shape") for one in data)):
+    if not (
+        isinstance(data, list | tuple)
+        and len(data) == 2
+        and all(hasattr(one, "shape") for one in data)
+    ):
         return False
-    (inputs, targets) = data
-    return bool(inputs.shape[:1] == targets.shape[:1] != () and len(inputs.shape) != len(targets.shape))
+    inputs, targets = data
+    return bool(
+        inputs.shape[:1] == targets.shape[:1] != () and len(inputs.shape) != len(targets.shape)
+    )
 
 
 def _no_data(data: Any) -> UsageError:
     """Return the error for what is not a data set, with what to write in its place."""
-    fix = "give a dataset, a DataLoader or an iterable of batches (for tensors: torch.utils.data.TensorDataset)"
+    fix = (
+        "give a dataset, a DataLoader or an iterable of batches (for tensors:"
+        " torch.utils.data.TensorDataset)"
+    )
     what = f"data of type {type(data).__name__} can't be trained on"
     if isinstance(data, type):
         what = f"the data are the class {data.__name__}"
@@ -165,7 +210,10 @@ def _no_data(data: Any) -> UsageError:
         fix = f"call it: train({name}()); each item is then a batch"
     elif isinstance(data, str):
         what = f"the text {data!r:.60} can't be trained on"
-        fix = "read the file into a torch.utils.data.Dataset; names of data belong into a config's key data.name"
+        fix = (
+            "read the file into a torch.utils.data.Dataset; names of data belong into a config's"
+            " key data.name"
+        )
     elif isinstance(data, list | tuple):
         what = "the data are two tensors: all inputs and all targets"
         fix = "write torch.utils.data.TensorDataset(inputs, targets), whose items are samples"
@@ -181,8 +229,8 @@ def _warn_of_samples(data: Any) -> None:
     one_of_some = len(leaves) > 1 and len(set(rows)) == len(rows)
     if one_of_some or (leaves and not rows):
         warnings.warn(
-            f"each item of a {type(data).__name__} is taken as a batch, and the first looks like one sample\n"
-            "  do: for samples give torch.utils.data.DataLoader(data, batch_size=…)",
+            f"each item of a {type(data).__name__} is taken as a batch, and the first looks like"
+            " one sample\n  do: for samples give torch.utils.data.DataLoader(data, batch_size=…)",
             stacklevel=2,
         )
 
@@ -190,20 +238,29 @@ def _warn_of_samples(data: Any) -> None:
 def _loader(loader: DataLoader[Any]) -> _UserData:
     own = loader.batch_size
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
-        notice = f"every rank reads all of {type(loader.dataset).__name__} and keeps its micro-batches"
+        notice = (
+            f"every rank reads all of {type(loader.dataset).__name__} and keeps its micro-batches"
+        )
         sharded = _is_rank_sharded(loader)
         return _UserData(loader, own, iterated=True, ready=True, notice=None if sharded else notice)
-    found = _UserData(loader.dataset, own, reading={name: getattr(loader, name) for name in _OF_A_LOADER})
+    found = _UserData(
+        loader.dataset, own, reading={name: getattr(loader, name) for name in _OF_A_LOADER}
+    )
     shuffle = usual_order(loader)
     if shuffle is None:
         found.batch_sampler = loader.batch_sampler
         name = type(loader.batch_sampler if own is None else loader.sampler).__name__
-        found.notice = f"the order is that of {name}: every rank goes through all of it and reads its micro-batches"
+        found.notice = (
+            f"the order is that of {name}: every rank goes through all of it and reads its"
+            " micro-batches"
+        )
         return found
     found.shuffle = shuffle
     found.drop_last = loader.drop_last
     if isinstance(loader.sampler, TorchDistributedSampler | DistributedSampler):
-        found.notice = "the DistributedSampler is not used: the trainer itself assigns samples to ranks"
+        found.notice = (
+            "the DistributedSampler is not used: the trainer itself assigns samples to ranks"
+        )
     return found
 
 
@@ -214,7 +271,11 @@ def usual_order(loader: DataLoader[Any]) -> bool | None:
         return None
     if type(sampler) is SequentialSampler:
         return False
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+    if (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    ):
         return True
     if type(sampler) in (TorchDistributedSampler, DistributedSampler):
         return bool(sampler.shuffle)  # type: ignore[attr-defined]
@@ -231,4 +292,6 @@ def _own_loader(data: Any, found: _UserData, batch_size: int) -> DataLoader[Any]
     """Return a loader of a dataset that is this rank's own: the user's, or one by the config."""
     if isinstance(data, DataLoader):
         return data
-    return DataLoader(data, batch_size, shuffle=found.shuffle, drop_last=found.drop_last, **found.reading)
+    return DataLoader(
+        data, batch_size, shuffle=found.shuffle, drop_last=found.drop_last, **found.reading
+    )

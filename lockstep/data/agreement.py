@@ -1,8 +1,9 @@
 """Compares over ranks the data that they were given, before the first step.
 
-Every rank is to have all data, because Lockstep shares them out. Data that are cut by rank beforehand would be cut
-twice, and most samples never seen. What is compared are lengths, the order of the first step, and summaries of a few
-samples. A sample that a rank reads twice with other results draws random numbers that are not seeded: it tells nothing.
+Every rank is to have all data, because Lockstep shares them out. Data that are cut by rank
+beforehand would be cut twice, and most samples never seen. What is compared are lengths, the order
+of the first step, and summaries of a few samples. A sample that a rank reads twice with other
+results draws random numbers that are not seeded: it tells nothing.
 
 Tests: tests/data/test_ranks.py, tests/launch/test_hosts_compared.py
 """
@@ -50,7 +51,8 @@ class DataEvidence:
         order: a checksum of the first step's samples, by index; None for streams.
         samples: some of a dataset that this rank reads.
         items: summaries of a stream's first items.
-        seed: what torch's generator was seeded with; another on each rank if a script seeds nothing.
+        seed: what torch's generator was seeded with; another on each rank if a script seeds
+            nothing.
     """
 
     length: int | None
@@ -70,8 +72,12 @@ def order_checksum(micro_batches: Sequence[Sequence[int]]) -> int:
     return zlib.crc32(repr([list(indices) for indices in micro_batches]).encode())
 
 
-def require_same_data(data: Any, mine: DataEvidence, *, sampler: Any = None, reproducible: bool = False) -> None:
-    """Compare the data of all ranks, or raise a UsageError on each of them; all ranks call it together.
+def require_same_data(
+    data: Any, mine: DataEvidence, *, sampler: Any = None, reproducible: bool = False
+) -> None:
+    """Compare the data of all ranks, or raise a UsageError on each of them.
+
+    All ranks call it together.
 
     `sampler` is the user's own, if the order is its.
     """
@@ -85,26 +91,34 @@ def require_same_data(data: Any, mine: DataEvidence, *, sampler: Any = None, rep
         if difference is None and its.order != ranks[0].order:
             difference = f"the {type(sampler).__name__} gives rank {rank} other samples than rank 0"
             data = sampler
-        may_be_random = its.seed != ranks[0].seed and its.length == ranks[0].length and _cut_of(data) is None
+        may_be_random = (
+            its.seed != ranks[0].seed and its.length == ranks[0].length and _cut_of(data) is None
+        )
         if difference is not None and may_be_random and not reproducible:
             _warn(
-                f"{difference}, and ranks are seeded differently: data that are made of random numbers need the same "
-                "seed on all ranks, such as torch.manual_seed(0) before they are made; of data that are cut by rank "
-                "most samples are never seen"
+                f"{difference}, and ranks are seeded differently: data that are made of random"
+                " numbers need the same seed on all ranks, such as torch.manual_seed(0) before"
+                " they are made; of data that are cut by rank most samples are never seen"
             )
         elif difference is not None:
-            why = "every rank is to have all data, because Lockstep shares them out: what is cut by rank beforehand is "
+            why = (
+                "every rank is to have all data, because Lockstep shares them out: what is cut by"
+                " rank beforehand is "
+            )
             why += "cut twice, and most samples are never seen"
             fix = (
-                f"delete {_cut_of(data) or _ANY_CUT} and hand over all data. Where each rank's are its own on purpose, "
+                f"delete {_cut_of(data) or _ANY_CUT} and hand over all data. Where each rank's are"
+                " its own on purpose, "
             )
             fix += (
-                "say so: data.rank_sharded = True; where they come from random numbers, seed these alike on all ranks"
+                "say so: data.rank_sharded = True; where they come from random numbers, seed these"
+                " alike on all ranks"
             )
             raise UsageError(difference, where="the training or validation data", why=why, fix=fix)
 
 
-_known: MutableMapping[Any, list[Probed]] = WeakIdKeyDictionary()  # by identity: tensors compare to no single bool
+# by identity: tensors compare to no single bool
+_known: MutableMapping[Any, list[Probed]] = WeakIdKeyDictionary()
 
 
 def remember(dataset: Any, probed: list[Probed]) -> None:
@@ -124,19 +138,27 @@ def known(dataset: Any) -> list[Probed] | None:
 def _difference(first: DataEvidence, other: DataEvidence, rank: int) -> str | None:
     """Say how the data of a rank differ from those of rank 0; None if they are the same."""
     if first.length != other.length:
-        return f"rank 0 has {first.length} samples or batches of data, and rank {rank} has {other.length}"
-    same_length = "" if first.length is None else f"ranks 0 and {rank} have {first.length} each, but "
+        return (
+            f"rank 0 has {first.length} samples or batches of data, and rank {rank} has"
+            f" {other.length}"
+        )
+    same_length = (
+        "" if first.length is None else f"ranks 0 and {rank} have {first.length} each, but "
+    )
     of_first = {probed.index: probed for probed in first.samples}
     for its in other.samples:
         mine = of_first.get(its.index, its)
         if mine.repeats and its.repeats and not alike(mine.first, its.first):
-            return f"{same_length}dataset[{its.index}] on rank {rank} is another sample than on rank 0"
+            return (
+                f"{same_length}dataset[{its.index}] on rank {rank} is another sample than on rank 0"
+            )
     if all(map(alike, first.items, other.items)) and len(first.items) == len(other.items):
         return None
     if _share_a_column(first.items, other.items):
         _warn(
-            f"{same_length}the items of rank {rank} differ in part from those of rank 0: either the data are cut by "
-            "rank, and samples are never seen, or they draw random numbers that are not seeded"
+            f"{same_length}the items of rank {rank} differ in part from those of rank 0: either the"
+            " data are cut by rank, and samples are never seen, or they draw random numbers that"
+            " are not seeded"
         )
         return None
     return f"{same_length}the first items of rank {rank} are others than those of rank 0"
@@ -162,19 +184,26 @@ def _check_repeats(ranks: Sequence[DataEvidence], reproducible: bool) -> None:
         return
     what = f"dataset[{changing.index}] is another when it is read again with the same seeds"
     why = "it draws from a generator that was not found, such as one that is made anew in each call"
-    fix = "draw from Python's, NumPy's or torch's global generators, or keep one as an attribute: these are seeded"
+    fix = (
+        "draw from Python's, NumPy's or torch's global generators, or keep one as an attribute:"
+        " these are seeded"
+    )
     if reproducible:
         raise UsageError(what, where="distributed.reproducible", why=why, fix=fix)
     _warn(f"{what}: {why}. What it is depends on ranks, workers and restarts\n  do: {fix}")
 
 
 _ANY_CUT = (
-    "the line that picks a rank's part (dataset.shard(…), Subset(…), a slice [rank::world], a file for each rank)"
+    "the line that picks a rank's part (dataset.shard(…), Subset(…), a slice [rank::world], a file"
+    " for each rank)"
 )
 
 
 def _cut_of(data: Any) -> str | None:
-    """Return the call that may have cut the data, as a user writes it; None for data that do not tell."""
+    """Return the call that may have cut the data, as a user writes it.
+
+    None for data that do not tell.
+    """
     dataset = getattr(data, "dataset", data) if hasattr(data, "batch_sampler") else data
     kinds = {kind.__name__ for kind in type(dataset).__mro__}
     if type(dataset).__module__.startswith("datasets."):

@@ -15,11 +15,15 @@ from torch.utils.data import Dataset
 
 @dataclass
 class Data:
-    """Training and validation data. `facts`: the `source`, and arguments of the model that the config leaves unset."""
+    """Training and validation data.
+
+    `facts`: the `source`, and arguments of the model that the config leaves unset.
+    """
 
     train: Any  # a map-style dataset, or an iterable one
     validation: Any = None
-    facts: dict[str, Any] = field(default_factory=dict)  # vocab_size and block_size; image_size and channels; source
+    # vocab_size and block_size; image_size and channels; source
+    facts: dict[str, Any] = field(default_factory=dict)
     encode: Callable[[str], list[int]] | None = None  # from text to tokens
     decode: Callable[[Sequence[int]], str] | None = None
 
@@ -37,7 +41,8 @@ class CollatingDataset(Dataset[dict[str, Tensor]]):
         return [self[index] for index in indices]
 
 
-# The M micro-batches of a step → this rank's, in running order: (index in 0 … M − 1, whether it counts).
+# The M micro-batches of a step → this rank's, in running order: (index in 0 … M − 1, whether it
+# counts).
 Assign = Callable[[int], list[tuple[int, bool]]]
 
 
@@ -46,7 +51,8 @@ class MicroBatch:
     """One micro-batch as a rank runs it."""
 
     index: int  # its place in the step's global list of micro-batches
-    batch: Any  # the samples as collated, on this rank's device; None where this rank needs none of them
+    # the samples as collated, on this rank's device; None where this rank needs none of them
+    batch: Any
     real: bool = True  # False: a dummy with weight zero, which a rank with fewer micro-batches runs
 
 
@@ -105,9 +111,13 @@ def _token_ids(batch: Any) -> torch.Tensor | None:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with its tensors on `device`, without waiting for the copies; other leaves are unchanged."""
+    """Return `batch` with its tensors on `device`, without waiting for the copies.
+
+    Other leaves are unchanged.
+    """
     if isinstance(batch, torch.Tensor):
-        # MPS reads pageable memory later, without keeping it alive (pytorch/pytorch#189690); CUDA copies it at once.
+        # MPS reads pageable memory later, without keeping it alive (pytorch/pytorch#189690); CUDA
+        # copies it at once.
         return batch.to(device, non_blocking=device.type != "mps")
     if isinstance(batch, Mapping):
         moved = {key: move(value, device) for key, value in batch.items()}
@@ -118,7 +128,9 @@ def move(batch: Any, device: torch.device) -> Any:
         return type(batch)(move(value, device) for value in batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [field.name for field in dataclasses.fields(batch) if field.init]
-        return dataclasses.replace(batch, **{name: move(getattr(batch, name), device) for name in names})
+        return dataclasses.replace(
+            batch, **{name: move(getattr(batch, name), device) for name in names}
+        )
     return batch
 
 

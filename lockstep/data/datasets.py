@@ -1,7 +1,8 @@
 """Makes the data that a `data:` section names: one that ships (text has `text.py`), `hf:NAME`, `package.module:Name`.
 
-`hf:NAME` is a data set of the Hugging Face hub, or a local folder of its files (parquet, JSON, text …). Every process
-tokenizes the text and holds the tokens in memory: for large data sets use `lockstep data prepare`.
+`hf:NAME` is a data set of the Hugging Face hub, or a local folder of its files (parquet, JSON, text
+…). Every process tokenizes the text and holds the tokens in memory: for large data sets use
+`lockstep data prepare`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +30,9 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
     name = data.name
     args = dict(data.args)
     if name is None:
-        raise UsageError("the config names no data", where="data.name", fix=f"set it: {DATA_SETS.names()}")
+        raise UsageError(
+            "the config names no data", where="data.name", fix=f"set it: {DATA_SETS.names()}"
+        )
     if name.startswith("hf:"):
         builder: Callable[..., Any] = partial(hugging_face, name.removeprefix("hf:"))
     else:
@@ -59,15 +62,22 @@ def _users(builder: Callable[..., Any], args: dict[str, Any], name: str, seed: i
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        raise UsageError(f"the data {name} can't be made", where=users_line(error), why=why) from error
+        raise UsageError(
+            f"the data {name} can't be made", where=users_line(error), why=why
+        ) from error
     if isinstance(made, Data):
         return made
     train, validation = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     for part, role in ((train, "training"), (validation, "validation")):
-        readable = hasattr(part, "__iter__") or (hasattr(part, "__getitem__") and hasattr(part, "__len__"))
+        readable = hasattr(part, "__iter__") or (
+            hasattr(part, "__getitem__") and hasattr(part, "__len__")
+        )
         if not readable and not (part is None and role == "validation"):
             what = f"{name} gave {type(part).__name__} for its {role} data, which is not a dataset"
-            fix = "return something with __len__ and __getitem__, an iterable, or a pair (training, validation)"
+            fix = (
+                "return something with __len__ and __getitem__, an iterable, or a pair (training,"
+                " validation)"
+            )
             raise UsageError(what, where="data.name", fix=fix)
     return Data(train, validation, facts=dict(getattr(train, "facts", {})))
 
@@ -88,16 +98,19 @@ def hugging_face(
 ) -> Data:
     """Return the data set of this name, or the folder's, or raise a UsageError.
 
-    `config` is one of its configurations, e.g. `wikitext-2-raw-v1`. `validation_split` is used if the data set has it;
-    else `validation_fraction` of `split` is held out. Rows of `text_field` are joined, each ending its line; with
-    `documents`, a row is a document, padded to `block_size`. With `columns` samples are rows of these instead, as
-    tensors where they are numbers. `tokenizer` is `bytes` or the path of a `tokenizer.json`.
+    `config` is one of its configurations, e.g. `wikitext-2-raw-v1`. `validation_split` is used if
+    the data set has it; else `validation_fraction` of `split` is held out. Rows of `text_field` are
+    joined, each ending its line; with `documents`, a row is a document, padded to `block_size`.
+    With `columns` samples are rows of these instead, as tensors where they are numbers. `tokenizer`
+    is `bytes` or the path of a `tokenizer.json`.
     """
     options = TextOptions(block_size, stride, validation_fraction)
     loaded = _load(name, config)
     if split not in loaded:
         where = "data.args.split"
-        raise UsageError(f"hf:{name} has no split {split!r}", where=where, fix=f"it has {', '.join(loaded)}")
+        raise UsageError(
+            f"hf:{name} has no split {split!r}", where=where, fix=f"it has {', '.join(loaded)}"
+        )
     train = loaded[split]
     validation = loaded.get(validation_split)
     source = f"hf:{name}" + (f" ({config})" if config else "")
@@ -105,8 +118,15 @@ def hugging_face(
     for column in wanted:
         if column not in train.column_names:
             what = f"hf:{name} has no column {column!r}"
-            fix = f"it has {', '.join(train.column_names)}; `columns` takes rows of any of them as samples"
-            raise UsageError(what, where="data.args.text_field" if columns is None else "data.args.columns", fix=fix)
+            fix = (
+                f"it has {', '.join(train.column_names)}; `columns` takes rows of any of them as"
+                " samples"
+            )
+            raise UsageError(
+                what,
+                where="data.args.text_field" if columns is None else "data.args.columns",
+                fix=fix,
+            )
     if columns is not None:
         train = train.with_format("torch", columns=wanted)
         if validation is not None:
@@ -123,7 +143,9 @@ def hugging_face(
         return np.concatenate([np.empty(0, dtype=chosen.dtype), *map(chosen.encode_array, lines)])
 
     whole = encoded(train[text_field])
-    first, last = options.split(whole) if validation is None else (whole, encoded(validation[text_field]))
+    first, last = (
+        options.split(whole) if validation is None else (whole, encoded(validation[text_field]))
+    )
     return language_data(first, last, options, source, chosen, documents=documents)
 
 
@@ -137,8 +159,13 @@ def _load(name: str, config: str | None) -> Any:
         return datasets.load_dataset(name, config)
     except Exception as error:  # the package and its dependencies raise many kinds
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        fix = "check the name, data.args.config and the network; a local folder works without one: hf:./folder"
-        raise UsageError(f"hf:{name} can't be loaded", where="data.name", why=why, fix=fix) from error
+        fix = (
+            "check the name, data.args.config and the network; a local folder works without one:"
+            " hf:./folder"
+        )
+        raise UsageError(
+            f"hf:{name} can't be loaded", where="data.name", why=why, fix=fix
+        ) from error
 
 
 SIZES = (8, 16, 32)
@@ -165,13 +192,16 @@ class Images(CollatingDataset):
 def digits(*, image_size: int = 32, validation_fraction: float = 0.1) -> Data:
     """Return 1797 handwritten digits of scikit-learn, 8 × 8 pixels, enlarged; no download.
 
-    The last `validation_fraction`, mostly of other writers, is the validation data. Source: E. Alpaydin, C. Kaynak,
-    *Optical Recognition of Handwritten Digits*, UCI Machine Learning Repository, 1998.
+    The last `validation_fraction`, mostly of other writers, is the validation data. Source: E.
+    Alpaydin, C. Kaynak, *Optical Recognition of Handwritten Digits*, UCI Machine Learning
+    Repository, 1998.
     """
     check_fraction(validation_fraction)
     if image_size not in SIZES:
         what = f"digits has no image_size {image_size!r}"
-        raise UsageError(what, where="data.args.image_size", fix=f"choose {', '.join(map(str, SIZES))}")
+        raise UsageError(
+            what, where="data.args.image_size", fix=f"choose {', '.join(map(str, SIZES))}"
+        )
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -179,7 +209,11 @@ def digits(*, image_size: int = 32, validation_fraction: float = 0.1) -> Data:
         raise UsageError(what, where="data.name: digits", fix="pip install scikit-learn") from None
     loaded = load_digits()
     small = torch.from_numpy(loaded.images).float().div(16)[:, None]  # pixels are 0 … 16
-    images = small if image_size == 8 else F.interpolate(small, size=(image_size, image_size), mode="bilinear")
+    images = (
+        small
+        if image_size == 8
+        else F.interpolate(small, size=(image_size, image_size), mode="bilinear")
+    )
     labels = torch.from_numpy(loaded.target).long()
     border = len(labels) - int(len(labels) * validation_fraction)
     validation = Images(images[border:], labels[border:]) if border < len(labels) else None

@@ -1,8 +1,9 @@
 """Summarises samples, to tell whether two processes, or two runs, have read the same ones.
 
-A summary has a row for each value in a sample. Whole numbers, truth values and texts have a checksum. Floats and images
-have sums, which are compared within a tolerance: another processor decodes an image, or adds up, in a slightly
-different way. Values of other kinds are no evidence, and have no row.
+A summary has a row for each value in a sample. Whole numbers, truth values and texts have a
+checksum. Floats and images have sums, which are compared within a tolerance: another processor
+decodes an image, or adds up, in a slightly different way. Values of other kinds are no evidence,
+and have no row.
 
 Tests: tests/data/test_ranks.py, tests/data/test_iterable.py
 """
@@ -65,8 +66,10 @@ def _row(value: Any) -> Row | None:
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             return None
         value = _sampled(value.detach().reshape(-1))
-        value = (value.float() if value.is_floating_point() else value).cpu().numpy()  # NumPy lacks some formats
-    elif not isinstance(value, np.ndarray | np.generic) and hasattr(value, "__array__"):  # an image of Pillow
+        # NumPy lacks some formats
+        value = (value.float() if value.is_floating_point() else value).cpu().numpy()
+    elif not isinstance(value, np.ndarray | np.generic) and hasattr(value, "__array__"):
+        # an image of Pillow
         with suppress(Exception):
             value = np.asarray(value)
     if not isinstance(value, np.ndarray | np.generic):

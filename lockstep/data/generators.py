@@ -1,10 +1,11 @@
 """Finds the random generators that a dataset or a collate function has of its own, and seeds them.
 
-What such a generator gives depends on who has drawn from it before: on the numbers of ranks and workers. Seeded before
-each sample, like Python's, NumPy's and torch's global generators, it gives the same on all of them.
+What such a generator gives depends on who has drawn from it before: on the numbers of ranks and
+workers. Seeded before each sample, like Python's, NumPy's and torch's global generators, it gives
+the same on all of them.
 
-Searched are attributes, containers, closures and what functions refer to in their modules. Generators that exist during
-a call alone, or in compiled code, are not found.
+Searched are attributes, containers, closures and what functions refer to in their modules.
+Generators that exist during a call alone, or in compiled code, are not found.
 """
 
 import functools
@@ -34,7 +35,10 @@ _GLOBALS = (_OF_PYTHON.__self__, _OF_NUMPY.__self__, torch.default_generator)
 
 
 def generators_of(root: Any) -> dict[str, Generator]:
-    """Return the generators that an object holds, by a name such as `transform.rng`; not the global ones."""
+    """Return the generators that an object holds, by a name such as `transform.rng`.
+
+    Not the global ones.
+    """
     found: dict[str, Generator] = {}
     seen: dict[int, Any] = {}  # the objects are kept alive, so that their ids are not used again
     waiting = deque([("", root)])
@@ -45,7 +49,8 @@ def generators_of(root: Any) -> dict[str, Generator]:
         seen[id(value)] = value
         if isinstance(value, Generator):
             if not any(value is one for one in _GLOBALS):
-                found[name + "'" * (name in found)] = value  # an attribute of the class, hidden by the object's
+                # an attribute of the class, hidden by the object's
+                found[name + "'" * (name in found)] = value
         else:
             waiting += [(f"{name}.{part}".strip("."), its) for part, its in _parts(value)]
     return found
@@ -117,7 +122,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):  # no other mappings: one may be a file
         yield from ((str(key), part) for key, part in itertools.islice(value.items(), _MOST_ITEMS))
     elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((str(index), part) for index, part in enumerate(itertools.islice(value, _MOST_ITEMS)))
+        yield from (
+            (str(index), part) for index, part in enumerate(itertools.islice(value, _MOST_ITEMS))
+        )
     elif isinstance(value, functools.partial):
         yield from (("", value.func), ("", value.args), ("", value.keywords))
     elif isinstance(value, types.MethodType):
@@ -143,4 +150,8 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
     yield from ((str(index), default) for index, default in enumerate(function.__defaults__ or ()))
     yield from (function.__kwdefaults__ or {}).items()
     if is_users_file(code.co_filename):  # a library's own generators may not be meant for samples
-        yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
+        yield from (
+            (name, function.__globals__[name])
+            for name in code.co_names
+            if name in function.__globals__
+        )

@@ -1,8 +1,9 @@
 """Makes steps of data that can only be iterated.
 
-Every rank iterates all data and keeps its micro-batches, so that a step is the same on any number of ranks. A dataset
-with `rank_sharded = True` reads a different stream on each rank; ranks whose stream has ended run dummies with weight
-zero. Items are read with generators seeded by (seed, epoch, position), as an uninterrupted run does.
+Every rank iterates all data and keeps its micro-batches, so that a step is the same on any number
+of ranks. A dataset with `rank_sharded = True` reads a different stream on each rank; ranks whose
+stream has ended run dummies with weight zero. Items are read with generators seeded by (seed,
+epoch, position), as an uninterrupted run does.
 """
 
 import logging
@@ -24,16 +25,19 @@ _log = logging.getLogger("lockstep")
 
 
 class IterableSteps:
-    """Iterates over the steps `start_step` … `stop_step` − 1 of an iterable; see `adopt` for further arguments.
+    """Iterates over the steps `start_step` … `stop_step` − 1 of an iterable.
 
-    The `iterable`, of samples, or (`ready`) of collated batches, is iterated again each epoch, after `set_epoch(epoch)`
-    if it has that method, until it yields nothing (a generator). `state` is a `state_dict` from a step before
-    `start_step` (unset: step 0); those between are read and discarded. If other items come than the run had read, the
-    epoch is read again from its start, and if that does not help, a warning is logged; `reproducible` refuses. For a
-    rank-sharded iterable, `any_left` returns whether any rank passes True; all ranks call it, once per step.
+    See `adopt` for further arguments.
 
-    A UsageError is raised for an empty iterable, or a state that JSON can't hold, and a RunError, which names the item,
-    if the user's code raises.
+    The `iterable`, of samples, or (`ready`) of collated batches, is iterated again each epoch,
+    after `set_epoch(epoch)` if it has that method, until it yields nothing (a generator). `state`
+    is a `state_dict` from a step before `start_step` (unset: step 0); those between are read and
+    discarded. If other items come than the run had read, the epoch is read again from its start,
+    and if that does not help, a warning is logged; `reproducible` refuses. For a rank-sharded
+    iterable, `any_left` returns whether any rank passes True; all ranks call it, once per step.
+
+    A UsageError is raised for an empty iterable, or a state that JSON can't hold, and a RunError,
+    which names the item, if the user's code raises.
     """
 
     def __init__(
@@ -74,15 +78,24 @@ class IterableSteps:
         self.rank_sharded = any_left is not None
         self.notice = notice  # a line to log at the start
         if self.rank_sharded:
-            self.notice = "the data are sharded by rank: the content of a step depends on the number of ranks, so runs "
+            self.notice = (
+                "the data are sharded by rank: the content of a step depends on the number of"
+                " ranks, so runs "
+            )
             self.notice += "on different numbers of ranks are different trainings"
         self._compares = compares and any_left is None
         self._tries = 0  # to read an epoch from its start, because a state was not restored
         self._as_handed_over = dict(getattr(iterable, "__dict__", {}))
         self._state: dict[str, Any] = {**start_of(0, 0), **(state or {})}
         if self._state["step"] > start_step:
-            what = f"the state of the data is that of step {self._state['step']}, after step {start_step}"
-            why = "the data have gone further than the run; they are restored together, from one checkpoint"
+            what = (
+                f"the state of the data is that of step {self._state['step']}, after step"
+                f" {start_step}"
+            )
+            why = (
+                "the data have gone further than the run; they are restored together, from one"
+                " checkpoint"
+            )
             raise UsageError(what, why=why)
 
     @property
@@ -95,8 +108,8 @@ class IterableSteps:
     def state_dict(self) -> dict[str, Any]:
         """Return, as JSON, where a run resumed after the last yielded step has to start reading.
 
-        That is some items before that step, to compare them; or the start of the epoch (`set_epoch` alone), or of the
-        data (neither, or rank-sharded).
+        That is some items before that step, to compare them; or the start of the epoch (`set_epoch`
+        alone), or of the data (neither, or rank-sharded).
         """
         return dict(self._state)
 
@@ -118,7 +131,9 @@ class IterableSteps:
         state = self._state
         step = int(state["step"])
         epoch = int(state["epoch"])
-        while (self._epochs is None or epoch < self._epochs) and (self._stop is None or step < self._stop):
+        while (self._epochs is None or epoch < self._epochs) and (
+            self._stop is None or step < self._stop
+        ):
             begun = step
             try:
                 for batches in self._steps_of_epoch(state):
@@ -161,7 +176,8 @@ class IterableSteps:
     def _read_again(self, state: dict[str, Any], difference: NotRestoredError) -> dict[str, Any]:
         """Return a state to go on from in place of one that was not restored, or raise an error.
 
-        First the epoch is read again from its start, with the iterable's own state from there, then with none.
+        First the epoch is read again from its start, with the iterable's own state from there, then
+        with none.
         """
         vars(self._iterable).clear()
         vars(self._iterable).update(self._as_handed_over)
@@ -170,33 +186,53 @@ class IterableSteps:
         self._tries += 1
         compared = {key: state[key] for key in ("begins", "witnessed", "witnesses")}
         if begins is not None:
-            state = {**start_of(state["epoch"], begins["step"]), "begins": begins, "iterable": begins["state"]}
+            state = {
+                **start_of(state["epoch"], begins["step"]),
+                "begins": begins,
+                "iterable": begins["state"],
+            }
         if begins is not None and self._tries == 1:
             _warn(
-                f"the state_dict of {name} does not restore what was being read (the contents of a shuffle buffer are "
-                f"not part of it, for instance): epoch {state['epoch']} is read again from its start"
+                f"the state_dict of {name} does not restore what was being read (the contents of a"
+                f" shuffle buffer are not part of it, for instance): epoch {state['epoch']} is read"
+                " again from its start"
             )
             return state | compared
         if begins is not None and self._tries == 2:
             return state | compared | {"iterable": None}
-        what = f"the {name} does not give the same items again: item {difference.position} of epoch {state['epoch']}"
+        what = (
+            f"the {name} does not give the same items again: item {difference.position} of epoch"
+            f" {state['epoch']}"
+        )
         what += " is missing" if difference.ended else " is another one"
-        why = "the run that is resumed had read it; neither the state_dict nor reading from the start brings it back"
+        why = (
+            "the run that is resumed had read it; neither the state_dict nor reading from the start"
+            " brings it back"
+        )
         if difference.__cause__ is not None:
             why = f"{why}: {reason(difference.__cause__)}"
         if difference.ended or self._reproducible:
-            fix = "draw from Python's, NumPy's or torch's global generators, which are seeded for each item, and let "
+            fix = (
+                "draw from Python's, NumPy's or torch's global generators, which are seeded for"
+                " each item, and let "
+            )
             fix += "each iteration begin anew; or leave out state_dict and load_state_dict"
             raise UsageError(what, where="the training data", why=why, fix=fix)
-        _warn(f"{what}: {why}. The run goes on after as many items; some may come twice, others never")
+        _warn(
+            f"{what}: {why}. The run goes on after as many items; some may come twice, others never"
+        )
         return {**state, "witnesses": []}
 
     def _compare(self, items: list[Any]) -> None:
-        """Compare the first items that are trained on with those of the other ranks; all ranks call it together."""
+        """Compare the first items that are trained on with those of the other ranks.
+
+        All ranks call it together.
+        """
         if self._compares and several_ranks():
             self._compares = False
             require_same_data(
-                self._iterable, DataEvidence(known_length(self._iterable), items=list(map(summary, items)))
+                self._iterable,
+                DataEvidence(known_length(self._iterable), items=list(map(summary, items))),
             )
 
     def _any(self, more: bool) -> bool:
@@ -215,8 +251,13 @@ class IterableSteps:
                     self._latest = (piece, step, index)
                 if self._latest is None:
                     what = "this rank's share of the data is empty"
-                    why = "a rank whose stream has ended repeats its latest batch, with weight zero; it had none"
-                    raise RunError(what, where=f"step {step}", why=why, fix="give each rank at least one batch")
+                    why = (
+                        "a rank whose stream has ended repeats its latest batch, with weight zero;"
+                        " it had none"
+                    )
+                    raise RunError(
+                        what, where=f"step {step}", why=why, fix="give each rank at least one batch"
+                    )
                 shared.append((self._latest, piece is not None))
         else:
             pieces = stream.take(self._micro_batches, self._batch_size)
@@ -224,7 +265,11 @@ class IterableSteps:
             shared = [((pieces[index], step, index), real) for index, real in self._assign(count)]
         if step >= self._start and not self.rank_sharded:
             self._compare([item for piece in pieces for item in piece][:MOST_ITEMS])
-        mine = [self._micro_batch(*source, real) for source, real in shared] if step >= self._start else []
+        mine = (
+            [self._micro_batch(*source, real) for source, real in shared]
+            if step >= self._start
+            else []
+        )
         samples = sum(batch_length(piece[0]) if self._ready else len(piece) for piece in pieces)
         return StepBatches(step, epoch, count, samples, not self._any(stream.more), mine)
 
@@ -236,14 +281,20 @@ class IterableSteps:
             try:
                 with preserve_states():
                     seed_from("collate", self._seed, step, index)
-                    batch = collate_by_default(piece, lambda: [f"its sample {number}" for number in range(len(piece))])
+                    batch = collate_by_default(
+                        piece, lambda: [f"its sample {number}" for number in range(len(piece))]
+                    )
             except RunError as error:
                 where = f"micro-batch {index} of step {step}"
                 raise RunError(error.what, where=where, why=error.why, fix=error.fix) from error
             except Exception as error:
                 what = f"collating micro-batch {index} of step {step} failed"
-                raise RunError(what, where=users_line(error), why=f"{type(error).__name__}: {error}") from error
-        return MicroBatch(index, batch if self._device.type == "cpu" else move(batch, self._device), real)
+                raise RunError(
+                    what, where=users_line(error), why=f"{type(error).__name__}: {error}"
+                ) from error
+        return MicroBatch(
+            index, batch if self._device.type == "cpu" else move(batch, self._device), real
+        )
 
 
 def _warn(text: str) -> None:

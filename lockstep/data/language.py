@@ -1,7 +1,7 @@
 """Makes samples of language models: tokenizers, the split into training and validation, and windows of tokens.
 
-A sample is `{"input_ids", "targets"}`, both int64 [block_size]; `targets[t]` is the token after `input_ids[t]`: targets
-are shifted here and nowhere else. −100 marks a target that does not count.
+A sample is `{"input_ids", "targets"}`, both int64 [block_size]; `targets[t]` is the token after
+`input_ids[t]`: targets are shifted here and nowhere else. −100 marks a target that does not count.
 
 Tests: tests/data/test_datasets.py
 """
@@ -26,7 +26,9 @@ class Tokenizer:
 
     def __init__(self, name: str = "bytes") -> None:
         self.name = name
-        self._model: Any = None if name == "bytes" else _load(local_path(name, "data.args.tokenizer"))
+        self._model: Any = (
+            None if name == "bytes" else _load(local_path(name, "data.args.tokenizer"))
+        )
         self.vocab_size: int = 256 if self._model is None else self._model.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
@@ -55,7 +57,9 @@ class Tokenizer:
 def _load(path: Path) -> Any:
     if not path.is_file():
         fix = "write bytes, or the path of a Hugging Face tokenizer.json"
-        raise UsageError(f"there is no tokenizer {str(path)!r}", where="data.args.tokenizer", fix=fix)
+        raise UsageError(
+            f"there is no tokenizer {str(path)!r}", where="data.args.tokenizer", fix=fix
+        )
     try:
         import tokenizers
     except ImportError:
@@ -66,7 +70,9 @@ def _load(path: Path) -> Any:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exception
         where = "data.args.tokenizer"
-        raise UsageError(f"{path} is not a Hugging Face tokenizer.json", where=where, why=str(error)) from None
+        raise UsageError(
+            f"{path} is not a Hugging Face tokenizer.json", where=where, why=str(error)
+        ) from None
 
 
 IGNORED = -100  # torch's cross entropy skips targets of this value
@@ -82,17 +88,28 @@ class Tokens(Protocol):
 
 
 class TokenWindows(CollatingDataset):
-    """Windows of `block_size` + 1 tokens, one every `stride` (unset: `block_size`); a shorter text is a UsageError."""
+    """Windows of `block_size` + 1 tokens, one every `stride` (unset: `block_size`).
 
-    def __init__(self, tokens: Tokens, block_size: int, stride: int | None = None, *, where: str = "the text") -> None:
+    A shorter text is a UsageError.
+    """
+
+    def __init__(
+        self, tokens: Tokens, block_size: int, stride: int | None = None, *, where: str = "the text"
+    ) -> None:
         self.tokens = tokens
         self.block_size = at_least_one("block_size", block_size)
         self.stride = at_least_one("stride", stride if stride is not None else block_size)
         spare = len(tokens) - (block_size + 1)
         if spare < 0:
             what = f"{where} has {len(tokens)} tokens, but one sample needs {block_size + 1}"
-            why = f"a sample is block_size + 1 = {block_size} + 1 tokens: inputs, and targets one further"
-            fix = "give more text, or a smaller block_size (for validation: a larger validation_fraction)"
+            why = (
+                f"a sample is block_size + 1 = {block_size} + 1 tokens: inputs, and targets one"
+                " further"
+            )
+            fix = (
+                "give more text, or a smaller block_size (for validation: a larger"
+                " validation_fraction)"
+            )
             raise UsageError(what, where="data.args", why=why, fix=fix)
         self._length = spare // self.stride + 1
 
@@ -117,20 +134,31 @@ class TokenWindows(CollatingDataset):
 
 
 class Documents(Dataset[Sample]):
-    """Samples of one document each, padded to `block_size` with targets that do not count; a UsageError without any.
+    """Samples of one document each, padded to `block_size` with targets that do not count.
 
-    A longer document than `block_size` + 1 tokens makes several samples; one of less than two tokens makes none.
+    A UsageError without any.
+
+    A longer document than `block_size` + 1 tokens makes several samples; one of less than two
+    tokens makes none.
     """
 
     deterministic = True
 
-    def __init__(self, documents: Sequence[Tokens], block_size: int, *, where: str = "the text") -> None:
+    def __init__(
+        self, documents: Sequence[Tokens], block_size: int, *, where: str = "the text"
+    ) -> None:
         self.documents = documents
         self.block_size = at_least_one("block_size", block_size)
-        self._pieces = [(n, start) for n, each in enumerate(documents) for start in range(0, len(each) - 1, block_size)]
+        self._pieces = [
+            (n, start)
+            for n, each in enumerate(documents)
+            for start in range(0, len(each) - 1, block_size)
+        ]
         if not self._pieces:
             what = f"{where} has {len(documents)} documents, none of at least 2 tokens"
-            raise UsageError(what, where="data.args", why="a document needs a token to read and one to predict")
+            raise UsageError(
+                what, where="data.args", why="a document needs a token to read and one to predict"
+            )
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -175,11 +203,24 @@ class TextOptions:
 
 
 def language_data(
-    train: Any, validation: Any, options: TextOptions, source: str, tokenizer: Tokenizer, *, documents: bool = False
+    train: Any,
+    validation: Any,
+    options: TextOptions,
+    source: str,
+    tokenizer: Tokenizer,
+    *,
+    documents: bool = False,
 ) -> Data:
-    """Return data of windows of a long text, or of documents, or raise a UsageError; `validation` may be empty."""
+    """Return data of windows of a long text, or of documents, or raise a UsageError.
+
+    `validation` may be empty.
+    """
     if documents and options.stride is not None:
-        raise UsageError("documents are not cut by a stride", where="data.args.stride", fix="drop it, or documents")
+        raise UsageError(
+            "documents are not cut by a stride",
+            where="data.args.stride",
+            fix="drop it, or documents",
+        )
 
     def samples(part: Any, role: str) -> TokenWindows | Documents:
         where = f"the {role} part of {source}"

@@ -1,8 +1,9 @@
 """Makes steps of a map-style dataset, with torch's DataLoader.
 
-Its workers are started once and prefetch across epochs. A worker reads a whole micro-batch (`ReadRequest`) and returns
-it collated; a rank reads only the samples that it runs. The content of a sample is a function of (seed, epoch,
-dataset index), and a collate function draws from (seed, step, micro-batch): see `order`.
+Its workers are started once and prefetch across epochs. A worker reads a whole micro-batch
+(`ReadRequest`) and returns it collated; a rank reads only the samples that it runs. The content of
+a sample is a function of (seed, epoch, dataset index), and a collate function draws from (seed,
+step, micro-batch): see `order`.
 """
 
 import itertools
@@ -14,12 +15,34 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 from torch.utils.data import get_worker_info as worker_info
 
 from lockstep import accelerator
-from lockstep.data.agreement import DataEvidence, Probed, known, order_checksum, remember, require_same_data
-from lockstep.data.batches import Assign, CollatingDataset, MicroBatch, StepBatches, known_length, move
+from lockstep.data.agreement import (
+    DataEvidence,
+    Probed,
+    known,
+    order_checksum,
+    remember,
+    require_same_data,
+)
+from lockstep.data.batches import (
+    Assign,
+    CollatingDataset,
+    MicroBatch,
+    StepBatches,
+    known_length,
+    move,
+)
 from lockstep.data.fingerprint import summary
 from lockstep.data.generators import can_be_seeded, generators_of, preserve, seed_generators
 from lockstep.data.mistakes import advice, collate_by_default, users_line, workers_not_started
@@ -46,7 +69,10 @@ class ReadRequest(NamedTuple):
 
 
 class ProbeRequest(NamedTuple):
-    """Samples to summarise, twice; read where samples are read, since a dataset may open its files there."""
+    """Samples to summarise, twice.
+
+    Read where samples are read, since a dataset may open its files there.
+    """
 
     indices: list[int]
 
@@ -64,7 +90,9 @@ class ReadFailure(NamedTuple):
 class Reader(Dataset[Any]):
     """Reads micro-batches of the user's dataset; lives in the workers."""
 
-    def __init__(self, dataset: Dataset[Any], collate_fn: Collate | None, seed: int, num_workers: int) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], collate_fn: Collate | None, seed: int, num_workers: int
+    ) -> None:
         self.dataset = dataset
         self._collate: Collate = collate_fn or default_collate
         self._draws = not draws_nothing(dataset)
@@ -76,11 +104,15 @@ class Reader(Dataset[Any]):
         self._is_first = True  # in this process
         self._at: int | None = None
         # The index that each worker is reading, for the message if it dies.
-        self.reading: Any = multiprocessing.RawArray("q", [-1] * num_workers) if num_workers else None
+        self.reading: Any = (
+            multiprocessing.RawArray("q", [-1] * num_workers) if num_workers else None
+        )
 
     def __getitem__(self, request: ReadRequest | ProbeRequest) -> Any:
         if isinstance(request, ProbeRequest):
-            return [probed for index in request.indices if (probed := self._probe(index)) is not None]
+            return [
+                probed for index in request.indices if (probed := self._probe(index)) is not None
+            ]
         self._at = None
         try:
             batch = self._read(request)
@@ -93,7 +125,9 @@ class Reader(Dataset[Any]):
                 rest = f", … {len(request.indices)} in all" if len(request.indices) > 8 else ""
                 what = f"reading or collating the samples [{indices}{rest}] failed"
             cause = error if worker_info() is None else None
-            return ReadFailure(what, users_line(error), f"{type(error).__name__}: {error}", cause, advice(error))
+            return ReadFailure(
+                what, users_line(error), f"{type(error).__name__}: {error}", cause, advice(error)
+            )
         return batch if worker_info() is None else InlineBatch(batch)
 
     def _read(self, request: ReadRequest) -> Any:
@@ -118,7 +152,9 @@ class Reader(Dataset[Any]):
     def _put_together(self, samples: list[Any], request: ReadRequest) -> Any:
         if self._collate_draws:
             return self._collate(samples)
-        return collate_by_default(samples, lambda: [f"dataset[{index}]" for index in request.indices])
+        return collate_by_default(
+            samples, lambda: [f"dataset[{index}]" for index in request.indices]
+        )
 
     def _probe(self, index: int) -> Probed | None:
         """Return two summaries of a sample; None if it can't be read, which its step will say."""
@@ -148,7 +184,9 @@ class Reader(Dataset[Any]):
     def _samples(self, request: ReadRequest) -> list[Any]:
         together = getattr(self.dataset, "__getitems__", None)
         if together is not None and not self._draws:
-            samples: list[Any] = self._together(lambda indices: list(together(indices)), request.indices)
+            samples: list[Any] = self._together(
+                lambda indices: list(together(indices)), request.indices
+            )
             return samples
         samples = []
         record_work = recorder_of_work()
@@ -169,7 +207,10 @@ class Reader(Dataset[Any]):
         return samples
 
     def _read_again_if_new(self, epoch: int, index: int, sample: Any) -> Any:
-        """Return the process's first sample; read again if reading it has made a generator, which was not seeded."""
+        """Return the process's first sample.
+
+        Read again if reading it has made a generator, which was not seeded.
+        """
         self._is_first = False
         if not self._draws:
             return sample
@@ -217,7 +258,10 @@ def draws_nothing(dataset: Any) -> bool:
 
 
 def collated_of(dataset: Any) -> Collate | None:
-    """Return the function that makes a micro-batch in one call; None if a subclass overrides how samples are read."""
+    """Return the function that makes a micro-batch in one call.
+
+    None if a subclass overrides how samples are read.
+    """
 
     def defined(name: str) -> int:
         return next(place for place, kind in enumerate(type(dataset).__mro__) if name in vars(kind))
@@ -230,7 +274,8 @@ def collated_of(dataset: Any) -> Collate | None:
 class InlineBatch:
     """Sends a batch from a worker to the training process, where it arrives as `batch` itself.
 
-    Small tensors are faster inside the message, as NumPy arrays, than through shared memory, as torch sends them.
+    Small tensors are faster inside the message, as NumPy arrays, than through shared memory, as
+    torch sends them.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -242,10 +287,18 @@ class InlineBatch:
 
 class _Pickler(ForkingPickler):
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
+        if (
+            type(value) is not torch.Tensor
+            or value.device.type != "cpu"
+            or value.layout is not torch.strided
+        ):
             return NotImplemented  # torch's way
         plain = value.dtype in _NUMPY_DTYPES and not value.requires_grad and not value.is_neg()
-        return (torch.from_numpy, (value.numpy(),)) if plain and value.nbytes <= INLINE_LIMIT else NotImplemented
+        return (
+            (torch.from_numpy, (value.numpy(),))
+            if plain and value.nbytes <= INLINE_LIMIT
+            else NotImplemented
+        )
 
 
 _Plan = tuple[StepSamples, list[tuple[int, bool]]]  # a step, and this rank's part of it
@@ -254,11 +307,12 @@ _Plan = tuple[StepSamples, list[tuple[int, bool]]]  # a step, and this rank's pa
 class StepLoader:
     """Iterates over the steps `start_step` … `stop_step` − 1, each with this rank's micro-batches on the device.
 
-    A `dataset` is anything with `__getitem__`. With an attribute `deterministic = True` (it draws no random numbers) it
-    is read without seeding, and in one call per micro-batch if it has `__getitems__`. Other arguments are as in torch's
-    DataLoader, or in `adopt`. Workers live as long as one iteration over any number of epochs, or longer
-    (`persistent_workers`). `prefetch_factor` unset: at least one step ahead. While iterating, a RunError names the
-    dataset index at which the dataset raised, or a worker died.
+    A `dataset` is anything with `__getitem__`. With an attribute `deterministic = True` (it draws
+    no random numbers) it is read without seeding, and in one call per micro-batch if it has
+    `__getitems__`. Other arguments are as in torch's DataLoader, or in `adopt`. Workers live as
+    long as one iteration over any number of epochs, or longer (`persistent_workers`).
+    `prefetch_factor` unset: at least one step ahead. While iterating, a RunError names the dataset
+    index at which the dataset raised, or a worker died.
     """
 
     def __init__(
@@ -292,7 +346,9 @@ class StepLoader:
         self._stop = stop_step
         self._epochs = epochs
         self._wanted = wanted
-        self.notice = "; ".join(text for text in (notice, getattr(order, "notice", None)) if text) or None
+        self.notice = (
+            "; ".join(text for text in (notice, getattr(order, "notice", None)) if text) or None
+        )
         self._persistent = persistent_workers and num_workers > 0
         self._plans: dict[int, _Plan] = {}  # of steps in progress
         self._running: Any = None  # the DataLoader's iterator
@@ -311,7 +367,10 @@ class StepLoader:
                 ended = self._stop is not None and self._stop <= self._start
                 assigned = [] if ended else self._plan(self._start)[1]
                 prefetch_factor = max(2, -(-len(assigned) // num_workers) + 1)
-            workers = {"prefetch_factor": prefetch_factor, "multiprocessing_context": multiprocessing_context}
+            workers = {
+                "prefetch_factor": prefetch_factor,
+                "multiprocessing_context": multiprocessing_context,
+            }
         # The generator: else it would draw from the training's.
         self._loader: DataLoader[Any] = DataLoader(
             self._reader,
@@ -334,12 +393,19 @@ class StepLoader:
             return
         if unkeyed := [name for name, generator in found.items() if not can_be_seeded(generator)]:
             what = f"the data draw from {listed(unkeyed)}, which can't be seeded"
-            fix = "draw with random.random(), numpy.random or torch.rand: these are seeded for each sample"
+            fix = (
+                "draw with random.random(), numpy.random or torch.rand: these are seeded for each"
+                " sample"
+            )
             if reproducible:
-                raise UsageError(what, where="distributed.reproducible", why="no run repeats another", fix=fix)
+                raise UsageError(
+                    what, where="distributed.reproducible", why="no run repeats another", fix=fix
+                )
             text = f"warning: {what}: no run repeats another"
         else:
-            text = f"generators of the data's own ({listed(sorted(found))}) are seeded for each sample"
+            text = (
+                f"generators of the data's own ({listed(sorted(found))}) are seeded for each sample"
+            )
         self.notice = "; ".join(filter(None, (self.notice, text)))
 
     @property
@@ -359,10 +425,14 @@ class StepLoader:
             if self._compares:
                 self._compare()
             for window, assigned in self._planned():
-                mine = [MicroBatch(index, self._next(window, index), real) for index, real in assigned]
+                mine = [
+                    MicroBatch(index, self._next(window, index), real) for index, real in assigned
+                ]
                 self._plans.pop(window.step, None)
                 count = len(window.micro_batches)
-                yield StepBatches(window.step, window.epoch, count, window.num_samples, window.last_of_epoch, mine)
+                yield StepBatches(
+                    window.step, window.epoch, count, window.num_samples, window.last_of_epoch, mine
+                )
         finally:
             if not self._persistent:
                 self.close()
@@ -375,7 +445,10 @@ class StepLoader:
             raise workers_not_started(error) from error
 
     def _compare(self) -> None:
-        """Compare the data with those of the other ranks, or raise a UsageError; all ranks call it together."""
+        """Compare the data with those of the other ranks, or raise a UsageError.
+
+        All ranks call it together.
+        """
         probed = known(self._dataset) or []
         if self._probes is not None:
             probed = self._reader[self._probes] if self._reads_here else self._received()
@@ -397,7 +470,10 @@ class StepLoader:
         end_workers(self._loader, running)
 
     def explain(self, error: RuntimeError) -> RunError | None:
-        """Return a message for torch's error about a dead worker; None if it is about something else."""
+        """Return a message for torch's error about a dead worker.
+
+        None if it is about something else.
+        """
         text = str(error)
         if not text.startswith("DataLoader worker") and "DataLoader timed out" not in text:
             return None
@@ -409,26 +485,41 @@ class StepLoader:
 
         def end_of(worker: Any) -> str:
             code = worker.exitcode
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            how = (
+                f"was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"exited with code {code}"
+            )
             return f"process {worker.pid} {how}"
 
         what = "a data worker died" if dead else "a data worker gave no answer"
         why = ", ".join(end_of(workers[number]) for number in dead) or text.splitlines()[0]
-        fix = "set data.num_workers: 0 to see the dataset's own error; a killed worker was often out of memory"
-        return RunError(what, where=f"while it read {reading}" if reading else None, why=why, fix=fix)
+        fix = (
+            "set data.num_workers: 0 to see the dataset's own error; a killed worker was often out"
+            " of memory"
+        )
+        return RunError(
+            what, where=f"while it read {reading}" if reading else None, why=why, fix=fix
+        )
 
     def _planned(self) -> Iterator[_Plan]:
-        for step in itertools.count(self._start) if self._stop is None else range(self._start, self._stop):
+        for step in (
+            itertools.count(self._start) if self._stop is None else range(self._start, self._stop)
+        ):
             window, assigned = self._plan(step)
             if self._epochs is not None and window.epoch >= self._epochs:  # started at the end
                 return
             yield window, assigned
-            if self._epochs is not None and window.epoch == self._epochs - 1 and window.last_of_epoch:
+            if (
+                self._epochs is not None
+                and window.epoch == self._epochs - 1
+                and window.last_of_epoch
+            ):
                 return
 
     def _plan(self, step: int) -> _Plan:
-        # The sampler runs ahead of the steps, perhaps into the next epoch, so its plans are kept: the order holds one
-        # epoch's permutation only.
+        # The sampler runs ahead of the steps, perhaps into the next epoch, so its plans are kept:
+        # the order holds one epoch's permutation only.
         if step not in self._plans:
             window = self.order.window(step)
             self._plans[step] = (window, self._assign(len(window.micro_batches)))
@@ -445,11 +536,15 @@ class StepLoader:
         if not self._wanted:
             return None
         if self._reads_here:
-            batch = self._reader[ReadRequest(window.step, window.epoch, index, window.micro_batches[index])]
+            batch = self._reader[
+                ReadRequest(window.step, window.epoch, index, window.micro_batches[index])
+            ]
         else:
             batch = self._received()
         if isinstance(batch, ReadFailure):
-            raise RunError(batch.what, where=batch.where, why=batch.why, fix=batch.fix) from batch.cause
+            raise RunError(
+                batch.what, where=batch.where, why=batch.why, fix=batch.fix
+            ) from batch.cause
         return batch if self.device.type == "cpu" else move(batch, self.device)
 
 

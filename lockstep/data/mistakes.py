@@ -24,36 +24,51 @@ def is_users_file(filename: str) -> bool:
 def users_line(error: BaseException) -> str | None:
     """Return the deepest line of the traceback in the user's own code: file:line, function, text."""
     here = os.path.dirname(__file__)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if os.path.dirname(f.filename) != here]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if os.path.dirname(f.filename) != here
+    ]
     own = [frame for frame in frames if is_users_file(frame.filename)]
     if not (own or frames):
         return None
     frame = (own or frames)[-1]
-    return f"{frame.filename}:{frame.lineno} in {frame.name}" + (f": {frame.line}" if frame.line else "")
+    return f"{frame.filename}:{frame.lineno} in {frame.name}" + (
+        f": {frame.line}" if frame.line else ""
+    )
 
 
 def reason(error: BaseException) -> str:
     """Return the error's class and the first line of its message; for one of a torch worker, those of its cause."""
     text = str(error)
-    if text.startswith("Caught ") and "Original Traceback" in text:  # its last line that is not indented
+    # its last line that is not indented
+    if text.startswith("Caught ") and "Original Traceback" in text:
         return [line for line in text.splitlines() if line.strip() and not line.startswith(" ")][-1]
     return f"{type(error).__name__}: {text}".splitlines()[0]
 
 
 _FULL = "unable to allocate shared memory"  # of torch, in the worker that sends a batch
-_MORE = "give /dev/shm more space (containers get 64 MB: docker run --shm-size=8g, or --ipc=host; in Kubernetes an "
+_MORE = (
+    "give /dev/shm more space (containers get 64 MB: docker run --shm-size=8g, or --ipc=host; in"
+    " Kubernetes an "
+)
 _MORE += "emptyDir of medium Memory on /dev/shm), or set data.num_workers: 0"
 
 _UNEQUAL = "equal size"  # of `default_collate`
-_PAD = "pad or cut them to one size in the dataset, or give a DataLoader with a collate_fn that pads: "
-_PAD += "torch.nn.utils.rnn.pad_sequence, transformers.DataCollatorWithPadding(tokenizer); or use batch_size: 1"
+_PAD = (
+    "pad or cut them to one size in the dataset, or give a DataLoader with a collate_fn that pads: "
+)
+_PAD += (
+    "torch.nn.utils.rnn.pad_sequence, transformers.DataCollatorWithPadding(tokenizer); or use"
+    " batch_size: 1"
+)
 
 
 def advice(error: BaseException) -> str | None:
     """Return what to do about an error of torch while data are read, if that is known."""
     if _UNEQUAL in str(error):
         return _PAD
-    no_semaphores = isinstance(error, OSError) and error.errno == errno.ENOSPC and _calls_semaphores(error)
+    no_semaphores = (
+        isinstance(error, OSError) and error.errno == errno.ENOSPC and _calls_semaphores(error)
+    )
     return _MORE if _FULL in str(error) or no_semaphores else None
 
 
@@ -64,7 +79,10 @@ def _calls_semaphores(error: BaseException) -> bool:
 
 
 def workers_not_started(error: OSError) -> BaseException:
-    """Return the error of data workers that can't be started; `error` itself if the shared memory is not full."""
+    """Return the error of data workers that can't be started.
+
+    `error` itself if the shared memory is not full.
+    """
     if error.errno != errno.ENOSPC:
         return error
     what = "the data workers can't be started: there is no space left in /dev/shm"
@@ -72,7 +90,9 @@ def workers_not_started(error: OSError) -> BaseException:
 
 
 def collate_by_default(samples: Sequence[Any], names: Callable[[], Sequence[str]]) -> Any:
-    """Return torch's `default_collate` of samples; a RunError says which of them do not fit together, and in what.
+    """Return torch's `default_collate` of samples.
+
+    A RunError says which of them do not fit together, and in what.
 
     `names` returns what the samples are called in that message.
     """
@@ -83,19 +103,28 @@ def collate_by_default(samples: Sequence[Any], names: Callable[[], Sequence[str]
         if misfit is None:
             raise
         why = f"without a collate_fn the samples of a micro-batch are stacked ({reason(error)})"
-        raise RunError(f"samples do not fit together: {misfit}", where="the data", why=why, fix=_PAD) from error
+        raise RunError(
+            f"samples do not fit together: {misfit}", where="the data", why=why, fix=_PAD
+        ) from error
 
 
 def _misfit(values: Sequence[Any], names: Sequence[str], path: str) -> str | None:
-    """Say how two values differ in what has to be alike; `path` leads to them inside their samples."""
+    """Say how two values differ in what has to be alike.
+
+    `path` leads to them inside their samples.
+    """
     here = f"sample{path}"
     for value, name in zip(values, names, strict=True):
         if _form(value) != _form(values[0]):
             return f"{here} is {_form(values[0])} in {names[0]}, and {_form(value)} in {name}"
     if isinstance(values[0], Mapping):
-        parts: dict[str, list[Any]] = {f"[{key!r}]": [value[key] for value in values] for key in values[0]}
+        parts: dict[str, list[Any]] = {
+            f"[{key!r}]": [value[key] for value in values] for key in values[0]
+        }
     elif isinstance(values[0], list | tuple):
-        parts = {f"[{index}]": list(column) for index, column in enumerate(zip(*values, strict=True))}
+        parts = {
+            f"[{index}]": list(column) for index, column in enumerate(zip(*values, strict=True))
+        }
     elif isinstance(values[0], torch.Tensor | np.ndarray | np.generic | int | float | str | bytes):
         return None
     else:
@@ -112,4 +141,6 @@ def _form(value: Any) -> str:
         return f"a dict with the keys {sorted(map(str, value))}"
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of length {len(value)}"
-    return "a number" if isinstance(value, int | float | np.generic) else f"a {type(value).__name__}"
+    return (
+        "a number" if isinstance(value, int | float | np.generic) else f"a {type(value).__name__}"
+    )

@@ -1,8 +1,9 @@
 """Defines which samples make up which step, as a pure function of (seed, step), and seeds the reading of a sample.
 
-An epoch's order is one permutation, from (seed, epoch). A step takes the next `global_batch_size` samples of it, cut
-into micro-batches; ranks and workers only divide these among themselves. Steps do not cross epochs. Python's, NumPy's
-and torch's global generators are seeded before each sample is read (`generators`: those of the dataset's own, too).
+An epoch's order is one permutation, from (seed, epoch). A step takes the next `global_batch_size`
+samples of it, cut into micro-batches; ranks and workers only divide these among themselves. Steps
+do not cross epochs. Python's, NumPy's and torch's global generators are seeded before each sample
+is read (`generators`: those of the dataset's own, too).
 
 Tests: tests/data/test_order.py, tests/parity/test_law_one.py
 """
@@ -85,18 +86,23 @@ def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
     whole, rest = divmod(global_batch_size, batch_size)
     if rest:
         near = sorted({max(1, whole) * batch_size, (whole + 1) * batch_size})
-        what = f"global_batch_size {global_batch_size} is not a multiple of batch_size {batch_size}: "
+        what = (
+            f"global_batch_size {global_batch_size} is not a multiple of batch_size {batch_size}: "
+        )
         what += f"{global_batch_size} = {whole} × {batch_size} + {rest}"
         why = "a step is made of whole micro-batches of batch_size samples"
-        fix = f"set global_batch_size to {' or '.join(map(str, near))}, or batch_size to a number that divides it"
+        fix = (
+            f"set global_batch_size to {' or '.join(map(str, near))}, or batch_size to a number"
+            " that divides it"
+        )
         raise UsageError(what, where="training.global_batch_size", why=why, fix=fix)
 
 
 class SampleOrder:
     """The order of samples over a dataset whose length is known, or a UsageError for sizes that leave nothing.
 
-    With `shuffle` it is another one in each epoch, else always 0, 1, 2 …; `drop_last` leaves out the incomplete step at
-    the end of each epoch (`dropped_per_epoch` samples).
+    With `shuffle` it is another one in each epoch, else always 0, 1, 2 …; `drop_last` leaves out
+    the incomplete step at the end of each epoch (`dropped_per_epoch` samples).
     """
 
     def __init__(
@@ -115,8 +121,14 @@ class SampleOrder:
             raise UsageError(what, where="data", fix="check what it reads: its __len__ is 0")
         self.dropped_per_epoch = num_samples % global_batch_size if drop_last else 0
         if self.dropped_per_epoch == num_samples:
-            what = f"drop_last drops every step: {num_samples} samples are fewer than a global batch of "
-            fix = "leave drop_last off (the short step is weighted by what it holds), or lower global_batch_size"
+            what = (
+                f"drop_last drops every step: {num_samples} samples are fewer than a global"
+                " batch of "
+            )
+            fix = (
+                "leave drop_last off (the short step is weighted by what it holds), or lower"
+                " global_batch_size"
+            )
             raise UsageError(f"{what}{global_batch_size}", where="data.drop_last", fix=fix)
         self.num_samples = num_samples
         self.batch_size = batch_size
@@ -124,7 +136,8 @@ class SampleOrder:
         self.seed = seed
         self.shuffle = shuffle
         self._kept = num_samples - self.dropped_per_epoch
-        self._cached: tuple[int, NDArray[np.int64]] | None = None  # the current epoch's permutation only
+        # the current epoch's permutation only
+        self._cached: tuple[int, NDArray[np.int64]] | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -136,7 +149,10 @@ class SampleOrder:
         if not self.dropped_per_epoch:
             return None
         which = "other ones each time" if self.shuffle else "always the last ones"
-        return f"drop_last leaves out {self.dropped_per_epoch} of {self.num_samples} samples in each epoch ({which})"
+        return (
+            f"drop_last leaves out {self.dropped_per_epoch} of {self.num_samples} samples in each"
+            f" epoch ({which})"
+        )
 
     def window(self, step: int) -> StepSamples:
         """Return the samples of `step` (counted from 0 over all epochs)."""
@@ -146,7 +162,9 @@ class SampleOrder:
         if self.shuffle and (self._cached is None or self._cached[0] != epoch):
             # A NumPy array is sliced in a third of the time.
             self._cached = (epoch, epoch_permutation(self.num_samples, self.seed, epoch).numpy())
-        samples = self._cached[1][start:stop].tolist() if self._cached is not None else range(start, stop)
+        samples = (
+            self._cached[1][start:stop].tolist() if self._cached is not None else range(start, stop)
+        )
         size = self.batch_size
         micro_batches = [list(samples[i : i + size]) for i in range(0, len(samples), size)]
         return StepSamples(step, epoch, micro_batches, last_of_epoch=stop == self._kept)
@@ -159,11 +177,14 @@ def epoch_permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 class SamplerOrder:
-    """The order of samples that a user's batch sampler gives; a step takes its next `micro_batches` lists of indices.
+    """The order of samples that a user's batch sampler gives.
 
-    Every rank goes through the whole sampler, with generators seeded by (seed, epoch): that is cheap, since it yields
-    indices, not data. A resumed run fast-forwards. Each epoch iterates it again, after `set_epoch(epoch)` if it, or the
-    sampler within it, has that method; a UsageError is raised if it yields nothing.
+    A step takes its next `micro_batches` lists of indices.
+
+    Every rank goes through the whole sampler, with generators seeded by (seed, epoch): that is
+    cheap, since it yields indices, not data. A resumed run fast-forwards. Each epoch iterates it
+    again, after `set_epoch(epoch)` if it, or the sampler within it, has that method; a UsageError
+    is raised if it yields nothing.
     """
 
     def __init__(self, batch_sampler: Iterable[Any], micro_batches: int, *, seed: int) -> None:
@@ -176,7 +197,8 @@ class SamplerOrder:
         self._latest: StepSamples | None = None
         self._generators: Any = None  # their states, as the sampler left them
         self._iterator: Iterator[Any] | None = None  # None: the next step begins an epoch
-        self._ahead: list[int] | None = None  # one list ahead, to detect the end of an epoch in time
+        # one list ahead, to detect the end of an epoch in time
+        self._ahead: list[int] | None = None
         self._rewind()
 
     @property
@@ -218,9 +240,14 @@ class SamplerOrder:
             self._iterator = iter(self._sampler)
             self._ahead = self._pull()
             if self._ahead is None:
-                what = f"the sampler {type(self._sampler).__name__} yields nothing in epoch {self._epoch}"
+                what = (
+                    f"the sampler {type(self._sampler).__name__} yields nothing in epoch"
+                    f" {self._epoch}"
+                )
                 fix = "give a sampler that can be iterated more than once" if self._epoch else None
-                raise UsageError(what, why="each epoch iterates it anew" if self._epoch else None, fix=fix)
+                raise UsageError(
+                    what, why="each epoch iterates it anew" if self._epoch else None, fix=fix
+                )
         taken: list[list[int]] = []
         while self._ahead is not None and len(taken) < self._micro_batches:
             taken.append(self._ahead)
@@ -259,12 +286,13 @@ Order = SampleOrder | SamplerOrder
 class DistributedSampler(Sampler[int]):
     """Yields this rank's samples of each epoch, in the trainer's own order.
 
-    Rank r of W takes the places r, r + W, r + 2W … of the epoch's order, so that the W ranks' k-th batches together
-    hold the samples of the trainer's k-th step. No sample is repeated or left out: the first ranks may have one sample
-    more (`len` differs by one), for which a loop that communicates at each batch must allow
-    (`torch.distributed.algorithms.Join`), or set `drop_last`, which leaves out `dropped_per_epoch` samples. Each
-    iteration moves on to the next epoch by itself; `set_epoch` sets the next one (after a resume). The `seed` is the
-    same on all ranks; `num_replicas` and `rank` are those of the process group, else of the environment, if unset.
+    Rank r of W takes the places r, r + W, r + 2W … of the epoch's order, so that the W ranks' k-th
+    batches together hold the samples of the trainer's k-th step. No sample is repeated or left out:
+    the first ranks may have one sample more (`len` differs by one), for which a loop that
+    communicates at each batch must allow (`torch.distributed.algorithms.Join`), or set `drop_last`,
+    which leaves out `dropped_per_epoch` samples. Each iteration moves on to the next epoch by
+    itself; `set_epoch` sets the next one (after a resume). The `seed` is the same on all ranks;
+    `num_replicas` and `rank` are those of the process group, else of the environment, if unset.
 
     A UsageError is raised for an empty dataset, or a rank that is not below `num_replicas`.
     """
@@ -285,7 +313,9 @@ class DistributedSampler(Sampler[int]):
             facts = rank_facts()
             world = facts.world_size
             own = facts.rank
-        self.num_samples = dataset_or_size if isinstance(dataset_or_size, int) else len(dataset_or_size)
+        self.num_samples = (
+            dataset_or_size if isinstance(dataset_or_size, int) else len(dataset_or_size)
+        )
         self.num_replicas = world if num_replicas is None else num_replicas
         self.rank = own if rank is None else rank
         self.shuffle = shuffle
@@ -294,10 +324,15 @@ class DistributedSampler(Sampler[int]):
         self.epoch = 0  # of the next iteration
         if not 0 <= self.rank < self.num_replicas:
             what = f"rank {self.rank} is not below num_replicas {self.num_replicas}"
-            raise UsageError(what, fix="ranks count from 0; leave both out, and they are those of the process group")
+            raise UsageError(
+                what,
+                fix="ranks count from 0; leave both out, and they are those of the process group",
+            )
         self.dropped_per_epoch = self.num_samples % self.num_replicas if drop_last else 0
         if self.num_samples - self.dropped_per_epoch < 1:
-            what = f"{self.num_samples} samples leave nothing for {self.num_replicas} ranks to share"
+            what = (
+                f"{self.num_samples} samples leave nothing for {self.num_replicas} ranks to share"
+            )
             raise UsageError(what, fix="use fewer ranks, more samples, or drop_last=False")
 
     def __len__(self) -> int:

@@ -1,7 +1,8 @@
 """Reads one epoch of an iterable item by item, and finds out whether its `state_dict` restores what was being read.
 
-Not every `state_dict` does: a shuffle buffer's contents, for instance, are lost. So a run keeps the state from some
-items before its position, and summaries of these items: a resumed run reads them again, and compares.
+Not every `state_dict` does: a shuffle buffer's contents, for instance, are lost. So a run keeps the
+state from some items before its position, and summaries of these items: a resumed run reads them
+again, and compares.
 
 Tests: tests/data/test_iterable.py
 """
@@ -19,7 +20,8 @@ from lockstep.data.order import preserve_states, seed_from, set_epoch
 from lockstep.errors import LockstepError, RunError, UsageError
 from lockstep.heartbeat import went_forward
 
-WITNESSES = 8  # items that are compared; a random choice between two sources can restore one by chance
+# items that are compared; a random choice between two sources can restore one by chance
+WITNESSES = 8
 
 
 class NotRestoredError(Exception):
@@ -34,9 +36,9 @@ class NotRestoredError(Exception):
 def start_of(epoch: int, step: int) -> dict[str, Any]:
     """Return the state of data before the first step of an epoch.
 
-    `step` and `position` are the steps and the items of the epoch before the state; `iterable` is the iterable's own
-    state, None to load none; `begins` the step and own state at the start of the epoch; `witnesses` are summaries of
-    the items from `witnessed` on.
+    `step` and `position` are the steps and the items of the epoch before the state; `iterable` is
+    the iterable's own state, None to load none; `begins` the step and own state at the start of the
+    epoch; `witnesses` are summaries of the items from `witnessed` on.
     """
     return {
         "step": step,
@@ -52,8 +54,9 @@ def start_of(epoch: int, step: int) -> dict[str, Any]:
 class Stream:
     """Reads one epoch of an iterable, one item ahead, to detect its end in time.
 
-    `position` items were read before `state`; `key` distinguishes the random numbers of ranks that read different
-    streams. A NotRestoredError is raised where items differ from the state's witnesses.
+    `position` items were read before `state`; `key` distinguishes the random numbers of ranks that
+    read different streams. A NotRestoredError is raised where items differ from the state's
+    witnesses.
     """
 
     def __init__(self, iterable: Any, seed: int, state: dict[str, Any], key: int = -1) -> None:
@@ -63,7 +66,8 @@ class Stream:
         self._expected = state["witnesses"]
         self._expected_from = state["witnessed"]
         self.position = state["position"]  # number of items returned
-        self.state: Any = state["iterable"]  # the iterable's own, before the item that was read ahead
+        # the iterable's own, before the item that was read ahead
+        self.state: Any = state["iterable"]
         self.stateful = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
         has_epochs = [set_epoch(holder, state["epoch"]) for holder in _holders(iterable)]
         self.has_epochs = any(has_epochs)
@@ -76,7 +80,10 @@ class Stream:
                 begins = {"step": state["step"], "state": self._state_before_all()}
             self._iterator: Iterator[Any] = self._guarded(lambda: iter(iterable))
             self._pull()
-        first = {**state, "iterable": begins and begins["state"] if self.position == 0 else self.state}
+        first = {
+            **state,
+            "iterable": begins and begins["state"] if self.position == 0 else self.state,
+        }
         self._restarts = [{**first, "begins": begins, "witnessed": self.position, "witnesses": []}]
 
     @property
@@ -106,7 +113,12 @@ class Stream:
 
     def restart(self, step: int) -> dict[str, Any]:
         """Return where a run has to start reading, as JSON, that is resumed here, before `step`."""
-        here = {"step": step, "position": self.position, "iterable": self.state, "witnessed": self.position}
+        here = {
+            "step": step,
+            "position": self.position,
+            "iterable": self.state,
+            "witnessed": self.position,
+        }
         self._restarts.append({**self._restarts[-1], **here, "witnesses": []})
         enough = [len(restart["witnesses"]) == WITNESSES for restart in self._restarts]
         newest = max((index for index, is_enough in enumerate(enough) if is_enough), default=0)
@@ -121,7 +133,9 @@ class Stream:
         """Compare the next item with that of the run that is resumed, and keep its summary for the next one."""
         place = self.position - self._expected_from
         expected = self._expected[place] if 0 <= place < len(self._expected) else None
-        open_restarts = [r for r in self._restarts if self.stateful and len(r["witnesses"]) < WITNESSES]
+        open_restarts = [
+            r for r in self._restarts if self.stateful and len(r["witnesses"]) < WITNESSES
+        ]
         if expected is None and not open_restarts:
             return
         found = summary(item)
@@ -143,11 +157,19 @@ class Stream:
         except Exception as error:
             if self._expected:
                 raise NotRestoredError(self.position, ended=False) from error
-            what = f"the {type(self._iterable).__name__} does not load the state that its state_dict has returned"
-            raise RunError(what, where=users_line(error), why=reason(error), fix=advice(error)) from error
+            what = (
+                f"the {type(self._iterable).__name__} does not load the state that its state_dict"
+                " has returned"
+            )
+            raise RunError(
+                what, where=users_line(error), why=reason(error), fix=advice(error)
+            ) from error
 
     def _state_before_all(self) -> Any:
-        """Return the iterable's state before it is read; None if it has one only later, or none that can be saved."""
+        """Return the iterable's state before it is read.
+
+        None if it has one only later, or none that can be saved.
+        """
         with suppress(Exception):
             state = copy.deepcopy(self._iterable.state_dict())
             json.dumps(state)
@@ -163,7 +185,10 @@ class Stream:
         except TypeError as error:
             what = f"the state_dict of {type(self._iterable).__name__} can't be saved"
             why = f"a checkpoint holds numbers, texts, lists and dicts of such: {error}"
-            fix = "return such from state_dict, or leave it out: a resumed run then reads again what it had read"
+            fix = (
+                "return such from state_dict, or leave it out: a resumed run then reads again what"
+                " it had read"
+            )
             raise UsageError(what, why=why, fix=fix) from None
 
     def _guarded(self, read: Callable[[], Any]) -> Any:
@@ -172,10 +197,16 @@ class Stream:
         except LockstepError:
             raise
         except Exception as error:
-            if self._expects_more:  # states that are not restored make errors of any kind, and in workers late ones
+            # states that are not restored make errors of any kind, and in workers late ones
+            if self._expects_more:
                 raise NotRestoredError(self.position, ended=True) from error
-            what = f"item {self.position} of the {type(self._iterable).__name__} failed in epoch {self._keys[2]}"
-            raise RunError(what, where=users_line(error), why=reason(error), fix=advice(error)) from error
+            what = (
+                f"item {self.position} of the {type(self._iterable).__name__} failed in epoch"
+                f" {self._keys[2]}"
+            )
+            raise RunError(
+                what, where=users_line(error), why=reason(error), fix=advice(error)
+            ) from error
 
 
 def _holders(iterable: Any) -> list[Any]:

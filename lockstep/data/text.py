@@ -1,6 +1,7 @@
 """Text data sets: `text` (the user's files), `python-docs` (part of Python), and `tokens`, tokenized beforehand.
 
-`lockstep data prepare` turns text into a folder of tokens once, for many runs, which are read from the disk on demand:
+`lockstep data prepare` turns text into a folder of tokens once, for many runs, which are read from
+the disk on demand:
 
     DIR/tokens.bin      the token numbers, little-endian uint16 or uint32
     DIR/tokens.json     {"format", "dtype", "num_tokens", "vocab_size", "tokenizer", "source"}
@@ -45,9 +46,12 @@ def text(
     tokenizer: str = "bytes",
     documents: bool = False,
 ) -> Data:
-    """Return the text of a file, or of all files in a folder, sorted by name; raise a UsageError if it can't be used.
+    """Return the text of a file, or of all files in a folder, sorted by name.
 
-    With `documents`, each file of a folder, or each line of a single file, is a document, padded to `block_size`.
+    Raise a UsageError if it can't be used.
+
+    With `documents`, each file of a folder, or each line of a single file, is a document, padded to
+    `block_size`.
     """
     options = TextOptions(block_size, stride, validation_fraction)
     chosen = Tokenizer(tokenizer)
@@ -60,12 +64,15 @@ def text(
             pieces = [chosen.encode_array("".join(read_chunks(file))) for file in files]
         return language_data(*options.split(pieces), options, path, chosen, documents=True)
     size = sum(file.stat().st_size for file in files)
-    with progress_of(f"tokens of {path}", size, shows=rank_facts().is_main) as advance:  # every rank tokenizes
+    # every rank tokenizes
+    with progress_of(f"tokens of {path}", size, shows=rank_facts().is_main) as advance:
         tokens = np.concatenate(list(token_pieces(files, chosen, advance)))
     return language_data(*options.split(tokens), options, path, chosen)
 
 
-def token_pieces(files: list[Path], tokenizer: Tokenizer, advance: Advance) -> Iterator[NDArray[Any]]:
+def token_pieces(
+    files: list[Path], tokenizer: Tokenizer, advance: Advance
+) -> Iterator[NDArray[Any]]:
     """Yield the tokens of text files in pieces, and call `advance` with the bytes of each."""
     for file in files:
         for chunk in read_chunks(file):
@@ -74,14 +81,22 @@ def token_pieces(files: list[Path], tokenizer: Tokenizer, advance: Advance) -> I
 
 
 def text_files(path: Path) -> list[Path]:
-    """Return the files that `path` names, by their relative names, without hidden ones; raise a UsageError if none."""
+    """Return the files that `path` names, by their relative names, without hidden ones.
+
+    Raise a UsageError if none.
+    """
     fix = "give the path of a text file, or of a folder of them"
     if not path.exists():
-        raise UsageError(f"there is no file or folder {str(path)!r}", where="data.args.path", fix=fix)
+        raise UsageError(
+            f"there is no file or folder {str(path)!r}", where="data.args.path", fix=fix
+        )
     files = [path]
     if path.is_dir():
-        inside = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
-        files = [inside[name] for name in sorted(inside) if not re.search(r"(^|/)\.", name)]  # without hidden ones
+        inside = {
+            file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()
+        }
+        # without hidden ones
+        files = [inside[name] for name in sorted(inside) if not re.search(r"(^|/)\.", name)]
     if not any(file.stat().st_size for file in files):
         what = "is empty" if path.is_file() else "has no text: no file in it, or only empty ones"
         raise UsageError(f"{path} {what}", where="data.args.path", fix=fix)
@@ -97,16 +112,24 @@ def read_chunks(file: Path) -> Iterator[str]:
     except UnicodeDecodeError as error:
         why = f"{error.reason}: byte 0x{error.object[error.start]:02x}"
         fix = "convert it (`iconv -t utf-8`), or move files without text out of the folder"
-        raise UsageError(f"{file} is not UTF-8 text", where="data.args.path", why=why, fix=fix) from None
+        raise UsageError(
+            f"{file} is not UTF-8 text", where="data.args.path", why=why, fix=fix
+        ) from None
 
 
 def topics() -> list[str]:
-    """Return the texts, sorted by their topic's name; raise a UsageError if this Python was built without them."""
+    """Return the texts, sorted by their topic's name.
+
+    Raise a UsageError if this Python was built without them.
+    """
     try:
         from pydoc_data.topics import topics as texts
     except ImportError:
         what = "this Python comes without its documentation (the module pydoc_data)"
-        fix = "use another data set (text, with a path of your own), or a Python with its whole library"
+        fix = (
+            "use another data set (text, with a path of your own), or a Python with its whole"
+            " library"
+        )
         raise UsageError(what, where="data.name: python-docs", fix=fix) from None
     return [texts[name] for name in sorted(texts)]
 
@@ -119,10 +142,15 @@ def python_docs(
     tokenizer: str = "bytes",
     documents: bool = False,
 ) -> Data:
-    """Return the language reference that is part of every CPython, 0.5 MB; `documents`: a topic is one, padded."""
+    """Return the language reference that is part of every CPython, 0.5 MB.
+
+    `documents`: a topic is one, padded.
+    """
     options = TextOptions(block_size, stride, validation_fraction)
     chosen = Tokenizer(tokenizer)
-    pieces = [chosen.encode_array(text) for text in (topics() if documents else ["\n\n".join(topics())])]
+    pieces = [
+        chosen.encode_array(text) for text in (topics() if documents else ["\n\n".join(topics())])
+    ]
     whole = pieces if documents else pieces[0]
     return language_data(*options.split(whole), options, PYTHON_DOCS, chosen, documents=documents)
 
@@ -156,10 +184,13 @@ class TokenFile:
         return self._mapped[self.begin + start : self.begin + stop]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": None}  # each worker maps the file itself; tokens are not sent
+        # each worker maps the file itself; tokens are not sent
+        return {**self.__dict__, "_mapped": None}
 
 
-def tokens(*, path: str, block_size: int = 256, stride: int | None = None, validation_fraction: float = 0.1) -> Data:
+def tokens(
+    *, path: str, block_size: int = 256, stride: int | None = None, validation_fraction: float = 0.1
+) -> Data:
     """Return the tokens in the folder `path`, which `lockstep data prepare` made; or raise a UsageError."""
     options = TextOptions(block_size, stride, validation_fraction)
     folder = local_path(path, "data.args.path")
@@ -180,7 +211,9 @@ def read_header(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         what = f"{folder} has no {HEADER}"
         raise UsageError(
-            what, where="data.args.path", fix=f"lockstep data prepare SOURCE --out {quote(str(folder))}"
+            what,
+            where="data.args.path",
+            fix=f"lockstep data prepare SOURCE --out {quote(str(folder))}",
         ) from None
     except (OSError, ValueError) as error:
         raise _damaged(folder, f"{HEADER}: {error}") from None
@@ -204,16 +237,23 @@ def _damaged(folder: Path, why: str) -> UsageError:
 
 
 def prepare(
-    source: Path | str, out: Path | str, tokenizer: str = "bytes", *, advance: Advance = lambda _bytes: None
+    source: Path | str,
+    out: Path | str,
+    tokenizer: str = "bytes",
+    *,
+    advance: Advance = lambda _bytes: None,
 ) -> tuple[int, int]:
     """Write the tokens of `source`, a text file, a folder of them, or `python-docs`, into the new folder `out`.
 
-    `advance` gets the bytes of text of each piece. Return the number of tokens, and the size of the vocabulary.
+    `advance` gets the bytes of text of each piece. Return the number of tokens, and the size of the
+    vocabulary.
     """
     out = local_path(out, "--out")
     chosen = Tokenizer(tokenizer)
     if out.exists():
-        raise UsageError(f"{out} exists already", where="--out", fix="choose another folder, or remove it")
+        raise UsageError(
+            f"{out} exists already", where="--out", fix="choose another folder, or remove it"
+        )
     if str(source) == "python-docs":  # in one piece, like the data set: it is small
         name = PYTHON_DOCS
         pieces = iter([chosen.encode_array("\n\n".join(topics()))])
@@ -259,12 +299,18 @@ def prepare_command(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("verb", choices=("prepare",), help=argparse.SUPPRESS)
-    parser.add_argument("source", metavar="SOURCE", help="a text file, a folder of them, or python-docs")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a text file, a folder of them, or python-docs"
+    )
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder to make")
-    parser.add_argument("--tokenizer", default="bytes", help="bytes (default), or a Hugging Face tokenizer.json")
+    parser.add_argument(
+        "--tokenizer", default="bytes", help="bytes (default), or a Hugging Face tokenizer.json"
+    )
     given = parser.parse_args(list(argv))
     files = [] if given.source == "python-docs" else text_files(local_path(given.source, "SOURCE"))
-    with progress_of(f"tokens of {given.source}", sum(file.stat().st_size for file in files)) as advance:
+    with progress_of(
+        f"tokens of {given.source}", sum(file.stat().st_size for file in files)
+    ) as advance:
         num_tokens, vocab_size = prepare(given.source, given.out, given.tokenizer, advance=advance)
     print(f"{given.out}: {num_tokens:,} tokens of {vocab_size:,} kinds")
     print(f"use it with   data: {{name: tokens, args: {{path: {given.out}}}}}")
@@ -273,4 +319,8 @@ def prepare_command(argv: Sequence[str]) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, where="the command 'lockstep data'", fix="`lockstep data prepare --help` lists all")
+        raise UsageError(
+            message,
+            where="the command 'lockstep data'",
+            fix="`lockstep data prepare --help` lists all",
+        )

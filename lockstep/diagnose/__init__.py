@@ -1,4 +1,6 @@
-"""Explains failures: known errors and their fixes, as `known_errors.md` lists them; checks before a run (`doctor`).
+"""Explains failures: known errors and their fixes, as `known_errors.md` lists them.
+
+Checks before a run (`doctor`).
 
 It reads files and the environment, and returns text. torch is loaded only by checks that need it.
 
@@ -16,7 +18,12 @@ from lockstep.run_files import open_file
 _PAGE = Path(__file__).with_name("known_errors.md")
 _CELL = re.compile(r"(?<!\\)\|")  # between cells; within them it is written `\|`
 # These often follow from a more specific error, which the same text or the log shows.
-_VAGUE = ("a data worker was killed", "the dataset raised", "a peer is gone", "a collective timed out")
+_VAGUE = (
+    "a data worker was killed",
+    "the dataset raised",
+    "a peer is gone",
+    "a collective timed out",
+)
 _TAIL_BYTES = 16_384
 
 GOOD = "✓"
@@ -53,14 +60,20 @@ class KnownError:
     """An error that is recognised by its text."""
 
     name: str  # short and unique
-    pattern: str  # a regular expression for the error's text or the end of a rank's log; case is ignored
+    # a regular expression for the error's text or the end of a rank's log; case is ignored
+    pattern: str
     cause: str  # one sentence without a final full stop
     fix: str  # what to do, likewise
-    shown: str  # whether a test provokes it, or what that needs beyond a CPU; and whether it is often a consequence
+    # whether a test provokes it, or what that needs beyond a CPU; and whether it is often a
+    # consequence
+    shown: str
 
     @property
     def consequence(self) -> bool:
-        """Return whether another rank's failure usually explains it; that one is then reported first."""
+        """Return whether another rank's failure usually explains it.
+
+        That one is then reported first.
+        """
         return self.shown.endswith("a consequence")
 
 
@@ -69,11 +82,18 @@ def table() -> tuple[KnownError, ...]:
     """Return all known errors, in the page's order."""
     rows = [_CELL.split(line)[1:-1] for line in _PAGE.read_text(encoding="utf-8").splitlines()]
     cells = [[cell.strip().replace("\\|", "|") for cell in row] for row in rows if len(row) == 5]
-    return tuple(KnownError(name, regex.strip("`"), *rest) for name, regex, *rest in cells if regex.startswith("`"))
+    return tuple(
+        KnownError(name, regex.strip("`"), *rest)
+        for name, regex, *rest in cells
+        if regex.startswith("`")
+    )
 
 
 def recognise(text: str, log: Path | None = None) -> KnownError | None:
-    """Return the known error in `text`, if any, a specific one first; a killed data worker's log is searched too."""
+    """Return the known error in `text`, if any, a specific one first.
+
+    A killed data worker's log is searched too.
+    """
     found = [error for error in table() if re.search(error.pattern, text, re.IGNORECASE)]
     known = min(found, key=lambda error: error.name in _VAGUE, default=None)
     if known is not None and known.name == "a data worker was killed" and log is not None:

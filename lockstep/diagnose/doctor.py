@@ -1,6 +1,7 @@
 """Runs the checks of `lockstep doctor` on each rank; rank 0 collects the findings.
 
-Ports are checked through the store alone, before the process group, which would time out where they are closed.
+Ports are checked through the store alone, before the process group, which would time out where they
+are closed.
 """
 
 import datetime
@@ -44,13 +45,18 @@ class RankExchange:
         """Return every rank's value, by rank."""
         self._round += 1
         self._store.set(f"doctor/{self._round}/{self.rank}", json.dumps(own))
-        return [json.loads(self._store.get(f"doctor/{self._round}/{rank}")) for rank in range(self.world_size)]
+        return [
+            json.loads(self._store.get(f"doctor/{self._round}/{rank}"))
+            for rank in range(self.world_size)
+        ]
 
 
 def _route_to(host: str) -> list[Finding]:
     """Check that `host`, where the machines meet, has an address, and find the route to it."""
     try:
-        addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
+        addresses = sorted(
+            {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        )
     except OSError as error:
         return [
             Finding(
@@ -78,7 +84,10 @@ def _route_to(host: str) -> list[Finding]:
 
 
 def _link_rate(interface: str | None) -> float | None:
-    """Return the bytes per second of an interface; None if it has no speed (a virtual one, the loopback)."""
+    """Return the bytes per second of an interface.
+
+    None if it has no speed (a virtual one, the loopback).
+    """
     if interface is None or not Path(f"/sys/class/net/{interface}/device").exists():
         return None
     with suppress(OSError, ValueError):
@@ -87,8 +96,13 @@ def _link_rate(interface: str | None) -> float | None:
     return None
 
 
-def ports(exchange: RankExchange, address: str | None, facts: Sequence[dict[str, Any]]) -> list[Finding]:
-    """Check that every machine reaches every other at a port that the system picks; `address` is this machine's."""
+def ports(
+    exchange: RankExchange, address: str | None, facts: Sequence[dict[str, Any]]
+) -> list[Finding]:
+    """Check that every machine reaches every other at a port that the system picks.
+
+    `address` is this machine's.
+    """
     first = _first_ranks(facts)
     if len(first) == 1:
         return [Finding(GOOD, "ports", "one machine: ranks meet over the loopback")]
@@ -101,18 +115,25 @@ def ports(exchange: RankExchange, address: str | None, facts: Sequence[dict[str,
     answers = exchange.all([rank for rank in others if not _reaches(places[rank])])
     if listener is not None:
         listener.close()
-    hosts = {rank: f"{facts[rank]['host']} {(places[rank] or ['without an address'])[0]}" for rank in first}
+    hosts = {
+        rank: f"{facts[rank]['host']} {(places[rank] or ['without an address'])[0]}"
+        for rank in first
+    }
     lines = [
         Finding(
             BAD,
             "ports",
             f"{hosts[rank]} does not reach {hosts[other]} on an ephemeral port",
-            "open all ports between the machines: NCCL and gloo use any, the rendezvous port alone is not enough",
+            "open all ports between the machines: NCCL and gloo use any, the rendezvous port alone"
+            " is not enough",
         )
         for rank in first
         for other in answers[rank]
     ]
-    found = f"{len(first)} machines reach one another on ephemeral ports ({len(first) * (len(first) - 1)} ways)"
+    found = (
+        f"{len(first)} machines reach one another on ephemeral ports"
+        f" ({len(first) * (len(first) - 1)} ways)"
+    )
     return lines or [Finding(GOOD, "ports", found)]
 
 
@@ -122,7 +143,10 @@ def _first_ranks(facts: Sequence[dict[str, Any]]) -> list[int]:
 
 def _reaches(place: list[Any] | None) -> bool:
     if place is not None:
-        with suppress(OSError), socket.create_connection((place[0], place[1]), timeout=_TRY_SECONDS):
+        with (
+            suppress(OSError),
+            socket.create_connection((place[0], place[1]), timeout=_TRY_SECONDS),
+        ):
             return True
     return False
 
@@ -144,12 +168,18 @@ def disk(run_directory: Path, exchange: RankExchange, rank_of_machine: bool) -> 
     if exchange.rank == 0:
         attempt(lambda: create_file(mark, token))
     exchange.all(None)
-    attempt(lambda: found.update(sees_run_directory=os.path.isfile(mark) and mark.read_text() == token))
+    attempt(
+        lambda: found.update(sees_run_directory=os.path.isfile(mark) and mark.read_text() == token)
+    )
     exchange.all(None)
     if exchange.rank == 0:
         attempt(lambda: mark.unlink(missing_ok=True))
     if rank_of_machine:
-        attempt(lambda: found.update(disk_speed=_disk_speed(run_directory / f".doctor-{token}-{exchange.rank}")))
+        attempt(
+            lambda: found.update(
+                disk_speed=_disk_speed(run_directory / f".doctor-{token}-{exchange.rank}")
+            )
+        )
     exchange.all(None)
     if made:
         with suppress(OSError):  # another rank was faster, or the folder is not empty
@@ -195,12 +225,21 @@ def clocks(facts: Sequence[dict[str, Any]]) -> list[Finding]:
                 dist.send(torch.tensor([time.time()], dtype=torch.float64), 0)
     hosts = {one["rank"]: one["host"] for one in facts}
     lines = [
-        Finding(WARN, "clocks", f"{hosts[other]}'s clock is {skew:+.3g} s from rank 0's", "run NTP (chrony) on both")
+        Finding(
+            WARN,
+            "clocks",
+            f"{hosts[other]}'s clock is {skew:+.3g} s from rank 0's",
+            "run NTP (chrony) on both",
+        )
         for other, (_, skew) in best.items()
         if abs(skew) > _SKEW_SECONDS
     ]
     worst = max((abs(skew) for _, skew in best.values()), default=0.0)
-    text = "one machine, one clock" if not others else f"within {worst * 1e3:.2g} ms over {len(others) + 1} machines"
+    text = (
+        "one machine, one clock"
+        if not others
+        else f"within {worst * 1e3:.2g} ms over {len(others) + 1} machines"
+    )
     return lines or [Finding(GOOD, "clocks", text)]
 
 
@@ -219,12 +258,21 @@ def axes(config: Any, facts: Sequence[dict[str, Any]]) -> list[Finding]:
         groups = [machines[start : start + size] for start in range(0, len(machines), size)]
         if any(len(set(group)) > 1 for group in groups):
             found = f"{size} ranks that exchange activations in every layer lie on several machines"
-            return [Finding(WARN, "axes", found, f"write an {axis}_size that divides {machines.count(machines[0])}")]
+            return [
+                Finding(
+                    WARN,
+                    "axes",
+                    found,
+                    f"write an {axis}_size that divides {machines.count(machines[0])}",
+                )
+            ]
     return [Finding(GOOD, "axes", str(layout))]
 
 
 def all_reduce(device: Any, link: float | None) -> list[Finding]:
-    """Check that a sum over ranks is right, and measure its speed by message size; all ranks call it.
+    """Check that a sum over ranks is right, and measure its speed by message size.
+
+    All ranks call it.
 
     `link` is the bytes per second of the link between machines; None: unknown, or one machine.
     """
@@ -253,10 +301,15 @@ def all_reduce(device: Any, link: float | None) -> list[Finding]:
         wrong = int((value != expected).sum())
         if wrong:
             text = f"{wrong} of {size // 4} sums of {size} bytes are wrong"
-            return [Finding(BAD, "all-reduce", text, "a faulty card, cable or memory: try pairs of machines")]
+            return [
+                Finding(
+                    BAD, "all-reduce", text, "a faulty card, cable or memory: try pairs of machines"
+                )
+            ]
         seconds = statistics.median(timed(value) for _ in range(3))
         found.append((size, seconds, 2 * (world - 1) / world * size / seconds))
-        spent = torch.tensor([time.monotonic() - began + 4 * seconds * 16])  # the next size is up to 16 times as large
+        # the next size is up to 16 times as large
+        spent = torch.tensor([time.monotonic() - began + 4 * seconds * 16])
         dist.all_reduce(spent.to(device), dist.ReduceOp.MAX)
         if spent.item() > _BUDGET_SECONDS:
             break
@@ -266,14 +319,17 @@ def all_reduce(device: Any, link: float | None) -> list[Finding]:
     if link is None:
         return [Finding(GOOD, "all-reduce", text)]
     text += f", {fastest / link:.0%} of the link's {units.size(link)}/s"
-    do = "see the interface above; other traffic on the link; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
+    do = (
+        "see the interface above; other traffic on the link; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
+    )
     return [Finding.warn_unless(fastest >= 0.5 * link, "all-reduce", text, do)]
 
 
 def examine(run_directory: Path, show: Callable[[Finding], None], config: Any) -> bool:
     """Run all checks on every rank, where the run will write; return on each whether none failed.
 
-    `show` receives each finding at once, on rank 0 only; a `config`, if any, is compared between ranks.
+    `show` receives each finding at once, on rank 0 only; a `config`, if any, is compared between
+    ranks.
     """
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
@@ -323,9 +379,12 @@ def examine(run_directory: Path, show: Callable[[Finding], None], config: Any) -
 
 
 def check_in_run(config_text: str, names: Iterable[str]) -> list[Finding]:
-    """Run the checks that cost nothing, on every rank at the start of a run; return what rank 0 should log.
+    """Run the checks that cost nothing, on every rank at the start of a run.
 
-    Raises UsageError: on every rank, if config or code differ between ranks: they would take different steps.
+    Return what rank 0 should log.
+
+    Raises UsageError: on every rank, if config or code differ between ranks: they would take
+    different steps.
     """
     import torch.distributed as dist
 
@@ -336,7 +395,9 @@ def check_in_run(config_text: str, names: Iterable[str]) -> list[Finding]:
     lines = [line for verdict in CHEAP for line in verdict(everybody)]
     for line in lines:
         if line.status == BAD and line.name in ("config", "code"):
-            raise UsageError(line.found, where=f"a comparison of all {len(everybody)} ranks", fix=line.do)
+            raise UsageError(
+                line.found, where=f"a comparison of all {len(everybody)} ranks", fix=line.do
+            )
     return [line for line in lines if line.do] if dist.get_rank() == 0 else []
 
 
@@ -348,7 +409,11 @@ def names_in(config: Any) -> list[str]:
         if isinstance(value, dict | list):
             for part in value.values() if isinstance(value, dict) else value:
                 walk(part)
-        elif isinstance(value, str) and ":" in value and value.partition(":")[0].replace(".", "").isidentifier():
+        elif (
+            isinstance(value, str)
+            and ":" in value
+            and value.partition(":")[0].replace(".", "").isidentifier()
+        ):
             found.append(value)
 
     walk(config.model_dump(mode="json"))
@@ -357,7 +422,8 @@ def names_in(config: Any) -> list[str]:
 
 def _route(exchange: RankExchange, everybody: list[Any]) -> tuple[list[Finding], str | None]:
     """Return the findings about each machine's name and route to rank 0, and the address of this machine's side."""
-    target = exchange.all(os.environ.get("MASTER_ADDR"))[0]  # of rank 0; None: nobody launched this process
+    # of rank 0; None: nobody launched this process
+    target = exchange.all(os.environ.get("MASTER_ADDR"))[0]
     name = socket.gethostname()  # gloo gives its address to peers, unless an interface is set
     try:
         own = [Finding(GOOD, "own name", f"{name} is {socket.getaddrinfo(name, None)[0][4][0]}")]
@@ -370,5 +436,7 @@ def _route(exchange: RankExchange, everybody: list[Any]) -> tuple[list[Finding],
         others = one["local_rank"] == 0 and one["machine"] != everybody[0]["machine"]
         if one["rank"] == 0 or others:
             prefix = f"{one['host']} (rank {one['rank']}): " if others else ""
-            findings += [Finding(status, name, prefix + found, do) for status, name, found, do in rows]
+            findings += [
+                Finding(status, name, prefix + found, do) for status, name, found, do in rows
+            ]
     return findings, None if target is None else address_towards(target)

@@ -1,8 +1,9 @@
 """Adds signal forwarding, hang detection and a single failure message to torch's elastic agent.
 
-A signal to the launcher is forwarded to the ranks, which may take the time they need to save (torch's agent allows
-30 s); a second Ctrl-C kills them at once; a run that was asked to stop, or whose config is wrong, is not restarted.
-Source: docs.pytorch.org/docs/stable/elastic/agent.html, "Extending the agent". Loads torch.
+A signal to the launcher is forwarded to the ranks, which may take the time they need to save
+(torch's agent allows 30 s); a second Ctrl-C kills them at once; a run that was asked to stop, or
+whose config is wrong, is not restarted. Source: docs.pytorch.org/docs/stable/elastic/agent.html,
+"Extending the agent". Loads torch.
 
 Tests: tests/launch/test_local.py, tests/launch/test_machines.py, tests/faults/test_processes.py,
 tests/faults/test_network.py, tests/faults/test_chaos.py
@@ -19,13 +20,25 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from lockstep import signals
 from lockstep.errors import EXIT_FAILED, EXIT_PREEMPTED, RunError
 from lockstep.heartbeat import delete_beats
-from lockstep.launch.failures import Failure, done_mark, first_cause, from_exit_code, read_all, send_signal
+from lockstep.launch.failures import (
+    Failure,
+    done_mark,
+    first_cause,
+    from_exit_code,
+    read_all,
+    send_signal,
+)
 from lockstep.launch.hang import HangWatch, OtherMachines
 from lockstep.launch.rendezvous_handlers import Membership
 from lockstep.launch.worker import print_error
@@ -45,15 +58,19 @@ _POLL_SECONDS = 0.1
 
 def stopped_by(number: int) -> RunError:
     """Return the error for a launcher that a signal stopped, whose ranks did not save and exit by themselves."""
-    return RunError(f"stopped by {signals.name_of(number)}", why="the ranks did not save and leave by themselves")
+    return RunError(
+        f"stopped by {signals.name_of(number)}",
+        why="the ranks did not save and leave by themselves",
+    )
 
 
 class Agent(ExtensibleAgent):
     """Starts and watches the ranks of one machine.
 
-    `failures` is the folder of `rank-N.json`; those of this machine's ranks are deleted at each start. `on_restart` is
-    called before each restart with the failure and the number of restarts left. The run's folder of `checkpoints` shows
-    whether it makes progress between failures. The peers of a failed rank have `shutdown_timeout` seconds to end.
+    `failures` is the folder of `rank-N.json`; those of this machine's ranks are deleted at each
+    start. `on_restart` is called before each restart with the failure and the number of restarts
+    left. The run's folder of `checkpoints` shows whether it makes progress between failures. The
+    peers of a failed rank have `shutdown_timeout` seconds to end.
     """
 
     def __init__(
@@ -67,7 +84,9 @@ class Agent(ExtensibleAgent):
         checkpoints: Path,
         shutdown_timeout: int = 30,
     ) -> None:
-        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=shutdown_timeout)
+        super().__init__(
+            spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=shutdown_timeout
+        )
         self._failures = failures
         self._logs = logs
         self._on_restart = on_restart
@@ -87,12 +106,18 @@ class Agent(ExtensibleAgent):
         ended = {rank: (0, time.time()) for rank in self._left_early()}
         stop = None if self.stop_signal is None else -_FORWARDED[signal.Signals(self.stop_signal)]
         for rank, process in result.failures.items():
-            # The forwarded signal may reach a rank during interpreter shutdown, when its work was done.
+            # The forwarded signal may reach a rank during interpreter shutdown, when its work was
+            # done.
             if process.exitcode != stop or not (self._failures / done_mark(rank)).exists():
-                # The exit timestamp has whole seconds; add one, so that a rank that wrote a file before comes first.
+                # The exit timestamp has whole seconds; add one, so that a rank that wrote a file
+                # before comes first.
                 ended[rank] = process.exitcode, process.timestamp + 1.0
         written = {failure.rank: failure for failure in read_all(self._failures)}
-        found = [written[worker.global_rank] for worker in self.worker_group.workers if worker.global_rank in written]
+        found = [
+            written[worker.global_rank]
+            for worker in self.worker_group.workers
+            if worker.global_rank in written
+        ]
         world = self.worker_group.workers[0].world_size
         for rank in ended.keys() - written.keys():
             found.append(from_exit_code(rank, world, *ended[rank], self._logs / f"rank-{rank}.log"))
@@ -100,7 +125,9 @@ class Agent(ExtensibleAgent):
 
     def _left_early(self) -> set[int]:  # with code 0, without marking their work as done
         ended = self.ended_well()
-        ranks = {worker.global_rank for worker in self.worker_group.workers if worker.local_rank in ended}
+        ranks = {
+            worker.global_rank for worker in self.worker_group.workers if worker.local_rank in ended
+        }
         return {rank for rank in ranks if not any(self._failures.glob(f"*rank-{rank}.*"))}
 
     def meet_machines(self, worker_group: WorkerGroup) -> None:
@@ -116,10 +143,14 @@ class Agent(ExtensibleAgent):
         self._watch.others = OtherMachines(*place) if several else None
         if group.spec.rdzv_handler.get_backend() == "static":
             return
-        # Agree on the restart count: the rendezvous uses it, and a machine that joins later starts at zero.
+        # Agree on the restart count: the rendezvous uses it, and a machine that joins later starts
+        # at zero.
         mine = group.spec.max_restarts - self.restarts_left
         group.store.set(f"lockstep/attempt/{group.group_rank}", str(mine))
-        attempts = [int(group.store.get(f"lockstep/attempt/{rank}")) for rank in range(group.group_world_size)]
+        attempts = [
+            int(group.store.get(f"lockstep/attempt/{rank}"))
+            for rank in range(group.group_world_size)
+        ]
         self.restarts_left = group.spec.max_restarts - max(attempts)
 
     def run_until_end(self, role: str) -> RunResult:
@@ -132,9 +163,12 @@ class Agent(ExtensibleAgent):
                 self._publish_end(_FAILED)
 
     def _publish_end(self, how: str) -> None:
-        """Say how this machine's ranks ended; a failure waits until those which ended well have read of it.
+        """Say how this machine's ranks ended.
 
-        This machine may host the store. If it left at once, the others would not learn how it ended.
+        A failure waits until those which ended well have read of it.
+
+        This machine may host the store. If it left at once, the others would not learn how it
+        ended.
         """
         group: Any = self.worker_group
         if group.store is None:
@@ -145,7 +179,10 @@ class Agent(ExtensibleAgent):
                 self._wait_until_seen()
 
     def wait_for_machines(self) -> None:
-        """Wait until the ranks of all machines have ended; torch's version waits 300 s for a machine that failed."""
+        """Wait until the ranks of all machines have ended.
+
+        Torch's version waits 300 s for a machine that failed.
+        """
         group: Any = self.worker_group
         self._publish_end(_WELL)
         deadline = time.monotonic() + self.exit_timeout
@@ -178,10 +215,15 @@ class Agent(ExtensibleAgent):
         store = self.worker_group.store
         machines = range(self.worker_group.group_world_size)
         keys = {machine: f"{_ENDED}/{machine}" for machine in machines}
-        return {machine: store.get(key).decode() for machine, key in keys.items() if store.check([key])}
+        return {
+            machine: store.get(key).decode() for machine, key in keys.items() if store.check([key])
+        }
 
     def start_ranks(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start this machine's ranks; signals are blocked until they listen: ranks inherit the mask."""
+        """Start this machine's ranks.
+
+        Signals are blocked until they listen: ranks inherit the mask.
+        """
         for worker in worker_group.workers:
             for name in (f"rank-{worker.global_rank}.json", done_mark(worker.global_rank)):
                 (self._failures / name).unlink(missing_ok=True)
@@ -205,7 +247,8 @@ class Agent(ExtensibleAgent):
             pids = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
             world = worker_group.workers[0].world_size
             hanging = self._watch.check(pids, world, stop_requested=self.stop_signal is not None)
-            if hanging is not None:  # the next look at the processes finds them dead and reads the failure file
+            # the next look at the processes finds them dead and reads the failure file
+            if hanging is not None:
                 hanging.write(self._failures)
                 self._kill(pids.values())
         if result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED) and self._left_early():
@@ -227,9 +270,12 @@ class Agent(ExtensibleAgent):
         super().restart_ranks(worker_group)
 
     def on_signal(self, number: int) -> None:
-        """Forward the signal to the ranks; exit if there are none yet, and kill them on a second Ctrl-C.
+        """Forward the signal to the ranks.
 
-        The thread that reads signals calls it, because the main thread may be waiting for other machines.
+        Exit if there are none yet, and kill them on a second Ctrl-C.
+
+        The thread that reads signals calls it, because the main thread may be waiting for other
+        machines.
         """
         with self._lock:
             running = self.pids()
@@ -241,15 +287,23 @@ class Agent(ExtensibleAgent):
                 return  # the ranks know already, and are saving
             if not running and not self._starting:
                 self.leave_rendezvous(CLOSING_SECONDS)
-                signals.end_now(EXIT_PREEMPTED, f"stopped by {signals.name_of(number)} before ranks were started")
+                signals.end_now(
+                    EXIT_PREEMPTED,
+                    f"stopped by {signals.name_of(number)} before ranks were started",
+                )
             self.stop_signal = number
             if number == signal.SIGINT:
-                os.write(2, b"lockstep: interrupted: the ranks may save and stop; a second Ctrl-C ends them at once\n")
+                os.write(
+                    2,
+                    b"lockstep: interrupted: the ranks may save and stop; a second Ctrl-C ends them"
+                    b" at once\n",
+                )
             if not self._starting:
                 self._forward(number)
 
     def _forward(self, number: int) -> None:
-        for pid in self.pids():  # only to the rank itself: its data workers must live until it has saved
+        # only to the rank itself: its data workers must live until it has saved
+        for pid in self.pids():
             send_signal(pid, _FORWARDED[signal.Signals(number)])
 
     def _kill(self, pids: Iterable[int]) -> None:
@@ -283,7 +337,11 @@ class CrashLoop:
         """Count one failure. Raises RunError: it is the third equal failure in a row."""
         if cause is None:
             return
-        steps = [int(p.name[5:]) for p in self._checkpoints.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name)]
+        steps = [
+            int(p.name[5:])
+            for p in self._checkpoints.glob("step-*")
+            if re.fullmatch(r"step-\d{8}", p.name)
+        ]
         if not steps:  # `checkpoint.storage` keeps them elsewhere: the run's events list the saves
             saves = RunDirectory(self._checkpoints.parent).read_events()
             steps = [event["step"] for event in saves if event["kind"] == "save"]
@@ -292,6 +350,9 @@ class CrashLoop:
         self._seen = seen
         if self._times >= self.LIMIT:
             error = cause.error()
-            why = f"{self._times} times in order, with no checkpoint after step {seen[1]} in between: starting again "
+            why = (
+                f"{self._times} times in order, with no checkpoint after step {seen[1]} in between:"
+                " starting again "
+            )
             why += f"does not help{'; ' + error.why if error.why else ''}"
             raise RunError(error.what, where=error.where, why=why, fix=error.fix)

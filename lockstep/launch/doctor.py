@@ -16,7 +16,8 @@ from lockstep.launch.train import LaunchJob, in_this_process, is_rank, launch
 from lockstep.launch.worker import run_as_worker
 from lockstep.scratch import temporary
 
-_FOLDER = "LOCKSTEP_DOCTOR"  # set for the ranks: the launcher's folder, in which `_GOOD` means that no check failed
+# set for the ranks: the launcher's folder, in which `_GOOD` means that no check failed
+_FOLDER = "LOCKSTEP_DOCTOR"
 _GOOD = "good"
 
 
@@ -29,7 +30,10 @@ def doctor(
     as_json: bool,
     argv: Sequence[str],
 ) -> int:
-    """Run `lockstep doctor`; return 1 if a check failed. Ranks compare the `config`, and test `output_dir`'s disk."""
+    """Run `lockstep doctor`; return 1 if a check failed.
+
+    Ranks compare the `config`, and test `output_dir`'s disk.
+    """
     launchers = os.environ.get(_FOLDER)
 
     def check() -> int:
@@ -56,7 +60,9 @@ def doctor(
         return code or (EXIT_DONE if (folder / _GOOD).exists() else EXIT_FAILED)
 
 
-def _run_checks(path: Path | None, overrides: Sequence[str], output_dir: Path, as_json: bool) -> bool:
+def _run_checks(
+    path: Path | None, overrides: Sequence[str], output_dir: Path, as_json: bool
+) -> bool:
     """Run the checks of one rank, print them on rank 0, and return whether none failed on any."""
     from lockstep.diagnose.doctor import examine
 
@@ -79,5 +85,7 @@ def _run_checks(path: Path | None, overrides: Sequence[str], output_dir: Path, a
         if bad:
             text = f"✗ {bad} of {len(lines)} checks failed, {warn} warnings"
         findings = [line.as_dict() for line in lines]
-        print(json.dumps({"good": good, "lines": findings}, ensure_ascii=False) if as_json else text)
+        print(
+            json.dumps({"good": good, "lines": findings}, ensure_ascii=False) if as_json else text
+        )
     return good

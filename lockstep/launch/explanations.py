@@ -1,7 +1,8 @@
 """Explains errors in processes that Lockstep's launcher does not watch: under plain `python`, torchrun, in a notebook.
 
-A known error gets a note with its cause and what to do, where it leaves one of Lockstep's calls, and at the end of the
-process. A UsageError shows the lines of the user's code alone; `LOCKSTEP_TRACEBACK=1` shows all of them.
+A known error gets a note with its cause and what to do, where it leaves one of Lockstep's calls,
+and at the end of the process. A UsageError shows the lines of the user's code alone;
+`LOCKSTEP_TRACEBACK=1` shows all of them.
 """
 
 import os
@@ -18,7 +19,10 @@ _MARK = "lockstep: "
 
 
 def install() -> None:
-    """Explain errors in this process from now on. A script's own `sys.excepthook` is called as before."""
+    """Explain errors in this process from now on.
+
+    A script's own `sys.excepthook` is called as before.
+    """
     if heartbeat.on_error is add_explanation:
         return
     heartbeat.on_error = add_explanation

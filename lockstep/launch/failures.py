@@ -1,8 +1,9 @@
 """Describes how a rank failed or where it is stuck, and finds the first cause among the failures of many ranks.
 
-A failed worker writes `rank-N.json`. When one rank dies, its peers fail shortly after, because their connection to it
-is gone: such failures are consequences, recognised by their messages, and are never reported first. The state of
-processes is read from /proc, on Linux; their stacks they write on SIGQUIT.
+A failed worker writes `rank-N.json`. When one rank dies, its peers fail shortly after, because
+their connection to it is gone: such failures are consequences, recognised by their messages, and
+are never reported first. The state of processes is read from /proc, on Linux; their stacks they
+write on SIGQUIT.
 
 Tests: tests/launch/test_local.py, tests/diagnose/test_first_cause.py,
 tests/faults/test_processes.py
@@ -49,11 +50,15 @@ _FRAMES_SHOWN = 3
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a rank without success; `what`, `where`, `why` and `fix` are as in `LockstepError`."""
+    """The end of a rank without success.
+
+    `what`, `where`, `why` and `fix` are as in `LockstepError`.
+    """
 
     rank: int
     world_size: int
-    kind: str  # usage, error (an exception), exit (the program's own code), signal, hang, or preempted (saved)
+    # usage, error (an exception), exit (the program's own code), signal, hang, or preempted (saved)
+    kind: str
     what: str
     exit_code: int = EXIT_FAILED
     where: str | None = None
@@ -78,14 +83,26 @@ class Failure:
         where = ", ".join(part for part in (host, self.where) if part)
         read = "the whole traceback is in" if self.kind == "error" else "its last output is in"
         read = f"{read} {self.log}" if self.log else ""
-        return RunError(who + self.what, where=where, why=self.why, fix="; ".join(t for t in (self.fix, read) if t))
+        return RunError(
+            who + self.what,
+            where=where,
+            why=self.why,
+            fix="; ".join(t for t in (self.fix, read) if t),
+        )
 
 
 def preempted(facts: RankFacts, before_training: str = "") -> Failure:
     """Return the failure of a rank that stopped on request: it saved, or `before_training` says why it did not."""
     what = before_training or "preempted and saved"
     early = bool(before_training)
-    return Failure(facts.rank, facts.world_size, "preempted", what, exit_code=EXIT_PREEMPTED, before_training=early)
+    return Failure(
+        facts.rank,
+        facts.world_size,
+        "preempted",
+        what,
+        exit_code=EXIT_PREEMPTED,
+        before_training=early,
+    )
 
 
 def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> Failure:
@@ -114,7 +131,12 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
         text = "" if isinstance(error.code, int) else f": {error.code}"
         passed_on = code if code in (EXIT_USAGE, EXIT_PREEMPTED) else EXIT_FAILED
         kind = "preempted" if code == EXIT_PREEMPTED else "exit"
-        return Failure(**common, kind=kind, what=f"the program left with code {code}{text}", exit_code=passed_on)
+        return Failure(
+            **common,
+            kind=kind,
+            what=f"the program left with code {code}{text}",
+            exit_code=passed_on,
+        )
     if isinstance(error, KeyboardInterrupt):
         return Failure(**common, kind="signal", what="interrupted", consequence=True)
     first_line, _, rest = str(error).strip().partition("\n")
@@ -128,7 +150,9 @@ def from_exception(error: BaseException, facts: RankFacts, log: Path | None) -> 
     ended = own_heartbeat().explained(error) if gone else None
     if ended is not None:
         return Failure(**common, kind="usage", exit_code=EXIT_USAGE, **_parts(ended))
-    return Failure(**common, kind="error", what=what, where=where, why=reason, fix=fix, consequence=gone)
+    return Failure(
+        **common, kind="error", what=what, where=where, why=reason, fix=fix, consequence=gone
+    )
 
 
 def _parts(error: LockstepError) -> dict[str, Any]:
@@ -149,7 +173,11 @@ def _traceback_of(error: BaseException) -> str:
 
 def _user_line(trace: TracebackType | None) -> str | None:
     """Return the innermost line of the user's own code; None if there is none."""
-    frames = [f for f in traceback.extract_tb(trace) if not (_NOT_USER_CODE.search(f.filename) or _is_library(f))]
+    frames = [
+        f
+        for f in traceback.extract_tb(trace)
+        if not (_NOT_USER_CODE.search(f.filename) or _is_library(f))
+    ]
     return f"{short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else None
 
 
@@ -178,11 +206,24 @@ def short_path(path: str) -> str:
 
 
 def from_exit_code(rank: int, world_size: int, code: int, seen: float, log: Path | None) -> Failure:
-    """Return the failure of a rank that wrote no file; `code` is negative for a signal, `seen` in Unix time."""
-    common: dict[str, Any] = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "time": seen}
+    """Return the failure of a rank that wrote no file.
+
+    `code` is negative for a signal, `seen` in Unix time.
+    """
+    common: dict[str, Any] = {
+        "rank": rank,
+        "world_size": world_size,
+        "host": socket.gethostname(),
+        "time": seen,
+    }
     path = None if log is None else str(log)
     if code == 0:
-        return Failure(**common, kind="exit", what="the program ended with code 0 before its work was done", log=path)
+        return Failure(
+            **common,
+            kind="exit",
+            what="the program ended with code 0 before its work was done",
+            log=path,
+        )
     if code > 0:
         kind = "exit"
         what = f"the program left with code {code}"
@@ -219,10 +260,14 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
 
 
 def exit_code(failures: Iterable[Failure], *, may_be_stopped: bool = True) -> int:
-    """Return the launcher's exit code when all ranks have ended; `may_be_stopped`: somebody may have asked them to."""
+    """Return the launcher's exit code when all ranks have ended.
+
+    `may_be_stopped`: somebody may have asked them to.
+    """
     failures = list(failures)
     cause = first_cause(failures)
-    # A rank that is asked to stop before it has begun exits; its peers then fail because it is missing.
+    # A rank that is asked to stop before it has begun exits; its peers then fail because it is
+    # missing.
     one_left = any(f.kind == "preempted" for f in failures)
     explained = may_be_stopped and cause is not None and cause.consequence and one_left
     if cause is not None and not explained:
@@ -257,7 +302,10 @@ def stopped_processes(pids: Mapping[int, int]) -> list[Stopped]:
             found.append(Stopped(rank, pid, is_worker=False))
         for child in descendants(pid):
             with suppress(OSError):  # it has ended
-                if is_stopped(child) and Path(f"/proc/{child}/comm").read_text().strip() == _DATA_WORKER:
+                if (
+                    is_stopped(child)
+                    and Path(f"/proc/{child}/comm").read_text().strip() == _DATA_WORKER
+                ):
                     found.append(Stopped(rank, child, is_worker=True))
     return found
 
@@ -301,7 +349,10 @@ def _state(process: Path) -> str:
 
 
 def _stat(process: Path) -> list[str]:
-    """Return what /proc says of a process from its third field on (man 5 proc); nothing if it has ended."""
+    """Return what /proc says of a process from its third field on (man 5 proc).
+
+    Nothing if it has ended.
+    """
     try:
         return (process / "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,12 +1,13 @@
 """Finds ranks that hang, and the rank that holds the others up.
 
-The launcher of a machine reads its ranks' heartbeats: which call each rank is in, since when, and how long such calls
-took before. A call is slow, and does not hang, while its work goes forward: samples are read, micro-batches run, bytes
-and files written; work of ranks on other machines counts, too, since they are waited for. If nothing goes forward for
-too long, every rank writes its Python stacks (faulthandler answers a signal even while Python waits in C) and its last
-collectives. The rank that is behind was stopped, does not answer, has done the fewest steps, has begun the fewest calls
-and collectives, or does not wait in torch. Ranks that make progress meanwhile were slow because the machine is busy:
-they are not killed.
+The launcher of a machine reads its ranks' heartbeats: which call each rank is in, since when, and
+how long such calls took before. A call is slow, and does not hang, while its work goes forward:
+samples are read, micro-batches run, bytes and files written; work of ranks on other machines
+counts, too, since they are waited for. If nothing goes forward for too long, every rank writes its
+Python stacks (faulthandler answers a signal even while Python waits in C) and its last collectives.
+The rank that is behind was stopped, does not answer, has done the fewest steps, has begun the
+fewest calls and collectives, or does not wait in torch. Ranks that make progress meanwhile were
+slow because the machine is busy: they are not killed.
 """
 
 import json
@@ -31,7 +32,8 @@ STACKS_SIGNAL = signal.SIGQUIT  # `kill -QUIT` makes a rank write its stacks at 
 _ANSWER_SECONDS = 2.0  # for the ranks that run
 _LAST_SECONDS = 6.0  # for all: on a busy machine a rank that was stopped takes a while
 _STATES_SECONDS = 0.5  # between two reads of the processes' states
-_IDLE_SECONDS = 5.0  # ranks that all wait in collectives, and use no core for so long, wait for each other
+# ranks that all wait in collectives, and use no core for so long, wait for each other
+_IDLE_SECONDS = 5.0
 _IDLE_SHARE = 0.05  # of a core, which threads that wait use
 
 
@@ -40,7 +42,8 @@ class _Reports:
     silent: set[int]  # ranks that did not answer
     stopped: set[int]  # ranks that a signal had stopped
     stacks: dict[int, Stack]  # by rank
-    begun: dict[int, tuple[int, str]]  # by rank, how many collectives it has begun, and the name of the newest
+    # by rank, how many collectives it has begun, and the name of the newest
+    begun: dict[int, tuple[int, str]]
 
 
 @dataclass
@@ -49,15 +52,22 @@ class HangWatch:
 
     folder: Path  # the heartbeats'
     logs: Path  # the folder for stacks and collectives
-    factor: float | None  # a call hangs after this times the median of its kind; None: only stopped processes are found
+    # a call hangs after this times the median of its kind; None: only stopped processes are found
+    factor: float | None
     seconds: float  # and at least after these
-    patience: float  # seconds for calls without a median: first steps, the first evaluation, the first save
+    # seconds for calls without a median: first steps, the first evaluation, the first save
+    patience: float
     others: "OtherMachines | None" = None
-    _durations: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=50)))
-    _known: dict[int, int] = field(default_factory=dict)  # rank → the newest call whose duration was recorded
-    _known_writes: dict[int, int] = field(default_factory=dict)  # rank → the newest write whose duration was recorded
+    _durations: dict[str, deque[float]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=50))
+    )
+    # rank → the newest call whose duration was recorded
+    _known: dict[int, int] = field(default_factory=dict)
+    # rank → the newest write whose duration was recorded
+    _known_writes: dict[int, int] = field(default_factory=dict)
     _stopped_since: dict[Stopped, float] = field(default_factory=dict)
-    _cores_used: dict[int, tuple[float, float]] = field(default_factory=dict)  # rank → idle since, seconds of a core
+    # rank → idle since, seconds of a core
+    _cores_used: dict[int, tuple[float, float]] = field(default_factory=dict)
     _states_read: float = 0.0
     _reports_at: float = 0.0
     _stop_requested_at: float | None = None
@@ -69,10 +79,13 @@ class HangWatch:
         self._cores_used.clear()
         self._stop_requested_at = None
 
-    def check(self, pids: Mapping[int, int], world_size: int, *, stop_requested: bool = False) -> Failure | None:
+    def check(
+        self, pids: Mapping[int, int], world_size: int, *, stop_requested: bool = False
+    ) -> Failure | None:
         """Return the failure of the rank that is behind if ranks hang, after all have written their stacks.
 
-        `pids`: this machine's global ranks → processes; `stop_requested`: a stop signal was forwarded to them.
+        `pids`: this machine's global ranks → processes; `stop_requested`: a stop signal was
+        forwarded to them.
         """
         if stop_requested:
             self._stop_requested_at = self._stop_requested_at or time.monotonic()
@@ -90,9 +103,13 @@ class HangWatch:
         if self.others is not None:
             self.others.tell(beats)
         looks = (self._look_for_stopped, self._look_for_long_calls, self._look_for_ranks_elsewhere)
-        return next((found for look in looks if (found := look(beats, pids, world_size)) is not None), None)
+        return next(
+            (found for look in looks if (found := look(beats, pids, world_size)) is not None), None
+        )
 
-    def _look_for_stopped(self, beats: list[Beat], pids: Mapping[int, int], world_size: int) -> Failure | None:
+    def _look_for_stopped(
+        self, beats: list[Beat], pids: Mapping[int, int], world_size: int
+    ) -> Failure | None:
         now = time.monotonic()
         if now - self._states_read >= _STATES_SECONDS:
             self._states_read = now
@@ -109,27 +126,46 @@ class HangWatch:
         doing = next((_current_call(beat) for beat in beats if beat.rank == one.rank), "")
         what = f"it hangs{doing}: a signal stopped {one} {waited:.0f} s ago"
         why = "it was stopped by a signal (SIGSTOP), or a debugger holds it"
-        return self._failure(one.rank, world_size, what, where=reports.stacks[one.rank].place, why=why)
+        return self._failure(
+            one.rank, world_size, what, where=reports.stacks[one.rank].place, why=why
+        )
 
-    def _look_for_long_calls(self, beats: list[Beat], pids: Mapping[int, int], world_size: int) -> Failure | None:
+    def _look_for_long_calls(
+        self, beats: list[Beat], pids: Mapping[int, int], world_size: int
+    ) -> Failure | None:
         running = [beat for beat in beats if beat.phase not in ("done", "left") or beat.inside]
         waiting = [beat for beat in running if _since(beat) is not None]
-        if self.factor is None or not waiting or len(waiting) < len(running) or len(beats) < len(pids):
+        if (
+            self.factor is None
+            or not waiting
+            or len(waiting) < len(running)
+            or len(beats) < len(pids)
+        ):
             return None
         now = time.monotonic()
         slowest = min(waiting, key=lambda beat: _since(beat) or now)
         # Ranks that are behind may be in an earlier call: the limit is that of the slowest kind.
         kinds = {_kind(beat) for beat in waiting}
         limit = max(self.seconds, self.patience)
-        if all(beat.phase != "first" for beat in waiting) and all(self._durations.get(kind) for kind in kinds):
-            limit = max(self.seconds, *(self.factor * median(self._durations[kind]) for kind in kinds))
-        waited = now - max(_since(slowest) or now, *map(_forward, waiting), self._forward_elsewhere(waiting))
+        if all(beat.phase != "first" for beat in waiting) and all(
+            self._durations.get(kind) for kind in kinds
+        ):
+            limit = max(
+                self.seconds, *(self.factor * median(self._durations[kind]) for kind in kinds)
+            )
+        waited = now - max(
+            _since(slowest) or now, *map(_forward, waiting), self._forward_elsewhere(waiting)
+        )
         if waited <= limit:
             return None
         reports = self._collect_reports(pids)
-        newest = {beat.rank: max(_last_sign(beat), _forward(beat)) for beat in read_beats(self.folder)}
+        newest = {
+            beat.rank: max(_last_sign(beat), _forward(beat)) for beat in read_beats(self.folder)
+        }
         before = {beat.rank: max(_last_sign(beat), _forward(beat)) for beat in waiting}
-        if not reports.stopped and all(newest.get(rank, 0.0) > sign for rank, sign in before.items()):
+        if not reports.stopped and all(
+            newest.get(rank, 0.0) > sign for rank, sign in before.items()
+        ):
             return None
         return self._describe(waiting, world_size, waited, reports)
 
@@ -138,9 +174,13 @@ class HangWatch:
             return 0.0
         return self.others.newest(writes=any(beat.awaits_write for beat in waiting))
 
-    def _describe(self, waiting: list[Beat], world_size: int, waited: float, reports: _Reports) -> Failure:
+    def _describe(
+        self, waiting: list[Beat], world_size: int, waited: float, reports: _Reports
+    ) -> Failure:
         beats = (*waiting, *read_beats(self.folder))
-        done = {beat.rank: (beat.step, beat.calls[-1].number if beat.calls else 0) for beat in beats}
+        done = {
+            beat.rank: (beat.step, beat.calls[-1].number if beat.calls else 0) for beat in beats
+        }
 
         def progress(beat: Beat) -> tuple[Any, ...]:
             rank = beat.rank
@@ -152,24 +192,37 @@ class HangWatch:
         rank = behind.rank
         known = self._durations.get(kind)
         usual = f"{median(known):.3g} s" if known else "not known yet"
-        others = sorted({reports.begun[beat.rank][1] for beat in waiting if beat is not behind} - {""})
+        others = sorted(
+            {reports.begun[beat.rank][1] for beat in waiting if beat is not behind} - {""}
+        )
         why = "it was stopped by a signal (SIGSTOP)" if rank in reports.stopped else None
         if why is None and rank in reports.silent:
             why = "it does not answer signals: it sits in the kernel, on a disk or a device"
         if why is None and others:
             why = f"the last collective that the others began is {', '.join(others)}"
         unit = "step" if kind in _STEPS else kind
-        what = f"it hangs{_current_call(behind)}: no {unit} for {waited:.0f} s, where one usually takes {usual}"
+        what = (
+            f"it hangs{_current_call(behind)}: no {unit} for {waited:.0f} s, where one usually"
+            f" takes {usual}"
+        )
         if kind == _WRITE:
-            what = f"it hangs{_current_call(behind)}: the write of the checkpoint has not gone forward for "
+            what = (
+                f"it hangs{_current_call(behind)}: the write of the checkpoint has not gone forward"
+                " for "
+            )
             what += f"{waited:.0f} s, where the whole of it usually takes {usual}"
         fix = f"if it was only slow, raise distributed.hang.seconds above {self.seconds:g}; "
-        return self._failure(rank, world_size, what, where=reports.stacks[rank].place, why=why, fix=fix)
+        return self._failure(
+            rank, world_size, what, where=reports.stacks[rank].place, why=why, fix=fix
+        )
 
-    def _look_for_ranks_elsewhere(self, beats: list[Beat], pids: Mapping[int, int], world_size: int) -> Failure | None:
+    def _look_for_ranks_elsewhere(
+        self, beats: list[Beat], pids: Mapping[int, int], world_size: int
+    ) -> Failure | None:
         """Return a failure if ranks wait in a call while another waits in a collective outside Lockstep's code.
 
-        Ranks that were asked to stop and do not make progress wait in C, where no signal reaches Python.
+        Ranks that were asked to stop and do not make progress wait in C, where no signal reaches
+        Python.
         """
         now = time.monotonic()
         waiting = [beat for beat in beats if _since(beat) is not None]
@@ -178,7 +231,12 @@ class HangWatch:
             signs.append(self._stop_requested_at)
         running = {rank for rank, pid in pids.items() if failures.is_running(pid)}
         elsewhere = running - {beat.rank for beat in waiting}
-        if self.factor is None or not elsewhere or not signs or (not waiting and self._stop_requested_at is None):
+        if (
+            self.factor is None
+            or not elsewhere
+            or not signs
+            or (not waiting and self._stop_requested_at is None)
+        ):
             return None
         waited = now - max(signs)
         if now - self._reports_at <= self.seconds:
@@ -200,10 +258,15 @@ class HangWatch:
         others = sorted({str(beat.calls[-1]) for beat in waiting if beat.inside and beat.calls})
         why = f"the others wait in {', '.join(others)}" if others else None
         if not waiting:
-            why = "it was asked to stop, but a collective that waits for other ranks cannot be interrupted"
+            why = (
+                "it was asked to stop, but a collective that waits for other ranks cannot be"
+                " interrupted"
+            )
         fix = "all ranks must make the same calls: take it out of `if is_main_process:`; "
         what = f"it hangs: {what}, for {waited:.0f} s now"
-        return self._failure(rank, world_size, what, where=reports.stacks[rank].place, why=why, fix=fix)
+        return self._failure(
+            rank, world_size, what, where=reports.stacks[rank].place, why=why, fix=fix
+        )
 
     def _are_idle(self, pids: Mapping[int, int]) -> bool:
         """Return whether no rank has used a core lately."""
@@ -218,13 +281,21 @@ class HangWatch:
     def _failure(
         self, rank: int, world: int, what: str, *, where: str | None, why: str | None, fix: str = ""
     ) -> Failure:
-        fix += f"every rank's stacks are in {self.logs}/rank-*.stacks.txt, its last collectives in rank-*.flight.json"
+        fix += (
+            f"every rank's stacks are in {self.logs}/rank-*.stacks.txt, its last collectives in"
+            " rank-*.flight.json"
+        )
         host = socket.gethostname()
         now = time.time()
-        return Failure(rank, world, "hang", what, where=where, why=why, fix=fix, host=host, time=now)
+        return Failure(
+            rank, world, "hang", what, where=where, why=why, fix=fix, host=host, time=now
+        )
 
     def _collect_reports(self, pids: Mapping[int, int]) -> _Reports:
-        """Make every rank write its stacks and collectives; a stopped rank writes them once it is continued."""
+        """Make every rank write its stacks and collectives.
+
+        A stopped rank writes them once it is continued.
+        """
         self._reports_at = time.monotonic()
         stopped = {rank for rank, pid in pids.items() if is_stopped(pid)}
         before = {rank: _size(stacks_file(self.logs, rank)) for rank in pids}
@@ -232,12 +303,15 @@ class HangWatch:
             (self.folder / f"flight-{rank}.json").unlink(missing_ok=True)
         (self.folder / DUMP).touch()
         for rank, pid in pids.items():
-            if stacks_file(self.logs, rank).exists():  # the handler is there: without it the signal kills a new rank
+            # the handler is there: without it the signal kills a new rank
+            if stacks_file(self.logs, rank).exists():
                 send_signal(pid, STACKS_SIGNAL)
         silent = self._wait(before, pids, _ANSWER_SECONDS)
-        stopped |= {rank for rank, pid in pids.items() if is_stopped(pid)}  # stopped since the first look
+        # stopped since the first look
+        stopped |= {rank for rank, pid in pids.items() if is_stopped(pid)}
         for rank in silent | stopped:
-            send_signal(pids[rank], signal.SIGCONT)  # a stopped rank then writes where it stands; all are killed soon
+            # a stopped rank then writes where it stands; all are killed soon
+            send_signal(pids[rank], signal.SIGCONT)
         self._wait(before, pids, _LAST_SECONDS)
         stacks = {rank: failures.newest_stack(self.logs, rank) for rank in pids}
         return _Reports(silent, stopped, stacks, {rank: self._collectives(rank) for rank in pids})
@@ -253,7 +327,10 @@ class HangWatch:
             time.sleep(0.05)
 
     def _collectives(self, rank: int) -> tuple[int, str]:
-        """Return how many collectives a rank has begun, and the newest one's name; move its record to the logs."""
+        """Return how many collectives a rank has begun, and the newest one's name.
+
+        Move its record to the logs.
+        """
         path = self.folder / f"flight-{rank}.json"
         try:
             data = path.read_bytes()
@@ -271,8 +348,8 @@ class HangWatch:
 class OtherMachines:
     """Tells the launchers of the other machines that ranks here go forward, and hears it of theirs.
 
-    Each launcher counts in the store that they share: clocks of machines are not compared. A thread talks to the store,
-    which never answers once the link to it is broken.
+    Each launcher counts in the store that they share: clocks of machines are not compared. A thread
+    talks to the store, which never answers once the link to it is broken.
     """
 
     def __init__(self, store: Any, number: int, count: int) -> None:
@@ -290,7 +367,10 @@ class OtherMachines:
         self._signs = work, max((beat.write.forward for beat in beats), default=0.0)
 
     def newest(self, *, writes: bool) -> float:
-        """Return when work elsewhere last went forward, as far as is known; `writes`: in the background, too."""
+        """Return when work elsewhere last went forward, as far as is known.
+
+        `writes`: in the background, too.
+        """
         return max(self._newest) if writes else self._newest[0]
 
     def close(self) -> None:
@@ -300,14 +380,21 @@ class OtherMachines:
         told = self._signs
         counts = [0, 0]
         heard = [[0, 0] for _ in self._others]
-        with suppress(RuntimeError, ValueError):  # the machine that hosts the store is gone, which ends the run
+        # the machine that hosts the store is gone, which ends the run
+        with suppress(RuntimeError, ValueError):
             while not self._closed.wait(_TELL_SECONDS):
                 signs = self._signs
                 if signs != told:
-                    counts = [count + (new > old) for count, new, old in zip(counts, signs, told, strict=True)]
+                    counts = [
+                        count + (new > old)
+                        for count, new, old in zip(counts, signs, told, strict=True)
+                    ]
                     told = signs
                     self._store.set(self._mine, json.dumps(counts))
-                now = [json.loads(self._store.get(key)) if self._store.check([key]) else [0, 0] for key in self._others]
+                now = [
+                    json.loads(self._store.get(key)) if self._store.check([key]) else [0, 0]
+                    for key in self._others
+                ]
                 for kind in (0, 1):
                     if [one[kind] for one in now] != [one[kind] for one in heard]:
                         self._newest[kind] = time.monotonic()
@@ -321,11 +408,18 @@ _STEPS = ("train", "steps")  # calls of which each is one step of the loop
 
 
 def _under_way(beat: Beat) -> Call | None:
-    return next((call for call in reversed(beat.calls) if not call.ended), None) if beat.inside else None
+    return (
+        next((call for call in reversed(beat.calls) if not call.ended), None)
+        if beat.inside
+        else None
+    )
 
 
 def _since(beat: Beat) -> float | None:
-    """Return when a rank entered Lockstep's code, where it may wait for others; None if it is in the user's code."""
+    """Return when a rank entered Lockstep's code, where it may wait for others.
+
+    None if it is in the user's code.
+    """
     call = _under_way(beat)
     if call is not None:
         return call.begun

@@ -1,7 +1,7 @@
 """Launch options by torchrun's names, the number of processes they mean, and where the machines of a job meet.
 
-Machines with `--node-rank` register here before torch's rendezvous, which only counts: a missing machine, and two that
-claim one number, are reported by name. Loads torch inside functions only.
+Machines with `--node-rank` register here before torch's rendezvous, which only counts: a missing
+machine, and two that claim one number, are reported by name. Loads torch inside functions only.
 
 Tests: tests/launch/test_options.py, tests/launch/test_examples.py
 """
@@ -59,7 +59,10 @@ class LaunchOptions:
         except ValueError:
             fewest = most = 0
         if not 1 <= fewest <= most:
-            raise UsageError(f"--nnodes {self.nnodes} is neither a number from 1 on nor MIN:MAX", where="--nnodes")
+            raise UsageError(
+                f"--nnodes {self.nnodes} is neither a number from 1 on nor MIN:MAX",
+                where="--nnodes",
+            )
         return fewest, most
 
     @property
@@ -72,7 +75,10 @@ class LaunchOptions:
 
     @property
     def processes(self) -> int | None:
-        """Processes per machine if a number was given; None: one per GPU. Raises UsageError: it is neither."""
+        """Processes per machine if a number was given; None: one per GPU.
+
+        Raises UsageError: it is neither.
+        """
         requested = self.nproc_per_node
         if requested is None or requested in ("auto", "gpu", "cpu", "xpu"):
             return None
@@ -91,7 +97,9 @@ class LaunchOptions:
         try:
             return default if text is None else float(text)
         except ValueError:
-            raise UsageError(f"--rdzv-conf {name}={text} is no number", where="--rdzv-conf") from None
+            raise UsageError(
+                f"--rdzv-conf {name}={text} is no number", where="--rdzv-conf"
+            ) from None
 
     @property
     def is_host(self) -> bool | None:
@@ -104,19 +112,29 @@ class LaunchOptions:
         return text.lower() in ("1", "true", "yes")
 
     def check(self) -> None:
-        """Reject options that cannot work, before anything is started. Raises UsageError: naming the option."""
+        """Reject options that cannot work, before anything is started.
+
+        Raises UsageError: naming the option.
+        """
         fewest, most = self.nodes
         if self.max_restarts < 0:
-            raise UsageError(f"--max-restarts {self.max_restarts} is below 0", where="--max-restarts")
+            raise UsageError(
+                f"--max-restarts {self.max_restarts} is below 0", where="--max-restarts"
+            )
         _ = self.processes
         if self.master_port is not None and not 0 <= self.master_port < 65536:
             raise UsageError(f"--master-port {self.master_port} is no port", where="--master-port")
         if self.master_port == 0 and most > 1:
-            text = "--master-port 0 leaves the choice to the first machine, and the others would not know it"
+            text = (
+                "--master-port 0 leaves the choice to the first machine, and the others would not"
+                " know it"
+            )
             fix = "--master-port 29500, or any port that is free on the first machine"
             raise UsageError(text, where="--master-port", fix=fix)
         if self.monitor_interval <= 0 or self.shutdown_timeout < 0:
-            raise UsageError("--monitor-interval is above 0, and --shutdown-timeout is not below it")
+            raise UsageError(
+                "--monitor-interval is above 0, and --shutdown-timeout is not below it"
+            )
         if self.node_rank is not None and not 0 <= self.node_rank < most:
             text = f"--node-rank {self.node_rank} is not below --nnodes {self.nnodes}"
             raise UsageError(text, where="--node-rank", why="machines are numbered from 0")
@@ -131,11 +149,19 @@ class LaunchOptions:
                 what = f"{flag} {given} means nothing to one machine (--nnodes {self.nnodes})"
                 raise UsageError(what, where=flag, fix=f"add {others}, or leave it out")
         if most > 1 and self.rdzv_endpoint is None and self.master_addr is None:
-            fix = "on every machine: --rdzv-endpoint HOST:PORT, or --master-addr HOST [--master-port PORT] with "
+            fix = (
+                "on every machine: --rdzv-endpoint HOST:PORT, or --master-addr HOST [--master-port"
+                " PORT] with "
+            )
             fix += "--node-rank 0, 1, …; HOST is the first machine"
-            raise UsageError(f"--nnodes {self.nnodes} needs the address where the machines meet", fix=fix)
+            raise UsageError(
+                f"--nnodes {self.nnodes} needs the address where the machines meet", fix=fix
+            )
         if most > 1 and self.rdzv_endpoint is None and (self.node_rank is None or fewest != most):
-            fix = "number the machines from 0 with --node-rank, or use --rdzv-endpoint HOST:PORT, which numbers them"
+            fix = (
+                "number the machines from 0 with --node-rank, or use --rdzv-endpoint HOST:PORT,"
+                " which numbers them"
+            )
             raise UsageError("--master-addr needs --node-rank and a fixed --nnodes", fix=fix)
         for name in self.rdzv_conf:
             if name not in RDZV_CONF:
@@ -150,7 +176,10 @@ class LaunchOptions:
 def process_count(
     options: LaunchOptions, *, use_gpus: bool = True, single_reason: str | None = None
 ) -> tuple[int, str]:
-    """Return the number of processes here, and the reason; `single_reason`: why it is one on any hardware."""
+    """Return the number of processes here, and the reason.
+
+    `single_reason`: why it is one on any hardware.
+    """
     if options.processes is not None:
         return options.processes, "as asked"
     requested = options.nproc_per_node
@@ -162,7 +191,9 @@ def process_count(
     if gpus:
         return gpus, "one for each visible GPU"
     if requested in ("gpu", "xpu"):
-        raise UsageError(f"--nproc-per-node {requested}, but no GPU is visible here", fix="--nproc-per-node 1")
+        raise UsageError(
+            f"--nproc-per-node {requested}, but no GPU is visible here", fix="--nproc-per-node 1"
+        )
     return 1, f"{'no GPU is visible' if use_gpus else 'on the CPU'}; --nproc-per-node N starts more"
 
 
@@ -181,7 +212,11 @@ def endpoint(options: LaunchOptions) -> str:
     """Return the HOST:PORT of the rendezvous."""
     if options.rdzv_endpoint is not None:
         _, colon, port = options.rdzv_endpoint.rpartition(":")
-        return options.rdzv_endpoint if colon and port.isdigit() else f"{options.rdzv_endpoint}:{DEFAULT_PORT}"
+        return (
+            options.rdzv_endpoint
+            if colon and port.isdigit()
+            else f"{options.rdzv_endpoint}:{DEFAULT_PORT}"
+        )
     default = DEFAULT_PORT if options.several_nodes else 0
     return f"{options.master_addr or '127.0.0.1'}:{options.master_port or default}"
 
@@ -197,7 +232,10 @@ def run_id(options: LaunchOptions) -> str:
 
 
 def wait_for_name(host: str, patience: float, log: Callable[[str], None]) -> None:
-    """Wait until the name resolves on this machine. Raises UsageError: it does not resolve in time."""
+    """Wait until the name resolves on this machine.
+
+    Raises UsageError: it does not resolve in time.
+    """
     deadline = time.monotonic() + min(patience, _NAME_SECONDS)
     logged = False
     while True:
@@ -207,7 +245,10 @@ def wait_for_name(host: str, patience: float, log: Callable[[str], None]) -> Non
         except OSError as error:
             if time.monotonic() > deadline:
                 text = f"{host} does not resolve on this machine ({socket.gethostname()})"
-                fix = "use the IP address of the first machine, or put its name into DNS or /etc/hosts here"
+                fix = (
+                    "use the IP address of the first machine, or put its name into DNS or"
+                    " /etc/hosts here"
+                )
                 raise UsageError(text, why=error.strerror, fix=fix) from None
         if not logged:
             log(f"waiting for the name {host} to resolve")
@@ -234,7 +275,8 @@ def register_machine(registry: Any, options: LaunchOptions, log: Callable[[str],
     except LockstepError as error:
         if number == 0:
             registry.set("failed", f"{error.what}\n{error.fix}")
-            time.sleep(5 * _POLL_SECONDS)  # time for the others to read it: the store ends with this process
+            # time for the others to read it: the store ends with this process
+            time.sleep(5 * _POLL_SECONDS)
         raise
 
 
@@ -246,18 +288,31 @@ def _wait_for_all(registry: Any, options: LaunchOptions, log: Callable[[str], No
         if registry.check(["failed"]):
             what, fix = registry.get("failed").decode().split("\n")
             raise UsageError(what, fix=fix) if "claim" in what else RunError(what, fix=fix)
-        missing = [number for number in range(options.nodes[1]) if not registry.check([f"machine/{number}"])]
+        missing = [
+            number
+            for number in range(options.nodes[1])
+            if not registry.check([f"machine/{number}"])
+        ]
         if not missing:
             return
-        names = f"machine{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {options.nnodes}"
+        names = (
+            f"machine{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {options.nnodes}"
+        )
         if missing != logged:
             log(f"waiting for {names} (--node-rank) at {endpoint(options)}")
         logged = missing
         if time.monotonic() > deadline:
-            fix = "start the same command there, with that --node-rank; see that the address and the port are the "
+            fix = (
+                "start the same command there, with that --node-rank; see that the address and the"
+                " port are the "
+            )
             fix += "same on all machines, and can be reached: `lockstep doctor` on all of them"
             where = f"--node-rank {', '.join(map(str, missing))}"
-            raise RunError(f"{names} did not come to {endpoint(options)} within {patience:g} s", where=where, fix=fix)
+            raise RunError(
+                f"{names} did not come to {endpoint(options)} within {patience:g} s",
+                where=where,
+                fix=fix,
+            )
         time.sleep(_POLL_SECONDS)
 
 
@@ -293,7 +348,15 @@ def explain(error: Exception, options: LaunchOptions) -> LockstepError:
         host, _, port = where.rpartition(":")
         return port_in_use(host, int(port))
     if "Rendezvous" in text or "Dist" in text or "Timeout" in text:
-        fix = f"start the same command on all {options.nnodes} machines, check that {where} can be reached from each, "
-        fix += "and in a container or a network namespace pass --rdzv-conf is_host=1 on the one that hosts it"
-        return RunError(f"the machines did not meet at {where}", where=socket.gethostname(), why=text, fix=fix)
+        fix = (
+            f"start the same command on all {options.nnodes} machines, check that {where} can be"
+            " reached from each, "
+        )
+        fix += (
+            "and in a container or a network namespace pass --rdzv-conf is_host=1 on the one that"
+            " hosts it"
+        )
+        return RunError(
+            f"the machines did not meet at {where}", where=socket.gethostname(), why=text, fix=fix
+        )
     return RunError(f"the launcher failed: {text}")

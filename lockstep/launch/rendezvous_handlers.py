@@ -1,6 +1,7 @@
 """Runs torch's rendezvous over Lockstep's own store, which listens on one address only and records who arrived.
 
-Each start of the ranks is one round. Source: docs.pytorch.org/docs/stable/elastic/rendezvous.html. Loads torch.
+Each start of the ranks is one round. Source: docs.pytorch.org/docs/stable/elastic/rendezvous.html.
+Loads torch.
 
 Tests: tests/launch/test_machines.py, tests/launch/test_hosts.py
 """
@@ -16,33 +17,47 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo, api
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    api,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from lockstep.errors import RunError, UsageError
 from lockstep.launch import options as machines
-from lockstep.launch.options import LaunchOptions, endpoint, hosts_rendezvous, rendezvous_host, run_id
+from lockstep.launch.options import (
+    LaunchOptions,
+    endpoint,
+    hosts_rendezvous,
+    rendezvous_host,
+    run_id,
+)
 from lockstep.network import address_towards, is_address, is_loopback
 from lockstep.rendezvous import host_store
 from lockstep.torch_compat.rendezvous import ExtensibleRendezvous
 
 _STORE_SECONDS = 60.0  # how long to wait for an answer of the store
-_GIVING_UP_SECONDS = 3.0  # how long the host stays after it gave up: waiting machines look once a second
+# how long the host stays after it gave up: waiting machines look once a second
+_GIVING_UP_SECONDS = 3.0
 
 
 def open_store(options: LaunchOptions, log: Callable[[str], None]) -> TCPStore:
     """Open the store for the rendezvous; with `--node-rank`, return once all machines are there.
 
-    Raises UsageError: the port is in use; the name does not resolve; two machines claim one number. RunError: nobody
-    hosts the rendezvous, or a machine did not come.
+    Raises UsageError: the port is in use; the name does not resolve; two machines claim one number.
+    RunError: nobody hosts the rendezvous, or a machine did not come.
     """
     if options.several_nodes:
         machines.wait_for_name(rendezvous_host(options), options.patience, log)
     store = _host_or_join(options)
     if options.numbered:
-        machines.register_machine(PrefixStore(f"lockstep/machines/{run_id(options)}", store), options, log)
+        machines.register_machine(
+            PrefixStore(f"lockstep/machines/{run_id(options)}", store), options, log
+        )
     store.set_timeout(datetime.timedelta(seconds=options.seconds("read_timeout", _STORE_SECONDS)))
     return store
 
@@ -77,7 +92,10 @@ def handler(options: LaunchOptions, store: TCPStore) -> RendezvousHandler:
 
 
 class FixedRendezvous(StaticTCPRendezvous):
-    """Rendezvous of machines whose number and count are known beforehand; a single machine is number 0 of 1."""
+    """Rendezvous of machines whose number and count are known beforehand.
+
+    A single machine is number 0 of 1.
+    """
 
     def __init__(self, options: LaunchOptions, store: TCPStore) -> None:
         rank = (options.node_rank or 0) if options.several_nodes else 0
@@ -98,7 +116,9 @@ class FixedRendezvous(StaticTCPRendezvous):
                 self._of_round = host_store(self.master_addr, 0, self.timeout)
                 store.set("lockstep/port", str(self._of_round.port))
             port = int(store.get("lockstep/port"))
-        return RendezvousInfo(store, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, port))
+        return RendezvousInfo(
+            store, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, port)
+        )
 
 
 class ElasticRendezvous(ExtensibleRendezvous):
@@ -113,7 +133,8 @@ class ElasticRendezvous(ExtensibleRendezvous):
             return datetime.timedelta(seconds=options.seconds(name, default))
 
         fewest, most = options.nodes
-        # Once enough machines have arrived, the last call waits for the others, in addition to `timeout`.
+        # Once enough machines have arrived, the last call waits for the others, in addition to
+        # `timeout`.
         last_call = min(30.0, options.patience)
         own = options.local_addr or own_address(options)
         registry = MachineRegistry(store, options, f"{socket.gethostname()} ({own or os.getpid()})")
@@ -138,7 +159,10 @@ class ElasticRendezvous(ExtensibleRendezvous):
         return made
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Start a round with the others. Raises RunError: too few machines came, or the host of the store is gone."""
+        """Start a round with the others.
+
+        Raises RunError: too few machines came, or the host of the store is gone.
+        """
         self._registry.wait()
         try:
             found = super().next_rendezvous()
@@ -150,10 +174,15 @@ class ElasticRendezvous(ExtensibleRendezvous):
                 raise
             raise self._registry.timed_out() from error
         except api.RendezvousConnectionError as error:
-            text = f"the machine that hosts {endpoint(self._registry.options)}, where the machines meet, has gone "
+            text = (
+                f"the machine that hosts {endpoint(self._registry.options)}, where the machines"
+                " meet, has gone "
+            )
             text += f"while {self._registry.name} waited for the others"
             fix = "see its last output for the reason; start the command again on all machines"
-            raise RunError(text, why="its launcher ended, or the link to it is cut", fix=fix) from error
+            raise RunError(
+                text, why="its launcher ended, or the link to it is cut", fix=fix
+            ) from error
         self._registry.met()
         return found
 
@@ -201,13 +230,25 @@ class MachineRegistry:
 
     def names_in(self, state: str, seconds: float) -> list[str]:
         """Return the names of the machines that entered `state` within the last `seconds`."""
-        entries = [self._store.get(str(number)).decode() for number in range(1, self._store.add("count", 0) + 1)]
+        entries = [
+            self._store.get(str(number)).decode()
+            for number in range(1, self._store.add("count", 0) + 1)
+        ]
         rows = [one.split(" ", 2) for one in entries]
-        return [name for found, when, name in rows if found == state and time.time() - float(when) <= seconds]
+        return [
+            name
+            for found, when, name in rows
+            if found == state and time.time() - float(when) <= seconds
+        ]
 
     def timed_out(self) -> RunError:
-        """Return the error for a timeout; if this machine hosts the store, the waiting machines raise it too."""
-        here = sorted({*self.names_in("waits", math.inf), *self.names_in("left", self.options.patience)})
+        """Return the error for a timeout.
+
+        If this machine hosts the store, the waiting machines raise it too.
+        """
+        here = sorted(
+            {*self.names_in("waits", math.inf), *self.names_in("left", self.options.patience)}
+        )
         self._waits = False
         self._record("left")
         if hosts_rendezvous(self.options):
@@ -228,9 +269,15 @@ class MachineRegistry:
             self._since = math.inf  # enough machines: the last call decides
 
     def _error(self, here: list[str]) -> RunError:
-        text = f"{len(here)} of {self.options.nnodes} machines came to {endpoint(self.options)} within "
+        text = (
+            f"{len(here)} of {self.options.nnodes} machines came to {endpoint(self.options)}"
+            " within "
+        )
         text += f"{self.options.patience:g} s"
-        fix = "start the same command on the others; see that the address and the port are the same on all machines, "
+        fix = (
+            "start the same command on the others; see that the address and the port are the same"
+            " on all machines, "
+        )
         fix += "and can be reached: `lockstep doctor` on all of them"
         return RunError(text, where=f"there were {', '.join(here)}", fix=fix)
 
@@ -240,14 +287,16 @@ def own_address(options: LaunchOptions) -> str | None:
     host = rendezvous_host(options)
     own = address_towards(host)
     if own is not None and is_loopback(own) and not is_address(host) and host != "localhost":
-        return host  # a name that resolves to the loopback on this machine only: the other machines know it too
+        # a name that resolves to the loopback on this machine only: the other machines know it too
+        return host
     return own
 
 
 class Membership:
     """Counts the machines that wait to join; asks in the background once a second.
 
-    If the link to the rendezvous is broken, its store never answers: torch's loop that watches the ranks would block.
+    If the link to the rendezvous is broken, its store never answers: torch's loop that watches the
+    ranks would block.
     """
 
     def __init__(self, ask: Callable[[], int]) -> None:
@@ -271,13 +320,24 @@ class Membership:
         return newest
 
     def check(self, seconds: float = 30.0) -> None:
-        """Wait for the running query before the next rendezvous. Raises RunError: it has no answer for so long."""
+        """Wait for the running query before the next rendezvous.
+
+        Raises RunError: it has no answer for so long.
+        """
         if self._thread is not None:
             self._thread.join(max(0.0, self._asked_at + seconds - time.monotonic()))
         if self._is_asking():
-            text = f"the rendezvous of the machines has not answered for {time.monotonic() - self._asked_at:.0f} s"
-            fix = "start the command again on all machines; the run goes on from its newest checkpoint"
-            raise RunError(text, why="the link to it is cut, or the machine that hosts it is gone", fix=fix)
+            text = (
+                "the rendezvous of the machines has not answered for"
+                f" {time.monotonic() - self._asked_at:.0f} s"
+            )
+            fix = (
+                "start the command again on all machines; the run goes on from its newest"
+                " checkpoint"
+            )
+            raise RunError(
+                text, why="the link to it is cut, or the machine that hosts it is gone", fix=fix
+            )
 
     def _is_asking(self) -> bool:
         return self._thread is not None and self._thread.is_alive()

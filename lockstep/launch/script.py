@@ -16,9 +16,12 @@ from lockstep.launch.worker import die_with_this_process, run_as_worker
 
 
 def run_script(script: str, arguments: Sequence[str], *, kind: str = "file") -> int:
-    """Run a script as `python SCRIPT ARGS` (or `python -m`) would, in this process; run a program as a child process.
+    """Run a script as `python SCRIPT ARGS` (or `python -m`) would, in this process.
 
-    Return 0, or 75 if the script handled SIGTERM or a Ctrl-C itself and then exited with 0: its work is not done.
+    Run a program as a child process.
+
+    Return 0, or 75 if the script handled SIGTERM or a Ctrl-C itself and then exited with 0: its
+    work is not done.
     """
     if kind == "program":
         return _run_program([script, *arguments])
@@ -57,7 +60,9 @@ def _run_program(command: Sequence[str]) -> int:
 def main() -> int:
     """Run the script named on the command line as a rank, and return the exit code."""
     logs, kind, script, *arguments = sys.argv[1:]
-    return run_as_worker(lambda: run_script(script, arguments, kind=kind), logs=Path(logs), include_children=True)
+    return run_as_worker(
+        lambda: run_script(script, arguments, kind=kind), logs=Path(logs), include_children=True
+    )
 
 
 if __name__ == "__main__":

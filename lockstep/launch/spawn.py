@@ -1,7 +1,8 @@
 """Implements `lockstep.spawn`: starts ranks from a script or a notebook, each running a function.
 
-From a script, or for a function in a module, ranks are fresh processes. In a notebook the function is in no file that a
-fresh process could import, so ranks are forks. An accelerator in use forbids a fork; `spawn` raises then.
+From a script, or for a function in a module, ranks are fresh processes. In a notebook the function
+is in no file that a fresh process could import, so ranks are forks. An accelerator in use forbids a
+fork; `spawn` raises then.
 """
 
 import datetime
@@ -49,15 +50,16 @@ def spawn(
 ) -> None:
     """Run `fn(*args)` on `nprocs` ranks of this machine, and return when all are done.
 
-    A rank knows its place from `lockstep.rank()`, and joins the others with `lockstep.setup()` or by making a
-    `Trainer`. Its number is node_rank · nprocs + its index here. One process on one machine runs in this one. From a
-    script, `fn` is a function that it defines at its top level. `nprocs` unset: all visible GPUs, else 1. Of `nnodes`
-    machines every one calls `spawn` with the same arguments but its own `node_rank`, from 0; `master_addr` is the
-    machine with node_rank 0, and `master_port` a free port there. In a notebook, `plot` is the run directory that `fn`
-    trains into, which is drawn below the cell while it runs.
+    A rank knows its place from `lockstep.rank()`, and joins the others with `lockstep.setup()` or
+    by making a `Trainer`. Its number is node_rank · nprocs + its index here. One process on one
+    machine runs in this one. From a script, `fn` is a function that it defines at its top level.
+    `nprocs` unset: all visible GPUs, else 1. Of `nnodes` machines every one calls `spawn` with the
+    same arguments but its own `node_rank`, from 0; `master_addr` is the machine with node_rank 0,
+    and `master_port` a free port there. In a notebook, `plot` is the run directory that `fn` trains
+    into, which is drawn below the cell while it runs.
 
-    The first error of a rank is raised once, as a LockstepError; a UsageError if the numbers don't fit, or there is no
-    way to start `fn` in another process.
+    The first error of a rank is raised once, as a LockstepError; a UsageError if the numbers don't
+    fit, or there is no way to start `fn` in another process.
     """
     _check_not_importing_main()
     _check_arguments(fn, args, nprocs)
@@ -70,19 +72,26 @@ def spawn(
     if not 0 <= node_rank < nnodes:
         raise UsageError(f"node_rank={node_rank} is not below nnodes={nnodes}", where="spawn")
     if nnodes > 1 and master_addr is None:
-        raise UsageError(f"nnodes={nnodes} needs master_addr=, the machine with node_rank 0", where="spawn")
+        raise UsageError(
+            f"nnodes={nnodes} needs master_addr=, the machine with node_rank 0", where="spawn"
+        )
     if nprocs == nnodes == 1 and plot is None:
         fn(*args)
         return
-    _run_ranks(fn, args, _start_method(fn), plot, nprocs, nnodes, node_rank, master_addr, master_port)
+    _run_ranks(
+        fn, args, _start_method(fn), plot, nprocs, nnodes, node_rank, master_addr, master_port
+    )
 
 
-def spawn_again(fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, preload: Sequence[str] | None) -> None:
+def spawn_again(
+    fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, preload: Sequence[str] | None
+) -> None:
     """Run `fn(*args)`, of a module, on `nprocs` ranks, as `spawn` does, but one rank, too, is a process of its own.
 
-    With `preload`, names of modules, ranks are forks of a server process, which imports them once: from then on a rank
-    starts in 0.1 s of a core, in place of 3 to 4. The server uses no GPU, so its forks can. A rank has its own
-    variables when `fn` is called; what is imported to find `fn` and its arguments sees those of the server.
+    With `preload`, names of modules, ranks are forks of a server process, which imports them once:
+    from then on a rank starts in 0.1 s of a core, in place of 3 to 4. The server uses no GPU, so
+    its forks can. A rank has its own variables when `fn` is called; what is imported to find `fn`
+    and its arguments sees those of the server.
     """
     _check_not_importing_main()
     method = _FORKSERVER if preload is not None else _start_method(fn)
@@ -114,15 +123,19 @@ def _run_ranks(
         for local, rank in enumerate(ranks):
             environment = common | {"RANK": str(rank), "LOCAL_RANK": str(local)}
             with environment_with(environment):  # for what the child imports before `_run`
-                # The server's environment is that of its start, so its forks are given the whole of it.
+                # The server's environment is that of its start, so its forks are given the whole of
+                # it.
                 own = dict(os.environ) if method == _FORKSERVER else environment
-                process = context.Process(target=_run, args=(fn, tuple(args), own, method), name=f"rank-{rank}")
+                process = context.Process(
+                    target=_run, args=(fn, tuple(args), own, method), name=f"rank-{rank}"
+                )
                 process.start()
             processes.append(process)
         _wait(processes, figure)
         cause = _cause(processes, ranks, int(common["WORLD_SIZE"]), folder)
     finally:
-        for process in processes:  # those that still run: peers of a failed rank, or all after an interrupt
+        # those that still run: peers of a failed rank, or all after an interrupt
+        for process in processes:
             process.terminate()
         for process in processes:
             process.join(2)
@@ -140,25 +153,37 @@ def _check_arguments(fn: Any, args: Any, nprocs: Any) -> None:
     """Reject arguments in the order that other libraries' `spawn` takes them."""
     name = getattr(fn, "__name__", "train")
     if not callable(fn):
-        raise UsageError(f"{fn!r} is not a function", where="spawn", fix="pass the function itself: spawn(train, …)")
+        raise UsageError(
+            f"{fn!r} is not a function",
+            where="spawn",
+            fix="pass the function itself: spawn(train, …)",
+        )
     if isinstance(args, int) and not isinstance(args, bool):
-        text = f"the second argument of spawn is a tuple of the function's arguments, not the number {args}"
+        text = (
+            "the second argument of spawn is a tuple of the function's arguments, not the number"
+            f" {args}"
+        )
         fix = f"lockstep.spawn({name}, nprocs={args}) starts {args} ranks; "
         fix += f"lockstep.spawn({name}, args=({args},), nprocs=…) calls {name}({args}) on each rank"
         raise UsageError(text, where=f"spawn({name}, {args}, …)", fix=fix)
     if not isinstance(args, list | tuple):
         text = f"the function's arguments are a tuple, not a {type(args).__name__}"
-        fix = f"lockstep.spawn({name}, args=(value,), nprocs=…); the comma makes a tuple of one value"
+        fix = (
+            f"lockstep.spawn({name}, args=(value,), nprocs=…); the comma makes a tuple of one value"
+        )
         raise UsageError(text, where=f"spawn({name}, {args!r:.60}, …)", fix=fix)
     if nprocs is not None and (not isinstance(nprocs, int) or isinstance(nprocs, bool)):
         text = f"nprocs is the number of ranks on this machine, not {nprocs!r:.60}"
-        raise UsageError(text, where=f"spawn({name}, …)", fix=f"lockstep.spawn({name}, args=(…), nprocs=2)")
+        raise UsageError(
+            text, where=f"spawn({name}, …)", fix=f"lockstep.spawn({name}, args=(…), nprocs=2)"
+        )
 
 
 def _check_environment(nprocs: int, nnodes: int, node_rank: int) -> None:
     """Reject rank numbers that contradict the environment's: each machine would train on its own.
 
-    Its variables may number the machines (srun with a task a machine), or ranks: RANK is the first of this machine.
+    Its variables may number the machines (srun with a task a machine), or ranks: RANK is the first
+    of this machine.
     """
     facts = rank_facts()
     machines = (facts.rank, facts.world_size) == (node_rank, nnodes)
@@ -166,7 +191,10 @@ def _check_environment(nprocs: int, nnodes: int, node_rank: int) -> None:
     if facts.world_size == 1 or machines or ranks:
         return
     names = {"torchrun": "RANK and WORLD_SIZE", "srun": "SLURM_PROCID and SLURM_NTASKS"}
-    what = f"the environment says rank {facts.rank} of {facts.world_size}, but spawn would start ranks "
+    what = (
+        f"the environment says rank {facts.rank} of {facts.world_size}, but spawn would start"
+        " ranks "
+    )
     what += f"{node_rank * nprocs} to {(node_rank + 1) * nprocs - 1} of {nprocs * nnodes}"
     where = f"{names.get(facts.launcher, 'the variables of mpirun')} in the environment; spawn("
     where += f"nprocs={nprocs}, nnodes={nnodes}, node_rank={node_rank})"
@@ -176,7 +204,10 @@ def _check_environment(nprocs: int, nnodes: int, node_rank: int) -> None:
     address = os.environ.get("MASTER_ADDR", "the address of machine 0")
     fix = "where a launcher has started one process a rank, call the function itself, without spawn"
     if not rest and not here:
-        machine = f"spawn(…, nprocs={nprocs}, nnodes={num_machines}, node_rank={index}, master_addr={address!r})"
+        machine = (
+            f"spawn(…, nprocs={nprocs}, nnodes={num_machines}, node_rank={index},"
+            f" master_addr={address!r})"
+        )
         fix = f"if RANK is the number of this machine's first rank: {machine}; {fix}"
     raise UsageError(what, where=where, why=why, fix=fix)
 
@@ -185,13 +216,21 @@ def _rendezvous_variables(
     nprocs: int, nnodes: int, node_rank: int, master_addr: str | None, master_port: int | None
 ) -> tuple[dict[str, str], Any]:
     """Return the variables that all ranks share, and the store, which must live as long as the ranks."""
-    common = {"WORLD_SIZE": str(nprocs * nnodes), "LOCAL_WORLD_SIZE": str(nprocs), "GROUP_RANK": str(node_rank)}
-    common |= {"MASTER_ADDR": master_addr or "127.0.0.1", "MASTER_PORT": str(master_port or DEFAULT_PORT)}
+    common = {
+        "WORLD_SIZE": str(nprocs * nnodes),
+        "LOCAL_WORLD_SIZE": str(nprocs),
+        "GROUP_RANK": str(node_rank),
+    }
+    common |= {
+        "MASTER_ADDR": master_addr or "127.0.0.1",
+        "MASTER_PORT": str(master_port or DEFAULT_PORT),
+    }
     if "OMP_NUM_THREADS" not in os.environ:
         common["OMP_NUM_THREADS"] = str(cores.threads_per_rank(nprocs))
     if nnodes > 1 or master_port is not None:
         return common, None
-    # On one machine this process holds the store, at a port that the system picks: nobody else can take the port.
+    # On one machine this process holds the store, at a port that the system picks: nobody else can
+    # take the port.
     from lockstep.rendezvous import host_store
 
     store = host_store("127.0.0.1", 0, datetime.timedelta(minutes=5))
@@ -201,13 +240,19 @@ def _rendezvous_variables(
 def _start_method(fn: Callable[..., Any]) -> str:
     main = sys.modules["__main__"]
     in_a_file = Path(getattr(main, "__file__", None) or "").is_file()  # "<stdin>" is not a file
-    nested = "<" in getattr(fn, "__qualname__", "")  # a lambda, or a function defined inside another
+    # a lambda, or a function defined inside another
+    nested = "<" in getattr(fn, "__qualname__", "")
     if (fn.__module__ != "__main__" or in_a_file) and not nested:
         return "spawn"
     used = import_module("lockstep.accelerator").in_use() if "torch" in sys.modules else None
     if used is not None:
-        why = "a function that lives in a notebook or inside another function can't be imported by a fresh process"
-        fix = "call spawn before anything touches a GPU, or move the function to the top of a module"
+        why = (
+            "a function that lives in a notebook or inside another function can't be imported by a"
+            " fresh process"
+        )
+        fix = (
+            "call spawn before anything touches a GPU, or move the function to the top of a module"
+        )
         what = f"this process uses {used} already"
         where = f"spawn({getattr(fn, '__qualname__', fn)})"
         raise UsageError(f"{what}, so ranks can't be forks of it", where=where, why=why, fix=fix)
@@ -220,12 +265,16 @@ def _check_not_importing_main() -> None:
         return
     where = getattr(sys.modules.get("__main__"), "__file__", None)
     fix = "put the call below `if __name__ == '__main__':`"
-    error = UsageError("the script calls lockstep.spawn while a rank is importing it", where=where, fix=fix)
+    error = UsageError(
+        "the script calls lockstep.spawn while a rank is importing it", where=where, fix=fix
+    )
     from_exception(error, rank_facts(), None).write(Path(os.environ[FAILURES]))
     os._exit(EXIT_USAGE)
 
 
-def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], method: str) -> None:
+def _run(
+    fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], method: str
+) -> None:
     if method == _FORKSERVER:
         os.environ.clear()
     os.environ.update(environment)
@@ -243,9 +292,12 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, s
     if method != "spawn":
         import torch
 
-        # OpenMP's threads do not survive a fork, and waiting for them never ends; the server has started none.
+        # OpenMP's threads do not survive a fork, and waiting for them never ends; the server has
+        # started none.
         asked = environment.get("OMP_NUM_THREADS", "")
-        torch.set_num_threads(int(asked) if method == _FORKSERVER and asked.isdigit() and int(asked) else 1)
+        torch.set_num_threads(
+            int(asked) if method == _FORKSERVER and asked.isdigit() and int(asked) else 1
+        )
     facts = rank_facts()
     cores.bind(facts.local_rank, facts.local_world_size)
     try:
@@ -263,17 +315,25 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, s
 
 def _wait(processes: Sequence[BaseProcess], plot: "LivePlot | None") -> None:
     while True:
-        codes = [process.exitcode for process in processes]  # read once per round: they change meanwhile
+        # read once per round: they change meanwhile
+        codes = [process.exitcode for process in processes]
         if plot is not None:
             plot.update()
         if any(codes) or None not in codes:
             return
-        running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
+        running = [
+            process.sentinel for process, code in zip(processes, codes, strict=True) if code is None
+        ]
         multiprocessing.connection.wait(running, None if plot is None else _DRAWING_SECONDS)
 
 
-def _cause(processes: Sequence[BaseProcess], ranks: Sequence[int], world: int, folder: Path) -> Failure | None:
-    """Return the failure to report, if any; wait a little for the cause if only lost connections are known."""
+def _cause(
+    processes: Sequence[BaseProcess], ranks: Sequence[int], world: int, folder: Path
+) -> Failure | None:
+    """Return the failure to report, if any.
+
+    Wait a little for the cause if only lost connections are known.
+    """
     deadline = time.monotonic() + _CAUSE_SECONDS
     while True:
         found = {failure.rank: failure for failure in read_all(folder)}
@@ -287,7 +347,10 @@ def _cause(processes: Sequence[BaseProcess], ranks: Sequence[int], world: int, f
 
 
 class LivePlot:
-    """A figure below a notebook's cell, drawn again each second; without IPython one line says what to use instead."""
+    """A figure below a notebook's cell, drawn again each second.
+
+    Without IPython one line says what to use instead.
+    """
 
     def __init__(self, run: str | Path) -> None:
         self._run = local_path(run, "plot")
@@ -309,6 +372,7 @@ class LivePlot:
     def _drawn(self) -> str:
         with suppress(UsageError):  # rank 0 has not made it yet
             run = read_run(self._run)
-            if run.start.get("time", 0.0) >= self._begun:  # else it is of an earlier run in this folder
+            # else it is of an earlier run in this folder
+            if run.start.get("time", 0.0) >= self._begun:
                 return sketch(run)
         return f"<p>{self._run.name}: starting</p>"

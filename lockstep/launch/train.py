@@ -1,7 +1,8 @@
 """Implements `lockstep train` and `lockstep launch`: become a rank, start ranks, or run in this process.
 
-A wrong config is rejected before any process is started. One machine needs no address and no port: the launcher's store
-takes a free port and passes it to the ranks. Loads torch inside functions only.
+A wrong config is rejected before any process is started. One machine needs no address and no port:
+the launcher's store takes a free port and passes it to the ranks. Loads torch inside functions
+only.
 
 Tests: tests/launch/test_local.py, tests/launch/test_torchrun.py, tests/cli/test_train.py
 """
@@ -25,9 +26,24 @@ from lockstep.environment import RANK_0_OF_1, check_numbers, rank_facts
 from lockstep.errors import EXIT_PREEMPTED, LockstepError, RunError, UsageError, refuse
 from lockstep.launch.failures import Failure, exit_code, first_cause
 from lockstep.launch.hang import HangWatch
-from lockstep.launch.options import LaunchOptions, count_gpus, endpoint, explain, process_count, rendezvous_host, run_id
+from lockstep.launch.options import (
+    LaunchOptions,
+    count_gpus,
+    endpoint,
+    explain,
+    process_count,
+    rendezvous_host,
+    run_id,
+)
 from lockstep.launch.script import run_script
-from lockstep.launch.worker import FAILURES, LAUNCHER_PID, ConsoleOutput, environment_with, print_error, run_as_worker
+from lockstep.launch.worker import (
+    FAILURES,
+    LAUNCHER_PID,
+    ConsoleOutput,
+    environment_with,
+    print_error,
+    run_as_worker,
+)
 from lockstep.network import interface_variables
 from lockstep.records import RunDirectory
 from lockstep.run_lock import LAUNCH, require_free
@@ -47,7 +63,10 @@ def train(
     resume: str | None,
     argv: Sequence[str],
 ) -> int:
-    """Run `lockstep train`; `resume`: auto, never, a path; None: the config's. Ranks are started with `argv`."""
+    """Run `lockstep train`; `resume`: auto, never, a path; None: the config's.
+
+    Ranks are started with `argv`.
+    """
     from lockstep.config import load_config
 
     run = RunDirectory(output_dir)
@@ -73,8 +92,12 @@ def train(
         return run_as_worker(work, logs=run.logs)
     config = load_config(path, overrides)
     distributed = config.distributed
-    one_process = "" if distributed.strategy == AUTO else strategy_named(distributed.strategy).one_process
-    processes, reason = process_count(options, use_gpus=distributed.device != "cpu", single_reason=one_process or None)
+    one_process = (
+        "" if distributed.strategy == AUTO else strategy_named(distributed.strategy).one_process
+    )
+    processes, reason = process_count(
+        options, use_gpus=distributed.device != "cpu", single_reason=one_process or None
+    )
     _check_layout(config, processes, options)
     if not options.several_nodes:
         require_free(run.path)
@@ -84,32 +107,53 @@ def train(
         return run_as_worker(work, logs=run.logs, launched=False)
     variables = import_module("lockstep.cluster").environment(distributed)
     hang = distributed.hang.factor, distributed.hang.seconds, distributed.timeout_seconds
-    return launch(LaunchJob(("-m", "lockstep", "train", *argv), run.logs, variables, hang), options, processes)
+    return launch(
+        LaunchJob(("-m", "lockstep", "train", *argv), run.logs, variables, hang), options, processes
+    )
 
 
 def launch_script(
-    script: str, arguments: Sequence[str], options: LaunchOptions, *, kind: str, logs: Path, output: ConsoleOutput
+    script: str,
+    arguments: Sequence[str],
+    options: LaunchOptions,
+    *,
+    kind: str,
+    logs: Path,
+    output: ConsoleOutput,
 ) -> int:
-    """Run `lockstep launch`: a `file`, a `module` or a `program`, as `kind` says; ranks log into `logs`."""
+    """Run `lockstep launch`: a `file`, a `module` or a `program`, as `kind` says.
+
+    Ranks log into `logs`.
+    """
     output.check()
     if is_rank(options):
         text = "`lockstep launch` was itself started by a launcher, as one of its ranks"
-        fix = f"start the script itself: python {script}; or, with srun or mpirun starting one process a machine, "
+        fix = (
+            f"start the script itself: python {script}; or, with srun or mpirun starting one"
+            " process a machine, "
+        )
         fix += "say --nnodes and --nproc-per-node"
         raise UsageError(text, where="the environment: it says which rank this is", fix=fix)
     if kind == "file" and not Path(script).is_file():
-        raise UsageError(f"there is no file {script}", fix="lockstep launch [options] SCRIPT.py [ARGS …]")
+        raise UsageError(
+            f"there is no file {script}", fix="lockstep launch [options] SCRIPT.py [ARGS …]"
+        )
     processes, reason = process_count(options)
     _log(f"{script}: {_describe_processes(processes, options)} ({reason})")
     if in_this_process(processes, options):
         with environment_with(RANK_0_OF_1):
-            return run_as_worker(lambda: run_script(script, arguments, kind=kind), logs=logs, launched=False)
+            return run_as_worker(
+                lambda: run_script(script, arguments, kind=kind), logs=logs, launched=False
+            )
     started = ("-m", "lockstep.launch.script", str(logs), kind, script, *arguments)
     return launch(LaunchJob(started, logs, output.environment()), options, processes)
 
 
 def _load(module: str) -> Any:
-    """Import a module. Collections of garbage find none in what is imported, and take a tenth of the time."""
+    """Import a module.
+
+    Collections of garbage find none in what is imported, and take a tenth of the time.
+    """
     gc.disable()
     try:
         return import_module(module)
@@ -119,7 +163,8 @@ def _load(module: str) -> Any:
 
 def is_rank(options: LaunchOptions) -> bool:
     """Return whether this process is a rank itself."""
-    # srun and mpirun start either ranks or one launcher per machine: options that only a launcher needs show which.
+    # srun and mpirun start either ranks or one launcher per machine: options that only a launcher
+    # needs show which.
     starts_ranks = options.nproc_per_node is not None or options.several_nodes
     if starts_ranks and ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
         return False  # a job script exports only one of them; started ranks get both
@@ -146,7 +191,12 @@ def _check_layout(config: "Config", processes: int, options: LaunchOptions) -> N
 
 def in_this_process(processes: int, options: LaunchOptions) -> bool:
     """Return whether to run without a launcher: one process, and no option asks for a launcher."""
-    return processes == 1 and options.nproc_per_node is None and not options.several_nodes and not options.max_restarts
+    return (
+        processes == 1
+        and options.nproc_per_node is None
+        and not options.several_nodes
+        and not options.max_restarts
+    )
 
 
 def _describe_processes(processes: int, options: LaunchOptions) -> str:
@@ -172,12 +222,16 @@ class LaunchJob:
     arguments: Sequence[str]  # after `python`, the same on every rank
     logs: Path
     environment: Mapping[str, str] = field(default_factory=dict)  # for every rank
-    # `factor`, `seconds` and `patience` of the `HangWatch`; a Trainer in a script replaces them by those of its config
+    # `factor`, `seconds` and `patience` of the `HangWatch`; a Trainer in a script replaces them by
+    # those of its config
     hang: tuple[float | None, float, float] = (20.0, 60.0, 1800.0)
 
 
 def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
-    """Run the job's ranks here until all have ended, from the main thread; return 0, 1, 2, or 75 if all have saved."""
+    """Run the job's ranks here until all have ended, from the main thread.
+
+    Return 0, 1, 2, or 75 if all have saved.
+    """
     options.check()
     check_numbers(os.environ)
     job.logs.mkdir(parents=True, exist_ok=True)
@@ -189,21 +243,31 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
     beats.mkdir()
 
     def exit_on_signal(number: int) -> None:
-        signals.end_now(EXIT_PREEMPTED, f"stopped by {signals.name_of(number)} before ranks were started")
+        signals.end_now(
+            EXIT_PREEMPTED, f"stopped by {signals.name_of(number)} before ranks were started"
+        )
 
-    variables = {LAUNCHER_PID: str(os.getpid()), FAILURES: str(failures.absolute()), heartbeat.FOLDER: str(beats)}
-    variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # else torch's handlers replace ours, and raise
+    variables = {
+        LAUNCHER_PID: str(os.getpid()),
+        FAILURES: str(failures.absolute()),
+        heartbeat.FOLDER: str(beats),
+    }
+    # else torch's handlers replace ours, and raise
+    variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     if options.several_nodes:
         variables |= interface_variables(rendezvous_host(options))
         variables[LAUNCH] = f"{run_id(options)} at {endpoint(options)}"
     variables |= job.environment
     if "TORCH_FR_BUFFER_SIZE" not in os.environ:
-        variables.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch's flight recorder keeps
+        # collectives that torch's flight recorder keeps
+        variables.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     if "OMP_NUM_THREADS" not in os.environ:
         variables.setdefault("OMP_NUM_THREADS", str(threads_per_rank(processes)))
     try:
         with signals.answered(exit_on_signal), environment_with(variables):
-            return _run_agent(job, options, processes, failures, HangWatch(beats, job.logs, *job.hang))
+            return _run_agent(
+                job, options, processes, failures, HangWatch(beats, job.logs, *job.hang)
+            )
     except LockstepError as error:
         print_error(error)
         return error.exit_code
@@ -215,33 +279,47 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
                     path.unlink()
 
 
-def _run_agent(job: LaunchJob, options: LaunchOptions, processes: int, failures: Path, watch: HangWatch) -> int:
+def _run_agent(
+    job: LaunchJob, options: LaunchOptions, processes: int, failures: Path, watch: HangWatch
+) -> int:
     _load("lockstep.launch.agent")
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from lockstep.launch.agent import CLOSING_SECONDS, Agent, stopped_by, wait_for_failures
     from lockstep.launch.rendezvous_handlers import handler, open_store, own_address
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # prints a banner for each failed rank
+    # prints a banner for each failed rank
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     if options.several_nodes:
         place = endpoint(options)
-        _log_to_stderr(f"waiting for {options.nnodes} machines at {place}; start this command on each of them")
+        _log_to_stderr(
+            f"waiting for {options.nnodes} machines at {place}; start this command on each of them"
+        )
         gloo, nccl = (os.environ.get(f"{name}_SOCKET_IFNAME", "") for name in ("GLOO", "NCCL"))
         if gloo or nccl:
-            which = gloo if gloo == nccl.removeprefix("=") else f"{gloo or '?'} (gloo), {nccl or '?'} (NCCL)"
+            which = (
+                gloo
+                if gloo == nccl.removeprefix("=")
+                else f"{gloo or '?'} (gloo), {nccl or '?'} (NCCL)"
+            )
             choose = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another"
             _log_to_stderr(f"traffic between machines: {which}; {choose}")
 
     def on_restart(cause: Failure | None, left: int) -> None:
-        reason = "machines joined or left" if cause is None else str(cause.error()).replace("\n", "\n  ")
-        _log_to_stderr(f"starting the ranks again ({left} more restart{'s' * (left != 1)} left): {reason}")
+        reason = (
+            "machines joined or left" if cause is None else str(cause.error()).replace("\n", "\n  ")
+        )
+        _log_to_stderr(
+            f"starting the ranks again ({left} more restart{'s' * (left != 1)} left): {reason}"
+        )
         if cause is None or not cause.consequence:
             with suppress(OSError):  # the disk is full: the line above has the same information
                 RunDirectory(job.logs.parent).append_event("restart", reason=reason, left=left)
 
     agent = store = None
     try:
-        store = open_store(options, _log_to_stderr)  # the other machines can join as long as it is held
+        # the other machines can join as long as it is held
+        store = open_store(options, _log_to_stderr)
         spec = WorkerSpec(
             role=options.role,
             local_world_size=processes,

@@ -1,8 +1,9 @@
 """Runs code as a rank: die with the launcher, write to the log, and leave a failure file for the launcher.
 
-This works under every launcher. Lockstep's own launcher prints the one message; under torchrun, srun, mpirun or none at
-all, the first rank of this machine to fail prints it. A rank's output goes to its log file, and rank 0's also to the
-console. Started ranks redirect the file descriptors themselves, so that the log has the output of C libraries, too.
+This works under every launcher. Lockstep's own launcher prints the one message; under torchrun,
+srun, mpirun or none at all, the first rank of this machine to fail prints it. A rank's output goes
+to its log file, and rank 0's also to the console. Started ranks redirect the file descriptors
+themselves, so that the log has the output of C libraries, too.
 
 Tests: tests/launch/test_local.py, tests/launch/test_ends.py, tests/faults/test_environment.py
 """
@@ -38,7 +39,9 @@ _VARIABLE = "LOCKSTEP_CONSOLE_OUTPUT"  # carries `ConsoleOutput` from the launch
 class ConsoleOutput:
     """The choice of ranks whose output the console shows: rank 0, unless torchrun's options change that."""
 
-    tee: str = "0"  # streams to show: 0 none, 1 stdout, 2 stderr, 3 both, of all local ranks or, as `0:3,1:2`, of some
+    # streams to show: 0 none, 1 stdout, 2 stderr, 3 both, of all local ranks or, as `0:3,1:2`, of
+    # some
+    tee: str = "0"
     redirects: str = "0"  # streams to hide, written alike
     only: str = ""  # local ranks, as `0,2`; empty: rank 0 alone
 
@@ -47,7 +50,9 @@ class ConsoleOutput:
         _streams_of("--tee", self.tee, 0)
         _streams_of("--redirects", self.redirects, 0)
         if not re.fullmatch(r"(\d+(,\d+)*)?", self.only):
-            raise UsageError(f"--local-ranks-filter {self.only} is not a list of local ranks, as 0,2")
+            raise UsageError(
+                f"--local-ranks-filter {self.only} is not a list of local ranks, as 0,2"
+            )
 
     def streams(self, local_rank: int, *, is_main: bool) -> tuple[bool, bool]:
         shown = str(local_rank) in self.only.split(",") if self.only else is_main
@@ -68,7 +73,10 @@ def _streams_of(option: str, text: str, local_rank: int) -> int:
     if re.fullmatch("[0-3]", text):
         return int(text)
     if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
-        fix = f"{option} 3 for stdout and stderr of all ranks (1: stdout, 2: stderr), or by local rank: 0:3,1:2"
+        fix = (
+            f"{option} 3 for stdout and stderr of all ranks (1: stdout, 2: stderr), or by local"
+            " rank: 0:3,1:2"
+        )
         raise UsageError(f"{option} {text} can't be read", where=option, fix=fix)
     pairs = dict(pair.split(":") for pair in text.split(","))
     return int(pairs.get(str(local_rank), 0))
@@ -77,8 +85,8 @@ def _streams_of(option: str, text: str, local_rank: int) -> int:
 class Tee(io.TextIOBase):
     """Writes text to the log, and to the console if `shown`: a hidden rank keeps it for the one message of a failure.
 
-    If one of them cannot be written any more (a full disk, a closed terminal), the program goes on with the other and
-    writes one warning there. A live display may replace the console for a while.
+    If one of them cannot be written any more (a full disk, a closed terminal), the program goes on
+    with the other and writes one warning there. A live display may replace the console for a while.
     """
 
     def __init__(self, console: TextIO, log: TextIO, shown: bool = True) -> None:
@@ -115,7 +123,10 @@ class Tee(io.TextIOBase):
             self._failed.add(which)
             other = self.console if which == "log" else self.log
             with suppress(OSError):
-                other.write(f"lockstep: warning: the {which} can't be written, training goes on: {error.strerror}\n")
+                other.write(
+                    f"lockstep: warning: the {which} can't be written, training goes on:"
+                    f" {error.strerror}\n"
+                )
 
     def isatty(self) -> bool:
         return self.shown and self.console.isatty()
@@ -146,10 +157,13 @@ def console(stream: Any = None) -> TextIO:
 def to_log(
     path: Path, *, on_console: tuple[bool, bool], descriptors: bool, include_children: bool = False
 ) -> Iterator[Tee]:
-    """Send this process's output to `path` (appended) until the end of the block; yield what replaces `sys.stderr`.
+    """Send this process's output to `path` (appended) until the end of the block.
 
-    `on_console`: whether to show stdout and stderr there as well; `descriptors`: redirect 1 and 2 themselves, not only
-    Python's streams; `include_children`: also show the output of child processes, and of C libraries.
+    Yield what replaces `sys.stderr`.
+
+    `on_console`: whether to show stdout and stderr there as well; `descriptors`: redirect 1 and 2
+    themselves, not only Python's streams; `include_children`: also show the output of child
+    processes, and of C libraries.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = open_to_append(path)
@@ -166,11 +180,14 @@ def to_log(
             if not (shown and include_children):
                 os.dup2(handle, number)
                 continue
-            # A process copies to the log and to the console, not a thread: it still copies the last output of a crash.
+            # A process copies to the log and to the console, not a thread: it still copies the last
+            # output of a crash.
             read, write = os.pipe()
             tee = ["tee", "-a", str(path)]
             null = subprocess.DEVNULL
-            _copiers.append(subprocess.Popen(tee, stdin=read, stdout=seen, stderr=null, start_new_session=True))
+            _copiers.append(
+                subprocess.Popen(tee, stdin=read, stdout=seen, stderr=null, start_new_session=True)
+            )
             os.dup2(write, number)
             os.close(read)
             os.close(write)
@@ -181,7 +198,9 @@ def to_log(
         yield pairs[1]
     finally:
         for pair in pairs:
-            pair.close()  # flushes; an open one would be flushed again when it is deleted, after its log is closed
+            # flushes; an open one would be flushed again when it is deleted, after its log is
+            # closed
+            pair.close()
         sys.stdout, sys.stderr = before
         for fd, number in zip(saved, (1, 2), strict=False):
             os.dup2(fd, number)
@@ -196,14 +215,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_as_worker(
-    work: Callable[[], int | None], *, logs: Path, launched: bool = True, include_children: bool = False
+    work: Callable[[], int | None],
+    *,
+    logs: Path,
+    launched: bool = True,
+    include_children: bool = False,
 ) -> int:
-    """Run `work()` as this process's rank, with its output in `logs/rank-N.log`; return the process's exit code.
+    """Run `work()` as this process's rank, with its output in `logs/rank-N.log`.
 
-    `launched`: a launcher started this process; else a person did, and it is theirs. `include_children`: the console
-    also shows the output of child processes, if it shows this rank's. Under Lockstep's launcher a preempted rank exits
-    with 0 after writing its failure file: torch's agent would stop the ranks that are still saving if one exits with
-    another code.
+    Return the process's exit code.
+
+    `launched`: a launcher started this process; else a person did, and it is theirs.
+    `include_children`: the console also shows the output of child processes, if it shows this
+    rank's. Under Lockstep's launcher a preempted rank exits with 0 after writing its failure file:
+    torch's agent would stop the ranks that are still saving if one exits with another code.
     """
     facts = rank_facts()
     if launched:
@@ -215,27 +240,37 @@ def run_as_worker(
     log = logs / f"rank-{facts.rank}.log"
 
     def exit_on_signal(number: int) -> None:
-        """Exit: there is nothing to save before training has begun. The trainer handles signals later."""
+        """Exit: there is nothing to save before training has begun.
+
+        The trainer handles signals later.
+        """
         text = f"stopped by {signals.name_of(number)} before the training began"
         written = folder is not None and _write_failure(preempted(facts, text), Path(folder))
-        # Lockstep's launcher prints it, if needed; another one stops all ranks after one has printed why it failed.
+        # Lockstep's launcher prints it, if needed; another one stops all ranks after one has
+        # printed why it failed.
         if facts.is_main and not written and not _failure_mark().exists():
             with suppress(OSError):
                 os.write(console(sys.stderr).fileno(), f"lockstep: {text}\n".encode())
         signals.end_now(EXIT_DONE if written else EXIT_PREEMPTED, "")
 
     shown = ConsoleOutput.from_environment().streams(facts.local_rank, is_main=facts.is_main)
-    if not os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torch's @record writes there; the agent sets none
-        os.environ["TORCHELASTIC_ERROR_FILE"] = str((logs / f"rank-{facts.rank}.error.json").absolute())
+    # torch's @record writes there; the agent sets none
+    if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(
+            (logs / f"rank-{facts.rank}.error.json").absolute()
+        )
     stream: Tee | None = None
     with ExitStack() as stack:
         stack.enter_context(signals.answered(exit_on_signal))
         try:
-            output = to_log(log, on_console=shown, descriptors=launched, include_children=include_children)
+            output = to_log(
+                log, on_console=shown, descriptors=launched, include_children=include_children
+            )
             stream = stack.enter_context(output)
             if launched:
                 faulthandler.enable(file=os.fdopen(open_to_append(log), "a"))
-                if heartbeat.FOLDER in os.environ:  # SIGQUIT makes it write all stacks, even while Python waits in C
+                # SIGQUIT makes it write all stacks, even while Python waits in C
+                if heartbeat.FOLDER in os.environ:
                     file = os.fdopen(open_to_append(stacks_file(logs, facts.rank)), "a")
                     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
             code = work() or EXIT_DONE
@@ -247,19 +282,27 @@ def run_as_worker(
         if failure is None:
             return code
         _report(failure, None if folder is None else Path(folder), stream)
-        if failure.kind != "preempted" and launched:  # skip the interpreter's shutdown: it may wait for peers that left
+        # skip the interpreter's shutdown: it may wait for peers that left
+        if failure.kind != "preempted" and launched:
             for child in multiprocessing.active_children():
                 child.kill()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(failure.exit_code)
-        return EXIT_DONE if failure.kind == "preempted" and folder is not None else failure.exit_code
+        return (
+            EXIT_DONE if failure.kind == "preempted" and folder is not None else failure.exit_code
+        )
 
 
 def _report(failure: Failure, folder: Path | None, stream: Tee | None) -> None:
     """Write the traceback to the log, and the failure file for the launcher, or print: either disk may be full."""
-    if failure.traceback and failure.kind != "usage" and (stream is None or not stream.write_to_log(failure.traceback)):
-        failure = replace(failure, log=None)  # the message must not refer to a traceback that is not there
+    if (
+        failure.traceback
+        and failure.kind != "usage"
+        and (stream is None or not stream.write_to_log(failure.traceback))
+    ):
+        # the message must not refer to a traceback that is not there
+        failure = replace(failure, log=None)
     if not _write_failure(failure, folder) and failure.kind != "preempted" and first_to_fail():
         print_error(failure.error(), failure.traceback)
 
@@ -274,21 +317,27 @@ def _write_failure(failure: Failure, folder: Path | None) -> bool:
 
 
 def first_to_fail() -> bool:
-    """Return whether no other rank of this machine has failed in this attempt; their common parent is the launcher."""
+    """Return whether no other rank of this machine has failed in this attempt.
+
+    Their common parent is the launcher.
+    """
     try:
         if rank_facts().world_size > 1:
             scratch.sweep()
             _failure_mark().touch(exist_ok=False)
     except FileExistsError:
         return False
-    except (OSError, UsageError):  # the disk is full, or the environment contradicts itself, differently for each rank:
+    except (OSError, UsageError):
+        # the disk is full, or the environment contradicts itself, differently for each rank:
         pass  # one message too many is better than none
     return True
 
 
 def _failure_mark() -> Path:  # of this machine and this attempt
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Path(tempfile.gettempdir(), f"lockstep-failed-{os.getuid()}-{parent_identity()}-{attempt}")
+    return Path(
+        tempfile.gettempdir(), f"lockstep-failed-{os.getuid()}-{parent_identity()}-{attempt}"
+    )
 
 
 def print_error(error: LockstepError, trace: str = "") -> None:

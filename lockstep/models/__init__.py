@@ -36,8 +36,8 @@ def get_model(name: str) -> Callable[..., "nn.Module"]:
 def build_model(model_config: "ModelConfig", facts: Mapping[str, Any] | None = None) -> "nn.Module":
     """Return the model that a config describes, on the active default device (which may be `meta`), or a UsageError.
 
-    `facts` from the data (vocab_size, block_size, image_size, channels …) fill the constructor's arguments that
-    `model.args` leaves unset; those that it does not take are ignored.
+    `facts` from the data (vocab_size, block_size, image_size, channels …) fill the constructor's
+    arguments that `model.args` leaves unset; those that it does not take are ignored.
     """
     if model_config.name is None:
         raise UsageError("no model is named", where="model.name", fix=f"write {MODELS.names()}")
@@ -55,14 +55,21 @@ def _constructor(name: str) -> Callable[..., "nn.Module"]:
 
 
 def _construct(
-    name: str, constructor: Callable[..., "nn.Module"], args: Mapping[str, Any], facts: Mapping[str, Any]
+    name: str,
+    constructor: Callable[..., "nn.Module"],
+    args: Mapping[str, Any],
+    facts: Mapping[str, Any],
 ) -> "nn.Module":
     from torch import nn
 
     accepted = _require_accepted(name, constructor, args)
     parameters = inspect.signature(constructor).parameters
     filled = {**{key: value for key, value in facts.items() if key in accepted}, **args}
-    missing = [key for key in accepted if parameters[key].default is inspect.Parameter.empty and key not in filled]
+    missing = [
+        key
+        for key in accepted
+        if parameters[key].default is inspect.Parameter.empty and key not in filled
+    ]
     if missing:
         what = f"the model {name} needs {', '.join(missing)}"
         raise UsageError(what, where="model.args", fix="set them under model.args")
@@ -74,17 +81,27 @@ def _construct(
 
 
 def check_model(model_config: "ModelConfig") -> None:
-    """Check that a config's model exists and takes its arguments, without making it; the data may fill in others."""
+    """Check that a config's model exists and takes its arguments, without making it.
+
+    The data may fill in others.
+    """
     if model_config.name is not None:
         _require_accepted(model_config.name, _constructor(model_config.name), model_config.args)
 
 
-def _require_accepted(name: str, constructor: Callable[..., "nn.Module"], args: Mapping[str, Any]) -> list[str]:
-    """Return the names of a constructor's arguments. Raises UsageError: an argument that is given is unknown."""
+def _require_accepted(
+    name: str, constructor: Callable[..., "nn.Module"], args: Mapping[str, Any]
+) -> list[str]:
+    """Return the names of a constructor's arguments.
+
+    Raises UsageError: an argument that is given is unknown.
+    """
     parameters = inspect.signature(constructor).parameters
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     accepted = [key for key, parameter in parameters.items() if parameter.kind in by_keyword]
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_any = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     unknown = [key for key in args if key not in accepted]
     if unknown and not takes_any:
         ours = {key: (foreign_key(key) or "").removeprefix("model.args.") for key in unknown}

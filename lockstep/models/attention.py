@@ -1,8 +1,9 @@
 """Attention over a sequence of which a rank may hold a part (`lockstep.parallel.context`), and rotary positions.
 
-Rotary positions (Su et al. 2021, *RoFormer*) rotate neighbours (2j, 2j+1) of the last dim at position t by the angle
-t·theta^(−2j/width), in float32 under any autocast (in bf16 position 257 would equal position 256). They are computed
-at each call: a buffer would be cast with the model, lost on `meta`, and sent to ranks.
+Rotary positions (Su et al. 2021, *RoFormer*) rotate neighbours (2j, 2j+1) of the last dim at
+position t by the angle t·theta^(−2j/width), in float32 under any autocast (in bf16 position 257
+would equal position 256). They are computed at each call: a buffer would be cast with the model,
+lost on `meta`, and sent to ranks.
 
 Tests: tests/models/test_rotary.py, tests/models/test_documents.py, tests/parity/test_context.py
 """
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 class Attend(nn.Module):
     """Scaled dot-product attention: q [B, H, T, D], k and v [B, H or fewer, T, D] → [B, H, T, D].
 
-    Positions of one document attend to each other only. `documents`, int64 [B, whole T], numbers the document of each
-    position of the whole sequence, also where a rank has a part of it; a document is one run of equal numbers. If
-    `causal`, a position attends to itself and earlier ones; else to all.
+    Positions of one document attend to each other only. `documents`, int64 [B, whole T], numbers
+    the document of each position of the whole sequence, also where a rank has a part of it; a
+    document is one run of equal numbers. If `causal`, a position attends to itself and earlier
+    ones; else to all.
 
-    Subclasses that attend in another way override `run`. A context-parallel run replaces `positions` and `forward`.
+    Subclasses that attend in another way override `run`. A context-parallel run replaces
+    `positions` and `forward`.
     """
 
     heads_dim = 1
@@ -30,15 +33,26 @@ class Attend(nn.Module):
         super().__init__()
         self.causal = causal
 
-    def positions(self, length: int, device: torch.device, documents: Tensor | None = None) -> Tensor:
+    def positions(
+        self, length: int, device: torch.device, documents: Tensor | None = None
+    ) -> Tensor:
         """Return the positions of the `length` that are here: int64 [length], or [B, length] within their documents."""
-        return torch.arange(length, device=device) if documents is None else positions_within(documents)
+        return (
+            torch.arange(length, device=device)
+            if documents is None
+            else positions_within(documents)
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         return self.run(q, k, v, 0, documents)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, first: int, documents: Tensor | None = None) -> Tensor:
-        """Let queries at the positions first, first + 1, … attend to keys at 0, 1, …; if causal, to earlier ones."""
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, first: int, documents: Tensor | None = None
+    ) -> Tensor:
+        """Let queries at the positions first, first + 1, … attend to keys at 0, 1, ….
+
+        If causal, to earlier ones.
+        """
         mask = None
         if self.causal and (first or documents is not None):
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(first)
@@ -46,7 +60,9 @@ class Attend(nn.Module):
             same = same_document(documents, first, q.shape[2], k.shape[2]).unsqueeze(1)
             mask = same if mask is None else same & mask
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal and mask is None, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=self.causal and mask is None, enable_gqa=grouped
+        )
 
 
 def positions_within(documents: Tensor) -> Tensor:
@@ -70,14 +86,20 @@ class SequenceDropout(nn.Dropout):
 
 
 class SequenceBernoulli(nn.Module):
-    """Draws of ones with given probabilities, [B, T, …] → [B, T, …]; a context-parallel run replaces `forward`."""
+    """Draws of ones with given probabilities, [B, T, …] → [B, T, …].
+
+    A context-parallel run replaces `forward`.
+    """
 
     def forward(self, probabilities: Tensor) -> Tensor:
         return torch.bernoulli(probabilities)
 
 
 class SequenceMean(nn.Module):
-    """The mean over the positions of a micro-batch: [B, T, K] → [K]; a context-parallel run replaces both methods."""
+    """The mean over the positions of a micro-batch: [B, T, K] → [K].
+
+    A context-parallel run replaces both methods.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean((0, 1))
@@ -95,7 +117,10 @@ def phases(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Rotate x [..., T, width] by phases [..., T, width/2]; computed in float32, returned in `dtype` (default: x's)."""
+    """Rotate x [..., T, width] by phases [..., T, width/2].
+
+    Computed in float32, returned in `dtype` (default: x's).
+    """
     turned: Tensor = _Rotation.apply(x, cos, sin, dtype or x.dtype)  # type: ignore[no-untyped-call]
     return turned
 
@@ -103,7 +128,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None
 class _Rotation(torch.autograd.Function):
     """The rotation and its gradient, the opposite rotation, with no temporary but the result.
 
-    Composed of plain operations it takes three times as long on a CPU and keeps two more tensors of x's size.
+    Composed of plain operations it takes three times as long on a CPU and keeps two more tensors of
+    x's size.
     """
 
     @staticmethod
@@ -130,5 +156,6 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def without_autocast(device: torch.device) -> torch.autocast:
     """Return a region that computes in the dtypes of its operands."""
-    # `meta` has none. Not asked of torch: its compiler breaks the graph at `is_autocast_available` up to torch 2.11.
+    # `meta` has none. Not asked of torch: its compiler breaks the graph at `is_autocast_available`
+    # up to torch 2.11.
     return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)

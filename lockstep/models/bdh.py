@@ -11,9 +11,10 @@
 
 N = mlp_multiplier · n_embd / n_head neurons a head. No LayerNorm has parameters.
 
-The weights `encoder`, `encoder_v` [H, D, N] and `decoder` [H·N, D] are parameters of the model itself, which each layer
-borrows (`lockstep.models.chain`). Tensors of neurons have the heads first: each product with a weight is then one
-batched product over heads that copies neither the weight nor the neurons.
+The weights `encoder`, `encoder_v` [H, D, N] and `decoder` [H·N, D] are parameters of the model
+itself, which each layer borrows (`lockstep.models.chain`). Tensors of neurons have the heads first:
+each product with a weight is then one batched product over heads that copies neither the weight nor
+the neurons.
 
 Tests: tests/models/test_bdh.py, tests/models/test_sum_over_past.py
 """
@@ -25,9 +26,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.models.attention import Attend, SequenceDropout, phases, rotate, same_document, without_autocast
+from lockstep.models.attention import (
+    Attend,
+    SequenceDropout,
+    phases,
+    rotate,
+    same_document,
+    without_autocast,
+)
 from lockstep.models.chain import with_carried
-from lockstep.models.language import Decoder, OutputLayer, TokenTable, require_multiple, require_positive
+from lockstep.models.language import (
+    Decoder,
+    OutputLayer,
+    TokenTable,
+    require_multiple,
+    require_positive,
+)
 
 THETA = 2.0**16
 INIT_STD = 0.02
@@ -37,11 +51,19 @@ class BDH(Decoder):
     """The BDH language model: ids [B, T] → logits [B, T, V]."""
 
     def __init__(
-        self, n_layer: int = 6, n_embd: int = 256, n_head: int = 4, mlp_multiplier: int = 128, dropout: float = 0.1,
-        vocab_size: int = 256, block_size: int = 512,
-    ) -> None:  # fmt: skip
+        self,
+        n_layer: int = 6,
+        n_embd: int = 256,
+        n_head: int = 4,
+        mlp_multiplier: int = 128,
+        dropout: float = 0.1,
+        vocab_size: int = 256,
+        block_size: int = 512,
+    ) -> None:
         super().__init__()
-        require_positive(n_layer=n_layer, n_embd=n_embd, n_head=n_head, mlp_multiplier=mlp_multiplier)
+        require_positive(
+            n_layer=n_layer, n_embd=n_embd, n_head=n_head, mlp_multiplier=mlp_multiplier
+        )
         # Rotary positions rotate pairs of neurons.
         require_multiple("mlp_multiplier·n_embd", mlp_multiplier * n_embd, "2·n_head", 2 * n_head)
         self.block_size = block_size
@@ -60,21 +82,38 @@ class BDH(Decoder):
 
     def tensor_plan(self) -> dict[str, str]:
         heads = dict.fromkeys(("encoder", "encoder_v", "decoder"), "column")
-        return {"embed": "vocabulary", **heads, "layers.*": "scope", "head": "head", "token_losses": "loss"}
+        return {
+            "embed": "vocabulary",
+            **heads,
+            "layers.*": "scope",
+            "head": "head",
+            "token_losses": "loss",
+        }
 
     def shared_parameters(self) -> dict[str, dict[str, str]]:
-        return {name: {weight: weight for weight in ("encoder", "encoder_v", "decoder")} for name, _ in self.blocks()}
+        return {
+            name: {weight: weight for weight in ("encoder", "encoder_v", "decoder")}
+            for name, _ in self.blocks()
+        }
 
 
 class NormalizedEmbedding(TokenTable):
-    """Normalised embedding: ids [B, T] → LN(embedding) [B, T, D]; the numbers of documents are passed on."""
+    """Normalised embedding: ids [B, T] → LN(embedding) [B, T, D].
+
+    The numbers of documents are passed on.
+    """
 
     def forward(self, input: Tensor, *documents: Tensor) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
-        return with_carried(F.layer_norm(self.product(input, self.weight), (self.embedding_dim,)), documents)
+        return with_carried(
+            F.layer_norm(self.product(input, self.weight), (self.embedding_dim,)), documents
+        )
 
 
 class BDHLayer(nn.Module):
-    """One layer: x [B, T, D] and the weights → x, and the numbers of documents. It owns no parameters."""
+    """One layer: x [B, T, D] and the weights → x, and the numbers of documents.
+
+    It owns no parameters.
+    """
 
     sequence_dim = 2
 
@@ -84,7 +123,10 @@ class BDHLayer(nn.Module):
         self.dropout = SequenceDropout(dropout, sequence_dim=2)
 
     def enter(self, x: Tensor, heads: int) -> Tensor:
-        """Return x for each head: [B, T, D] → [heads, B · T, D]; a tensor-parallel run replaces this."""
+        """Return x for each head: [B, T, D] → [heads, B · T, D].
+
+        A tensor-parallel run replaces this.
+        """
         return x.reshape(1, -1, x.shape[-1]).expand(heads, -1, -1)
 
     def leave(self, parts: Tensor) -> Tensor:
@@ -92,19 +134,23 @@ class BDHLayer(nn.Module):
         return parts.sum(0, dtype=torch.float32)
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return x W for each head: x [H, B, T, K], weight [H, K, N]; a context-parallel run replaces this."""
+        """Return x W for each head: x [H, B, T, K], weight [H, K, N].
+
+        A context-parallel run replaces this.
+        """
         return torch.bmm(x.flatten(1, 2), weight).view(*x.shape[:3], -1)
 
     def forward(
         self, x: Tensor, *documents: Tensor, encoder: Tensor, encoder_v: Tensor, decoder: Tensor
-    ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    ) -> Tensor | tuple[Tensor, ...]:
         width = x.shape[-1]
         heads, _, neurons = encoder.shape
         x_heads = self.enter(x, heads).view(heads, *x.shape)
         s = torch.relu(self.product(x_heads, encoder))
         a = F.layer_norm(attend_to_past(s, x_heads, self.attend, *documents), (width,))
         u = self.dropout(s * torch.relu(self.product(a, encoder_v)))
-        y = self.leave(self.product(u, decoder.view(heads, neurons, width)).flatten(1, 2))  # concat_heads(u) @ decoder
+        # concat_heads(u) @ decoder
+        y = self.leave(self.product(u, decoder.view(heads, neurons, width)).flatten(1, 2))
         y = F.layer_norm(y, (width,)).to(x.dtype).view_as(x)
         return with_carried(F.layer_norm(x + y, (width,)), documents)
 
@@ -114,21 +160,28 @@ class PastAttention(Attend):
 
     heads_dim = 0
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, first: int, documents: Tensor | None = None) -> Tensor:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, first: int, documents: Tensor | None = None
+    ) -> Tensor:
         heads, batch = q.shape[:2]
         q, k, v = (each.flatten(0, 1) for each in (q, k, v))
         if not first and documents is None:
             return sum_over_past(q, v).view(heads, batch, *v.shape[1:])
         scores = torch.bmm(q, k.transpose(1, 2)).tril(first - 1)
         if documents is not None:
-            scores = scores * same_document(documents, first, q.shape[1], k.shape[1]).repeat(heads, 1, 1)
+            scores = scores * same_document(documents, first, q.shape[1], k.shape[1]).repeat(
+                heads, 1, 1
+            )
         return torch.bmm(scores, v).view(heads, batch, *q.shape[1:2], -1)
 
 
-def attend_to_past(s: Tensor, x: Tensor, attend: PastAttention, documents: Tensor | None = None) -> Tensor:
+def attend_to_past(
+    s: Tensor, x: Tensor, attend: PastAttention, documents: Tensor | None = None
+) -> Tensor:
     """Return tril(q qᵀ, −1) x with q = rope(s): s [H, B, T, N], x [H, B, T, D] → [H, B, T, D].
 
-    Under fp16 it computes in float32: entries of q qᵀ are sums of N mostly positive products, and exceed fp16's
+    Under fp16 it computes in float32: entries of q qᵀ are sums of N mostly positive products, and
+    exceed fp16's
     65504. The range of bf16 suffices.
     """
     length, neurons = s.shape[2:]
@@ -145,9 +198,10 @@ CHUNK = 128  # positions
 
 # ---- attention to the strict past, linear in its values: tril(q qᵀ, −1) x, in two equal forms ----
 #
-# Direct: the T × T table of scores, half of which is discarded: 2·T·(N + D) multiply-adds per position and head.
-# Chunked (Katharopoulos et al. 2020, Yang et al. 2023): the same within a chunk of C positions; all earlier positions
-# enter through their sum Σ qᵀx, [N, D]: 2·C·(N + D) + 4·N·D multiply-adds for any T, and no table.
+# Direct: the T × T table of scores, half of which is discarded: 2·T·(N + D) multiply-adds per
+# position and head. Chunked (Katharopoulos et al. 2020, Yang et al. 2023): the same within a chunk
+# of C positions; all earlier positions enter through their sum Σ qᵀx, [N, D]: 2·C·(N + D) + 4·N·D
+# multiply-adds for any T, and no table.
 
 
 def sum_over_past(q: Tensor, x: Tensor) -> Tensor:
@@ -186,11 +240,15 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return gradients for o = tril(q qᵀ, −1) x + q S and S' = S + qᵀx in each chunk, with g the gradient of o."""
         q, x = ctx.saved_tensors
-        pieces = list(zip(*(torch.split(whole, ctx.chunk, 1) for whole in (q, x, gradients[0])), strict=True))
+        pieces = list(
+            zip(*(torch.split(whole, ctx.chunk, 1) for whole in (q, x, gradients[0])), strict=True)
+        )
         to_q, to_x, past, later = [], [], _PastSum(q.dtype), _PastSum(q.dtype)
         for q_here, x_here, g_here in pieces:
             scores = torch.bmm(g_here, x_here.transpose(1, 2)).tril(-1)
-            to_q.append(torch.bmm(scores + scores.transpose(1, 2), q_here) + past.through_transposed(g_here))
+            to_q.append(
+                torch.bmm(scores + scores.transpose(1, 2), q_here) + past.through_transposed(g_here)
+            )
             past.add(q_here, x_here)
         for place in reversed(range(len(pieces))):
             q_here, x_here, g_here = pieces[place]
@@ -202,7 +260,10 @@ class _Chunked(torch.autograd.Function):
 
 
 class _PastSum:
-    """The sum Σ qᵀy over the chunks so far, [R, N, D]; empty before the first; products have the dtype of q."""
+    """The sum Σ qᵀy over the chunks so far, [R, N, D]; empty before the first.
+
+    Products have the dtype of q.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype, self._kept = dtype, torch.promote_types(dtype, torch.float32)

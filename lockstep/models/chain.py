@@ -1,13 +1,14 @@
 """Runs a model's forward pass as a chain of segments, some of which borrow parameters.
 
-`segments()` lists (canonical name, module): the result of one (a tensor, or a tuple) is the positional arguments of the
-next. A segment returns neither a view nor one of its own inputs, because torch's pipeline runtime detaches outputs in
-place. A parameter that several segments use has one owner, and the others borrow it, as `shared_parameters()` declares:
+`segments()` lists (canonical name, module): the result of one (a tensor, or a tuple) is the
+positional arguments of the next. A segment returns neither a view nor one of its own inputs,
+because torch's pipeline runtime detaches outputs in place. A parameter that several segments use
+has one owner, and the others borrow it, as `shared_parameters()` declares:
 
     {segment name: {keyword of that segment's forward: canonical name of the parameter}}
 
-A borrower gets the tensor at each call, looked up through its owner at that moment: FSDP2 replaces an owner's
-parameters around its forward pass.
+A borrower gets the tensor at each call, looked up through its owner at that moment: FSDP2 replaces
+an owner's parameters around its forward pass.
 
 Tests: tests/models/test_chain.py, tests/models/test_sharded.py
 """
@@ -21,8 +22,13 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 
 
-def run_segments(model: nn.Module, *inputs: Any, keywords: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
-    """Run `inputs` through `model.segments()`, with `keywords` by segment name; return the last one's result."""
+def run_segments(
+    model: nn.Module, *inputs: Any, keywords: Mapping[str, Mapping[str, Any]] | None = None
+) -> Any:
+    """Run `inputs` through `model.segments()`, with `keywords` by segment name.
+
+    Return the last one's result.
+    """
     borrowed = shared_parameters_of(model)
     values: tuple[Any, ...] = inputs
     outputs: Any = inputs
@@ -35,12 +41,17 @@ def run_segments(model: nn.Module, *inputs: Any, keywords: Mapping[str, Mapping[
 
 
 def run_segment(
-    segment: nn.Module, values: tuple[Any, ...], keywords: Mapping[str, Any],
+    segment: nn.Module,
+    values: tuple[Any, ...],
+    keywords: Mapping[str, Any],
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
-) -> Any:  # fmt: skip
-    """Call one segment with the previous one's result; UsageError if it does not accept these arguments.
+) -> Any:
+    """Call one segment with the previous one's result.
 
-    `inputs` are the (positional, keyword) arguments of the whole model, for a segment with `takes_inputs`.
+    UsageError if it does not accept these arguments.
+
+    `inputs` are the (positional, keyword) arguments of the whole model, for a segment with
+    `takes_inputs`.
     """
     if getattr(segment, "takes_inputs", False):
         keywords = {**keywords, "inputs": inputs}
@@ -50,10 +61,19 @@ def run_segment(
         try:
             inspect.signature(segment.forward).bind(*values, **keywords)
         except TypeError:
-            what = f"a segment of the model, {type(segment).__name__}, does not accept its arguments: {error}"
-            why = "the first segment gets the arguments of the model's forward pass, which a batch's keys name; each "
+            what = (
+                f"a segment of the model, {type(segment).__name__}, does not accept its arguments:"
+                f" {error}"
+            )
+            why = (
+                "the first segment gets the arguments of the model's forward pass, which a batch's"
+                " keys name; each "
+            )
             why += "further one the result of the segment before it"
-            fix = "name the first segment's arguments like the batch's keys, or give the model a method "
+            fix = (
+                "name the first segment's arguments like the batch's keys, or give the model a"
+                " method "
+            )
             fix += "inputs(batch) that returns (arguments, keyword arguments)"
             raise UsageError(what, where="segments() of the model", why=why, fix=fix) from error
         raise
@@ -78,14 +98,18 @@ def shared_parameters_of(model: nn.Module) -> dict[str, dict[str, str]]:
 
 
 def lent(owner: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the current tensors of the named parameters, by keyword; names stay canonical if parts are wrapped."""
+    """Return the current tensors of the named parameters, by keyword.
+
+    Names stay canonical if parts are wrapped.
+    """
     return {keyword: look_up(owner, name) for keyword, name in names.items()}
 
 
 def look_up(owner: nn.Module, name: str) -> Tensor:
     """Return the tensor that is registered in `owner` under a dotted name."""
     found: Any = owner
-    for part in name.split("."):  # not get_parameter(): a replica or a leaf may hold a plain tensor instead
+    # not get_parameter(): a replica or a leaf may hold a plain tensor instead
+    for part in name.split("."):
         found = getattr(found, part)
     assert isinstance(found, Tensor), name
     return found

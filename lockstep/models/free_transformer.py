@@ -2,18 +2,19 @@
 
     blocks 1 … split_layer             causal                                        → X
     latent                             ℓ = encoder(X), H_z logits; bits B_h ~ Bernoulli(σ(ℓ_h))
-                                       d = Σ B_h·2^h (int64), Y = onehot(d) ∈ R^(2^H_z)
-                                       Z = Y + G − stop_gradient(G),  G_c = Π_h P(B_h = bit_h(c)) for every code c
-                                       r = W_post · Z
+                                       d = Σ B_h·2^h (int64), Y = onehot(d) ∈ R^(2^H_z) Z = Y + G −
+                                       stop_gradient(G),  G_c = Π_h P(B_h = bit_h(c)) for every code
+                                       c r = W_post · Z
     block split_layer + 1              queries from X, keys and values from X + r
     the other blocks, norm, head       as in the baseline                            → logits
 
-Loss, summed over valid targets: CE_t + beta · max(0, KL_t − kappa), with KL_t = Σ_h [p ln 2p + (1−p) ln 2(1−p)], the
-divergence of position t's bits from fair coins. It needs ℓ, which is therefore passed on through the later segments
-beside the residual stream, and is the second output.
+Loss, summed over valid targets: CE_t + beta · max(0, KL_t − kappa), with KL_t = Σ_h [p ln 2p +
+(1−p) ln 2(1−p)], the divergence of position t's bits from fair coins. It needs ℓ, which is
+therefore passed on through the later segments beside the residual stream, and is the second output.
 
-Neither Y nor G is materialised. The value of r is a row of W_post, an ordinary lookup, whose gradient W_post gets.
-Only the gradient to the bits goes through G, as the outer product of two halves (`_ThroughCodes`).
+Neither Y nor G is materialised. The value of r is a row of W_post, an ordinary lookup, whose
+gradient W_post gets. Only the gradient to the bits goes through G, as the outer product of two
+halves (`_ThroughCodes`).
 """
 
 import math
@@ -51,17 +52,28 @@ class FreeTransformer(Decoder):
     Args:
         latent_bits: H_z; the latent of a position is one of 2^H_z codes.
         beta: weight of the divergence.
-        kappa: nats per position that the latent may carry at no cost. Default: ln 2 / 2, half a bit.
+        kappa: nats per position that the latent may carry at no cost. Default: ln 2 / 2, half a
+            bit.
         split_layer: how many layers come before the latent. Unset: half of them.
         others: as in `Transformer`.
     """
 
     def __init__(
-        self, n_layer: int = 6, n_embd: int = 256, n_head: int = 4, n_kv_head: int | None = None,
-        mlp_hidden: int | None = None, tie_embeddings: bool = False, dropout: float = 0.0,
-        vocab_size: int = 256, block_size: int = 512, latent_bits: int = 16, beta: float = 1.0,
-        kappa: float = math.log(2) / 2, split_layer: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        n_layer: int = 6,
+        n_embd: int = 256,
+        n_head: int = 4,
+        n_kv_head: int | None = None,
+        mlp_hidden: int | None = None,
+        tie_embeddings: bool = False,
+        dropout: float = 0.0,
+        vocab_size: int = 256,
+        block_size: int = 512,
+        latent_bits: int = 16,
+        beta: float = 1.0,
+        kappa: float = math.log(2) / 2,
+        split_layer: int | None = None,
+    ) -> None:
         super().__init__()
         require_positive(n_layer=n_layer, vocab_size=vocab_size)
         self.split_layer = n_layer // 2 if split_layer is None else split_layer
@@ -71,7 +83,8 @@ class FreeTransformer(Decoder):
         sizes = (n_embd, n_head, n_kv_head, mlp_hidden, dropout, n_layer)
         self.embed = Embedding(vocab_size, n_embd, dropout)
         self.layers = nn.ModuleList(
-            InjectedBlock(*sizes) if i == self.split_layer else Block(*sizes) for i in range(n_layer)
+            InjectedBlock(*sizes) if i == self.split_layer else Block(*sizes)
+            for i in range(n_layer)
         )
         self.latent = CodeLatent(n_embd, n_head, n_kv_head, mlp_hidden, latent_bits)
         self.head = Head(n_embd, vocab_size, tied=tie_embeddings)
@@ -85,12 +98,17 @@ class FreeTransformer(Decoder):
         return decoder_plan() | block_plan("latent")
 
     def forward(
-        self, ids: Tensor, document_ids: Tensor | None = None, *,
-        mode: Literal["training", "inference"] = "training", codes: Tensor | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        ids: Tensor,
+        document_ids: Tensor | None = None,
+        *,
+        mode: Literal["training", "inference"] = "training",
+        codes: Tensor | None = None,
+    ) -> Any:
         """Return the logits, and in mode "training" those of the latent.
 
-        Mode "inference" takes the latent of each position from `codes`, int64 [B, T], or draws it from a uniform prior.
+        Mode "inference" takes the latent of each position from `codes`, int64 [B, T], or draws it
+        from a uniform prior.
         """
         if mode == "training":
             return super().forward(ids, document_ids)
@@ -105,7 +123,10 @@ class FreeTransformer(Decoder):
         return terms["cross_entropy"] + terms["penalty"]
 
     def loss_terms(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the terms of the loss, each a 0-dim float32 sum over valid targets in nats; kl is for reports."""
+        """Return the terms of the loss, each a 0-dim float32 sum over valid targets in nats.
+
+        Kl is for reports.
+        """
         logits, z_logits = outputs
         valid = batch["targets"] != IGNORED_TARGET
         kl = torch.where(valid, kl_from_fair_coins(z_logits), 0.0)
@@ -118,9 +139,17 @@ class FreeTransformer(Decoder):
 
     @torch.no_grad()
     def generate(
-        self, ids: Tensor, num_tokens: int, *, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
+        self,
+        ids: Tensor,
+        num_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 0,
     ) -> Tensor:
-        """Continue ids [1, T], and return [1, T + num_tokens]; the global random state is not changed.
+        """Continue ids [1, T], and return [1, T + num_tokens].
+
+        The global random state is not changed.
 
         Each position's latent is drawn once, when the position is first read, and keeps its value.
         """
@@ -130,7 +159,9 @@ class FreeTransformer(Decoder):
             new = (ids.shape[0], ids.shape[1] - codes.shape[1])
             drawn = torch.randint(2**self.latent_bits, new, generator=generator, device=ids.device)
             codes = torch.cat((codes, drawn), 1)
-            logits = self(ids[:, -self.block_size :], mode="inference", codes=codes[:, -self.block_size :])
+            logits = self(
+                ids[:, -self.block_size :], mode="inference", codes=codes[:, -self.block_size :]
+            )
             token = draw_token(logits[:, -1], generator, temperature=temperature, top_k=top_k)
             ids = torch.cat((ids, token), 1)
         return ids
@@ -148,14 +179,20 @@ class InjectedBlock(Block):
 class CodeLatent(nn.Module):
     """The latent: encoder, draw, and projection: x [B, T, D] → (x, r [B, T, D], z_logits [B, T, H_z]).
 
-    The encoder is one block that is not causal. Its queries are one learned vector at every position, so positions
-    enter only through the rotary embedding of queries and keys. The numbers of documents are passed on after x.
+    The encoder is one block that is not causal. Its queries are one learned vector at every
+    position, so positions enter only through the rotary embedding of queries and keys. The numbers
+    of documents are passed on after x.
     """
 
     products = {"queries": "query", "injected": "post"}
 
     def __init__(
-        self, n_embd: int, n_head: int, n_kv_head: int | None, mlp_hidden: int | None, latent_bits: int
+        self,
+        n_embd: int,
+        n_head: int,
+        n_kv_head: int | None,
+        mlp_hidden: int | None,
+        latent_bits: int,
     ) -> None:
         super().__init__()
         self.query = nn.Parameter(torch.empty(n_embd))
@@ -186,7 +223,9 @@ class CodeLatent(nn.Module):
         r: Tensor = _ThroughCodes.apply(F.embedding(codes, post), *code_halves(z_logits), post)  # type: ignore[no-untyped-call]
         return r
 
-    def forward(self, x: Tensor, *documents: Tensor, codes: Tensor | None = None) -> tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, *documents: Tensor, codes: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Encode and draw; with `codes` given, skip the encoder and return (x, r)."""
         if codes is not None:
             return x.clone(), F.embedding(codes, self.post)
@@ -227,7 +266,8 @@ def _code_probabilities(logits: Tensor) -> Tensor:
     """Return P(code) = Π_h P(B_h = bit_h(code)) over all codes of these bits: [..., H] → [..., 2^H]."""
     bits = logits.shape[-1]
     codes = torch.arange(2**bits, device=logits.device)
-    is_set = (codes >> torch.arange(bits, device=logits.device)[:, None] & 1).to(logits.dtype)  # [H, 2^H]
+    # [H, 2^H]
+    is_set = (codes >> torch.arange(bits, device=logits.device)[:, None] & 1).to(logits.dtype)
     return (F.logsigmoid(logits) @ is_set + F.logsigmoid(-logits) @ (1 - is_set)).exp()
 
 
@@ -241,8 +281,9 @@ def kl_from_fair_coins(z_logits: Tensor) -> Tensor:
 class _ThroughCodes(torch.autograd.Function):
     """The straight-through estimator: r unchanged, with the gradient of W_post·(G − stop_gradient(G)).
 
-    With g the gradient of r, code c scores g·W_post[c]. The gradients of the two halves of G are that table of scores
-    [2^high, 2^low] times the other half. It is made for a few positions at a time and discarded.
+    With g the gradient of r, code c scores g·W_post[c]. The gradients of the two halves of G are
+    that table of scores [2^high, 2^low] times the other half. It is made for a few positions at a
+    time and discarded.
     """
 
     @staticmethod
@@ -257,8 +298,12 @@ class _ThroughCodes(torch.autograd.Function):
         g_low, g_high = torch.empty_like(low), torch.empty_like(high)
         rows = [tensor.flatten(0, -2) for tensor in (g, low, high, g_low, g_high)]
         size = max(1, _CHUNK_NUMEL // post.shape[0])
-        for g_, low_, high_, g_low_, g_high_ in zip(*(tensor.split(size) for tensor in rows), strict=True):
-            scores = (g_.to(post.dtype) @ post.T).to(low.dtype).view(-1, high.shape[-1], low.shape[-1])
+        for g_, low_, high_, g_low_, g_high_ in zip(
+            *(tensor.split(size) for tensor in rows), strict=True
+        ):
+            scores = (
+                (g_.to(post.dtype) @ post.T).to(low.dtype).view(-1, high.shape[-1], low.shape[-1])
+            )
             g_low_.copy_(torch.bmm(high_[:, None], scores).squeeze(1))
             g_high_.copy_(torch.bmm(scores, low_[:, :, None]).squeeze(2))
         return g, g_low, g_high, None
@@ -267,10 +312,14 @@ class _ThroughCodes(torch.autograd.Function):
 def _check_latent(latent_bits: int, split_layer: int, n_layer: int, n_embd: int) -> None:
     require_positive(latent_bits=latent_bits)
     if latent_bits > MAX_LATENT_BITS:
-        what = f"latent_bits={latent_bits} makes 2^{latent_bits} = {2**latent_bits:,} codes; at most "
+        what = (
+            f"latent_bits={latent_bits} makes 2^{latent_bits} = {2**latent_bits:,} codes; at most "
+        )
         what += f"{MAX_LATENT_BITS} bits are allowed"
         why = f"each code has a vector of {n_embd}: {2**latent_bits * n_embd:,} parameters"
-        raise UsageError(what, where="model.args.latent_bits", why=why, fix="16 bits are the published size")
+        raise UsageError(
+            what, where="model.args.latent_bits", why=why, fix="16 bits are the published size"
+        )
     if not 0 <= split_layer < n_layer:
         what = f"split_layer={split_layer} leaves no layer behind the latent, of n_layer={n_layer}"
         raise UsageError(what, where="model.args.split_layer", fix=f"choose 0 to {n_layer - 1}")

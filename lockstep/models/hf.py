@@ -4,7 +4,8 @@
     hf:CONFIG.json    that config, values drawn at random
     hf:TYPE           a model type of the library (llama, gpt2, …) with its default config, values drawn at random
 
-`model.args` override the config by the library's own names. Parameters are always float32: autocast does the rest.
+`model.args` override the config by the library's own names. Parameters are always float32: autocast
+does the rest.
 """
 
 import copy
@@ -28,14 +29,19 @@ try:
         import transformers.modeling_utils
 except ImportError as error:
     what = "Hugging Face models need the package transformers"
-    raise UsageError(what, where="model.name", fix="install it: pip install transformers") from error
+    raise UsageError(
+        what, where="model.name", fix="install it: pip install transformers"
+    ) from error
 
 from lockstep.models.hf_causal import can_be_cut, meet_protocol
 
 OLDEST = (4, 57)  # version of transformers, as pyproject.toml has it
 if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
     oldest = ".".join(map(str, OLDEST))
-    what = f"transformers {transformers.__version__} is installed, and models that are built by name need {oldest}"
+    what = (
+        f"transformers {transformers.__version__} is installed, and models that are built by name"
+        f" need {oldest}"
+    )
     raise UsageError(what, where="model.name", fix=f'pip install "transformers>={oldest}"')
 
 # The types of the library's automatic classes are incomplete.
@@ -65,13 +71,19 @@ def from_files(path: str, **overrides: Any) -> nn.Module:
 
 
 def from_type(
-    model_type: str, *, vocab_size: int | None = None, block_size: int | None = None, **overrides: Any
+    model_type: str,
+    *,
+    vocab_size: int | None = None,
+    block_size: int | None = None,
+    **overrides: Any,
 ) -> nn.Module:
     """Return a model of the library's type `model_type`: its default config, changes, and `block_size` positions."""
     if vocab_size is not None:
         overrides["vocab_size"] = vocab_size
     config = _config(model_type, {}, overrides)
-    if block_size is not None and block_size > getattr(config, "max_position_embeddings", block_size):
+    if block_size is not None and block_size > getattr(
+        config, "max_position_embeddings", block_size
+    ):
         config = _config(model_type, {}, {"max_position_embeddings": block_size, **overrides})
     if can_be_cut(config):
         _require_equal_chain(config)
@@ -83,7 +95,10 @@ def _config(model_type: str, described: Mapping[str, Any], overrides: Mapping[st
     known = list(transformers.CONFIG_MAPPING.keys())
     if model_type not in known:
         near = difflib.get_close_matches(model_type, known, n=1)
-        what = f"{model_type!r} is neither a folder, nor a config file, nor a model type of transformers"
+        what = (
+            f"{model_type!r} is neither a folder, nor a config file, nor a model type of"
+            " transformers"
+        )
         what += f"; did you mean hf:{near[0]}?" if near else ""
         fix = "write hf:llama, hf:gpt2 …, or the path of a folder (nothing is downloaded)"
         raise UsageError(what, where="model.name", fix=fix)
@@ -96,7 +111,8 @@ def _config(model_type: str, described: Mapping[str, Any], overrides: Mapping[st
             raise UsageError(what, where=f"model.args.{key}", fix=f"it has {', '.join(accepted)}")
     with _errors_of(model_type):
         return _AutoConfig.for_model(
-            model_type, **{renamed.get(k, k): v for part in (described, overrides) for k, v in part.items()}
+            model_type,
+            **{renamed.get(k, k): v for part in (described, overrides) for k, v in part.items()},
         )
 
 
@@ -117,14 +133,26 @@ def _require_equal_chain(config: Any) -> None:
     if config.model_type == "gpt2":
         tiny.n_embd, tiny.n_inner, tiny.n_layer = 4 * config.n_head, config.n_inner and 16, 2
     else:
-        tiny.hidden_size, tiny.head_dim, tiny.intermediate_size, tiny.num_hidden_layers = 16, 8, 16, 2
+        tiny.hidden_size, tiny.head_dim, tiny.intermediate_size, tiny.num_hidden_layers = (
+            16,
+            8,
+            16,
+            2,
+        )
     try:
         expected, logits = _both_ways(tiny)
-        differ = not torch.allclose(logits, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
-    except Exception:  # sizes that do not fit together when they are tiny, tensors without values: nothing to compare
+        differ = not torch.allclose(
+            logits, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())
+        )
+    except Exception:
+        # sizes that do not fit together when they are tiny, tensors without values: nothing to
+        # compare
         return
     if differ:
-        what = f"transformers {transformers.__version__} computes something else for a {config.model_type} of this "
+        what = (
+            f"transformers {transformers.__version__} computes something else for a"
+            f" {config.model_type} of this "
+        )
         what += "config than its chain of segments"
         fix = "install another version, or hand transformers' own object to lockstep.Trainer"
         raise UsageError(what, where="model.name", why="another model would be trained", fix=fix)
@@ -142,12 +170,21 @@ def _both_ways(config: Any) -> tuple[Tensor, Tensor]:
 def _loaded(folder: Path, config: Any) -> Any:
     with _errors_of(config.model_type), _no_progress_bars(), torch.device("cpu"):
         model, found = _AutoModel.from_pretrained(
-            folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True,
+            folder,
+            config=config,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
             **_attention(config),
-        )  # fmt: skip
-    missing = [str(key) for kind in ("missing_keys", "mismatched_keys") for key in sorted(found[kind])]
+        )
+    missing = [
+        str(key) for kind in ("missing_keys", "mismatched_keys") for key in sorted(found[kind])
+    ]
     if missing:
-        what = f"the weights in {folder} do not fill {len(missing)} of the model's parameters, the first {missing[0]}"
+        what = (
+            f"the weights in {folder} do not fill {len(missing)} of the model's parameters, the"
+            f" first {missing[0]}"
+        )
         raise UsageError(what, where="model.name", why="they would be drawn at random")
     return model.float().train()
 

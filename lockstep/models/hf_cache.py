@@ -1,9 +1,10 @@
 """Keeps the cache of keys and values off in steps and evaluations, as decoders of transformers have one.
 
-The library fills a cache in training, too, unless it is told not to. Before transformers 5 a block that is computed
-again would add its keys and values to it a second time, and attend to both. And a cache lays keys and values
-otherwise in memory than the layers put them out, from which, on some CPUs, the bits of a batched product follow: a
-decoder would have other bits than the segments of its chain, which have none.
+The library fills a cache in training, too, unless it is told not to. Before transformers 5 a block
+that is computed again would add its keys and values to it a second time, and attend to both. And a
+cache lays keys and values otherwise in memory than the layers put them out, from which, on some
+CPUs, the bits of a batched product follow: a decoder would have other bits than the segments of its
+chain, which have none.
 """
 
 import inspect
@@ -33,7 +34,10 @@ def switch_cache_off(model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) 
 def without_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
-    """Add `use_cache=False` to a module's arguments in a step or an evaluation; a hook before its forward pass."""
+    """Add `use_cache=False` to a module's arguments in a step or an evaluation.
+
+    A hook before its forward pass.
+    """
     asked = kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None
     if asked or not is_running() or "use_cache" in _arguments(type(module).forward)[: len(args)]:
         return None

@@ -1,13 +1,14 @@
 """Adapts Hugging Face causal language models to the protocol.
 
-It stays the library's object and its parameters keep their names, so `save_pretrained` and checkpoints agree with
-other tools. Its class is replaced by a subclass that takes ids [B, T] and returns logits [B, T, V], with our own loss:
-the data shift targets, and the library's loss would shift them again. A mixture of experts with `output_router_logits`
-in its config adds a balance term: there the library's own loss is used, with targets marked as shifted. The term is
-computed per micro-batch, and a step weighs it like the mean losses; in evaluation the loss is without it.
+It stays the library's object and its parameters keep their names, so `save_pretrained` and
+checkpoints agree with other tools. Its class is replaced by a subclass that takes ids [B, T] and
+returns logits [B, T, V], with our own loss: the data shift targets, and the library's loss would
+shift them again. A mixture of experts with `output_router_logits` in its config adds a balance
+term: there the library's own loss is used, with targets marked as shifted. The term is computed per
+micro-batch, and a step weighs it like the mean losses; in evaluation the loss is without it.
 
-The Llama and GPT-2 families are also divided into segments, each a module of the model under its own name (`chain`).
-A tied head borrows the embedding's weight (`lockstep.models.chain`).
+The Llama and GPT-2 families are also divided into segments, each a module of the model under its
+own name (`chain`). A tied head borrows the embedding's weight (`lockstep.models.chain`).
 
 Tests: tests/models/test_hf.py, tests/models/test_hf_decoder.py,
 tests/models/test_hugging_face_loss.py
@@ -50,7 +51,9 @@ def _rotary_type(config: Any) -> str:
 
 def meet_protocol(model: Any) -> nn.Module:
     """Replace the classes of the library's model in place, and return it."""
-    kind: type[CausalModel] = MixtureModel if getattr(model.config, "output_router_logits", False) else CausalModel
+    kind: type[CausalModel] = (
+        MixtureModel if getattr(model.config, "output_router_logits", False) else CausalModel
+    )
     if can_be_cut(model.config):
         kind = {"llama": Llama, "gpt2": GPT2}[model.config.model_type]
     _swap_class(model, kind)
@@ -81,12 +84,19 @@ class CausalModel(LanguageModel):
         return (batch["input_ids"],)
 
     def context_plan(self) -> dict[str, int]:
-        """Let attention know of other ranks; return the dims of a batch along which its sequences lie."""
+        """Let attention know of other ranks.
+
+        Return the dims of a batch along which its sequences lie.
+        """
         return attend_through(self)
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         names = set(self._no_split_modules or ())
-        return [(name, module) for name, module in self.named_modules() if type(module).__name__ in names]
+        return [
+            (name, module)
+            for name, module in self.named_modules()
+            if type(module).__name__ in names
+        ]
 
 
 class MixtureModel(CausalModel):
@@ -97,19 +107,28 @@ class MixtureModel(CausalModel):
 
     def forward(  # type: ignore[override]
         self, ids: Tensor | None = None, targets: Tensor | None = None, **arguments: Any
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         if targets is None:
             return super().forward(ids, **arguments)
         with LossCalls() as calls:
             found = super(LanguageModel, self).forward(
-                input_ids=ids, labels=targets, shift_labels=targets, use_cache=False,
+                input_ids=ids,
+                labels=targets,
+                shift_labels=targets,
+                use_cache=False,
                 output_router_logits=self.training,
-            )  # fmt: skip
+            )
         if not self._takes_targets_as_they_are:
             counted = calls.count(targets, len)
             if counted is None or int(counted) != int((targets != IGNORED_TARGET).sum()):
-                what = f"the loss of {type(self).__name__} in transformers shifts targets that are shifted already"
-                fix = "leave it out, and experts are not balanced; or hand the library's model to lockstep.Trainer "
+                what = (
+                    f"the loss of {type(self).__name__} in transformers shifts targets that are"
+                    " shifted already"
+                )
+                fix = (
+                    "leave it out, and experts are not balanced; or hand the library's model to"
+                    " lockstep.Trainer "
+                )
                 fix += "with batches of input_ids and labels"
                 raise UsageError(what, where="model.args.output_router_logits", fix=fix)
             self._takes_targets_as_they_are = True
@@ -214,7 +233,9 @@ class LlamaLayer(nn.Module):
         device = next(self.parameters()).device
         with torch.device("cpu"):
             frequencies = make_rotary().inv_freq
-        self.register_buffer("inv_freq", torch.empty_like(frequencies, device=device), persistent=False)
+        self.register_buffer(
+            "inv_freq", torch.empty_like(frequencies, device=device), persistent=False
+        )
         self.fill_buffers()
 
     def fill_buffers(self) -> None:
@@ -229,14 +250,24 @@ class LlamaLayer(nn.Module):
         if attend is not None:
             position = attend.positions(x.shape[1], x.device)
         angle = (position.float()[:, None] * self.inv_freq.float()).repeat(1, 2)[None]
-        turn = ((angle.cos() * self.rotary_scale).to(x.dtype), (angle.sin() * self.rotary_scale).to(x.dtype))
+        turn = (
+            (angle.cos() * self.rotary_scale).to(x.dtype),
+            (angle.sin() * self.rotary_scale).to(x.dtype),
+        )
         return _only(super().forward(x, attention_mask=None, position_embeddings=turn))
 
 
 class GPT2(CutModel):
     """A GPT-2 that runs as a chain."""
 
-    chain = ("transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h.*", "transformer.ln_f", "lm_head")
+    chain = (
+        "transformer.wte",
+        "transformer.wpe",
+        "transformer.drop",
+        "transformer.h.*",
+        "transformer.ln_f",
+        "lm_head",
+    )
     embedding = "transformer.wte.weight"
 
     def cut(self) -> None:
@@ -251,7 +282,11 @@ class GPT2(CutModel):
 
     def std_of(self, name: str) -> float:
         std = super().std_of(name)
-        return std / (2 * self.config.num_hidden_layers) ** 0.5 if name.endswith("c_proj.weight") else std
+        return (
+            std / (2 * self.config.num_hidden_layers) ** 0.5
+            if name.endswith("c_proj.weight")
+            else std
+        )
 
 
 class PositionAdder(nn.Embedding):
@@ -293,10 +328,13 @@ def _subclass(mixin: Any, base: Any) -> type[nn.Module]:
 
 
 def attend_through(model: nn.Module) -> dict[str, int]:
-    """Let the model's layers call an `Attend`; return the dims of a batch along which its sequences lie.
+    """Let the model's layers call an `Attend`.
 
-    The library calls the function that its public `AttentionInterface` has under the name in the config: ours hands
-    queries, keys and values, as the layer rotated them, to the layer's `Attend`. Positions come from there, too.
+    Return the dims of a batch along which its sequences lie.
+
+    The library calls the function that its public `AttentionInterface` has under the name in the
+    config: ours hands queries, keys and values, as the layer rotated them, to the layer's `Attend`.
+    Positions come from there, too.
     """
     config: Any = model.config
     problem = fix = ""
@@ -305,13 +343,20 @@ def attend_through(model: nn.Module) -> dict[str, int]:
     elif getattr(config, "sliding_window", None) is not None:
         problem, fix = "it attends within a window", "write sliding_window: null in model.args"
     elif (kind := _rotary_type(config)) not in _FIXED_ROTARY:
-        problem, fix = f"its angles ({kind}) depend on the length of a text", f"use one of {', '.join(_FIXED_ROTARY)}"
+        problem, fix = (
+            f"its angles ({kind}) depend on the length of a text",
+            f"use one of {', '.join(_FIXED_ROTARY)}",
+        )
     elif config.attention_dropout:
         problem, fix = "it has attention_dropout", "write attention_dropout: 0 in model.args"
     if problem:
         what = f"sequences of hf:{config.model_type} can't be cut over ranks: {problem}"
-        why = "each rank has a part of every sequence, and the library's attention would see no other"
-        raise UsageError(what, where="distributed.context_size", why=why, fix=f"{fix}, or context_size: 1")
+        why = (
+            "each rank has a part of every sequence, and the library's attention would see no other"
+        )
+        raise UsageError(
+            what, where="distributed.context_size", why=why, fix=f"{fix}, or context_size: 1"
+        )
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "q_proj")]
     if hasattr(layers[0], "attend"):
         return _SEQUENCES
@@ -332,11 +377,21 @@ def attend_through(model: nn.Module) -> dict[str, int]:
 
 
 def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
     **_others: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:
     if attention_mask is not None or scaling != module.head_dim**-0.5:
-        what = f"{type(module).__name__} attends with a {'mask' if attention_mask is not None else 'scale'} of its own"
+        what = (
+            f"{type(module).__name__} attends with a"
+            f" {'mask' if attention_mask is not None else 'scale'} of its own"
+        )
         why = "each rank has a part of every sequence, and no rank applies it to all of one"
-        raise UsageError(what, where="distributed.context_size", why=why, fix="write context_size: 1")
+        raise UsageError(
+            what, where="distributed.context_size", why=why, fix="write context_size: 1"
+        )
     return module.attend(query, key, value).transpose(1, 2).contiguous(), None

@@ -1,10 +1,11 @@
 """Cuts causal models of the Hugging Face library into segments for pipelines.
 
-Each segment runs the library's own decoder with at most one of its layers, so that masks, positions, multipliers and
-caps are the library's. A `Door` stands before that layer, or before the last norm, and gives it what the previous
-segment has returned; what the decoder makes of embeddings, the first segment alone uses. Layers stay modules of the
-model. The mask is passed on with the hidden states. Each listed family is tested to compute the library's bits with
-every field of its config changed, and `lockstep.parallel.chain_check` compares each model that is placed.
+Each segment runs the library's own decoder with at most one of its layers, so that masks,
+positions, multipliers and caps are the library's. A `Door` stands before that layer, or before the
+last norm, and gives it what the previous segment has returned; what the decoder makes of
+embeddings, the first segment alone uses. Layers stay modules of the model. The mask is passed on
+with the hidden states. Each listed family is tested to compute the library's bits with every field
+of its config changed, and `lockstep.parallel.chain_check` compares each model that is placed.
 """
 
 import copy
@@ -24,30 +25,57 @@ class Family(NamedTuple):
 
     decoder: str = "model"  # attribute of the causal model
     layers: str = "layers"  # attribute of the decoder
-    before: tuple[str, ...] = ()  # modules of the decoder that run before the layers, even if it is given embeddings
+    # modules of the decoder that run before the layers, even if it is given embeddings
+    before: tuple[str, ...] = ()
     norm: str = "norm"  # the module that runs after them
 
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(
         (
-            "cohere", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "llama", "mistral",
-            "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm",
+            "cohere",
+            "ernie4_5",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "glm4",
+            "gpt_oss",
+            "granite",
+            "llama",
+            "mistral",
+            "mixtral",
+            "olmo2",
+            "phi3",
+            "qwen2",
+            "qwen3",
+            "qwen3_moe",
+            "smollm3",
+            "stablelm",
         ),
         Family(),
     ),
     "gpt2": Family("transformer", "h", ("wpe", "drop"), "ln_f"),
     "gpt_neox": Family("gpt_neox", "layers", ("emb_dropout",), "final_layer_norm"),
     "phi": Family("model", "layers", ("embed_dropout",), "final_layernorm"),
-}  # fmt: skip
+}
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the names of causal models
 _CACHE = "decoder_segments"  # attribute of the model: each call returns the same modules
-_KNOWN_ARGUMENTS = ("input_ids", "attention_mask", "labels", "num_items_in_batch", "use_cache", "return_dict")
+_KNOWN_ARGUMENTS = (
+    "input_ids",
+    "attention_mask",
+    "labels",
+    "num_items_in_batch",
+    "use_cache",
+    "return_dict",
+)
 
 
 def decoder_segments(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
-    """Return the chain of a causal model of the library, adapted by PEFT or not; None for any other model."""
+    """Return the chain of a causal model of the library, adapted by PEFT or not.
+
+    None for any other model.
+    """
     path, causal = _without_adapters(model)
     if causal is None:
         return None
@@ -56,7 +84,9 @@ def decoder_segments(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
     if family is None or not name.endswith(CAUSAL) or not hasattr(causal, family.decoder):
         return None
     config: Any = causal.config
-    if getattr(config, "add_cross_attention", False) or getattr(config, "output_router_logits", False):
+    if getattr(config, "add_cross_attention", False) or getattr(
+        config, "output_router_logits", False
+    ):
         return None
     kept = model.__dict__.get(_CACHE)
     if kept is None:
@@ -76,7 +106,8 @@ def is_known_decoder(model: nn.Module) -> bool:
 def _without_adapters(model: nn.Module) -> tuple[str, nn.Module | None]:
     """Return the path within a model of PEFT to the library's model, which has the adapters in it, and that model.
 
-    Any other model is returned itself, with an empty path; None is, where PEFT puts prompts of its own before a text.
+    Any other model is returned itself, with an empty path; None is, where PEFT puts prompts of its
+    own before a text.
     """
     base: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
     if base is None or not hasattr(model, "peft_config"):
@@ -91,7 +122,8 @@ def refuse_balanced_experts(model: nn.Module) -> None:
     """Refuse a model that returns its routers' choices: the loss that balances them needs all layers of the model."""
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise UsageError(
-            f"{type(model).__name__} balances its experts by a loss over all layers, which no stage of a pipeline has",
+            f"{type(model).__name__} balances its experts by a loss over all layers, which no stage"
+            " of a pipeline has",
             where="distributed.strategy: pipeline",
             fix="set output_router_logits=False in the model's config, or use another strategy",
         )
@@ -124,7 +156,8 @@ def _require_all(model: nn.Module, segments: list[tuple[str, nn.Module]]) -> Non
 class Door(nn.Module):
     """Stands before a module of a decoder, and gives it what a stage has received in place of its first argument.
 
-    A decoder that reads an attribute of the module, as of a layer its kind of attention, gets the module's own.
+    A decoder that reads an attribute of the module, as of a layer its kind of attention, gets the
+    module's own.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -149,7 +182,10 @@ class Door(nn.Module):
         return self.returned
 
     def pass_through(self, hidden: Tensor, run: Callable[..., Any]) -> tuple[Any, Any]:
-        """Call `run` with embeddings of the right kind; return its result, and the module's for `hidden`."""
+        """Call `run` with embeddings of the right kind.
+
+        Return its result, and the module's for `hidden`.
+        """
         self.received = hidden
         try:
             # Its values matter to nothing; its shape, dtype and device do, to masks and positions.
@@ -168,43 +204,63 @@ class Inputs(nn.Module):
         super().__init__()
         self.decoder = decoder
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any) -> Any:
-        if unknown := sorted(key for key in others if key not in _KNOWN_ARGUMENTS and others[key] is not None):
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any
+    ) -> Any:
+        if unknown := sorted(
+            key for key in others if key not in _KNOWN_ARGUMENTS and others[key] is not None
+        ):
             what = f"a batch with {', '.join(unknown)}, which stages of a pipeline do not hand on"
-            fix = f"leave {'them' if len(unknown) > 1 else 'it'} out of the batch, or use another strategy"
+            fix = (
+                f"leave {'them' if len(unknown) > 1 else 'it'} out of the batch, or use another"
+                " strategy"
+            )
             raise UsageError(what, fix=fix)
         hidden = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
         return hidden if attention_mask is None else (hidden, attention_mask)
 
 
 class Layer(nn.Module):
-    """One layer: hidden states [B, T, D] → hidden states [B, T, D]; the attention mask is passed on."""
+    """One layer: hidden states [B, T, D] → hidden states [B, T, D].
+
+    The attention mask is passed on.
+    """
 
     def __init__(self, name: str, decoder: nn.Module, door: Door) -> None:
         super().__init__()
-        self.random_key, self.decoder, self.door = name, decoder, door  # the key of its random numbers in the model
+        # the key of its random numbers in the model
+        self.random_key, self.decoder, self.door = name, decoder, door
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Any:
         run = partial(self.decoder, attention_mask=attention_mask, use_cache=False)
         _, returned = self.door.pass_through(hidden, run)
-        hidden = returned[0] if isinstance(returned, tuple) else returned  # a tuple before transformers 5
+        # a tuple before transformers 5
+        hidden = returned[0] if isinstance(returned, tuple) else returned
         return hidden if attention_mask is None else (hidden, attention_mask)
 
 
 class Outputs(nn.Module):
     """Last segment: hidden states [B, T, D] → the whole model's result, with the loss if there are labels."""
 
-    takes_inputs = True  # it is called with `inputs`, the whole model's (positional, keyword) arguments, for labels
+    # it is called with `inputs`, the whole model's (positional, keyword) arguments, for labels
+    takes_inputs = True
 
     def __init__(self, random_key: str, model: nn.Module, door: Door) -> None:
         super().__init__()
         self.random_key, self.model, self.door = random_key, model, door
 
     def forward(
-        self, hidden: Tensor, attention_mask: Tensor | None = None, *,
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
         inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
-    ) -> Any:  # fmt: skip
-        given = {key: value for key, value in inputs[1].items() if key not in ("input_ids", "attention_mask")}
+    ) -> Any:
+        given = {
+            key: value
+            for key, value in inputs[1].items()
+            if key not in ("input_ids", "attention_mask")
+        }
         run = partial(self.model, attention_mask=attention_mask, **{**given, "use_cache": False})
         outputs, _ = self.door.pass_through(hidden, run)
         return outputs
@@ -236,7 +292,8 @@ def _with_layer(decoder: nn.Module, family: Family, door: Door, position: int) -
     types = getattr(decoder.config, "layer_types", None)
     if types is not None:
         config: Any = copy.copy(decoder.config)
-        config.__dict__["layer_types"] = [types[position]]  # the library reads it by the layer's position
+        # the library reads it by the layer's position
+        config.__dict__["layer_types"] = [types[position]]
         part.__dict__["config"] = config
     return part
 

@@ -1,8 +1,9 @@
 """How causal models of the Hugging Face library are cut over the ranks of the axes `tensor` and `context`.
 
-The library's own plan (`base_model_tp_plan` of a config) is translated for `lockstep.parallel.tensor_plan`, and what it
-leaves out is added: GPT-2, weights in which several layers lie side by side, embeddings, heads and losses. Some models
-are cut only if Lockstep builds them by name (`hf:`), and not as the library's objects: errors say so.
+The library's own plan (`base_model_tp_plan` of a config) is translated for
+`lockstep.parallel.tensor_plan`, and what it leaves out is added: GPT-2, weights in which several
+layers lie side by side, embeddings, heads and losses. Some models are cut only if Lockstep builds
+them by name (`hf:`), and not as the library's objects: errors say so.
 
 Tests: tests/models/test_hf.py, tests/models/test_hf_decoder.py, tests/parity/test_tensor.py
 """
@@ -17,20 +18,32 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.models.hf_decoder import CAUSAL, FAMILIES, Family
 
-# Families that attend through `Attend` if they are built by name, each tested. Others have a window, a softcap, sinks
-# or learned positions.
+# Families that attend through `Attend` if they are built by name, each tested. Others have a
+# window, a softcap, sinks or learned positions.
 ATTENDING = ("llama", "mistral", "olmo2", "qwen2", "qwen3")
 
-# What transformers calls the ways in which a layer is cut, and `lockstep.parallel.tensor_plan` does.
+# What transformers calls the ways in which a layer is cut, and `lockstep.parallel.tensor_plan`
+# does.
 _WAYS = {
-    "colwise": "column", "rowwise": "row", "colwise_rep": "head", "colwise_gather_output": "head",
-    "replicated_with_grad_allreduce": "inner", "moe_tp_experts": "routed",
-}  # fmt: skip
-_GPT2 = {"h.*.attn.c_attn": "fused_heads", "h.*.attn.c_proj": "row", "h.*.mlp.c_fc": "column", "h.*.mlp.c_proj": "row"}
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_rep": "head",
+    "colwise_gather_output": "head",
+    "replicated_with_grad_allreduce": "inner",
+    "moe_tp_experts": "routed",
+}
+_GPT2 = {
+    "h.*.attn.c_attn": "fused_heads",
+    "h.*.attn.c_proj": "row",
+    "h.*.mlp.c_fc": "column",
+    "h.*.mlp.c_proj": "row",
+}
 _PHI3 = {
-    "layers.*.self_attn.qkv_proj": "fused_heads", "layers.*.self_attn.o_proj": "row",
-    "layers.*.mlp.gate_up_proj": "fused", "layers.*.mlp.down_proj": "row",
-}  # fmt: skip
+    "layers.*.self_attn.qkv_proj": "fused_heads",
+    "layers.*.self_attn.o_proj": "row",
+    "layers.*.mlp.gate_up_proj": "fused",
+    "layers.*.mlp.down_proj": "row",
+}
 _FURTHER = {"qwen2_moe": Family()}
 _OWN = {"gpt2": _GPT2, "phi3": _PHI3}
 _SHARED = {f"layers.*.mlp.shared_expert.{name}_proj": "column" for name in ("gate", "up")} | {
@@ -39,7 +52,10 @@ _SHARED = {f"layers.*.mlp.shared_expert.{name}_proj": "column" for name in ("gat
 
 
 def hf_tensor_plan(model: nn.Module) -> dict[str, str] | None:
-    """Return how a causal model of the library is cut over ranks; None where neither it nor Lockstep says."""
+    """Return how a causal model of the library is cut over ranks.
+
+    None where neither it nor Lockstep says.
+    """
     config: Any = getattr(model, "config", None)
     family = {**FAMILIES, **_FURTHER}.get(getattr(config, "model_type", ""))
     named = type(model).__name__.endswith(CAUSAL)
@@ -53,23 +69,31 @@ def hf_tensor_plan(model: nn.Module) -> dict[str, str] | None:
         return None
     _note_layouts(decoder, ways, config)
     loss = {"token_losses": "loss"} if hasattr(model, "token_losses") else {}
-    inner = {f"{family.decoder}.{name}": way for name, way in {embedding: "vocabulary", **ways}.items()}
+    inner = {
+        f"{family.decoder}.{name}": way for name, way in {embedding: "vocabulary", **ways}.items()
+    }
     return {**inner, "lm_head": "head", **loss}
 
 
 def _ways(decoder: nn.Module, config: Any) -> dict[str, str]:
-    return _OWN.get(config.model_type) or _translated(decoder, getattr(config, "base_model_tp_plan", None) or {})
+    return _OWN.get(config.model_type) or _translated(
+        decoder, getattr(config, "base_model_tp_plan", None) or {}
+    )
 
 
 def advice_for_object(model: nn.Module, axis: str) -> str | None:
-    """Return what to write where an object of the library can't be cut over an axis; None: another advice fits."""
+    """Return what to write where an object of the library can't be cut over an axis.
+
+    None: another advice fits.
+    """
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", "")
     if not type(model).__name__.endswith(CAUSAL) or not kind:
         return None
     by_name = 'let Lockstep build it by name: model.save_pretrained("folder"), then '
     by_name += (
-        'lockstep.models.get_model("hf:folder")(), or model.name: hf:folder in a config; a batch then has input_ids, '
+        'lockstep.models.get_model("hf:folder")(), or model.name: hf:folder in a config; a batch'
+        " then has input_ids, "
     )
     by_name += "and targets that are shifted already"
     if axis == "context":
@@ -83,7 +107,9 @@ def _has_scaled_embedding(model: nn.Module) -> bool:
     config: Any = model.config
     family = FAMILIES.get(config.model_type)
     decoder: Any = getattr(model, family.decoder, None) if family is not None else None
-    if decoder is None or not isinstance(getattr(decoder.get_input_embeddings(), "embed_scale", None), Tensor):
+    if decoder is None or not isinstance(
+        getattr(decoder.get_input_embeddings(), "embed_scale", None), Tensor
+    ):
         return False
     return bool(_ways(decoder, config))
 
@@ -92,22 +118,36 @@ def _translated(decoder: nn.Module, of_library: dict[str, str]) -> dict[str, str
     """Return the library's plan in our words, without what this model does not have; empty if it can't be followed."""
     routed = {name for name, way in of_library.items() if _WAYS.get(way) == "routed"}
     ways = {
-        name: "heads" if name.endswith(("q_proj", "k_proj", "v_proj")) and way == "colwise" else _WAYS.get(way, "")
+        name: (
+            "heads"
+            if name.endswith(("q_proj", "k_proj", "v_proj")) and way == "colwise"
+            else _WAYS.get(way, "")
+        )
         for name, way in of_library.items()
-        if name.rpartition(".")[0] not in routed  # the stacked weights of experts are cut with their module
+        # the stacked weights of experts are cut with their module
+        if name.rpartition(".")[0] not in routed
     }
     names = [name for name, _ in decoder.named_modules()]
-    there = {name: way for name, way in {**ways, **_SHARED}.items() if any(map(_expression(name).fullmatch, names))}
-    experts = [module for name, module in decoder.named_modules() if _has_way(there, name, "routed")]
+    there = {
+        name: way
+        for name, way in {**ways, **_SHARED}.items()
+        if any(map(_expression(name).fullmatch, names))
+    }
+    experts = [
+        module for name, module in decoder.named_modules() if _has_way(there, name, "routed")
+    ]
     plain = all(map(_is_plain, experts))
     attentions = {name.rpartition(".")[0] for name in names if _has_way(there, name, "heads")}
     owners = {name.rpartition(".")[0] for name, _ in decoder.named_parameters()}
-    told = all(  # a norm of heads that the plan does not name would get the gradient of a rank's heads
+    # a norm of heads that the plan does not name would get the gradient of a rank's heads
+    told = all(
         any(_expression(pattern).fullmatch(owner) for pattern in there)
         for owner in owners
         if owner.rpartition(".")[0] in attentions
     )
-    followed = plain and told and bool(attentions) and all(there.values()) and "head" not in there.values()
+    followed = (
+        plain and told and bool(attentions) and all(there.values()) and "head" not in there.values()
+    )
     return there if followed else {}
 
 
@@ -116,13 +156,20 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def _has_way(ways: dict[str, str], name: str, way: str) -> bool:
-    return any(each == way and _expression(pattern).fullmatch(name) for pattern, each in ways.items())
+    return any(
+        each == way and _expression(pattern).fullmatch(name) for pattern, each in ways.items()
+    )
 
 
 def _is_plain(experts: Any) -> bool:
     """Return whether experts are gated layers without biases, stacked in dim 0."""
-    odd = any(getattr(experts, name, False) for name in ("has_bias", "is_transposed", "has_post_expert_norm"))
-    return not odd and all(hasattr(experts, name) for name in ("gate_up_proj", "down_proj", "act_fn", "num_experts"))
+    odd = any(
+        getattr(experts, name, False)
+        for name in ("has_bias", "is_transposed", "has_post_expert_norm")
+    )
+    return not odd and all(
+        hasattr(experts, name) for name in ("gate_up_proj", "down_proj", "act_fn", "num_experts")
+    )
 
 
 def _note_layouts(decoder: nn.Module, ways: dict[str, str], config: Any) -> None:
@@ -144,7 +191,8 @@ def fit_heads(attention: Any, ranks: int) -> None:
     """Tell an attention module with a fused weight how many heads a rank has."""
     if hasattr(attention, "split_size"):  # of GPT-2
         attention.split_size //= ranks
-    elif hasattr(attention, "num_key_value_heads"):  # of Phi-3, which reads the queries' in the config
+    elif hasattr(attention, "num_key_value_heads"):
+        # of Phi-3, which reads the queries' in the config
         attention.num_key_value_heads //= ranks
         attention.config = copy.copy(attention.config)
         attention.config.num_attention_heads //= ranks
@@ -179,7 +227,13 @@ def refuse_attention_dropout(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     for name in ("attention_dropout", "attn_pdrop"):
         if getattr(config, name, 0.0):
-            what = f"{type(model).__name__} has {name}={getattr(config, name)}, and its heads are cut over ranks"
-            why = "the kernel draws for the heads that a rank has, not what one process draws for all of them"
+            what = (
+                f"{type(model).__name__} has {name}={getattr(config, name)}, and its heads are cut"
+                " over ranks"
+            )
+            why = (
+                "the kernel draws for the heads that a rank has, not what one process draws for all"
+                " of them"
+            )
             fix = f"write {name}: 0 in the model's arguments, or tensor_size: 1"
             raise UsageError(what, where="distributed.tensor_size", why=why, fix=fix)

@@ -1,7 +1,8 @@
 """Shared parts of the language models: batches, the loss, checks of sizes, and sampling token by token.
 
-A batch is {"input_ids": int64 [B, T], "targets": int64 [B, T]}: targets[:, t] follows input_ids[:, t], and −100 is
-not counted. `document_ids`, int64 [B, T], may number the documents of a sequence (`lockstep.models.attention.Attend`).
+A batch is {"input_ids": int64 [B, T], "targets": int64 [B, T]}: targets[:, t] follows input_ids[:,
+t], and −100 is not counted. `document_ids`, int64 [B, T], may number the documents of a sequence
+(`lockstep.models.attention.Attend`).
 
 Tests: tests/models/test_generate.py, tests/models/test_every_family.py
 """
@@ -28,7 +29,11 @@ class LanguageModel(nn.Module):
         self.token_losses = TokenLosses()
 
     def forward(self, ids: Tensor, document_ids: Tensor | None = None) -> Any:
-        return run_segments(self, ids) if document_ids is None else run_segments(self, ids, document_ids)
+        return (
+            run_segments(self, ids)
+            if document_ids is None
+            else run_segments(self, ids, document_ids)
+        )
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         documents = batch.get(DOCUMENTS)
@@ -92,12 +97,16 @@ class OutputLayer(nn.Linear):
 class TokenLosses(nn.Module):
     """The cross entropy of each target: logits [B, T, V], targets [B, T] → float32 [B·T], 0 where one does not count.
 
-    A tensor-parallel run replaces `forward` where the model's plan has "loss", and gives it a part of the vocabulary.
+    A tensor-parallel run replaces `forward` where the model's plan has "loss", and gives it a part
+    of the vocabulary.
     """
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
+            logits.flatten(0, 1).float(),
+            targets.flatten(),
+            ignore_index=IGNORED_TARGET,
+            reduction="none",
         )
 
 
@@ -109,8 +118,14 @@ def require_multiple(what: str, value: int, of: str, divisor: int) -> None:
         if divisor >= 1:
             near = [n for n in (value // divisor * divisor, (value // divisor + 1) * divisor) if n]
             values = " or ".join(map(str, near))
-            fix = f"set model.args.{one} to {values}, or change {other}" if one == what else f"change {one} or {other}"
-        raise UsageError(f"{what}={value} is not a multiple of {of}={divisor}", where="model.args", fix=fix)
+            fix = (
+                f"set model.args.{one} to {values}, or change {other}"
+                if one == what
+                else f"change {one} or {other}"
+            )
+        raise UsageError(
+            f"{what}={value} is not a multiple of {of}={divisor}", where="model.args", fix=fix
+        )
 
 
 def require_positive(**sizes: int) -> None:
@@ -123,23 +138,34 @@ def require_positive(**sizes: int) -> None:
 
 @torch.no_grad()
 def generate(
-    model: Callable[[Tensor], Any], ids: Tensor, num_tokens: int, *, block_size: int, temperature: float = 1.0,
-    top_k: int | None = None, seed: int = 0,
-) -> Tensor:  # fmt: skip
+    model: Callable[[Tensor], Any],
+    ids: Tensor,
+    num_tokens: int,
+    *,
+    block_size: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> Tensor:
     """Continue a text: int64 [1, T] → int64 [1, T + num_tokens].
 
     Args:
-        model: ids [1, T] → logits [1, T, V], or an output that holds them (see `logits_in`). In eval mode.
+        model: ids [1, T] → logits [1, T, V], or an output that holds them (see `logits_in`). In
+            eval mode.
         block_size: how many of the last tokens the model sees.
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: draw only among the k likeliest tokens.
     """
     if ids.numel() == 0:
-        raise UsageError("nothing to continue: the prompt is empty", fix="give it at least one token")
+        raise UsageError(
+            "nothing to continue: the prompt is empty", fix="give it at least one token"
+        )
     generator = torch.Generator(ids.device).manual_seed(seed)
     for _ in range(num_tokens):
         logits = logits_in(model(ids[:, -block_size:]))
-        ids = torch.cat((ids, draw_token(logits[:, -1], generator, temperature=temperature, top_k=top_k)), 1)
+        ids = torch.cat(
+            (ids, draw_token(logits[:, -1], generator, temperature=temperature, top_k=top_k)), 1
+        )
     return ids
 
 
@@ -150,10 +176,14 @@ def logits_in(outputs: Any) -> Tensor:
     return logits
 
 
-def draw_token(logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int | None) -> Tensor:
+def draw_token(
+    logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int | None
+) -> Tensor:
     """Draw one token per row: logits [B, V] → int64 [B, 1]."""
     if temperature < 0 or (top_k is not None and top_k < 1):
-        raise UsageError(f"temperature={temperature}, top_k={top_k}", fix="temperature ≥ 0 and top_k ≥ 1")
+        raise UsageError(
+            f"temperature={temperature}, top_k={top_k}", fix="temperature ≥ 0 and top_k ≥ 1"
+        )
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits = logits.float() / temperature

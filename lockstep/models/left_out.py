@@ -14,20 +14,32 @@ from lockstep.torch_compat.pytree import tree_flatten
 
 def refuse_uneven(divisors: tuple[int, ...]) -> None:
     """Refuse a loss whose terms are means over different numbers of targets, where a step has several micro-batches."""
-    what = f"the loss has {len(divisors)} terms that leave out different targets of a micro-batch: they are means over "
-    what += f"{', '.join(map(str, divisors[:-1]))} and {divisors[-1]}"
-    why = "each term would need the number of its own targets in the whole step: no one number weighs micro-batches"
-    fix = (
-        "let all terms leave out the same targets (of answers in texts: drop those of which one end lies outside); or "
+    what = (
+        f"the loss has {len(divisors)} terms that leave out different targets of a micro-batch:"
+        " they are means over "
     )
-    fix += "take a step of one micro-batch; or give the model count(batch), by which all terms are to be weighed"
+    what += f"{', '.join(map(str, divisors[:-1]))} and {divisors[-1]}"
+    why = (
+        "each term would need the number of its own targets in the whole step: no one number weighs"
+        " micro-batches"
+    )
+    fix = (
+        "let all terms leave out the same targets (of answers in texts: drop those of which one end"
+        " lies outside); or "
+    )
+    fix += (
+        "take a step of one micro-batch; or give the model count(batch), by which all terms are to"
+        " be weighed"
+    )
     raise UsageError(what, where="the loss", why=why, fix=fix)
 
 
 def sum_of_outputs(outputs: Any, loss: Tensor) -> Tensor:
     """Return the sum of a model's outputs besides its loss; the loss if there are none."""
     leaves = [
-        leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.ndim
+        leaf
+        for leaf in tree_flatten(outputs)[0]
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.ndim
     ]
     return torch.stack([leaf.float().sum() for leaf in leaves]).sum() if leaves else loss
 

@@ -18,12 +18,18 @@ PREFIX = "loss_fn."  # of the names of a loss function's weights in a model's st
 
 
 def module_of(loss_fn: Any) -> nn.Module | None:
-    """Return the module that a loss function is, whose method it is, or that it wraps; None if there is none."""
+    """Return the module that a loss function is, whose method it is, or that it wraps.
+
+    None if there is none.
+    """
     if isinstance(loss_fn, functools.partial):
         return module_of(loss_fn.func)
     if inspect.ismethod(loss_fn):
         return module_of(loss_fn.__self__)
-    wrapped = next((found for name in WRAPPER_NAMES if (found := getattr(loss_fn, name, None)) is not None), None)
+    wrapped = next(
+        (found for name in WRAPPER_NAMES if (found := getattr(loss_fn, name, None)) is not None),
+        None,
+    )
     inner = wrapped or getattr(loss_fn, "loss_fn", None)  # of torch.compile, or a WholeBatch
     if isinstance(inner, nn.Module) or (callable(inner) and not isinstance(loss_fn, nn.Module)):
         return module_of(inner)
@@ -44,7 +50,11 @@ def own_buffers(loss: nn.Module, model: nn.Module) -> dict[str, Tensor]:
     """Return name → persistent buffer of a loss function, without arguments of torch's losses (class weights)."""
     of_model = {id(buffer) for buffer in model.buffers()}
     persistent = persistent_buffers(loss)
-    of_torch = (module for module in loss.modules() if type(module).__module__ == nn.CrossEntropyLoss.__module__)
+    of_torch = (
+        module
+        for module in loss.modules()
+        if type(module).__module__ == nn.CrossEntropyLoss.__module__
+    )
     constant = {id(buffer) for module in of_torch for buffer in module.buffers(recurse=False)}
     return {
         PREFIX + name: buffer
@@ -78,7 +88,10 @@ def _held_by(value: Any) -> list[Any]:
         return [value.__self__]
     if inspect.isfunction(value):
         seen = inspect.getclosurevars(value)
-        return [*seen.nonlocals.values(), *(v for v in seen.globals.values() if not inspect.ismodule(v))]
+        return [
+            *seen.nonlocals.values(),
+            *(v for v in seen.globals.values() if not inspect.ismodule(v)),
+        ]
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, list | tuple):
@@ -94,6 +107,10 @@ def refuse_shared(loss: nn.Module, model: nn.Module, *, cut: bool) -> None:
         why = "a rank has its piece of it alone, outside of the model's forward pass"
         fix = "let forward return what the loss needs of it, or write strategy: ddp"
         raise UsageError(what, where="loss_fn", why=why, fix=fix)
-    if own_weights(loss, model) and (taken := [name for name in of_model.values() if name.startswith(PREFIX)]):
+    if own_weights(loss, model) and (
+        taken := [name for name in of_model.values() if name.startswith(PREFIX)]
+    ):
         what = f"the model's {listed(taken)} is named like a weight of the loss function"
-        raise UsageError(what, where="loss_fn", fix="name the model's attribute otherwise than loss_fn")
+        raise UsageError(
+            what, where="loss_fn", fix="name the model's attribute otherwise than loss_fn"
+        )

@@ -8,15 +8,16 @@
 What keeps experts in use, each over the positions of one micro-batch, in training only:
 
     balance   E · Σ_i f_i P_i, with f_i the fraction of the slots that expert i got and P_i the mean of its normalised
-              score; 1 if they are even (Fedus et al. 2021, arXiv:2101.03961). f is that of the micro-batch, or of
-              the whole step before, since a step's own is known after its last forward pass only
+              score; 1 if they are even (Fedus et al. 2021, arXiv:2101.03961). f is that of the
+              micro-batch, or of the whole step before, since a step's own is known after its last
+              forward pass only
     router z  the mean of logsumexp(logits)² (Zoph et al. 2022, arXiv:2202.08906)
     bias      of an expert that got less than the mean in a step grows by `bias_rate`, else it shrinks; it decides who
               is chosen and nothing else, so it needs no loss (Wang et al. 2024, arXiv:2408.15664)
 
-The first two are summed over the layers, and weighed by the valid targets of the micro-batch, so that they are a mean
-over a step's targets as the cross entropy is. They travel beside the residual stream and are the second output. In
-evaluation they are zero, and the loss is the cross entropy.
+The first two are summed over the layers, and weighed by the valid targets of the micro-batch, so
+that they are a mean over a step's targets as the cross entropy is. They travel beside the residual
+stream and are the second output. In evaluation they are zero, and the loss is the cross entropy.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +31,15 @@ from lockstep.errors import UsageError
 from lockstep.models.attention import SequenceMean, without_autocast
 from lockstep.models.chain import split_documents
 from lockstep.models.language import Decoder, require_positive
-from lockstep.models.transformer import INIT_STD, Block, Embedding, Head, SwiGLU, attention_plan, mlp_plan
+from lockstep.models.transformer import (
+    INIT_STD,
+    Block,
+    Embedding,
+    Head,
+    SwiGLU,
+    attention_plan,
+    mlp_plan,
+)
 from lockstep.torch_compat.fake_tensors import FakeTensor
 
 
@@ -40,7 +49,8 @@ class Mixture(Decoder):
     Args:
         n_expert: E, experts in a layer.
         top_k: k, experts that a token goes to.
-        expert_hidden: width of an expert's SwiGLU. Unset: that of the transformer, divided by top_k + n_shared.
+        expert_hidden: width of an expert's SwiGLU. Unset: that of the transformer, divided by top_k
+            + n_shared.
         n_shared: experts that every token goes to, computed as one of n_shared · expert_hidden.
         balance: over what the load in the balance term is counted; "none" leaves the term out.
         balance_weight, z_weight: of the two terms; 0 leaves one out.
@@ -51,13 +61,25 @@ class Mixture(Decoder):
     averages_in_forward = True  # the terms: `dp` would take them over parts of a micro-batch
 
     def __init__(
-        self, n_layer: int = 6, n_embd: int = 256, n_head: int = 4, n_kv_head: int | None = None, n_expert: int = 8,
-        top_k: int = 2, expert_hidden: int | None = None, n_shared: int = 0,
+        self,
+        n_layer: int = 6,
+        n_embd: int = 256,
+        n_head: int = 4,
+        n_kv_head: int | None = None,
+        n_expert: int = 8,
+        top_k: int = 2,
+        expert_hidden: int | None = None,
+        n_shared: int = 0,
         router: Literal["softmax", "sigmoid"] = "softmax",
-        balance: Literal["micro_batch", "step", "none"] = "micro_batch", balance_weight: float = 0.01,
-        z_weight: float = 0.001, bias_rate: float = 0.0, tie_embeddings: bool = False, dropout: float = 0.0,
-        vocab_size: int = 256, block_size: int = 512,
-    ) -> None:  # fmt: skip
+        balance: Literal["micro_batch", "step", "none"] = "micro_batch",
+        balance_weight: float = 0.01,
+        z_weight: float = 0.001,
+        bias_rate: float = 0.0,
+        tie_embeddings: bool = False,
+        dropout: float = 0.0,
+        vocab_size: int = 256,
+        block_size: int = 512,
+    ) -> None:
         super().__init__()
         require_positive(n_layer=n_layer, vocab_size=vocab_size, n_expert=n_expert, top_k=top_k)
         _check_choices(n_expert, top_k, router, balance)
@@ -69,7 +91,12 @@ class Mixture(Decoder):
         self.embed = Embedding(vocab_size, n_embd, dropout)
         self.layers = nn.ModuleList(
             MixtureBlock(
-                n_embd, n_head, n_kv_head, None, dropout, n_layer,
+                n_embd,
+                n_head,
+                n_kv_head,
+                None,
+                dropout,
+                n_layer,
                 mlp=MixtureLayer(
                     Router(n_embd, n_expert, top_k, router, of_step=of_step, bias_rate=bias_rate),
                     Experts(n_expert, n_embd, expert_hidden),
@@ -77,19 +104,25 @@ class Mixture(Decoder):
                 ),
             )
             for _ in range(n_layer)
-        )  # fmt: skip
+        )
         self.head = Head(n_embd, vocab_size, tied=tie_embeddings)
         self.init_weights()
 
     def experts(self) -> list[tuple[str, nn.Module]]:
-        return [(name, module) for name, module in self.named_modules() if isinstance(module, Experts)]
+        return [
+            (name, module) for name, module in self.named_modules() if isinstance(module, Experts)
+        ]
 
     def tensor_plan(self) -> dict[str, str]:
         shared = mlp_plan("layers.*.mlp.shared") if self.n_shared else {}
         return {
-            "embed": "vocabulary", **attention_plan("layers.*.attention"), "layers.*.mlp.experts": "experts", **shared,
-            "head": "head", "token_losses": "loss",
-        }  # fmt: skip
+            "embed": "vocabulary",
+            **attention_plan("layers.*.attention"),
+            "layers.*.mlp.experts": "experts",
+            **shared,
+            "head": "head",
+            "token_losses": "loss",
+        }
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         terms = self.loss_terms(outputs, batch)
@@ -119,7 +152,10 @@ class MixtureBlock(Block):
 
 
 class MixtureLayer(nn.Module):
-    """A feed-forward layer of experts: x [B, T, D] → (y [B, T, D], terms [2]); `shared` sees every token."""
+    """A feed-forward layer of experts: x [B, T, D] → (y [B, T, D], terms [2]).
+
+    `shared` sees every token.
+    """
 
     products = {"routed": "experts"}
 
@@ -138,7 +174,9 @@ class MixtureLayer(nn.Module):
         y = self.routed(x, chosen, weights, self.experts)
         return y if self.shared is None else y + self.shared(x), terms
 
-    def routed(self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Callable[..., Tensor]) -> Tensor:
+    def routed(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Callable[..., Tensor]
+    ) -> Tensor:
         """Return what the chosen experts make of x; a context-parallel run replaces this."""
         counts = expert_counts(chosen.flatten(), self.router.weight.shape[0])
         tokens = (each.flatten(0, 1) for each in (x, chosen, weights))
@@ -148,11 +186,16 @@ class MixtureLayer(nn.Module):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of rows differ in each pass
 def through_experts(
-    experts: Callable[[Tensor, list[int]], Tensor], tokens: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor
-) -> Tensor:  # fmt: skip
+    experts: Callable[[Tensor, list[int]], Tensor],
+    tokens: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    counts: Tensor,
+) -> Tensor:
     """Return the weighed sum of what experts make of each token, in the order of its slots: [N, D] → [N, D].
 
-    `experts` maps (rows in the order of experts, rows of each expert) to rows; chosen, weights: [N, k]; counts: [E].
+    `experts` maps (rows in the order of experts, rows of each expert) to rows; chosen, weights: [N,
+    k]; counts: [E].
     """
     order = chosen.flatten().argsort(stable=True)
     rows = _Dispatch.apply(tokens, order, chosen.shape[1])  # type: ignore[no-untyped-call]
@@ -164,22 +207,26 @@ def through_experts(
 class Router(nn.Module):
     """The choice of experts: x [B, T, D] → (chosen int64 [B, T, k], weights [B, T, k], terms [2]).
 
-    What depends on a step's load takes it from `step_counts` by `end_step` (`lockstep.models.protocol`); if `of_step`,
-    the balance term does, from the step before.
+    What depends on a step's load takes it from `step_counts` by `end_step`
+    (`lockstep.models.protocol`); if `of_step`, the balance term does, from the step before.
     """
 
     step_counts: Tensor
     load: Tensor
     bias: Tensor
 
-    def __init__(self, n_embd: int, n_expert: int, top_k: int, score: str, *, of_step: bool, bias_rate: float) -> None:
+    def __init__(
+        self, n_embd: int, n_expert: int, top_k: int, score: str, *, of_step: bool, bias_rate: float
+    ) -> None:
         super().__init__()
         self.top_k, self.score, self.of_step, self.bias_rate = top_k, score, of_step, bias_rate
         self.weight = nn.Parameter(torch.empty(n_expert, n_embd))
         self.mean = SequenceMean()
         self.counts_steps = of_step or bias_rate > 0
         if self.counts_steps:
-            self.register_buffer("step_counts", torch.zeros(n_expert, dtype=torch.int64), persistent=False)
+            self.register_buffer(
+                "step_counts", torch.zeros(n_expert, dtype=torch.int64), persistent=False
+            )
             self.register_buffer("load", torch.zeros(n_expert, dtype=torch.int64))
             self.register_buffer("bias", torch.zeros(n_expert))
 
@@ -243,8 +290,19 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Run each expert on its rows; one without rows has a gradient of zeros."""
         # unbind, not an index for each: its backward pass writes each expert's gradient once.
-        weights = zip(torch.split(rows, counts), self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
-        return torch.cat([F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down) for x, gate, up, down in weights])
+        weights = zip(
+            torch.split(rows, counts),
+            self.gate.unbind(),
+            self.up.unbind(),
+            self.down.unbind(),
+            strict=True,
+        )
+        return torch.cat(
+            [
+                F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+                for x, gate, up, down in weights
+            ]
+        )
 
 
 class _Dispatch(torch.autograd.Function):
@@ -260,7 +318,8 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
         slots = torch.empty_like(gradients[0])
-        slots[order] = gradients[0]  # each row once, so that the result does not depend on the order of writes
+        # each row once, so that the result does not depend on the order of writes
+        slots[order] = gradients[0]
         return slots.view(-1, ctx.top_k, slots.shape[-1]).sum(1), None, None
 
 
@@ -296,7 +355,9 @@ def _numbers(counts: Tensor, rows: int) -> list[int]:
 
 def _check_choices(n_expert: int, top_k: int, router: str, balance: str) -> None:
     if top_k > n_expert:
-        what = f"top_k={top_k} of n_expert={n_expert}: a token can't go to more experts than there are"
+        what = (
+            f"top_k={top_k} of n_expert={n_expert}: a token can't go to more experts than there are"
+        )
         raise UsageError(what, where="model.args.top_k", fix=f"write 1 to {n_expert}")
     for key, value, known in (
         ("router", router, ("softmax", "sigmoid")),

@@ -1,9 +1,10 @@
 """Observes what a loss was divided by, in the calls of torch's loss functions.
 
-Means of micro-batches add up to the mean of the whole batch only if each is weighted by its divisor, in which models
-differ. Inside a `LossCalls`, the loss functions of `torch.nn.functional` are therefore replaced by wrappers that record
-the call. Other threads must not compute losses meanwhile. Compiled code, and losses written in other operations, are
-not observed. Graphs of torch.export call operators instead; `note_losses` makes such a graph record them itself.
+Means of micro-batches add up to the mean of the whole batch only if each is weighted by its
+divisor, in which models differ. Inside a `LossCalls`, the loss functions of `torch.nn.functional`
+are therefore replaced by wrappers that record the call. Other threads must not compute losses
+meanwhile. Compiled code, and losses written in other operations, are not observed. Graphs of
+torch.export call operators instead; `note_losses` makes such a graph record them itself.
 
 Tests: tests/trainer/test_loss_check.py, tests/torch_compat/test_loss_functions.py
 """
@@ -33,22 +34,30 @@ class Mean:
 
 
 class LossCalls:
-    """Records calls of torch's loss functions inside a `with` block; a class, because each micro-batch enters one."""
+    """Records calls of torch's loss functions inside a `with` block.
+
+    A class, because each micro-batch enters one.
+    """
 
     def __init__(self) -> None:
         self.means: list[Mean] = []
-        self.others = 0  # how many returned a sum, or one loss per element, which the caller reduced itself
+        # how many returned a sum, or one loss per element, which the caller reduced itself
+        self.others = 0
         self.before: dict[str, Callable[..., Tensor]] = {}  # the original functions
 
     def __enter__(self) -> "LossCalls":
         global _innermost
         self._found = found = dict(zip(_READERS, _look_up(NAMES), strict=True))
         self._outer = outer = _innermost
-        # Inside another one the functions record calls already: nested calls belong to the outer function.
+        # Inside another one the functions record calls already: nested calls belong to the outer
+        # function.
         self.before = (
             found
             if outer is None
-            else {name: outer.before[name] if each is _NOTING[name] else each for name, each in found.items()}
+            else {
+                name: outer.before[name] if each is _NOTING[name] else each
+                for name, each in found.items()
+            }
         )
         _innermost = self
         NAMES.update(_NOTING)
@@ -66,7 +75,9 @@ class LossCalls:
             self.others += 1
 
     def count(self, batch: Any, samples: Callable[[Any], int]) -> int | Tensor | None:
-        """Return the number that a loss of these means is a mean over; None if the calls do not show it.
+        """Return the number that a loss of these means is a mean over.
+
+        None if the calls do not show it.
 
         Elements of outputs are a multiple of the batch's `samples`, and count as these.
         """
@@ -78,8 +89,11 @@ class LossCalls:
             return samples(batch)
         if self._of_same_size:  # start and end of an answer
             return _average([mean.divisor for mean in self.means])
-        # Several means over different things have a common weight only if none of them leaves anything out.
-        return samples(batch) if all(int(mean.divisor) == mean.size for mean in self.means) else None
+        # Several means over different things have a common weight only if none of them leaves
+        # anything out.
+        return (
+            samples(batch) if all(int(mean.divisor) == mean.size for mean in self.means) else None
+        )
 
     @property
     def _of_same_size(self) -> bool:
@@ -160,9 +174,16 @@ def _samples(call: Mapping[str, Any]) -> Mean:
 
 
 _ELEMENTWISE = (
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div", "poisson_nll_loss",
-    "binary_cross_entropy_with_logits", "soft_margin_loss",
-)  # fmt: skip
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "kl_div",
+    "poisson_nll_loss",
+    "binary_cross_entropy_with_logits",
+    "soft_margin_loss",
+)
 _READERS: dict[str, Callable[[Mapping[str, Any]], Mean]] = {
     "cross_entropy": _targets,
     "nll_loss": _targets,
@@ -194,7 +215,10 @@ def note_losses(module: fx.GraphModule) -> None:
 
 
 def noted(operator: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Call an operator that computes a loss, and record it; graphs find this function by its name."""
+    """Call an operator that computes a loss, and record it.
+
+    Graphs find this function by its name.
+    """
     result: Tensor = operator(*args, **kwargs)
     calls = _innermost
     if calls is not None and not torch.compiler.is_compiling():

@@ -12,16 +12,18 @@ Any `nn.Module` can be trained. A model may help with
     experts() -> [(name, module)]    its experts, stacked in dim 0 of parameters (`lockstep.models.mixture.Experts`)
     init_weights()                   fills every parameter and buffer in place; then it can be built on `meta`
 
-A batch whose sequences hold several documents numbers them in `document_ids`, int64 [B, T], an argument of forward.
+A batch whose sequences hold several documents numbers them in `document_ids`, int64 [B, T], an
+argument of forward.
 
-A module that counts over a step has a buffer `step_counts` of integers, to which its forward passes add in training,
-and a method `end_step(counts)`, which gets the sum over the step's micro-batches after their backward passes.
+A module that counts over a step has a buffer `step_counts` of integers, to which its forward passes
+add in training, and a method `end_step(counts)`, which gets the sum over the step's micro-batches
+after their backward passes.
 
-Without `loss`, the loss comes from `loss_fn(outputs, targets)` or from the outputs (`outputs["loss"]`, `outputs.loss`,
-a 0-dim tensor). It is a mean unless `loss_fn.reduction` (or the model's `loss_reduction`) is "sum". A mean is
-multiplied by its count: `count(batch)`; without it, the divisor of torch's loss functions
-(`lockstep.models.observed`); if these do not show it, the number of samples. A run's first steps check this
-(`lockstep.trainer.loss_check`).
+Without `loss`, the loss comes from `loss_fn(outputs, targets)` or from the outputs
+(`outputs["loss"]`, `outputs.loss`, a 0-dim tensor). It is a mean unless `loss_fn.reduction` (or the
+model's `loss_reduction`) is "sum". A mean is multiplied by its count: `count(batch)`; without it,
+the divisor of torch's loss functions (`lockstep.models.observed`); if these do not show it, the
+number of samples. A run's first steps check this (`lockstep.trainer.loss_check`).
 
 Tests: tests/models/test_offers.py, tests/models/test_builders.py, tests/models/test_documented.py
 """
@@ -58,10 +60,13 @@ Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 class Observed:
     """Observations about a loss when it was last computed."""
 
-    told: bool | None = None  # whether torch's loss functions showed its divisor; None: not computed in this process
+    # whether torch's loss functions showed its divisor; None: not computed in this process
+    told: bool | None = None
     cut: bool = False  # whether the step that runs has several micro-batches
-    looks: bool = False  # whether to look for auxiliary terms and divisors, while losses are compared
-    auxiliary: bool = False  # whether terms depend on how a batch is divided: the load balancing of experts
+    # whether to look for auxiliary terms and divisors, while losses are compared
+    looks: bool = False
+    # whether terms depend on how a batch is divided: the load balancing of experts
+    auxiliary: bool = False
     divisors: tuple[float, ...] = ()  # of its terms, and the count that was used; empty if unknown
 
 
@@ -73,7 +78,8 @@ TakeOutputs = Callable[[Any, Any], tuple[Tensor, int, int | Tensor] | None]
 class Tap:
     """Shows the model's outputs for each micro-batch to whoever asks for them: metrics, predictions."""
 
-    take: TakeOutputs | None = None  # called before the loss is computed, where the outputs are; None: nobody asks
+    # called before the loss is computed, where the outputs are; None: nobody asks
+    take: TakeOutputs | None = None
 
     @contextmanager
     def opened(self, take: TakeOutputs) -> Iterator[None]:
@@ -92,14 +98,17 @@ class Objective:
     inputs: Inputs
     # (outputs, batch) → 0-dim float32 tensor, the sum over the batch's valid targets, or their mean
     loss: Callable[[Any, Any], Tensor]
-    # batch → number of valid targets, an int or a 0-dim tensor; not used where the loss is observed and shows it
+    # batch → number of valid targets, an int or a 0-dim tensor; not used where the loss is observed
+    # and shows it
     count: Callable[[Any], int | Tensor]
     is_mean: bool = False  # whether `loss` is a mean
     in_outputs: bool = False  # the loss is computed by the model's forward pass
     observed: Observed | None = None  # observations of a mean without a declared count
-    must_be_told: bool = False  # reject an unknown divisor, unless a comparison shows a mean over samples
+    # reject an unknown divisor, unless a comparison shows a mean over samples
+    must_be_told: bool = False
     of_model: bool = False  # whether `loss` is the model's own method
-    module: nn.Module | None = None  # the loss function, if it is one, whose weights train with the model's
+    # the loss function, if it is one, whose weights train with the model's
+    module: nn.Module | None = None
     tap: Tap = field(default_factory=Tap)
     # outputs of this rank → outputs for the whole batch, where ranks share its sequences
     whole: Callable[[Any], Any] = lambda outputs: outputs
@@ -108,7 +117,9 @@ class Objective:
         """Run one forward pass: (loss, times, number of valid targets), as in `factors`."""
         args, kwargs = self.inputs(batch)
         if self.observed is None or not self.in_outputs:
-            return self.factors(_outputs(model, args, kwargs, batch, has_loss=not self.in_outputs), batch)
+            return self.factors(
+                _outputs(model, args, kwargs, batch, has_loss=not self.in_outputs), batch
+            )
         with LossCalls() as calls:
             outputs = _outputs(model, args, kwargs, batch, has_loss=False)
         return self.factors(outputs, batch, calls)
@@ -118,13 +129,19 @@ class Objective:
         loss, times, _count = self.factors(outputs, batch)
         return loss if times == 1 else loss * times
 
-    def factors(self, outputs: Any, batch: Any, calls: LossCalls | None = None) -> tuple[Tensor, int, int | Tensor]:
+    def factors(
+        self, outputs: Any, batch: Any, calls: LossCalls | None = None
+    ) -> tuple[Tensor, int, int | Tensor]:
         """Return (loss, times, number of valid targets): the summed loss is loss × times.
 
-        A mean therefore needs no multiplication in the graph: the initial gradient of backward is multiplied instead.
-        `calls` are those of torch's loss functions in the forward pass, if the loss was computed there.
+        A mean therefore needs no multiplication in the graph: the initial gradient of backward is
+        multiplied instead. `calls` are those of torch's loss functions in the forward pass, if the
+        loss was computed there.
         """
-        if self.tap.take is not None and (taken := self.tap.take(self.whole(outputs), batch)) is not None:
+        if (
+            self.tap.take is not None
+            and (taken := self.tap.take(self.whole(outputs), batch)) is not None
+        ):
             return taken
         if self.observed is None:
             loss, count = self.loss(outputs, batch), self.count(batch)
@@ -135,9 +152,9 @@ class Objective:
         if isinstance(count, int) and count > 0:
             return loss, count, count
         n = torch.as_tensor(count, device=loss.device)
-        # A batch without a valid target has the mean 0/0: its sum is 0, and so are its gradients, which torch's own
-        # loss functions see to; those of a mean that is written by hand are not numbers.
-        # In `lockstep plan`, where nothing has values, it has some.
+        # A batch without a valid target has the mean 0/0: its sum is 0, and so are its gradients,
+        # which torch's own loss functions see to; those of a mean that is written by hand are not
+        # numbers. In `lockstep plan`, where nothing has values, it has some.
         if n.device.type != "cpu" or not (isinstance(n, FakeTensor) or n > 0):
             if not self.in_outputs:
                 stop_gradients_unless(n > 0, outputs)
@@ -159,7 +176,8 @@ class Objective:
         if observed.looks:
             # by the names that the library gives the losses that balance experts
             observed.auxiliary = isinstance(outputs, Mapping) and any(
-                str(key).endswith(("aux_loss", "aux_losses", "z_loss", "z_losses")) and value is not None
+                str(key).endswith(("aux_loss", "aux_losses", "z_loss", "z_losses"))
+                and value is not None
                 for key, value in outputs.items()
             )
             divisors = seen.divisors()
@@ -176,7 +194,8 @@ class Objective:
 
         A batch without one says nothing about the others, so its samples are counted.
         """
-        return self._estimate(batch) or num_samples(batch)  # host waits for the device, as the caller does
+        # host waits for the device, as the caller does
+        return self._estimate(batch) or num_samples(batch)
 
     def _estimate(self, batch: Any) -> int | Tensor:
         targets = targets_of(batch, default=None) if self.observed is not None else None
@@ -187,23 +206,42 @@ class Objective:
 
 
 def _outputs(
-    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, *, has_loss: bool = True
-) -> Any:  # fmt: skip
-    """Return the model's outputs. UsageError: given the whole batch, since `forward` names no key, it failed."""
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch: Any,
+    *,
+    has_loss: bool = True,
+) -> Any:
+    """Return the model's outputs.
+
+    UsageError: given the whole batch, since `forward` names no key, it failed.
+    """
     try:
         return model(*args, **kwargs)
     except (TypeError, AttributeError) as error:
         if not (isinstance(batch, Mapping) and args and args[0] is batch):
             _refuse_arguments(model, args, kwargs, has_loss=has_loss)
             raise
-        what = f"forward of the model has no argument named like a key of the batch: {listed([*map(str, batch)])}"
+        what = (
+            "forward of the model has no argument named like a key of the batch:"
+            f" {listed([*map(str, batch)])}"
+        )
         why = f"it was given the whole batch, and raised {type(error).__name__}: {error}"
-        fix = "name its arguments like the batch's keys, or give the model inputs(batch) -> (arguments,)"
+        fix = (
+            "name its arguments like the batch's keys, or give the model inputs(batch) ->"
+            " (arguments,)"
+        )
         raise UsageError(what, where="forward of the model", why=why, fix=fix) from error
 
 
-def _refuse_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_loss: bool) -> None:
-    """Raise a UsageError if `forward` does not take what the batch gives it; return if it failed for another reason."""
+def _refuse_arguments(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_loss: bool
+) -> None:
+    """Raise a UsageError if `forward` does not take what the batch gives it.
+
+    Return if it failed for another reason.
+    """
     module = getattr(model, "module", model)
     try:
         inspect.signature(module.forward).bind(*args, **kwargs)
@@ -215,7 +253,10 @@ def _refuse_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
         fix = "let a sample be (inputs, targets), or a dict named like forward's arguments"
         if not has_loss:
             what = f"no loss_fn was given, and {what}"
-            fix = "pass one, such as loss_fn=torch.nn.CrossEntropyLoss(): it gets the batch's last member, and forward "
+            fix = (
+                "pass one, such as loss_fn=torch.nn.CrossEntropyLoss(): it gets the batch's last"
+                " member, and forward "
+            )
             fix += "the others; or let forward take all of them, and return the loss"
         raise UsageError(what, where="the samples and the model", why=str(error), fix=fix) from None
 
@@ -229,28 +270,43 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
         own = None  # a function that the model uses in its forward pass: self.loss = F.mse_loss
     if loss_fn is None and own is not None:
         if declared is None:
-            what = f"{type(model).__name__} has loss(), which returns a sum, but no count() to divide it by"
+            what = (
+                f"{type(model).__name__} has loss(), which returns a sum, but no count() to divide"
+                " it by"
+            )
             raise UsageError(what, fix="add count(batch) -> number of valid targets in the batch")
         return Objective(inputs, own, declared, of_model=True)
     if loss_fn is not None:
         counted = declared or _count_for(loss_fn)
         reduction = str(getattr(loss_fn, "reduction", "mean"))
         objective = _reduced(
-            inputs, _with_targets(loss_fn), reduction, counted or num_samples, observes=counted is None
+            inputs,
+            _with_targets(loss_fn),
+            reduction,
+            counted or num_samples,
+            observes=counted is None,
         )
         return replace(objective, module=module_of(loss_fn))
     objective = _reduced(
-        inputs, _loss_in_outputs, getattr(model, "loss_reduction", "mean"), declared or num_samples,
+        inputs,
+        _loss_in_outputs,
+        getattr(model, "loss_reduction", "mean"),
+        declared or num_samples,
         observes=declared is None,
-    )  # fmt: skip
-    is_hugging_face = all(hasattr(model, name) for name in ("loss_function", "config", "_no_split_modules"))
+    )
+    is_hugging_face = all(
+        hasattr(model, name) for name in ("loss_function", "config", "_no_split_modules")
+    )
     return replace(objective, in_outputs=True, must_be_told=declared is None and is_hugging_face)
 
 
 def offered(model: nn.Module, name: str) -> Callable[..., Any] | None:
-    """Return the method by which a model helps; None if it has none, or the name is something else's.
+    """Return the method by which a model helps.
 
-    The name may be a module's: `self.blocks = nn.ModuleList(…)`, `self.loss = nn.CrossEntropyLoss()`.
+    None if it has none, or the name is something else's.
+
+    The name may be a module's: `self.blocks = nn.ModuleList(…)`, `self.loss =
+    nn.CrossEntropyLoss()`.
     """
     found = getattr(model, name, None)
     return found if callable(found) and not isinstance(found, nn.Module) else None
@@ -259,8 +315,9 @@ def offered(model: nn.Module, name: str) -> Callable[..., Any] | None:
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the repeated blocks of `model`, in order, with their canonical names; empty if there are none.
 
-    They come from the first of: `model.blocks()`; the classes that a Hugging Face model must not split; the longest
-    `ModuleList` or `Sequential` whose members have one class, run, and own parameters that segments do not all borrow.
+    They come from the first of: `model.blocks()`; the classes that a Hugging Face model must not
+    split; the longest `ModuleList` or `Sequential` whose members have one class, run, and own
+    parameters that segments do not all borrow.
     """
     if own := offered(model, "blocks"):
         return list(own())
@@ -283,7 +340,10 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _without_containers(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return a list's members; members that are lists themselves, and are never called, are replaced by theirs."""
+    """Return a list's members.
+
+    Members that are lists themselves, and are never called, are replaced by theirs.
+    """
     found = []
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
@@ -299,9 +359,13 @@ def segments_of(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
     if own := offered(model, "segments"):
         segments = list(own())
         for each in segments:
-            if not (isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[1], nn.Module)):
+            if not (
+                isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[1], nn.Module)
+            ):
                 what = f"segments() of {type(model).__name__} lists a {type(each).__name__}"
-                fix = "return [(name, module), …], with the names that the modules have in the model"
+                fix = (
+                    "return [(name, module), …], with the names that the modules have in the model"
+                )
                 raise UsageError(what, where="the model", fix=fix)
         return segments
     if isinstance(model, nn.Sequential):
@@ -317,24 +381,38 @@ def pipeline_segments_of(model: nn.Module) -> list[tuple[str, nn.Module]] | None
 
 
 def require_segments(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the forward pass of `model` as a chain of modules; UsageError if it does not define one."""
+    """Return the forward pass of `model` as a chain of modules.
+
+    UsageError if it does not define one.
+    """
     segments = pipeline_segments_of(model)
     if segments is None:
         refuse_balanced_experts(model)
         what = f"{type(model).__name__} can't be cut into stages"
         why = "a pipeline needs the forward pass as a chain of modules"
-        fix = "give the model a method segments() -> [(name, module)], each taking what the one before it returns; "
-        fix += "or make it an nn.Sequential; or let torch trace it: lockstep.models.traced.trace(model, example inputs)"
+        fix = (
+            "give the model a method segments() -> [(name, module)], each taking what the one"
+            " before it returns; "
+        )
+        fix += (
+            "or make it an nn.Sequential; or let torch trace it:"
+            " lockstep.models.traced.trace(model, example inputs)"
+        )
         raise UsageError(what, where="distributed.strategy: pipeline", why=why, fix=fix)
     return segments
 
 
 def num_samples(batch: Any) -> int:
-    """Return the size of the first dim of the first tensor in `batch`, at any depth; UsageError if there is none."""
+    """Return the size of the first dim of the first tensor in `batch`, at any depth.
+
+    UsageError if there is none.
+    """
     tensor = _first_tensor(batch)
     if tensor is None:
         what = f"a batch of type {type(batch).__name__} holds no tensor to count samples in"
-        raise UsageError(what, fix="give the model a method count(batch) -> number of valid targets")
+        raise UsageError(
+            what, fix="give the model a method count(batch) -> number of valid targets"
+        )
     return tensor.shape[0] if tensor.ndim else 1
 
 
@@ -359,13 +437,17 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Inputs:
             if isinstance(arguments, Iterable) and not isinstance(arguments, Mapping | Tensor):
                 return tuple(arguments), {}
             what = f"inputs() of {type(model).__name__} returns a {type(arguments).__name__}"
-            raise UsageError(what, where="the model", fix="return a tuple, the positional arguments of forward")
+            raise UsageError(
+                what, where="the model", fix="return a tuple, the positional arguments of forward"
+            )
 
         return given
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     # `forward(*args, **kwargs)` names nothing: it calls a model that does, as PEFT's does.
-    hands_on = takes_any and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
+    hands_on = takes_any and all(
+        p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values()
+    )
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [name for name, p in parameters.items() if p.kind in by_place]
     most = len(positional)
@@ -373,7 +455,8 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Inputs:
         most = sys.maxsize
 
     def inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if isinstance(batch, dict | Mapping):  # `dict` first, the quicker check: this runs in each micro-batch
+        # `dict` first, the quicker check: this runs in each micro-batch
+        if isinstance(batch, dict | Mapping):
             accepted = {k: v for k, v in batch.items() if k in parameters}
             if hands_on or (takes_any and accepted):
                 accepted = dict(batch)
@@ -392,15 +475,26 @@ def _look_like_samples(batch: Sequence[Any]) -> bool:
     return all(isinstance(item, Mapping | tuple | list) for item in batch)
 
 
-def _too_many(model: nn.Module, batch: Sequence[Any], count: int, positional: list[str]) -> UsageError:
+def _too_many(
+    model: nn.Module, batch: Sequence[Any], count: int, positional: list[str]
+) -> UsageError:
     """Return the error for a batch with more items than the model takes, such as a list of samples."""
-    what = f"a batch is a {type(batch).__name__} of {len(batch)}, which gives {type(model).__name__}.forward {count} "
+    what = (
+        f"a batch is a {type(batch).__name__} of {len(batch)}, which gives"
+        f" {type(model).__name__}.forward {count} "
+    )
     what += f"arguments, and it takes {len(positional)}: {', '.join(positional)}"
-    why = "the items of a batch are the model's arguments, and with a loss_fn the last are the targets"
+    why = (
+        "the items of a batch are the model's arguments, and with a loss_fn the last are the"
+        " targets"
+    )
     if _look_like_samples(batch):
         why += "; these look like samples, as a collate function returns that does not stack them"
     key = positional[0] if positional else "x"
-    fix = f'let the collate function return {{"{key}": …, "targets": …}}, with lists where shapes differ, or give the '
+    fix = (
+        f'let the collate function return {{"{key}": …, "targets": …}}, with lists where shapes'
+        " differ, or give the "
+    )
     fix += "model a method inputs(batch) that returns its positional arguments"
     return UsageError(what, where="the training or validation data", why=why, fix=fix)
 
@@ -416,8 +510,14 @@ def _with_documents(model: nn.Module, inputs: Inputs) -> Inputs:
         ):
             what = f"{type(model).__name__} does not take {DOCUMENTS}, which this batch has"
             why = "it would let the documents of a sequence see each other"
-            fix = f"leave {DOCUMENTS} out of the samples, or let the model's forward take it and hand it to its "
-            fix += "attention: self.attend(q, k, v, document_ids), self.attend.positions(length, device, document_ids)"
+            fix = (
+                f"leave {DOCUMENTS} out of the samples, or let the model's forward take it and hand"
+                " it to its "
+            )
+            fix += (
+                "attention: self.attend(q, k, v, document_ids), self.attend.positions(length,"
+                " device, document_ids)"
+            )
             raise UsageError(what, where="the data set", why=why, fix=fix)
         return args, kwargs
 
@@ -428,15 +528,24 @@ _REQUIRED: Any = object()
 
 
 def targets_of(batch: Any, default: Any = _REQUIRED) -> Any:
-    """Return the targets in a batch: a pair's last, or one named targets, labels …; else `default`, or a UsageError."""
+    """Return the targets in a batch: a pair's last, or one named targets, labels ….
+
+    Else `default`, or a UsageError.
+    """
     if isinstance(batch, Mapping):
         for key in _TARGET_KEYS:
             if key in batch:
                 return batch[key]
         if default is not _REQUIRED:
             return default
-        what = f"no targets for the loss function in a batch with the keys {', '.join(map(str, batch))}"
-        fix = f"name them one of {', '.join(_TARGET_KEYS)}, or give the model loss(outputs, batch) and count(batch)"
+        what = (
+            "no targets for the loss function in a batch with the keys"
+            f" {', '.join(map(str, batch))}"
+        )
+        fix = (
+            f"name them one of {', '.join(_TARGET_KEYS)}, or give the model loss(outputs, batch)"
+            " and count(batch)"
+        )
         raise UsageError(what, fix=fix)
     if isinstance(batch, tuple | list) and len(batch) > 1:
         return batch[-1]
@@ -455,9 +564,15 @@ def _with_targets(loss_fn: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor
 
     def loss(outputs: Any, batch: Any) -> Tensor:
         outputs, targets = logits_of(outputs), targets_of(batch)
-        if over_classes and isinstance(outputs, Tensor) and outputs.shape[:-1] == targets.shape and targets.ndim > 1:
+        if (
+            over_classes
+            and isinstance(outputs, Tensor)
+            and outputs.shape[:-1] == targets.shape
+            and targets.ndim > 1
+        ):
             fits_torch = targets.ndim > 2 and outputs.shape[:1] + outputs.shape[2:] == targets.shape
-            if not fits_torch:  # [B, T, V] and [B, T], and not torch's [B, C, H, W] and [B, H, W] with equal sizes
+            # [B, T, V] and [B, T], and not torch's [B, C, H, W] and [B, H, W] with equal sizes
+            if not fits_torch:
                 outputs, targets = outputs.flatten(0, -2), targets.flatten()
         return loss_fn(outputs, targets)
 
@@ -465,9 +580,13 @@ def _with_targets(loss_fn: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor
 
 
 def _reduced(
-    inputs: Inputs, loss: Callable[[Any, Any], Tensor], reduction: str, count: Callable[[Any], int | Tensor], *,
+    inputs: Inputs,
+    loss: Callable[[Any, Any], Tensor],
+    reduction: str,
+    count: Callable[[Any], int | Tensor],
+    *,
     observes: bool,
-) -> Objective:  # fmt: skip
+) -> Objective:
     if reduction == "sum":
         return Objective(inputs, lambda outputs, batch: loss(outputs, batch).float(), count)
     if reduction == "none":
@@ -480,10 +599,15 @@ def _reduced(
                 raise _no_tensor(mean)
             if mean.ndim:
                 what = f"the loss has the shape {tuple(mean.shape)}, but a mean is one number"
-                raise UsageError(what, fix='declare it with reduction = "none" (it is summed), or return one number')
+                raise UsageError(
+                    what,
+                    fix='declare it with reduction = "none" (it is summed), or return one number',
+                )
             return mean.float()
 
-        return Objective(inputs, one_number, count, is_mean=True, observed=Observed() if observes else None)
+        return Objective(
+            inputs, one_number, count, is_mean=True, observed=Observed() if observes else None
+        )
     raise UsageError(f"a loss with reduction {reduction!r}", fix="use mean, sum or none")
 
 
@@ -503,7 +627,10 @@ def _count_for(loss_fn: Callable[..., Tensor]) -> Callable[[Any], int | Tensor] 
     def count(batch: Any) -> int | Tensor:
         targets = targets_of(batch)
         if not isinstance(targets, Tensor):
-            what = f"no targets for {type(loss_fn).__name__} in a batch of the type {type(batch).__name__}"
+            what = (
+                f"no targets for {type(loss_fn).__name__} in a batch of the type"
+                f" {type(batch).__name__}"
+            )
             if isinstance(batch, tuple | list):
                 what += f" with {len(batch)} member{'s' * (len(batch) != 1)}"
             fix = "let a sample be (inputs, targets), or a dict with `inputs` and `targets`"
@@ -521,14 +648,23 @@ def _count_for(loss_fn: Callable[..., Tensor]) -> Callable[[Any], int | Tensor] 
 def _loss_in_outputs(outputs: Any, _batch: Any) -> Tensor:
     if isinstance(outputs, Tensor) and outputs.ndim == 0:
         return outputs
-    found = outputs.get("loss") if isinstance(outputs, dict | Mapping) else getattr(outputs, "loss", None)
+    found = (
+        outputs.get("loss")
+        if isinstance(outputs, dict | Mapping)
+        else getattr(outputs, "loss", None)
+    )
     if found is None and isinstance(outputs, tuple):
         numbers = [member for member in outputs if isinstance(member, Tensor) and not member.ndim]
         found = numbers[0] if len(numbers) == 1 else None  # (logits, loss), as nanoGPT returns them
     if not isinstance(found, Tensor):
         what = f"the model returned {type(outputs).__name__}, in which there is no loss"
-        fix = 'pass a loss_fn, return {"loss": …}, or give the model loss(outputs, batch) and count(batch)'
+        fix = (
+            'pass a loss_fn, return {"loss": …}, or give the model loss(outputs, batch) and'
+            " count(batch)"
+        )
         if type(outputs).__module__.startswith("transformers."):
-            fix = 'models of transformers compute it where the batch has "labels"; or pass a loss_fn'
+            fix = (
+                'models of transformers compute it where the batch has "labels"; or pass a loss_fn'
+            )
         raise UsageError(what, fix=fix)
     return found

@@ -34,7 +34,10 @@ _CLASSES: dict[Callable[..., Any], type[nn.Module]] = {
 
 
 def class_of(function: Any) -> type[nn.Module] | None:
-    """Return the loss class that does what this function of `torch.nn.functional` does; None if it is none of them."""
+    """Return the loss class that does what this function of `torch.nn.functional` does.
+
+    None if it is none of them.
+    """
     return _CLASSES.get(function) if inspect.isroutine(function) else None
 
 
@@ -51,7 +54,9 @@ def as_object(loss_fn: Any) -> Any:
     Raises:
         UsageError: the partial has arguments that the class does not take.
     """
-    made = loss_fn if isinstance(loss_fn, partial) else partial(loss_fn) if callable(loss_fn) else None
+    made = (
+        loss_fn if isinstance(loss_fn, partial) else partial(loss_fn) if callable(loss_fn) else None
+    )
     found = class_of(made.func) if made is not None else None
     if made is None or found is None:
         return loss_fn
@@ -61,6 +66,9 @@ def as_object(loss_fn: Any) -> Any:
             raise TypeError("its first arguments are the outputs and the targets")
         return found(**made.keywords)
     except TypeError as error:
-        fix = f"name what nn.{found.__name__} takes, as in functools.partial(F.{function}, reduction='mean')"
+        fix = (
+            f"name what nn.{found.__name__} takes, as in functools.partial(F.{function},"
+            " reduction='mean')"
+        )
         what = f"functools.partial of {function} has arguments that do not belong to it"
         raise UsageError(what, where="loss_fn", why=str(error), fix=fix) from None

@@ -2,10 +2,11 @@
 
     model = lockstep.models.traced.trace(model, example_ids)    # then train it under a pipeline, or any strategy
 
-torch.export captures the forward pass for training and for evaluation. Each graph is divided where a repeated block
-begins, and after the last one. Segments borrow their parameters from the model (`lockstep.models.chain`): checkpoints
-are those of the original. It draws the original's random numbers, too: each block from the key of its name, what
-follows from the key that hooks set after it (`lockstep.randomness.key_segments`); so it becomes a segment if it draws.
+torch.export captures the forward pass for training and for evaluation. Each graph is divided where
+a repeated block begins, and after the last one. Segments borrow their parameters from the model
+(`lockstep.models.chain`): checkpoints are those of the original. It draws the original's random
+numbers, too: each block from the key of its name, what follows from the key that hooks set after it
+(`lockstep.randomness.key_segments`); so it becomes a segment if it draws.
 """
 
 import inspect
@@ -28,15 +29,20 @@ _SEEDED = torch.Tag.nondeterministic_seeded
 
 
 def trace(model: nn.Module, *example: Tensor) -> "Chain":
-    """Make a chain of a model with torch.export; UsageError if torch can't, or a block that draws runs twice.
+    """Make a chain of a model with torch.export.
 
-    The model is on the CPU, with values; its parameters become the chain's, by the same names. `example`: positional
-    arguments of its forward pass; dim 0 of each is the micro-batch, of two samples or more. The chain takes only these
-    sizes of the other dims.
+    UsageError if torch can't, or a block that draws runs twice.
+
+    The model is on the CPU, with values; its parameters become the chain's, by the same names.
+    `example`: positional arguments of its forward pass; dim 0 of each is the micro-batch, of two
+    samples or more. The chain takes only these sizes of the other dims.
     """
     blocks = [name for name, _ in blocks_of(model)]
     if not blocks:
-        raise UsageError("there are no repeated blocks to cut between", fix="give the model segments() of its own")
+        raise UsageError(
+            "there are no repeated blocks to cut between",
+            fix="give the model segments() of its own",
+        )
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     was_training = model.training
     try:
@@ -48,7 +54,9 @@ def trace(model: nn.Module, *example: Tensor) -> "Chain":
     cuts = cutter.cut(gaps), _Cutter(*evaluation, blocks, parameters).cut(gaps)
     pieces = {
         name: TracedSegment(random_key, one, other, model)
-        for (name, random_key), one, other in zip(_random_keys(blocks, gaps).items(), *cuts, strict=True)
+        for (name, random_key), one, other in zip(
+            _random_keys(blocks, gaps).items(), *cuts, strict=True
+        )
     }
     return Chain(model, {name: piece for name, piece in pieces.items() if piece.computes}, example)
 
@@ -56,13 +64,21 @@ def trace(model: nn.Module, *example: Tensor) -> "Chain":
 class Chain(nn.Module):
     """A traced model: its parameters in their places, its forward pass in pieces."""
 
-    def __init__(self, model: nn.Module, pieces: Mapping[str, "TracedSegment"], example: Sequence[Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, pieces: Mapping[str, "TracedSegment"], example: Sequence[Tensor]
+    ) -> None:
         super().__init__()
         persistent = persistent_buffers(model)
         tensors = (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))
-        if taken := [name for name, _ in (*tensors, *model.named_children()) if hasattr(self, name)]:
-            what = f"{type(model).__name__} has a member named {taken[0]}, and so has a traced model"
-            raise UsageError(what, fix="give that member another name, or the model segments() of its own")
+        if taken := [
+            name for name, _ in (*tensors, *model.named_children()) if hasattr(self, name)
+        ]:
+            what = (
+                f"{type(model).__name__} has a member named {taken[0]}, and so has a traced model"
+            )
+            raise UsageError(
+                what, fix="give that member another name, or the model segments() of its own"
+            )
         for name, parameter in model.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         for name, buffer in model.named_buffers(recurse=False):
@@ -96,7 +112,9 @@ class Chain(nn.Module):
 class TracedSegment(nn.Module):
     """One segment: a graph for training and one for evaluation, which own nothing but constants."""
 
-    def __init__(self, random_key: str, training: "_GraphPiece", evaluation: "_GraphPiece", model: nn.Module) -> None:
+    def __init__(
+        self, random_key: str, training: "_GraphPiece", evaluation: "_GraphPiece", model: nn.Module
+    ) -> None:
         super().__init__()
         self.random_key = random_key
         self.computes = training.computes or evaluation.computes
@@ -110,12 +128,17 @@ class TracedSegment(nn.Module):
                     self.borrows[keyword] = canonical[id(parameters[name])]
                 else:
                     self.register_buffer(keyword, tensor, persistent=False)
-        self._training, self._evaluation = (fx.GraphModule(cut.inner, cut.graph) for cut in (training, evaluation))
+        self._training, self._evaluation = (
+            fx.GraphModule(cut.inner, cut.graph) for cut in (training, evaluation)
+        )
         self._structures = {True: training.structure, False: evaluation.structure}
 
     def forward(self, *values: Any, **borrowed: Tensor) -> Any:
         """Run the graph; positional arguments are the previous piece's result."""
-        tensors = {key: borrowed[key] if key in borrowed else getattr(self, key) for key in self._wanted[self.training]}
+        tensors = {
+            key: borrowed[key] if key in borrowed else getattr(self, key)
+            for key in self._wanted[self.training]
+        }
         outputs = (self._training if self.training else self._evaluation)(*values, **tensors)
         structure = self._structures[self.training]
         return outputs if structure is None else tree_unflatten(outputs, structure)
@@ -128,9 +151,14 @@ def _only_shapes_of(example: Sequence[Tensor]) -> Callable[[nn.Module, tuple[Any
     def check(_piece: nn.Module, inputs: tuple[Any, ...]) -> None:
         given = [tuple(tensor.shape[1:]) for tensor in inputs]
         if given != traced:
-            what = f"the model was traced with samples of the shapes {traced}, and gets samples of {given}"
+            what = (
+                f"the model was traced with samples of the shapes {traced}, and gets samples of"
+                f" {given}"
+            )
             fix = "trace it with an example from the data, and make all samples of one length"
-            raise UsageError(what, why="a traced model takes any number of samples, of one shape", fix=fix)
+            raise UsageError(
+                what, why="a traced model takes any number of samples, of one shape", fix=fix
+            )
 
     return check
 
@@ -144,9 +172,16 @@ def _exported(model: nn.Module, example: tuple[Tensor, ...]) -> tuple[fx.GraphMo
         program = torch.export.export(model, example, dynamic_shapes=(dims,) if variadic else dims)
     except Exception as error:  # anything that torch.export meets in the model's own code
         what = f"torch can't export {type(model).__name__}"
-        fix = "give the model a method segments() -> [(name, module)], each taking what the one before it returns"
+        fix = (
+            "give the model a method segments() -> [(name, module)], each taking what the one"
+            " before it returns"
+        )
         raise UsageError(what, why=str(error).strip().splitlines()[0], fix=fix) from error
-    running = [name for name, module in model.named_modules() if getattr(module, "running_mean", None) is not None]
+    running = [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "running_mean", None) is not None
+    ]
     if changed := [*program.graph_signature.buffers_to_mutate.values(), *running]:
         what = f"{type(model).__name__} changes buffers in its forward pass: {', '.join(changed)}"
         fix = "give the model segments() of its own, or use a normalisation without them"
@@ -174,7 +209,8 @@ class _GraphPiece:
 
     graph: fx.Graph  # takes live values, then `attributes` by keyword; returns live values
     attributes: dict[str, tuple[str, Tensor]]  # keyword → (name in the model, tensor)
-    inner: dict[str, fx.GraphModule]  # name → graph that this one calls: what runs without gradients, or autocast
+    # name → graph that this one calls: what runs without gradients, or autocast
+    inner: dict[str, fx.GraphModule]
     computes: bool  # whether it does more than pass values on
     structure: TreeSpec | None  # of the last piece's flattened result; None for the others
 
@@ -182,12 +218,17 @@ class _GraphPiece:
 class _Cutter:
     """Divides an exported graph where blocks begin, and after the last one.
 
-    Tensors made of inputs or parameters are computed in one piece, and passed to the pieces that need them. Sizes, and
-    tensors made of constants alone (masks, positions), are computed again in each piece.
+    Tensors made of inputs or parameters are computed in one piece, and passed to the pieces that
+    need them. Sizes, and tensors made of constants alone (masks, positions), are computed again in
+    each piece.
     """
 
     def __init__(
-        self, module: fx.GraphModule, structure: TreeSpec, blocks: Sequence[str], parameters: Iterable[str]
+        self,
+        module: fx.GraphModule,
+        structure: TreeSpec,
+        blocks: Sequence[str],
+        parameters: Iterable[str],
     ) -> None:
         self._module, self._structure = module, structure
         self._blocks, self._parameters = blocks, set(parameters)
@@ -212,7 +253,10 @@ class _Cutter:
         return [number for number in range(len(self._blocks) - 1) if 2 * number + 2 in drawing]
 
     def cut(self, gaps: Sequence[int]) -> list[_GraphPiece]:
-        """Divide the graph into pieces, in order; what follows the blocks with the numbers `gaps` is one of its own."""
+        """Divide the graph into pieces, in order.
+
+        What follows the blocks with the numbers `gaps` is one of its own.
+        """
         piece_of, count = {0: 0}, 0
         for number in range(len(self._blocks)):
             count += 1
@@ -231,7 +275,9 @@ class _Cutter:
                 if "@" in call and self._draws(node):  # torch numbers a module's repeated runs
                     what = f"{path} runs more than once in a forward pass, and draws random numbers"
                     fix = "give the model segments() of its own, or switch its dropout off"
-                    raise UsageError(what, why="the traced model would draw others than the model", fix=fix)
+                    raise UsageError(
+                        what, why="the traced model would draw others than the model", fix=fix
+                    )
                 return 2 * self._blocks.index(path) + 1
         return current + current % 2 if stack else current
 
@@ -268,7 +314,10 @@ class _Cutter:
             changed = node.args[0]
             assert isinstance(changed, fx.Node)
             if len({self._piece.get(user, -1) for user in changed.users}) > 1:
-                raise UsageError(f"{node.name} changes in place what another segment uses", fix="write it out of place")
+                raise UsageError(
+                    f"{node.name} changes in place what another segment uses",
+                    fix="write it out of place",
+                )
 
     def _live(self, piece: int) -> list[fx.Node]:
         """Return the inputs of a piece: values made before it, and used in it or later."""
@@ -303,7 +352,9 @@ class _Cutter:
         def copied(node: fx.Node) -> fx.Node:
             if node not in copies:
                 if node.target is torch.ops.aten.sym_size.int and node.args[0] not in copies:
-                    copies[node] = graph.call_function(torch.ops.aten.sym_size.int, _same_size(node, live, copies))
+                    copies[node] = graph.call_function(
+                        torch.ops.aten.sym_size.int, _same_size(node, live, copies)
+                    )
                 else:
                     copies[node] = graph.node_copy(node, copied)
             return copies[node]
@@ -313,7 +364,9 @@ class _Cutter:
         if piece == self._last:
             [values] = self._output.args
             assert isinstance(values, tuple | list)
-            graph.output(tuple(copied(value) if isinstance(value, fx.Node) else value for value in values))
+            graph.output(
+                tuple(copied(value) if isinstance(value, fx.Node) else value for value in values)
+            )
             structure = self._structure
         else:
             returned = tuple(copied(value) for value in self._live(piece + 1))
@@ -335,12 +388,17 @@ class _Cutter:
 
 
 def _inner_graph(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
-    """Return the graph that a node names for another node to call; None if it names a tensor, or nothing."""
+    """Return the graph that a node names for another node to call.
+
+    None if it names a tensor, or nothing.
+    """
     found = getattr(module, str(node.target), None) if node.op == "get_attr" else None
     return found if isinstance(found, fx.GraphModule) else None
 
 
-def _same_size(node: fx.Node, live: Sequence[fx.Node], copies: dict[fx.Node, fx.Node]) -> tuple[fx.Node, int]:
+def _same_size(
+    node: fx.Node, live: Sequence[fx.Node], copies: dict[fx.Node, fx.Node]
+) -> tuple[fx.Node, int]:
     """Return an available tensor and its dim with the size that `node` reads."""
     wanted = str(node.meta["val"])
     for tensor in live:
@@ -348,4 +406,6 @@ def _same_size(node: fx.Node, live: Sequence[fx.Node], copies: dict[fx.Node, fx.
             if str(size) == wanted:
                 return copies[tensor], dim
     what = f"a segment needs the size {wanted}, and no tensor that it gets has it"
-    raise UsageError(what, fix="give the model segments(), or sizes that do not depend on the batch")
+    raise UsageError(
+        what, fix="give the model segments(), or sizes that do not depend on the batch"
+    )

@@ -1,7 +1,7 @@
 """A Llama-style decoder, the baseline: pre-RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases.
 
-Dropout is on the embedding and on what each block adds to the residual stream, not inside attention, so that the fused
-kernels serve.
+Dropout is on the embedding and on what each block adds to the residual stream, not inside
+attention, so that the fused kernels serve.
 """
 
 import math
@@ -31,7 +31,10 @@ def block_plan(name: str) -> dict[str, str]:
 
 def attention_plan(name: str) -> dict[str, str]:
     """Return how an `Attention` is cut."""
-    return {**{f"{name}.{layer}": "heads" for layer in ("query", "key", "value")}, f"{name}.out": "row"}
+    return {
+        **{f"{name}.{layer}": "heads" for layer in ("query", "key", "value")},
+        f"{name}.out": "row",
+    }
 
 
 def mlp_plan(name: str) -> dict[str, str]:
@@ -49,10 +52,17 @@ class Transformer(Decoder):
     """
 
     def __init__(
-        self, n_layer: int = 6, n_embd: int = 256, n_head: int = 4, n_kv_head: int | None = None,
-        mlp_hidden: int | None = None, tie_embeddings: bool = False, dropout: float = 0.0,
-        vocab_size: int = 256, block_size: int = 512,
-    ) -> None:  # fmt: skip
+        self,
+        n_layer: int = 6,
+        n_embd: int = 256,
+        n_head: int = 4,
+        n_kv_head: int | None = None,
+        mlp_hidden: int | None = None,
+        tie_embeddings: bool = False,
+        dropout: float = 0.0,
+        vocab_size: int = 256,
+        block_size: int = 512,
+    ) -> None:
         super().__init__()
         require_positive(n_layer=n_layer, vocab_size=vocab_size)
         self.block_size = block_size
@@ -66,12 +76,21 @@ class Transformer(Decoder):
 
     def tensor_plan(self) -> dict[str, str]:
         """Return how the layers are cut; between them each rank has a part of the sequence."""
-        between = ("embed.dropout", "layers.*.attention_norm", "layers.*.mlp_norm", "layers.*.dropout", "head.norm")
+        between = (
+            "embed.dropout",
+            "layers.*.attention_norm",
+            "layers.*.mlp_norm",
+            "layers.*.dropout",
+            "head.norm",
+        )
         return decoder_plan() | dict.fromkeys(between, "sequence")
 
 
 class Embedding(TokenTable):
-    """An embedding with dropout: ids [B, T] → [B, T, D]; the numbers of documents are passed on unchanged."""
+    """An embedding with dropout: ids [B, T] → [B, T, D].
+
+    The numbers of documents are passed on unchanged.
+    """
 
     def __init__(self, vocab_size: int, n_embd: int, dropout: float) -> None:
         super().__init__(vocab_size, n_embd)
@@ -85,7 +104,9 @@ class Embedding(TokenTable):
 
 
 class Head(nn.Module):
-    """The output layer: x [B, T, D] → logits [B, T, V]; further arguments but documents are passed on unchanged.
+    """The output layer: x [B, T, D] → logits [B, T, V].
+
+    Further arguments but documents are passed on unchanged.
 
     A `tied` one owns no weight and borrows one [V, D] at each call.
     """
@@ -104,26 +125,38 @@ class Head(nn.Module):
         """Return the logits; a tensor-parallel run replaces this."""
         return F.linear(x, weight)
 
-    def forward(self, x: Tensor, *carried: Tensor, weight: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, *carried: Tensor, weight: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
         own = self.weight if weight is None else weight
         assert own is not None, "a tied head is lent its weight"
         return with_carried(self.product(self.norm(x), own), split_documents(carried)[1])
 
 
 class Block(nn.Module):
-    """A causal block: x [B, T, D] → x [B, T, D]; further arguments are passed on. `mlp` stands in place of a SwiGLU."""
+    """A causal block: x [B, T, D] → x [B, T, D]; further arguments are passed on.
+
+    `mlp` stands in place of a SwiGLU.
+    """
 
     def __init__(
-        self, n_embd: int, n_head: int, n_kv_head: int | None, mlp_hidden: int | None, dropout: float, n_layer: int,
+        self,
+        n_embd: int,
+        n_head: int,
+        n_kv_head: int | None,
+        mlp_hidden: int | None,
+        dropout: float,
+        n_layer: int,
         mlp: nn.Module | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(n_embd, eps=NORM_EPS)
         self.attention = Attention(n_embd, n_head, n_kv_head)
         self.mlp_norm = nn.RMSNorm(n_embd, eps=NORM_EPS)
         self.mlp = SwiGLU(n_embd, mlp_hidden) if mlp is None else mlp
         self.dropout = nn.Dropout(dropout)
-        # With two additions per layer, this makes the initial variance of the residual stream independent of depth.
+        # With two additions per layer, this makes the initial variance of the residual stream
+        # independent of depth.
         self.out_std = INIT_STD / math.sqrt(2 * n_layer)
 
     def init_weights(self) -> None:
@@ -134,7 +167,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
         normed = self.attention_norm(x)
-        return with_carried(self._add(x, self.attention(normed, normed, split_documents(carried)[0])), carried)
+        return with_carried(
+            self._add(x, self.attention(normed, normed, split_documents(carried)[0])), carried
+        )
 
     def _add(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + self.dropout(attended)
@@ -145,7 +180,9 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions: queries, keys and values from [B, T, D], as in `Attend`."""
 
-    def __init__(self, n_embd: int, n_head: int, n_kv_head: int | None, *, causal: bool = True) -> None:
+    def __init__(
+        self, n_embd: int, n_head: int, n_kv_head: int | None, *, causal: bool = True
+    ) -> None:
         super().__init__()
         n_kv_head = n_head if n_kv_head is None else n_kv_head
         require_positive(n_embd=n_embd, n_head=n_head, n_kv_head=n_kv_head)
@@ -163,9 +200,13 @@ class Attention(nn.Module):
             nn.init.normal_(linear.weight, std=INIT_STD)
         nn.init.normal_(self.out.weight, std=out_std)
 
-    def forward(self, queries_from: Tensor, keys_from: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, queries_from: Tensor, keys_from: Tensor, documents: Tensor | None = None
+    ) -> Tensor:
         q = self._heads(self.query(queries_from))
-        cos, sin = phases(self.attend.positions(q.shape[2], q.device, documents), self.head_width, THETA)
+        cos, sin = phases(
+            self.attend.positions(q.shape[2], q.device, documents), self.head_width, THETA
+        )
         if documents is not None:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # the same for all heads
         q = rotate(q, cos, sin)

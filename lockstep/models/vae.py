@@ -4,8 +4,9 @@
     latent      μ, log σ²; z = μ + ε·exp(½ log σ²), ε ~ N(0, 1); a linear layer back to the encoder's shape
     decoder     4 × transposed convolution k4 s2 p1, ReLU between them, sigmoid at the end
 
-Loss = [Σ squared error + beta · (−½ Σ (1 + log σ² − μ² − σ²))] / B, in float32; μ and log σ² are passed on through the
-decoder's segments. A batch is {"image": float [B, C, S, S]}; a label in it is ignored.
+Loss = [Σ squared error + beta · (−½ Σ (1 + log σ² − μ² − σ²))] / B, in float32; μ and log σ² are
+passed on through the decoder's segments. A batch is {"image": float [B, C, S, S]}; a label in it is
+ignored.
 """
 
 import math
@@ -26,17 +27,25 @@ _KERNEL: dict[str, int] = {"kernel_size": 4, "stride": 2, "padding": 1}
 
 
 class VAE(nn.Module):
-    """The auto-encoder, of images whose side S is a multiple of 16; `beta` is the weight of the divergence.
+    """The auto-encoder, of images whose side S is a multiple of 16.
 
-    image [B, C, S, S] → {"reconstruction": [B, C, S, S], "mu", "log_var": [B, latent_dim], "loss": 0-dim}.
+    `beta` is the weight of the divergence.
+
+    image [B, C, S, S] → {"reconstruction": [B, C, S, S], "mu", "log_var": [B, latent_dim], "loss":
+    0-dim}.
     """
 
-    def __init__(self, image_size: int = 64, channels: int = 3, latent_dim: int = 128, beta: float = 1.0) -> None:
+    def __init__(
+        self, image_size: int = 64, channels: int = 3, latent_dim: int = 128, beta: float = 1.0
+    ) -> None:
         super().__init__()
         require_positive(image_size=image_size, channels=channels, latent_dim=latent_dim)
         if image_size % REDUCTION:
             larger = math.ceil(image_size / REDUCTION) * REDUCTION
-            what = f"image_size={image_size} is not a multiple of {REDUCTION}, and the VAE halves images four times"
+            what = (
+                f"image_size={image_size} is not a multiple of {REDUCTION}, and the VAE halves"
+                " images four times"
+            )
             fix = f"pad or resize the images to {larger}, and set image_size to that"
             raise UsageError(what, where="model.args.image_size", fix=fix)
         self.beta = beta
@@ -44,7 +53,8 @@ class VAE(nn.Module):
         self.encoder = nn.ModuleList(Down(widths[i], widths[i + 1]) for i in range(4))
         self.latent = GaussianLatent(CHANNELS[-1] * side**2, latent_dim)
         self.decoder = nn.ModuleList(
-            Up(widths[i + 1], widths[i], side * 2 ** (3 - i), last=i == 0) for i in reversed(range(4))
+            Up(widths[i + 1], widths[i], side * 2 ** (3 - i), last=i == 0)
+            for i in reversed(range(4))
         )
         self.init_weights()
 
@@ -57,8 +67,14 @@ class VAE(nn.Module):
         return [item for item in self.segments() if item[0] != "latent"]
 
     def segments(self) -> list[tuple[str, nn.Module]]:
-        down: list[tuple[str, nn.Module]] = [(f"encoder.{i}", stage) for i, stage in enumerate(self.encoder)]
-        return [*down, ("latent", self.latent), *((f"decoder.{i}", stage) for i, stage in enumerate(self.decoder))]
+        down: list[tuple[str, nn.Module]] = [
+            (f"encoder.{i}", stage) for i, stage in enumerate(self.encoder)
+        ]
+        return [
+            *down,
+            ("latent", self.latent),
+            *((f"decoder.{i}", stage) for i, stage in enumerate(self.decoder)),
+        ]
 
     def inputs(self, batch: Mapping[str, Tensor]) -> tuple[Tensor]:
         return (batch["image"],)
@@ -67,7 +83,10 @@ class VAE(nn.Module):
         """Return the outputs and their loss, the mean over the images."""
         outputs = run_segments(self, image)
         loss = self.loss(outputs, {"image": image}) / image.shape[0]
-        return {**dict(zip(("reconstruction", "mu", "log_var"), outputs, strict=True)), "loss": loss}
+        return {
+            **dict(zip(("reconstruction", "mu", "log_var"), outputs, strict=True)),
+            "loss": loss,
+        }
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss, summed over the images, of forward's or the last segment's outputs: 0-dim float32."""
@@ -118,7 +137,10 @@ class GaussianLatent(nn.Module):
 
 
 class Up(nn.Module):
-    """A transposed convolution that doubles the size: [B, C, s, s], maybe flat → [B, C', 2s, 2s]; `side` is s."""
+    """A transposed convolution that doubles the size: [B, C, s, s], maybe flat → [B, C', 2s, 2s].
+
+    `side` is s.
+    """
 
     def __init__(self, inputs: int, outputs: int, side: int, *, last: bool) -> None:
         super().__init__()
@@ -127,7 +149,8 @@ class Up(nn.Module):
         self.last = last
 
     def init_weights(self) -> None:
-        _init(self.conv, inputs=self.conv.in_channels * 4)  # of the 16 taps 4 reach a pixel, at stride 2
+        # of the 16 taps 4 reach a pixel, at stride 2
+        _init(self.conv, inputs=self.conv.in_channels * 4)
 
     def forward(self, features: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run the layer; further arguments are passed on unchanged."""

@@ -6,4 +6,13 @@ from lockstep.monitor.meters import Meters, PhaseClock
 from lockstep.monitor.monitor import Monitor
 from lockstep.monitor.sinks import Sink
 
-__all__ = ["DistributedMonitor", "Figures", "JsonLogger", "Meters", "Monitor", "PhaseClock", "ResourceMonitor", "Sink"]
+__all__ = [
+    "DistributedMonitor",
+    "Figures",
+    "JsonLogger",
+    "Meters",
+    "Monitor",
+    "PhaseClock",
+    "ResourceMonitor",
+    "Sink",
+]

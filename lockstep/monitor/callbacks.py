@@ -1,8 +1,9 @@
 """Runs the user's own callbacks, `monitor.callbacks: [package.module:Name]`, with every logged record.
 
-A function is called; of a class an object is made and called; in Python objects are handed over as they are. Objects
-whose `every_rank` is true are called on every rank, others on rank 0. The events of other trainers, `on_step_end(args,
-state, control)` and those beside it in `EVENTS`, are called on every rank.
+A function is called; of a class an object is made and called; in Python objects are handed over as
+they are. Objects whose `every_rank` is true are called on every rank, others on rank 0. The events
+of other trainers, `on_step_end(args, state, control)` and those beside it in `EVENTS`, are called
+on every rank.
 
 Tests: tests/monitor/test_monitor.py
 """
@@ -38,23 +39,43 @@ def build_callbacks(
         target = check_callback(spec, where)
         callback = target
         if _is_made(spec, target):
-            own = run is not None and "run_directory" not in spec.args and _takes_run_directory(target)
+            own = (
+                run is not None
+                and "run_directory" not in spec.args
+                and _takes_run_directory(target)
+            )
             callback = build_object(spec, where, **({"run_directory": run} if own else {}))
         built.append((spec.name, understood(callback, spec.name, where)))
     return built
 
 
-def understood(callback: Any, name: str | None = None, where: str = "Trainer(callbacks=…)") -> Callback:
-    """Return a callback as a function of a record; a UsageError if it can't be one, or waits for an event in vain."""
+def understood(
+    callback: Any, name: str | None = None, where: str = "Trainer(callbacks=…)"
+) -> Callback:
+    """Return a callback as a function of a record.
+
+    A UsageError if it can't be one, or waits for an event in vain.
+    """
     name = name or _name_of(callback)
     if inspect.isclass(callback):
-        raise UsageError(f"{name} is a class", where=where, fix=f"hand over an object: {callback.__name__}()")
+        raise UsageError(
+            f"{name} is a class", where=where, fix=f"hand over an object: {callback.__name__}()"
+        )
     if any(_defines(callback, event) for event in EVENTS):
-        unknown = [event for event in dir(type(callback)) if event.startswith("on_") and event not in EVENTS]
+        unknown = [
+            event
+            for event in dir(type(callback))
+            if event.startswith("on_") and event not in EVENTS
+        ]
         if missed := [event for event in unknown if _defines(callback, event)]:
             what = f"{name}.{missed[0]} is never called"
-            fix = f"use {', '.join(EVENTS)}; or write the loop yourself: `for record in trainer.steps(data)`"
-            raise UsageError(what, where=where, why="a run has no such event for callbacks", fix=fix)
+            fix = (
+                f"use {', '.join(EVENTS)}; or write the loop yourself: `for record in"
+                " trainer.steps(data)`"
+            )
+            raise UsageError(
+                what, where=where, why="a run has no such event for callbacks", fix=fix
+            )
         return Events(callback)
     if not callable(callback):
         raise _cannot_be_called(name, where)
@@ -75,11 +96,18 @@ def _defines(callback: Any, event: str) -> bool:
 
 
 def check_callback(spec: ObjectSpec, where: str) -> Any:
-    """Return what a callback's spec names; a UsageError unless it imports, takes the arguments and can be called."""
+    """Return what a callback's spec names.
+
+    A UsageError unless it imports, takes the arguments and can be called.
+    """
     target = load_object(spec.name, where)
     if _is_made(spec, target):
         check_object(spec, where)
-    if inspect.isclass(target) and not hasattr(target, "on_step_end") and "__call__" not in dir(target):
+    if (
+        inspect.isclass(target)
+        and not hasattr(target, "on_step_end")
+        and "__call__" not in dir(target)
+    ):
         raise _cannot_be_called(f"objects of {spec.name}", where)
     return target
 
@@ -150,20 +178,35 @@ class Events:
         assert self._place is not None
         here = rank_facts()
         state = SimpleNamespace(
-            global_step=self._place[0], epoch=self._place[1], log_history=self._history,
-            is_world_process_zero=here.is_main, is_local_process_zero=here.local_rank == 0, num_input_tokens_seen=None,
-        )  # fmt: skip
-        args = SimpleNamespace(local_rank=here.local_rank, process_index=here.rank, world_size=here.world_size)
+            global_step=self._place[0],
+            epoch=self._place[1],
+            log_history=self._history,
+            is_world_process_zero=here.is_main,
+            is_local_process_zero=here.local_rank == 0,
+            num_input_tokens_seen=None,
+        )
+        args = SimpleNamespace(
+            local_rank=here.local_rank, process_index=here.rank, world_size=here.world_size
+        )
         control = SimpleNamespace(**dict.fromkeys(_REQUESTS, False))
         call(args, state, control, **facts)
         if requested := [name for name, value in vars(control).items() if value]:
             what = f"a callback set {requested[0]}, but callbacks cannot control the training"
-            fix = "write the loop yourself: `for record in trainer.steps(data)`, and break or save there"
+            fix = (
+                "write the loop yourself: `for record in trainer.steps(data)`, and break or save"
+                " there"
+            )
             raise UsageError(what, where="monitor.callbacks", fix=fix)
 
 
 # What such a callback can ask of other trainers.
-_REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+_REQUESTS = (
+    "should_training_stop",
+    "should_epoch_stop",
+    "should_save",
+    "should_evaluate",
+    "should_log",
+)
 
 
 class JsonLogger:
@@ -172,15 +215,21 @@ class JsonLogger:
     every_rank = True
 
     def __init__(
-        self, path: str = "metrics-{rank}.jsonl", name: str | None = None,
-        rank_filter: int | Sequence[int] | None = 0, run_directory: str | Path = ".",
-    ) -> None:  # fmt: skip
+        self,
+        path: str = "metrics-{rank}.jsonl",
+        name: str | None = None,
+        rank_filter: int | Sequence[int] | None = 0,
+        run_directory: str | Path = ".",
+    ) -> None:
         rank = rank_facts().rank
         wanted = [rank_filter] if isinstance(rank_filter, int) else rank_filter
         self._writes = wanted is None or rank in wanted
         local_path(path, "the path of the file")
-        self._path = Path(local_path(run_directory, "run_directory"), path.replace("{rank}", str(rank)))
-        self._extra: dict[str, Any] = {"rank": rank} | ({} if name is None else {"name": name})  # to distinguish runs
+        self._path = Path(
+            local_path(run_directory, "run_directory"), path.replace("{rank}", str(rank))
+        )
+        # to distinguish runs
+        self._extra: dict[str, Any] = {"rank": rank} | ({} if name is None else {"name": name})
         if self._writes:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -190,22 +239,32 @@ class JsonLogger:
 
 
 IMBALANCE = 1.25  # the most over the least
-_SIGNIFICANT = 0.02  # smallest difference between ranks that counts, as a share of a device's memory
+# smallest difference between ranks that counts, as a share of a device's memory
+_SIGNIFICANT = 0.02
 _GIB = 2**30
 _log = logging.getLogger("lockstep")
 
 
 class ResourceMonitor:
-    """Warns when memory passes a threshold or ranks differ much, in the log and to `event`; again after it was fine.
+    """Warns when memory passes a threshold or ranks differ much, in the log and to `event`.
 
-    On GPUs it compares each rank's peak with its GPU's memory; on the CPU it uses the machine's, which ranks share.
+    Again after it was fine.
+
+    On GPUs it compares each rank's peak with its GPU's memory; on the CPU it uses the machine's,
+    which ranks share.
     """
 
     def __init__(
-        self, gpu_memory_threshold: float = 0.9, alert_on_imbalance: bool = True,
+        self,
+        gpu_memory_threshold: float = 0.9,
+        alert_on_imbalance: bool = True,
         event: Callable[..., None] | None = None,
-    ) -> None:  # fmt: skip
-        self._threshold, self._compares, self._event = gpu_memory_threshold, alert_on_imbalance, event
+    ) -> None:
+        self._threshold, self._compares, self._event = (
+            gpu_memory_threshold,
+            alert_on_imbalance,
+            event,
+        )
         self._warned: set[str] = set()
 
     def __call__(self, record: StepRecord) -> None:
@@ -217,10 +276,22 @@ class ResourceMonitor:
         total = record.memory["total"][2]
         on_gpu = "reserved" in record.memory
         used = most / total if on_gpu else psutil.virtual_memory().percent / 100
-        whose = f"rank {rank} has held {most / _GIB:.1f} of {total / _GIB:.1f} GiB" if on_gpu else "of this machine"
-        self._warn("memory_high", used >= self._threshold, f"{used:.0%} of the memory is in use: {whose}", record.step)
+        whose = (
+            f"rank {rank} has held {most / _GIB:.1f} of {total / _GIB:.1f} GiB"
+            if on_gpu
+            else "of this machine"
+        )
+        self._warn(
+            "memory_high",
+            used >= self._threshold,
+            f"{used:.0%} of the memory is in use: {whose}",
+            record.step,
+        )
         uneven = self._compares and most > IMBALANCE * least and most - least > _SIGNIFICANT * total
-        text = f"ranks hold unequal memory: rank {rank} {most / _GIB:.2f} GiB, the least {least / _GIB:.2f} GiB"
+        text = (
+            f"ranks hold unequal memory: rank {rank} {most / _GIB:.2f} GiB, the least"
+            f" {least / _GIB:.2f} GiB"
+        )
         self._warn("memory_imbalance", uneven, text, record.step)
 
     def _warn(self, kind: str, true: bool, text: str, step: int) -> None:
@@ -239,7 +310,11 @@ class DistributedMonitor:
     def __call__(self, record: StepRecord) -> None:
         if record.memory is None or record.phases is None:
             return
-        parts = [f"{name} {_range(value, _GIB, 'GiB')}" for name, value in record.memory.items() if name != "total"]
+        parts = [
+            f"{name} {_range(value, _GIB, 'GiB')}"
+            for name, value in record.memory.items()
+            if name != "total"
+        ]
         if (waiting := record.phases.get("communication")) is not None:
             parts.append(f"communication {_range(waiting, 1e-3, 'ms')} per step")
         print(f"step {record.step}  ranks: {', '.join(parts)}", flush=True)

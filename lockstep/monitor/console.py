@@ -1,8 +1,9 @@
 """Prints a run on the console: a line for each logged step and, on a terminal, a bar below them that moves each step.
 
-The bar is one line that is written again, at most twenty times a second. What the program prints meanwhile goes above
-it, so that the terminal keeps it; a log file beside the terminal gets plain lines alone. Numbers that are still on a
-device are not read for the bar: it shows those of the last logged step.
+The bar is one line that is written again, at most twenty times a second. What the program prints
+meanwhile goes above it, so that the terminal keeps it; a log file beside the terminal gets plain
+lines alone. Numbers that are still on a device are not read for the bar: it shows those of the last
+logged step.
 """
 
 import math
@@ -31,7 +32,8 @@ class Console:
 
     def __init__(self, context: SinkContext) -> None:
         self._total = context.total_steps
-        self._first: tuple[int, float] | None = None  # step and time of the first record of this process
+        # step and time of the first record of this process
+        self._first: tuple[int, float] | None = None
         self._bar: _Bar | None = None
         self._row: Row = {}
         self._waiting: list[tuple[Row, float | None]] = []
@@ -55,7 +57,9 @@ class Console:
         if self._bar is not None:
             loss = {"loss": record.loss} if isinstance(record.loss, float) else {}
             row = self._row | loss | {"step": record.step}
-            self._bar.draw(bar_line(row, self._total, self._seconds_left(record.step), self._bar.columns()))
+            self._bar.draw(
+                bar_line(row, self._total, self._seconds_left(record.step), self._bar.columns())
+            )
 
     def flush(self) -> None:
         """Print the lines that wait: lines of quick steps are printed together."""
@@ -65,7 +69,8 @@ class Console:
                 sys.stdout.write(_lines(waiting, self._total))
             else:
                 self._bar.print(_lines(waiting, self._total, self._bar.columns()))
-                log = getattr(sys.stdout, "log", None)  # the file beside the terminal, if there is one
+                # the file beside the terminal, if there is one
+                log = getattr(sys.stdout, "log", None)
                 if log is not None:
                     log.write(_lines(waiting, self._total))
             sys.stdout.flush()
@@ -73,14 +78,20 @@ class Console:
 
     def on_eval(self, row: Row) -> None:
         self.flush()
-        parts = [f"{key} {number(value)}" for key, value in row.items() if key not in ("step", "time")]
+        parts = [
+            f"{key} {number(value)}" for key, value in row.items() if key not in ("step", "time")
+        ]
         print(f"step {row['step']}  {'  '.join(parts)}", flush=True)
 
     def on_media(self, step: int, media: Mapping[str, Media]) -> None:
         self.flush()
         for name, value in media.items():
             if value.kind == "text":
-                more = f" … ({len(value.text):,} characters)" if len(value.text) > _LONGEST_TEXT else ""
+                more = (
+                    f" … ({len(value.text):,} characters)"
+                    if len(value.text) > _LONGEST_TEXT
+                    else ""
+                )
                 print(f"step {step}  {name}: {value.text[:_LONGEST_TEXT]}{more}", flush=True)
 
     def pause(self) -> None:
@@ -119,11 +130,15 @@ def on_a_terminal() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def _lines(rows: list[tuple[Row, float | None]], total: int | None, width: int | None = None) -> str:
+def _lines(
+    rows: list[tuple[Row, float | None]], total: int | None, width: int | None = None
+) -> str:
     return "".join(step_line(row, total, left, width) + "\n" for row, left in rows)
 
 
-def step_line(row: Row, total: int | None, seconds_left: float | None, width: int | None = None) -> str:
+def step_line(
+    row: Row, total: int | None, seconds_left: float | None, width: int | None = None
+) -> str:
     """Return a record as one plain line; with a width, without what does not fit."""
     parts = _parts(row, total, seconds_left)
     del parts["memory"]
@@ -182,7 +197,9 @@ def _size(value: float) -> str:
 
 def number(value: Any) -> str:
     """Format with four decimals, or unchanged if it is not a finite number."""
-    return f"{value:.4f}" if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
+    return (
+        f"{value:.4f}" if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
+    )
 
 
 def duration(seconds: float) -> str:
@@ -196,7 +213,10 @@ _ERASE = "\r\x1b[2K"  # ECMA-48: to the line's begin, and the whole line empty
 
 
 class _Bar:
-    """A line at the bottom of the terminal; the text of stdout and stderr goes above it until `close`."""
+    """A line at the bottom of the terminal.
+
+    The text of stdout and stderr goes above it until `close`.
+    """
 
     shown = False
 
@@ -207,7 +227,9 @@ class _Bar:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if stream.isatty():
-                holder, attribute = (stream, "console") if hasattr(stream, "console") else (sys, name)
+                holder, attribute = (
+                    (stream, "console") if hasattr(stream, "console") else (sys, name)
+                )
                 above = _Above(getattr(holder, attribute), self)
                 setattr(holder, attribute, above)
                 self._replaced.append((holder, attribute, above))

@@ -1,4 +1,6 @@
-"""Sends records to TensorBoard, Weights & Biases, MLflow and Prometheus; each loads its library when it is made.
+"""Sends records to TensorBoard, Weights & Biases, MLflow and Prometheus.
+
+Each loads its library when it is made.
 
 Tests: tests/monitor/test_sinks.py, tests/monitor/test_log.py
 """
@@ -34,10 +36,16 @@ class TensorBoard:
     def __init__(self, context: SinkContext) -> None:
         run = context.directory
         events = import_module("tensorboard.compat.proto.event_pb2")
-        self._event, self._summary = events.Event, import_module("tensorboard.compat.proto.summary_pb2").Summary
+        self._event, self._summary = (
+            events.Event,
+            import_module("tensorboard.compat.proto.summary_pb2").Summary,
+        )
         self._as_record = import_module("tensorboard.summary.writer.record_writer").RecordWriter
         now = time.time()
-        self._path = run.tensorboard / f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}.{id(self)}"
+        self._path = (
+            run.tensorboard
+            / f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}.{id(self)}"
+        )
         run.tensorboard.mkdir(parents=True, exist_ok=True)
         self._path.touch()
         self._append(self._event(wall_time=now, file_version="brain.Event:2"))
@@ -47,14 +55,21 @@ class TensorBoard:
 
     def on_step(self, row: Row) -> None:
         if self._newest is None or row["step"] <= self._newest:  # resumed, or rolled back
-            self._hide_points_from(self._start_step + 1 if self._newest is None and self._start_step else row["step"])
+            self._hide_points_from(
+                self._start_step + 1 if self._newest is None and self._start_step else row["step"]
+            )
         self._newest = row["step"]
         self.on_eval(row)
 
     def on_eval(self, row: Row) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in scalars(row).items()
+        ]
         when = row.get("time") or time.time()
-        self._append(self._event(step=row["step"], wall_time=when, summary=self._summary(value=values)))
+        self._append(
+            self._event(step=row["step"], wall_time=when, summary=self._summary(value=values))
+        )
 
     def _hide_points_from(self, step: int) -> None:
         """Have TensorBoard leave out what was written for this step and later ones: they are taken once more."""
@@ -71,14 +86,20 @@ class TensorBoard:
             elif one.kind == "histogram":
                 value.histo.bucket_limit.extend(one.edges[1:])
                 value.histo.bucket.extend(one.counts)
-                value.histo.min, value.histo.max, value.histo.num = one.edges[0], one.edges[-1], sum(one.counts)
+                value.histo.min, value.histo.max, value.histo.num = (
+                    one.edges[0],
+                    one.edges[-1],
+                    sum(one.counts),
+                )
             else:
                 value.metadata.plugin_data.plugin_name = "text"
                 value.tensor.dtype = 7  # DT_STRING of tensorflow's types.proto
                 value.tensor.string_val.append(one.text.encode())
                 value.tensor.tensor_shape.dim.add(size=1)
             values.append(value)
-        self._append(self._event(step=step, wall_time=time.time(), summary=self._summary(value=values)))
+        self._append(
+            self._event(step=step, wall_time=time.time(), summary=self._summary(value=values))
+        )
 
     def close(self) -> None:
         """Do nothing: every event is written already."""
@@ -92,7 +113,8 @@ class TensorBoard:
 class WeightsAndBiases:
     """Logs to a W&B run, which it opens at the first record, and which a restarted run continues.
 
-    W&B's own variables apply: WANDB_MODE=offline writes to `RUN/wandb` only, WANDB_API_KEY signs in.
+    W&B's own variables apply: WANDB_MODE=offline writes to `RUN/wandb` only, WANDB_API_KEY signs
+    in.
     """
 
     needs_run_directory = True
@@ -130,10 +152,14 @@ class WeightsAndBiases:
         if self._open is None:
             path = self._run.path.resolve()
             self._open = self._library.init(
-                project=self._experiment, name=path.name, id=hashlib.sha256(str(path).encode()).hexdigest()[:16],
-                resume="allow", dir=str(path), config=_config(self._run),
+                project=self._experiment,
+                name=path.name,
+                id=hashlib.sha256(str(path).encode()).hexdigest()[:16],
+                resume="allow",
+                dir=str(path),
+                config=_config(self._run),
                 settings=self._library.Settings(silent=True, init_timeout=30),
-            )  # fmt: skip
+            )
         return self._open
 
 
@@ -172,7 +198,9 @@ class Mlflow:
             if one.kind == "text":
                 client.log_text(self._id, one.text, f"{path}.txt")
             elif one.kind == "histogram":
-                client.log_dict(self._id, {"counts": one.counts, "edges": one.edges}, f"{path}.json")
+                client.log_dict(
+                    self._id, {"counts": one.counts, "edges": one.edges}, f"{path}.json"
+                )
             else:
                 with tempfile.TemporaryDirectory() as folder:
                     file = Path(folder, path).with_suffix(".png")
@@ -193,8 +221,14 @@ class Mlflow:
                 address = (self._run.path.resolve() / "mlflow").as_uri()
             client = self._library.MlflowClient(tracking_uri=address)
             known = client.get_experiment_by_name(self._experiment)
-            experiment = known.experiment_id if known is not None else client.create_experiment(self._experiment)
-            self._id = client.create_run(experiment, run_name=self._run.path.resolve().name).info.run_id
+            experiment = (
+                known.experiment_id
+                if known is not None
+                else client.create_experiment(self._experiment)
+            )
+            self._id = client.create_run(
+                experiment, run_name=self._run.path.resolve().name
+            ).info.run_id
             self._client = client
             parameters = [
                 self._library.entities.Param(f"{section}.{key}", str(value)[:500])
@@ -226,8 +260,11 @@ class Prometheus:
         self._set("step", float(row["step"]), {})
         for name, value in scalars(row).items():
             first, _, rest = name.partition("/")
-            labelled = {"phases": ("phase_seconds", "phase"), "memory": ("memory_held_bytes", "kind"),
-                        "gradient_norms": ("gradient_norm", "layer")}.get(first)  # fmt: skip
+            labelled = {
+                "phases": ("phase_seconds", "phase"),
+                "memory": ("memory_held_bytes", "kind"),
+                "gradient_norms": ("gradient_norm", "layer"),
+            }.get(first)
             if labelled is None:
                 self._set(name, value, {})
             elif rest.endswith(".most"):

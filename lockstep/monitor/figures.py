@@ -1,7 +1,8 @@
 """Gathers the ranks' measurements on logged steps: phases, memory, utilisation, MFU; and finds slow ranks in them.
 
-It is one small all-gather, at most about once a second; the step of the next one follows from numbers that all ranks
-have. Operations are counted by `torch.utils.flop_counter`; a multiply-add is two. Loads torch inside functions only.
+It is one small all-gather, at most about once a second; the step of the next one follows from
+numbers that all ranks have. Operations are counted by `torch.utils.flop_counter`; a multiply-add is
+two. Loads torch inside functions only.
 """
 
 import math
@@ -16,13 +17,23 @@ from typing import Any
 from lockstep.config import StragglerConfig
 from lockstep.costs.hardware import known_gpu
 from lockstep.monitor import meters
-from lockstep.monitor.meters import PAUSES, PHASES, STEP_PHASES, Memory, PhaseClock, memory_of_this_rank
+from lockstep.monitor.meters import (
+    PAUSES,
+    PHASES,
+    STEP_PHASES,
+    Memory,
+    PhaseClock,
+    memory_of_this_rank,
+)
 
 Spread = list[float | int]  # [least, median, most, rank of the most]
 
 
 def gather(values: Sequence[float]) -> list[list[float]]:
-    """Return `values` of every rank, by rank; all ranks call it with equally many. It waits for device and ranks."""
+    """Return `values` of every rank, by rank; all ranks call it with equally many.
+
+    It waits for device and ranks.
+    """
     import torch
     import torch.distributed as dist
 
@@ -67,9 +78,14 @@ Table = dict[str, list[float]]  # name → value of each rank, by rank
 
 
 class Figures:
-    """Gathers measurements, `SECONDS_BETWEEN` apart, and turns them into a record's fields; tests pass a `memory`."""
+    """Gathers measurements, `SECONDS_BETWEEN` apart, and turns them into a record's fields.
 
-    def __init__(self, clock: PhaseClock, memory: Callable[[], Memory] = memory_of_this_rank) -> None:
+    Tests pass a `memory`.
+    """
+
+    def __init__(
+        self, clock: PhaseClock, memory: Callable[[], Memory] = memory_of_this_rank
+    ) -> None:
         self.clock = clock
         self.flops = 0.0  # floating-point operations of this rank in a full step
         self.peak = 0.0  # floating-point operations per second of one rank's device
@@ -90,7 +106,9 @@ class Figures:
         mine |= {"gpu_utilisation": meters.gpu_utilisation(), "flops": self.flops}
         rows = gather([mine[name] for name in _NAMES])
         table = {name: [row[column] for row in rows] for column, name in enumerate(_NAMES)}
-        table["step"] = [sum(table[name][rank] for name in STEP_PHASES) for rank in range(len(rows))]
+        table["step"] = [
+            sum(table[name][rank] for name in STEP_PHASES) for rank in range(len(rows))
+        ]
         table["own"] = [s - c for s, c in zip(table["step"], table["communication"], strict=True)]
         self._next = step + max(1, math.ceil(SECONDS_BETWEEN / max(1e-9, median(table["step"]))))
         return table
@@ -109,7 +127,9 @@ class Figures:
         if flops and seconds:
             fields["flops_per_second"] = float(f"{flops / seconds:.6g}")
         if flops and seconds and self.peak:
-            fields["hfu" if self.recomputes else "mfu"] = float(f"{flops / seconds / self.peak / ranks:.4g}")
+            fields["hfu" if self.recomputes else "mfu"] = float(
+                f"{flops / seconds / self.peak / ranks:.4g}"
+            )
         return fields
 
     def _phases(self, steps: int) -> dict[str, float]:
@@ -127,7 +147,10 @@ _LEAST_SECONDS = 1e-3  # per step; clocks of busy hosts differ by as much anyway
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank. Ranks that train together take equally long for a step; `own` is the time without waiting."""
+    """A slow rank. Ranks that train together take equally long for a step.
+
+    `own` is the time without waiting.
+    """
 
     rank: int
     ratio: float  # its own time over the median of the other ranks' own time
@@ -137,7 +160,10 @@ class Straggler:
 
     def sentence(self, host: str | None = None) -> str:
         on = f" on {host}" if host else ""
-        slow = f"rank {self.rank}{on} is slow: its own work takes {self.ratio:.2f} × as long as the other ranks'"
+        slow = (
+            f"rank {self.rank}{on} is slow: its own work takes {self.ratio:.2f} × as long as the"
+            " other ranks'"
+        )
         return f"{slow}; {self.phase} {_ms(self.seconds)} per step against {_ms(self.others)}"
 
 
@@ -165,7 +191,9 @@ class StragglerWatch:
         if own < self._config.threshold * others or own - others < _LEAST_SECONDS:
             return None
         phase = max(_OWN_PHASES, key=lambda name: table[name][rank] - _others(table[name], rank))
-        return Straggler(rank, own / max(others, 1e-9), phase, table[phase][rank], _others(table[phase], rank))
+        return Straggler(
+            rank, own / max(others, 1e-9), phase, table[phase][rank], _others(table[phase], rank)
+        )
 
 
 def _others(values: list[float], rank: int) -> float:
@@ -193,7 +221,10 @@ def peak_flops(device: Any, mode: str) -> tuple[float, str]:
             mode = "tf32"
         rate = {"fp32": known.single, "tf32": known.tf32}.get(mode, known.half)
         return rate * 1e12, f"{known.name}, data sheet, {mode}"
-    return _measured(device, mode), f"measured: {_SIZE} × {_SIZE} matrices, {mode}, with this rank's threads"
+    return (
+        _measured(device, mode),
+        f"measured: {_SIZE} × {_SIZE} matrices, {mode}, with this rank's threads",
+    )
 
 
 def _measured(device: Any, mode: str) -> float:
@@ -206,7 +237,8 @@ def _measured(device: Any, mode: str) -> float:
     a = torch.ones(size, size, dtype=dtype, device=device)
     torch.mm(a, a)
     best, until = float("inf"), time.perf_counter() + _SECONDS
-    while best == float("inf") or time.perf_counter() < until:  # at least once, even on a busy machine
+    # at least once, even on a busy machine
+    while best == float("inf") or time.perf_counter() < until:
         since = time.perf_counter()
         torch.mm(a, a)
         accelerator.synchronize(device)
@@ -229,7 +261,9 @@ def _counted(into: Figures) -> Iterator[None]:
     class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         total = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = func(*args, **(kwargs or {}))
             formula: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
             if formula is not None:

@@ -1,7 +1,8 @@
 """Defines what a user may log besides numbers: texts, images and histograms.
 
-A string is a text; an array of one dim is a histogram of its values, of two dims [H, W], three [C, H, W] or [H, W, C],
-or four [N, C, H, W] an image or a row of them; so is an image of Pillow or a figure of Matplotlib. Images become PNG.
+A string is a text; an array of one dim is a histogram of its values, of two dims [H, W], three [C,
+H, W] or [H, W, C], or four [N, C, H, W] an image or a row of them; so is an image of Pillow or a
+figure of Matplotlib. Images become PNG.
 
 Tests: tests/monitor/test_log.py
 """
@@ -68,8 +69,15 @@ def _understood(name: str, value: Any) -> float | Media:
         return Media("image", png=buffer.getvalue(), size=(width, height))
     array = _array(value)
     if array is None or array.ndim > 4:
-        fix = "log a number, a text, a tensor of one dim (a histogram), [H, W], [C, H, W] or [N, C, H, W] (an image)"
-        raise UsageError(f"{name!r} is a {type(value).__name__}, which can't be logged", where="trainer.log", fix=fix)
+        fix = (
+            "log a number, a text, a tensor of one dim (a histogram), [H, W], [C, H, W] or [N, C,"
+            " H, W] (an image)"
+        )
+        raise UsageError(
+            f"{name!r} is a {type(value).__name__}, which can't be logged",
+            where="trainer.log",
+            fix=fix,
+        )
     if array.ndim == 0:
         return float(array)
     if array.ndim == 1:
@@ -103,7 +111,10 @@ def _image(name: str, array: np.ndarray[Any, Any]) -> Media:
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if pixels.shape[-1] not in _CHANNELS:
         what = f"{name!r} has the shape {list(array.shape)}, which is not an image"
-        fix = "log [H, W], [C, H, W], [H, W, C] or [N, C, H, W] with 1, 3 or 4 channels; a histogram is of one dim: "
+        fix = (
+            "log [H, W], [C, H, W], [H, W, C] or [N, C, H, W] with 1, 3 or 4 channels; a histogram"
+            " is of one dim: "
+        )
         raise UsageError(what, where="trainer.log", fix=f"{fix}tensor.flatten()")
     return Media("image", png=_png(pixels), size=(pixels.shape[1], pixels.shape[0]))
 
@@ -113,8 +124,15 @@ def _png(pixels: np.ndarray[Any, Any]) -> bytes:
     height, width, channels = pixels.shape
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     rows = b"".join(b"\0" + row.tobytes() for row in np.ascontiguousarray(pixels))
     header = struct.pack(">IIBBBBB", width, height, 8, _CHANNELS[channels], 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )

@@ -1,8 +1,10 @@
-"""Measures the time of steps and of their phases, throughput and memory; loads torch inside functions only.
+"""Measures the time of steps and of their phases, throughput and memory.
 
-`PhaseClock.enter("data")` ends the previous phase. On an accelerator, where the host only queues work, each change
-records an event in the stream, which is read after it has passed: nothing waits. Waiting for other ranks is measured in
-every Python-level `Work.wait` and in DDP's own statistics.
+Loads torch inside functions only.
+
+`PhaseClock.enter("data")` ends the previous phase. On an accelerator, where the host only queues
+work, each change records an event in the stream, which is read after it has passed: nothing waits.
+Waiting for other ranks is measured in every Python-level `Work.wait` and in DDP's own statistics.
 
 Tests: tests/monitor/test_figures.py, tests/monitor/test_ranks.py
 """
@@ -46,11 +48,14 @@ class Meters:
         self._samples += record.samples
         targets = without_graph(record.tokens)
         self._targets = self._targets + targets
-        self._tokens = self._tokens + (targets if record.tokens_read is None else record.tokens_read)
+        self._tokens = self._tokens + (
+            targets if record.tokens_read is None else record.tokens_read
+        )
 
     def read(self) -> Rates:
         """Return the rates since the last reading and start again; waits for the device."""
-        tokens, targets = float(plain(self._tokens)), float(plain(self._targets))  # host waits for the device
+        # host waits for the device
+        tokens, targets = float(plain(self._tokens)), float(plain(self._targets))
         now = self._clock()
         seconds, steps, samples = now - self._since, self._steps, self._samples
         self._since, self._steps, self._samples, self._tokens, self._targets = now, 0, 0, 0, 0
@@ -73,7 +78,8 @@ class Memory(NamedTuple):
 
     allocated: int  # allocated, reserved: of its GPU's allocator
     reserved: int
-    peak: int  # of its GPU's allocator since the start; on the CPU the process's largest resident set
+    # of its GPU's allocator since the start; on the CPU the process's largest resident set
+    peak: int
     host: int  # the process's resident set
     total: int  # the device's memory; on the CPU the machine's
 
@@ -89,17 +95,25 @@ def memory_of_this_rank() -> Memory:
     if device is not None:
         allocated, reserved, peak, total = accelerator.memory_of(device)
         return Memory(allocated, reserved, peak, host, total)
-    return Memory(0, 0, _largest_resident_set(), host, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return Memory(
+        0,
+        0,
+        _largest_resident_set(),
+        host,
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
 
 
 def _largest_resident_set() -> int:
-    # On Linux `ru_maxrss` starts with that of the process that started this one (it outlives `exec`): a notebook or a
-    # launcher with much memory would hide what its ranks take.
+    # On Linux `ru_maxrss` starts with that of the process that started this one (it outlives
+    # `exec`): a notebook or a launcher with much memory would hide what its ranks take.
     with suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 _nvml_is_there = True
@@ -114,7 +128,8 @@ def gpu_utilisation() -> float:
 
     try:
         return accelerator.utilisation()
-    except Exception:  # nvidia-ml-py is missing, or the driver fails: NVML raises classes of its own
+    except Exception:
+        # nvidia-ml-py is missing, or the driver fails: NVML raises classes of its own
         _nvml_is_there = False
         return math.nan
 
@@ -122,13 +137,16 @@ def gpu_utilisation() -> float:
 STEP_PHASES = ("data", "forward_backward", "communication", "optimizer", "other")
 PAUSES = ("evaluation", "checkpoint")  # between steps; not included in a step's seconds
 PHASES = STEP_PHASES + PAUSES
-_MAY_WAIT = ("forward_backward", "optimizer")  # phases in which a wait for other ranks counts as communication
+# phases in which a wait for other ranks counts as communication
+_MAY_WAIT = ("forward_backward", "optimizer")
 
 
 class PhaseClock:
     """Measures the seconds in each phase since the last reading, on the stream of a `device` or on the host."""
 
-    def __init__(self, *, device: Any = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, *, device: Any = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._clock, self._on, self._thread = clock, device, threading.get_ident()
         self._host, self._device = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
         self._marks: deque[tuple[str, Any]] = deque()  # the phase that starts, and its event
@@ -159,7 +177,10 @@ class PhaseClock:
         return self.phase in _MAY_WAIT and threading.get_ident() == self._thread
 
     def read(self) -> dict[str, float]:
-        """Return the seconds by phase since the last reading, and start again; waits for the device."""
+        """Return the seconds by phase since the last reading, and start again.
+
+        Waits for the device.
+        """
         self.enter(self.phase)
         if self._on is not None:
             self._fold(wait=True)
@@ -192,7 +213,10 @@ _counting: list[PhaseClock] = []  # of the open loops; with several models they 
 
 @contextmanager
 def waits_counted(clock: PhaseClock) -> Iterator[None]:
-    """Count the time of this thread in `Work.wait` as communication; the method is replaced while any block runs."""
+    """Count the time of this thread in `Work.wait` as communication.
+
+    The method is replaced while any block runs.
+    """
     if not work_wait.available():
         yield
         return

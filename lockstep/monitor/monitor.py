@@ -1,7 +1,8 @@
 """`Monitor` receives every step's record, reads some, and passes them to sinks and callbacks.
 
-Reading a number on the device makes the host wait, so that it cannot queue the next step. Records are therefore read on
-logged steps only: every `log_steps`-th, the first of this process, and the last.
+Reading a number on the device makes the host wait, so that it cannot queue the next step. Records
+are therefore read on logged steps only: every `log_steps`-th, the first of this process, and the
+last.
 """
 
 import logging
@@ -21,7 +22,16 @@ from lockstep.monitor.figures import Figures, StragglerWatch
 from lockstep.monitor.media import sorted_values
 from lockstep.monitor.meters import Meters, memory_of_this_rank, without_graph
 from lockstep.monitor.profiling import Profiler
-from lockstep.monitor.sinks import CAPACITY, Background, Guarded, Row, Sink, SinkContext, sink_named, warn_left_out
+from lockstep.monitor.sinks import (
+    CAPACITY,
+    Background,
+    Guarded,
+    Row,
+    Sink,
+    SinkContext,
+    sink_named,
+    warn_left_out,
+)
 from lockstep.records import RunDirectory, StepRecord, append_line
 from lockstep.registry import SINKS, require_methods
 
@@ -32,15 +42,22 @@ _MEMORY_SECONDS = 1.0
 class Monitor:
     """Logs records; the loop calls `on_step` after every step on every rank, and rank 0 writes.
 
-    `figures` gathers the ranks' measurements; None: nothing is sent. `hosts` are the ranks' machines. `callbacks` are
-    objects, beside those that the config names.
+    `figures` gathers the ranks' measurements; None: nothing is sent. `hosts` are the ranks'
+    machines. `callbacks` are objects, beside those that the config names.
     """
 
     def __init__(
-        self, config: MonitorConfig, run: RunDirectory | None, *, is_main: bool, total_steps: int | None = None,
-        start_step: int = 0, figures: Figures | None = None, hosts: Sequence[str] = (),
+        self,
+        config: MonitorConfig,
+        run: RunDirectory | None,
+        *,
+        is_main: bool,
+        total_steps: int | None = None,
+        start_step: int = 0,
+        figures: Figures | None = None,
+        hosts: Sequence[str] = (),
         callbacks: Sequence[Any] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._config, self._run, self._is_main, self._total = config, run, is_main, total_steps
         self._events: deque[dict[str, Any]] = deque(maxlen=CAPACITY)  # that are not written yet
         self._writing_events = threading.Lock()  # the thread that writes a checkpoint tells of it
@@ -49,10 +66,14 @@ class Monitor:
         self._seen_one, self._skipped, self._memory, self._memory_read = False, 0, 0, 0.0
         self._figures, self._hosts = figures, hosts
         self._stragglers = StragglerWatch(config.straggler)
-        self._resources = ResourceMonitor(config.memory.threshold, config.memory.alert_on_imbalance, self.event)
+        self._resources = ResourceMonitor(
+            config.memory.threshold, config.memory.alert_on_imbalance, self.event
+        )
         self._profiler: Profiler | None = None
         if figures is not None and run is not None and config.profile is not None:
-            self._profiler = Profiler(config.profile, run.path / "profile", rank_facts().rank, self.event)
+            self._profiler = Profiler(
+                config.profile, run.path / "profile", rank_facts().rank, self.event
+            )
         self._callbacks = [
             Guarded(f"the callback {name}", call, self.event)
             for name, call in build_callbacks(config, None if run is None else run.path, callbacks)
@@ -133,7 +154,10 @@ class Monitor:
             sink.send("go_on_to", total_steps)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write to `events.jsonl`, on rank 0 only; a full disk does not stop the run, and events wait for space."""
+        """Write to `events.jsonl`, on rank 0 only.
+
+        A full disk does not stop the run, and events wait for space.
+        """
         if self._run is None or not self._is_main:
             return
         self._events.append({"kind": kind, "time": time.time(), **fields})
@@ -173,7 +197,9 @@ class Monitor:
                 warn_left_out(name, error)
                 continue
             if ":" in name:
-                require_methods(sink, Sink, name, SINKS.where, required=("on_step", "on_eval", "close"))
+                require_methods(
+                    sink, Sink, name, SINKS.where, required=("on_step", "on_eval", "close")
+                )
             guarded = Guarded(f"the sink {name}", sink, self.event)
             if getattr(kind, "at_once", False):
                 made.append(guarded)
@@ -185,7 +211,9 @@ class Monitor:
             made.append(Background(files, self.event))
         if config.prometheus is not None:
             try:
-                served = Prometheus(config.prometheus, "" if run is None else run.path.resolve().name)
+                served = Prometheus(
+                    config.prometheus, "" if run is None else run.path.resolve().name
+                )
             except ImportError as error:
                 warn_left_out("prometheus", error)
                 return made
@@ -195,7 +223,10 @@ class Monitor:
         return made
 
     def _over_ranks(self, step: int) -> Row:
-        """Return this step's figures over ranks, if they are due; every rank calls it on every logged step."""
+        """Return this step's figures over ranks, if they are due.
+
+        Every rank calls it on every logged step.
+        """
         figures = self._figures
         if figures is None or not figures.due(step, last=step == self._total):
             return {}
@@ -215,7 +246,8 @@ class Monitor:
     def _log_last(self) -> None:
         """Log the newest step, if it was not logged."""
         if self._last is not None:
-            with suppress(RuntimeError):  # after a failure of the device its numbers can't be read any more
+            # after a failure of the device its numbers can't be read any more
+            with suppress(RuntimeError):
                 self._log_step(self._last, {})  # peers may be gone: nothing is gathered
 
     def _log_step(self, record: StepRecord, over_ranks: Row) -> None:

@@ -1,8 +1,9 @@
 """Runs torch.profiler over a few steps, and writes traces of ranks and a summary to RUN/profile.
 
-The schedule (`monitor.profile`) advances with each step, so that ranks trace the same ones. On CUDA the summary uses
-kernels: NCCL's are communication, all others computation. On the CPU it uses operators: gloo's and c10d's are
-communication, ATen's computation. Time with both is communication that overlaps with computation.
+The schedule (`monitor.profile`) advances with each step, so that ranks trace the same ones. On CUDA
+the summary uses kernels: NCCL's are communication, all others computation. On the CPU it uses
+operators: gloo's and c10d's are communication, ATen's computation. Time with both is communication
+that overlaps with computation.
 
 Tests: tests/monitor/test_profile.py, tests/monitor/test_ranks.py
 """
@@ -37,7 +38,9 @@ def summarise(events: Iterable[Any], rank: int, steps: int) -> Summary:
         else:
             on_host.append(event)
     # On the host: operators and collectives, without the frames around them.
-    chosen = on_device or [event for event in on_host if event.name.startswith("aten::") or _talks(event.name)]
+    chosen = on_device or [
+        event for event in on_host if event.name.startswith("aten::") or _talks(event.name)
+    ]
     stretches = windows or [_stretch(event) for event in chosen] or [(0.0, 1.0)]
     window = min(start for start, _ in stretches), max(end for _, end in stretches)
     talk = union(within((_stretch(event) for event in chosen if _talks(event.name)), window))
@@ -50,18 +53,36 @@ def summarise(events: Iterable[Any], rank: int, steps: int) -> Summary:
     shares = {name: round(value / total, 5) for name, value in parts.items()}
     operators = _top(chosen, steps, bool(on_device))
     memory = _memory_curve(on_host, window[0])
-    return {"rank": rank, "seconds": total * 1e-6 / steps, "shares": shares, "operators": operators, "memory": memory}
+    return {
+        "rank": rank,
+        "seconds": total * 1e-6 / steps,
+        "shares": shares,
+        "operators": operators,
+        "memory": memory,
+    }
 
 
 def combine(ranks: list[Summary], first: int, last: int) -> Summary:
-    """Return the summaries of all traced ranks as one; operators and memory are those of the first."""
+    """Return the summaries of all traced ranks as one.
+
+    Operators and memory are those of the first.
+    """
     total = ranks[0]["seconds"] or 1.0
-    operators = [{**operator, "share": operator["seconds"] / total} for operator in ranks[0]["operators"]]
+    operators = [
+        {**operator, "share": operator["seconds"] / total} for operator in ranks[0]["operators"]
+    ]
     about = f"Steps {first} to {last}, {len(ranks)} rank{'s' * (len(ranks) != 1)}."
-    return {"about": about, "verdict": _verdict(ranks), "first": first, "last": last, "operators": operators,
-            "memory": ranks[0]["memory"],
-            "ranks": [{k: v for k, v in rank.items() if k not in ("operators", "memory")} for rank in ranks],
-            }  # fmt: skip
+    return {
+        "about": about,
+        "verdict": _verdict(ranks),
+        "first": first,
+        "last": last,
+        "operators": operators,
+        "memory": ranks[0]["memory"],
+        "ranks": [
+            {k: v for k, v in rank.items() if k not in ("operators", "memory")} for rank in ranks
+        ],
+    }
 
 
 def as_markdown(summary: Summary) -> str:
@@ -73,19 +94,30 @@ def as_markdown(summary: Summary) -> str:
     lines += ["", summary["verdict"]]
     if summary["memory"]:
         most, when = max((held, when) for when, held in summary["memory"])
-        lines[-1] += f" Memory: at most {most / 2**20:.3g} MiB more than at the start, {when * 1e3:.3g} ms into it."
+        lines[-1] += (
+            f" Memory: at most {most / 2**20:.3g} MiB more than at the start, {when * 1e3:.3g} ms"
+            " into it."
+        )
     lines += ["", "| operator | ms per step | share | calls per step |", "|---|---|---|---|"]
     for op in summary["operators"]:
-        lines.append(f"| `{op['name']}` | {op['seconds'] * 1e3:.3g} | {op['share']:.1%} | {op['calls']:g} |")
+        lines.append(
+            f"| `{op['name']}` | {op['seconds'] * 1e3:.3g} | {op['share']:.1%} | {op['calls']:g} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def _verdict(ranks: list[Summary]) -> str:
-    mean = {part: sum(rank["shares"][part] for rank in ranks) / len(ranks) for part in ranks[0]["shares"]}
+    mean = {
+        part: sum(rank["shares"][part] for rank in ranks) / len(ranks)
+        for part in ranks[0]["shares"]
+    }
     if mean["exposed communication"] > 0.2:
         return "Exposed communication offers the most to gain: overlap it with computation."
     if mean["idle"] > 0.3:
-        return "Much of the time nothing runs: data, Python between operators, or many small operators (compile)."
+        return (
+            "Much of the time nothing runs: data, Python between operators, or many small operators"
+            " (compile)."
+        )
     return "Most of the time is computation."
 
 
@@ -99,7 +131,10 @@ def _memory_curve(events: list[Any], begun: float) -> list[tuple[float, float]]:
             held += change
             curve.append(((event.time_range.end - begun) * 1e-6, held))
     stretch = max(1, -(-len(curve) // _MOMENTS))
-    return [max(curve[i : i + stretch], key=lambda moment: moment[1]) for i in range(0, len(curve), stretch)]
+    return [
+        max(curve[i : i + stretch], key=lambda moment: moment[1])
+        for i in range(0, len(curve), stretch)
+    ]
 
 
 def _talks(name: str) -> bool:
@@ -114,11 +149,18 @@ def _top(events: list[Any], steps: int, on_device: bool) -> list[Summary]:
     seconds: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for event in events:
-        spent = event.time_range.elapsed_us() if on_device or _talks(event.name) else event.self_cpu_time_total
+        spent = (
+            event.time_range.elapsed_us()
+            if on_device or _talks(event.name)
+            else event.self_cpu_time_total
+        )
         seconds[event.name] += spent * 1e-6 / steps
         calls[event.name] += 1
     best = sorted(seconds, key=lambda name: -seconds[name])[:_TOP]
-    return [{"name": name[:120], "seconds": seconds[name], "calls": calls[name] / steps} for name in best]
+    return [
+        {"name": name[:120], "seconds": seconds[name], "calls": calls[name] / steps}
+        for name in best
+    ]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -147,9 +189,14 @@ _log = logging.getLogger("lockstep")
 
 
 class Profiler:
-    """Profiles the first steps; called after every step on every rank; `event` tells that it is written."""
+    """Profiles the first steps; called after every step on every rank.
 
-    def __init__(self, config: ProfileConfig, folder: Path, rank: int, event: Callable[..., None]) -> None:
+    `event` tells that it is written.
+    """
+
+    def __init__(
+        self, config: ProfileConfig, folder: Path, rank: int, event: Callable[..., None]
+    ) -> None:
         import torch
 
         from lockstep import accelerator
@@ -163,15 +210,21 @@ class Profiler:
         self._summary: Summary | None = None
         if config.ranks and rank not in config.ranks:
             return
-        schedule = torch.profiler.schedule(wait=config.wait, warmup=config.warmup, active=config.active, repeat=1)
+        schedule = torch.profiler.schedule(
+            wait=config.wait, warmup=config.warmup, active=config.active, repeat=1
+        )
         kernels = accelerator.profiler_activity()
         activities = [torch.profiler.ProfilerActivity.CPU, *([] if kernels is None else [kernels])]
         if accelerator.keeps_memory_history():
             memory_history.record(max_entries=200_000)
         self._profile = torch.profiler.profile(
-            activities=activities, schedule=schedule, record_shapes=config.record_shapes,
-            profile_memory=config.profile_memory, with_stack=config.with_stack, on_trace_ready=self._keep,
-        )  # fmt: skip
+            activities=activities,
+            schedule=schedule,
+            record_shapes=config.record_shapes,
+            profile_memory=config.profile_memory,
+            with_stack=config.with_stack,
+            on_trace_ready=self._keep,
+        )
         self._profile.start()
 
     def on_step(self, step: int) -> None:
@@ -192,9 +245,11 @@ class Profiler:
             config = self._config
             needed = config.wait + config.warmup + config.active
             _log.warning(
-                "warning: monitor.profile has written nothing: wait, warmup and active are %d steps, the run had %d",
-                needed, needed - self._left,
-            )  # fmt: skip
+                "warning: monitor.profile has written nothing: wait, warmup and active are %d"
+                " steps, the run had %d",
+                needed,
+                needed - self._left,
+            )
             self._left = 0
         self._stop()
 
@@ -204,7 +259,10 @@ class Profiler:
             self._profile = None
 
     def _keep(self, profile: Any) -> None:
-        """Write the trace and compute its summary, after the active steps; a full disk does not stop the run."""
+        """Write the trace and compute its summary, after the active steps.
+
+        A full disk does not stop the run.
+        """
         from lockstep import accelerator
         from lockstep.torch_compat import memory_history
 
@@ -217,7 +275,9 @@ class Profiler:
                 memory_history.write(snapshot)
                 memory_history.stop()
         except (OSError, RuntimeError) as error:
-            _log.warning("warning: the trace of rank %d could not be written: %s", self._rank, error)
+            _log.warning(
+                "warning: the trace of rank %d could not be written: %s", self._rank, error
+            )
         self._summary = summarise(profile.events(), self._rank, self._config.active)
 
     def _finish(self, step: int) -> None:
@@ -226,7 +286,11 @@ class Profiler:
         found = [summary for summary in summaries if summary is not None]
         if self._rank == 0 and not found:
             ranks, last = self._config.ranks, len(summaries) - 1
-            _log.warning("warning: monitor.profile.ranks names %s, and the run has ranks 0 to %d", ranks, last)
+            _log.warning(
+                "warning: monitor.profile.ranks names %s, and the run has ranks 0 to %d",
+                ranks,
+                last,
+            )
         if self._rank != 0 or not found:
             return
         summary = combine(found, step - self._config.active + 1, step)
@@ -237,5 +301,8 @@ class Profiler:
         except OSError as error:
             _log.warning("warning: the summary of the profile could not be written: %s", error)
             return
-        print(f"lockstep: profile of {len(found)} rank(s) in {self._folder}: summary.md, traces", flush=True)
+        print(
+            f"lockstep: profile of {len(found)} rank(s) in {self._folder}: summary.md, traces",
+            flush=True,
+        )
         self._event("profile", step=step, text=f"{len(found)} rank(s), {self._folder}")

@@ -1,8 +1,8 @@
 """Defines sinks, which take rows of plain numbers, one of them (`jsonl`), and the thread that feeds them.
 
-A sink that fails while a run trains is reported once, and does not stop it. A slow disk or a server that hangs costs a
-step nothing: rows are written in a thread, several times a second, in order. A killed process loses the rows of its
-last moment.
+A sink that fails while a run trains is reported once, and does not stop it. A slow disk or a server
+that hangs costs a step nothing: rows are written in a thread, several times a second, in order. A
+killed process loses the rows of its last moment.
 """
 
 import logging
@@ -37,7 +37,9 @@ class SinkContext:
 
     @property
     def directory(self) -> RunDirectory:
-        assert self.run is not None, "a sink that uses the run directory must set needs_run_directory"
+        assert self.run is not None, (
+            "a sink that uses the run directory must set needs_run_directory"
+        )
         return self.run
 
     @property
@@ -46,15 +48,19 @@ class SinkContext:
 
 
 class Sink(Protocol):
-    """A destination of records, made with a `SinkContext`. `row` has plain numbers by the names of `StepRecord`.
+    """A destination of records, made with a `SinkContext`.
 
-    A sink may also have `on_media(step, media)`, for texts, images and histograms by name (`lockstep.monitor.media`),
-    and `media_kinds`, where it takes some kinds alone. Numbers that a user logs come to `on_eval`.
+    `row` has plain numbers by the names of `StepRecord`.
 
-    Optional attributes: `at_once = True` writes in the training thread, for output that people see at once, and
-    `each_step = True` with it calls `on_each_step(record)` after every step, whose tensors are not read yet;
-    `own_thread = True` is for servers that may hang; `needs_run_directory = True` leaves the sink out if there is
-    none. An `ImportError` from its constructor leaves it out with a warning.
+    A sink may also have `on_media(step, media)`, for texts, images and histograms by name
+    (`lockstep.monitor.media`), and `media_kinds`, where it takes some kinds alone. Numbers that a
+    user logs come to `on_eval`.
+
+    Optional attributes: `at_once = True` writes in the training thread, for output that people see
+    at once, and `each_step = True` with it calls `on_each_step(record)` after every step, whose
+    tensors are not read yet; `own_thread = True` is for servers that may hang; `needs_run_directory
+    = True` leaves the sink out if there is none. An `ImportError` from its constructor leaves it
+    out with a warning.
     """
 
     def on_step(self, row: Row) -> None:
@@ -117,9 +123,9 @@ FLUSHING_SECONDS, CLOSING_SECONDS = 5.0, 60.0
 class Guarded:
     """Turns a sink's failures into one warning and one event.
 
-    It is tried again after a pause that grows with the time it took to fail: a twentieth of the run is lost at most.
-    Rows of a sink with `rows_wait` are kept meanwhile, up to `CAPACITY`, and are sent in their order; those of others,
-    which may have sent a part of a row, are dropped.
+    It is tried again after a pause that grows with the time it took to fail: a twentieth of the run
+    is lost at most. Rows of a sink with `rows_wait` are kept meanwhile, up to `CAPACITY`, and are
+    sent in their order; those of others, which may have sent a part of a row, are dropped.
     """
 
     def __init__(self, name: str, sink: Any, event: Event) -> None:
@@ -127,14 +133,17 @@ class Guarded:
         self.each_step: bool = getattr(sink, "each_step", False)
         self._rows_wait: bool = getattr(sink, "rows_wait", False)
         takes_media = callable(getattr(sink, "on_media", None))
-        self.media_kinds: set[str] = set(getattr(sink, "media_kinds", MEDIA_KINDS)) if takes_media else set()
+        self.media_kinds: set[str] = (
+            set(getattr(sink, "media_kinds", MEDIA_KINDS)) if takes_media else set()
+        )
         self._waiting: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=CAPACITY)
         self.failures = 0
         self._not_before = 0.0
 
     def flush(self) -> None:
         if self._waiting:
-            self._not_before = 0.0  # a checkpoint promises that the rows up to it are there: try at once
+            # a checkpoint promises that the rows up to it are there: try at once
+            self._not_before = 0.0
         self.send("flush")
 
     def close(self) -> None:
@@ -165,14 +174,19 @@ class Guarded:
             if self.failures == 1:
                 reason = f"{type(error).__name__}: {error}"
                 trace = os.environ.get("LOCKSTEP_TRACEBACK") == "1"
-                _log.warning("warning: %s failed, training goes on: %s", self.name, reason, exc_info=trace)
+                _log.warning(
+                    "warning: %s failed, training goes on: %s", self.name, reason, exc_info=trace
+                )
                 self._event("sink_failed", sink=self.name, reason=reason)
             return False
         return True
 
 
 class Background:
-    """Feeds some sinks from a thread of its own; `event` is called if rows are dropped, or if a sink does not end."""
+    """Feeds some sinks from a thread of its own.
+
+    `event` is called if rows are dropped, or if a sink does not end.
+    """
 
     each_step = False
 
@@ -181,7 +195,11 @@ class Background:
         self._names = ", ".join(sink.name for sink in sinks)
         self.media_kinds = set[str]().union(*(sink.media_kinds for sink in sinks))
         self._rows: deque[tuple[str, tuple[Any, ...]]] = deque()
-        self._there_are_rows, self._hurry, self._idle = threading.Event(), threading.Event(), threading.Event()
+        self._there_are_rows, self._hurry, self._idle = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self._closing = False
         self._dropped = 0
         self._thread = threading.Thread(target=self._run, name="lockstep-sinks", daemon=True)
@@ -215,7 +233,10 @@ class Background:
         self._there_are_rows.set()
         self._thread.join(CLOSING_SECONDS)
         if self._thread.is_alive():
-            self._warn(f"{self._names} did not end within {CLOSING_SECONDS:g} s; its last rows may be missing")
+            self._warn(
+                f"{self._names} did not end within {CLOSING_SECONDS:g} s; its last rows may be"
+                " missing"
+            )
 
     def _warn(self, text: str) -> None:
         _log.warning("warning: %s", text)
@@ -254,7 +275,9 @@ def warn_left_out(sink: str, error: ImportError) -> None:
     package = _PACKAGES.get(sink)  # None: a user's own sink
     why = str(error) if package is None else "its package is not installed"
     fix = "install it" if package is None else f"pip install {package}"
-    _log.warning("warning: the sink %s is left out: %s (%s, or remove it from monitor.sinks)", sink, why, fix)
+    _log.warning(
+        "warning: the sink %s is left out: %s (%s, or remove it from monitor.sinks)", sink, why, fix
+    )
 
 
 _NOT_SCALARS = {"step", "time", "skipped", "own_seconds"}
@@ -262,7 +285,12 @@ _NOT_SCALARS = {"step", "time", "skipped", "own_seconds"}
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
     """Return every number of a record by name: `loss`, `phases/data` …; of a spread the median, and NAME.most."""
-    numbers = (pair for key, inside in row.items() if key not in _NOT_SCALARS for pair in _numbers_in(key, inside))
+    numbers = (
+        pair
+        for key, inside in row.items()
+        if key not in _NOT_SCALARS
+        for pair in _numbers_in(key, inside)
+    )
     return {name: float(value) for name, value in numbers}
 
 

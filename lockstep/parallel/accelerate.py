@@ -1,7 +1,8 @@
 """Replicas by Hugging Face Accelerate, which wraps the model in DistributedDataParallel.
 
-It works under Lockstep's launcher and under `accelerate launch`, whose other settings (precision, accumulation) are not
-read from its environment: the config decides. Its samplers and its `join_uneven_inputs` are not used.
+It works under Lockstep's launcher and under `accelerate launch`, whose other settings (precision,
+accumulation) are not read from its environment: the config decides. Its samplers and its
+`join_uneven_inputs` are not used.
 """
 
 import os
@@ -31,17 +32,23 @@ class Accelerate(Replicas):
     topologies = {"accelerate": ("replicate",)}
     equal_bits = False
 
-    def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
+    def contradictions(
+        self, config: StepConfig, layout: Layout | None = None
+    ) -> Iterator[Contradiction]:
         yield from super().contradictions(config, layout)
         if config.distributed.ddp.compression.kind == "powersgd":
             what = "PowerSGD keeps state that Accelerate does not save"
             fix = "write strategy: ddp, or kind: none"
-            yield Contradiction(("distributed.ddp.compression.kind", "distributed.strategy"), what, fix)
+            yield Contradiction(
+                ("distributed.ddp.compression.kind", "distributed.strategy"), what, fix
+            )
 
     def topologies_to_verify(self, config: StepConfig) -> list[str]:
         return ["accelerate:2"]
 
-    def wrap(self, model: nn.Module, config: StepConfig, group: dist.ProcessGroup) -> DistributedDataParallel:
+    def wrap(
+        self, model: nn.Module, config: StepConfig, group: dist.ProcessGroup
+    ) -> DistributedDataParallel:
         refuse_other_engines()
         return prepare(model, config)
 
@@ -59,11 +66,17 @@ def prepare(model: nn.Module, config: StepConfig) -> DistributedDataParallel:
         cpu=next(model.parameters()).device.type == "cpu",
         device_placement=config.distributed.accelerate.device_placement,
         mixed_precision="no",  # autocast is the step's, as under every strategy
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, **ddp_settings(config))],
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=1, sync_with_dataloader=False
+        ),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, **ddp_settings(config))
+        ],
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+        warnings.filterwarnings(
+            "ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning
+        )
         wrapped = accelerator.prepare_model(model)
     assert isinstance(wrapped, DistributedDataParallel)
     return wrapped
@@ -75,4 +88,6 @@ def refuse_other_engines() -> None:
         if os.environ.get(name, "false").lower() in ("true", "1"):
             what = f"accelerate launch is set to use another engine ({name}=true)"
             why = "under strategy accelerate, Accelerate synchronises replicas"
-            raise UsageError(what, where="distributed.strategy", why=why, fix=f"{fix}, or launch without it")
+            raise UsageError(
+                what, where="distributed.strategy", why=why, fix=f"{fix}, or launch without it"
+            )

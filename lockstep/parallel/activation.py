@@ -1,9 +1,10 @@
 """Activation checkpointing: drop what a block saves, and recompute it in the backward pass.
 
-A block's `forward` is replaced on the instance, so canonical names stay, and hooks on the block (keyed random numbers,
-FSDP's gathering) run outside of what is recomputed. `sequential` keeps only the input of the first of several blocks in
-a row, and computes all of them again at once; a block continues a run if it is given what the block before returned.
-Recomputation begins with the buffers that the forward pass began with, and leaves no trace in them.
+A block's `forward` is replaced on the instance, so canonical names stay, and hooks on the block
+(keyed random numbers, FSDP's gathering) run outside of what is recomputed. `sequential` keeps only
+the input of the first of several blocks in a row, and computes all of them again at once; a block
+continues a run if it is given what the block before returned. Recomputation begins with the buffers
+that the forward pass began with, and leaves no trace in them.
 """
 
 import weakref
@@ -17,7 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from lockstep.accelerator import default_generator
 from lockstep.errors import UsageError
@@ -27,25 +32,37 @@ from lockstep.torch_compat.operators import FUSED_ATTENTION
 from lockstep.torch_compat.pytree import tree_leaves, tree_map
 from lockstep.torch_compat.tensor_versions import base_of, version_of
 
-# Selective checkpointing keeps results that cost much to compute for their size. The rest is recomputed.
-_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.convolution)
+# Selective checkpointing keeps results that cost much to compute for their size. The rest is
+# recomputed.
+_PRODUCTS = (
+    torch.ops.aten.mm,
+    torch.ops.aten.addmm,
+    torch.ops.aten.bmm,
+    torch.ops.aten.convolution,
+)
 _KEPT = tuple(operator.default for operator in (*_PRODUCTS, *FUSED_ATTENTION))
 
 
 _MODES = ("none", "full", "selective", "every_n", "sequential")
-_replaced: "weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]]" = weakref.WeakKeyDictionary()  # their own forward
+# their own forward
+_replaced: "weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]]" = weakref.WeakKeyDictionary()
 
 
 def apply_activation_checkpointing(
-    blocks: Sequence[tuple[str, nn.Module]], mode: str, random_state: RandomState, *, every: int = 2,
+    blocks: Sequence[tuple[str, nn.Module]],
+    mode: str,
+    random_state: RandomState,
+    *,
+    every: int = 2,
     compiled: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Checkpoint blocks, given in the order in which they run, in place.
 
     Args:
-        mode: none | full (each block) | selective (each block, keeping products of matrices) | every_n (each
-            `every`-th) | sequential (runs of `every` blocks).
-        compiled: the blocks will be compiled; the random context is then left to the hooks outside of them.
+        mode: none | full (each block) | selective (each block, keeping products of matrices) |
+            every_n (each `every`-th) | sequential (runs of `every` blocks).
+        compiled: the blocks will be compiled; the random context is then left to the hooks outside
+            of them.
     """
     for _, block in blocks:  # another mode takes the place of the one before
         if (before := _replaced.pop(block, None)) is not None:
@@ -54,18 +71,24 @@ def apply_activation_checkpointing(
         return
     if mode not in _MODES:
         raise UsageError(
-            f"there is no activation checkpointing {mode!r}", where="training.gradient_checkpointing",
+            f"there is no activation checkpointing {mode!r}",
+            where="training.gradient_checkpointing",
             fix=f"write one of {', '.join(_MODES)}",
-        )  # fmt: skip
+        )
     if not blocks:
-        what = "activation checkpointing needs to know the model's repeated blocks, and none were found"
+        what = (
+            "activation checkpointing needs to know the model's repeated blocks, and none were"
+            " found"
+        )
         fix = "give the model a method blocks() -> [(name, module)]"
         raise UsageError(what, where="training.gradient_checkpointing", fix=fix)
     if mode == "sequential":
         if compiled:
             what = "a run of blocks is recomputed at once, and blocks are compiled one by one"
             fix = "set training.gradient_checkpointing: full, or training.compile: false"
-            raise UsageError(what, where="training.gradient_checkpointing, training.compile", fix=fix)
+            raise UsageError(
+                what, where="training.gradient_checkpointing, training.compile", fix=fix
+            )
         runs = _Runs(random_state)
         for place, (_, block) in enumerate(blocks):
             _replaced[block] = block.forward
@@ -73,7 +96,9 @@ def apply_activation_checkpointing(
         return
     for _, block in blocks[::every] if mode == "every_n" else blocks:
         _replaced[block] = block.forward
-        block.forward = _checkpointed(block, random_state, selective=mode == "selective", compiled=compiled)
+        block.forward = _checkpointed(
+            block, random_state, selective=mode == "selective", compiled=compiled
+        )
 
 
 def _checkpointed(
@@ -86,7 +111,11 @@ def _checkpointed(
             return forward(*args, **kwargs)
         repeat: Any = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=True)
         if compiled:
-            selecting = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+            selecting = (
+                {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
+                if selective
+                else {}
+            )
             return repeat(*args, **selecting, **kwargs)
         before = buffers.copied()
         contexts = partial(_contexts, random_state, random_state.capture(), before, selective)
@@ -110,14 +139,17 @@ def _contexts(
 
 @contextmanager
 def _recomputing(
-    random_state: RandomState, captured: HostState | None, drawn: Tensor | None, buffers: "_Copies",
+    random_state: RandomState,
+    captured: HostState | None,
+    drawn: Tensor | None,
+    buffers: "_Copies",
     reuse: AbstractContextManager[Any],
-) -> Iterator[None]:  # fmt: skip
+) -> Iterator[None]:
     """Repeat a block's random numbers in its recomputation.
 
-    torch does so by itself where the block has tensors among its positional arguments and the device's module has
-    `_initialized`, which those of MPS and of registered devices lack. `drawn`: the generator's state as the forward
-    pass began; None: torch restores it.
+    torch does so by itself where the block has tensors among its positional arguments and the
+    device's module has `_initialized`, which those of MPS and of registered devices lack. `drawn`:
+    the generator's state as the forward pass began; None: torch restores it.
     """
     drawing = nullcontext() if drawn is None else drawing_from(drawn, random_state)
     with random_state.recomputing(captured), drawing, _in_place(buffers), reuse:
@@ -131,7 +163,9 @@ class _ChangingBuffers:
     """The buffers of a block that its forward pass changes."""
 
     def __init__(self, block: nn.Module) -> None:
-        self._all = [(m, name) for m in block.modules() for name, _ in m.named_buffers(recurse=False)]
+        self._all = [
+            (m, name) for m in block.modules() for name, _ in m.named_buffers(recurse=False)
+        ]
         self._changing: list[tuple[nn.Module, str]] | None = None  # None: no forward pass was seen
         self._before: list[tuple[int, int]] = []
 
@@ -140,7 +174,11 @@ class _ChangingBuffers:
         if self._changing is None:
             self._before = self._versions()
         found = self._all if self._changing is None else self._changing
-        return [(m, name, buffer.clone()) for m, name in found if (buffer := getattr(m, name)) is not None]
+        return [
+            (m, name, buffer.clone())
+            for m, name in found
+            if (buffer := getattr(m, name)) is not None
+        ]
 
     def notice(self) -> None:
         """Note, after the first forward pass, which of them it has changed."""
@@ -148,16 +186,23 @@ class _ChangingBuffers:
             return
         pairs = zip(self._all, self._before, self._versions(), strict=True)
         # Batch normalisation writes its averages without a new version.
-        self._changing = [each for each, old, new in pairs if old != new or isinstance(each[0], BatchNorm)]
+        self._changing = [
+            each for each, old, new in pairs if old != new or isinstance(each[0], BatchNorm)
+        ]
 
     def _versions(self) -> list[tuple[int, int]]:
         buffers = [getattr(module, name) for module, name in self._all]
-        return [(0, 0) if buffer is None else (id(buffer), version_of(buffer)) for buffer in buffers]
+        return [
+            (0, 0) if buffer is None else (id(buffer), version_of(buffer)) for buffer in buffers
+        ]
 
 
 @contextmanager
 def _in_place(buffers: _Copies) -> Iterator[None]:
-    """Have copies in the place of buffers in the block; autograd may have saved the buffers themselves."""
+    """Have copies in the place of buffers in the block.
+
+    Autograd may have saved the buffers themselves.
+    """
     live = [getattr(module, name) for module, name, _ in buffers]
     for module, name, before in buffers:
         setattr(module, name, before.clone())  # two halves of a backward pass may each recompute
@@ -194,14 +239,18 @@ class _Previous:
 class _Call:
     block: nn.Module
     forward: Callable[..., Any]
-    arguments: Any  # (positional, keyword); tensors are detached, and those from the block before are left out
+    # (positional, keyword); tensors are detached, and those from the block before are left out
+    arguments: Any
     generator: Tensor  # state of the device's generator when the block began
     captured: HostState | None  # of the generators on the host, then
     buffers: _Copies  # that change, as they were then
 
 
 class _Runs:
-    """The runs of a model's blocks. One is open at a time: forward passes of micro-batches do not interleave."""
+    """The runs of a model's blocks.
+
+    One is open at a time: forward passes of micro-batches do not interleave.
+    """
 
     def __init__(self, random_state: RandomState) -> None:
         self._random_state = random_state
@@ -222,11 +271,15 @@ class _Runs:
                 arguments = (args, kwargs)
             generator, captured = _state(self._random_state), self._random_state.capture()
             before = buffers.copied()
-            run.calls.append(_Call(block, forward, tree_map(_detached, arguments), generator, captured, before))
+            run.calls.append(
+                _Call(block, forward, tree_map(_detached, arguments), generator, captured, before)
+            )
             with saved_tensors_hooks(run.pack, run.unpack):
                 outputs = forward(*args, **kwargs)
             buffers.notice()
-            self._returned = [weakref.ref(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            self._returned = [
+                weakref.ref(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)
+            ]
             return outputs
 
         return recomputed
@@ -273,7 +326,11 @@ class _Run:
         def attached(leaf: Any) -> Any:
             if isinstance(leaf, _Previous):
                 return outputs[leaf.place]
-            return leaf.tensor.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, _Input) else leaf
+            return (
+                leaf.tensor.detach().requires_grad_(leaf.requires_grad)
+                if isinstance(leaf, _Input)
+                else leaf
+            )
 
         def never(_nothing: None) -> Tensor:
             raise AssertionError("the graph of a recomputation is not differentiated")
@@ -282,14 +339,20 @@ class _Run:
             for call in self.calls:
                 for module in call.block.modules():
                     if isinstance(module, FSDPModule):
-                        module.unshard()  # freed since; FSDP2 frees it again after the backward pass
+                        # freed since; FSDP2 frees it again after the backward pass
+                        module.unshard()
                 args, kwargs = tree_map(attached, call.arguments)
-                drawing = _recomputing(self.random_state, call.captured, call.generator, call.buffers, nullcontext())
+                drawing = _recomputing(
+                    self.random_state, call.captured, call.generator, call.buffers, nullcontext()
+                )
                 with drawing:
                     made = call.forward(*args, **kwargs)
                 outputs[:] = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         if len(found) != self._saved:
-            what = f"blocks saved {self._saved} tensors in the forward pass, and {len(found)} when they were recomputed"
+            what = (
+                f"blocks saved {self._saved} tensors in the forward pass, and {len(found)} when"
+                " they were recomputed"
+            )
             raise RuntimeError(what)
         self._values = dict(enumerate(found))
 

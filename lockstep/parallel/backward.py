@@ -1,18 +1,20 @@
 """Backward passes of a stage: at once, or the gradients of its inputs first and those of its weights later.
 
-The first half, I, computes the gradients of the stage's inputs, which the rank before waits for. The second half, W,
-computes those of the weights, when the schedule has time for it. Together they compute what one backward pass does,
-as long as W begins where I has come by. For y = relu(x · Wᵀ) with x [n, a], W [b, a], y [n, b]:
+The first half, I, computes the gradients of the stage's inputs, which the rank before waits for.
+The second half, W, computes those of the weights, when the schedule has time for it. Together they
+compute what one backward pass does, as long as W begins where I has come by. For y = relu(x · Wᵀ)
+with x [n, a], W [b, a], y [n, b]:
 
     graph      y ← ReluBackward ← MmBackward ← x
                                       ↖ TBackward ← W
     I          dy [n, b] → relu → dz [n, b], which is kept at MmBackward → dz · W = dx [n, a]
     W          MmBackward again, from dz, towards W alone → dWᵀ = xᵀ · dz [a, b] → dW [b, a]
 
-So I keeps, for each operation that lies on the way from the outputs to the inputs and uses a weight, the gradients that
-have reached it, and W starts there. Where a weight is not reached from exactly one such operation, it starts at the
-outputs, and goes all the way again: layers share the weight (the graph between its two uses would be freed by the
-first), or its gradient does not meet that of an input.
+So I keeps, for each operation that lies on the way from the outputs to the inputs and uses a
+weight, the gradients that have reached it, and W starts there. Where a weight is not reached from
+exactly one such operation, it starts at the outputs, and goes all the way again: layers share the
+weight (the graph between its two uses would be freed by the first), or its gradient does not meet
+that of an input.
 
 Tests: tests/parallel/test_backward.py
 """
@@ -32,22 +34,34 @@ from lockstep.parallel.strides import laid_out
 Gradients = tuple[Tensor | None, ...]
 Node = Any  # an operation in torch's graph: its class is made in C++
 
-# In torch 2.11 the operation of an `autograd.Function` is gone with the graph before it, though Python still names it.
+# In torch 2.11 the operation of an `autograd.Function` is gone with the graph before it, though
+# Python still names it.
 _KEEPS_FUNCTIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def backward(
-    outputs: Sequence[Tensor], gradients: Gradients, inputs: Sequence[Tensor], *, as_made: bool = False
+    outputs: Sequence[Tensor],
+    gradients: Gradients,
+    inputs: Sequence[Tensor],
+    *,
+    as_made: bool = False,
 ) -> Gradients:
-    """Add the gradients of weights to their `.grad`, and return those of the inputs; None for an input without one.
+    """Add the gradients of weights to their `.grad`, and return those of the inputs.
+
+    None for an input without one.
 
     Args:
         outputs: where the pass starts; those that need no gradient are left out.
         gradients: of the outputs, of the same shapes.
         inputs: leaves of the graph.
-        as_made: return gradients with the strides with which they were made: autograd lays them like the inputs.
+        as_made: return gradients with the strides with which they were made: autograd lays them
+            like the inputs.
     """
-    roots = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True) if output.requires_grad]
+    roots = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if output.requires_grad
+    ]
     if not roots:
         return (None,) * len(inputs)
     strides: dict[int, tuple[int, ...]] = {}  # place of an input → of its gradient
@@ -59,7 +73,9 @@ def backward(
     found: list[Tensor | None] = []
     for place, value in enumerate(inputs):
         gradient, value.grad = value.grad, None
-        found.append(gradient if gradient is None or not as_made else laid_out(gradient, strides[place]))
+        found.append(
+            gradient if gradient is None or not as_made else laid_out(gradient, strides[place])
+        )
     return tuple(found)
 
 
@@ -76,8 +92,10 @@ class SecondHalf:
     weights: list[Tensor] = field(default_factory=list)  # that get gradients; empty: all leaves
     # Instead of all the way from the outputs: (operation, the weights that it uses).
     operations: list[tuple[Node, list[Tensor]]] = field(default_factory=list)
-    arrived: dict[Node, Gradients] = field(default_factory=dict)  # operation → gradients that have reached it
-    # Tensors that lead to no input, where a backward pass begins for its messages alone, with gradients of zero.
+    # operation → gradients that have reached it
+    arrived: dict[Node, Gradients] = field(default_factory=dict)
+    # Tensors that lead to no input, where a backward pass begins for its messages alone, with
+    # gradients of zero.
     further_roots: list[Tensor] = field(default_factory=list)
 
     def run(self) -> None:
@@ -87,18 +105,27 @@ class SecondHalf:
         while self.operations:  # each is freed before the next one runs
             operation, weights = self.operations.pop()
             numbered = enumerate(self.arrived.pop(operation, ()))
-            given = [(GradientEdge(operation, place), each) for place, each in numbered if each is not None]
+            given = [
+                (GradientEdge(operation, place), each)
+                for place, each in numbered
+                if each is not None
+            ]
             if given:
                 _continue_from(operation, given, weights)
         if self.further_roots:
-            torch.autograd.backward(self.further_roots, [torch.zeros_like(root) for root in self.further_roots])
+            torch.autograd.backward(
+                self.further_roots, [torch.zeros_like(root) for root in self.further_roots]
+            )
 
 
-# On CPUs the kernel for tensors whose channels lie together ends the process where the input's gradient is not wanted.
+# On CPUs the kernel for tensors whose channels lie together ends the process where the input's
+# gradient is not wanted.
 _WANTS_ALL = ("NativeGroupNormBackward0",)
 
 
-def _continue_from(operation: Node, given: Sequence[tuple[GradientEdge, Tensor]], weights: Sequence[Tensor]) -> None:
+def _continue_from(
+    operation: Node, given: Sequence[tuple[GradientEdge, Tensor]], weights: Sequence[Tensor]
+) -> None:
     """Add the gradients of an operation's weights to `.grad`, from the gradients of its outputs."""
     edges, gradients = [edge for edge, _ in given], [gradient for _, gradient in given]
     if operation.name() not in _WANTS_ALL:
@@ -112,8 +139,14 @@ def _continue_from(operation: Node, given: Sequence[tuple[GradientEdge, Tensor]]
 
 def whole_second_half(outputs: Sequence[Tensor], gradients: Gradients) -> SecondHalf:
     """Return a second half that is all of the backward pass, for a stage whose inputs need no gradients."""
-    roots = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True) if output.requires_grad]
-    return SecondHalf([get_gradient_edge(output) for output, _ in roots], [gradient for _, gradient in roots])
+    roots = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if output.requires_grad
+    ]
+    return SecondHalf(
+        [get_gradient_edge(output) for output, _ in roots], [gradient for _, gradient in roots]
+    )
 
 
 def first_half(
@@ -127,9 +160,15 @@ def first_half(
         inputs: leaves of the graph. All other leaves are weights.
     """
     half = whole_second_half(outputs, gradients)
-    place_of = {get_gradient_edge(value).node: place for place, value in enumerate(inputs) if value.requires_grad}
+    place_of = {
+        get_gradient_edge(value).node: place
+        for place, value in enumerate(inputs)
+        if value.requires_grad
+    }
     order = _postorder([edge.node for edge in half.starts])
-    weight_of = {node: node.variable for node in order if hasattr(node, "variable") and node not in place_of}
+    weight_of = {
+        node: node.variable for node in order if hasattr(node, "variable") and node not in place_of
+    }
     half.weights = list(weight_of.values())
     used = [place_of[node] for node in order if node in place_of]
     starts, given = half.starts, half.gradients
@@ -138,7 +177,9 @@ def first_half(
         return tuple(found), half
     operations = _operations(order, {edge.node for edge in starts}, set(place_of), set(weight_of))
     if operations is not None:
-        half.operations = [(node, [weight_of[each] for each in nodes]) for node, nodes in operations]
+        half.operations = [
+            (node, [weight_of[each] for each in nodes]) for node, nodes in operations
+        ]
         half.starts, half.gradients = [], []
     hooks = [node.register_prehook(_keep(half.arrived, node)) for node, _ in half.operations]
     try:
@@ -157,7 +198,8 @@ def _operations(
 ) -> list[tuple[Node, list[Node]]] | None:
     """Return the operations on the way to the inputs that use weights, with the nodes of these weights.
 
-    None if some weight is not reached from exactly one of them, or if torch can't continue from one.
+    None if some weight is not reached from exactly one of them, or if torch can't continue from
+    one.
 
     Args:
         order: the nodes of the graph, each after those that follow it.
@@ -183,9 +225,11 @@ def _operations(
             behind[node] = frozenset().union(*(behind[each] for each in following))
     found = [weight for _, nodes in operations for weight in nodes]
     reached = {node for node in order if node in weights}
-    if len(found) != len(reached) or set(found) != reached:  # used by several operations, or by none of them
+    # used by several operations, or by none of them
+    if len(found) != len(reached) or set(found) != reached:
         return None
-    if any(behind.get(root) for root in roots):  # an output is made of weights alone: they may be used here, too
+    # an output is made of weights alone: they may be used here, too
+    if any(behind.get(root) for root in roots):
         return None
     if not _KEEPS_FUNCTIONS and any(isinstance(node, BackwardCFunction) for node, _ in operations):
         return None

@@ -1,7 +1,7 @@
 """Batch normalisation over the micro-batches that neighbouring ranks run at the same time.
 
-Mean and variance are those of `torch.nn.SyncBatchNorm`, which refuses CPUs, from the ranks' own means and squared
-deviations. Source: Chan, Golub, LeVeque 1979.
+Mean and variance are those of `torch.nn.SyncBatchNorm`, which refuses CPUs, from the ranks' own
+means and squared deviations. Source: Chan, Golub, LeVeque 1979.
 
 Tests: tests/parallel/test_buffers.py, tests/parity/test_same_bits.py
 """
@@ -53,7 +53,11 @@ class BatchNormRows(AroundMicroBatch):
         mean = x.mean(dims)
         deviations = (x - _spread(mean, x)).square().sum(dims) * float(self._real)
         table = with_backward(self._gather, self._pull_back, torch.cat([mean, deviations, count]))
-        means, deviations, counts = table[:, :channels], table[:, channels:-1].sum(0), table[:, -1:].detach()
+        means, deviations, counts = (
+            table[:, :channels],
+            table[:, channels:-1].sum(0),
+            table[:, -1:].detach(),
+        )
         total = counts.sum().clamp(min=1.0)
         mean = (counts * means).sum(0) / total
         variance = (deviations + (counts * (means - mean).square()).sum(0)) / total
@@ -93,20 +97,36 @@ def _update(module: BatchNorm, mean: Tensor, variance: Tensor) -> None:
     module.running_var.lerp_(variance.to(module.running_var.dtype), share)
 
 
-def apply_batch_norm_rows(model: nn.Module, samples: int | None, batch_size: int, ranks: int) -> BatchNormRows | None:
-    """Have batch normalisation cover rows of ranks, of so many samples; None where a row is one micro-batch."""
+def apply_batch_norm_rows(
+    model: nn.Module, samples: int | None, batch_size: int, ranks: int
+) -> BatchNormRows | None:
+    """Have batch normalisation cover rows of ranks, of so many samples.
+
+    None where a row is one micro-batch.
+    """
     in_row = 1 if samples is None else samples // batch_size
     if in_row == 1:
         return None
-    found = {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
-    other = next((name for name, module in found.items() if type(module).forward is not BatchNorm.forward), None)
+    found = {
+        name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)
+    }
+    other = next(
+        (name for name, module in found.items() if type(module).forward is not BatchNorm.forward),
+        None,
+    )
     if other is not None or not found:
-        what = f"{other} ({type(found[other]).__name__}) has a forward of its own" if other else "the model has none"
+        what = (
+            f"{other} ({type(found[other]).__name__}) has a forward of its own"
+            if other
+            else "the model has none"
+        )
         what = f"batch normalisation can't cover {samples} samples: {what}"
         fix = f"leave it out, or write training.batch_size: {samples}"
         fix += ", or use nn.BatchNorm1d, 2d or 3d" if other else ""
         raise UsageError(what, where="training.batch_norm_samples", fix=fix)
-    group = create_group("batch_norm", [range(first, first + in_row) for first in range(0, ranks, in_row)])
+    group = create_group(
+        "batch_norm", [range(first, first + in_row) for first in range(0, ranks, in_row)]
+    )
     assert group is not None
     rows = BatchNormRows(in_row, group)
 

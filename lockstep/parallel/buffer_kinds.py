@@ -41,7 +41,11 @@ def explained_buffers(model: nn.Module) -> ExplainedBuffers:
     """Return the explained buffers of a model, or of a stage of it."""
     found = ExplainedBuffers()
     for name, module in model.named_modules():
-        if isinstance(module, BatchNorm) and module.track_running_stats and module.running_mean is not None:
+        if (
+            isinstance(module, BatchNorm)
+            and module.track_running_stats
+            and module.running_mean is not None
+        ):
             found.norms[name] = module
         own = [attribute for attribute, _ in module.named_buffers(recurse=False)]
         if isinstance(module, SpectralNormParametrization):

@@ -1,13 +1,15 @@
 """Buffers that a forward pass changes: running statistics of batch normalisation, and others.
 
-A running average depends on the order in which micro-batches update it. So during a forward pass empty statistics
-collect what this micro-batch adds, and after the last backward pass the records of all ranks are replayed in order.
-With n earlier calls, momentum m and a module called k times in a forward pass, one micro-batch changes the average r to
-(1 - m)^k r + c, where c is the result for an average of zero; without momentum (cumulative) to (n r + k c) / (n + k).
+A running average depends on the order in which micro-batches update it. So during a forward pass
+empty statistics collect what this micro-batch adds, and after the last backward pass the records of
+all ranks are replayed in order. With n earlier calls, momentum m and a module called k times in a
+forward pass, one micro-batch changes the average r to (1 - m)^k r + c, where c is the result for an
+average of zero; without momentum (cumulative) to (n r + k c) / (n + k).
 
-Spectral normalisation makes one power iteration a step, as a plain loop over the whole batch does. `step_counts` are
-added up and handed to `end_step` (`lockstep.models.protocol`). Of other buffers the user says how they combine
-(`lockstep.parallel.combined_buffers`), or ranks take rank 0's (`lockstep.parallel.unexplained_buffers`).
+Spectral normalisation makes one power iteration a step, as a plain loop over the whole batch does.
+`step_counts` are added up and handed to `end_step` (`lockstep.models.protocol`). Of other buffers
+the user says how they combine (`lockstep.parallel.combined_buffers`), or ranks take rank 0's
+(`lockstep.parallel.unexplained_buffers`).
 """
 
 import math
@@ -41,8 +43,14 @@ def refuse_synchronised(model: nn.Module) -> None:
     """Refuse a `SyncBatchNorm`, whose statistics mix the samples of all ranks."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
-            why = "it normalises over the micro-batches of all ranks, so a step would depend on their number"
-            fix = "use BatchNorm, and training.batch_norm_samples to say over how many samples it normalises; unset, "
+            why = (
+                "it normalises over the micro-batches of all ranks, so a step would depend on their"
+                " number"
+            )
+            fix = (
+                "use BatchNorm, and training.batch_norm_samples to say over how many samples it"
+                " normalises; unset, "
+            )
             fix += "these are the batch_size samples of a micro-batch, on any number of ranks"
             raise UsageError(f"{name or type(model).__name__} is a SyncBatchNorm", why=why, fix=fix)
 
@@ -54,7 +62,9 @@ def restored(roots: Iterable[nn.Module], further: Sequence[Tensor] = ()) -> Iter
     Buffers that these have replaced are registered again, and those that were None are None.
     """
     modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
-    before = [dict(module.named_buffers(recurse=False, remove_duplicate=False)) for module in modules]
+    before = [
+        dict(module.named_buffers(recurse=False, remove_duplicate=False)) for module in modules
+    ]
     names = [set(dir(module)) for module in modules]  # also of buffers that are None
     tensors = [*(buffer for own in before for buffer in own.values()), *further]
     copies = {id(tensor): (tensor, tensor.clone()) for tensor in tensors}
@@ -85,7 +95,10 @@ def restored_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
 
     A tensor is the one that it was; what was written to it in place stays.
     """
-    attributes = [{k: v for k, v in vars(m).items() if isinstance(v, _PLAIN) and k != "training"} for m in modules]
+    attributes = [
+        {k: v for k, v in vars(m).items() if isinstance(v, _PLAIN) and k != "training"}
+        for m in modules
+    ]
     try:
         yield
     finally:
@@ -110,29 +123,36 @@ class RunningBuffers(AroundMicroBatch):
     looks_every: int = 100  # steps between two looks at the bits of unexplained buffers, at most
     has_values: bool = True  # False in a plan
     _norms: dict[str, BatchNorm] = field(init=False)
-    _vectors: list[tuple[nn.Module, str]] = field(init=False)  # of spectral normalisation: module, and name there
-    _iterated: list[Tensor] = field(default_factory=list)  # the vectors after a micro-batch of this step
+    # of spectral normalisation: module, and name there
+    _vectors: list[tuple[nn.Module, str]] = field(init=False)
+    # the vectors after a micro-batch of this step
+    _iterated: list[Tensor] = field(default_factory=list)
     _counting: list[nn.Module] = field(init=False)
     _counts: Tensor | None = None  # of the step so far, of all of them
     _records: dict[int, Tensor] = field(default_factory=dict)  # micro-batch → flat statistics
-    _own: list[_Buffer] = field(default_factory=list)  # the model's, while those of a micro-batch are in their place
+    # the model's, while those of a micro-batch are in their place
+    _own: list[_Buffer] = field(default_factory=list)
     _inside: bool = False  # whether they are
-    # Position of a micro-batch, between its forward and its backward pass → its buffers, and the calls of active norms.
+    # Position of a micro-batch, between its forward and its backward pass → its buffers, and the
+    # calls of active norms.
     _left: dict[int, list[_Buffer]] = field(default_factory=dict)
     _calls: dict[int, list[int]] = field(default_factory=dict)
-    _repeated: set[int] = field(default_factory=set)  # micro-batches whose recomputation is recorded
+    # micro-batches whose recomputation is recorded
+    _repeated: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         found = explained_buffers(self.model)
         self._norms, self._vectors, self._counting = found.norms, found.vectors, found.counting
-        combined = self.ways if self.has_values else BufferWays({})  # without values nothing can be compared
+        # without values nothing can be compared
+        combined = self.ways if self.has_values else BufferWays({})
         self._combined = CombinedBuffers(combined, self.model, self.group, self.ranks)
         known = found.registrations | set(self.ways.ways)
         others = {
             name: BufferPlace(name, module, attribute)
             for path, module in self.model.named_modules()
             for attribute, _ in module.named_buffers(recurse=False, remove_duplicate=False)
-            if (id(module), attribute) not in known and (name := f"{path}.{attribute}" if path else attribute)
+            if (id(module), attribute) not in known
+            and (name := f"{path}.{attribute}" if path else attribute)
         }
         self._others = UnexplainedBuffers(
             others, self.ranks, self.group, self.reproducible, self.looks_every, self.has_values
@@ -145,19 +165,26 @@ class RunningBuffers(AroundMicroBatch):
 
     def before(self, run: MicroBatchPass) -> None:
         """Let the forward pass of a micro-batch write to buffers of its own."""
-        recorded: list[tuple[nn.Module, str]] = [(norm, key) for norm in self._active() for key in STATISTICS]
+        recorded: list[tuple[nn.Module, str]] = [
+            (norm, key) for norm in self._active() for key in STATISTICS
+        ]
         recorded += [(module, COUNTS) for module in self._counting]
         fresh: list[_Buffer] = []
         for module, name in (*recorded, *self._vectors):
             buffer = getattr(module, name)
             if buffer is not None:
-                fresh.append((module, name, torch.zeros_like(buffer) if name in _EMPTIED else buffer.clone()))
+                fresh.append(
+                    (module, name, torch.zeros_like(buffer) if name in _EMPTIED else buffer.clone())
+                )
         self._put(fresh)
         if self._others.places:
             self._others.before_forward()
 
     def after_forward(self, run: MicroBatchPass) -> None:
-        """Record what the forward pass has done; keep its buffers, which the backward pass may write to."""
+        """Record what the forward pass has done.
+
+        Keep its buffers, which the backward pass may write to.
+        """
         index, real = run.micro_batch.index, run.micro_batch.real
         self._iterated = [getattr(module, name) for module, name in self._vectors]
         if self._counting and real:
@@ -170,7 +197,9 @@ class RunningBuffers(AroundMicroBatch):
         active = self._active()
         if active and real and index % self.row == 0:
             self._records[index] = _flat(active)
-        self._left[run.position] = [(module, name, getattr(module, name)) for module, name, _ in self._own]
+        self._left[run.position] = [
+            (module, name, getattr(module, name)) for module, name, _ in self._own
+        ]
         self._calls[run.position] = _calls_of(active)
         self._put_back()
 
@@ -184,8 +213,8 @@ class RunningBuffers(AroundMicroBatch):
     def after_backward(self, run: MicroBatchPass) -> None:
         """Record what the model's own recomputation (`torch.utils.checkpoint`) has done, as PyTorch does.
 
-        Recomputation by `training.gradient_checkpointing` leaves statistics alone. Under a schedule with two halves a
-        backward pass may recompute twice, of which the first counts.
+        Recomputation by `training.gradient_checkpointing` leaves statistics alone. Under a schedule
+        with two halves a backward pass may recompute twice, of which the first counts.
         """
         active, index = self._active(), run.micro_batch.index
         recorded = run.micro_batch.real and index in self._records and index not in self._repeated
@@ -229,7 +258,10 @@ class RunningBuffers(AroundMicroBatch):
         return 1 if self.random_state is None else self.random_state.step + 1
 
     def begin_evaluation(self) -> None:
-        """Prepare for forward passes that are no step's; buffers that are combined are left alone by them."""
+        """Prepare for forward passes that are no step's.
+
+        Buffers that are combined are left alone by them.
+        """
         if self._combined.any:
             self._combined.begin()
         if self._others.places:
@@ -239,22 +271,29 @@ class RunningBuffers(AroundMicroBatch):
         """Restore what these forward passes have written, where the step combines it."""
         if self._combined.any:
             self._combined.end()
-        evaluates = self.random_state is not None and self.random_state.phase == "eval"  # checks restore all buffers
+        # checks restore all buffers
+        evaluates = self.random_state is not None and self.random_state.phase == "eval"
         if self._others.places and evaluates:
             self._others.after_evaluation()
 
     @torch.no_grad()
     def after_step(self, micro_batches_per_step: int) -> None:
-        """Bring the buffers to what the step makes of them; all ranks come here after their last backward pass."""
+        """Bring the buffers to what the step makes of them.
+
+        All ranks come here after their last backward pass.
+        """
         if (active := self._active()) and (self.ranks > 1 or self._records):
             _replay(active, self._gathered(micro_batches_per_step, active))
             self._records.clear()
             self._repeated.clear()
-        for (module, name), iterated in zip(self._vectors, self._iterated, strict=True) if self._iterated else ():
+        for (module, name), iterated in (
+            zip(self._vectors, self._iterated, strict=True) if self._iterated else ()
+        ):
             getattr(module, name).copy_(iterated)
         if self._counting:
             none = [torch.zeros_like(module.get_buffer(COUNTS)) for module in self._counting]
-            counts = torch.cat(none) if self._counts is None else self._counts  # None: this rank ran a dummy alone
+            # None: this rank ran a dummy alone
+            counts = torch.cat(none) if self._counts is None else self._counts
             self._counts = None
             if self.ranks > 1:
                 dist.all_reduce(counts, group=self.group)
@@ -276,14 +315,19 @@ class RunningBuffers(AroundMicroBatch):
         if self.ranks == 1:
             return torch.stack([self._records[index] for index in sorted(self._records)])
         rows = -(-micro_batches_per_step // self.ranks)
-        width, device = sum(2 * module.num_features + 1 for module in active), _averages(active[0])[0].device
-        mine = torch.zeros(rows, width + 1, dtype=torch.float64, device=device)  # the last column: micro-batch + 1
+        width, device = (
+            sum(2 * module.num_features + 1 for module in active),
+            _averages(active[0])[0].device,
+        )
+        # the last column: micro-batch + 1
+        mine = torch.zeros(rows, width + 1, dtype=torch.float64, device=device)
         for row, (index, record) in enumerate(self._records.items()):
             mine[row, :-1], mine[row, -1] = record, index + 1
         theirs = [torch.empty_like(mine) for _ in range(self.ranks)]
         dist.all_gather(theirs, mine, group=self.group)
         table = torch.cat(theirs)
-        return table[table[:, -1].argsort(stable=True), :-1]  # sorted on the device: nothing waits for it
+        # sorted on the device: nothing waits for it
+        return table[table[:, -1].argsort(stable=True), :-1]
 
 
 def keeping(buffers: Sequence[RunningBuffers], evaluate: Evaluate, *, apart: bool) -> Evaluate:
@@ -292,7 +336,9 @@ def keeping(buffers: Sequence[RunningBuffers], evaluate: Evaluate, *, apart: boo
     With `apart` each micro-batch starts from the same buffers, whichever rank runs it.
     """
 
-    def evaluate_and_restore(micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator) -> None:
+    def evaluate_and_restore(
+        micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator
+    ) -> None:
         for window in [[each] for each in micro_batches] if apart else [micro_batches]:
             for one in buffers:
                 one.begin_evaluation()
@@ -305,7 +351,8 @@ def keeping(buffers: Sequence[RunningBuffers], evaluate: Evaluate, *, apart: boo
     return evaluate_and_restore
 
 
-# A micro-batch's statistics, flat: of each module its means and variances, then of each module the number of its calls.
+# A micro-batch's statistics, flat: of each module its means and variances, then of each module the
+# number of its calls.
 
 
 def _averages(module: BatchNorm) -> tuple[Tensor, Tensor]:
@@ -318,20 +365,28 @@ def _averages(module: BatchNorm) -> tuple[Tensor, Tensor]:
 def _flat(modules: list[BatchNorm]) -> Tensor:
     averages = [average.double() for module in modules for average in _averages(module)]
     one = torch.ones((), dtype=torch.float64, device=averages[0].device)
-    calls = [one if m.num_batches_tracked is None else m.num_batches_tracked.double() for m in modules]
+    calls = [
+        one if m.num_batches_tracked is None else m.num_batches_tracked.double() for m in modules
+    ]
     return torch.cat([*averages, torch.stack(calls)])
 
 
 def _calls_of(modules: list[BatchNorm]) -> list[int]:
     """Return for each module a number that grows with its calls."""
-    return [0 if m.num_batches_tracked is None else version_of(m.num_batches_tracked) for m in modules]
+    return [
+        0 if m.num_batches_tracked is None else version_of(m.num_batches_tracked) for m in modules
+    ]
 
 
-def _appending(modules: list[BatchNorm], device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+def _appending(
+    modules: list[BatchNorm], device: torch.device
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function (flat statistics, row) → what calls make of them that make `row` of empty ones."""
     width = sum(2 * m.num_features for m in modules)
     widths = torch.tensor([2 * m.num_features for m in modules], device=device)
-    momentum = torch.tensor([math.nan if m.momentum is None else m.momentum for m in modules], device=device).double()
+    momentum = torch.tensor(
+        [math.nan if m.momentum is None else m.momentum for m in modules], device=device
+    ).double()
     cumulative = momentum.isnan()
     spread = partial(torch.repeat_interleave, repeats=widths, output_size=width)
 

@@ -1,9 +1,10 @@
 """Compares a model that a pipeline is to cut with its chain of segments, on one small batch, before anything is cut.
 
-Every rank does so for itself, in evaluation mode and without gradients; random states, buffers and numbers of modules
-are restored. The chain of a decoder of transformers is compared with the version of the library that is installed. For
-`segments()` of anybody else a batch is made from the first layer: a model that does not take it, returns something of
-another shape without targets, or draws random numbers in evaluation mode, is not compared.
+Every rank does so for itself, in evaluation mode and without gradients; random states, buffers and
+numbers of modules are restored. The chain of a decoder of transformers is compared with the version
+of the library that is installed. For `segments()` of anybody else a batch is made from the first
+layer: a model that does not take it, returns something of another shape without targets, or draws
+random numbers in evaluation mode, is not compared.
 """
 
 import math
@@ -45,19 +46,38 @@ def check_chain(model: nn.Module) -> list[str]:
     distance, first, reason = _compared(model, segments, arguments)
     name, where = type(model).__name__, "distributed.strategy: pipeline"
     if distance is None and isinstance(model, nn.Sequential) and not own:
-        what = f"{name} is an nn.Sequential with a forward pass of its own, which may be more than its members in turn"
-        raise UsageError(what, where=where, fix="give the model a method segments() -> [(name, module)]")
+        what = (
+            f"{name} is an nn.Sequential with a forward pass of its own, which may be more than its"
+            " members in turn"
+        )
+        raise UsageError(
+            what, where=where, fix="give the model a method segments() -> [(name, module)]"
+        )
     if distance is None:
         if own and type(model).__module__.startswith("lockstep."):
             return []  # the chains of models that ship are compared by tests
         unknown = f"the chain of segments was not compared with the model ({reason})"
-        return [f"warning: pipeline: {unknown}; `lockstep verify` compares training with one process"]
-    if distance <= max((_TOLERANCE.get(p.dtype, _COARSE) for p in model.parameters()), default=_COARSE):
+        return [
+            f"warning: pipeline: {unknown}; `lockstep verify` compares training with one process"
+        ]
+    if distance <= max(
+        (_TOLERANCE.get(p.dtype, _COARSE) for p in model.parameters()), default=_COARSE
+    ):
         return []
-    what = f"the chain of segments of {name} computes something else than its forward pass: outputs differ by "
+    what = (
+        f"the chain of segments of {name} computes something else than its forward pass: outputs"
+        " differ by "
+    )
     what += f"{distance:.2g} of the largest" + (f", from the segment {first} on" if first else "")
-    why = "a pipeline would train another model than one process; seen on one small batch, in evaluation mode"
-    fix = "let segments() list all that forward does" if own else "give the model a method segments() of its own"
+    why = (
+        "a pipeline would train another model than one process; seen on one small batch, in"
+        " evaluation mode"
+    )
+    fix = (
+        "let segments() list all that forward does"
+        if own
+        else "give the model a method segments() of its own"
+    )
     raise UsageError(what, where=where, why=why, fix=f"{fix}, or use strategy: ddp or fsdp")
 
 
@@ -78,7 +98,11 @@ def _compared(
         except Exception as error:  # a model of somebody's, which may need other inputs than these
             return None, None, f"{type(error).__name__}: {error}".splitlines()[0]
     if _distance(again, expected) != 0:
-        return None, None, "it draws random numbers in evaluation mode, or its outputs are not finite"
+        return (
+            None,
+            None,
+            "it draws random numbers in evaluation mode, or its outputs are not finite",
+        )
     return _distance(outputs, expected), first, "its outputs have another shape"
 
 
@@ -87,15 +111,26 @@ def _texts(model: nn.Module) -> Arguments:
     config: Any = getattr(model, "config", None)
     length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
     device = next(model.parameters()).device
-    ids = torch.arange(1, 1 + _SAMPLES * length, device=device).view(_SAMPLES, length) % config.vocab_size
+    ids = (
+        torch.arange(1, 1 + _SAMPLES * length, device=device).view(_SAMPLES, length)
+        % config.vocab_size
+    )
     mask = torch.ones_like(ids)
     mask[1, -(length // 4) :] = 0
     return (ids,), {"attention_mask": mask}
 
 
 def _guessed(segments: Segments) -> Arguments | None:
-    """Return a batch for the first layer of a chain; None where that is none of those that show what they take."""
-    leaves = (module for _, segment in segments for module in segment.modules() if not [*module.children()])
+    """Return a batch for the first layer of a chain.
+
+    None where that is none of those that show what they take.
+    """
+    leaves = (
+        module
+        for _, segment in segments
+        for module in segment.modules()
+        if not [*module.children()]
+    )
     layer = next((module for module in leaves if [*module.parameters()]), None)
     if layer is None:
         return None
@@ -107,7 +142,9 @@ def _guessed(segments: Segments) -> Arguments | None:
     if isinstance(layer, nn.Linear):
         return (random(_SAMPLES, layer.in_features).to(device, layer.weight.dtype),), {}
     if isinstance(layer, nn.Conv2d):
-        return (random(_SAMPLES, layer.in_channels, _IMAGE, _IMAGE).to(device, layer.weight.dtype),), {}
+        return (
+            random(_SAMPLES, layer.in_channels, _IMAGE, _IMAGE).to(device, layer.weight.dtype),
+        ), {}
     return None
 
 
@@ -141,7 +178,11 @@ def _run_chain(
     for name, segment in segments:
         lends = lent(model, borrowed.get(name, {}))
         outputs = run_segment(segment, values, {**keywords, **lends}, arguments)
-        if first is None and name in seen and (_distance(_first(outputs), seen[name]) or 0) > _TOLERANCE[torch.float32]:
+        if (
+            first is None
+            and name in seen
+            and (_distance(_first(outputs), seen[name]) or 0) > _TOLERANCE[torch.float32]
+        ):
             first = name
         values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
     return outputs, first
@@ -152,14 +193,25 @@ def _first(returned: Any) -> Any:
 
 
 def _distance(outputs: Any, expected: Any) -> float | None:
-    """Return the largest difference, relative to the largest output; None where shapes differ, or none is finite."""
+    """Return the largest difference, relative to the largest output.
+
+    None where shapes differ, or none is finite.
+    """
     found, wanted = (
-        [leaf for leaf in tree_leaves(logits_of(each)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        [
+            leaf
+            for leaf in tree_leaves(logits_of(each))
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        ]
         for each in (outputs, expected)
     )
     if not wanted or [each.shape for each in found] != [each.shape for each in wanted]:
         return None
-    pairs = [(one.double(), other.double()) for one, other in zip(found, wanted, strict=True) if other.numel()]
+    pairs = [
+        (one.double(), other.double())
+        for one, other in zip(found, wanted, strict=True)
+        if other.numel()
+    ]
     largest = max((float(other.abs().max()) for _, other in pairs), default=0.0)
     if not math.isfinite(largest):
         return None

@@ -1,13 +1,15 @@
 """Buffers that forward passes write, combined as the user says (`distributed.buffers`), whichever rank runs what.
 
-Each micro-batch of a step starts from the buffers that the step began with, and what it makes of them is kept apart.
-After the step's last micro-batch the results of all of them, from all ranks, are combined in the order of the samples:
+Each micro-batch of a step starts from the buffers that the step began with, and what it makes of
+them is kept apart. After the step's last micro-batch the results of all of them, from all ranks,
+are combined in the order of the samples:
 
     mean     the mean of all results, each micro-batch weighted alike
     rank0    the result of the step's first micro-batch, which rank 0 runs
     gather   what each has written, one after the other (`lockstep.parallel.gathered_rows`)
 
-So a step's buffers depend on its micro-batches alone. A recomputation in the backward pass starts from them, too.
+So a step's buffers depend on its micro-batches alone. A recomputation in the backward pass starts
+from them, too.
 """
 
 import fnmatch
@@ -35,9 +37,12 @@ class BufferWays:
     """How the buffers of a model and of its loss function are combined, by `distributed.buffers`."""
 
     patterns: dict[str, str]  # pattern → way
-    ways: dict[tuple[int, str], tuple[str, str]] = field(default_factory=dict)  # (module's id, attribute) → name, way
-    patterns_of: dict[str, set[str]] = field(default_factory=dict)  # name → the patterns that name it
-    unwritten: set[str] = field(default_factory=set)  # patterns of which no buffer was written yet, on this rank
+    # (module's id, attribute) → name, way
+    ways: dict[tuple[int, str], tuple[str, str]] = field(default_factory=dict)
+    # name → the patterns that name it
+    patterns_of: dict[str, set[str]] = field(default_factory=dict)
+    # patterns of which no buffer was written yet, on this rank
+    unwritten: set[str] = field(default_factory=set)
 
     def places(self, model: nn.Module, way: str) -> list[BufferPlace]:
         """Return the buffers of a model, or of a stage of it, that are combined in a way."""
@@ -55,10 +60,15 @@ class BufferWays:
 
 
 def ways_of(
-    patterns: Mapping[str, str], model: nn.Module, loss: nn.Module | None, of_loss: Collection[str],
+    patterns: Mapping[str, str],
+    model: nn.Module,
+    loss: nn.Module | None,
+    of_loss: Collection[str],
     kept: Collection[int],
-) -> BufferWays:  # fmt: skip
-    """Return how buffers are combined; a UsageError if a pattern names none, or two name one in two ways.
+) -> BufferWays:
+    """Return how buffers are combined.
+
+    A UsageError if a pattern names none, or two name one in two ways.
 
     Args:
         patterns: pattern of canonical names → way.
@@ -78,13 +88,21 @@ def ways_of(
             _refuse_nameless(pattern, [buffer.name for buffer in named], model)
         persistent = [buffer for buffer in found if id(buffer.places[0].tensor) in kept]
         if not persistent:
-            what = f"{KEY}: {pattern} names {listed([buffer.name for buffer in found])}, which no checkpoint has"
+            what = (
+                f"{KEY}: {pattern} names {listed([buffer.name for buffer in found])}, which no"
+                " checkpoint has"
+            )
             fix = "register it to be kept: register_buffer(name, tensor), without persistent=False"
-            raise UsageError(what, where=KEY, why="a run that resumes would go on from another state", fix=fix)
+            raise UsageError(
+                what, where=KEY, why="a run that resumes would go on from another state", fix=fix
+            )
         for buffer in persistent:
             other = by.setdefault(buffer.name, pattern)
             if patterns[other] != way:
-                what = f"{KEY}: {buffer.name} is named twice, by {other}: {patterns[other]} and by {pattern}: {way}"
+                what = (
+                    f"{KEY}: {buffer.name} is named twice, by {other}: {patterns[other]} and by"
+                    f" {pattern}: {way}"
+                )
                 raise UsageError(what, where=KEY, fix="write patterns that do not overlap")
             for place in buffer.places:
                 ways.ways[id(place.module), place.attribute] = (buffer.name, way)
@@ -112,7 +130,9 @@ def _registered(model: nn.Module, prefix: str) -> Collection[_Registered]:
         for attribute, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
             if (id(module), attribute) not in explained:
                 buffer = found.setdefault(id(tensor), _Registered())
-                buffer.names.append(f"{prefix}{path}.{attribute}" if path else f"{prefix}{attribute}")
+                buffer.names.append(
+                    f"{prefix}{path}.{attribute}" if path else f"{prefix}{attribute}"
+                )
                 buffer.places.append(BufferPlace(buffer.name, module, attribute))
     return found.values()
 
@@ -124,10 +144,17 @@ def _fits(name: str, pattern: str) -> bool:
 def _refuse_nameless(pattern: str, known: Sequence[str], model: nn.Module) -> None:
     everything = [name for name, _ in model.named_buffers()]
     if own := [name for name in everything if _fits(name, pattern)]:
-        what = f"{KEY}: {pattern} names {listed(own)} alone, which the step itself keeps equal on all ranks"
+        what = (
+            f"{KEY}: {pattern} names {listed(own)} alone, which the step itself keeps equal on all"
+            " ranks"
+        )
         raise UsageError(what, where=KEY, fix=f"leave {pattern} out")
     what = f"{KEY}: {pattern} names no buffer of the model{did_you_mean(pattern, known)}"
-    fix = f"write names, or patterns with *, of {listed(known)}" if known else "leave it out: the model has no buffers"
+    fix = (
+        f"write names, or patterns with *, of {listed(known)}"
+        if known
+        else "leave it out: the model has no buffers"
+    )
     raise UsageError(what, where=KEY, fix=fix)
 
 
@@ -140,14 +167,20 @@ def warn_of_unwritten(placed: ParallelModel, ways: BufferWays) -> None:
         calls += 1
         if calls != 2:  # the first call comes before the first step, or after it
             return
-        flags = torch.tensor([pattern in ways.unwritten for pattern in ways.patterns], dtype=torch.int32)
+        flags = torch.tensor(
+            [pattern in ways.unwritten for pattern in ways.patterns], dtype=torch.int32
+        )
         flags = flags.to(placed.random_state.device)
         if placed.layout.world_size > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MIN)
-        left = [pattern for pattern, flag in zip(ways.patterns, flags.tolist(), strict=True) if flag]
+        left = [
+            pattern for pattern, flag in zip(ways.patterns, flags.tolist(), strict=True) if flag
+        ]
         if left:
             _log.warning(
-                "warning: %s: %s: no forward pass of the first step has written such a buffer", KEY, listed(left)
+                "warning: %s: %s: no forward pass of the first step has written such a buffer",
+                KEY,
+                listed(left),
             )
 
     placed.checks.append(check)
@@ -156,9 +189,13 @@ def warn_of_unwritten(placed: ParallelModel, ways: BufferWays) -> None:
 class CombinedBuffers:
     """The buffers of one model, or of a stage of it, that are combined once a step."""
 
-    def __init__(self, ways: BufferWays, model: nn.Module, group: dist.ProcessGroup | None, ranks: int) -> None:
+    def __init__(
+        self, ways: BufferWays, model: nn.Module, group: dist.ProcessGroup | None, ranks: int
+    ) -> None:
         self._ways, self._group, self._ranks = ways, group, ranks
-        self._mean, self._first, gathered = (ways.places(model, way) for way in ("mean", "rank0", "gather"))
+        self._mean, self._first, gathered = (
+            ways.places(model, way) for way in ("mean", "rank0", "gather")
+        )
         self._rows = GatheredRows(gathered, group, ranks)
         self._places = [*self._mean, *self._first, *gathered]
         names = {place.name for place in self._places}
@@ -169,7 +206,8 @@ class CombinedBuffers:
             if (name := ways.ways.get((id(module), attribute), ("", ""))[0]) in names
         ]
         self._began: dict[str, Tensor] = {}  # name → the buffer that the step began with
-        self._results: dict[int, list[Tensor]] = {}  # micro-batch → what it made of the means, and of the first ones
+        # micro-batch → what it made of the means, and of the first ones
+        self._results: dict[int, list[Tensor]] = {}
         self._looked = False  # whether a step has shown which of them are written
 
     @property
@@ -199,9 +237,15 @@ class CombinedBuffers:
         for place in self._places:
             before, after = self._began[place.name], place.tensor
             if after.shape != before.shape:
-                what = f"{KEY}: the forward pass changes the shape of {place.name}, {list(before.shape)} → "
+                what = (
+                    f"{KEY}: the forward pass changes the shape of {place.name},"
+                    f" {list(before.shape)} → "
+                )
                 what += f"{list(after.shape)}, and results are combined element by element"
-                fix = "register it with its last shape; one that is shaped by the first forward pass has it once the "
+                fix = (
+                    "register it with its last shape; one that is shaped by the first forward pass"
+                    " has it once the "
+                )
                 fix += "model was called before it is handed over: model(*inputs of one batch)"
                 raise UsageError(what, where=KEY, fix=fix)
             if not self._looked and bool(differs(before, after).any()):
@@ -257,8 +301,13 @@ class CombinedBuffers:
         for index in self._results:
             whose[index] = dist.get_rank(self._group) + 1
         dist.all_reduce(whose, group=self._group)
-        nodes = nodes_of_owners([owner - 1 for owner in whose.tolist()], self._ranks)  # host waits for the device
-        sums = [values[0] for node in nodes[dist.get_rank(self._group)] if (values := partials.take(node))]
+        # host waits for the device
+        nodes = nodes_of_owners([owner - 1 for owner in whose.tolist()], self._ranks)
+        sums = [
+            values[0]
+            for node in nodes[dist.get_rank(self._group)]
+            if (values := partials.take(node))
+        ]
         total, group = torch.empty_like(like), self._group or dist.group.WORLD
         assert group is not None
         tree_all_reduce(sums, total, micro_batches, group, nodes)

@@ -1,13 +1,14 @@
 """Context parallel: ranks of the axis `context` work on the same micro-batches, each on its part of every sequence.
 
-Sequences are cut into chunks, two for each rank, one from the front and one from the back, as causal attention needs
-more work the later its queries are. A model's `context_plan()` says along which dim the parts of a batch are cut.
+Sequences are cut into chunks, two for each rank, one from the front and one from the back, as
+causal attention needs more work the later its queries are. A model's `context_plan()` says along
+which dim the parts of a batch are cut.
 
-Under `reproducible` sequences are cut into `context_blocks` chunks on any number of ranks, also on one, and each layer
-runs chunk by chunk: what several chunks add up to is summed as one tree over them. A module that does more than a
-product of each position names its products: `products = {"method": "parameter"}`, for methods (x [B, T, …], …,
-parameter), where the parameter may be a module of parameters, or, with `to_lend() -> {name: tensor}`, of what stands
-for them.
+Under `reproducible` sequences are cut into `context_blocks` chunks on any number of ranks, also on
+one, and each layer runs chunk by chunk: what several chunks add up to is summed as one tree over
+them. A module that does more than a product of each position names its products: `products =
+{"method": "parameter"}`, for methods (x [B, T, …], …, parameter), where the parameter may be a
+module of parameters, or, with `to_lend() -> {name: tensor}`, of what stands for them.
 
 Tests: tests/parity/test_context.py
 """
@@ -37,8 +38,13 @@ from lockstep.parallel.tensor_cuts import sum_over_ranks
 from lockstep.torch_compat.pytree import tree_map
 
 
-def context_of(model: nn.Module, layout: Layout, config: StepConfig, mesh: DeviceMesh | None) -> Context | None:
-    """Return how the sequences of a model are cut over the axis `context`; None if they stay whole."""
+def context_of(
+    model: nn.Module, layout: Layout, config: StepConfig, mesh: DeviceMesh | None
+) -> Context | None:
+    """Return how the sequences of a model are cut over the axis `context`.
+
+    None if they stay whole.
+    """
     blocks = config.distributed.chunks_of_sequences if config.distributed.reproducible else None
     if layout.context == 1 and blocks in (None, 1):
         return None
@@ -51,8 +57,11 @@ def apply_context(model: nn.Module, context: Context) -> None:
     """Let a model, whose layers are cut already, run on parts of sequences."""
     lent = {name for names in shared_parameters_of(model).values() for name in names.values()}
     ways: dict[type[nn.Module], Callable[[Any, Context], None]] = {
-        Attend: cut_attention, nn.Dropout: _dropout, SequenceBernoulli: _bernoulli, SequenceMean: _mean,
-    }  # fmt: skip
+        Attend: cut_attention,
+        nn.Dropout: _dropout,
+        SequenceBernoulli: _bernoulli,
+        SequenceMean: _mean,
+    }
     handed: set[nn.Module] = set()  # whose parameters a product of another module uses
     for name, module in model.named_modules():
         way = next((way for kind, way in ways.items() if isinstance(module, kind)), None)
@@ -68,10 +77,17 @@ def plan_of(model: nn.Module) -> dict[str, int]:
     plan: dict[str, int] = {} if own is None else own()
     if plan and any(isinstance(module, Attend) for module in model.modules()):
         return plan
-    missing = "does not say how its sequences are cut" if own is None else "has no lockstep.models.attention.Attend"
+    missing = (
+        "does not say how its sequences are cut"
+        if own is None
+        else "has no lockstep.models.attention.Attend"
+    )
     what = f"sequences of {type(model).__name__} can't be cut over ranks: it {missing}"
     why = "each rank has a part of every sequence, and positions meet in attention"
-    fix = "let its attention be self.attend = Attend(), called as self.attend(q, k, v), and give it context_plan() "
+    fix = (
+        "let its attention be self.attend = Attend(), called as self.attend(q, k, v), and give it"
+        " context_plan() "
+    )
     fix += '-> {"input_ids": 1, "targets": 1}: the dims of a batch along which its sequences lie'
     fix = advice_for_object(model, "context") or fix
     raise UsageError(what, where="distributed.context_size", why=why, fix=fix)
@@ -80,15 +96,25 @@ def plan_of(model: nn.Module) -> dict[str, int]:
 def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int]) -> Objective:
     """Return an objective that is given whole batches, and shows the model this rank's part of their sequences.
 
-    Its loss is that of whole sequences, on every rank. Parts of a batch that the plan does not name stay whole.
+    Its loss is that of whole sequences, on every rank. Parts of a batch that the plan does not name
+    stay whole.
     """
     if objective.is_mean:
-        what = "a loss that is a mean over some positions can't be put together from several ranks' means"
-        fix = "give the model loss(outputs, batch), which returns the sum over valid targets, and count(batch)"
+        what = (
+            "a loss that is a mean over some positions can't be put together from several ranks'"
+            " means"
+        )
+        fix = (
+            "give the model loss(outputs, batch), which returns the sum over valid targets, and"
+            " count(batch)"
+        )
         raise UsageError(what, where="distributed.context_size", fix=fix)
 
     def cut(batch: Any) -> Any:
-        return {name: context.part(value, plan[name]) if name in plan else value for name, value in batch.items()}
+        return {
+            name: context.part(value, plan[name]) if name in plan else value
+            for name, value in batch.items()
+        }
 
     def loss(outputs: Any, batch: Any) -> Tensor:
         length, part = next(batch[name].shape[dim] for name, dim in plan.items()), cut(batch)
@@ -102,15 +128,21 @@ def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int
         return context.total(torch.stack(losses))
 
     def whole(outputs: Any) -> Any:
-        return tree_map(lambda x: context.gathered(x) if isinstance(x, Tensor) and x.ndim > 1 else x, outputs)
+        return tree_map(
+            lambda x: context.gathered(x) if isinstance(x, Tensor) and x.ndim > 1 else x, outputs
+        )
 
-    return replace(objective, inputs=lambda batch: objective.inputs(cut(batch)), loss=loss, whole=whole)
+    return replace(
+        objective, inputs=lambda batch: objective.inputs(cut(batch)), loss=loss, whole=whole
+    )
 
 
 def _by_chunk(outputs: Any, length: int, count: int, context: Context) -> list[Any]:
     """Return the outputs for each of this rank's chunks; those without positions are the same for all."""
     if not isinstance(outputs, Tensor):
-        return list(zip(*(_by_chunk(each, length, count, context) for each in outputs), strict=True))
+        return list(
+            zip(*(_by_chunk(each, length, count, context) for each in outputs), strict=True)
+        )
     if outputs.dim() > SEQUENCE and outputs.shape[SEQUENCE] == length:
         return list(outputs.chunk(count, SEQUENCE))
     return list(spread(outputs, context, count))
@@ -147,7 +179,9 @@ def _bernoulli(module: SequenceBernoulli, context: Context) -> None:
             return torch.bernoulli(probabilities)
         length = probabilities.shape[SEQUENCE] * context.ranks
         here = context.part(torch.arange(length, device=probabilities.device), 0)
-        shape = [length if dim == SEQUENCE else size for dim, size in enumerate(probabilities.shape)]
+        shape = [
+            length if dim == SEQUENCE else size for dim, size in enumerate(probabilities.shape)
+        ]
         whole = probabilities.new_zeros(shape).index_copy(SEQUENCE, here, probabilities)
         return torch.bernoulli(whole).index_select(SEQUENCE, here)
 
@@ -174,12 +208,17 @@ def _mean(module: SequenceMean, context: Context) -> None:
 def _by_chunks(name: str, module: nn.Module, context: Context, lent: set[str]) -> set[nn.Module]:
     """Let a layer run chunk by chunk: a weight's gradient is the same sum over chunks on any number of ranks.
 
-    `lent`: names of parameters that layers borrow. Returns the modules that are handed to the layer's products.
+    `lent`: names of parameters that layers borrow. Returns the modules that are handed to the
+    layer's products.
     """
-    products = getattr(module, "products", {"product": "weight"} if hasattr(module, "product") else {})
+    products = getattr(
+        module, "products", {"product": "weight"} if hasattr(module, "product") else {}
+    )
     own = {each for each, _ in module.named_parameters(name, recurse=False)}
     # Hugging Face families define their norms for themselves.
-    norm = type(module).__name__.endswith("RMSNorm") and [name for name, _ in module.named_parameters()] == ["weight"]
+    norm = type(module).__name__.endswith("RMSNorm") and [
+        name for name, _ in module.named_parameters()
+    ] == ["weight"]
     if products:
         for method in products:
             _product_by_chunks(module, method, context)
@@ -190,7 +229,10 @@ def _by_chunks(name: str, module: nn.Module, context: Context, lent: set[str]) -
     if own <= lent:
         handed = (getattr(module, each, None) for each in products.values())
         return {each for each in handed if isinstance(each, nn.Module)}
-    what = f"{name or 'the model'}, a {type(module).__name__}, owns parameters, and can't run chunk by chunk"
+    what = (
+        f"{name or 'the model'}, a {type(module).__name__}, owns parameters, and can't run chunk by"
+        " chunk"
+    )
     why = "under reproducible the gradient of each parameter is a sum over chunks of sequences"
     fix = "put its parameters into nn.Linear, nn.Embedding, nn.RMSNorm or nn.LayerNorm, or give it "
     fix += "product(x, weight), which its forward pass calls; or write reproducible: false"
@@ -208,7 +250,9 @@ def _product_by_chunks(module: nn.Module, method: str, context: Context) -> None
             return inner(self, *given)
         if isinstance(weight, Tensor):
             return by_pieces(partial(inner, self), x, (weight,), context, dim)
-        tensors = weight.to_lend() if hasattr(weight, "to_lend") else dict(weight.named_parameters())
+        tensors = (
+            weight.to_lend() if hasattr(weight, "to_lend") else dict(weight.named_parameters())
+        )
         names = list(tensors)
 
         def run(*pieces: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Sequences that are cut in chunks over the axis `context` (`lockstep.parallel.context`), and attention over them.
 
-In three ways: `gathered` (Llama 3, arXiv:2407.21783, section 3.3.2), `all_to_all` (DeepSpeed-Ulysses, Jacobs et al.
-2023, arXiv:2309.14509) and `ring` (Liu et al. 2023, arXiv:2310.01889). Where bits count, the first two compute the
-same: queries chunk by chunk, and the gradients of keys and values as one tree over the chunks of queries.
+In three ways: `gathered` (Llama 3, arXiv:2407.21783, section 3.3.2), `all_to_all`
+(DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509) and `ring` (Liu et al. 2023,
+arXiv:2310.01889). Where bits count, the first two compute the same: queries chunk by chunk, and the
+gradients of keys and values as one tree over the chunks of queries.
 
 Tests: tests/parity/test_context.py, tests/models/test_documents.py
 """
@@ -26,7 +27,9 @@ from lockstep.parallel.tensor_blocks import SEQUENCE, Cut, with_backward
 class Context(Cut):
     """The way in which sequences are cut: `blocks` chunks in each where bits count, else two for each rank."""
 
-    def __init__(self, group: dist.ProcessGroup | None, blocks: int | None, method: str = "gathered") -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, blocks: int | None, method: str = "gathered"
+    ) -> None:
         super().__init__(group, blocks, sequence=True)
         self.method = method
 
@@ -40,7 +43,11 @@ class Context(Cut):
             what = f"{self.ranks} ranks along the axis context can't share a sequence of {length}"
             fix = f"pad sequences to a multiple of {self.blocks or 2 * self.ranks}"
             raise UsageError(what, where="distributed.context_size", fix=fix)
-        return [chunk for pair in zip(range(count), reversed(range(count)), strict=True) for chunk in pair][:count]
+        return [
+            chunk
+            for pair in zip(range(count), reversed(range(count)), strict=True)
+            for chunk in pair
+        ][:count]
 
     def here(self, length: int) -> list[int]:
         order = self.order(length)
@@ -107,12 +114,18 @@ def cut_attention(module: Attend, context: Context) -> None:
         raise UsageError(what, where="distributed.context_method", why=why, fix=fix)
     plain, alone = type(module).positions, Context(None, context.blocks)
 
-    def positions(self: Attend, length: int, device: torch.device, documents: Tensor | None = None) -> Tensor:
+    def positions(
+        self: Attend, length: int, device: torch.device, documents: Tensor | None = None
+    ) -> Tensor:
         if context.whole:
             return plain(self, length, device, documents)
-        return context.part(plain(self, length * context.ranks, device, documents), 0 if documents is None else 1)
+        return context.part(
+            plain(self, length * context.ranks, device, documents), 0 if documents is None else 1
+        )
 
-    def forward(self: Attend, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self: Attend, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None
+    ) -> Tensor:
         if context.whole:
             return self.run(q, k, v, 0, documents)
         if context.group is None or context.method == "gathered":
@@ -121,12 +134,19 @@ def cut_attention(module: Attend, context: Context) -> None:
             return _Ring.apply(q, k, v, documents, context, self.causal)  # type: ignore[no-untyped-call,no-any-return]
         dim, ranks = self.heads_dim, context.ranks
         if q.shape[dim] % ranks or k.shape[dim] % ranks:
-            what = f"{q.shape[dim]} heads of queries and {k.shape[dim]} of keys and values can't be exchanged between "
+            what = (
+                f"{q.shape[dim]} heads of queries and {k.shape[dim]} of keys and values can't be"
+                " exchanged between "
+            )
             what += f"{ranks} ranks along the axis context"
             fix = "write context_method: gathered, or a context_size that divides both numbers"
-            raise UsageError(what, where="distributed.context_method", why="each rank gets whole heads", fix=fix)
-        to_heads, to_positions = (partial(_exchanged, given=given, taken=taken, context=context)
-                                  for given, taken in ((dim, _POSITIONS), (_POSITIONS, dim)))  # fmt: skip
+            raise UsageError(
+                what, where="distributed.context_method", why="each rank gets whole heads", fix=fix
+            )
+        to_heads, to_positions = (
+            partial(_exchanged, given=given, taken=taken, context=context)
+            for given, taken in ((dim, _POSITIONS), (_POSITIONS, dim))
+        )
         q, k, v = (with_backward(to_heads, to_positions, each) for each in (q, k, v))
         if context.blocks is not None:
             attended = _gathered(self, q, k, v, documents, alone)
@@ -139,10 +159,16 @@ def cut_attention(module: Attend, context: Context) -> None:
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
-def _gathered(attend: Attend, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, context: Context) -> Tensor:
+def _gathered(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, context: Context
+) -> Tensor:
     numbers = context.here(q.shape[_POSITIONS] * context.ranks)
     size, count = q.shape[_POSITIONS] // len(numbers), len(numbers)
-    queries, keys, values = q.chunk(count, _POSITIONS), context.spread(k, count), context.spread(v, count)
+    queries, keys, values = (
+        q.chunk(count, _POSITIONS),
+        context.spread(k, count),
+        context.spread(v, count),
+    )
     attended = []
     for place, number in enumerate(numbers):
         last = (number + 1) * size if attend.causal else k.shape[_POSITIONS] * context.ranks
@@ -177,8 +203,13 @@ class _Tile:
 
 
 def _tiles(
-    source: int, length: int, documents: Tensor | None, context: Context, causal: bool, device: torch.device
-) -> Iterator[_Tile]:  # fmt: skip
+    source: int,
+    length: int,
+    documents: Tensor | None,
+    context: Context,
+    causal: bool,
+    device: torch.device,
+) -> Iterator[_Tile]:
     """Yield what this rank's queries, `length` of them, see of the keys of rank `source`."""
     order = context.order(length * context.ranks)
     share = len(order) // context.ranks
@@ -205,16 +236,23 @@ def _tiles(
 class _Ring(torch.autograd.Function):
     """Attention with q, k and v of this rank's positions, and the documents of all.
 
-    Keys and values travel from rank to rank, and no rank ever has all of them. A rank attends to one rank's keys and
-    values after the other, and merges the results by their log-sum-exp (Milakov and Gimelshein 2018, arXiv:1805.02867).
-    The backward pass sends them around once more, with the gradients that add up on the way. Scores exist for a tile of
-    queries and one chunk of keys at a time. The order of summation depends on the rank.
+    Keys and values travel from rank to rank, and no rank ever has all of them. A rank attends to
+    one rank's keys and values after the other, and merges the results by their log-sum-exp (Milakov
+    and Gimelshein 2018, arXiv:1805.02867). The backward pass sends them around once more, with the
+    gradients that add up on the way. Scores exist for a tile of queries and one chunk of keys at a
+    time. The order of summation depends on the rank.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, context: Context, causal: bool
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        context: Context,
+        causal: bool,
+    ) -> Tensor:
         queries = _grouped(q, k.shape[1])
         scale, length = q.shape[-1] ** -0.5, q.shape[_POSITIONS]
         out = queries.new_zeros(queries.shape, dtype=torch.float32)
@@ -229,8 +267,12 @@ class _Ring(torch.autograd.Function):
                 after = torch.logaddexp(before, scores.logsumexp(-1))
                 base = after.masked_fill(after == -torch.inf, 0.0)
                 p = (scores - base.unsqueeze(-1)).exp()
-                made = (p.to(v.dtype).flatten(2, 3) @ both[1][:, :, tile.keys]).view(*p.shape[:4], -1)
-                out[..., tile.rows, :] = out[..., tile.rows, :] * (before - base).exp().unsqueeze(-1) + made
+                made = (p.to(v.dtype).flatten(2, 3) @ both[1][:, :, tile.keys]).view(
+                    *p.shape[:4], -1
+                )
+                out[..., tile.rows, :] = (
+                    out[..., tile.rows, :] * (before - base).exp().unsqueeze(-1) + made
+                )
                 logs[..., tile.rows] = after
             both = both if coming is None else coming
         ctx.context, ctx.causal, ctx.scale = context, causal, scale
@@ -249,14 +291,20 @@ class _Ring(torch.autograd.Function):
         of_both = torch.zeros_like(both, dtype=torch.float32)
         for place in range(context.ranks):
             source = (context.rank - place) % context.ranks
-            for tile in _tiles(source, q.shape[_POSITIONS], documents, context, ctx.causal, q.device):
+            for tile in _tiles(
+                source, q.shape[_POSITIONS], documents, context, ctx.causal, q.device
+            ):
                 rows, keys = tile.rows, tile.keys
                 p = (tile.scores(queries, both[0], scale) - logs[..., rows].unsqueeze(-1)).exp()
                 pull = pulls[..., rows, :].flatten(2, 3)
                 pull_p = (pull @ both[1][:, :, keys].transpose(2, 3)).float().view_as(p)
-                pull_s = (p * (pull_p - dots[..., rows].unsqueeze(-1)) * scale).to(q.dtype).flatten(2, 3)
+                pull_s = (
+                    (p * (pull_p - dots[..., rows].unsqueeze(-1)) * scale).to(q.dtype).flatten(2, 3)
+                )
                 of_q[..., rows, :] += (pull_s @ both[0][:, :, keys]).view(*p.shape[:4], -1)
-                of_both[0][:, :, keys] += pull_s.transpose(2, 3) @ queries[..., rows, :].flatten(2, 3)
+                of_both[0][:, :, keys] += pull_s.transpose(2, 3) @ queries[..., rows, :].flatten(
+                    2, 3
+                )
                 of_both[1][:, :, keys] += p.to(q.dtype).flatten(2, 3).transpose(2, 3) @ pull
             if place + 1 < context.ranks:
                 both = _pass_on(both, context)
@@ -273,9 +321,13 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 def _pass_on(x: Tensor, context: Context) -> Tensor:
     """Send a tensor to the next rank, and return the one of the rank before."""
     peers = (context.rank + 1) % context.ranks, (context.rank - 1) % context.ranks
-    given, taken = ([x.numel() if rank == peer else 0 for rank in range(context.ranks)] for peer in peers)
+    given, taken = (
+        [x.numel() if rank == peer else 0 for rank in range(context.ranks)] for peer in peers
+    )
     theirs = torch.empty_like(x, memory_format=torch.contiguous_format)
     if context.on_send is not None:
         context.on_send(x.numel() * x.element_size())
-    dist.all_to_all_single(theirs.view(-1), x.contiguous().view(-1), taken, given, group=context.group)
+    dist.all_to_all_single(
+        theirs.view(-1), x.contiguous().view(-1), taken, given, group=context.group
+    )
     return theirs

@@ -1,8 +1,9 @@
 """torch.nn.DataParallel: one process copies the model to its GPUs for each forward pass, and divides the batch.
 
-Here it divides each micro-batch. Running statistics of batch normalisation are those of the first GPU's part. The GPUs
-are driven by threads, in which keyed random numbers can't be seeded one segment after the other: a model that draws is
-repeatable on the same number of GPUs, but draws other numbers than under the other strategies.
+Here it divides each micro-batch. Running statistics of batch normalisation are those of the first
+GPU's part. The GPUs are driven by threads, in which keyed random numbers can't be seeded one
+segment after the other: a model that draws is repeatable on the same number of GPUs, but draws
+other numbers than under the other strategies.
 
 Tests: tests/parallel/test_dp.py, tests/parity/test_data_parallel.py
 """
@@ -21,7 +22,12 @@ from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
-from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
+from lockstep.parallel.placement import (
+    AppliedStrategy,
+    PlacementContext,
+    placed_in_order,
+    shared_out,
+)
 from lockstep.parallel.reproducible.gradient_trees import LocalTree
 from lockstep.randomness import RandomState, derive_key
 from lockstep.strategy import Strategy
@@ -38,7 +44,9 @@ class DP(Strategy):
     def layout(self, config: DistributedConfig, world_size: int, per_node: int) -> Layout:
         return Layout(self.name)
 
-    def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
+    def contradictions(
+        self, config: StepConfig, layout: Layout | None = None
+    ) -> Iterator[Contradiction]:
         if config.precision.fp8 != "none":
             what = f"fp8: {config.precision.fp8} would be another step under dp"
             fix = "write strategy: ddp, or fp8: none"
@@ -55,14 +63,19 @@ class DP(Strategy):
         p = placement
         p.materialise()
         if p.ways.patterns and num_gpus(p.device) > 1:
-            what = f"dp cuts a micro-batch over {num_gpus(p.device)} GPUs, and keeps what the first makes of buffers"
+            what = (
+                f"dp cuts a micro-batch over {num_gpus(p.device)} GPUs, and keeps what the first"
+                " makes of buffers"
+            )
             fix = "write strategy: ddp, which is faster as well"
             raise UsageError(what, where="distributed.buffers, distributed.strategy", fix=fix)
         refuse_mean_losses(p.model, p.objective, num_gpus(p.device))
         runs = apply_dp(p.model, p.config, p.random_state, p.log_lines)
         assign, objective = shared_out(assign_contiguous, p), over_parts(p.objective)
         tree = LocalTree(list(p.model.parameters())) if p.reproducible else None
-        return placed_in_order(p, AppliedStrategy(assign, runs=runs, objective=objective, tree=tree))
+        return placed_in_order(
+            p, AppliedStrategy(assign, runs=runs, objective=objective, tree=tree)
+        )
 
 
 _SERVED = ("cuda", "xpu")  # by torch.nn.DataParallel, of the devices that may be several
@@ -73,7 +86,9 @@ def num_gpus(device: torch.device) -> int:
     return max(1, accelerator.count(device.type)) if device.type in _SERVED else 1
 
 
-def apply_dp(model: nn.Module, config: StepConfig, random_state: RandomState, log_lines: list[str]) -> nn.Module:
+def apply_dp(
+    model: nn.Module, config: StepConfig, random_state: RandomState, log_lines: list[str]
+) -> nn.Module:
     """Wrap a model that is on the first GPU; on the CPU or one GPU return the model itself, and log it."""
     gpus = num_gpus(random_state.device)
     if gpus == 1:
@@ -81,14 +96,25 @@ def apply_dp(model: nn.Module, config: StepConfig, random_state: RandomState, lo
         log_lines.append(f"dp on {where}: nothing to share out, runs as single")
         return model
     training = config.training
-    for key, asked in (("compile", training.compile), ("gradient_checkpointing", training.gradient_checkpointing)):
+    for key, asked in (
+        ("compile", training.compile),
+        ("gradient_checkpointing", training.gradient_checkpointing),
+    ):
         if asked not in (False, "none"):
-            why = "it copies the model to each GPU, and the copies would share one block's replaced forward"
+            why = (
+                "it copies the model to each GPU, and the copies would share one block's replaced"
+                " forward"
+            )
             fix = "write strategy: ddp, which is faster as well"
-            raise UsageError(f"dp does not work with training.{key}", where="distributed.strategy", why=why, fix=fix)
+            raise UsageError(
+                f"dp does not work with training.{key}",
+                where="distributed.strategy",
+                why=why,
+                fix=fix,
+            )
     log_lines.append(
-        f"dp: {gpus} GPUs share out each micro-batch, driven by one process; ddp is faster. What the model draws at "
-        "random differs from other strategies"
+        f"dp: {gpus} GPUs share out each micro-batch, driven by one process; ddp is faster. What"
+        " the model draws at random differs from other strategies"
     )
 
     def seed_all(_module: nn.Module, _args: Any) -> None:
@@ -105,15 +131,25 @@ def apply_dp(model: nn.Module, config: StepConfig, random_state: RandomState, lo
 def refuse_mean_losses(model: nn.Module, objective: Objective, gpus: int) -> None:
     """Refuse a model that takes means in its forward pass: there it would be a mean for each GPU's part of the samples.
 
-    The number of targets in a part's mean is unknown: parts run in threads at once, so it can't be observed, and
-    `count(batch)` counts the whole micro-batch. Sums of parts add up.
+    The number of targets in a part's mean is unknown: parts run in threads at once, so it can't be
+    observed, and `count(batch)` counts the whole micro-batch. Sums of parts add up.
     """
-    in_forward = (objective.in_outputs and objective.is_mean) or getattr(model, "averages_in_forward", False)
+    in_forward = (objective.in_outputs and objective.is_mean) or getattr(
+        model, "averages_in_forward", False
+    )
     if gpus > 1 and in_forward:
-        what = f"dp on {gpus} GPUs can't weigh a mean loss that {type(model).__name__} computes in its forward pass"
-        why = "each GPU returns the mean over its own part of a micro-batch, and nothing tells over how many targets"
+        what = (
+            f"dp on {gpus} GPUs can't weigh a mean loss that {type(model).__name__} computes in its"
+            " forward pass"
+        )
+        why = (
+            "each GPU returns the mean over its own part of a micro-batch, and nothing tells over"
+            " how many targets"
+        )
         fix = "write strategy: ddp, which is faster as well; or let the model return a sum, with "
-        fix += 'loss_reduction = "sum"; or pass a loss_fn, which gets the outputs of all GPUs together'
+        fix += (
+            'loss_reduction = "sum"; or pass a loss_fn, which gets the outputs of all GPUs together'
+        )
         raise UsageError(what, where="distributed.strategy", why=why, fix=fix)
 
 

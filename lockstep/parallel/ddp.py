@@ -1,7 +1,9 @@
-"""DistributedDataParallel: every rank holds the whole model; gradients are averaged once a step, while backward runs.
+"""DistributedDataParallel: every rank holds the whole model.
 
-DDP's built-in reduction is a mean over ranks; the loss is multiplied by their number, which gives the bits of a sum.
-Buffers are not broadcast here: `lockstep.parallel.buffers` keeps them equal.
+Gradients are averaged once a step, while backward runs.
+
+DDP's built-in reduction is a mean over ranks; the loss is multiplied by their number, which gives
+the bits of a sum. Buffers are not broadcast here: `lockstep.parallel.buffers` keeps them equal.
 """
 
 import inspect
@@ -24,7 +26,12 @@ from lockstep.layout import Layout
 from lockstep.monitor.meters import watch_ddp
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous, assign_strided
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
-from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
+from lockstep.parallel.placement import (
+    AppliedStrategy,
+    PlacementContext,
+    placed_in_order,
+    shared_out,
+)
 from lockstep.parallel.reproducible.gradient_trees import ReplicaTree
 from lockstep.parallel.reproducible.tree import assign_tree
 from lockstep.registry import STRATEGIES
@@ -33,7 +40,9 @@ from lockstep.torch_compat.ddp_reducer import check_all_sent
 
 # torch 2.13 renames the switch that leaves buffers alone; the old name warns there.
 _NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-_BUFFERS_STAY: dict[str, Any] = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
+_BUFFERS_STAY: dict[str, Any] = {
+    "forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False
+}
 
 
 class Replicas(Strategy):
@@ -41,7 +50,9 @@ class Replicas(Strategy):
 
     reduces_by_ddp = True
 
-    def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
+    def contradictions(
+        self, config: StepConfig, layout: Layout | None = None
+    ) -> Iterator[Contradiction]:
         level = dist.get_debug_level()  # type: ignore[attr-defined]  # torch's stubs lack it
         several = layout is not None and layout.world_size > 1
         if several and torch.__version__.startswith("2.13.") and level.name == "DETAIL":
@@ -52,15 +63,24 @@ class Replicas(Strategy):
             yield Contradiction(("distributed.debug: detail",), what, fix)
 
     def step_time(
-        self, pieces: Pieces, config: StepConfig, layout: Layout, cluster: GpuCluster, micro_batches: int
+        self,
+        pieces: Pieces,
+        config: StepConfig,
+        layout: Layout,
+        cluster: GpuCluster,
+        micro_batches: int,
     ) -> StepTime:
         whole, ddp = pieces.parameter_bytes, config.distributed.ddp
         sizes = {"fp16": whole / 2, "bf16": whole / 2, "powersgd": pieces.low_rank_bytes}
         sent, bucket = sizes.get(ddp.compression.kind, whole), ddp.bucket_cap_mb * 2**20
-        return replicated_step(pieces, layout, cluster, micro_batches, sent=sent, bucket_bytes=bucket)
+        return replicated_step(
+            pieces, layout, cluster, micro_batches, sent=sent, bucket_bytes=bucket
+        )
 
     @abstractmethod
-    def wrap(self, model: nn.Module, config: StepConfig, group: dist.ProcessGroup) -> DistributedDataParallel:
+    def wrap(
+        self, model: nn.Module, config: StepConfig, group: dist.ProcessGroup
+    ) -> DistributedDataParallel:
         """Wrap a whole model, on its device, its values already equal on all ranks of the group."""
 
     def place(self, placement: PlacementContext) -> ParallelModel:
@@ -68,22 +88,31 @@ class Replicas(Strategy):
         assert mesh is not None
         p.materialise()
         compression, replicas = p.compress(), mesh["replicate"].get_group()
-        how: Callable[..., list[tuple[int, bool]]] = assign_tree if p.reproducible else assign_contiguous
+        how: Callable[..., list[tuple[int, bool]]] = (
+            assign_tree if p.reproducible else assign_contiguous
+        )
         if p.batch_norm is not None:
             how = assign_strided
-        if p.experts is not None:  # ranks run the same number of micro-batches, since they exchange rows in each
-            how = p.experts.assign = partial(assign_tree, even=True) if p.reproducible else assign_strided
+        # ranks run the same number of micro-batches, since they exchange rows in each
+        if p.experts is not None:
+            how = p.experts.assign = (
+                partial(assign_tree, even=True) if p.reproducible else assign_strided
+            )
         with p.without_experts():
             wrapped = self.wrap(p.model, p.config, replicas)
             if compression.hook is not None:
                 wrapped.register_comm_hook(None, compression.hook)
             applied = AppliedStrategy(
-                shared_out(how, p), runs=wrapped, gradient_sync=DDPSync(wrapped), compression=compression
+                shared_out(how, p),
+                runs=wrapped,
+                gradient_sync=DDPSync(wrapped),
+                compression=compression,
             )
             if p.reproducible:
                 applied.tree = ReplicaTree(wrapped, replicas)
             else:
-                applied.multiplier = float(p.ranks)  # the tree is a sum; DDP's own reduction is a mean
+                # the tree is a sum; DDP's own reduction is a mean
+                applied.multiplier = float(p.ranks)
         return placed_in_order(p, applied)
 
     def rehearse(self, placement: PlacementContext) -> ParallelModel:
@@ -92,7 +121,9 @@ class Replicas(Strategy):
         with placement.without_experts():
             reducer = placement.dry_run.reducer(placement.model, placement.config.distributed.ddp)
         applied = AppliedStrategy(
-            shared_out(assign_contiguous, placement), gradient_sync=reducer, multiplier=float(placement.ranks)
+            shared_out(assign_contiguous, placement),
+            gradient_sync=reducer,
+            multiplier=float(placement.ranks),
         )
         return placed_in_order(placement, applied)
 
@@ -105,11 +136,15 @@ class DDP(Replicas):
     places_experts = True
     runs_rows = True
 
-    def layouts_to_plan(self, model: ModelSize, config: StepConfig, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
+    def layouts_to_plan(
+        self, model: ModelSize, config: StepConfig, cluster: GpuCluster
+    ) -> Iterator[dict[str, Any]]:
         if cluster.num_gpus > 1:
             yield {STRATEGIES.where: self.name}
 
-    def wrap(self, model: nn.Module, config: StepConfig, group: dist.ProcessGroup) -> DistributedDataParallel:
+    def wrap(
+        self, model: nn.Module, config: StepConfig, group: dist.ProcessGroup
+    ) -> DistributedDataParallel:
         device = next(model.parameters()).device
         settings = ddp_settings(config) | _BUFFERS_STAY
         if device.type != "cpu":
@@ -128,16 +163,19 @@ def ddp_settings(config: StepConfig) -> dict[str, Any]:
 class DDPSync(AroundMicroBatch):
     """The switch between backward passes that reduce gradients (`last`) and those that accumulate, as in `no_sync()`.
 
-    With a static graph DDP fails if the very first backward pass does not reduce. So that one reduces, too: gradients
-    that are reduced twice are the same on all ranks, and their mean does not change them.
+    With a static graph DDP fails if the very first backward pass does not reduce. So that one
+    reduces, too: gradients that are reduced twice are the same on all ranks, and their mean does
+    not change them.
 
-    A parameter without a gradient keeps its bucket from being sent, which DDP itself reports only in the next step's
-    forward pass, by number at best.
+    A parameter without a gradient keeps its bucket from being sent, which DDP itself reports only
+    in the next step's forward pass, by number at best.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model, self._learns = model, model.static_graph
-        self._names = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
+        self._names = [
+            name for name, parameter in model.module.named_parameters() if parameter.requires_grad
+        ]
 
     def before(self, run: MicroBatchPass) -> None:
         self._model.require_backward_grad_sync = run.last or self._learns
@@ -145,19 +183,31 @@ class DDPSync(AroundMicroBatch):
 
     def failed(self, error: BaseException) -> Exception | None:
         """Explain where DDP found a parameter that gets its gradient more than once in a backward pass."""
-        if not isinstance(error, RuntimeError) or "mark a variable ready only once" not in str(error):
+        if not isinstance(error, RuntimeError) or "mark a variable ready only once" not in str(
+            error
+        ):
             return None
         found = re.search(r"Parameter at index (\d+)", str(error))
         name = "a parameter" if found is None else f"the parameter {self._names[int(found[1])]}"
         what = f"{name} gets its gradient more than once in one backward pass"
-        why = "each call of a reentrant checkpoint has a backward pass of its own, and DDP waits for one gradient"
-        fix = "write checkpoint(…, use_reentrant=False); transformers takes it in gradient_checkpointing_enable("
+        why = (
+            "each call of a reentrant checkpoint has a backward pass of its own, and DDP waits for"
+            " one gradient"
+        )
+        fix = (
+            "write checkpoint(…, use_reentrant=False); transformers takes it in"
+            " gradient_checkpointing_enable("
+        )
         fix += 'gradient_checkpointing_kwargs={"use_reentrant": False}); or write strategy: fsdp'
         return UsageError(what, where="the model's forward pass", why=why, fix=fix)
 
     def after(self, run: MicroBatchPass) -> None:
         model = self._model
-        if not model.require_backward_grad_sync or model.find_unused_parameters or model.static_graph:
+        if (
+            not model.require_backward_grad_sync
+            or model.find_unused_parameters
+            or model.static_graph
+        ):
             return
         try:
             check_all_sent(model)
@@ -167,8 +217,13 @@ class DDPSync(AroundMicroBatch):
                 why = str(error).splitlines()[0]
                 raise RunError("DDP did not finish reducing the gradients", why=why) from None
             missing = [self._names[int(number)] for number in re.findall(r"\d+", numbers[1])]
-            what = f"{len(missing)} parameter(s) got no gradient in the last micro-batch of the step: "
+            what = (
+                f"{len(missing)} parameter(s) got no gradient in the last micro-batch of the step: "
+            )
             what += f"{listed(missing, 8)}"
             why = "the loss does not depend on them, so DDP waits for their gradients in vain"
-            fix = "set distributed.ddp.find_unused_parameters: true, or freeze them (requires_grad_(False))"
+            fix = (
+                "set distributed.ddp.find_unused_parameters: true, or freeze them"
+                " (requires_grad_(False))"
+            )
             raise RunError(what, why=why, fix=fix) from None

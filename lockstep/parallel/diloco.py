@@ -1,8 +1,9 @@
 """Local updates: workers train by themselves and synchronize every H steps, for slow links.
 
-DiLoCo (Douillard et al. 2023, arXiv:2311.08105); with momentum 0 and learning rate 1 it is local SGD (Stich 2018,
-arXiv:1805.09767). Fragments (Douillard et al. 2025, arXiv:2501.18512) are exchanged at different steps, H apart each. W
-workers in one process, which runs them in turn, take the same steps as W workers on W ranks.
+DiLoCo (Douillard et al. 2023, arXiv:2311.08105); with momentum 0 and learning rate 1 it is local
+SGD (Stich 2018, arXiv:1805.09767). Fragments (Douillard et al. 2025, arXiv:2501.18512) are
+exchanged at different steps, H apart each. W workers in one process, which runs them in turn, take
+the same steps as W workers on W ranks.
 """
 
 from collections.abc import Iterator
@@ -32,7 +33,9 @@ class DiLoCo(Strategy):
         if max(config.shard_size or 1, config.pipeline_size or 1) > 1:
             what = "under diloco each worker's model is whole on one rank"
             fix = "leave them out, or choose strategy fsdp or pipeline"
-            raise UsageError(what, where="distributed.shard_size, distributed.pipeline_size", fix=fix)
+            raise UsageError(
+                what, where="distributed.shard_size, distributed.pipeline_size", fix=fix
+            )
         if workers % ranks:
             whole, rest = divmod(workers, ranks)
             fewer = next(n for n in range(min(workers, ranks), 0, -1) if workers % n == 0)
@@ -41,53 +44,79 @@ class DiLoCo(Strategy):
             fix = f"start {fewer} ranks, or set workers to {(whole + 1) * ranks}"
             raise UsageError(what, where="distributed.diloco.workers", fix=fix)
         sizes = {"replicate": config.replicate_size or ranks}
-        return replace(layout_of_sizes(self.name, sizes, ranks, given_sizes(config)), workers=workers)
+        return replace(
+            layout_of_sizes(self.name, sizes, ranks, given_sizes(config)), workers=workers
+        )
 
     def describe(self, layout: Layout) -> str:
         more = f" ({layout.workers} workers)" if layout.workers != layout.replicate else ""
         return f"{self.name}:{layout.replicate}{more}"
 
-    def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
+    def contradictions(
+        self, config: StepConfig, layout: Layout | None = None
+    ) -> Iterator[Contradiction]:
         diloco, training = config.distributed.diloco, config.training
         if diloco.fragments > diloco.inner_steps:
-            what = f"{diloco.fragments} fragments can't be spread over {diloco.inner_steps} steps, one at a time"
+            what = (
+                f"{diloco.fragments} fragments can't be spread over {diloco.inner_steps} steps, one"
+                " at a time"
+            )
             fix = f"write fragments: {diloco.inner_steps} or fewer"
-            yield Contradiction(("distributed.diloco.fragments", "distributed.diloco.inner_steps"), what, fix)
+            yield Contradiction(
+                ("distributed.diloco.fragments", "distributed.diloco.inner_steps"), what, fix
+            )
         if training.bad_numbers.recompute:
             what = "each worker has made its own update before the numbers of all are known"
             fix = "leave recompute out, or use ddp or fsdp"
-            yield Contradiction(("training.bad_numbers.recompute", "distributed.strategy"), what, fix)
+            yield Contradiction(
+                ("training.bad_numbers.recompute", "distributed.strategy"), what, fix
+            )
         if config.distributed.buffers:
             what = "each worker has buffers of its own, which are not combined over a step"
             fix = "leave buffers out, or use ddp or fsdp"
             yield Contradiction(("distributed.buffers", "distributed.strategy"), what, fix)
         micro_batches = (training.global_batch_size or 0) // training.batch_size
-        if training.global_batch_size is not None and diloco.workers is not None and micro_batches < diloco.workers:
+        if (
+            training.global_batch_size is not None
+            and diloco.workers is not None
+            and micro_batches < diloco.workers
+        ):
             yield Contradiction(
                 ("training.global_batch_size", "training.batch_size", "distributed.diloco.workers"),
-                f"a step has {micro_batches} micro-batches of {training.batch_size}, fewer than the "
-                f"{diloco.workers} workers",
-                f"write global_batch_size: {diloco.workers * training.batch_size} or more, or a smaller batch_size",
+                f"a step has {micro_batches} micro-batches of {training.batch_size}, fewer than the"
+                f" {diloco.workers} workers",
+                f"write global_batch_size: {diloco.workers * training.batch_size} or more, or a"
+                " smaller batch_size",
             )
 
     def instead_of_compression(self, kind: str) -> str | None:
         return "write distributed.diloco.send_as in its place, or strategy: ddp"
 
-    def layouts_to_plan(self, model: ModelSize, config: StepConfig, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
+    def layouts_to_plan(
+        self, model: ModelSize, config: StepConfig, cluster: GpuCluster
+    ) -> Iterator[dict[str, Any]]:
         # Only on request: it trains differently.
         if config.distributed.diloco.workers in (None, cluster.num_gpus):
             yield from super().layouts_to_plan(model, config, cluster)
 
     def step_time(
-        self, pieces: Pieces, config: StepConfig, layout: Layout, cluster: GpuCluster, micro_batches: int
+        self,
+        pieces: Pieces,
+        config: StepConfig,
+        layout: Layout,
+        cluster: GpuCluster,
+        micro_batches: int,
     ) -> StepTime:
         options = config.distributed.diloco
         sent = pieces.parameter_bytes / 4 * bytes_each(options.send_as) / options.inner_steps
         return rarely_exchanged_step(pieces, layout, cluster, micro_batches, sent=sent)
 
     def further_state(self, config: StepConfig, parameters: int) -> float:
-        options = config.distributed.diloco  # the common parameters, their momentum, and rounding errors
-        return 4.0 * parameters * (3 if options.send_as in LARGEST and options.error_feedback else 2)
+        # the common parameters, their momentum, and rounding errors
+        options = config.distributed.diloco
+        return (
+            4.0 * parameters * (3 if options.send_as in LARGEST and options.error_feedback else 2)
+        )
 
     def on(self, layout: Layout) -> Strategy:
         return self
@@ -102,7 +131,10 @@ class DiLoCo(Strategy):
         workers = LocalWorkers(placed, placed.micro_step, mine, total, config, all_reduce)
         placed.local_training = workers
         placed.forward_backward, placed.micro_step = workers.forward_backward, workers.micro_step
-        placed.evaluate, placed.forward = workers.on_common()(placed.evaluate), workers.on_common()(placed.forward)
+        placed.evaluate, placed.forward = (
+            workers.on_common()(placed.evaluate),
+            workers.on_common()(placed.forward),
+        )
         placed.buffers = workers.buffers
         numbers = sum(p.numel() for p in placed.parameters.values() if p.requires_grad)
         each = numbers * (total // p.ranks) * bytes_each(config.send_as)
@@ -110,9 +142,9 @@ class DiLoCo(Strategy):
         parts = f", in {config.fragments} fragments" if config.fragments > 1 else ""
         whose = "" if config.workers else " (distributed.diloco.workers is unset: one a rank)"
         placed.log_lines.append(
-            f"diloco: {total} worker{'s' * (total != 1)}{whose} train by themselves and exchange what they changed "
-            f"every {config.inner_steps} steps as {config.send_as}{parts}: {sent / 1e6:.3g} MB a step and rank on "
-            "average"
+            f"diloco: {total} worker{'s' * (total != 1)}{whose} train by themselves and exchange"
+            f" what they changed every {config.inner_steps} steps as {config.send_as}{parts}:"
+            f" {sent / 1e6:.3g} MB a step and rank on average"
         )
         return placed
 
@@ -121,7 +153,9 @@ class DiLoCo(Strategy):
         mine, total = _worker_numbers(placement)
 
         def assign(micro_batches: int) -> list[tuple[int, bool]]:
-            return [each for number in mine for each in assign_contiguous(micro_batches, number, total)]
+            return [
+                each for number in mine for each in assign_contiguous(micro_batches, number, total)
+            ]
 
         placement.materialise()
         # A worker sees its own micro-batches only.

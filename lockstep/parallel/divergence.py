@@ -1,8 +1,9 @@
 """The guard against replicas that drift apart: a flipped bit, or a parameter that is not synchronised.
 
-Every K steps each replica adds up the bits of its parameters and buffers as integers, and ranks compare one number.
-Where it differs, elements are compared: a bit that flipped in memory leaves one element apart, a fault of software
-whole tensors. Bits that flip in a gradient before it is reduced are seen by no comparison.
+Every K steps each replica adds up the bits of its parameters and buffers as integers, and ranks
+compare one number. Where it differs, elements are compared: a bit that flipped in memory leaves one
+element apart, a fault of software whole tensors. Bits that flip in a gradient before it is reduced
+are seen by no comparison.
 """
 
 import socket
@@ -25,10 +26,17 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def guard_replicas(
-    placed: ParallelModel, config: StepConfig, mesh: DeviceMesh | None, *, cut: Set[str] = frozenset(),
+    placed: ParallelModel,
+    config: StepConfig,
+    mesh: DeviceMesh | None,
+    *,
+    cut: Set[str] = frozenset(),
     experts: PlacedExperts | None = None,
-) -> None:  # fmt: skip
-    """Add checks of replicas that the config wants; along `tensor` ranks hold different pieces of those in `cut`."""
+) -> None:
+    """Add checks of replicas that the config wants.
+
+    Along `tensor` ranks hold different pieces of those in `cut`.
+    """
     every = config.distributed.divergence_check_steps
     if every is None:
         return
@@ -37,23 +45,36 @@ def guard_replicas(
     if mesh is not None and mesh["tensor"].size() > 1:
         placed.checks.append(guard(placed, mesh["tensor"].get_group(), every, left_out=cut))
     if experts is not None and experts.replicas.size() > 1:
-        placed.checks.append(guard(placed, experts.replicas, every, left_out=set(placed.kept()) - set(experts.shapes)))
+        placed.checks.append(
+            guard(
+                placed, experts.replicas, every, left_out=set(placed.kept()) - set(experts.shapes)
+            )
+        )
     if mesh is not None and mesh["replicate"].size() > 1:
         spread = set() if experts is None else set(experts.shapes)
         repair = config.distributed.divergence_action == "repair"
-        placed.checks.append(guard(placed, mesh["replicate"].get_group(), every, left_out=spread, repair=repair))
+        placed.checks.append(
+            guard(placed, mesh["replicate"].get_group(), every, left_out=spread, repair=repair)
+        )
     elif "divergence_check_steps" in config.distributed.model_fields_set:
         placed.log_lines.append("warning: divergence_check_steps: one replica, nothing to compare")
 
 
 def guard(
-    placed: ParallelModel, group: dist.ProcessGroup, every: int, *, left_out: Set[str] = frozenset(),
+    placed: ParallelModel,
+    group: dist.ProcessGroup,
+    every: int,
+    *,
+    left_out: Set[str] = frozenset(),
     repair: bool = False,
-) -> Callable[[int], None]:  # fmt: skip
-    """Return a check to be called after each step with the number of steps made; every rank calls it.
+) -> Callable[[int], None]:
+    """Return a check to be called after each step with the number of steps made.
 
-    It raises a RunError on every rank where replicas differ: the ranks of `group` hold the same parameters, or the same
-    shards of them, but for those `left_out`. `repair` puts back a flipped bit, once on each rank.
+    Every rank calls it.
+
+    It raises a RunError on every rank where replicas differ: the ranks of `group` hold the same
+    parameters, or the same shards of them, but for those `left_out`. `repair` puts back a flipped
+    bit, once on each rank.
     """
     repaired: set[int] = set()
 
@@ -66,10 +87,14 @@ def guard(
                 repaired.update(found.ranks)
                 for name in found.apart:
                     dist.broadcast(local(held[name]).detach(), found.good, group=group)
-                placed.later_log_lines.append(f"{found.what}; put back from rank {found.good} after step {step}")
+                placed.later_log_lines.append(
+                    f"{found.what}; put back from rank {found.good} after step {step}"
+                )
                 found = None
             # The error of any rank is raised on all ranks, or the others would wait for it.
-            anywhere = torch.tensor([found is not None], dtype=torch.uint8, device=placed.random_state.device)
+            anywhere = torch.tensor(
+                [found is not None], dtype=torch.uint8, device=placed.random_state.device
+            )
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
             if anywhere.item():
                 errors: list[RunError | None] = [None] * dist.get_world_size()
@@ -89,13 +114,19 @@ class ReplicasDifferError(RunError):
     good = -1  # a rank that holds right ones
 
 
-def compare(tensors: Mapping[str, Tensor], group: dist.ProcessGroup, step: int) -> ReplicasDifferError | None:
-    """Return an error that names the differences between the replicas of a group; None if there are none."""
+def compare(
+    tensors: Mapping[str, Tensor], group: dist.ProcessGroup, step: int
+) -> ReplicasDifferError | None:
+    """Return an error that names the differences between the replicas of a group.
+
+    None if there are none.
+    """
     names = sorted(tensors)
     if not names:
         return None
     prints = torch.stack([fingerprint(local(tensors[name])) for name in names])
-    place = torch.arange(1, len(names) + 1, device=prints.device)  # exchanged parameters must not cancel out
+    # exchanged parameters must not cancel out
+    place = torch.arange(1, len(names) + 1, device=prints.device)
     sums = _gathered((prints * place).sum().view(1), group)
     if bool((sums == sums[0]).all()):  # host waits for the device
         return None
@@ -123,7 +154,7 @@ def _gathered(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _diverged(
     prints: Tensor, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, step: int
-) -> ReplicasDifferError:  # fmt: skip
+) -> ReplicasDifferError:
     """Return the error for fingerprints [ranks, names]: which ranks differ in which parameters, and how."""
     ranks = [dist.get_global_rank(group, place) for place in range(group.size())]
     apart: dict[str, list[int]] = {}
@@ -131,9 +162,19 @@ def _diverged(
         (most, count), *_ = Counter(column).most_common()
         if count < len(column):
             tied = 2 * count <= len(column)  # then nobody knows which of them is right
-            apart[name] = ranks if tied else [r for r, value in zip(ranks, column, strict=True) if value != most]
+            apart[name] = (
+                ranks
+                if tied
+                else [r for r, value in zip(ranks, column, strict=True) if value != most]
+            )
     involved = sorted({rank for held in apart.values() for rank in held})
-    who = "the replicas on ranks " if involved == ranks else "rank " if len(involved) == 1 else "ranks "
+    who = (
+        "the replicas on ranks "
+        if involved == ranks
+        else "rank "
+        if len(involved) == 1
+        else "ranks "
+    )
     who += ", ".join(map(str, involved))
     verb = "differ" if involved == ranks or len(involved) > 1 else "differs"
     whom = "each other" if involved == ranks else "the other replicas"
@@ -141,12 +182,18 @@ def _diverged(
     hosts: list[str] = [""] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     where = sorted({host for rank, host in zip(ranks, hosts, strict=True) if rank in involved})
-    why = "the gradients of these parameters were not reduced in some step (used outside of forward?), or one rank "
+    why = (
+        "the gradients of these parameters were not reduced in some step (used outside of"
+        " forward?), or one rank "
+    )
     why += "alone has written them"
     fix = "`lockstep verify` finds what is not synchronised; go on from the last checkpoint"
     if few:
         why = "a bit has flipped in memory, for the same gradients would leave no other trace"
-        fix = "go on from the last checkpoint; if it comes again on the same rank, replace that machine"
+        fix = (
+            "go on from the last checkpoint; if it comes again on the same rank, replace that"
+            " machine"
+        )
     what = f"{who} {verb} from {whom} in {listed(list(apart), 5)}"
     place = f"after step {step}, on host{'s' * (len(where) > 1)} {', '.join(where)}"
     error = ReplicasDifferError(what, where=place, why=f"{how}: {why}", fix=fix)
@@ -169,7 +216,11 @@ def _elements_apart(tensors: list[Tensor], group: dist.ProcessGroup) -> tuple[bo
         if len(places) == 1:
             column = stacked[:, places[0]].tolist()
             changed = {a ^ b for a in column for b in column} - {0}
-            flipped = [value.bit_length() - 1 for value in changed if value > 0 and value & (value - 1) == 0]
+            flipped = [
+                value.bit_length() - 1
+                for value in changed
+                if value > 0 and value & (value - 1) == 0
+            ]
             bits = f", in bit {flipped[0]}" if len(changed) == 1 and flipped else ""
     few = 0 < differ <= _FEW_ELEMENTS and differ < total
     return few, f"{differ} of {total} elements differ{bits}"

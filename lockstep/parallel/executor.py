@@ -1,16 +1,18 @@
 """Runs a rank's passes of a step, under every strategy, with one list of objects around each of them.
 
-A rank without a pipeline is a pipeline of one stage: it runs F0 B0 F1 B1 …, a micro-batch after the other. Under a
-pipeline a rank runs the program of its schedule (`lockstep.parallel.transport`): passes, with sends and receives
-between them. What the passes do to each other is kept here, by stage and by position of the micro-batch in the run:
+A rank without a pipeline is a pipeline of one stage: it runs F0 B0 F1 B1 …, a micro-batch after the
+other. Under a pipeline a rank runs the program of its schedule (`lockstep.parallel.transport`):
+passes, with sends and receives between them. What the passes do to each other is kept here, by
+stage and by position of the micro-batch in the run:
 
     F of stage s      takes the activations of stage s-1; keeps its inputs and outputs; leaves activations for s+1
     B of stage s      takes the gradients of its outputs from s+1; adds those of weights to `.grad`; leaves those of its
                       inputs for s-1
     I and W           the two halves of B: I does all of it but the gradients of weights, which W computes later
 
-What a pass leaves for a stage of the same rank is taken from here, what it leaves for another rank is sent. The loss
-is not multiplied by its weight: the weight is the gradient with which its backward pass starts, under all strategies.
+What a pass leaves for a stage of the same rank is taken from here, what it leaves for another rank
+is sent. The loss is not multiplied by its weight: the weight is the gradient with which its
+backward pass starts, under all strategies.
 
 Tests: tests/parallel/test_executor.py
 """
@@ -28,11 +30,19 @@ from lockstep.heartbeat import went_forward
 from lockstep.parallel.backward import Gradients, backward, first_half, whole_second_half
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
-from lockstep.parallel.transport import Message, Program, Receive, Rehearsed, Send, Tensors, Transport
+from lockstep.parallel.transport import (
+    Message,
+    Program,
+    Receive,
+    Rehearsed,
+    Send,
+    Tensors,
+    Transport,
+)
 from lockstep.randomness import RandomState
 
-# (micro-batch, activations of the stage before, which are leaves) → activations, tensors that nothing else writes
-# to; or the result of the last stage, in training the `Loss`
+# (micro-batch, activations of the stage before, which are leaves) → activations, tensors that
+# nothing else writes to; or the result of the last stage, in training the `Loss`
 Forward = Callable[[MicroBatch, Tensors], Any]
 Done = Callable[[MicroBatch, Any], None]  # takes the result of the last stage
 
@@ -80,11 +90,13 @@ class Executor:
 
     Args:
         stages: of this rank, ascending.
-        random_state: what random numbers depend on; a backward pass may repeat parts of a forward pass.
+        random_state: what random numbers depend on; a backward pass may repeat parts of a forward
+            pass.
         transport: carries messages to other ranks.
         multiplier: of the loss, which undoes a mean that the strategy's own reduction takes.
         carrier: takes the gradients of each micro-batch; None: they add up in `.grad`.
-        halves: compute the gradients of weights in W where a schedule has one; else with those of inputs, in I.
+        halves: compute the gradients of weights in W where a schedule has one; else with those of
+            inputs, in I.
     """
 
     def __init__(
@@ -104,7 +116,8 @@ class Executor:
         self._carrier = carrier
         self._halves = halves
         self._left: dict[Message, Tensors] = {}  # made by a pass here, for another stage
-        self._under_way: dict[tuple[int, int], MicroBatchPass] = {}  # (stage, position) → after F, until B or W
+        # (stage, position) → after F, until B or W
+        self._under_way: dict[tuple[int, int], MicroBatchPass] = {}
 
     # ---- programs ----
 
@@ -127,7 +140,9 @@ class Executor:
                 elif each.kind == "F":
                     micro_batch = micro_batches[each.micro_batch]
                     is_last = last and each.micro_batch == end
-                    passing = MicroBatchPass(micro_batch, per_step, factor, is_last, [], each.stage, each.micro_batch)
+                    passing = MicroBatchPass(
+                        micro_batch, per_step, factor, is_last, [], each.stage, each.micro_batch
+                    )
                     self.forward(passing, accumulator)
                     went_forward()
                 else:
@@ -140,15 +155,24 @@ class Executor:
             self._fail(error)
             raise
 
-    def run_forward(self, program: Program, micro_batches: Sequence[MicroBatch], done: Done) -> None:
-        """Run a program of forward passes alone, with nothing around them; `done` takes the last stage's results."""
+    def run_forward(
+        self, program: Program, micro_batches: Sequence[MicroBatch], done: Done
+    ) -> None:
+        """Run a program of forward passes alone, with nothing around them.
+
+        `done` takes the last stage's results.
+        """
         try:
             for each in program:
                 if not isinstance(each, ScheduledPass):
                     self._exchange(each)
                 else:
                     stage, micro_batch = self.stages[each.stage], micro_batches[each.micro_batch]
-                    inputs = () if stage.is_first else self._take(Message("F", each.stage, each.micro_batch))
+                    inputs = (
+                        ()
+                        if stage.is_first
+                        else self._take(Message("F", each.stage, each.micro_batch))
+                    )
                     outputs = stage.forward(micro_batch, inputs)
                     if stage.is_last:
                         done(micro_batch, outputs)
@@ -177,7 +201,9 @@ class Executor:
 
     # ---- a model that is one stage ----
 
-    def micro_step(self, micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool) -> Loss:
+    def micro_step(
+        self, micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool
+    ) -> Loss:
         """Run one micro-batch forward and backward through a model that is one stage."""
         passing = MicroBatchPass(micro_batch, accumulator.micro_batches_per_step, factor, last)
         try:
@@ -193,7 +219,9 @@ class Executor:
         assert loss is not None
         return loss
 
-    def in_order(self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float) -> None:
+    def in_order(
+        self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
+    ) -> None:
         """Run the micro-batches of a step one after the other through a model that is one stage."""
         count = len(micro_batches)
         for number, micro_batch in enumerate(micro_batches, start=1):
@@ -243,7 +271,8 @@ class Executor:
         for enter in stage.before_backward:
             enter(passing)
         found: Gradients = ()
-        if stage.count == 1 and not passing.further_roots:  # the shortest way: each call of a function costs here
+        # the shortest way: each call of a function costs here
+        if stage.count == 1 and not passing.further_roots:
             torch.autograd.backward(passing.outputs[0], passing.gradient)
         elif not splits:
             found = self._whole(stage, passing, gradients, carried)
@@ -281,10 +310,14 @@ class Executor:
     def _take_gradients(self, stage: Stage, passing: MicroBatchPass) -> tuple[Gradients, Tensors]:
         """Take what the next stage has left: the gradients of this one's outputs, and the sums that travel along."""
         arrived = iter(self._take(Message("B", stage.index, passing.position)))
-        gradients = tuple(next(arrived) if output.requires_grad else None for output in passing.outputs)
+        gradients = tuple(
+            next(arrived) if output.requires_grad else None for output in passing.outputs
+        )
         return gradients, tuple(arrived)
 
-    def _whole(self, stage: Stage, passing: MicroBatchPass, gradients: Gradients, carried: Tensors) -> Gradients:
+    def _whole(
+        self, stage: Stage, passing: MicroBatchPass, gradients: Gradients, carried: Tensors
+    ) -> Gradients:
         """Compute the gradients of inputs and weights at once; return those of the inputs."""
         outputs = passing.outputs
         if passing.further_roots:
@@ -300,7 +333,8 @@ class Executor:
 
     def _first_half(self, stage: Stage, passing: MicroBatchPass, gradients: Gradients) -> Gradients:
         """Compute the gradients of the inputs, and keep what is left for W."""
-        outputs, passing.outputs = passing.outputs, ()  # what the graph does not keep of them can go
+        # what the graph does not keep of them can go
+        outputs, passing.outputs = passing.outputs, ()
         found: Gradients = ()
         if stage.is_first:  # it has no inputs whose gradients could come first
             half = whole_second_half(outputs, gradients)
@@ -314,7 +348,9 @@ class Executor:
 
     def _fail(self, error: BaseException) -> None:
         """Let what stands around the passes clean up; raise a clearer error, if there is one."""
-        explanations = [each.failed(error) for stage in self.stages.values() for each in stage.around[::-1]]
+        explanations = [
+            each.failed(error) for stage in self.stages.values() for each in stage.around[::-1]
+        ]
         self._forget()
         clearer = next((found for found in explanations if found is not None), None)
         if clearer is not None:
@@ -331,4 +367,8 @@ _BACKWARD = ScheduledPass("B", 0, 0)  # of a model that is one stage
 
 def _sendable(value: Tensor, gradient: Tensor | None) -> Tensor:
     """Return a gradient as the stage before waits for it: zeros for an input that was not used."""
-    return torch.zeros_like(value, memory_format=torch.contiguous_format) if gradient is None else gradient
+    return (
+        torch.zeros_like(value, memory_format=torch.contiguous_format)
+        if gradient is None
+        else gradient
+    )

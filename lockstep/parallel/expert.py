@@ -1,12 +1,14 @@
 """Expert parallel: the experts of each layer are spread over the ranks of the axis `expert` (arXiv:2006.16668).
 
-These ranks share out the step's micro-batches, too: the axis divides replicate × shard. A rank holds a run of experts:
+These ranks share out the step's micro-batches, too: the axis divides replicate × shard. A rank
+holds a run of experts:
 
     rows → all-to-all → the rows of my experts, from each rank → experts → all-to-all → rows
 
-No row is dropped, so the ranks exchange numbers of rows first, for which the host waits. Gradients of experts are
-summed over the ranks that hold the same ones after the last backward pass, or, under `reproducible`, up the tree, for
-which an expert runs the rows of each rank by themselves. The axis `tensor` deals out experts first.
+No row is dropped, so the ranks exchange numbers of rows first, for which the host waits. Gradients
+of experts are summed over the ranks that hold the same ones after the last backward pass, or, under
+`reproducible`, up the tree, for which an expert runs the rows of each rank by themselves. The axis
+`tensor` deals out experts first.
 
 Tests: tests/parity/test_mixture.py
 """
@@ -34,7 +36,12 @@ from lockstep.models.protocol import offered
 from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
-from lockstep.parallel.reproducible.tree import Partials, clear_zero_signs, nodes_that_cover, tree_all_reduce
+from lockstep.parallel.reproducible.tree import (
+    Partials,
+    clear_zero_signs,
+    nodes_that_cover,
+    tree_all_reduce,
+)
 from lockstep.parallel.strides import lay_gradients
 from lockstep.parallel.tensor_blocks import with_backward
 from lockstep.parallel.tensor_cuts import TensorCuts, train_whole
@@ -44,27 +51,41 @@ Assign = Callable[..., list[tuple[int, bool]]]
 
 
 class PlacedExperts(AroundMicroBatch):
-    """The experts of a model that this rank holds; `exact`: their gradients are summed up the tree."""
+    """The experts of a model that this rank holds.
 
-    def __init__(self, mesh: DeviceMesh, shapes: Mapping[str, torch.Size], layout: Layout, *, exact: bool) -> None:
+    `exact`: their gradients are summed up the tree.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, shapes: Mapping[str, torch.Size], layout: Layout, *, exact: bool
+    ) -> None:
         self.mesh, self.shapes, self.exact = mesh, dict(shapes), exact
-        self._along, self._along_both = mesh["expert"], mesh["tensor", "expert"]  # half a millisecond each
+        # half a millisecond each
+        self._along, self._along_both = mesh["expert"], mesh["tensor", "expert"]
         self.group, self.replicas = self._along.get_group(), mesh["expert_replicate"].get_group()
         self.ranks, self.rank = self.group.size(), self.group.rank()
         self.assign: Assign | None = None  # set by strategies where gradients are summed exactly
-        self.scale = 1.0  # what gradients are multiplied by, where a strategy's own reduction takes a mean
-        self.on_send: Callable[[int], None] | None = None  # called with the bytes of rows that this rank sends
+        # what gradients are multiplied by, where a strategy's own reduction takes a mean
+        self.scale = 1.0
+        # called with the bytes of rows that this rank sends
+        self.on_send: Callable[[int], None] | None = None
         self._layout = layout
-        self._owners: dict[str, tuple[nn.Module, str]] = {}  # name → the module, and the parameter's name there
+        # name → the module, and the parameter's name there
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
         self._dealt: set[str] = set()  # names of what the axis `tensor` cuts, too
-        self._leaves: dict[str, list[Tensor | None]] = {}  # of this micro-batch: name → gradient of each rank's rows
-        self._partials: dict[tuple[str, ...], Partials] = {}  # names of what ran together → its sums
+        # of this micro-batch: name → gradient of each rank's rows
+        self._leaves: dict[str, list[Tensor | None]] = {}
+        # names of what ran together → its sums
+        self._partials: dict[tuple[str, ...], Partials] = {}
         self._micro_batches = self._rounds = 0
 
     # ---- parameters ----
 
     def piece(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's piece of a parameter's value, in memory of its own; the whole of what is no expert's."""
+        """Return this rank's piece of a parameter's value, in memory of its own.
+
+        The whole of what is no expert's.
+        """
         if name not in self.shapes:
             return whole
         return whole.chunk(self.ranks, 0)[self.rank].clone(memory_format=torch.contiguous_format)
@@ -76,7 +97,9 @@ class PlacedExperts(AroundMicroBatch):
         shape = self.shapes[name]
         strides = torch.empty(shape, device="meta").stride()
         mesh = self._along_both if name in self._dealt else self._along
-        return DTensor.from_local(piece, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=strides)
+        return DTensor.from_local(
+            piece, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=strides
+        )
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -91,7 +114,8 @@ class PlacedExperts(AroundMicroBatch):
                 parameter.requires_grad_(True)
 
     @property
-    def parameters(self) -> list[nn.Parameter]:  # as they are now: a model that leaves meta gets others
+    # as they are now: a model that leaves meta gets others
+    def parameters(self) -> list[nn.Parameter]:
         return [self._parameter(name) for name in self._owners]
 
     def _parameter(self, name: str) -> nn.Parameter:
@@ -106,22 +130,39 @@ class PlacedExperts(AroundMicroBatch):
         for name, shape in self.shapes.items():
             ranks = self.ranks * (tensor if name in self._dealt else 1)
             if not shape or shape[0] % ranks:
-                dealt = f" ({self.ranks} along expert × {tensor} along tensor)" if name in self._dealt else ""
-                what = f"{name} has {shape[0] if shape else 'no'} experts, which {ranks} ranks{dealt} can't share"
+                dealt = (
+                    f" ({self.ranks} along expert × {tensor} along tensor)"
+                    if name in self._dealt
+                    else ""
+                )
+                what = (
+                    f"{name} has {shape[0] if shape else 'no'} experts, which {ranks} ranks{dealt}"
+                    " can't share"
+                )
                 fix = "stack it over experts in dim 0"
                 if shape:
                     fix = f"give the model a multiple of {ranks} experts"
-                    each, rest = divmod(shape[0], ranks // self.ranks)  # sizes that divide this one go on these ranks
+                    # sizes that divide this one go on these ranks
+                    each, rest = divmod(shape[0], ranks // self.ranks)
                     sizes = [] if rest else divisors(math.gcd(each, self.ranks), self.ranks)
-                    fix = f"write expert_size: {' or '.join(map(str, sizes))}, or {fix}" if sizes else fix
+                    fix = (
+                        f"write expert_size: {' or '.join(map(str, sizes))}, or {fix}"
+                        if sizes
+                        else fix
+                    )
                 raise UsageError(what, where="distributed.expert_size", fix=fix)
             self._parameter(name).data = self.piece(name, self._parameter(name).data)
 
     # ---- messages ----
 
     def place_module(self, module: nn.Module, names: Mapping[int, str]) -> None:
-        """Let a module of experts exchange the rows; `names`: id of a parameter → its canonical name."""
-        full_names = {attribute: names[id(parameter)] for attribute, parameter in module.named_parameters()}
+        """Let a module of experts exchange the rows.
+
+        `names`: id of a parameter → its canonical name.
+        """
+        full_names = {
+            attribute: names[id(parameter)] for attribute, parameter in module.named_parameters()
+        }
         self._owners |= {full: (module, attribute) for attribute, full in full_names.items()}
         plain = copy.copy(module)  # with the same parameters, and its own forward pass
 
@@ -136,12 +177,20 @@ class PlacedExperts(AroundMicroBatch):
             if self.exact:
                 copied = lent(this)
                 parts = []
-                for rank, (part, numbers) in enumerate(zip(torch.split(mine, received), theirs, strict=True)):
-                    held = {name.partition("@")[0]: copy for name, copy in copied.items() if name.endswith(f"@{rank}")}
+                for rank, (part, numbers) in enumerate(
+                    zip(torch.split(mine, received), theirs, strict=True)
+                ):
+                    held = {
+                        name.partition("@")[0]: copy
+                        for name, copy in copied.items()
+                        if name.endswith(f"@{rank}")
+                    }
                     parts.append(torch.func.functional_call(plain, held, (part, numbers)))
                 made = torch.cat(parts)
             else:
-                made = _by_expert(plain, {each: look_up(this, each) for each in full_names}, mine, theirs)
+                made = _by_expert(
+                    plain, {each: look_up(this, each) for each in full_names}, mine, theirs
+                )
             return with_backward(back, there, made)
 
         def copies(this: nn.Module) -> dict[str, Tensor]:
@@ -153,7 +202,9 @@ class PlacedExperts(AroundMicroBatch):
             }
 
         def lent(this: Any) -> dict[str, Tensor]:
-            names = [f"{attribute}@{rank}" for attribute in full_names for rank in range(self.ranks)]
+            names = [
+                f"{attribute}@{rank}" for attribute in full_names for rank in range(self.ranks)
+            ]
             # A product that runs chunk by chunk lends the copies that it has summed gradients for.
             return {n: getattr(this, n) for n in names} if hasattr(this, names[0]) else copies(this)
 
@@ -190,7 +241,9 @@ class PlacedExperts(AroundMicroBatch):
                 before = held[rank]
                 held[rank] = gradient if before is None else before + gradient
 
-        return with_backward(lambda p: tuple(p.view_as(p) for _ in range(self.ranks)), keep, parameter)
+        return with_backward(
+            lambda p: tuple(p.view_as(p) for _ in range(self.ranks)), keep, parameter
+        )
 
     def begin(self, micro_batches: int) -> None:
         self._micro_batches = micro_batches
@@ -206,7 +259,8 @@ class PlacedExperts(AroundMicroBatch):
     def add_leaves(self, place: int | None, names: Iterable[str]) -> None:
         """Add the gradients of the last backward pass, of `names` that are always the same together.
 
-        `place`: of the micro-batch among those that a rank runs in the step; None: no rank has one there.
+        `place`: of the micro-batch among those that a rank runs in the step; None: no rank has one
+        there.
         """
         mine = tuple(name for name in names if name in self._owners)
         if not mine:
@@ -215,7 +269,9 @@ class PlacedExperts(AroundMicroBatch):
         for rank in range(self.ranks):
             assigned = self._assigned(self.replicas.rank() * self.ranks + rank)
             if place is not None and place < len(assigned) and assigned[place][1]:
-                values = [self._leaves[name][rank] if name in self._leaves else None for name in mine]
+                values = [
+                    self._leaves[name][rank] if name in self._leaves else None for name in mine
+                ]
                 partials.add(assigned[place][0], values, owned=False)
         self._leaves.clear()
 
@@ -228,7 +284,8 @@ class PlacedExperts(AroundMicroBatch):
         """Leave in `.grad` of this rank's experts the sum over all micro-batches of the step."""
         if not self.exact:
             for parameter in self.parameters:
-                if parameter.grad is not None:  # none have those of other stages of a pipeline, which are on meta
+                # none have those of other stages of a pipeline, which are on meta
+                if parameter.grad is not None:
                     if self.replicas.size() > 1:
                         dist.all_reduce(parameter.grad, group=self.replicas)
                     parameter.grad.mul_(self.scale)
@@ -242,31 +299,43 @@ class PlacedExperts(AroundMicroBatch):
             clear_zero_signs([total for total in totals or [] if total is not None])
         lay_gradients(self.parameters)
 
-    def _summed_over_replicas(self, names: Sequence[str], partials: Partials) -> list[Tensor | None]:
+    def _summed_over_replicas(
+        self, names: Sequence[str], partials: Partials
+    ) -> list[Tensor | None]:
         leaves = partials.leaves
         nodes = [
-            nodes_that_cover({
-                index
-                for rank in range(first, first + self.ranks)
-                for index, real in self._assigned(rank)
-                if real
-            }, leaves)
+            nodes_that_cover(
+                {
+                    index
+                    for rank in range(first, first + self.ranks)
+                    for index, real in self._assigned(rank)
+                    if real
+                },
+                leaves,
+            )
             for first in range(0, self._layout.data_parallel_size, self.ranks)
-        ]  # fmt: skip
+        ]
         held = [partials.take(node) for node in nodes[self.replicas.rank()]]
         totals: list[Tensor | None] = []
         for place, parameter in enumerate(map(self._parameter, names)):
-            sums = [None if v is None or (one := v[place]) is None else one.reshape(-1) for v in held]
+            sums = [
+                None if v is None or (one := v[place]) is None else one.reshape(-1) for v in held
+            ]
             out = torch.empty_like(parameter).view(-1)
             tree_all_reduce(sums, out, leaves, self.replicas, nodes)
             totals.append(out.view_as(parameter))
         return totals
 
 
-def apply_experts(model: nn.Module, layout: Layout, device_type: str, *, exact: bool) -> PlacedExperts | None:
-    """Let the experts of a model exchange rows over the axis `expert`, in place; None where that has one rank.
+def apply_experts(
+    model: nn.Module, layout: Layout, device_type: str, *, exact: bool
+) -> PlacedExperts | None:
+    """Let the experts of a model exchange rows over the axis `expert`, in place.
 
-    The pieces are taken later (`PlacedExperts.take_pieces`): the axis `tensor` deals out experts first.
+    None where that has one rank.
+
+    The pieces are taken later (`PlacedExperts.take_pieces`): the axis `tensor` deals out experts
+    first.
     """
     if layout.expert == 1:
         return None
@@ -274,7 +343,10 @@ def apply_experts(model: nn.Module, layout: Layout, device_type: str, *, exact: 
     modules: list[tuple[str, nn.Module]] = [] if own is None else own()
     if not modules:
         what = f"{type(model).__name__} does not say which of its modules are experts"
-        fix = "give the model experts() -> [(name, module)], each called with (rows, rows of each expert), with "
+        fix = (
+            "give the model experts() -> [(name, module)], each called with (rows, rows of each"
+            " expert), with "
+        )
         fix += "parameters that are stacked over experts in dim 0; or write expert_size: 1"
         raise UsageError(what, where="distributed.expert_size", fix=fix)
     names, _ = canonical_names(model)
@@ -288,27 +360,44 @@ def apply_experts(model: nn.Module, layout: Layout, device_type: str, *, exact: 
 def parameters_of_experts(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of the experts that a model names."""
     own = offered(model, "experts")
-    return [] if own is None else [parameter for _, module in own() for parameter in module.parameters()]
+    return (
+        []
+        if own is None
+        else [parameter for _, module in own() for parameter in module.parameters()]
+    )
 
 
-def train_experts(placed: ParallelModel, experts: PlacedExperts, replicas: dist.ProcessGroup, *, others: bool) -> None:
+def train_experts(
+    placed: ParallelModel, experts: PlacedExperts, replicas: dist.ProcessGroup, *, others: bool
+) -> None:
     """Let a placed model train DTensors for its experts, each element once; with `others` for all plain parameters."""
     own = placed.parameters
-    names = [n for n, p in own.items() if n in experts.shapes or (others and not isinstance(p, DTensor))]
+    names = [
+        n for n, p in own.items() if n in experts.shapes or (others and not isinstance(p, DTensor))
+    ]
     train_whole(placed, names, experts.whole, experts.finish)
     counted = set(own) if placed.counted is None else placed.counted
-    if replicas.size() > 1:  # experts differ between replicas, too; all else is counted by the first one
+    # experts differ between replicas, too; all else is counted by the first one
+    if replicas.size() > 1:
         placed.norm_groups = [*placed.norm_groups, replicas]
         counted = counted & set(experts.shapes) if replicas.rank() else counted
     placed.counted = counted - set(experts.shapes) if experts.replicas.rank() else counted
 
 
-def _by_expert(plain: nn.Module, held: Mapping[str, Tensor], rows: Tensor, counts: list[list[int]]) -> Tensor:
+def _by_expert(
+    plain: nn.Module, held: Mapping[str, Tensor], rows: Tensor, counts: list[list[int]]
+) -> Tensor:
     """Return what the experts make of all ranks' rows, each expert at once: [ranks, experts, …] → the same order."""
     ranks, experts = len(counts), len(counts[0])
     parts = torch.split(rows, [number for source in counts for number in source])
-    together = torch.cat([parts[rank * experts + expert] for expert in range(experts) for rank in range(ranks)])
+    together = torch.cat(
+        [parts[rank * experts + expert] for expert in range(experts) for rank in range(ranks)]
+    )
     numbers = [sum(source[expert] for source in counts) for expert in range(experts)]
     made = torch.func.functional_call(plain, dict(held), (together, numbers))
-    pieces = torch.split(made, [counts[rank][expert] for expert in range(experts) for rank in range(ranks)])
-    return torch.cat([pieces[expert * ranks + rank] for rank in range(ranks) for expert in range(experts)])
+    pieces = torch.split(
+        made, [counts[rank][expert] for expert in range(experts) for rank in range(ranks)]
+    )
+    return torch.cat(
+        [pieces[expert * ranks + rank] for rank in range(ranks) for expert in range(experts)]
+    )

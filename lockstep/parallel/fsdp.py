@@ -1,8 +1,9 @@
 """Fully sharded data parallelism on FSDP2: each rank holds a share of every parameter, gradient and optimizer state.
 
-A *unit* is gathered at once: a repeated block, or what a wrap policy picks; all other parameters belong to the root.
-Gradients are summed, not averaged. FSDP2 can't cut parameters without a dim (CLIP's `logit_scale`), so every rank holds
-them whole and FSDP2 ignores them (`Scalars`). Source: Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.
+A *unit* is gathered at once: a repeated block, or what a wrap policy picks; all other parameters
+belong to the root. Gradients are summed, not averaged. FSDP2 can't cut parameters without a dim
+(CLIP's `logit_scale`), so every rank holds them whole and FSDP2 ignores them (`Scalars`). Source:
+Zhao et al. 2023, "PyTorch FSDP"; torch.distributed.fsdp.
 
 Tests: tests/parallel/test_fsdp.py, tests/parallel/test_memory.py,
 tests/parity/test_data_parallel.py
@@ -17,7 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lockstep.config import DistributedConfig, FSDPConfig, StepConfig
@@ -31,7 +38,12 @@ from lockstep.parallel.fsdp_order import UnitOrder
 from lockstep.parallel.fsdp_units import UnitUsage, own_parameters, sharded_units, units_of
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
-from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
+from lockstep.parallel.placement import (
+    AppliedStrategy,
+    PlacementContext,
+    placed_in_order,
+    shared_out,
+)
 from lockstep.parallel.reproducible.gradient_trees import ShardTree
 from lockstep.parallel.reproducible.tree import Partials, assign_in_groups, clear_zero_signs
 from lockstep.precision import DTYPES
@@ -42,7 +54,10 @@ from lockstep.torch_compat.tensor_versions import return_no_views
 
 
 class FSDP(Strategy):
-    """A shard of the model on every rank; first values are made one parameter at a time, and cut."""
+    """A shard of the model on every rank.
+
+    First values are made one parameter at a time, and cut.
+    """
 
     topologies = {"fsdp": ("shard",), "hybrid": ("replicate", "shard")}
     shares_batches = True
@@ -60,30 +75,48 @@ class FSDP(Strategy):
             shard = per_node
             if shard == world_size:  # one node: one replica would be plain full_shard
                 if world_size % 2:
-                    what = f"hybrid_shard can't split {world_size} ranks of one node into two replicas"
+                    what = (
+                        f"hybrid_shard can't split {world_size} ranks of one node into two replicas"
+                    )
                     fix = "use an even number of ranks, or full_shard"
                     raise UsageError(what, where="distributed.fsdp.sharding_strategy", fix=fix)
                 shard = world_size // 2
-                notice = f"hybrid_shard on one node: 2 replicas × {shard} shards (distributed.shard_size sets it)"
+                notice = (
+                    f"hybrid_shard on one node: 2 replicas × {shard} shards (distributed.shard_size"
+                    " sets it)"
+                )
             replicate = world_size // shard
         else:
             replicate, shard = 1, world_size
         sizes = {"replicate": replicate, "shard": shard}
-        return replace(layout_of_sizes(self.name, sizes, world_size, given_sizes(config)), notice=notice)
+        return replace(
+            layout_of_sizes(self.name, sizes, world_size, given_sizes(config)), notice=notice
+        )
 
     def describe(self, layout: Layout) -> str:
         return describe_shards(layout)
 
-    def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
+    def contradictions(
+        self, config: StepConfig, layout: Layout | None = None
+    ) -> Iterator[Contradiction]:
         distributed = config.distributed
         if distributed.reproducible and distributed.fsdp.accumulate != "sharded":
-            what = f"accumulate: {distributed.fsdp.accumulate} sums gradients in another order than the tree"
+            what = (
+                f"accumulate: {distributed.fsdp.accumulate} sums gradients in another order than"
+                " the tree"
+            )
             fix = "write accumulate: sharded, or reproducible: false"
-            yield Contradiction(("distributed.reproducible", "distributed.fsdp.accumulate"), what, fix)
+            yield Contradiction(
+                ("distributed.reproducible", "distributed.fsdp.accumulate"), what, fix
+            )
 
     def instead_of_compression(self, kind: str) -> str | None:
         half = kind in ("fp16", "bf16")
-        return f"write distributed.fsdp.reduce_dtype: {kind}" if half else "write kind: none, or strategy: ddp"
+        return (
+            f"write distributed.fsdp.reduce_dtype: {kind}"
+            if half
+            else "write kind: none, or strategy: ddp"
+        )
 
     def cuts_parameters(self, layout: Layout) -> bool:
         return layout.world_size > 1
@@ -93,35 +126,47 @@ class FSDP(Strategy):
     def message_type(self, config: StepConfig) -> str | None:
         return config.distributed.fsdp.reduce_dtype
 
-    def layouts_to_plan(self, model: ModelSize, config: StepConfig, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
+    def layouts_to_plan(
+        self, model: ModelSize, config: StepConfig, cluster: GpuCluster
+    ) -> Iterator[dict[str, Any]]:
         if cluster.num_gpus == 1:
             return
         for kind in ("full_shard", "shard_grad_op"):
             yield {STRATEGIES.where: self.name, "distributed.fsdp.sharding_strategy": kind}
         if cluster.num_gpus > cluster.per_node:
             yield {
-                STRATEGIES.where: self.name, "distributed.fsdp.sharding_strategy": "hybrid_shard",
+                STRATEGIES.where: self.name,
+                "distributed.fsdp.sharding_strategy": "hybrid_shard",
                 "distributed.shard_size": cluster.per_node,
-            }  # fmt: skip
+            }
 
     def layout_with_offload(self) -> dict[str, Any]:
         return {
-            STRATEGIES.where: self.name, "distributed.fsdp.sharding_strategy": "full_shard",
+            STRATEGIES.where: self.name,
+            "distributed.fsdp.sharding_strategy": "full_shard",
             "distributed.fsdp.cpu_offload": True,
-        }  # fmt: skip
+        }
 
     def step_time(
-        self, pieces: Pieces, config: StepConfig, layout: Layout, cluster: GpuCluster, micro_batches: int
+        self,
+        pieces: Pieces,
+        config: StepConfig,
+        layout: Layout,
+        cluster: GpuCluster,
+        micro_batches: int,
     ) -> StepTime:
         options = config.distributed.fsdp
         if layout.world_size == 1:
             return super().step_time(pieces, config, layout, cluster, micro_batches)
         return sharded_step(
-            pieces, layout, cluster, micro_batches,
+            pieces,
+            layout,
+            cluster,
+            micro_batches,
             gathers_again=options.sharding_strategy in ("full_shard", "hybrid_shard"),
             width=0.5 if config.precision.param_dtype == "bf16" else 1.0,
             reduces_each=options.accumulate == "sharded",
-        )  # fmt: skip
+        )
 
     def topologies_to_verify(self, config: StepConfig) -> list[str]:
         return ["hybrid:2x2"] if config.distributed.fsdp.sharding_strategy == "hybrid_shard" else []
@@ -133,31 +178,43 @@ class FSDP(Strategy):
         if p.has_values:
             p.model.to(p.device)  # a shard is cut on the device that it stays on
         p.log_lines += apply_fsdp(
-            p.model, mesh, options, p.blocks, param_dtype=p.config.precision.param_dtype,
-            replicas_apart=p.reproducible, foreign=None if p.experts is None else set(p.experts.parameters),
+            p.model,
+            mesh,
+            options,
+            p.blocks,
+            param_dtype=p.config.precision.param_dtype,
+            replicas_apart=p.reproducible,
+            foreign=None if p.experts is None else set(p.experts.parameters),
             device_type=p.device_type,
-        )  # fmt: skip
+        )
         if not p.has_values:
             p.materialise()
         shards = mesh["shard"].get_group() if layout.shard > 1 else None
         scalars = Scalars(p.model)
         around: list[AroundMicroBatch] = [scalars]
-        if p.dry_run is None:  # ranks compare what they use, and without values there is nothing to compare
+        # ranks compare what they use, and without values there is nothing to compare
+        if p.dry_run is None:
             around.append(UnitUsage(p.model, p.device))
-            exchanging: dict[bool, dist.ProcessGroup | None] = {} if shards is None else {True: shards, False: shards}
+            exchanging: dict[bool, dist.ProcessGroup | None] = (
+                {} if shards is None else {True: shards, False: shards}
+            )
             if not p.reproducible:  # replicas add up unit by unit, too
                 exchanging[True] = p.dp_group
             around.append(UnitOrder(sharded_units(p.model), p.device, exchanging, p.dp_group))
         if p.device_type == "cpu":
-            may_wait = not p.reproducible and layout.replicate == 1  # else a sum follows on what FSDP2 is given
+            # else a sum follows on what FSDP2 is given
+            may_wait = not p.reproducible and layout.replicate == 1
             messages = GlooMessages(p.model, may_wait=may_wait)
             around += [messages] if may_wait else []
         assign, tree = shared_out(assign_strided, p), None
         if p.reproducible:
             assign, groups = shared_out(partial(assign_in_groups, groups=layout.replicate), p), 1
-            if p.experts is not None:  # ranks that share out experts run whole nodes, which are the sums that they send
+            # ranks that share out experts run whole nodes, which are the sums that they send
+            if p.experts is not None:
                 groups = layout.shard // layout.expert if layout.shard % layout.expert == 0 else 1
-                p.experts.assign = partial(assign_in_groups, groups=layout.replicate * groups, even=True)
+                p.experts.assign = partial(
+                    assign_in_groups, groups=layout.replicate * groups, even=True
+                )
                 assign = shared_out(p.experts.assign, p)
             tree = ShardTree(p.model, mesh, groups)
         counted = None
@@ -165,7 +222,12 @@ class FSDP(Strategy):
             counted = {name for name, _ in p.model.named_parameters()} - set(scalars.placed)
         sync = FSDPSync(p.model, accumulate=options.accumulate)
         applied = AppliedStrategy(
-            assign, gradient_sync=sync, around=around, tree=tree, parameters=scalars.placed, counted=counted
+            assign,
+            gradient_sync=sync,
+            around=around,
+            tree=tree,
+            parameters=scalars.placed,
+            counted=counted,
         )
         applied.norm_groups = [shards] if shards is not None else []
         return placed_in_order(p, applied)
@@ -179,10 +241,19 @@ def describe_shards(layout: Layout) -> str:
 
 
 def shard_stage(
-    mesh: DeviceMesh, config: StepConfig, root: nn.Module, units: Sequence[tuple[str, nn.Module]],
-    foreign: set[nn.Parameter], frees: bool, device_type: str | None = None, experts: PlacedExperts | None = None,
-) -> list[str]:  # fmt: skip
-    """Shard a pipeline's stage, or what stages share; units were chosen before the model was cut."""
+    mesh: DeviceMesh,
+    config: StepConfig,
+    root: nn.Module,
+    units: Sequence[tuple[str, nn.Module]],
+    foreign: set[nn.Parameter],
+    frees: bool,
+    device_type: str | None = None,
+    experts: PlacedExperts | None = None,
+) -> list[str]:
+    """Shard a pipeline's stage, or what stages share.
+
+    Units were chosen before the model was cut.
+    """
     foreign = foreign if experts is None else foreign | set(experts.parameters)
     device_type = device_type or mesh.device_type
     if scalars := scalars_of(root):
@@ -190,32 +261,53 @@ def shard_stage(
         fix = "give it one, torch.ones(1) for torch.ones(()), or write strategy: fsdp or ddp"
         raise UsageError(what, where="distributed.strategy: pipeline", fix=fix)
     log_lines = apply_fsdp(
-        root, mesh, config.distributed.fsdp.model_copy(update={"auto_wrap_policy": "transformer"}), units,
-        param_dtype=config.precision.param_dtype, reshard_after_forward=frees, foreign=foreign,
+        root,
+        mesh,
+        config.distributed.fsdp.model_copy(update={"auto_wrap_policy": "transformer"}),
+        units,
+        param_dtype=config.precision.param_dtype,
+        reshard_after_forward=frees,
+        foreign=foreign,
         device_type=device_type,
-    )  # fmt: skip
+    )
     if device_type == "cpu":
         GlooMessages(root)
     return log_lines
 
 
 def apply_fsdp(
-    model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, blocks: Sequence[tuple[str, nn.Module]], *,
-    param_dtype: str = "fp32", reshard_after_forward: bool | None = None, replicas_apart: bool = False,
-    foreign: set[nn.Parameter] | None = None, device_type: str | None = None,
-) -> list[str]:  # fmt: skip
-    """Shard `model`, whole, real or on meta, over the axes `replicate` and `shard` of `mesh`; return lines to log.
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: FSDPConfig,
+    blocks: Sequence[tuple[str, nn.Module]],
+    *,
+    param_dtype: str = "fp32",
+    reshard_after_forward: bool | None = None,
+    replicas_apart: bool = False,
+    foreign: set[nn.Parameter] | None = None,
+    device_type: str | None = None,
+) -> list[str]:
+    """Shard `model`, whole, real or on meta, over the axes `replicate` and `shard` of `mesh`.
 
-    `reshard_after_forward` overrides what the sharding strategy says. `replicas_apart`: the caller adds up the
-    replicas' gradients; FSDP2 only shards. `foreign` parameters stay as they are.
+    Return lines to log.
+
+    `reshard_after_forward` overrides what the sharding strategy says. `replicas_apart`: the caller
+    adds up the replicas' gradients; FSDP2 only shards. `foreign` parameters stay as they are.
     """
     # FSDP2 takes a 1-D mesh to shard, and for hybrids a 2-D one, whose first dim replicates.
-    over = mesh["shard"] if replicas_apart or mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
+    over = (
+        mesh["shard"]
+        if replicas_apart or mesh["replicate"].size() == 1
+        else mesh["replicate", "shard"]
+    )
     ranks, frees = mesh["shard"].size(), config.sharding_strategy in ("full_shard", "hybrid_shard")
 
     def divisible_dim(parameter: nn.Parameter) -> Shard:
-        # BDH's weights have 4 heads in dim 0: cut there, 8 ranks would hold 1.66 or 0.34 of their share.
-        return Shard(next((dim for dim, size in enumerate(parameter.shape) if size and size % ranks == 0), 0))
+        # BDH's weights have 4 heads in dim 0: cut there, 8 ranks would hold 1.66 or 0.34 of their
+        # share.
+        return Shard(
+            next((dim for dim, size in enumerate(parameter.shape) if size and size % ranks == 0), 0)
+        )
 
     settings: dict[str, Any] = {
         "mesh": over,
@@ -227,32 +319,45 @@ def apply_fsdp(
     log_lines = _cast_buffers(model, config)
     units = units_of(model, config, blocks)
     return_no_views(model)
-    for unit in (*(unit for _, unit in units), model):  # inner ones first: parameters in none belong to the outer one
+    # inner ones first: parameters in none belong to the outer one
+    for unit in (*(unit for _, unit in units), model):
         own = own_parameters(unit)
         _refuse_mixture(unit, own)
-        fully_shard(unit, mp_policy=_precision_of(own, config, param_dtype, exact=replicas_apart), **settings)
+        fully_shard(
+            unit,
+            mp_policy=_precision_of(own, config, param_dtype, exact=replicas_apart),
+            **settings,
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # gloo has no reduction with a factor; a plain sum is exact on every backend.
             module.set_force_sum_reduction_for_comms(True)
     separate_repetitions(model)
-    _prefetch([unit for _, unit in units], config, on_cpu=(device_type or mesh.device_type) == "cpu")
+    _prefetch(
+        [unit for _, unit in units], config, on_cpu=(device_type or mesh.device_type) == "cpu"
+    )
     at_root = sum(p.numel() for p in own_parameters(model))
     whole = sum(p.numel() for p in model.parameters())
     if whole and at_root > whole / 2 and ranks > 1:
         log_lines.append(
-            f"{at_root / whole:.0%} of the parameters belong to no block: they are sharded at the root and gathered "
-            "whole for each forward and backward pass"
+            f"{at_root / whole:.0%} of the parameters belong to no block: they are sharded at the"
+            " root and gathered whole for each forward and backward pass"
         )
     return log_lines
 
 
 def _refuse_mixture(unit: nn.Module, own: Sequence[nn.Parameter]) -> None:
-    dtypes = {parameter.dtype: parameter for parameter in own if parameter.requires_grad and parameter.ndim}
+    dtypes = {
+        parameter.dtype: parameter
+        for parameter in own
+        if parameter.requires_grad and parameter.ndim
+    }
     if len(dtypes) > 1:
         names = {id(parameter): name for name, parameter in unit.named_parameters()}
-        types = ", ".join(f"{names[id(p)]} is {str(d).removeprefix('torch.')}" for d, p in dtypes.items())
+        types = ", ".join(
+            f"{names[id(p)]} is {str(d).removeprefix('torch.')}" for d, p in dtypes.items()
+        )
         what = f"{type(unit).__name__} has parameters of several types: {types}"
         why = "FSDP sums the gradients of what it gathers at once in one type"
         fix = "convert them: model.to(torch.float32); or write strategy: ddp"
@@ -263,21 +368,25 @@ def _precision_of(
     parameters: Sequence[nn.Parameter], config: FSDPConfig, param_dtype: str, *, exact: bool
 ) -> MixedPrecisionPolicy:
     low = None if param_dtype == "fp32" else torch.float32
-    reduce_dtype: torch.dtype | None = low if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
-    # Gradients of low-precision parameters are summed in fp32 by default; those of float64 never are, and
-    # where the bits count each is summed in its own type, as one process sums them.
+    reduce_dtype: torch.dtype | None = (
+        low if config.reduce_dtype is None else DTYPES[config.reduce_dtype]
+    )
+    # Gradients of low-precision parameters are summed in fp32 by default; those of float64 never
+    # are, and where the bits count each is summed in its own type, as one process sums them.
     if exact or any(parameter.dtype == torch.float64 for parameter in parameters):
         reduce_dtype = None
     gathered_as = None if param_dtype == "fp32" else DTYPES[param_dtype]
-    return MixedPrecisionPolicy(gathered_as, reduce_dtype, cast_forward_inputs=gathered_as is not None)
+    return MixedPrecisionPolicy(
+        gathered_as, reduce_dtype, cast_forward_inputs=gathered_as is not None
+    )
 
 
 class FSDPSync(AroundMicroBatch):
     """The switch that sets, before each forward pass, what its backward pass sends.
 
-    With `sharded` accumulation each micro-batch's gradient is scattered at once, and a rank never holds more than its
-    share; replicas add up once a step. With `unsharded` nothing is sent before the last micro-batch, and each rank
-    holds the whole model's gradient until then.
+    With `sharded` accumulation each micro-batch's gradient is scattered at once, and a rank never
+    holds more than its share; replicas add up once a step. With `unsharded` nothing is sent before
+    the last micro-batch, and each rank holds the whole model's gradient until then.
     """
 
     def __init__(self, model: nn.Module, *, accumulate: str) -> None:
@@ -295,13 +404,13 @@ class FSDPSync(AroundMicroBatch):
 def _prefetch(units: Sequence[nn.Module], config: FSDPConfig, *, on_cpu: bool) -> None:
     shards: list[FSDPModule] = [u for u in units if isinstance(u, FSDPModule)]
     if on_cpu if config.forward_prefetch is None else config.forward_prefetch:
-        # FSDP2 asks for them when this unit's values lie in place. On a CPU the caller lays them there, and the link
-        # would stand still meanwhile, so one more is on its way.
+        # FSDP2 asks for them when this unit's values lie in place. On a CPU the caller lays them
+        # there, and the link would stand still meanwhile, so one more is on its way.
         for place, this in enumerate(shards):
             this.set_modules_to_forward_prefetch(shards[place + 1 : place + (3 if on_cpu else 2)])
     if config.backward_prefetch != "pre":
-        # FSDP2 gathers the next unit before this one's backward unless a list says otherwise; a unit that names itself,
-        # which is gathered already, gathers nothing ahead.
+        # FSDP2 gathers the next unit before this one's backward unless a list says otherwise; a
+        # unit that names itself, which is gathered already, gathers nothing ahead.
         for this in shards:
             this.set_modules_to_backward_prefetch([this])
 
@@ -331,13 +440,18 @@ class Scalars(AroundMicroBatch):
         self.placed: dict[str, nn.Parameter] = {}  # replicated DTensors over the parameters' memory
         for name, parameter in self._own.items():
             assert mesh is not None
-            over = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+            over = DTensor.from_local(
+                parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False
+            )
             self.placed[name] = nn.Parameter(over, parameter.requires_grad)
         self._trained = [name for name, parameter in self._own.items() if parameter.requires_grad]
         self._rows: dict[int, list[Tensor | None]] = {}
 
     def after(self, run: MicroBatchPass) -> None:
-        """Keep the gradients of a micro-batch; after the last one, give the placed parameters theirs."""
+        """Keep the gradients of a micro-batch.
+
+        After the last one, give the placed parameters theirs.
+        """
         if not self._trained:
             return
         gradients = [self._own[name].grad for name in self._trained]
@@ -351,8 +465,11 @@ class Scalars(AroundMicroBatch):
     @torch.no_grad()
     def _reduce(self, micro_batches_per_step: int) -> None:
         first = self._own[self._trained[0]]
-        # Adding zeros changes no bit of a row; each value has a second column that says whether it is there.
-        table = torch.zeros(micro_batches_per_step, len(self._trained), 2, dtype=torch.float64, device=first.device)
+        # Adding zeros changes no bit of a row; each value has a second column that says whether it
+        # is there.
+        table = torch.zeros(
+            micro_batches_per_step, len(self._trained), 2, dtype=torch.float64, device=first.device
+        )
         for index, row in self._rows.items():
             for place, gradient in enumerate(row):
                 if gradient is not None:
@@ -362,13 +479,22 @@ class Scalars(AroundMicroBatch):
         there = table[..., 1].bool().tolist()
         sums = Partials(micro_batches_per_step)
         for index in range(micro_batches_per_step):
-            sums.add(index, [
-                table[index, place, 0].to(self._own[name].dtype) if there[index][place] else None
-                for place, name in enumerate(self._trained)
-            ])  # fmt: skip
+            sums.add(
+                index,
+                [
+                    (
+                        table[index, place, 0].to(self._own[name].dtype)
+                        if there[index][place]
+                        else None
+                    )
+                    for place, name in enumerate(self._trained)
+                ],
+            )
         for name, total in zip(self._trained, sums.total() or [], strict=True):
             if total is not None:
                 clear_zero_signs([total])
                 placed = self.placed[name]
                 assert isinstance(placed, DTensor)
-                placed.grad = DTensor.from_local(total, placed.device_mesh, placed.placements, run_check=False)
+                placed.grad = DTensor.from_local(
+                    total, placed.device_mesh, placed.placements, run_check=False
+                )

@@ -1,14 +1,17 @@
 """The order in which ranks gather the units of FSDP2, where the data decide which units a forward pass calls.
 
-FSDP2 gathers a unit from all ranks at once, forward and backward, and reduces its gradients from all of them. A rank
-whose data leave a unit out (a tower for images, a layer that is dropped at random) would pair the next unit's messages
-with this one's. So the ranks agree in their first passes on an order, unit by unit, and follow it from then on without
-a message: a rank joins the gathers and reductions of a unit that it leaves out, with gradients of zeros.
+FSDP2 gathers a unit from all ranks at once, forward and backward, and reduces its gradients from
+all of them. A rank whose data leave a unit out (a tower for images, a layer that is dropped at
+random) would pair the next unit's messages with this one's. So the ranks agree in their first
+passes on an order, unit by unit, and follow it from then on without a message: a rank joins the
+gathers and reductions of a unit that it leaves out, with gradients of zeros.
 
-FSDP2 reduces a unit's gradients when those of its inputs are there, or, if none of them needs any, at the end of the
-backward pass. A rank that left out what made the inputs has to do as the others: its inputs are attached to the token.
+FSDP2 reduces a unit's gradients when those of its inputs are there, or, if none of them needs any,
+at the end of the backward pass. A rank that left out what made the inputs has to do as the others:
+its inputs are attached to the token.
 
-What a checkpoint of the model's own gathers once more in the backward pass can't be joined: that is an error.
+What a checkpoint of the model's own gathers once more in the backward pass can't be joined: that is
+an error.
 """
 
 import time
@@ -32,7 +35,8 @@ from lockstep.torch_compat.default_store import default_store
 from lockstep.torch_compat.fsdp_state import pass_through, repeats_apart
 from lockstep.torch_compat.pytree import tree_leaves, tree_map_only
 
-_PATIENCE = 20.0  # seconds in which the other ranks, too, come to a unit that the order does not have there
+# seconds in which the other ranks, too, come to a unit that the order does not have there
+_PATIENCE = 20.0
 
 
 class _Inputs(IntEnum):
@@ -49,38 +53,51 @@ class UnitOrder(AroundMicroBatch):
 
     Args:
         units: (name, module), the root first.
-        groups: makes gradients? → ranks that exchange messages for a unit in each such pass, and run the same number of
-            them. Without an entry there are no messages but those of a step's last pass.
-        everyone: ranks that exchange messages in a step's last pass. None, here and above: all ranks.
-        joins: whether ranks join units that their data leave out; else that is an error. Stages of a pipeline, whose
-            passes overlap, can't.
+        groups: makes gradients? → ranks that exchange messages for a unit in each such pass, and
+            run the same number of them. Without an entry there are no messages but those of a
+            step's last pass.
+        everyone: ranks that exchange messages in a step's last pass. None, here and above: all
+            ranks.
+        joins: whether ranks join units that their data leave out; else that is an error. Stages of
+            a pipeline, whose passes overlap, can't.
     """
 
     _made = count()
 
     def __init__(
-        self, units: Sequence[tuple[str, nn.Module]], device: torch.device,
-        groups: dict[bool, dist.ProcessGroup | None], everyone: dist.ProcessGroup | None, *, joins: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        units: Sequence[tuple[str, nn.Module]],
+        device: torch.device,
+        groups: dict[bool, dist.ProcessGroup | None],
+        everyone: dist.ProcessGroup | None,
+        *,
+        joins: bool = True,
+    ) -> None:
         self._units, self._device, self._end = list(units), device, len(units)
         self._model = units[0][1]
         self._groups, self._everyone, self._joins = groups, everyone, joins
-        self._number = next(self._made)  # the same on all ranks, which place their models in one order
+        # the same on all ranks, which place their models in one order
+        self._number = next(self._made)
         self._group: dist.ProcessGroup | None = None  # of this pass
-        self._orders: dict[bool, list[int]] = {}  # with gradients? → places of units, in the order of a pass
+        # with gradients? → places of units, in the order of a pass
+        self._orders: dict[bool, list[int]] = {}
         self._learning = {True: True, False: True}
         self._roots: list[Tensor] = []  # of the backward pass, beside the loss
         self._mode, self._last, self._inside = True, False, False
         self._passes: Counter[tuple[int, ...]] = Counter()  # by ranks that exchange messages
         self._called: list[int] = []  # units of this pass, called or joined
         self._inputs: dict[bool, dict[int, _Inputs]] = {True: {}, False: {}}  # of units, by place
-        self._assumed: set[int] = set()  # units that no rank has called yet with gradients: their inputs are a guess
+        # units that no rank has called yet with gradients: their inputs are a guess
+        self._assumed: set[int] = set()
         self._agrees = False  # unit by unit, in this pass
         self._token: Tensor | None = None  # has gone through the units that were joined
-        self._given_token: set[int] = set()  # units whose inputs were attached to it, in this micro-batch
+        # units whose inputs were attached to it, in this micro-batch
+        self._given_token: set[int] = set()
         self._again = GatheredAgain(len(units), device)
-        self._gathers = joins and False in groups  # else what is recomputed sends no message, or nothing is joined
-        self._met: set[tuple[tuple[int, ...], int]] = set()  # (ranks, place): they gather the unit again together
+        # else what is recomputed sends no message, or nothing is joined
+        self._gathers = joins and False in groups
+        # (ranks, place): they gather the unit again together
+        self._met: set[tuple[tuple[int, ...], int]] = set()
         self._trained = [any(p.requires_grad for p in unit.parameters()) for _, unit in self._units]
         names = [name for name, _ in self._units[1:]]
         self._nested = {name for a in names for b in names if _in(a, b) for name in (a, b)}
@@ -88,7 +105,9 @@ class UnitOrder(AroundMicroBatch):
         self._model.register_forward_hook(self._finish, prepend=True)
         for place, (_, unit) in enumerate(self._units):
             if place:
-                unit.register_forward_pre_hook(partial(self._before, place), prepend=True, with_kwargs=True)
+                unit.register_forward_pre_hook(
+                    partial(self._before, place), prepend=True, with_kwargs=True
+                )
 
     def before(self, run: MicroBatchPass) -> None:
         self._roots, self._last = run.further_roots, run.last
@@ -118,7 +137,10 @@ class UnitOrder(AroundMicroBatch):
             return None
         inputs = self._inputs_of(place, (args, kwargs))
         self._arrive(place, inputs)
-        if inputs is _Inputs.NEED_NONE and self._inputs[self._mode][place] is _Inputs.NEED_GRADIENTS:
+        if (
+            inputs is _Inputs.NEED_NONE
+            and self._inputs[self._mode][place] is _Inputs.NEED_GRADIENTS
+        ):
             self._given_token.add(place)
             return self._attached((args, kwargs), self._own_token())
         return None
@@ -131,7 +153,10 @@ class UnitOrder(AroundMicroBatch):
                 self._meet(place, self._not_recomputed(place))
                 self._met.add(key)
                 self._again.known.add(place)
-        if place in self._given_token and self._inputs_of(place, (args, kwargs)) is _Inputs.NEED_NONE:
+        if (
+            place in self._given_token
+            and self._inputs_of(place, (args, kwargs)) is _Inputs.NEED_NONE
+        ):
             return self._attached((args, kwargs), self._new_token())
         return None
 
@@ -149,7 +174,9 @@ class UnitOrder(AroundMicroBatch):
     def _attached(self, tensors: Any, token: Tensor) -> Any:
         """Return tensors of floating point, in any structure, as if the token had made them, too."""
         apply: Any = _Attached.apply
-        return tree_map_only(Tensor, lambda leaf: apply(leaf, token) if leaf.is_floating_point() else leaf, tensors)
+        return tree_map_only(
+            Tensor, lambda leaf: apply(leaf, token) if leaf.is_floating_point() else leaf, tensors
+        )
 
     def _own_token(self) -> Tensor:
         if self._token is None:
@@ -166,7 +193,11 @@ class UnitOrder(AroundMicroBatch):
         self._arrive(self._end, _Inputs.NO_BACKWARD)
         self._inside = False
         if self._agrees:
-            if self._mode and self._gathers and (place := self._again.agree(self._group)) is not None:
+            if (
+                self._mode
+                and self._gathers
+                and (place := self._again.agree(self._group)) is not None
+            ):
                 raise self._not_recomputed(place)
             self._orders[self._mode] = _merged(self._orders.get(self._mode, []), self._called)
             if not self._joins:
@@ -183,7 +214,9 @@ class UnitOrder(AroundMicroBatch):
         order = [] if self._agrees else self._orders[self._mode]
         if place != self._end:
             again = self._mode and self._gathers and self._again.call(place)
-            unknown = place not in order[len(self._called) :] or again or self._is_news(place, inputs)
+            unknown = (
+                place not in order[len(self._called) :] or again or self._is_news(place, inputs)
+            )
             if unknown and not self._agrees:
                 self._meet(place, self._not_recomputed(place) if again else self._unexpected(place))
                 self._agrees = True
@@ -195,8 +228,11 @@ class UnitOrder(AroundMicroBatch):
             if due == place:
                 self._called.append(place)
                 return
-            if not self._joins or (self._mode and due in self._again.known):  # right if all ranks leave it out
-                self._meet(place, self._not_recomputed(due) if self._joins else self._not_joined(due))
+            # right if all ranks leave it out
+            if not self._joins or (self._mode and due in self._again.known):
+                self._meet(
+                    place, self._not_recomputed(due) if self._joins else self._not_joined(due)
+                )
                 self._agrees = True
                 self._agree(place, inputs)
                 return
@@ -215,7 +251,8 @@ class UnitOrder(AroundMicroBatch):
         kinds = len(_Inputs)
         while True:
             mine = [place * kinds + inputs, -place]
-            both = torch.tensor(mine, device=self._device)  # host waits for the copy, in the first passes
+            # host waits for the copy, in the first passes
+            both = torch.tensor(mine, device=self._device)
             dist.all_reduce(both, op=dist.ReduceOp.MIN, group=self._group)
             found, last = both.tolist()  # host waits for the device
             first, theirs = divmod(found, kinds)
@@ -239,7 +276,8 @@ class UnitOrder(AroundMicroBatch):
         backward = self._mode and inputs is not _Inputs.NO_BACKWARD
         if self._mode and place in self._again.known:
             raise self._not_recomputed(place)
-        # Trained, and called under `no_grad`: a reentrant checkpoint may call it again in the backward pass.
+        # Trained, and called under `no_grad`: a reentrant checkpoint may call it again in the
+        # backward pass.
         unclear = self._mode and not backward and self._trained[place]
         if not alone or unclear or not self._can_join(place, backward=backward):
             raise self._not_joined(place)
@@ -255,14 +293,18 @@ class UnitOrder(AroundMicroBatch):
     def _can_join(self, place: int, *, backward: bool) -> bool:
         """Return whether zeros can stand for gradients, since torch 2.13, and messages come one unit after another."""
         name, unit = self._units[place]
-        return name not in self._nested and (not backward or hasattr(unit, "set_reduce_scatter_unused_params"))
+        return name not in self._nested and (
+            not backward or hasattr(unit, "set_reduce_scatter_unused_params")
+        )
 
     def _meet(self, place: int, error: UsageError) -> None:
-        """Wait until all ranks call this unit here, where the order does not have it; an error if some do not."""
+        """Wait until all ranks call this unit here, where the order does not have it.
+
+        An error if some do not.
+        """
         ranks = self._ranks()
-        key = (
-            f"lockstep/fsdp_order/{self._number}/{ranks}/{self._mode}/{self._passes[ranks]}/{len(self._called)}/{place}"
-        )
+        where = f"{ranks}/{self._mode}/{self._passes[ranks]}/{len(self._called)}/{place}"
+        key = f"lockstep/fsdp_order/{self._number}/{where}"
         store, until = default_store(), time.monotonic() + _PATIENCE
         store.add(key, 1)
         while store.add(key, 0) < len(ranks):
@@ -271,7 +313,11 @@ class UnitOrder(AroundMicroBatch):
             time.sleep(0.01)
 
     def _ranks(self) -> tuple[int, ...]:
-        return tuple(range(dist.get_world_size()) if self._group is None else dist.get_process_group_ranks(self._group))
+        return tuple(
+            range(dist.get_world_size())
+            if self._group is None
+            else dist.get_process_group_ranks(self._group)
+        )
 
     def _learn(self, *, with_gradients: bool) -> None:
         """Complete an order by the units that no rank has called yet: the data of a later pass may need them."""
@@ -283,12 +329,20 @@ class UnitOrder(AroundMicroBatch):
             backward = with_gradients and self._trained[place]
             if place in order or not self._can_join(place, backward=backward):
                 continue
-            order.insert(next((at for at, later in enumerate(order) if later > place), len(order)), place)
+            order.insert(
+                next((at for at, later in enumerate(order) if later > place), len(order)), place
+            )
             known[place] = _Inputs.NEED_GRADIENTS if backward else _Inputs.NO_BACKWARD
             if backward:
                 self._assumed.add(place)
                 # What it makes may become the input of any other.
-                known.update({p: _Inputs.NEED_GRADIENTS for p, each in known.items() if each is _Inputs.NEED_NONE})
+                known.update(
+                    {
+                        p: _Inputs.NEED_GRADIENTS
+                        for p, each in known.items()
+                        if each is _Inputs.NEED_NONE
+                    }
+                )
 
     def _merge_replicas(self) -> None:
         """Let all ranks have one order: replicas that run other micro-batches have learned others."""
@@ -303,10 +357,15 @@ class UnitOrder(AroundMicroBatch):
                 self._inputs[True][place] = min(inputs, self._inputs[True].get(place, inputs))
 
     def _not_joined(self, place: int) -> UsageError:
-        what = f"the data of some ranks leave out a call of {self._units[place][0]}, which others make"
+        what = (
+            f"the data of some ranks leave out a call of {self._units[place][0]}, which others make"
+        )
         why = "FSDP gathers a unit from all ranks at once; "
         if self._joins:
-            why += "a rank can join in for a unit that is called once in a pass, outside of checkpoints that are "
+            why += (
+                "a rank can join in for a unit that is called once in a pass, outside of"
+                " checkpoints that are "
+            )
             why += "reentrant, and has no units inside"
         else:
             why += "in a stage of a pipeline, whose passes overlap, a rank can't join in for it"
@@ -314,24 +373,39 @@ class UnitOrder(AroundMicroBatch):
 
     def _not_recomputed(self, place: int) -> UsageError:
         name = self._units[place][0]
-        what = f"a checkpoint of the model's own recomputes {name} in the backward pass, and the data of some ranks "
+        what = (
+            f"a checkpoint of the model's own recomputes {name} in the backward pass, and the data"
+            " of some ranks "
+        )
         what += "leave out a call of that checkpoint's"
-        why = "FSDP gathers all units of a checkpoint over several units once more, from all ranks at once"
-        fix = "recompute one unit at a time, checkpoint(unit, x, use_reentrant=False), or let Lockstep do it: write "
+        why = (
+            "FSDP gathers all units of a checkpoint over several units once more, from all ranks at"
+            " once"
+        )
+        fix = (
+            "recompute one unit at a time, checkpoint(unit, x, use_reentrant=False), or let"
+            " Lockstep do it: write "
+        )
         fix += f"training.gradient_checkpointing: full; or {_FIX}"
         return UsageError(what, where="distributed.strategy: fsdp", why=why, fix=fix)
 
     def _unexpected(self, place: int) -> UsageError:
         what = (
-            f"this rank's forward pass calls {self._units[place][0]} where no rank's did before, and others don't now"
+            f"this rank's forward pass calls {self._units[place][0]} where no rank's did before,"
+            " and others don't now"
         )
-        why = "FSDP gathers a unit from all ranks at once, in one order, which the first step has set"
+        why = (
+            "FSDP gathers a unit from all ranks at once, in one order, which the first step has set"
+        )
         return self._error(what, why)
 
     def _error(self, what: str, why: str) -> UsageError:
         if self._joins:
             return UsageError(what, where="distributed.strategy: fsdp", why=why, fix=_FIX)
-        fix = "call it on every rank, and multiply by 0 what is not wanted; or write distributed.strategy: fsdp"
+        fix = (
+            "call it on every rank, and multiply by 0 what is not wanted; or write"
+            " distributed.strategy: fsdp"
+        )
         return UsageError(what, where="distributed.strategy: pipeline", why=why, fix=fix)
 
 
@@ -358,7 +432,9 @@ def _in(inner: str, outer: str) -> bool:
 def _merged(one: list[int], other: list[int]) -> list[int]:
     """Return an order in which both are contained, with units left out."""
     found: list[int] = []
-    for kind, begin, end, from_other, to_other in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+    for kind, begin, end, from_other, to_other in SequenceMatcher(
+        None, one, other, autojunk=False
+    ).get_opcodes():
         found += one[begin:end]
         found += [] if kind == "equal" else other[from_other:to_other]
     return found

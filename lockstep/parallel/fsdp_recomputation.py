@@ -1,8 +1,9 @@
 """Units of FSDP2 that the model's own checkpoints gather once more in the backward pass.
 
-`torch.utils.checkpoint` around one unit sends no further message: the unit is there when its forward pass is repeated.
-Around several units it gathers all of them again, before the gradients of the last one are reduced. A rank that left
-out one of them has nothing to recompute, and would pair other messages with these.
+`torch.utils.checkpoint` around one unit sends no further message: the unit is there when its
+forward pass is repeated. Around several units it gathers all of them again, before the gradients of
+the last one are reduced. A rank that left out one of them has nothing to recompute, and would pair
+other messages with these.
 
 Tests: tests/parallel/test_fsdp_order.py, tests/parity/test_own_recomputation.py
 """
@@ -27,7 +28,8 @@ class GatheredAgain:
         self.known: set[int] = set()
         self._here: set[int] = set()
         self._previous = 0
-        self._open: list[FrameType] = []  # calls in which the previous unit ran; one of them may go on
+        # calls in which the previous unit ran; one of them may go on
+        self._open: list[FrameType] = []
 
     def begin(self) -> None:
         """Forget the pass before."""
@@ -35,18 +37,25 @@ class GatheredAgain:
         self._open.clear()
 
     def call(self, place: int) -> bool:
-        """Note that a unit is called; return whether it is found to be gathered again, which ranks don't know yet."""
+        """Note that a unit is called.
+
+        Return whether it is found to be gathered again, which ranks don't know yet.
+        """
         calls = open_checkpoints()
         if any(call is before for call in calls for before in self._open):
             self._here |= {self._previous, place}
-        # What runs without gradients leaves nothing to the backward pass, which gathers it for the recomputation alone.
+        # What runs without gradients leaves nothing to the backward pass, which gathers it for the
+        # recomputation alone.
         if not torch.is_grad_enabled() and any(map(inputs_need_gradients, calls)):
             self._here.add(place)
         self._previous, self._open = place, calls
         return place in self._here and place not in self.known
 
     def agree(self, group: dist.ProcessGroup | None) -> int | None:
-        """Let all ranks know what is gathered again; return a unit that some ranks alone gather, or None."""
+        """Let all ranks know what is gathered again.
+
+        Return a unit that some ranks alone gather, or None.
+        """
         self._open.clear()
         mine = torch.zeros(2, self._units, dtype=torch.int64)
         mine[0, sorted(self._here)] = 1

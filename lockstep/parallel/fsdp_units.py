@@ -1,8 +1,9 @@
 """Units of FSDP2: which modules are gathered at once, and which of them the forward passes use.
 
-FSDP2 requires that every rank calls the same units in the same order (see `lockstep.parallel.fsdp_order`), and that the
-same parameters get gradients on all ranks. `UnitUsage` gives a parameter that only other ranks use a gradient of zeros,
-and one that no rank uses none. (On GPUs, after the first step, ranks compare what they used only where a model left
+FSDP2 requires that every rank calls the same units in the same order (see
+`lockstep.parallel.fsdp_order`), and that the same parameters get gradients on all ranks.
+`UnitUsage` gives a parameter that only other ranks use a gradient of zeros, and one that no rank
+uses none. (On GPUs, after the first step, ranks compare what they used only where a model left
 something unused: a comparison holds up the host.)
 
 Tests: tests/parallel/test_fsdp.py
@@ -25,13 +26,20 @@ from lockstep.models.protocol import segments_of
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.registry import load_object
 
-_MIXED = "mixed torch.Tensor and DTensor"  # part of torch's message where a sharded parameter meets a plain tensor
-_NOT_IN_GRAPH = "appears to not have been used in the graph"  # and where the gradient of a sharded one is asked for
+# part of torch's message where a sharded parameter meets a plain tensor
+_MIXED = "mixed torch.Tensor and DTensor"
+# and where the gradient of a sharded one is asked for
+_NOT_IN_GRAPH = "appears to not have been used in the graph"
 _END = 0  # the place of the model itself in the list of units: its forward pass is over
 
 
-def explain_mixing(error: BaseException, explanation: Callable[[], UsageError]) -> UsageError | None:
-    """Return an explanation where torch found a parameter that is used while it is sharded; None for other errors."""
+def explain_mixing(
+    error: BaseException, explanation: Callable[[], UsageError]
+) -> UsageError | None:
+    """Return an explanation where torch found a parameter that is used while it is sharded.
+
+    None for other errors.
+    """
     if not isinstance(error, RuntimeError):
         return None
     if _NOT_IN_GRAPH in str(error):
@@ -41,9 +49,15 @@ def explain_mixing(error: BaseException, explanation: Callable[[], UsageError]) 
 
 def used_elsewhere() -> UsageError:
     """Return the error for a parameter that is used outside of its module, where its name is not known."""
-    what = "the forward pass uses a parameter outside of the module that it belongs to, where it is sharded"
+    what = (
+        "the forward pass uses a parameter outside of the module that it belongs to, where it is"
+        " sharded"
+    )
     why = "FSDP2 gathers the parameters of a block only while that block's own forward pass runs"
-    fix = "use it through its module; let a teacher follow its student in Trainer(…, after_update=function) "
+    fix = (
+        "use it through its module; let a teacher follow its student in Trainer(…,"
+        " after_update=function) "
+    )
     fix += "(docs/how_to/teachers.md); or use ddp"
     return UsageError(what, where="the model's forward pass", why=why, fix=fix)
 
@@ -53,15 +67,19 @@ def units_of(
 ) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of each unit, inner ones first, without the root.
 
-    A module is not a unit if a parameter of it is also used outside of it: tied weights stay in one unit, the root.
+    A module is not a unit if a parameter of it is also used outside of it: tied weights stay in one
+    unit, the root.
     """
-    chosen = callable_units((name, m) for name, m in _candidates(model, config, blocks) if m is not model)
+    chosen = callable_units(
+        (name, m) for name, m in _candidates(model, config, blocks) if m is not model
+    )
     users: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             users.setdefault(id(parameter), set()).add(id(module))
     segments = dict(segments_of(model) or ())
-    for segment, names in shared_parameters_of(model).items():  # segments that borrow a parameter use it too
+    # segments that borrow a parameter use it too
+    for segment, names in shared_parameters_of(model).items():
         for name in names.values():
             users[id(model.get_parameter(name))].add(id(segments[segment]))
 
@@ -69,7 +87,9 @@ def units_of(
         inside = {id(m) for m in unit.modules()}
         return all(users[id(p)] <= inside for p in unit.parameters())
 
-    return sorted(((n, m) for n, m in chosen if self_contained(m)), key=lambda item: -item[0].count("."))
+    return sorted(
+        ((n, m) for n, m in chosen if self_contained(m)), key=lambda item: -item[0].count(".")
+    )
 
 
 def _candidates(
@@ -78,10 +98,12 @@ def _candidates(
     policy = config.auto_wrap_policy
     if policy == "transformer":
         return list(blocks)
-    if policy == "size":  # modules with as many parameters that are in no unit yet, from the leaves up
+    # modules with as many parameters that are in no unit yet, from the leaves up
+    if policy == "size":
         taken: set[int] = set()
         found = []
-        for name, module in reversed(list(model.named_modules())):  # children come before their parents
+        # children come before their parents
+        for name, module in reversed(list(model.named_modules())):
             free = [p for p in module.parameters() if id(p) not in taken]
             large = sum(p.numel() for p in free) >= config.min_num_params
             if name and large and implements_forward(module):
@@ -92,7 +114,9 @@ def _candidates(
         found = [(name, m) for name, m in model.named_modules() if type(m).__name__ in policy]
         if not found:
             what = f"no module of the model is a {' or '.join(policy)}"
-            fix = "name classes of it: " + ", ".join(sorted({type(m).__name__ for m in model.modules()})[:12])
+            fix = "name classes of it: " + ", ".join(
+                sorted({type(m).__name__ for m in model.modules()})[:12]
+            )
             raise UsageError(what, where="distributed.fsdp.auto_wrap_policy", fix=fix)
         return found
     pick = _picking(load_object(policy, "distributed.fsdp.auto_wrap_policy"), policy)
@@ -102,10 +126,16 @@ def _candidates(
 def _picking(policy: Any, name: str) -> Callable[[nn.Module], object]:
     """Return `module -> is it a unit` of such a function, one of torch's policies, or what returns either."""
     if not callable(policy):
-        fix = "name a function of a module that says whether it is a unit, or one that returns a ModuleWrapPolicy"
-        raise UsageError(f"{name} can't be called", where="distributed.fsdp.auto_wrap_policy", fix=fix)
+        fix = (
+            "name a function of a module that says whether it is a unit, or one that returns a"
+            " ModuleWrapPolicy"
+        )
+        raise UsageError(
+            f"{name} can't be called", where="distributed.fsdp.auto_wrap_policy", fix=fix
+        )
     parameters = inspect.signature(policy).parameters
-    if "recurse" in parameters:  # torch's: it is also called to ask whether to look inside, which is always done here
+    # torch's: it is also called to ask whether to look inside, which is always done here
+    if "recurse" in parameters:
         return lambda module: policy(
             module, recurse=False, nonwrapped_numel=sum(p.numel() for p in module.parameters())
         )
@@ -122,7 +152,9 @@ def sharded_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def own_parameters(unit: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of a unit that are in no unit inside it."""
-    inner = [module for module in unit.modules() if isinstance(module, FSDPModule) and module is not unit]
+    inner = [
+        module for module in unit.modules() if isinstance(module, FSDPModule) and module is not unit
+    ]
     inside = {id(parameter) for module in inner for parameter in module.parameters()}
     return [parameter for parameter in unit.parameters() if id(parameter) not in inside]
 
@@ -143,8 +175,10 @@ class UnitUsage(AroundMicroBatch):
         self._forward, self._first_step = False, True
         self._varies = False  # whether a rank left a parameter unused when they last compared
         for place, (name, unit) in enumerate(self._units):
-            unit.register_forward_pre_hook(partial(self._before, place), prepend=True)  # before FSDP2's own
-            unit.register_forward_pre_hook(self._watching(name, unit))  # after it: the parameters are whole
+            # before FSDP2's own
+            unit.register_forward_pre_hook(partial(self._before, place), prepend=True)
+            # after it: the parameters are whole
+            unit.register_forward_pre_hook(self._watching(name, unit))
             _fill_unused(unit, True)
         model.register_forward_hook(self._after)
 
@@ -171,7 +205,8 @@ class UnitUsage(AroundMicroBatch):
         self._called.add(place)
         self._calls[place] = self._calls.get(place, 0) + 1
         if self._calls[place] == 2:
-            _fill_unused(unit, False)  # its gradient is there after the last call's backward: others would send zeros
+            # its gradient is there after the last call's backward: others would send zeros
+            _fill_unused(unit, False)
 
     def _after(self, _model: nn.Module, _args: object, _output: object) -> None:
         self._forward = False
@@ -180,7 +215,11 @@ class UnitUsage(AroundMicroBatch):
         """Return a hook that registers, once, on each whole parameter of the unit a hook that notes its gradient."""
         seen = False
         own = {id(parameter) for parameter in own_parameters(unit)}
-        mine = [name for name, parameter in unit.named_parameters() if id(parameter) in own and parameter.ndim]
+        mine = [
+            name
+            for name, parameter in unit.named_parameters()
+            if id(parameter) in own and parameter.ndim
+        ]
 
         def watch(module: nn.Module, _args: object) -> None:
             nonlocal seen
@@ -200,7 +239,10 @@ class UnitUsage(AroundMicroBatch):
         if self._device.type != "cpu" and not self._first_step and not self._varies:
             return  # the host would wait for the device in each step
         used_here = [name in self._used for name in self._names]
-        flags = torch.tensor([*used_here, not all(used_here)], dtype=torch.int64, device=self._device)  # host waits
+        # host waits
+        flags = torch.tensor(
+            [*used_here, not all(used_here)], dtype=torch.int64, device=self._device
+        )
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         *used, varies = flags.tolist()  # host waits for the device
         self._varies = bool(varies)
@@ -209,11 +251,17 @@ class UnitUsage(AroundMicroBatch):
                 self._model.get_parameter(name).grad = None
 
     def _not_called(self) -> UsageError:
-        name, unit = next((u for place, u in enumerate(self._units) if place not in self._called), self._units[_END])
+        name, unit = next(
+            (u for place, u in enumerate(self._units) if place not in self._called),
+            self._units[_END],
+        )
         inside = sorted({_class_of(m) for _, m in callable_units(unit.named_children())})
         what = f"parameters of {name or 'the model'} are used, but its forward() is not called"
         why = "FSDP gathers the parameters of a unit when the unit itself is called"
-        fix = f"gather what is called: auto_wrap_policy: [{', '.join(inside)}]; let a teacher follow its student in "
+        fix = (
+            f"gather what is called: auto_wrap_policy: [{', '.join(inside)}]; let a teacher follow"
+            " its student in "
+        )
         fix += "Trainer(…, after_update=function) (docs/how_to/teachers.md); or write strategy: ddp"
         return UsageError(what, where="distributed.fsdp.auto_wrap_policy", why=why, fix=fix)
 
@@ -224,7 +272,10 @@ def _class_of(module: nn.Module) -> str:
 
 
 def _fill_unused(unit: nn.Module, wanted: bool) -> None:
-    """Set whether FSDP2 takes zeros for gradients that a backward pass does not make; since torch 2.13."""
+    """Set whether FSDP2 takes zeros for gradients that a backward pass does not make.
+
+    Since torch 2.13.
+    """
     if hasattr(unit, "set_reduce_scatter_unused_params"):
         unit.set_reduce_scatter_unused_params(wanted, recurse=False)  # type: ignore[operator]
 

@@ -1,10 +1,11 @@
 """What `distributed.buffers: gather` makes of queues, memory banks and counts: a step's rows, in the order of samples.
 
-Each micro-batch starts from the buffers that the step began with. What it wrote is found by comparison with them:
+Each micro-batch starts from the buffers that the step began with. What it wrote is found by
+comparison with them:
 
     a queue    in a module with a pointer, a buffer of one whole number: the slots from where the pointer was to where
-               the forward pass left it. All micro-batches' slots are laid one after the other, round the end, and the
-               pointer stands behind the last one
+               the forward pass left it. All micro-batches' slots are laid one after the other,
+               round the end, and the pointer stands behind the last one
     a bank     in a module without a pointer: the elements that differ, each at its own position. Two micro-batches
                can't write the same element: which one came last would be lost
     a count    a whole number that is no queue's pointer: the sum of what micro-batches add to it
@@ -48,17 +49,23 @@ class _Written(NamedTuple):
     """What one micro-batch has written."""
 
     ends: list[int]  # of each number, after the forward pass
-    slots: list[dict[int, Tensor]]  # of each queue: dim → [slots, …] along it, for each dim that the writes fit
+    # of each queue: dim → [slots, …] along it, for each dim that the writes fit
+    slots: list[dict[int, Tensor]]
     cells: list[tuple[Tensor, Tensor]]  # of each bank: positions and values, flat
 
 
 def in_sample_order(
-    rows: Mapping[int, Tensor], like: Tensor, micro_batches: int, group: dist.ProcessGroup | None, ranks: int
+    rows: Mapping[int, Tensor],
+    like: Tensor,
+    micro_batches: int,
+    group: dist.ProcessGroup | None,
+    ranks: int,
 ) -> list[Tensor]:
     """Return the rows of each of a step's micro-batches, on all ranks; all of them call it.
 
     Args:
-        rows: micro-batch → [rows, …], of those that this rank has run; without any where it has no rows.
+        rows: micro-batch → [rows, …], of those that this rank has run; without any where it has no
+            rows.
         like: [rows, …] of the same dtype and shape but for the rows.
         micro_batches: the step's number of them, over all ranks.
         group: the ranks; None: all.
@@ -73,7 +80,10 @@ def in_sample_order(
     table = table.to(like.device)
     dist.all_reduce(table, group=group)  # each micro-batch is run by one rank, the others add zeros
     counts, owners = table.tolist()  # host waits for the device
-    total = [sum(c for c, owner in zip(counts, owners, strict=True) if owner == rank) for rank in range(ranks)]
+    total = [
+        sum(c for c, owner in zip(counts, owners, strict=True) if owner == rank)
+        for rank in range(ranks)
+    ]
     width = like.new_empty(like.shape[1:]).numel() * like.element_size()
     most = max(total)
     mine = torch.zeros(most, width, dtype=torch.uint8, device=like.device)
@@ -101,7 +111,9 @@ def _bytes(rows: Tensor) -> Tensor:
 class GatheredRows:
     """The buffers of one model, or of a stage of it, whose rows are gathered."""
 
-    def __init__(self, places: Sequence[BufferPlace], group: dist.ProcessGroup | None, ranks: int) -> None:
+    def __init__(
+        self, places: Sequence[BufferPlace], group: dist.ProcessGroup | None, ranks: int
+    ) -> None:
         self._places, self._group, self._ranks = list(places), group, ranks
         self._numbers = [place for place in self._places if _is_number(place.tensor)]
         self._queues: list[tuple[BufferPlace, BufferPlace]] = []  # with their pointers
@@ -122,10 +134,18 @@ class GatheredRows:
     def _pointer_of(self, queue: BufferPlace) -> BufferPlace | None:
         found = [number for number in self._numbers if number.module is queue.module]
         if len(found) > 1:
-            found = [number for number in found if number.attribute.startswith(queue.attribute)] or found
+            found = [
+                number for number in found if number.attribute.startswith(queue.attribute)
+            ] or found
         if len(found) > 1:
-            what = f"{KEY}: gather: the pointer of {queue.name} may be {listed([number.name for number in found])}"
-            fix = f"name its pointer {queue.attribute}_ptr, and what is no pointer otherwise; or give that another way"
+            what = (
+                f"{KEY}: gather: the pointer of {queue.name} may be"
+                f" {listed([number.name for number in found])}"
+            )
+            fix = (
+                f"name its pointer {queue.attribute}_ptr, and what is no pointer otherwise; or give"
+                " that another way"
+            )
             raise UsageError(what, where=KEY, fix=fix)
         return found[0] if found else None
 
@@ -135,13 +155,20 @@ class GatheredRows:
         return bool(self._places)
 
     def take(self, index: int, first: Mapping[str, Tensor]) -> None:
-        """Take what a forward pass has written; `first`: the buffers that it began with, by name."""
+        """Take what a forward pass has written.
+
+        `first`: the buffers that it began with, by name.
+        """
         ends = [int(number.tensor) for number in self._numbers]  # host waits for the device
         slots = [
-            slots_written(first[queue.name], queue.tensor, int(first[pointer.name]), int(pointer.tensor))
+            slots_written(
+                first[queue.name], queue.tensor, int(first[pointer.name]), int(pointer.tensor)
+            )
             for queue, pointer in self._queues
         ]
-        self._written[index] = _Written(ends, slots, [_cells(first[b.name], b.tensor) for b in self._banks])
+        self._written[index] = _Written(
+            ends, slots, [_cells(first[b.name], b.tensor) for b in self._banks]
+        )
 
     def forget(self) -> None:
         """Forget what was taken in this step."""
@@ -150,7 +177,9 @@ class GatheredRows:
     def finish(self, micro_batches: int, first: Mapping[str, Tensor]) -> None:
         """Write to the buffers that the step began with what all of its micro-batches have written."""
         counted = self._counted(micro_batches)
-        numbers = {number.name: counted[:, column].tolist() for column, number in enumerate(self._numbers)}
+        numbers = {
+            number.name: counted[:, column].tolist() for column, number in enumerate(self._numbers)
+        }
         ends: dict[str, int] = {}  # of pointers
         column = len(self._numbers)
         for place, (queue, pointer) in enumerate(self._queues):
@@ -159,7 +188,10 @@ class GatheredRows:
             column += buffer.dim()
             end = self._lay_slots(place, queue, buffer, int(first[pointer.name]), counts)
             if ends.setdefault(pointer.name, end) != end:
-                what = f"{KEY}: gather: queues with the pointer {pointer.name} have unequal numbers of slots or rows"
+                what = (
+                    f"{KEY}: gather: queues with the pointer {pointer.name} have unequal numbers of"
+                    " slots or rows"
+                )
                 raise UsageError(what, where=KEY, fix=f"give {queue.name} a pointer of its own")
         for place, bank in enumerate(self._banks):
             self._merge(place, bank, first[bank.name], micro_batches)
@@ -167,38 +199,61 @@ class GatheredRows:
             start = int(first[name])
             if name not in ends and min(after) < start:
                 what = f"{KEY}: gather: the forward pass takes {name} from {start} to {min(after)}"
-                why = "it is no queue's pointer in its module, so what each micro-batch adds to it is added up"
+                why = (
+                    "it is no queue's pointer in its module, so what each micro-batch adds to it is"
+                    " added up"
+                )
                 raise UsageError(what, where=KEY, why=why, fix=f"write {name}: rank0, or mean")
             first[name].fill_(ends.get(name, start + sum(end - start for end in after)))
         self.forget()
 
     def _counted(self, micro_batches: int) -> Tensor:
-        """Return [micro-batches, numbers]: where numbers ended; then of each queue and dim, 1 + the slots written."""
+        """Return [micro-batches, numbers]: where numbers ended.
+
+        Then of each queue and dim, 1 + the slots written.
+        """
         wide = len(self._numbers) + sum(queue.tensor.dim() for queue, _ in self._queues)
         device = self._places[0].tensor.device
         rows = {}
         for index, written in self._written.items():
             row = list(written.ends)
             for (queue, _), slots in zip(self._queues, written.slots, strict=True):
-                row += [1 + len(slots[dim]) if dim in slots else 0 for dim in range(queue.tensor.dim())]
+                row += [
+                    1 + len(slots[dim]) if dim in slots else 0 for dim in range(queue.tensor.dim())
+                ]
             rows[index] = torch.tensor([row], dtype=torch.int64, device=device)
         like = torch.empty(0, wide, dtype=torch.int64, device=device)
         return torch.cat(in_sample_order(rows, like, micro_batches, self._group, self._ranks)).cpu()
 
-    def _lay_slots(self, place: int, queue: BufferPlace, buffer: Tensor, start: int, counts: Tensor) -> int:
-        """Lay the slots that micro-batches have written one after the other; return where the pointer ends.
+    def _lay_slots(
+        self, place: int, queue: BufferPlace, buffer: Tensor, start: int, counts: Tensor
+    ) -> int:
+        """Lay the slots that micro-batches have written one after the other.
+
+        Return where the pointer ends.
 
         `counts`: [micro-batches, dims], the slots that each has written along each dim.
         """
-        fitting = [dim for dim, size in enumerate(buffer.shape) if size and bool((counts[:, dim] >= 0).all())]
+        fitting = [
+            dim
+            for dim, size in enumerate(buffer.shape)
+            if size and bool((counts[:, dim] >= 0).all())
+        ]
         if not fitting:
-            what = f"{KEY}: gather: the forward pass writes {queue.name} outside of the slots that its pointer passes"
-            why = "a queue is written from where the pointer was to where it then stands, round the end"
+            what = (
+                f"{KEY}: gather: the forward pass writes {queue.name} outside of the slots that its"
+                " pointer passes"
+            )
+            why = (
+                "a queue is written from where the pointer was to where it then stands, round"
+                " the end"
+            )
             fix = "write it so; register a memory bank in a module without a pointer; "
             fix += f"or write {queue.name}: mean, or rank0"
             raise UsageError(what, where=KEY, why=why, fix=fix)
         totals = counts.sum(0).tolist()
-        dim = min(fitting, key=lambda each: totals[each] / buffer.shape[each])  # others are written all over
+        # others are written all over
+        dim = min(fitting, key=lambda each: totals[each] / buffer.shape[each])
         rows = {index: written.slots[place][dim] for index, written in self._written.items()}
         like = buffer.movedim(dim, 0)
         laid = torch.cat(in_sample_order(rows, like, len(counts), self._group, self._ranks))
@@ -217,13 +272,22 @@ class GatheredRows:
             for each, like in enumerate((flat.new_empty(0, dtype=torch.int64), flat))
         ]
         positions, values = (
-            torch.cat(in_sample_order(rows, like, micro_batches, self._group, self._ranks)) for rows, like in parts
+            torch.cat(in_sample_order(rows, like, micro_batches, self._group, self._ranks))
+            for rows, like in parts
         )
         if len(torch.unique(positions)) < len(positions):
-            what = f"{KEY}: gather: two micro-batches of a step write the same elements of {bank.name}"
-            why = "each starts from the buffers that the step began with, and its module has no pointer that is "
+            what = (
+                f"{KEY}: gather: two micro-batches of a step write the same elements of {bank.name}"
+            )
+            why = (
+                "each starts from the buffers that the step began with, and its module has no"
+                " pointer that is "
+            )
             why += "gathered, too"
-            fix = "keep the position in a buffer of one whole number of the same module, and name it, too: "
+            fix = (
+                "keep the position in a buffer of one whole number of the same module, and name it,"
+                " too: "
+            )
             fix += f"{bank.attribute}_ptr: gather; or write {bank.name}: mean, or rank0"
             raise UsageError(what, where=KEY, why=why, fix=fix)
         flat[positions] = values
@@ -263,4 +327,6 @@ def differs(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _is_number(tensor: Tensor) -> bool:
-    return tensor.numel() == 1 and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    return tensor.numel() == 1 and not (
+        tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+    )

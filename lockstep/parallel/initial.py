@@ -1,8 +1,9 @@
 """First values: each parameter is a function of (seed, its canonical name), whatever the strategy.
 
-`init_weights()` of a model on meta runs on a copy in which one parameter is real and all others are meta, where random
-functions draw nothing. So no rank ever holds more than one whole parameter beside its own share. Any other module is
-built whole on every rank under one seed, compared, and cut.
+`init_weights()` of a model on meta runs on a copy in which one parameter is real and all others are
+meta, where random functions draw nothing. So no rank ever holds more than one whole parameter
+beside its own share. Any other module is built whole on every rank under one seed, compared, and
+cut.
 
 Tests: tests/parallel/test_buffers.py, tests/parallel/test_attributes.py,
 tests/seams/test_mistakes.py, tests/parity/test_data_parallel.py
@@ -41,7 +42,10 @@ def canonical_names(model: nn.Module) -> tuple[dict[int, str], dict[str, list[st
 
 
 def to_empty(model: nn.Module, device: torch.device) -> None:
-    """Give a model on meta storage without values; a parameter with several names stays one, unlike in torch's own."""
+    """Give a model on meta storage without values.
+
+    A parameter with several names stays one, unlike in torch's own.
+    """
     names, aliases = canonical_names(model)
     model.to_empty(device=device)
     for name in names.values():
@@ -56,19 +60,24 @@ class FirstValues:
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model = copy.deepcopy(model)
         self._seed = seed
-        self.piece: Callable[[str, Tensor], Tensor] = lambda _name, whole: whole  # what this rank keeps
+        # what this rank keeps
+        self.piece: Callable[[str, Tensor], Tensor] = lambda _name, whole: whole
         self._owners: dict[str, list[tuple[nn.Module, str]]] = {}
         self._meta: dict[str, nn.Parameter] = {}
         names, _ = canonical_names(self._model)
         for module in self._model.modules():
-            for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            for attribute, parameter in module.named_parameters(
+                recurse=False, remove_duplicate=False
+            ):
                 self._owners.setdefault(names[id(parameter)], []).append((module, attribute))
                 self._meta[names[id(parameter)]] = parameter
 
     def parameter(self, name: str) -> Tensor:
         """Return the first value of one parameter, on the CPU: whole, or what `piece` returns of it."""
         meta = self._meta[name]
-        real = nn.Parameter(torch.full(meta.shape, torch.nan, dtype=meta.dtype, device="cpu"), meta.requires_grad)
+        real = nn.Parameter(
+            torch.full(meta.shape, torch.nan, dtype=meta.dtype, device="cpu"), meta.requires_grad
+        )
         self._put(name, real)
         try:
             with seeded(derive_key(self._seed, "init", name)), torch.no_grad(), _SkipMeta():
@@ -92,7 +101,9 @@ class FirstValues:
         if not any(True for _ in self._model.buffers()):
             return {}
         for module in self._model.modules():
-            for attribute, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            for attribute, buffer in list(
+                module.named_buffers(recurse=False, remove_duplicate=False)
+            ):
                 setattr(module, attribute, torch.zeros_like(buffer, device="cpu"))
         with seeded(derive_key(self._seed, "init", "buffers")), torch.no_grad():
             self._model.init_weights()  # type: ignore[operator]
@@ -103,7 +114,11 @@ class _SkipMeta(TorchFunctionMode):
     """A mode that skips writes to tensors on meta: torch would take 2 ms for each, for each parameter that is made."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        _types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         target = args[0] if args else kwargs.get("tensor")  # of functions of nn.init, by keyword
@@ -139,18 +154,27 @@ def _require_equal_strides(tensors: Sequence[Tensor]) -> None:
     ends = torch.tensor([strides, -strides], device=tensors[0].device if tensors else None)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
     if int(ends[0]) != -int(ends[1]):
-        what = "the model's parameters have other shapes or memory formats on one rank than on another"
+        what = (
+            "the model's parameters have other shapes or memory formats on one rank than on another"
+        )
         fix = "build the model, and call model.to(memory_format=…), alike on every rank"
         raise UsageError(what, where="the model", fix=fix)
 
 
 def broadcast_values(model: nn.Module) -> bool:
-    """Give every rank the values of rank 0, if fingerprints differ; return whether all had them already."""
+    """Give every rank the values of rank 0, if fingerprints differ.
+
+    Return whether all had them already.
+    """
     tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
     _require_equal_strides(tensors)
     numbers = [(torch.view_as_real(t) if t.is_complex() else t).double() for t in tensors]
     prints = [(t.sum(), t.abs().sum()) for t in numbers]
-    mine = torch.stack([x for pair in prints for x in pair]) if prints else torch.zeros(1, dtype=torch.float64)
+    mine = (
+        torch.stack([x for pair in prints for x in pair])
+        if prints
+        else torch.zeros(1, dtype=torch.float64)
+    )
     mine = torch.nan_to_num(mine)
     low, high = mine.clone(), mine.clone()
     dist.all_reduce(low, op=dist.ReduceOp.MIN)

@@ -1,9 +1,9 @@
 """Numbers that a forward pass leaves among the attributes of modules, and whether the next one goes on from them.
 
-A running scale kept as a float is state: the next pass reads it before it writes it. A loss that is kept for others to
-look at is none: it is written alone. Nothing but reading tells the two apart, so for one forward pass the objects that
-hold changed numbers record how they are used: modules and plain objects by a class of their own, dicts and lists by
-copies that take their place.
+A running scale kept as a float is state: the next pass reads it before it writes it. A loss that is
+kept for others to look at is none: it is written alone. Nothing but reading tells the two apart, so
+for one forward pass the objects that hold changed numbers record how they are used: modules and
+plain objects by a class of their own, dicts and lists by copies that take their place.
 
 Tests: tests/parallel/test_combined_buffers.py
 """
@@ -48,7 +48,9 @@ def kept_numbers(root: nn.Module) -> dict[str, KeptNumber]:
     return found
 
 
-def _inside(name: str, value: Any, holder: Any, key: Any, depth: int) -> Iterator[tuple[str, Any, Any, Any]]:
+def _inside(
+    name: str, value: Any, holder: Any, key: Any, depth: int
+) -> Iterator[tuple[str, Any, Any, Any]]:
     numpy = sys.modules.get("numpy")
     if isinstance(value, Number) and not isinstance(value, bool):
         yield name, value, holder, key
@@ -65,7 +67,11 @@ def members(name: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from ((f"{name}[{key!r}]", inner, key) for key, inner in list(value.items()))
     elif isinstance(value, list | tuple) or type(value).__name__ == "deque":
         yield from ((f"{name}[{place}]", inner, place) for place, inner in enumerate(value))
-    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not callable(value):
+    elif (
+        hasattr(value, "__dict__")
+        and not isinstance(value, nn.Module | type)
+        and not callable(value)
+    ):
         yield from ((f"{name}.{key}", inner, key) for key, inner in list(vars(value).items()))
 
 
@@ -141,7 +147,11 @@ def _recording_class(cls: Any, names: dict[Any, str], read: set[str]) -> type:
         left.pop(name, None)
         cls.__setattr__(self, name, value)
 
-    own = {"__getattribute__": getattribute, "__setattr__": setattribute, "__module__": cls.__module__}
+    own = {
+        "__getattribute__": getattribute,
+        "__setattr__": setattribute,
+        "__module__": cls.__module__,
+    }
     return type(cls.__name__, (cls,), own)
 
 

@@ -1,7 +1,8 @@
 """The workers of `diloco` on one rank: models that train by themselves, and the outer step in which they exchange.
 
-The mean over workers of what they changed, θ − θ_w, is an outer gradient; a step of SGD along it, with momentum
-(Nesterov's or plain), moves the common parameters θ, and every worker continues from there.
+The mean over workers of what they changed, θ − θ_w, is an outer gradient; a step of SGD along it,
+with momentum (Nesterov's or plain), moves the common parameters θ, and every worker continues from
+there.
 
 Tests: tests/parallel/test_diloco.py
 """
@@ -75,10 +76,11 @@ def _blocks(values: Tensor) -> Tensor:
 class QuantizedAllReduce:
     """The all-reduce with few bits by which the ranks of a group exchange what their workers changed.
 
-    An all-to-all brings a rank its workers' shares of every worker's tensor; it adds them in the order of the workers;
-    an all-gather brings the shares of the mean together. Numbers are rounded in blocks that do not depend on the ranks,
-    so the bits do not either. Rounding errors are returned, to be added to the next exchange (error feedback: Seide et
-    al. 2014; four bits: Douillard et al. 2025, arXiv:2501.18512).
+    An all-to-all brings a rank its workers' shares of every worker's tensor; it adds them in the
+    order of the workers; an all-gather brings the shares of the mean together. Numbers are rounded
+    in blocks that do not depend on the ranks, so the bits do not either. Rounding errors are
+    returned, to be added to the next exchange (error feedback: Seide et al. 2014; four bits:
+    Douillard et al. 2025, arXiv:2501.18512).
 
     `group`: ranks that hold as many workers each, in the ranks' order; None: this one holds all.
     """
@@ -90,8 +92,9 @@ class QuantizedAllReduce:
     def mean(self, rows: Tensor, kind: str | None = None) -> tuple[Tensor, Tensor]:
         """Return the mean over all workers' rows, fp32 [this rank's workers, numbers], and this rank's rounding errors.
 
-        The mean, fp32 [numbers], is the same on all ranks. The errors, [workers, numbers], are of each row, and of the
-        mean in the worker's own share: added to the next rows, they correct both. `kind` replaces the object's own.
+        The mean, fp32 [numbers], is the same on all ranks. The errors, [workers, numbers], are of
+        each row, and of the mean in the worker's own share: added to the next rows, they correct
+        both. `kind` replaces the object's own.
         """
         kind, (held, numbers) = kind or self._kind, rows.shape
         workers = held * self._ranks
@@ -99,14 +102,21 @@ class QuantizedAllReduce:
         padded = F.pad(rows, (0, workers * share - numbers)).view(held, workers, share)
         coded = encode(padded, kind)
         to_each = coded.view(held, self._ranks, -1).transpose(0, 1).contiguous()
-        theirs = decode(self._exchanged(to_each, dist.all_to_all_single).view(workers, held, -1), kind)
+        theirs = decode(
+            self._exchanged(to_each, dist.all_to_all_single).view(workers, held, -1), kind
+        )
         total = theirs[0]
         for row in theirs[1:]:  # in their order
             total = total + row
         mean = total / workers
         coded_mean = encode(mean, kind)
-        whole = decode(self._exchanged(coded_mean, all_gather_flat, self._ranks).view(workers, -1), kind)
-        lost, lost_of_mean = padded - decode(coded, kind), workers * (mean - decode(coded_mean, kind))
+        whole = decode(
+            self._exchanged(coded_mean, all_gather_flat, self._ranks).view(workers, -1), kind
+        )
+        lost, lost_of_mean = (
+            padded - decode(coded, kind),
+            workers * (mean - decode(coded_mean, kind)),
+        )
         for place in range(held):
             lost[place, self._rank * held + place] += lost_of_mean[place]
         return whole.view(-1)[:numbers], lost.view(held, -1)[:, :numbers]
@@ -148,9 +158,12 @@ class Worker:
     number: int  # among all workers
     values: FlatParameters  # its parameters
     buffers: dict[str, Tensor]  # its persistent buffers
-    error: FlatParameters | None  # what int8 or int4 rounded away of its last change, and of its share of the last mean
-    gradients: list[Tensor | None] = field(default_factory=list)  # of its step, while another worker is in place
-    optimizer: Any = field(default_factory=lambda: defaultdict(dict))  # its state, while another worker is in place
+    # what int8 or int4 rounded away of its last change, and of its share of the last mean
+    error: FlatParameters | None
+    # of its step, while another worker is in place
+    gradients: list[Tensor | None] = field(default_factory=list)
+    # its state, while another worker is in place
+    optimizer: Any = field(default_factory=lambda: defaultdict(dict))
     update: ModelUpdate | None = None  # its update of this step; None where it had no micro-batch
 
     @property
@@ -162,7 +175,10 @@ def require_one_type(parameters: dict[str, nn.Parameter]) -> None:
     """Refuse parameters that an exchange as one tensor would have to convert."""
     kinds = {p.dtype: name for name, p in parameters.items()}
     if len(kinds) != 1 or not next(iter(kinds)).is_floating_point:
-        listed = ", ".join(f"{name} is {dtype}" for dtype, name in kinds.items()) or "there is none that trains"
+        listed = (
+            ", ".join(f"{name} is {dtype}" for dtype, name in kinds.items())
+            or "there is none that trains"
+        )
         what = "diloco exchanges parameters of one floating type"
         fix = "give all parameters that train one type (model.float()), or use ddp"
         raise UsageError(what, where="distributed.strategy: diloco", why=listed, fix=fix)
@@ -171,7 +187,9 @@ def require_one_type(parameters: dict[str, nn.Parameter]) -> None:
 class WorkersLossAccumulator(LossAccumulator):
     """Accumulates under local updates, where each of `workers` adds its gradient's norm after its backward pass."""
 
-    def __init__(self, micro_batches_per_step: int, device: torch.device, *, shared: bool, workers: int) -> None:
+    def __init__(
+        self, micro_batches_per_step: int, device: torch.device, *, shared: bool, workers: int
+    ) -> None:
         super().__init__(micro_batches_per_step + workers, device, shared=shared)
         self.micro_batches_per_step = micro_batches_per_step
 
@@ -199,9 +217,13 @@ class OuterStep:
     """The rule and the state of the exchange, after which all workers go on from `common` and `buffers`."""
 
     def __init__(
-        self, common: FlatParameters, momentum: FlatParameters, buffers: dict[str, Tensor], config: DiLoCoConfig,
+        self,
+        common: FlatParameters,
+        momentum: FlatParameters,
+        buffers: dict[str, Tensor],
+        config: DiLoCoConfig,
         all_reduce: QuantizedAllReduce,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._common, self._momentum, self._buffers = common, momentum, buffers
         self._config, self._all_reduce = config, all_reduce
         blocks, parts = common.data.numel() // BLOCK, config.fragments
@@ -236,33 +258,54 @@ class OuterStep:
 
     @torch.no_grad()
     def _average_buffers(self, workers: Sequence[Worker]) -> None:
-        """Set running statistics to their mean over workers in fp32; counts are the same or nearly so."""
-        rows = [torch.cat([b.reshape(-1).float() for b in worker.buffers.values()]) for worker in workers]
+        """Set running statistics to their mean over workers in fp32.
+
+        Counts are the same or nearly so.
+        """
+        rows = [
+            torch.cat([b.reshape(-1).float() for b in worker.buffers.values()])
+            for worker in workers
+        ]
         mean, _ = self._all_reduce.mean(torch.stack(rows), "fp32")
         begin = 0
         for name, common in self._buffers.items():
             values, begin = mean[begin : begin + common.numel()], begin + common.numel()
-            common.copy_((values if common.is_floating_point() else values.round()).view(common.shape))
+            common.copy_(
+                (values if common.is_floating_point() else values.round()).view(common.shape)
+            )
             for worker in workers:
                 worker.buffers[name].copy_(common)
 
 
 class LocalWorkers:
-    """This rank's workers, the numbers `mine` of `total`, and their common model. Every rank makes the same calls."""
+    """This rank's workers, the numbers `mine` of `total`, and their common model.
+
+    Every rank makes the same calls.
+    """
 
     def __init__(
-        self, placed: ParallelModel, micro_step: MicroStep, mine: range, total: int, config: DiLoCoConfig,
+        self,
+        placed: ParallelModel,
+        micro_step: MicroStep,
+        mine: range,
+        total: int,
+        config: DiLoCoConfig,
         all_reduce: QuantizedAllReduce,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.total = total
         self._placed, self._micro_step = placed, micro_step
         self._parameters = {name: p for name, p in placed.parameters.items() if p.requires_grad}
         self._live_buffers = dict(placed.buffers)
         require_one_type(self._parameters)
-        self._values, self._momentum = FlatParameters(self._parameters), FlatParameters(self._parameters)
+        self._values, self._momentum = (
+            FlatParameters(self._parameters),
+            FlatParameters(self._parameters),
+        )
         for name, parameter in self._parameters.items():
             self._values.views[name].copy_(parameter.detach())
-        self._common_buffers = buffers = {name: buffer.clone() for name, buffer in self._live_buffers.items()}
+        self._common_buffers = buffers = {
+            name: buffer.clone() for name, buffer in self._live_buffers.items()
+        }
         frozen = {name: p.detach() for name, p in placed.parameters.items() if not p.requires_grad}
         whole = {**self._values.views, **frozen}
         self.common: dict[str, Tensor] = {name: whole[name] for name in placed.parameters} | buffers
@@ -272,7 +315,9 @@ class LocalWorkers:
             values = FlatParameters(self._parameters)
             values.data.copy_(self._values.data)
             own = {name: buffer.clone() for name, buffer in self._live_buffers.items()}
-            self._workers.append(Worker(place, values, own, FlatParameters(self._parameters) if feeds_back else None))
+            self._workers.append(
+                Worker(place, values, own, FlatParameters(self._parameters) if feeds_back else None)
+            )
         self._in_place = self._workers[0]
         self._put(self._in_place.values.views, self._in_place.buffers)
         self._count: Any = 0  # valid targets of the worker that runs
@@ -285,20 +330,30 @@ class LocalWorkers:
     ) -> None:
         left = iter(micro_batches)
         for worker in self._workers:
-            count = len(assign_contiguous(accumulator.micro_batches_per_step, worker.number, self.total))
+            count = len(
+                assign_contiguous(accumulator.micro_batches_per_step, worker.number, self.total)
+            )
             with self._entered(worker):
                 for place in range(1, count + 1):
                     self._run(worker, next(left), accumulator, factor, place == count)
 
     @property
     def micro_step(self) -> MicroStep | None:
-        """Forward and backward of one micro-batch of the only worker; None where there are several."""
+        """Forward and backward of one micro-batch of the only worker.
+
+        None where there are several.
+        """
         if len(self._workers) > 1:
             return None
         return partial(self._run, self._workers[0])
 
     def _run(
-        self, worker: Worker, micro_batch: MicroBatch, accumulator: LossAccumulator, factor: float, last: bool
+        self,
+        worker: Worker,
+        micro_batch: MicroBatch,
+        accumulator: LossAccumulator,
+        factor: float,
+        last: bool,
     ) -> Loss:
         loss = self._micro_step(micro_batch, accumulator, factor, last)
         if micro_batch.real:
@@ -311,23 +366,32 @@ class LocalWorkers:
         return loss
 
     def _update(self, worker: Worker, factor: float, accumulator: LossAccumulator) -> ModelUpdate:
-        count = torch.as_tensor(self._count, dtype=torch.float64, device=self._placed.random_state.device).clamp(min=1)
+        count = torch.as_tensor(
+            self._count, dtype=torch.float64, device=self._placed.random_state.device
+        ).clamp(min=1)
         to_mean = (1.0 / factor / count).float()
         gradients = self._placed.gradients()
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros_like(to_mean)
         assert isinstance(accumulator, WorkersLossAccumulator)
         accumulator.add_norm(worker.number, norm * to_mean)
-        return ModelUpdate(number(to_mean), number(norm * to_mean), in_place=partial(self._entered, worker))
+        return ModelUpdate(
+            number(to_mean), number(norm * to_mean), in_place=partial(self._entered, worker)
+        )
 
     def loss_accumulator(self, micro_batches_per_step: int) -> LossAccumulator:
         placed = self._placed
         return WorkersLossAccumulator(
-            micro_batches_per_step, placed.random_state.device, shared=placed.layout.world_size > 1, workers=self.total
+            micro_batches_per_step,
+            placed.random_state.device,
+            shared=placed.layout.world_size > 1,
+            workers=self.total,
         )
 
     def model_updates(self, accumulator: LossAccumulator) -> tuple[list[ModelUpdate], Number]:
         assert isinstance(accumulator, WorkersLossAccumulator)
-        return [worker.update for worker in self._workers if worker.update is not None], accumulator.mean_norm
+        return [
+            worker.update for worker in self._workers if worker.update is not None
+        ], accumulator.mean_norm
 
     @contextmanager
     def _entered(self, worker: Worker, optimizer: Optimizer | None = None) -> Iterator[None]:
@@ -375,7 +439,9 @@ class LocalWorkers:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        return {f"{w.prefix}/buffers/{name}": b for w in self._workers for name, b in w.buffers.items()}
+        return {
+            f"{w.prefix}/buffers/{name}": b for w in self._workers for name, b in w.buffers.items()
+        }
 
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint keeps beside the common model: momentum, and each worker as it stands."""
@@ -386,7 +452,10 @@ class LocalWorkers:
         return kept
 
     def each(self, optimizer: Optimizer) -> Iterator[str]:
-        """Yield the prefix of each model's names in a checkpoint; its optimizer state is in place meanwhile."""
+        """Yield the prefix of each model's names in a checkpoint.
+
+        Its optimizer state is in place meanwhile.
+        """
         for worker in self._workers:
             with self._entered(worker, optimizer):
                 yield f"{worker.prefix}/"

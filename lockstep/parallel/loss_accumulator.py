@@ -1,8 +1,8 @@
 """Sums the losses and valid targets of a step's micro-batches over all ranks.
 
-One small all-reduce adds zeros to what each rank wrote, which changes no bit; micro-batches are then summed in order,
-so the loss is the same number on every topology. Two more columns carry the number of token ids that were read, votes
-to stop, and the step that a rank is in.
+One small all-reduce adds zeros to what each rank wrote, which changes no bit; micro-batches are
+then summed in order, so the loss is the same number on every topology. Two more columns carry the
+number of token ids that were read, votes to stop, and the step that a rank is in.
 """
 
 import math
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from lockstep.data.batches import MicroBatch, num_tokens
 
-# Numbers of a step are tensors where reading them would wait for the device, plain floats on the CPU: a 0-dim tensor
-# costs ten to fifty times what a float does. The functions below calculate with both.
+# Numbers of a step are tensors where reading them would wait for the device, plain floats on the
+# CPU: a 0-dim tensor costs ten to fifty times what a float does. The functions below calculate with
+# both.
 Number = float | Tensor
 
 
@@ -52,14 +53,19 @@ def exceeds(value: Number, bound: float) -> Number:
 
 def tensor_of(value: Number) -> Tensor:
     """Return a 0-dim float32 tensor on the device that the number came from."""
-    return value.float() if isinstance(value, Tensor) else torch.scalar_tensor(value, dtype=torch.float32)
+    return (
+        value.float()
+        if isinstance(value, Tensor)
+        else torch.scalar_tensor(value, dtype=torch.float32)
+    )
 
 
 class Loss(NamedTuple):
     """The summed loss of a micro-batch, as the product of two factors."""
 
     value: Tensor  # 0-dim float32, with its graph
-    times: int  # what it is multiplied by to be the sum: the number of valid targets where it is a mean, else 1
+    # what it is multiplied by to be the sum: the number of valid targets where it is a mean, else 1
+    times: int
     targets: int | Tensor  # how many are valid
 
     def summed(self) -> Tensor:
@@ -68,12 +74,17 @@ class Loss(NamedTuple):
 
 
 class LossAccumulator:
-    """Accumulates the losses and target counts of one step on the device; the host does not wait for it.
+    """Accumulates the losses and target counts of one step on the device.
 
-    `shared`: other ranks run some of the micro-batches. `adds`: this rank's count; else another runs the same ones.
+    The host does not wait for it.
+
+    `shared`: other ranks run some of the micro-batches. `adds`: this rank's count; else another
+    runs the same ones.
     """
 
-    def __init__(self, micro_batches_per_step: int, device: torch.device, *, shared: bool, adds: bool = True) -> None:
+    def __init__(
+        self, micro_batches_per_step: int, device: torch.device, *, shared: bool, adds: bool = True
+    ) -> None:
         self._adds = adds
         self.micro_batches_per_step = micro_batches_per_step
         self._shared = shared
@@ -102,10 +113,14 @@ class LossAccumulator:
         self._table[1, -1] = step
 
     def start_reduce(self) -> None:
-        """Start the all-reduce, to run beside the last backward pass; all micro-batches of this rank are added."""
+        """Start the all-reduce, to run beside the last backward pass.
+
+        All micro-batches of this rank are added.
+        """
         if self._shared and not self._started:
-            # gloo's all-to-all takes two fifths of the time, but gloo pairs like calls only. A stray collective of one
-            # rank is an all-reduce most often: it would pair with this one, and the step marks detect it.
+            # gloo's all-to-all takes two fifths of the time, but gloo pairs like calls only. A
+            # stray collective of one rank is an all-reduce most often: it would pair with this one,
+            # and the step marks detect it.
             self._work = dist.all_reduce(self._table, async_op=True)
         self._started = True
 
@@ -116,11 +131,17 @@ class LossAccumulator:
         return sums[0], sums[1]
 
     def losses(self) -> list[float]:
-        """Return the summed loss of each micro-batch of the step, after `totals`; equal on all ranks."""
+        """Return the summed loss of each micro-batch of the step, after `totals`.
+
+        Equal on all ranks.
+        """
         return self._table[0, :-2].tolist()  # host waits for the device
 
     def without_targets(self) -> list[int]:
-        """Return the micro-batches without a valid target, after `totals`; none where the host would have to wait."""
+        """Return the micro-batches without a valid target, after `totals`.
+
+        None where the host would have to wait.
+        """
         return []
 
     @property
@@ -135,7 +156,10 @@ class LossAccumulator:
 
     @property
     def step_marks(self) -> Number:
-        """Sum of the steps that the ranks are in, after `totals`; equal on all ranks if they reduced together."""
+        """Sum of the steps that the ranks are in, after `totals`.
+
+        Equal on all ranks if they reduced together.
+        """
         return number(self._table[1, -1])
 
     def _finish(self) -> None:
@@ -146,7 +170,10 @@ class LossAccumulator:
 
 
 class HostLossAccumulator(LossAccumulator):
-    """Accumulates in Python numbers where losses are computed on the CPU; the all-reduce alone needs a tensor."""
+    """Accumulates in Python numbers where losses are computed on the CPU.
+
+    The all-reduce alone needs a tensor.
+    """
 
     def __init__(self, micro_batches_per_step: int, *, shared: bool, adds: bool = True) -> None:
         super().__init__(micro_batches_per_step, torch.device("cpu"), shared=shared, adds=adds)
@@ -158,7 +185,9 @@ class HostLossAccumulator(LossAccumulator):
         if micro_batch.real and self._adds:
             value = loss.value.item()
             # Rounded as the product of a float32 tensor is.
-            self._losses[micro_batch.index] = value if loss.times == 1 else c_float(value * loss.times).value
+            self._losses[micro_batch.index] = (
+                value if loss.times == 1 else c_float(value * loss.times).value
+            )
             self._counts[micro_batch.index] = float(loss.targets)
             if self.counts_tokens:
                 self._losses[-2] += num_tokens(micro_batch.batch)

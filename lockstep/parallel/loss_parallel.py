@@ -1,7 +1,10 @@
-"""Loss parallel: the cross entropy of logits whose vocabulary is cut over the axis `tensor`; no rank has them whole.
+"""Loss parallel: the cross entropy of logits whose vocabulary is cut over the axis `tensor`.
 
-For each position ranks gather the logarithm of each block's sum of exponentials, and the logit of the target if it is
-there (Shoeybi et al. 2019, Megatron-LM, section 3). The gradient of a rank's logits needs no message.
+No rank has them whole.
+
+For each position ranks gather the logarithm of each block's sum of exponentials, and the logit of
+the target if it is there (Shoeybi et al. 2019, Megatron-LM, section 3). The gradient of a rank's
+logits needs no message.
 
 Tests: tests/parity/test_tensor.py
 """
@@ -20,7 +23,8 @@ from lockstep.parallel.tensor_blocks import Cut, in_blocks
 def cut_token_losses(logits: Tensor, targets: Tensor, cut: Cut) -> Tensor:
     """Return the cross entropy of each target, in nats: float32 [B·T], 0 where the target does not count.
 
-    `logits` are this rank's part of the vocabulary, [B, T, V / ranks]; a target outside of the vocabulary gives nan.
+    `logits` are this rank's part of the vocabulary, [B, T, V / ranks]; a target outside of the
+    vocabulary gives nan.
     """
     return _TokenLosses.apply(logits, targets.flatten(), cut)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -44,7 +48,9 @@ class _TokenLosses(torch.autograd.Function):
         blocks = in_blocks(logits, cut.blocks_of(width))
         here = targets - cut.rank * width
         found = (here >= 0) & (here < width)
-        own = logits.reshape(-1, width).gather(1, torch.where(found, here, 0)[:, None])[:, 0].float()
+        own = (
+            logits.reshape(-1, width).gather(1, torch.where(found, here, 0)[:, None])[:, 0].float()
+        )
         sums = [block.float().logsumexp(-1) for block in blocks]
         of_ranks = torch.stack([*sums, torch.where(found, own, 0.0)])[None]
         if cut.group is not None:

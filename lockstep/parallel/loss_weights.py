@@ -1,8 +1,9 @@
 """The weights of a loss function, which every rank holds whole: the loss is computed after the model's forward pass.
 
-The gradients of a micro-batch are taken after its backward pass. Once a step they are summed over the ranks that share
-out its micro-batches; under a pipeline all ranks take part, and those that compute no loss add nothing. Where bits
-count the sum is the tree's (`lockstep.parallel.reproducible.tree`).
+The gradients of a micro-batch are taken after its backward pass. Once a step they are summed over
+the ranks that share out its micro-batches; under a pipeline all ranks take part, and those that
+compute no loss add nothing. Where bits count the sum is the tree's
+(`lockstep.parallel.reproducible.tree`).
 
 Tests: tests/parity/test_loss_weights.py
 """
@@ -20,7 +21,12 @@ from lockstep.layout import Layout
 from lockstep.models.loss_modules import PREFIX, own_buffers, own_weights
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
-from lockstep.parallel.reproducible.tree import Partials, clear_zero_signs, nodes_of_owners, tree_all_reduce
+from lockstep.parallel.reproducible.tree import (
+    Partials,
+    clear_zero_signs,
+    nodes_of_owners,
+    tree_all_reduce,
+)
 
 
 class LossWeights(AroundMicroBatch):
@@ -36,7 +42,8 @@ class LossWeights(AroundMicroBatch):
         self.module = module
         self.own, self.buffers = own_weights(module, model), own_buffers(module, model)
         self.scale = 1.0  # undoes the factor of a strategy whose own reduction is a mean
-        self.placed: dict[str, nn.Parameter] = dict(self.own)  # DTensors where the model's parameters are
+        # DTensors where the model's parameters are
+        self.placed: dict[str, nn.Parameter] = dict(self.own)
         self._reproducible, self._leaves = reproducible, 0
         self._alone = False  # gradients stay in `.grad`, as backward passes add them up
         self._ranks = 1  # whose gradients are summed
@@ -61,17 +68,26 @@ class LossWeights(AroundMicroBatch):
         each, self._alone = layout.same_batch_size, alone
         self._ranks = 1 if alone else layout.world_size // each
         if self._ranks > 1 and each > 1:
-            self._group = create_group("loss", [range(piece, layout.world_size, each) for piece in range(each)])
+            self._group = create_group(
+                "loss", [range(piece, layout.world_size, each) for piece in range(each)]
+            )
 
     def to_fake(self) -> None:
-        """Take fake tensors in place of all of the module's, which has no values in a plan; a copy of it is used."""
+        """Take fake tensors in place of all of the module's, which has no values in a plan.
+
+        A copy of it is used.
+        """
         for module in self.module.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(torch.empty_like(parameter), parameter.requires_grad))
+                setattr(
+                    module, name, nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+                )
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, torch.empty_like(buffer))
         self.own = {name: self.module.get_parameter(name.removeprefix(PREFIX)) for name in self.own}
-        self.buffers = {name: self.module.get_buffer(name.removeprefix(PREFIX)) for name in self.buffers}
+        self.buffers = {
+            name: self.module.get_buffer(name.removeprefix(PREFIX)) for name in self.buffers
+        }
         self.placed = dict(self.own)
 
     # ---- a step ----
@@ -109,7 +125,9 @@ class LossWeights(AroundMicroBatch):
             return
         for place, gradient in enumerate(gradients):
             total = self._sums[place]
-            self._sums[place] = gradient if total is None else total if gradient is None else total.add_(gradient)
+            self._sums[place] = (
+                gradient if total is None else total if gradient is None else total.add_(gradient)
+            )
 
     @property
     def is_first(self) -> bool:
@@ -125,7 +143,9 @@ class LossWeights(AroundMicroBatch):
         for name, total in zip(self.own, totals, strict=True):
             placed = self.placed[name]
             if total is not None and isinstance(placed, DTensor):
-                total = DTensor.from_local(total, placed.device_mesh, placed.placements, run_check=False)
+                total = DTensor.from_local(
+                    total, placed.device_mesh, placed.placements, run_check=False
+                )
             placed.grad = total
         self._forget()
 
@@ -145,7 +165,9 @@ class LossWeights(AroundMicroBatch):
             totals = self._partials.total() or [None] * len(self.own)
         else:
             me, first = dist.get_rank(self._group), next(iter(self.own.values()))
-            whose = torch.zeros(self._leaves + len(self.own), dtype=torch.int64, device=first.device)
+            whose = torch.zeros(
+                self._leaves + len(self.own), dtype=torch.int64, device=first.device
+            )
             for index in self._indices:
                 whose[index] = me + 1
             held = self._partials.held()
@@ -153,7 +175,8 @@ class LossWeights(AroundMicroBatch):
                 [any(v[place] is not None for v in held) for place in range(len(self.own))]
             )
             dist.all_reduce(whose, group=self._group)
-            owners = [rank - 1 for rank in whose[: self._leaves].tolist()]  # host waits for the device
+            # host waits for the device
+            owners = [rank - 1 for rank in whose[: self._leaves].tolist()]
             nodes = nodes_of_owners(owners, self._ranks)
             mine = [self._partials.take(node) for node in nodes[me]]
             total = self._flat([None] * len(self.own))
@@ -167,7 +190,9 @@ class LossWeights(AroundMicroBatch):
 
     def _flat(self, values: Sequence[Tensor | None]) -> Tensor:
         both = zip(self.own.values(), values, strict=True)
-        return torch.cat([(torch.zeros_like(p) if v is None else v).flatten().to(self._dtype) for p, v in both])
+        return torch.cat(
+            [(torch.zeros_like(p) if v is None else v).flatten().to(self._dtype) for p, v in both]
+        )
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -178,7 +203,9 @@ class LossWeights(AroundMicroBatch):
         pieces = torch.split(flat, [parameter.numel() for parameter in self.own.values()])
         return [
             piece.view_as(parameter).to(parameter.dtype) if was_used else None
-            for piece, parameter, was_used in zip(pieces, self.own.values(), used.tolist(), strict=True)
+            for piece, parameter, was_used in zip(
+                pieces, self.own.values(), used.tolist(), strict=True
+            )
         ]
 
 
@@ -189,9 +216,15 @@ def refuse_hidden(placed: ParallelModel, hidden: Sequence[nn.Parameter]) -> None
 
     def finish_gradients() -> None:
         if used := [f"one of the shape {list(p.shape)}" for p in watched if p.grad is not None]:
-            what = f"the loss function trains a parameter that it holds in a closure or an attribute: {listed(used)}"
+            what = (
+                "the loss function trains a parameter that it holds in a closure or an attribute:"
+                f" {listed(used)}"
+            )
             why = "neither the optimizer nor other ranks, nor checkpoints, know of it"
-            fix = "write the loss function as an nn.Module that owns it (self.scale = nn.Parameter(…)), and pass that"
+            fix = (
+                "write the loss function as an nn.Module that owns it (self.scale ="
+                " nn.Parameter(…)), and pass that"
+            )
             raise UsageError(what, where="loss_fn", why=why, fix=fix)
         watched.clear()
         finish()
@@ -201,7 +234,9 @@ def refuse_hidden(placed: ParallelModel, hidden: Sequence[nn.Parameter]) -> None
 
 
 def train_loss_weights(placed: ParallelModel, weights: LossWeights, *, alone: bool = False) -> None:
-    """Let a placed model train, keep and count the weights of its loss function as its own; all ranks call it.
+    """Let a placed model train, keep and count the weights of its loss function as its own.
+
+    All ranks call it.
 
     With `alone` each rank trains a model of its own.
     """
@@ -213,7 +248,9 @@ def train_loss_weights(placed: ParallelModel, weights: LossWeights, *, alone: bo
     meshes = [p.device_mesh for p in placed.parameters.values() if isinstance(p, DTensor)]
     for name, parameter in weights.own.items():
         if meshes:  # an optimizer takes no mixture; the memory is the parameter's
-            whole = DTensor.from_local(parameter.detach(), meshes[0], [Replicate()] * meshes[0].ndim, run_check=False)
+            whole = DTensor.from_local(
+                parameter.detach(), meshes[0], [Replicate()] * meshes[0].ndim, run_check=False
+            )
             weights.placed[name] = nn.Parameter(whole, parameter.requires_grad)
     finish = placed.finish_gradients
 
@@ -222,7 +259,8 @@ def train_loss_weights(placed: ParallelModel, weights: LossWeights, *, alone: bo
         weights.finish()
 
     placed.finish_gradients = finish_gradients
-    if not all(dist.get_rank(group) == 0 for group in placed.norm_groups):  # of what ranks hold whole, one counts it
+    # of what ranks hold whole, one counts it
+    if not all(dist.get_rank(group) == 0 for group in placed.norm_groups):
         placed.counted = set(placed.parameters) if placed.counted is None else placed.counted
     elif placed.counted is not None:
         placed.counted = placed.counted | set(weights.own)

@@ -27,7 +27,10 @@ def one_stage(
     precision: Precision,
     around: Sequence[AroundMicroBatch],
 ) -> Stage:
-    """Return the stage of a model that is on this rank, or gathers itself; `around`: outermost first."""
+    """Return the stage of a model that is on this rank, or gathers itself.
+
+    `around`: outermost first.
+    """
 
     def forward(micro_batch: MicroBatch, _activations: Tensors) -> Loss:
         random_state.at(micro_batch.index)
@@ -37,8 +40,13 @@ def one_stage(
     return Stage(forward, around)
 
 
-def evaluation_of(model: nn.Module, objective: Objective, random_state: RandomState, precision: Precision) -> Evaluate:
-    """Return forward passes only, under `no_grad`; the caller has put the model into evaluation mode."""
+def evaluation_of(
+    model: nn.Module, objective: Objective, random_state: RandomState, precision: Precision
+) -> Evaluate:
+    """Return forward passes only, under `no_grad`.
+
+    The caller has put the model into evaluation mode.
+    """
 
     @torch.no_grad()
     def evaluate(micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator) -> None:

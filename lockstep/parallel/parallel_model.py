@@ -1,7 +1,7 @@
 """`ParallelModel`: a model as a strategy has placed it on this rank, with all that a step needs of it.
 
-A strategy decides where a micro-batch runs and where a parameter lies. It never decides what a step is: the samples,
-the random numbers, the loss and its normalisation are the same for all of them.
+A strategy decides where a micro-batch runs and where a parameter lies. It never decides what a step
+is: the samples, the random numbers, the loss and its normalisation are the same for all of them.
 
 Tests: tests/parallel/test_executor.py, tests/parity/test_law_one.py
 """
@@ -24,15 +24,26 @@ from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.context_attention import Context
-from lockstep.parallel.loss_accumulator import HostLossAccumulator, LossAccumulator, Number, number, tensor_of
+from lockstep.parallel.loss_accumulator import (
+    HostLossAccumulator,
+    LossAccumulator,
+    Number,
+    number,
+    tensor_of,
+)
 from lockstep.parallel.passes import Evaluate, ForwardBackward, MicroStep
 from lockstep.parallel.reproducible.exact_norm import exact_norm, gradient_norm
 from lockstep.parallel.state_form import StateForm
 from lockstep.randomness import RandomState
 from lockstep.torch_compat import foreach
-from lockstep.torch_compat.gradient_hooks import has_hooks_after_accumulation, hooks_of, remove_hooks
+from lockstep.torch_compat.gradient_hooks import (
+    has_hooks_after_accumulation,
+    hooks_of,
+    remove_hooks,
+)
 
-GradientHooks = dict[str, list[Callable[[Tensor], Any]]]  # parameter → what its gradient goes through, in order
+# parameter → what its gradient goes through, in order
+GradientHooks = dict[str, list[Callable[[Tensor], Any]]]
 
 
 def take_hooks(
@@ -40,16 +51,22 @@ def take_hooks(
 ) -> GradientHooks:
     """Remove and return the gradient hooks of a model that is about to be placed: `parameter.register_hook(function)`.
 
-    A hook expects the whole gradient of the loss, and in a distributed backward pass would see one micro-batch's, or
-    none. So `run_hooks` calls them once a step, on the gradient of the step's mean loss, before it is clipped.
-    `further` parameters are a loss function's. If `workers` train by themselves on them, there is no gradient of a
-    step, and hooks are refused.
+    A hook expects the whole gradient of the loss, and in a distributed backward pass would see one
+    micro-batch's, or none. So `run_hooks` calls them once a step, on the gradient of the step's
+    mean loss, before it is clipped. `further` parameters are a loss function's. If `workers` train
+    by themselves on them, there is no gradient of a step, and hooks are refused.
     """
     named = dict(model.named_parameters()) | dict(further or {})
     if early := [name for name, p in named.items() if has_hooks_after_accumulation(p)]:
         what = f"the parameter {listed(early)} has a hook from register_post_accumulate_grad_hook"
-        why = "it would run on a rank's own micro-batches before gradients are reduced, and never under FSDP"
-        fix = "remove it, and let Trainer update; register_hook may change a gradient, Trainer(…, after_update=…) "
+        why = (
+            "it would run on a rank's own micro-batches before gradients are reduced, and never"
+            " under FSDP"
+        )
+        fix = (
+            "remove it, and let Trainer update; register_hook may change a gradient, Trainer(…,"
+            " after_update=…) "
+        )
         fix += "runs after the update (docs/how_to/teachers.md)"
         raise UsageError(what, why=why, fix=fix)
     hooks: GradientHooks = {name: found for name, p in named.items() if (found := hooks_of(p))}
@@ -75,7 +92,10 @@ def run_hooks(hooks: GradientHooks, parameters: Mapping[str, nn.Parameter]) -> N
             result = function(whole)
             whole = whole if result is None else result
         if whole.shape != grad.shape:
-            what = f"the gradient hook of {name} returns the shape {list(whole.shape)}, and the gradient has "
+            what = (
+                f"the gradient hook of {name} returns the shape {list(whole.shape)}, and the"
+                " gradient has "
+            )
             what += f"{list(grad.shape)}"
             raise UsageError(what, fix="return a tensor of the gradient's shape, or None")
         if isinstance(grad, DTensor):
@@ -110,35 +130,49 @@ class ParallelModel:
 
     layout: Layout  # the number of ranks along each axis
     parts: list[nn.Module]  # the modules that this rank holds, unwrapped: what has parameters
-    parameters: dict[str, nn.Parameter]  # canonical name → parameter (a DTensor where it is sharded), of this rank
+    # canonical name → parameter (a DTensor where it is sharded), of this rank
+    parameters: dict[str, nn.Parameter]
     objective: Objective  # how a batch becomes a loss
     random_state: RandomState  # what the model's random numbers depend on
-    assign: Callable[[int], list[tuple[int, bool]]]  # micro-batches in a step → (index, real) of this rank's, in order
+    # micro-batches in a step → (index, real) of this rank's, in order
+    assign: Callable[[int], list[tuple[int, bool]]]
     forward_backward: ForwardBackward
     evaluate: Evaluate
-    forward: Callable[..., Any]  # the model's forward pass outside of the step, for sampling from it
+    # the model's forward pass outside of the step, for sampling from it
+    forward: Callable[..., Any]
     micro_step: MicroStep | None = None  # None where micro-batches can't be run one at a time
-    aliases: dict[str, list[str]] = field(default_factory=dict)  # canonical name → others, of tied weights
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # canonical name → persistent buffer, of this rank
-    finish_gradients: Callable[[], None] = lambda: None  # called after the last backward pass; completes `.grad`
-    finish_update: Callable[[bool], None] = lambda _skipped: None  # called after each update: was it skipped?
-    checks: list[Callable[[int], None]] = field(default_factory=list)  # called with the number of steps made
-    norm_groups: list[dist.ProcessGroup] = field(default_factory=list)  # over which squared norms add up
-    # Names whose gradients this rank counts in a norm; None: all. Of what several ranks hold whole, one counts it.
+    # canonical name → others, of tied weights
+    aliases: dict[str, list[str]] = field(default_factory=dict)
+    # canonical name → persistent buffer, of this rank
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    # called after the last backward pass; completes `.grad`
+    finish_gradients: Callable[[], None] = lambda: None
+    # called after each update: was it skipped?
+    finish_update: Callable[[bool], None] = lambda _skipped: None
+    # called with the number of steps made
+    checks: list[Callable[[int], None]] = field(default_factory=list)
+    # over which squared norms add up
+    norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
+    # Names whose gradients this rank counts in a norm; None: all. Of what several ranks hold whole,
+    # one counts it.
     counted: set[str] | None = None
     wants_data: bool = True  # whether this rank's micro-batches need their batches
     log_lines: list[str] = field(default_factory=list)  # logged at start
     later_log_lines: list[str] = field(default_factory=list)  # see `take_log_lines`
-    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # kept in checkpoints: the strategy's
+    # kept in checkpoints: the strategy's
+    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     local_training: "LocalWorkers | None" = None  # where models train by themselves
     reproducible: bool = False  # the step must be the same in every bit on any layout
-    gradient_hooks: GradientHooks = field(default_factory=dict)  # the user's hooks on parameters, called once a step
+    # the user's hooks on parameters, called once a step
+    gradient_hooks: GradientHooks = field(default_factory=dict)
     num_parameters: int = 0  # of the whole model, tied ones counted once
     context: Context | None = None  # the way in which sequences are cut; None: they are whole
     root: nn.Module | None = None  # the model that was given, which a pipeline has taken apart
-    form: StateForm | None = None  # what the model makes of its `state_dict`; None: its tensors by name
+    # what the model makes of its `state_dict`; None: its tensors by name
+    form: StateForm | None = None
     loss: "LossWeights | None" = None  # the weights of a loss function that is a module
-    adds_losses: bool = True  # of ranks that run the same micro-batches, the first adds their losses
+    # of ranks that run the same micro-batches, the first adds their losses
+    adds_losses: bool = True
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -164,7 +198,8 @@ class ParallelModel:
     ) -> tuple[list[ModelUpdate], Number]:
         """Return what is to be updated once the gradients are finished, and the norm to record.
 
-        `factor` is what the summed loss was multiplied by before backward, `count` the step's valid targets.
+        `factor` is what the summed loss was multiplied by before backward, `count` the step's valid
+        targets.
         """
         if self.local_training is not None:
             return self.local_training.model_updates(accumulator)
@@ -185,7 +220,10 @@ class ParallelModel:
         return number(gradient_norm(gradients, self.norm_groups, device))
 
     def synchronize(self, step: int, *, last: bool) -> None:
-        """Let models that train by themselves exchange what is due; every rank calls it after each step."""
+        """Let models that train by themselves exchange what is due.
+
+        Every rank calls it after each step.
+        """
         if self.local_training is not None:
             self.local_training.synchronize(step, last=last)
 
@@ -197,18 +235,28 @@ class ParallelModel:
 
     @property
     def named_aliases(self) -> dict[str, tuple[str, ...]]:
-        return {name: tuple(others) for name, others in self.aliases.items() if name in self.parameters}
+        return {
+            name: tuple(others) for name, others in self.aliases.items() if name in self.parameters
+        }
 
     def gradients(self) -> list[Tensor]:
-        """Return the local pieces of all gradients, in the parameters' order; writing to them changes `.grad`."""
+        """Return the local pieces of all gradients, in the parameters' order.
+
+        Writing to them changes `.grad`.
+        """
         found = [p.grad for p in self.parameters.values() if p.grad is not None]
-        return [local(grad) if isinstance(grad, DTensor) else grad for grad in found]  # in each step: no needless calls
+        # in each step: no needless calls
+        return [local(grad) if isinstance(grad, DTensor) else grad for grad in found]
 
     def counted_gradients(self) -> list[Tensor]:
         """Return the gradients whose squares add up, over the norm groups, to the square of the whole gradient."""
         if self.counted is None:
             return self.gradients()
-        return [local(p.grad) for name, p in self.parameters.items() if name in self.counted and p.grad is not None]
+        return [
+            local(p.grad)
+            for name, p in self.parameters.items()
+            if name in self.counted and p.grad is not None
+        ]
 
     def warnings(self) -> list[str]:
         """Return those of the lines logged at start that warn: they are said in every way to train."""
@@ -245,13 +293,17 @@ def assign_strided(micro_batches: int, rank: int, ranks: int) -> list[tuple[int,
 
 
 def layer_norms(placed: ParallelModel, factor: Number) -> dict[str, float]:
-    """Return layer → 2-norm of its gradient times `factor`. All ranks call it together; it waits for the device."""
+    """Return layer → 2-norm of its gradient times `factor`.
+
+    All ranks call it together; it waits for the device.
+    """
     squares: dict[str, Any] = {}
     counted = placed.parameters if placed.counted is None else placed.counted
     for name, parameter in placed.parameters.items():
         if name in counted and parameter.grad is not None:
             square = local(parameter.grad).double().square().sum()
-            numbered = re.match(r".*?\.\d+(?=\.|$)", name)  # `layers.3` of `layers.3.attention.weight`
+            # `layers.3` of `layers.3.attention.weight`
+            numbered = re.match(r".*?\.\d+(?=\.|$)", name)
             layer = numbered[0] if numbered else name.partition(".")[0]
             squares[layer] = squares.get(layer, 0.0) + square
     values = torch.stack(list(squares.values())).tolist() if squares else []

@@ -1,17 +1,19 @@
 """What stands around a pass of a micro-batch, and the types of what runs passes.
 
-A micro-batch goes through a stage twice, and under some schedules three times: forward (F), then backward either at
-once (B), or first the gradients of inputs (I) and later those of weights (W). Around each of them stands one list of
-objects for each stage, which is entered in order and left in reverse:
+A micro-batch goes through a stage twice, and under some schedules three times: forward (F), then
+backward either at once (B), or first the gradients of inputs (I) and later those of weights (W).
+Around each of them stands one list of objects for each stage, which is entered in order and left in
+reverse:
 
     F          before → forward → after_forward
     B, I, W    before_backward → backward → after_backward
     B, W       → after: the gradients of weights are in `.grad`
     at last    after_step, once a step
 
-Between the forward and the backward pass of one micro-batch, those of others run under a pipeline. `Executor`
-(`lockstep.parallel.executor`) calls the objects; `around_micro_batches` (`lockstep.parallel.placement`) and
-`around_stage` (`lockstep.parallel.pipeline.place`) make the lists.
+Between the forward and the backward pass of one micro-batch, those of others run under a pipeline.
+`Executor` (`lockstep.parallel.executor`) calls the objects; `around_micro_batches`
+(`lockstep.parallel.placement`) and `around_stage` (`lockstep.parallel.pipeline.place`) make the
+lists.
 
 Tests: tests/parallel/test_executor.py
 """
@@ -29,14 +31,16 @@ from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 ForwardBackward = Callable[[Sequence[MicroBatch], LossAccumulator, float], None]
 """(this rank's micro-batches of a step, the step's accumulator, factor).
 
-Adds `factor` × the gradient of the summed loss of the *whole* step to `.grad` of the placed parameters, reduced over
-all ranks once `finish_gradients` has run.
+Adds `factor` × the gradient of the summed loss of the *whole* step to `.grad` of the placed
+parameters, reduced over all ranks once `finish_gradients` has run.
 """
 
-# (micro-batch, accumulator, factor, last): runs forward and backward; `last` reduces the gradients over ranks.
+# (micro-batch, accumulator, factor, last): runs forward and backward; `last` reduces the gradients
+# over ranks.
 MicroStep = Callable[[MicroBatch, LossAccumulator, float, bool], Loss]
 Evaluate = Callable[[Sequence[MicroBatch], LossAccumulator], None]  # runs forward passes only
-Explain = Callable[[BaseException], Exception | None]  # → a clearer error for one of torch's; None: it knows none
+# → a clearer error for one of torch's; None: it knows none
+Explain = Callable[[BaseException], Exception | None]
 
 
 @dataclass
@@ -47,7 +51,8 @@ class MicroBatchPass:
     micro_batches_per_step: int  # their number over all ranks
     factor: float  # what the summed loss is multiplied by before backward
     last: bool  # whether it is this rank's last of the step, whose gradients are reduced over ranks
-    # Tensors that the backward pass begins at beside the loss, with gradients of zero, for the messages inside of it.
+    # Tensors that the backward pass begins at beside the loss, with gradients of zero, for the
+    # messages inside of it.
     further_roots: list[Tensor] = field(default_factory=list)
     stage: int = 0  # of the pipeline
     position: int = 0  # of the micro-batch in the run of the schedule
@@ -61,8 +66,9 @@ class MicroBatchPass:
 class AroundMicroBatch:
     """What happens before and after each pass; subclasses override what they need.
 
-    One that may stand around the stages of a pipeline undoes in `after_forward` what it has changed in `before`, and in
-    `after_backward` what it has changed in `before_backward`: other micro-batches run in between.
+    One that may stand around the stages of a pipeline undoes in `after_forward` what it has changed
+    in `before`, and in `after_backward` what it has changed in `before_backward`: other
+    micro-batches run in between.
     """
 
     def before(self, run: MicroBatchPass) -> None:
@@ -84,7 +90,10 @@ class AroundMicroBatch:
         """Act once a step, after this rank's last pass: all ranks come here, so collectives have their place here."""
 
     def failed(self, error: BaseException) -> Exception | None:
-        """Clean up after a pass that raised; return a clearer error to raise in its place, if there is one."""
+        """Clean up after a pass that raised.
+
+        Return a clearer error to raise in its place, if there is one.
+        """
         return None
 
 
@@ -104,7 +113,9 @@ def explained(explanations: Sequence[Explain]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        clearer = next((found for explain in explanations if (found := explain(error)) is not None), None)
+        clearer = next(
+            (found for explain in explanations if (found := explain(error)) is not None), None
+        )
         if clearer is None:
             raise
         raise clearer from error

@@ -1,7 +1,7 @@
 """`place` makes a `ParallelModel` of a model and a layout, in one ordered list of steps.
 
-checks → names → its chain compared → strides → keyed randomness → float8 → activation checkpointing → compile
-→ spread experts → cut layers → shard or replicate → first values
+checks → names → its chain compared → strides → keyed randomness → float8 → activation checkpointing
+→ compile → spread experts → cut layers → shard or replicate → first values
 
 Tests: tests/parallel/test_foreign.py, tests/parity/test_foreign.py, tests/parity/test_compiled.py
 """
@@ -32,11 +32,23 @@ from lockstep.parallel.batch_norm_rows import apply_batch_norm_rows
 from lockstep.parallel.buffers import keeping, refuse_synchronised
 from lockstep.parallel.chain_check import check_chain
 from lockstep.parallel.combined_buffers import BufferWays, warn_of_unwritten, ways_of
-from lockstep.parallel.context import apply_context, context_of, cut_objective, plan_of, train_context
+from lockstep.parallel.context import (
+    apply_context,
+    context_of,
+    cut_objective,
+    plan_of,
+    train_context,
+)
 from lockstep.parallel.expert import apply_experts, train_experts
 from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.fsdp_units import units_of
-from lockstep.parallel.initial import FirstValues, broadcast_values, canonical_names, on_meta, to_empty
+from lockstep.parallel.initial import (
+    FirstValues,
+    broadcast_values,
+    canonical_names,
+    on_meta,
+    to_empty,
+)
 from lockstep.parallel.loss_parallel import with_whole_logits
 from lockstep.parallel.loss_weights import LossWeights
 from lockstep.parallel.parallel_model import ParallelModel, take_hooks
@@ -55,18 +67,32 @@ from lockstep.torch_compat.module_state import persistent_buffers
 
 
 def place(
-    model: nn.Module, layout: Layout, config: StepConfig, *, objective: Objective, device: torch.device,
-    precision: Precision, dry_run: DryRun | None = None,
-) -> ParallelModel:  # fmt: skip
-    """Place a model on this rank, by the strategy that the layout names; a UsageError if it can't be.
+    model: nn.Module,
+    layout: Layout,
+    config: StepConfig,
+    *,
+    objective: Objective,
+    device: torch.device,
+    precision: Precision,
+    dry_run: DryRun | None = None,
+) -> ParallelModel:
+    """Place a model on this rank, by the strategy that the layout names.
 
-    The model is unwrapped; real, or on meta with `init_weights()`. In a `dry_run` it has no values and gets none: for
-    `lockstep plan`, under a fake process group.
+    A UsageError if it can't be.
+
+    The model is unwrapped; real, or on meta with `init_weights()`. In a `dry_run` it has no values
+    and gets none: for `lockstep plan`, under a fake process group.
     """
     strategy = strategy_named(layout.strategy)
     refuse_wrapped(model)
-    refuse(step_contradictions(config, layout, device.type if dry_run is None else dry_run.device_type))
-    refuse_parameters(model, sharded=strategy.cuts_parameters(layout), reproducible=config.distributed.reproducible)
+    refuse(
+        step_contradictions(config, layout, device.type if dry_run is None else dry_run.device_type)
+    )
+    refuse_parameters(
+        model,
+        sharded=strategy.cuts_parameters(layout),
+        reproducible=config.distributed.reproducible,
+    )
     switch_tf32(config.precision.tf32)
     strategy = strategy.on(layout)
     _, aliases = canonical_names(model)
@@ -100,7 +126,12 @@ def place(
         assert size == held, "placement changed the number of parameters"
         assert set(placed.parameters) == set(own), "placement changed names of parameters"
     keep_attributes(placed, attributes)
-    placed.root, placed.aliases, placed.num_parameters, placed.gradient_hooks = model, aliases, size, hooks
+    placed.root, placed.aliases, placed.num_parameters, placed.gradient_hooks = (
+        model,
+        aliases,
+        size,
+        hooks,
+    )
     placed.form = form
     if dry_run is None:
         cut = set() if cuts is None else set(cuts.dims)
@@ -155,13 +186,17 @@ def prepare_loss(loss: LossWeights, placement: PlacementContext) -> None:
     if loss.any and placement.context is not None and placement.context.blocks is not None:
         what = f"the loss function has weights of its own: {listed(list(loss.own))}"
         why = "under reproducible the gradient of each parameter is a sum over chunks of sequences"
-        fix = "let the model hold them and compute loss(outputs, batch), or write reproducible: false"
+        fix = (
+            "let the model hold them and compute loss(outputs, batch), or write reproducible: false"
+        )
         raise UsageError(what, where="distributed.context_blocks", why=why, fix=fix)
     loss.module.to(placement.device)
     if placement.layout.world_size > 1:
         refuse_synchronised(loss.module)
         if not broadcast_values(loss.module):
-            placement.log_lines.append("the loss function's values differed between ranks: all took rank 0's")
+            placement.log_lines.append(
+                "the loss function's values differed between ranks: all took rank 0's"
+            )
 
 
 _COMPILED: WeakSet[nn.Module] = WeakSet()
@@ -177,17 +212,33 @@ def require_placed(placed: object, placement: PlacementContext) -> None:
     place = f"place of strategy {placement.layout.strategy}"
     if not isinstance(placed, ParallelModel):
         what = f"{place} returned a {type(placed).__name__}, not a ParallelModel"
-        fix = "end it with return placed_in_order(placement, AppliedStrategy(…)), of lockstep.parallel.placement"
+        fix = (
+            "end it with return placed_in_order(placement, AppliedStrategy(…)), of"
+            " lockstep.parallel.placement"
+        )
         raise UsageError(what, where="distributed.strategy", fix=fix)
-    if placement.dry_run is None and (left := [name for name, p in placed.parameters.items() if p.is_meta]):
-        fix = "call placement.materialise(), which brings the model to its device, before the parameters are used"
-        raise UsageError(f"{place} left {listed(left)} without values", where="distributed.strategy", fix=fix)
+    if placement.dry_run is None and (
+        left := [name for name, p in placed.parameters.items() if p.is_meta]
+    ):
+        fix = (
+            "call placement.materialise(), which brings the model to its device, before the"
+            " parameters are used"
+        )
+        raise UsageError(
+            f"{place} left {listed(left)} without values", where="distributed.strategy", fix=fix
+        )
 
 
 def prepared(
-    model: nn.Module, strategy: Strategy, layout: Layout, config: StepConfig, objective: Objective,
-    device: torch.device, precision: Precision, dry_run: DryRun | None,
-) -> PlacementContext:  # fmt: skip
+    model: nn.Module,
+    strategy: Strategy,
+    layout: Layout,
+    config: StepConfig,
+    objective: Objective,
+    device: torch.device,
+    precision: Precision,
+    dry_run: DryRun | None,
+) -> PlacementContext:
     """Return the model keyed and transformed, the same on all ranks, with all that strategies need."""
     shared = layout.world_size > 1
     keeps_formats = _holds_parameters_whole(strategy, layout)
@@ -195,7 +246,9 @@ def prepared(
     blocks = blocks_of(model)
     random_state = RandomState(config.training.seed, device)
     first = FirstValues(model, config.training.seed) if on_meta(model) and dry_run is None else None
-    log_lines += check_chain(model) if strategy.splits_model and first is None and dry_run is None else []
+    log_lines += (
+        check_chain(model) if strategy.splits_model and first is None and dry_run is None else []
+    )
     if strategy.keys_random_numbers(device):
         key_model(model, random_state, blocks, cut=strategy.splits_model)
     log_lines += apply_fp8(model, blocks, config.precision.fp8, device)
@@ -203,12 +256,16 @@ def prepared(
     if training.gradient_checkpointing != "none" or is_known_decoder(model):
         switch_cache_off(model, blocks)
     apply_activation_checkpointing(
-        blocks, training.gradient_checkpointing, random_state,
-        every=training.gradient_checkpointing_every, compiled=training.compile,
-    )  # fmt: skip
+        blocks,
+        training.gradient_checkpointing,
+        random_state,
+        every=training.gradient_checkpointing_every,
+        compiled=training.compile,
+    )
     if training.compile:
-        # Blocks are compiled inside of the hooks on them: the seed of a block is set before its compiled code runs, and
-        # FSDP gathers it outside. Random numbers of compiled code are not those of eager code.
+        # Blocks are compiled inside of the hooks on them: the seed of a block is set before its
+        # compiled code runs, and FSDP gathers it outside. Random numbers of compiled code are not
+        # those of eager code.
         for _, block in blocks or [("", model)]:
             block.forward = torch.compile(block.forward)
             _COMPILED.add(block)
@@ -218,18 +275,28 @@ def prepared(
         log_lines += switch_on(device)
     if first is None and dry_run is None and shared and not broadcast_values(model):
         log_lines.append(
-            "the model's values differed between ranks: all took rank 0's (seed ranks alike before the model is made)"
+            "the model's values differed between ranks: all took rank 0's (seed ranks alike before"
+            " the model is made)"
         )
     if shared:
         refuse_synchronised(model)
     samples = None if dry_run is not None else training.batch_norm_samples
-    batch_norm = apply_batch_norm_rows(model, samples, training.batch_size, layout.data_parallel_size)
-    mesh = dry_run.mesh if dry_run is not None else device_mesh(layout, device.type) if shared else None
+    batch_norm = apply_batch_norm_rows(
+        model, samples, training.batch_size, layout.data_parallel_size
+    )
+    mesh = (
+        dry_run.mesh
+        if dry_run is not None
+        else device_mesh(layout, device.type)
+        if shared
+        else None
+    )
     context = context_of(model, layout, config, mesh)
     if context is not None:
         objective = cut_objective(objective, context, plan_of(model))
     if dry_run is not None and layout.tensor * layout.expert > 1 and on_meta(model):
-        to_empty(model, torch.device("cpu"))  # a parameter on meta can't become a piece that is a fake tensor
+        # a parameter on meta can't become a piece that is a fake tensor
+        to_empty(model, torch.device("cpu"))
     experts = apply_experts(model, layout, device.type, exact=config.distributed.reproducible)
     cuts = cut_layers(model, layout, config, mesh, objective, within=context)
     if cuts is not None:
@@ -240,28 +307,58 @@ def prepared(
         experts.take_pieces(cuts)
     if first is not None:
         cut_by = [by for by in (cuts, experts) if by is not None]
-        first.piece = lambda name, whole: reduce(lambda piece, by: by.piece(name, piece), cut_by, whole)
+        first.piece = lambda name, whole: reduce(
+            lambda piece, by: by.piece(name, piece), cut_by, whole
+        )
     if dry_run is not None:
-        senders = {"tensor": None if cuts is None else cuts.cut, "context": context, "expert": experts}
+        senders = {
+            "tensor": None if cuts is None else cuts.cut,
+            "context": context,
+            "expert": experts,
+        }
         for axis, sender in senders.items():
             if sender is not None:
                 sender.on_send = partial(dry_run.sends, axis)
     return PlacementContext(
-        model, layout, config, mesh, objective, device, precision, random_state, blocks, first, log_lines, dry_run,
-        cuts, context, experts, batch_norm,
-    )  # fmt: skip
+        model,
+        layout,
+        config,
+        mesh,
+        objective,
+        device,
+        precision,
+        random_state,
+        blocks,
+        first,
+        log_lines,
+        dry_run,
+        cuts,
+        context,
+        experts,
+        batch_norm,
+    )
 
 
 def _holds_parameters_whole(strategy: Strategy, layout: Layout) -> bool:
-    sharded = strategy.cuts_parameters(layout) or (strategy.splits_model and layout.data_parallel_size > 1)
+    sharded = strategy.cuts_parameters(layout) or (
+        strategy.splits_model and layout.data_parallel_size > 1
+    )
     return not sharded and layout.tensor * layout.expert * layout.context == 1
 
 
 def cut_layers(
-    model: nn.Module, layout: Layout, config: StepConfig, mesh: DeviceMesh | None, objective: Objective, *,
+    model: nn.Module,
+    layout: Layout,
+    config: StepConfig,
+    mesh: DeviceMesh | None,
+    objective: Objective,
+    *,
     within: Cut | None,
-) -> TensorCuts | None:  # fmt: skip
-    """Cut layers over the axis `tensor`, or in blocks on one rank; if they can't be, one rank computes them whole."""
+) -> TensorCuts | None:
+    """Cut layers over the axis `tensor`, or in blocks on one rank.
+
+    If they can't be, one rank computes them whole.
+    """
     if layout.tensor == 1:
         if not config.distributed.reproducible:
             return None
@@ -269,11 +366,18 @@ def cut_layers(
             checked_plan(model)
         except UsageError:
             return None
-    return apply_tensor(model, mesh if layout.tensor > 1 else None, config, within, own_loss=objective.of_model)
+    return apply_tensor(
+        model, mesh if layout.tensor > 1 else None, config, within, own_loss=objective.of_model
+    )
 
 
-def key_model(model: nn.Module, random_state: RandomState, blocks: Blocks, *, cut: bool = False) -> None:
-    """Key random numbers by segment; a model that names none is one segment, which can't be `cut` into stages."""
+def key_model(
+    model: nn.Module, random_state: RandomState, blocks: Blocks, *, cut: bool = False
+) -> None:
+    """Key random numbers by segment.
+
+    A model that names none is one segment, which can't be `cut` into stages.
+    """
     segments = require_segments(model) if cut else segments_of(model)
     if segments is not None:
         key_segments(random_state, segments, chain=True)
@@ -285,25 +389,41 @@ def key_model(model: nn.Module, random_state: RandomState, blocks: Blocks, *, cu
 def refuse_parameters(model: nn.Module, *, sharded: bool, reproducible: bool) -> None:
     """Refuse parameters that do not exist yet, and gradients that this layout can't sum."""
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
-        what = f"{listed(lazy)} has no shape yet: a lazy module makes its parameters at its first forward pass"
+        what = (
+            f"{listed(lazy)} has no shape yet: a lazy module makes its parameters at its first"
+            " forward pass"
+        )
         why = "they are laid over the ranks before that"
-        raise UsageError(what, why=why, fix="call the model once before it is handed over: model(*inputs of one batch)")
+        raise UsageError(
+            what,
+            why=why,
+            fix="call the model once before it is handed over: model(*inputs of one batch)",
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             what = f"{name or type(model).__name__} makes sparse gradients"
             why = "gradients are summed over micro-batches and ranks, and clipped, as dense tensors"
             raise UsageError(what, why=why, fix=f"write {type(module).__name__}(…, sparse=False)")
-    if sharded and (empty := [name for name, parameter in model.named_parameters() if not parameter.numel()]):
+    if sharded and (
+        empty := [name for name, parameter in model.named_parameters() if not parameter.numel()]
+    ):
         what = f"the parameter {listed(empty)} has no elements, so FSDP can't cut it"
-        raise UsageError(what, where="distributed.strategy: fsdp", fix="leave it out, or write strategy: ddp")
+        raise UsageError(
+            what, where="distributed.strategy: fsdp", fix="leave it out, or write strategy: ddp"
+        )
     refuse_scripted(model, sharded=sharded)
     of_complex = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
     if of_complex and (sharded or reproducible):
         where = "distributed.strategy: fsdp" if sharded else "distributed.reproducible"
         why = "gradients are cut and summed there as real numbers"
-        fix = "keep it real, with a last dim of 2, and take torch.view_as_complex(…) of it in forward; "
+        fix = (
+            "keep it real, with a last dim of 2, and take torch.view_as_complex(…) of it in"
+            " forward; "
+        )
         fix += "or write strategy: ddp and reproducible: false"
-        raise UsageError(f"the parameter {listed(of_complex)} is complex", where=where, why=why, fix=fix)
+        raise UsageError(
+            f"the parameter {listed(of_complex)} is complex", where=where, why=why, fix=fix
+        )
 
 
 def refuse_hooks_outside_segments(model: nn.Module) -> None:
@@ -326,7 +446,9 @@ def refuse_scripted(model: nn.Module, *, sharded: bool) -> None:
     named = dict(model.named_modules())
     hooked = [("", model), *blocks_of(model), *(segments_of(model) or ())]
     found = [
-        name for name, module in (named.items() if sharded else hooked) if isinstance(module, torch.jit.ScriptModule)
+        name
+        for name, module in (named.items() if sharded else hooked)
+        if isinstance(module, torch.jit.ScriptModule)
     ]
     if found:
         what = f"{found[0] or 'the model'} is TorchScript (torch.jit.script or trace)"
@@ -341,4 +463,6 @@ def refuse_wrapped(model: nn.Module) -> None:
         name = type(model).__name__
         what = f"the model is already wrapped in {name}"
         why = "Lockstep places it, and would synchronise it twice"
-        raise UsageError(what, why=why, fix=f"delete the line model = {name}(model, …) and pass the model itself")
+        raise UsageError(
+            what, why=why, fix=f"delete the line model = {name}(model, …) and pass the model itself"
+        )

@@ -1,6 +1,7 @@
 """Defines the arguments and the result of a strategy, and makes a `ParallelModel` of the result.
 
-`placed_in_order` builds the `ParallelModel` of every strategy but pipelines: micro-batches run one at a time.
+`placed_in_order` builds the `ParallelModel` of every strategy but pipelines: micro-batches run one
+at a time.
 
 Tests: tests/seams/test_strategy.py, tests/parity/test_data_parallel.py
 """
@@ -48,10 +49,14 @@ class DryRun:
     """The differences where a model is placed without values, as `lockstep plan` does, on fake tensors."""
 
     mesh: DeviceMesh | None  # over a fake process group; None on one rank
-    device_type: str  # the device that the run will have, `cuda` or `cpu`; the fake tensors are on the CPU
+    # the device that the run will have, `cuda` or `cpu`; the fake tensors are on the CPU
+    device_type: str
     # Makes the replacement for DDP's reducer, which refuses fake tensors.
-    reducer: Callable[[nn.Module, DDPConfig], AroundMicroBatch] = lambda _model, _config: AroundMicroBatch()
-    sends: Callable[[str, int], None] = lambda _axis, _size: None  # (axis, bytes) of each message along it
+    reducer: Callable[[nn.Module, DDPConfig], AroundMicroBatch] = lambda _model, _config: (
+        AroundMicroBatch()
+    )
+    # (axis, bytes) of each message along it
+    sends: Callable[[str, int], None] = lambda _axis, _size: None
 
 
 @dataclass
@@ -72,11 +77,14 @@ class PlacementContext:
     dry_run: DryRun | None = None  # set where the model has no values, and gets none
     cuts: TensorCuts | None = None  # of layers, over the axis `tensor`
     context: Context | None = None  # the way in which sequences are cut
-    experts: PlacedExperts | None = None  # spread over the axis `expert`; None where that has one rank
+    # spread over the axis `expert`; None where that has one rank
+    experts: PlacedExperts | None = None
     batch_norm: BatchNormRows | None = None  # rows of ranks that it covers; None: a micro-batch
     loss: LossWeights | None = None  # of a loss function that is a module
-    ways: BufferWays = field(default_factory=lambda: BufferWays({}))  # how buffers combine that forward passes write
-    running: list[RunningBuffers] = field(default_factory=list)  # of the model, or its stages, and the loss function
+    # how buffers combine that forward passes write
+    ways: BufferWays = field(default_factory=lambda: BufferWays({}))
+    # of the model, or its stages, and the loss function
+    running: list[RunningBuffers] = field(default_factory=list)
 
     @property
     def device_type(self) -> str:
@@ -111,7 +119,10 @@ class PlacementContext:
         return nullcontext() if self.experts is None else self.experts.hidden()
 
     def materialise(self) -> None:
-        """Bring the model to its device; a model on meta gets storage and, except in a dry run, its first values."""
+        """Bring the model to its device.
+
+        A model on meta gets storage and, except in a dry run, its first values.
+        """
         if self.has_values:
             self.model.to(self.device)
             return
@@ -123,18 +134,27 @@ class PlacementContext:
 
     def running_buffers(
         self, model: nn.Module, ranks: int, group: dist.ProcessGroup | None, *, row: int = 1
-    ) -> RunningBuffers:  # fmt: skip
+    ) -> RunningBuffers:
         """Return what keeps the buffers of a model, or of a stage of it, that `ranks` ranks of a group hold."""
         made = RunningBuffers(
-            model, ranks, group, reproducible=self.reproducible, row=row, random_state=self.random_state,
-            ways=self.ways, has_values=self.dry_run is None,
+            model,
+            ranks,
+            group,
+            reproducible=self.reproducible,
+            row=row,
+            random_state=self.random_state,
+            ways=self.ways,
+            has_values=self.dry_run is None,
             looks_every=self.config.distributed.divergence_check_steps or 100,
-        )  # fmt: skip
+        )
         self.running.append(made)
         return made
 
     def compress(self) -> Compression:
-        """Return the compression of gradients that the config asks for; the model is whole, and on its device."""
+        """Return the compression of gradients that the config asks for.
+
+        The model is whole, and on its device.
+        """
         assert self.mesh is not None
         bad = self.config.training.bad_numbers
         undoable = self.precision.mode == "fp16" or bad.action == "skip" or bad.recompute
@@ -150,16 +170,23 @@ class AppliedStrategy:
     assign: Callable[[int], list[tuple[int, bool]]]  # as `ParallelModel.assign`
     runs: nn.Module | None = None  # the wrapped model; None: the model itself
     objective: Objective | None = None  # in place of the placement's
-    gradient_sync: AroundMicroBatch | None = None  # lets only the last backward pass of a step reduce
-    around: Sequence[AroundMicroBatch] = ()  # further steps before and after each micro-batch, outermost first
-    multiplier: float = 1.0  # undoes a mean that the strategy's own reduction takes (DDP: the number of ranks)
+    # lets only the last backward pass of a step reduce
+    gradient_sync: AroundMicroBatch | None = None
+    # further steps before and after each micro-batch, outermost first
+    around: Sequence[AroundMicroBatch] = ()
+    # undoes a mean that the strategy's own reduction takes (DDP: the number of ranks)
+    multiplier: float = 1.0
     tree: GradientTree | None = None  # where the step must be the same in every bit
-    finish_gradients: Callable[[], None] = lambda: None  # where there is no tree, after a step's last backward pass
+    # where there is no tree, after a step's last backward pass
+    finish_gradients: Callable[[], None] = lambda: None
     compression: Compression = field(default_factory=Compression)  # of gradients on the link
-    norm_groups: list[dist.ProcessGroup] = field(default_factory=list)  # see `ParallelModel.norm_groups`
+    # see `ParallelModel.norm_groups`
+    norm_groups: list[dist.ProcessGroup] = field(default_factory=list)
     counted: set[str] | None = None  # see `ParallelModel.counted`
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # in place of the model's own, by name
-    statistics_over: int | None = None  # ranks whose running statistics are one; None: all that share out a step
+    # in place of the model's own, by name
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    # ranks whose running statistics are one; None: all that share out a step
+    statistics_over: int | None = None
 
 
 def shared_out(
@@ -200,7 +227,9 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
         reproducible=p.reproducible,
     )
     if p.loss is not None:
-        train_loss_weights(placed, p.loss, alone=p.dry_run is not None or applied.statistics_over == 1)
+        train_loss_weights(
+            placed, p.loss, alone=p.dry_run is not None or applied.statistics_over == 1
+        )
     return placed
 
 
@@ -212,10 +241,13 @@ def _check(applied: AppliedStrategy, p: PlacementContext) -> None:
     exchanges = applied.finish_gradients is not AppliedStrategy.finish_gradients
     if p.reproducible and exchanges and applied.tree is None:
         raise UsageError(
-            f"strategy {p.layout.strategy} sums gradients in finish_gradients, and under reproducible it needs a tree",
+            f"strategy {p.layout.strategy} sums gradients in finish_gradients, and under"
+            " reproducible it needs a tree",
             where=f"distributed.reproducible, {STRATEGIES.where}",
-            fix="where placement.reproducible, give AppliedStrategy assign_tree and a tree such as "
-            "ExchangedTree(parameters, group); or let the strategy say equal_bits = False",
+            fix=(
+                "where placement.reproducible, give AppliedStrategy assign_tree and a tree such as "
+                "ExchangedTree(parameters, group); or let the strategy say equal_bits = False"
+            ),
         )
 
 
@@ -223,7 +255,8 @@ def around_micro_batches(p: PlacementContext, applied: AppliedStrategy) -> list[
     """Return the steps around a micro-batch, outermost first; their order is decided here alone."""
     around: list[AroundMicroBatch] = []
     if applied.tree is not None:
-        around += [DeterministicKernels(), applied.tree]  # the tree takes the gradients that all others have made
+        # the tree takes the gradients that all others have made
+        around += [DeterministicKernels(), applied.tree]
     if p.experts is not None:
         p.experts.scale = 1.0 / applied.multiplier
         if p.experts.exact:
@@ -231,7 +264,8 @@ def around_micro_batches(p: PlacementContext, applied: AppliedStrategy) -> list[
     if applied.compression.powersgd is not None:
         around.append(applied.compression.powersgd)
     around += applied.around
-    ranks = 1 if p.dry_run is not None else applied.statistics_over or p.ranks  # without values there is no exchange
+    # without values there is no exchange
+    ranks = 1 if p.dry_run is not None else applied.statistics_over or p.ranks
     around += [] if p.batch_norm is None else [p.batch_norm]
     row = 1 if p.batch_norm is None else p.batch_norm.ranks
     buffers = p.running_buffers(p.model, ranks, p.dp_group, row=row)
@@ -242,5 +276,6 @@ def around_micro_batches(p: PlacementContext, applied: AppliedStrategy) -> list[
         of_loss = p.running_buffers(p.loss.module, ranks, p.dp_group, row=row)
         around += [step for step in (p.loss, of_loss) if step.any]
     if applied.gradient_sync is not None:
-        around.append(applied.gradient_sync)  # innermost: it finds missing gradients before others exchange anything
+        # innermost: it finds missing gradients before others exchange anything
+        around.append(applied.gradient_sync)
     return around

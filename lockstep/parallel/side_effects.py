@@ -1,13 +1,15 @@
 """Side effects of a forward pass, detected in the first steps of a run.
 
-Parameters that a forward pass writes (`nn.Embedding(max_norm=…)`), counters among the attributes of modules and the
-model's own generators differ from one process, without an error. On several ranks, and under `reproducible`, such a
-model is refused; one process trains it with a warning. A parameter counts as written if its version, its storage or the
-sum of its bits has changed: `.data` hides a write from the version.
+Parameters that a forward pass writes (`nn.Embedding(max_norm=…)`), counters among the attributes of
+modules and the model's own generators differ from one process, without an error. On several ranks,
+and under `reproducible`, such a model is refused; one process trains it with a warning. A parameter
+counts as written if its version, its storage or the sum of its bits has changed: `.data` hides a
+write from the version.
 
-A tensor that a forward pass leaves in an attribute, and that the next one computes with and replaces, is state: on each
-number of ranks it comes from other samples. So is a number that the next one reads, and replaces. State is refused
-under `reproducible`, and on several ranks it is a warning.
+A tensor that a forward pass leaves in an attribute, and that the next one computes with and
+replaces, is state: on each number of ranks it comes from other samples. So is a number that the
+next one reads, and replaces. State is refused under `reproducible`, and on several ranks it is a
+warning.
 
 Tests: tests/parallel/test_state_between_calls.py, tests/parallel/test_chain_check.py
 """
@@ -52,13 +54,20 @@ class _Values:
         with torch.no_grad():
             values = [local(p).detach() for p in parameters.values()]
             sums = [fingerprint(v).to(device, non_blocking=True) for v in values]
-        places = [(version_of(p), v.data_ptr()) for p, v in zip(parameters.values(), values, strict=True)]
+        places = [
+            (version_of(p), v.data_ptr()) for p, v in zip(parameters.values(), values, strict=True)
+        ]
         return cls(parameters, places, torch.stack(sums) if sums else torch.empty(0, device=device))
 
     def written(self, unit: nn.Module, device: torch.device) -> list[str]:
-        """Return the names of those that have changed since; FSDP2 has freed and replaced some, which are left out."""
+        """Return the names of those that have changed since.
+
+        FSDP2 has freed and replaced some, which are left out.
+        """
         here = dict(unit.named_parameters())
-        kept = [place for place, (name, p) in enumerate(self.parameters.items()) if here.get(name) is p]
+        kept = [
+            place for place, (name, p) in enumerate(self.parameters.items()) if here.get(name) is p
+        ]
         names = list(self.parameters)
         now = self.of({names[place]: self.parameters[names[place]] for place in kept}, device)
         same = (self.sums[kept] == now.sums).tolist()  # host waits for the device
@@ -77,7 +86,9 @@ def watch(placed: ParallelModel, *, compiled: bool = False) -> None:
             if module is root or isinstance(module, FSDPModule):
                 # After FSDP2 has gathered a unit, and before it frees it.
                 watch.handles.append(module.register_forward_pre_hook(watch.before(root, module)))
-                watch.handles.append(module.register_forward_hook(watch.after(root, module), prepend=True))
+                watch.handles.append(
+                    module.register_forward_hook(watch.after(root, module), prepend=True)
+                )
     placed.checks.insert(0, partial(_decide_host_generators, placed))
 
 
@@ -100,17 +111,25 @@ class _Watch:
     placed: ParallelModel
     compiled: bool  # blocks of it are
     handles: list[Any] = field(default_factory=list)
-    _seen: dict[int, set[int]] = field(default_factory=dict)  # root → steps whose first forward pass was watched
+    # root → steps whose first forward pass was watched
+    _seen: dict[int, set[int]] = field(default_factory=dict)
     _open: dict[int, _Values] = field(default_factory=dict)  # unit → its parameters
-    _attributes: dict[int, dict[str, Any]] = field(default_factory=dict)  # root → what it was before the pass
+    # root → what it was before the pass
+    _attributes: dict[int, dict[str, Any]] = field(default_factory=dict)
     _generators: dict[int, dict[str, Any]] = field(default_factory=dict)
-    _tensors: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)  # root → before the first pass
-    _uses: dict[int, "_Uses"] = field(default_factory=dict)  # root → in the second pass, if one was left by the first
-    _numbers: dict[int, dict[str, KeptNumber]] = field(default_factory=dict)  # root → before the first pass
-    _reads: dict[int, RecordedReads] = field(default_factory=dict)  # root → in the second pass, of changed ones
-    _buffers: dict[int, set[str]] = field(default_factory=dict)  # root → those that were there before the first pass
+    # root → before the first pass
+    _tensors: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    # root → in the second pass, if one was left by the first
+    _uses: dict[int, "_Uses"] = field(default_factory=dict)
+    # root → before the first pass
+    _numbers: dict[int, dict[str, KeptNumber]] = field(default_factory=dict)
+    # root → in the second pass, of changed ones
+    _reads: dict[int, RecordedReads] = field(default_factory=dict)
+    # root → those that were there before the first pass
+    _buffers: dict[int, set[str]] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
-    _moved: dict[int, list[dict[str, float]]] = field(default_factory=dict)  # root → by how much, in each pass
+    # root → by how much, in each pass
+    _moved: dict[int, list[dict[str, float]]] = field(default_factory=dict)
 
     def before(self, root: nn.Module, unit: nn.Module) -> Any:
         def before(_module: nn.Module, _args: Any) -> None:
@@ -139,13 +158,19 @@ class _Watch:
                 return
             written = before.written(unit, self.placed.random_state.device)
             if written:
-                names = {id(p): name for part in reversed(self.placed.parts) for name, p in part.named_parameters()}
+                names = {
+                    id(p): name
+                    for part in reversed(self.placed.parts)
+                    for name, p in part.named_parameters()
+                }
                 canonical = [names.get(id(before.parameters[name]), name) for name in written]
                 self._report(
                     f"the forward pass writes the parameter {listed(canonical)}",
-                    "each rank writes its own copy, from its own micro-batches, and a gathered copy of FSDP2 is lost",
-                    "update it after the optimizer, on all ranks alike: Trainer(…, after_update=function); for "
-                    "nn.Embedding(max_norm=…), let that function renormalise the weight (docs/how_to/teachers.md)",
+                    "each rank writes its own copy, from its own micro-batches, and a gathered copy"
+                    " of FSDP2 is lost",
+                    "update it after the optimizer, on all ranks alike: Trainer(…,"
+                    " after_update=function); for nn.Embedding(max_norm=…), let that function"
+                    " renormalise the weight (docs/how_to/teachers.md)",
                 )
             if unit is root:
                 self._compare_attributes(root)
@@ -157,7 +182,9 @@ class _Watch:
         return after
 
     def _watch_tensors(self, root: nn.Module) -> None:
-        known = self._buffers.setdefault(id(root), {name for name, _ in root.named_buffers(remove_duplicate=False)})
+        known = self._buffers.setdefault(
+            id(root), {name for name, _ in root.named_buffers(remove_duplicate=False)}
+        )
         here = dict(_tensors(root, known))
         if id(root) not in self._tensors:
             self._tensors[id(root)] = {name: _mark(tensor) for name, tensor in here.items()}
@@ -189,7 +216,9 @@ class _Watch:
             return []
         uses.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         here = dict(_tensors(root, self._buffers[id(root)]))
-        return sorted(name for name in uses.used if name not in here or _mark(here[name]) != uses.marks[name])
+        return sorted(
+            name for name in uses.used if name not in here or _mark(here[name]) != uses.marks[name]
+        )
 
     def _kept_numbers(self, root: nn.Module) -> tuple[list[str], list[str]]:
         """Return the numbers that the second pass has read and replaced; and replaced, where nobody saw reading."""
@@ -202,8 +231,14 @@ class _Watch:
         return [n for n in replaced if n in uses.read], [n for n in replaced if n in uses.unknown]
 
     def _report_state(self, state: list[str], perhaps: list[str]) -> None:
-        why = "a rank goes on from its own micro-batch, so what it computes depends on the number of ranks"
-        fix = "give the state to the model with the batch, or begin each forward pass with a new one; or register it "
+        why = (
+            "a rank goes on from its own micro-batch, so what it computes depends on the number of"
+            " ranks"
+        )
+        fix = (
+            "give the state to the model with the batch, or begin each forward pass with a new one;"
+            " or register it "
+        )
         fix += "as a buffer, and say in distributed.buffers how it combines"
         if state and self.placed.reproducible:
             what = f"the forward pass goes on from {listed(state)}, which the one before it left"
@@ -212,19 +247,26 @@ class _Watch:
         several = self.placed.layout.world_size > 1
         for names, goes_on in ((state, "goes on"), (perhaps, "may go on")):
             if names and (several or self.placed.reproducible):
-                what = f"the forward pass {goes_on} from {listed(names)}, which the one before it left"
+                what = (
+                    f"the forward pass {goes_on} from {listed(names)}, which the one before it left"
+                )
                 _log.warning("warning: %s: %s, and checkpoints do not have it", what, why)
 
     def _compare_attributes(self, root: nn.Module) -> None:
         tensors = self._kept_tensors(root)
         numbers, perhaps = self._kept_numbers(root)
         generators = self._generators.pop(id(root))
-        if moved := [name for name, state in _generators(root) if name in generators and generators[name] != state]:
+        if moved := [
+            name
+            for name, state in _generators(root)
+            if name in generators and generators[name] != state
+        ]:
             self._report(
                 f"the forward pass draws from a generator of the model's own, {listed(moved)}",
-                "it does not know which micro-batch it draws for, so what it draws depends on the number of ranks",
-                "draw with torch.rand, torch.randn … without generator=, or with Python's random or numpy.random: "
-                "these are seeded for each micro-batch",
+                "it does not know which micro-batch it draws for, so what it draws depends on the"
+                " number of ranks",
+                "draw with torch.rand, torch.randn … without generator=, or with Python's random or"
+                " numpy.random: these are seeded for each micro-batch",
             )
         before = self._attributes.pop(id(root))
         deltas = {n: v - before[n] for n, v in _attributes(root) if n in before and v != before[n]}
@@ -236,8 +278,10 @@ class _Watch:
             if counters:
                 self._report(
                     f"the forward pass advances the attribute {listed(counters)}",
-                    "it counts the micro-batches of one rank, so what follows from it depends on the number of ranks",
-                    "set it from the number of the update: Trainer(…, after_update=function) (docs/how_to/teachers.md)",
+                    "it counts the micro-batches of one rank, so what follows from it depends on"
+                    " the number of ranks",
+                    "set it from the number of the update: Trainer(…, after_update=function)"
+                    " (docs/how_to/teachers.md)",
                 )
         self._report_state([*tensors, *(n for n in numbers if n not in counters)], perhaps)
 
@@ -249,7 +293,10 @@ class _Watch:
         if what not in self._warned:
             self._warned.add(what)
             _log.warning(
-                "warning: %s: one process trains it as PyTorch does, but several ranks would refuse it: %s", what, why
+                "warning: %s: one process trains it as PyTorch does, but several ranks would refuse"
+                " it: %s",
+                what,
+                why,
             )
 
 
@@ -264,7 +311,9 @@ class _Uses(TorchFunctionMode):
         self.used: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.used |= {self._names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._names}
+        self.used |= {
+            self._names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._names
+        }
         return func(*args, **(kwargs or {}))
 
 
@@ -278,7 +327,9 @@ def _tensors(root: nn.Module, known: set[str]) -> Iterator[tuple[str, Tensor]]:
         for name, value in vars(module).items():
             if name not in _OF_TORCH:
                 yield from _inside(f"{path}.{name}" if path else name, value, depth=3)
-    yield from ((name, b) for name, b in root.named_buffers(remove_duplicate=False) if name not in known)
+    yield from (
+        (name, b) for name, b in root.named_buffers(remove_duplicate=False) if name not in known
+    )
 
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # names of the attributes that every module has
@@ -313,4 +364,12 @@ def _generators(root: nn.Module) -> Iterator[tuple[str, Any]]:
             elif numpy is not None and isinstance(value, numpy.random.Generator):
                 yield full, repr(value.bit_generator.state)
             elif numpy is not None and isinstance(value, numpy.random.RandomState):
-                yield full, repr([part.tolist() if hasattr(part, "tolist") else part for part in value.get_state()])
+                yield (
+                    full,
+                    repr(
+                        [
+                            part.tolist() if hasattr(part, "tolist") else part
+                            for part in value.get_state()
+                        ]
+                    ),
+                )

@@ -13,7 +13,12 @@ from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize
 from lockstep.layout import Layout, layout_of_sizes
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
-from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order, shared_out
+from lockstep.parallel.placement import (
+    AppliedStrategy,
+    PlacementContext,
+    placed_in_order,
+    shared_out,
+)
 from lockstep.parallel.reproducible.gradient_trees import LocalTree
 from lockstep.registry import STRATEGIES
 from lockstep.strategy import Strategy, given_sizes
@@ -31,7 +36,9 @@ class Single(Strategy):
     def instead_of_compression(self, kind: str) -> str | None:
         return None  # nothing is sent
 
-    def layouts_to_plan(self, model: ModelSize, config: StepConfig, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
+    def layouts_to_plan(
+        self, model: ModelSize, config: StepConfig, cluster: GpuCluster
+    ) -> Iterator[dict[str, Any]]:
         if cluster.num_gpus == 1:
             yield {STRATEGIES.where: self.name}
 
@@ -65,4 +72,6 @@ def place_alone(placement: PlacementContext) -> ParallelModel:
     """Place a model whose micro-batches are not shared out."""
     placement.materialise()
     tree = LocalTree(list(placement.model.parameters())) if placement.reproducible else None
-    return placed_in_order(placement, AppliedStrategy(shared_out(assign_contiguous, placement), tree=tree))
+    return placed_in_order(
+        placement, AppliedStrategy(shared_out(assign_contiguous, placement), tree=tree)
+    )

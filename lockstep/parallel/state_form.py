@@ -1,8 +1,8 @@
 """The form that a model gives its own `state_dict`: by hooks, overridden methods, and state beside the tensors.
 
-Checkpoints hold parameters and persistent buffers by their names in the model, and `get_extra_state` as JSON. What
-comes from a plain `state_dict`, or is to be one, goes through the model's own code: for the time of a call it holds
-whole tensors on the CPU, in place of this rank's.
+Checkpoints hold parameters and persistent buffers by their names in the model, and
+`get_extra_state` as JSON. What comes from a plain `state_dict`, or is to be one, goes through the
+model's own code: for the time of a call it holds whole tensors on the CPU, in place of this rank's.
 
 Tests: tests/checkpoint/test_own_forms.py
 """
@@ -17,12 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError, listed
-from lockstep.torch_compat.module_state import persistent_buffers, state_hooks, without_hooks_of_fsdp
+from lockstep.torch_compat.module_state import (
+    persistent_buffers,
+    state_hooks,
+    without_hooks_of_fsdp,
+)
 
 _METHODS = (
-    "state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict", "get_extra_state",
+    "state_dict",
+    "load_state_dict",
+    "_save_to_state_dict",
+    "_load_from_state_dict",
+    "get_extra_state",
     "set_extra_state",
-)  # fmt: skip
+)
 
 
 @dataclass
@@ -33,7 +41,8 @@ class StateForm:
         root: the model; it keeps its modules when it is placed.
         modules: names of those that have a form of their own.
         extra: name → module, of those with state beside their tensors.
-        shapes: name → (shape, dtype) of the whole parameters and persistent buffers; all names of tied ones.
+        shapes: name → (shape, dtype) of the whole parameters and persistent buffers; all names of
+            tied ones.
         owners: further name → first name, of tied tensors.
     """
 
@@ -45,7 +54,10 @@ class StateForm:
 
     @classmethod
     def of(cls, model: nn.Module) -> "StateForm | None":
-        """Return the form of a model that is to be placed; None where torch's own code alone makes its `state_dict`."""
+        """Return the form of a model that is to be placed.
+
+        None where torch's own code alone makes its `state_dict`.
+        """
         named = dict(model.named_modules())
         found = [name for name, module in named.items() if _has_own_form(module)]
         if not found:
@@ -61,7 +73,10 @@ class StateForm:
         return cls(model, [name or type(model).__name__ for name in found], extra, shapes, owners)
 
     def written(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the model's own `state_dict` for whole tensors, by all their names; others stay as they are."""
+        """Return the model's own `state_dict` for whole tensors, by all their names.
+
+        Others stay as they are.
+        """
         with self._holding(tensors):
             state = dict(self.root.state_dict())
         return state | {name: tensor for name, tensor in tensors.items() if name not in self.shapes}
@@ -83,13 +98,19 @@ class StateForm:
             except (RuntimeError, KeyError) as error:
                 lines = [line.strip() for line in str(error).splitlines()]
                 fix = "give what state_dict() of this very model returns"
-                raise UsageError("the model does not load the state", why=" ".join(lines), fix=fix) from error
+                raise UsageError(
+                    "the model does not load the state", why=" ".join(lines), fix=fix
+                ) from error
         return whole
 
     def extra_state(self, parts: Iterable[nn.Module]) -> dict[str, Any]:
         """Return name → state beside the tensors, of the modules within `parts`, for JSON."""
         here = {id(module) for part in parts for module in part.modules()}
-        found = {name: _json_of(name, module) for name, module in self.extra.items() if id(module) in here}
+        found = {
+            name: _json_of(name, module)
+            for name, module in self.extra.items()
+            if id(module) in here
+        }
         return {name: value for name, value in found.items() if value is not None}
 
     def load_extra(self, state: Mapping[str, Any]) -> None:
@@ -104,12 +125,18 @@ class StateForm:
         kept: list[tuple[nn.Module, str, Any]] = []
         for path, module in self.root.named_modules(remove_duplicate=False):
             parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-            for name, old in (parameters | dict(module.named_buffers(recurse=False, remove_duplicate=False))).items():
+            for name, old in (
+                parameters | dict(module.named_buffers(recurse=False, remove_duplicate=False))
+            ).items():
                 full = f"{path}.{name}" if path else name
                 if full in tensors:
                     kept.append((module, name, old))
                     new = tensors[full]
-                    setattr(module, name, nn.Parameter(new, requires_grad=False) if name in parameters else new)
+                    setattr(
+                        module,
+                        name,
+                        nn.Parameter(new, requires_grad=False) if name in parameters else new,
+                    )
         try:
             with without_hooks_of_fsdp(self.root):
                 yield
@@ -150,5 +177,7 @@ def _json_of(name: str, module: nn.Module) -> Any:
         what = f"get_extra_state of {name or type(module).__name__} returns what JSON can't hold"
         fix = "return numbers, strings, lists and dicts of them; register tensors as buffers: "
         fix += "self.register_buffer('name', tensor)"
-        raise UsageError(what, where=listed([type(value).__name__]), why="checkpoints hold it as JSON", fix=fix)
+        raise UsageError(
+            what, where=listed([type(value).__name__]), why="checkpoints hold it as JSON", fix=fix
+        )
     return value

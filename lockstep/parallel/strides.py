@@ -1,9 +1,10 @@
 """Lays parameters and buffers row by row in memory, on every topology, before a model is placed.
 
-Buckets, messages, fused updates and shards take the memory of a tensor as it lies, and FSDP2 refuses what does not lie
-row by row. So a transposed or expanded parameter gets memory of its own. A memory format in which a module came
-(`model.to(memory_format=torch.channels_last)`) decides which kernels compute: where each rank holds a parameter whole,
-it stays in that format; where it is cut, its module sees a copy in it while its forward pass runs.
+Buckets, messages, fused updates and shards take the memory of a tensor as it lies, and FSDP2
+refuses what does not lie row by row. So a transposed or expanded parameter gets memory of its own.
+A memory format in which a module came (`model.to(memory_format=torch.channels_last)`) decides which
+kernels compute: where each rank holds a parameter whole, it stays in that format; where it is cut,
+its module sees a copy in it while its forward pass runs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,19 +18,24 @@ from torch.optim import Optimizer
 from lockstep.errors import UsageError, listed
 from lockstep.torch_compat.fake_tensors import FakeTensor
 
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # number of dims → the memory format that it may have
+# number of dims → the memory format that it may have
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _ALIGNED = 64  # bytes: products may round otherwise where their operands begin at other addresses
 
 
 @torch.no_grad()
 def lay_out(model: nn.Module, *, keeps_formats: bool = False, aligned: bool = False) -> list[str]:
-    """Give each strided parameter and buffer memory of its own, row by row, in place; return lines to log.
+    """Give each strided parameter and buffer memory of its own, row by row, in place.
 
-    Parameters stay the same objects. `keeps_formats`: parameters in a memory format stay so; else their modules compute
-    with copies in it. `aligned`: move what begins at an odd address, too, where bits count.
+    Return lines to log.
+
+    Parameters stay the same objects. `keeps_formats`: parameters in a memory format stay so; else
+    their modules compute with copies in it. `aligned`: move what begins at an odd address, too,
+    where bits count.
 
     Raises:
-        UsageError: a parameter that trains shares memory with itself or another tensor of the model.
+        UsageError: a parameter that trains shares memory with itself or another tensor of the
+            model.
     """
     parameters = {name: p for name, p in model.named_parameters() if _is_plain(p)}
     buffers = {name: buffer for name, buffer in model.named_buffers() if _is_plain(buffer)}
@@ -70,21 +76,26 @@ def lay_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 def laid_like(tensor: Tensor, values: Tensor) -> Tensor:
     """Return a copy of `values` with the strides of `tensor`, which has their shape."""
-    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=values.dtype, device=values.device)
+    new = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=values.dtype, device=values.device
+    )
     return new.copy_(values)
 
 
 def laid_out(values: Tensor, strides: Sequence[int]) -> Tensor:
     """Return a tensor with these values and strides: itself, if it has them, or a copy.
 
-    Along a dim of stride 0 values are equal. If elements would share memory in other ways, they lie row by row.
+    Along a dim of stride 0 values are equal. If elements would share memory in other ways, they lie
+    row by row.
     """
     return values if values.stride() == tuple(strides) else copied_to(values, strides)
 
 
 def copied_to(values: Tensor, strides: Sequence[int]) -> Tensor:
     """Return a copy of `values` with these strides, as in `laid_out`, in memory of its own."""
-    new = torch.empty_strided(values.shape, tuple(strides), dtype=values.dtype, device=values.device)
+    new = torch.empty_strided(
+        values.shape, tuple(strides), dtype=values.dtype, device=values.device
+    )
     target = new
     for dim, (size, stride) in enumerate(zip(values.shape, strides, strict=True)):
         if size > 1 and stride == 0:
@@ -100,19 +111,25 @@ def lay_states(optimizer: Optimizer) -> None:
     """Let the state of an optimizer that has trained before lie as its parameters do, in place."""
     for parameter, state in optimizer.state.items():
         for value in state.values():
-            alike = isinstance(value, Tensor) and value.shape == parameter.shape and _is_plain(value)
+            alike = (
+                isinstance(value, Tensor) and value.shape == parameter.shape and _is_plain(value)
+            )
             if alike and value.stride() != parameter.stride():
                 value.data = laid_like(parameter, value)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor's memory can be looked at: it is not sparse, nested, or a wrapper around others."""
-    wraps = hasattr(type(tensor), "__tensor_flatten__") or hasattr(type(tensor.data), "__tensor_flatten__")
+    wraps = hasattr(type(tensor), "__tensor_flatten__") or hasattr(
+        type(tensor.data), "__tensor_flatten__"
+    )
     return tensor.layout is torch.strided and not (wraps or tensor.is_nested or tensor.is_quantized)
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor) or isinstance(tensor.data, FakeTensor))
+    return not (
+        tensor.is_meta or isinstance(tensor, FakeTensor) or isinstance(tensor.data, FakeTensor)
+    )
 
 
 def _row_by_row(tensor: Tensor) -> Tensor:
@@ -129,7 +146,10 @@ def _format_of(tensor: Tensor) -> torch.memory_format | None:
 
 
 def _compute_in(module: nn.Module, attribute: str, memory_format: torch.memory_format) -> None:
-    """Let a module's forward pass find its parameter in a memory format; outside of it, it is what it is."""
+    """Let a module's forward pass find its parameter in a memory format.
+
+    Outside of it, it is what it is.
+    """
     module.register_forward_pre_hook(partial(_put, attribute, memory_format))
     module.register_forward_hook(partial(_take_off, attribute), always_call=True)
 
@@ -166,39 +186,56 @@ def _registered(module: nn.Module, attribute: str) -> Tensor | None:
 # ---- memory that several tensors share ----
 
 
-def _refuse_shared_memory(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
+def _refuse_shared_memory(
+    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]
+) -> None:
     """Refuse what an update of a trained parameter would write twice, or what would come apart when it is moved."""
-    there = {name: t for name, t in {**parameters, **buffers}.items() if t.numel() and _has_memory(t)}
+    there = {
+        name: t for name, t in {**parameters, **buffers}.items() if t.numel() and _has_memory(t)
+    }
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
     for name in trained & there.keys():
         if _overlaps_itself(there[name]):
             shape, strides = list(there[name].shape), tuple(there[name].stride())
             raise UsageError(
-                f"elements of the parameter {name} lie in the same memory: its shape is {shape}, its strides {strides}",
+                f"elements of the parameter {name} lie in the same memory: its shape is {shape},"
+                f" its strides {strides}",
                 where="the model",
                 why="an update would write them several times",
-                fix="write nn.Parameter(tensor.clone()), or keep the small tensor as the parameter, and expand it in "
-                "forward",
+                fix=(
+                    "write nn.Parameter(tensor.clone()), or keep the small tensor as the parameter,"
+                    " and expand it in forward"
+                ),
             )
-    begun: list[tuple[torch.device, int, str]] = []  # of those before that reach further: device, end, name
+    # of those before that reach further: device, end, name
+    begun: list[tuple[torch.device, int, str]] = []
     for name, tensor in sorted(there.items(), key=lambda item: item[1].data_ptr()):
         begin, device = tensor.data_ptr(), tensor.device
         begun = [earlier for earlier in begun if earlier[1] > begin]
-        for other in [other for where, _, other in begun if where == device and {name, other} & trained]:
+        for other in [
+            other for where, _, other in begun if where == device and {name, other} & trained
+        ]:
             if _share_elements(there[other], tensor):
                 raise UsageError(
                     f"{other} and {name} are two tensors in the same memory",
                     where="the model",
-                    why="an update of one would change the other, and they would come apart once they lie on ranks",
-                    fix="let both names have one nn.Parameter; one that is needed transposed, transpose in forward: "
-                    "F.linear(x, weight.t())",
+                    why=(
+                        "an update of one would change the other, and they would come apart once"
+                        " they lie on ranks"
+                    ),
+                    fix=(
+                        "let both names have one nn.Parameter; one that is needed transposed,"
+                        " transpose in forward: F.linear(x, weight.t())"
+                    ),
                 )
         begun.append((device, begin + _extent(tensor) * tensor.element_size(), name))
 
 
 def _extent(tensor: Tensor) -> int:
     """Return the number of elements of memory from a tensor's first to its last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:

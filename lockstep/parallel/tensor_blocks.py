@@ -1,9 +1,10 @@
 """Computes and sends for layers that are cut over the axis `tensor`: products, in blocks where bits count, and sums.
 
-Outside the cut layers, activations are whole on every rank, or each rank has a part of the sequence (sequence parallel:
-Korthikanti et al. 2022, arXiv:2205.05198). `enter` brings them into cut layers, `leave` sums what those return. As
-fixed blocks a matrix product has the same bits however the blocks are dealt to ranks, and what several blocks add up to
-is one tree over them. Then each product's backward pass sums its own blocks, so that `enter` has nothing left to sum.
+Outside the cut layers, activations are whole on every rank, or each rank has a part of the sequence
+(sequence parallel: Korthikanti et al. 2022, arXiv:2205.05198). `enter` brings them into cut layers,
+`leave` sums what those return. As fixed blocks a matrix product has the same bits however the
+blocks are dealt to ranks, and what several blocks add up to is one tree over them. Then each
+product's backward pass sums its own blocks, so that `enter` has nothing left to sum.
 
 Tests: tests/parity/test_tensor.py
 """
@@ -24,30 +25,41 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.comm import all_gather_flat, reduce_scatter_flat
-from lockstep.parallel.reproducible.tree import Partials, TreeReduceScatter, tree_all_reduce, tree_assignment
+from lockstep.parallel.reproducible.tree import (
+    Partials,
+    TreeReduceScatter,
+    tree_all_reduce,
+    tree_assignment,
+)
 
 T = TypeVar("T")
 
-VECTORS = 64  # a multiple of the numbers in a vector of any CPU's registers, several of which torch computes at a time
+# a multiple of the numbers in a vector of any CPU's registers, several of which torch computes at a
+# time
+VECTORS = 64
 SEQUENCE = 1  # the dim of activations [B, T, …] that sequence parallel cuts
 
 
 class Cut:
     """The way in which layers are cut, and the messages between their ranks.
 
-    `blocks` in a whole layer; None: each rank's part is one product, and sums are plain. `sequence`: outside of the cut
-    layers a rank has a part of the sequence.
+    `blocks` in a whole layer; None: each rank's part is one product, and sums are plain.
+    `sequence`: outside of the cut layers a rank has a part of the sequence.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, blocks: int | None, *, sequence: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, blocks: int | None, *, sequence: bool
+    ) -> None:
         self.group, self.blocks, self.sequence = group, blocks, sequence
         self.ranks, self.rank = (1, 0) if group is None else (group.size(), group.rank())
         self._whole: weakref.ref[Tensor] = weakref.ref(torch.empty(0))
         self._entered: Tensor | None = None
-        self.on_send: Callable[[int], None] | None = None  # called with the bytes that this rank sends, in a dry run
+        # called with the bytes that this rank sends, in a dry run
+        self.on_send: Callable[[int], None] | None = None
         self.within: Cut | None = None  # how the sequences are cut, of which this cuts a part
         self.keeps_logits = False  # the loss takes a rank's part of the logits
-        self.whole = False  # the model is called from outside of the step: sequences and logits are whole everywhere
+        # the model is called from outside of the step: sequences and logits are whole everywhere
+        self.whole = False
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -63,14 +75,25 @@ class Cut:
         return 1 if self.blocks is None else math.gcd(size * self.ranks, self.blocks) // self.ranks
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return whole activations for layers that are cut; layers that are given the same ones share one message."""
+        """Return whole activations for layers that are cut.
+
+        Layers that are given the same ones share one message.
+        """
         if self.group is None or not (self.sequence or self.blocks is None):
             return x
-        if self._whole() is not x or self._entered is None or self._entered.requires_grad != x.requires_grad:
+        if (
+            self._whole() is not x
+            or self._entered is None
+            or self._entered.requires_grad != x.requires_grad
+        ):
             self._entered = with_backward(
                 lambda x: self.gathered(x) if self.sequence else x.view_as(x),
                 # Products in blocks have summed their gradients already.
-                lambda pull: self.sum(pull[None], cut=self.sequence) if self.blocks is None else self.part(pull),
+                lambda pull: (
+                    self.sum(pull[None], cut=self.sequence)
+                    if self.blocks is None
+                    else self.part(pull)
+                ),
                 x,
             )
             self._whole = weakref.ref(x)
@@ -84,7 +107,10 @@ class Cut:
             return _tree_sum(parts)
         if self.blocks is None:
             return self._plain_sum(parts[0], cut=cut)
-        leaves, nodes = count * self.ranks, tree_assignment(count * self.ranks, self.ranks)[self.rank]
+        leaves, nodes = (
+            count * self.ranks,
+            tree_assignment(count * self.ranks, self.ranks)[self.rank],
+        )
         if len(nodes) == 1:
             sums: list[Tensor | None] = [_tree_sum(parts)]
         else:
@@ -99,19 +125,23 @@ class Cut:
             mine = TreeReduceScatter(rows, like.reshape(-1), share, leaves, self.group).finish()
             return mine.view(like.shape[0], -1, *like.shape[2:])
         out = like.new_empty(like.numel())
-        tree_all_reduce([None if v is None else v.reshape(-1) for v in sums], out, leaves, self.group)
+        tree_all_reduce(
+            [None if v is None else v.reshape(-1) for v in sums], out, leaves, self.group
+        )
         return out.view_as(like)
 
     def _plain_sum(self, part: Tensor, *, cut: bool) -> Tensor:
         self.count_sent(part, 1 if cut else 2)
         if not cut:
-            # A copy: what selective activation checkpointing keeps of a product is not to be written to.
+            # A copy: what selective activation checkpointing keeps of a product is not to be
+            # written to.
             total = part.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=self.group)
             return total
         assert self.group is not None
         rows = self.rows_of_ranks(part)
-        if dist.get_backend(self.group) == "gloo":  # its reduce-scatter is an all-reduce of which a part is kept
+        # its reduce-scatter is an all-reduce of which a part is kept
+        if dist.get_backend(self.group) == "gloo":
             theirs = torch.empty_like(rows)
             dist.all_to_all_single(theirs, rows, group=self.group)
             mine = theirs.sum(0)
@@ -122,7 +152,9 @@ class Cut:
 
     def count_sent(self, whole: Tensor, times: int = 1) -> None:
         if self.on_send is not None:
-            self.on_send(times * whole.numel() * whole.element_size() * (self.ranks - 1) // self.ranks)
+            self.on_send(
+                times * whole.numel() * whole.element_size() * (self.ranks - 1) // self.ranks
+            )
 
     def rows_of_ranks(self, whole: Tensor) -> Tensor:
         """Return [B, T, …] as [ranks, numbers of its part of the sequence]."""
@@ -151,7 +183,9 @@ class _WithBackward(torch.autograd.Function):
         return None, None, ctx.pull_back(*gradients)
 
 
-def with_backward(run: Callable[[Tensor], T], pull_back: Callable[..., Tensor | None], x: Tensor) -> T:
+def with_backward(
+    run: Callable[[Tensor], T], pull_back: Callable[..., Tensor | None], x: Tensor
+) -> T:
     """Return run(x), of which the gradient of x is pull_back(gradient of each tensor that `run` returned)."""
     return _WithBackward.apply(run, pull_back, x)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -209,24 +243,36 @@ def row_linear(x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
     return _Row.apply(x, weight, cut)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def vocabulary_lookup(ids: Tensor, weight: Tensor, cut: Cut, padding_idx: int | None = None) -> Tensor:
+def vocabulary_lookup(
+    ids: Tensor, weight: Tensor, cut: Cut, padding_idx: int | None = None
+) -> Tensor:
     """Return rows of the whole table: ids [B, T], weight [V / ranks, D] → [B, T, D] or a part; nan outside of it."""
     if cut.group is None:
         return F.embedding(ids, weight, padding_idx)
     if cut.sequence and ids.shape[SEQUENCE] % cut.ranks:
-        what = f"{cut.ranks} ranks along the axis tensor can't share a sequence of {ids.shape[SEQUENCE]}"
+        what = (
+            f"{cut.ranks} ranks along the axis tensor can't share a sequence of"
+            f" {ids.shape[SEQUENCE]}"
+        )
         fix = "pad sequences to a multiple of the ranks, or write sequence_parallel: false"
         raise UsageError(what, where="distributed.sequence_parallel", fix=fix)
     first = cut.rank * weight.shape[0]
     here = (ids >= first) & (ids < first + weight.shape[0])
     if padding_idx is not None:
-        padding_idx = padding_idx - first if first <= padding_idx < first + weight.shape[0] else None
+        padding_idx = (
+            padding_idx - first if first <= padding_idx < first + weight.shape[0] else None
+        )
     outside = (ids < 0) | (ids >= cut.ranks * weight.shape[0])
     factor = torch.where(outside, torch.nan, here.to(weight.dtype))
-    found = F.embedding(torch.where(here, ids - first, 0), weight, padding_idx) * factor.unsqueeze(-1)
-    # Of the ranks' parts one is not zero, for each element: their sum has the same bits in any order.
+    found = F.embedding(torch.where(here, ids - first, 0), weight, padding_idx) * factor.unsqueeze(
+        -1
+    )
+    # Of the ranks' parts one is not zero, for each element: their sum has the same bits in any
+    # order.
     return with_backward(
-        lambda found: _no_view(cut.sum(found[None], cut=cut.sequence)), lambda pull: _left(pull, cut), found
+        lambda found: _no_view(cut.sum(found[None], cut=cut.sequence)),
+        lambda pull: _left(pull, cut),
+        found,
     )
 
 
@@ -235,14 +281,21 @@ def head_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut) -> Ten
     y = column_linear(x, weight, bias, cut)
     if cut.group is None or (cut.keeps_logits and not cut.whole):
         return y
-    return with_backward(lambda y: _no_view(cut.gathered(y, -1 % y.dim())), lambda pull: cut.part(pull, -1), y)
+    return with_backward(
+        lambda y: _no_view(cut.gathered(y, -1 % y.dim())), lambda pull: cut.part(pull, -1), y
+    )
 
 
 def enter_heads(x: Tensor, heads: int, cut: Cut) -> Tensor:
-    """Return x for each of this rank's heads, [B, T, D] → [heads, B · T, D]; gradients are summed over all heads."""
+    """Return x for each of this rank's heads, [B, T, D] → [heads, B · T, D].
+
+    Gradients are summed over all heads.
+    """
     shape = x.shape
     return with_backward(
-        lambda x: x.reshape(1, -1, shape[-1]).expand(heads, -1, -1), lambda pull: _over_heads(pull, cut).view(shape), x
+        lambda x: x.reshape(1, -1, shape[-1]).expand(heads, -1, -1),
+        lambda pull: _over_heads(pull, cut).view(shape),
+        x,
     )
 
 
@@ -253,7 +306,9 @@ def leave_heads(parts: Tensor, cut: Cut) -> Tensor:
     return with_backward(run, lambda pull: pull.to(dtype).expand(heads, *pull.shape), parts)
 
 
-def experts_apart(run: Callable[[Tensor, list[int]], Tensor], rows: Tensor, counts: list[int], cut: Cut) -> Tensor:
+def experts_apart(
+    run: Callable[[Tensor, list[int]], Tensor], rows: Tensor, counts: list[int], cut: Cut
+) -> Tensor:
     """Return run(rows, counts), each rank its run of experts, whole on every rank as `rows` [n, D] are."""
     each = len(counts) // cut.ranks
     sizes = [sum(counts[begin : begin + each]) for begin in range(0, len(counts), each)]
@@ -268,26 +323,43 @@ def experts_apart(run: Callable[[Tensor, list[int]], Tensor], rows: Tensor, coun
 
     mine = with_backward(lambda rows: torch.split(rows, sizes)[cut.rank].clone(), gathered, rows)
     made = run(mine, counts[cut.rank * each : (cut.rank + 1) * each])
-    return with_backward(gathered, lambda pull: torch.split(pull, sizes)[cut.rank].contiguous(), made)
+    return with_backward(
+        gathered, lambda pull: torch.split(pull, sizes)[cut.rank].contiguous(), made
+    )
 
 
 def by_pieces(
-    run: Callable[..., Tensor], x: Tensor | Sequence[Tensor], weights: Sequence[Tensor], cut: Cut, dim: int
-) -> Tensor:  # fmt: skip
-    """Return run(*x, *weights), piece by piece along `dim`; weights' gradients are summed over all ranks' pieces."""
+    run: Callable[..., Tensor],
+    x: Tensor | Sequence[Tensor],
+    weights: Sequence[Tensor],
+    cut: Cut,
+    dim: int,
+) -> Tensor:
+    """Return run(*x, *weights), piece by piece along `dim`.
+
+    Weights' gradients are summed over all ranks' pieces.
+    """
     given = [x] if isinstance(x, Tensor) else x
     count = cut.blocks_of(given[0].shape[dim])
-    # A slice's strides would depend on the ranks, and with them the order in which torch sums over its positions.
+    # A slice's strides would depend on the ranks, and with them the order in which torch sums over
+    # its positions.
     pieces = [[piece.contiguous() for piece in each.chunk(count, dim)] for each in given]
     lent = [spread(weight, cut, count) for weight in weights]
     done = [run(*piece) for piece in zip(*pieces, *lent, strict=True)]
-    return torch.cat([with_backward(lambda x: x.view_as(x), Tensor.contiguous, each) for each in done], dim)
+    return torch.cat(
+        [with_backward(lambda x: x.view_as(x), Tensor.contiguous, each) for each in done], dim
+    )
 
 
 def spread(x: Tensor, cut: Cut, count: int) -> tuple[Tensor, ...]:
-    """Return x, which is whole on all ranks, for each of `count` pieces; its gradient is summed over all ranks'."""
+    """Return x, which is whole on all ranks, for each of `count` pieces.
+
+    Its gradient is summed over all ranks'.
+    """
     return with_backward(
-        lambda x: tuple(x.view_as(x) for _ in range(count)), lambda *pulls: cut.sum(torch.stack(pulls)), x
+        lambda x: tuple(x.view_as(x) for _ in range(count)),
+        lambda *pulls: cut.sum(torch.stack(pulls)),
+        x,
     )
 
 
@@ -308,7 +380,9 @@ def cut_dropout(module: nn.Dropout, cuts: Sequence[tuple[Cut, int]]) -> None:
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
-def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _autocast(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         return x, weight, bias
@@ -326,21 +400,27 @@ class _Column(torch.autograd.Function):
         if cut.blocks is None:
             y = x @ weight.t()
         else:
-            blocks = _products(_alike(x, ctx.count), weight.reshape(ctx.count, -1, weight.shape[-1]).transpose(1, 2))
+            blocks = _products(
+                _alike(x, ctx.count),
+                weight.reshape(ctx.count, -1, weight.shape[-1]).transpose(1, 2),
+            )
             y = blocks.transpose(0, 1).reshape(*x.shape[:-1], -1)
             if cut.group is not None and y.device.type == "cpu" and y.numel() % VECTORS:
-                # torch computes exp, tanh … for whole vectors of a CPU in one way, and for what remains in another.
+                # torch computes exp, tanh … for whole vectors of a CPU in one way, and for what
+                # remains in another.
                 warnings.warn(
-                    f"equal bits are not certain: a rank computes {y.numel()} activations of a cut layer, "
-                    f"{list(y.shape)}, no multiple of {VECTORS}, so that a CPU may round the last of them differently "
-                    "on another number of ranks\n"
-                    f"  do: let the units of a rank times the tokens of a micro-batch be a multiple of {VECTORS}",
+                    f"equal bits are not certain: a rank computes {y.numel()} activations of a cut"
+                    f" layer, {list(y.shape)}, no multiple of {VECTORS}, so that a CPU may round"
+                    " the last of them differently on another number of ranks\n  do: let the units"
+                    f" of a rank times the tokens of a micro-batch be a multiple of {VECTORS}",
                     stacklevel=1,
                 )
         return _no_view(y) if bias is None else y + bias
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         pulls = in_blocks(gradients[0], ctx.count)
         of_x = of_weight = of_bias = None
@@ -351,7 +431,8 @@ class _Column(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             rows = weight.reshape(ctx.count, -1, weight.shape[-1])
             products = _products(pulls, rows).view(-1, *x.shape)
-            of_x = products[0] if ctx.cut.blocks is None else ctx.cut.sum(products)  # else: by `enter`
+            # else: by `enter`
+            of_x = products[0] if ctx.cut.blocks is None else ctx.cut.sum(products)
         return of_x, of_weight, of_bias, None
 
 
@@ -361,7 +442,9 @@ class _Row(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.cut, ctx.count = cut, cut.blocks_of(weight.shape[1])
         products = _products(in_blocks(x, ctx.count), in_blocks(weight, ctx.count).transpose(1, 2))
-        return _no_view(cut.sum(products.view(-1, *x.shape[:-1], weight.shape[0]), cut=cut.sequence))
+        return _no_view(
+            cut.sum(products.view(-1, *x.shape[:-1], weight.shape[0]), cut=cut.sequence)
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -396,8 +479,8 @@ def _alike(x: Tensor, count: int) -> Tensor:
 def in_blocks(x: Tensor, count: int) -> Tensor:
     """Return [..., count · K] as [count, rows, K].
 
-    A block lies in memory of its own: between the others of its rank its strides, and with them the bits of a product,
-    would depend on how many these are.
+    A block lies in memory of its own: between the others of its rank its strides, and with them the
+    bits of a product, would depend on how many these are.
     """
     return x.reshape(-1, count, x.shape[-1] // count).transpose(0, 1).contiguous()
 

@@ -1,7 +1,7 @@
 """Tensor parallel: layers are cut over the ranks of the axis `tensor`, by a model's plan (`tensor_plan`).
 
-Under `reproducible` the layers of the plan are computed in `tensor_blocks` blocks on any number of ranks, also on one,
-and the blocks' sums are added as one tree.
+Under `reproducible` the layers of the plan are computed in `tensor_blocks` blocks on any number of
+ranks, also on one, and the blocks' sums are added as one tree.
 
 Tests: tests/parity/test_tensor.py
 """
@@ -31,7 +31,13 @@ from lockstep.parallel.initial import canonical_names
 from lockstep.parallel.loss_parallel import cut_token_losses
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.tensor_blocks import SEQUENCE, Cut
-from lockstep.parallel.tensor_plan import PRODUCTS, Planned, checked_plan, loss_is_planned, module_around
+from lockstep.parallel.tensor_plan import (
+    PRODUCTS,
+    Planned,
+    checked_plan,
+    loss_is_planned,
+    module_around,
+)
 
 _BUCKET = 1 << 24  # numbers that are summed in one message, and copied for it
 
@@ -44,18 +50,24 @@ class TensorCuts:
     cut: Cut  # how
     dims: dict[str, int] = field(default_factory=dict)  # canonical name → the dim that is cut
     shapes: dict[str, torch.Size] = field(default_factory=dict)  # canonical name → the whole shape
-    partial: set[str] = field(default_factory=set)  # whole parameters, of whose gradient a rank has its part
+    # whole parameters, of whose gradient a rank has its part
+    partial: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        if self.mesh is not None:  # each takes half a millisecond, and `whole` is called for each gradient
+        # each takes half a millisecond, and `whole` is called for each gradient
+        if self.mesh is not None:
             self._along, self._along_both = self.mesh["tensor"], self.mesh["tensor", "shard"]
 
     def piece(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's piece of a parameter's value, in memory of its own; the whole where it is not cut."""
+        """Return this rank's piece of a parameter's value, in memory of its own.
+
+        The whole where it is not cut.
+        """
         if name not in self.dims or self.cut.group is None:
             return whole
         piece = whole.chunk(self.cut.ranks, self.dims[name])[self.cut.rank]
-        return piece.clone(memory_format=torch.contiguous_format)  # fused updates run over the memory as it lies
+        # fused updates run over the memory as it lies
+        return piece.clone(memory_format=torch.contiguous_format)
 
     def whole(self, name: str, piece: Tensor) -> DTensor:
         """Return the whole tensor, of which `piece` is this rank's, maybe sharded once more over the axis `shard`."""
@@ -67,16 +79,25 @@ class TensorCuts:
         if isinstance(piece, DTensor):
             mesh, placements = self._along_both, [dim, *piece.placements[-1:]]  # type: ignore[list-item]
             piece = piece.to_local()
-        return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=strides)
+        return DTensor.from_local(
+            piece, mesh, placements, run_check=False, shape=shape, stride=strides
+        )
 
 
 def apply_tensor(
-    model: nn.Module, mesh: DeviceMesh | None, config: StepConfig, within: Cut | None = None, *, own_loss: bool = True
-) -> TensorCuts:  # fmt: skip
-    """Cut the layers of a model in place, by its own plan; a UsageError if it has none, or a layer does not divide.
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    config: StepConfig,
+    within: Cut | None = None,
+    *,
+    own_loss: bool = True,
+) -> TensorCuts:
+    """Cut the layers of a model in place, by its own plan.
 
-    Without a `mesh` one rank computes in blocks. `within`: how the sequences are cut, of which a rank has its part;
-    `own_loss`: the loss is the model's own method.
+    A UsageError if it has none, or a layer does not divide.
+
+    Without a `mesh` one rank computes in blocks. `within`: how the sequences are cut, of which a
+    rank has its part; `own_loss`: the loss is the model's own method.
     """
     distributed = config.distributed
     plan = checked_plan(model)
@@ -102,7 +123,9 @@ def apply_tensor(
                 fit_heads(around, cut.ranks)
             else:
                 fit_units(around)
-            cuts.partial |= {names[id(p)] for p in module.parameters()} if cut.blocks is None else set()
+            cuts.partial |= (
+                {names[id(p)] for p in module.parameters()} if cut.blocks is None else set()
+            )
             continue
         if attribute is None:
             _MAKE[way](module, cut)
@@ -115,7 +138,9 @@ def apply_tensor(
                 if hasattr(around, "num_key_value_groups"):  # of transformers
                     around.num_key_value_groups = most[around] // (heads * copies)  # type: ignore[assignment]
                 _repeat_heads(module, unit, copies, cut)
-                cuts.partial |= {names[id(p)] for p in module.parameters()} if cut.blocks is None else set()
+                cuts.partial |= (
+                    {names[id(p)] for p in module.parameters()} if cut.blocks is None else set()
+                )
                 continue
         for parameter, dim in _cut_parameters(module, attribute, way):
             full = names[id(parameter)]
@@ -124,7 +149,9 @@ def apply_tensor(
                 cuts.dims[full], cuts.shapes[full] = dim, parameter.shape
                 parameter.data = cuts.piece(full, parameter.data)
         if cut.blocks is None:
-            cuts.partial |= {names[id(parameter)] for parameter in _partial_parameters(module, way, cut)}
+            cuts.partial |= {
+                names[id(parameter)] for parameter in _partial_parameters(module, way, cut)
+            }
     return cuts
 
 
@@ -151,7 +178,9 @@ def _repeat_heads(module: nn.Module, width: int, copies: int, cut: Cut) -> None:
         weight, bias = (given[0], None) if given else (self.weight, self.bias)
         heads = weight.shape[0] // width
         bias = None if bias is None else tensor_blocks.repeated_heads(bias, heads, copies, cut)
-        return tensor_blocks.column_linear(x, tensor_blocks.repeated_heads(weight, heads, copies, cut), bias, cut)
+        return tensor_blocks.column_linear(
+            x, tensor_blocks.repeated_heads(weight, heads, copies, cut), bias, cut
+        )
 
     _replace(module, forward)
 
@@ -163,8 +192,14 @@ def _fuse(module: Any, name: str, unit: int, cut: Cut) -> None:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = tensor_blocks.fused_rows(_weight(self), self.fused_sizes, parts, cut)
-        bias = None if self.bias is None else tensor_blocks.fused_rows(self.bias, self.fused_sizes, parts, cut)
-        made = tensor_blocks.column_linear(x, weight, bias, cut).unflatten(-1, (parts // cut.ranks, -1))  # type: ignore[no-untyped-call]
+        bias = (
+            None
+            if self.bias is None
+            else tensor_blocks.fused_rows(self.bias, self.fused_sizes, parts, cut)
+        )
+        made = tensor_blocks.column_linear(x, weight, bias, cut).unflatten(
+            -1, (parts // cut.ranks, -1)
+        )  # type: ignore[no-untyped-call]
         layers = made.split([size // parts for size in self.fused_sizes], -1)
         return torch.cat([layer.flatten(-2) for layer in layers], -1)
 
@@ -186,7 +221,9 @@ def _check_divides(name: str, size: int, unit: int, cut: Cut) -> None:
     raise UsageError(what, where="distributed.tensor_size", fix=fix)
 
 
-def _cut_parameters(module: nn.Module, attribute: str | None, way: str) -> Iterator[tuple[nn.Parameter, int]]:
+def _cut_parameters(
+    module: nn.Module, attribute: str | None, way: str
+) -> Iterator[tuple[nn.Parameter, int]]:
     if attribute is not None:
         yield getattr(module, attribute), 0
     elif way in ("experts", "routed"):
@@ -206,10 +243,16 @@ def _partial_parameters(module: nn.Module, way: str, cut: Cut) -> Iterator[nn.Pa
         yield module.bias  # type: ignore[misc]
 
 
-def _linear(product: Callable[[Tensor, Tensor, Tensor | None, Cut], Tensor]) -> Callable[[nn.Module, Cut], None]:
+def _linear(
+    product: Callable[[Tensor, Tensor, Tensor | None, Cut], Tensor],
+) -> Callable[[nn.Module, Cut], None]:
     def make(module: nn.Module, cut: Cut) -> None:
         def forward(self: Any, x: Tensor, *given: Tensor) -> Tensor:
-            return product(x, given[0], None, cut) if given else product(x, _weight(self), self.bias, cut)
+            return (
+                product(x, given[0], None, cut)
+                if given
+                else product(x, _weight(self), self.bias, cut)
+            )
 
         _replace(module, forward)
 
@@ -266,7 +309,9 @@ def _routed(module: nn.Module, cut: Cut) -> None:
         return torch.cat(made)
 
     def forward(self: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        counts = (chosen.flatten()[:, None] == torch.arange(self.num_experts, device=chosen.device)).sum(0)
+        counts = (
+            chosen.flatten()[:, None] == torch.arange(self.num_experts, device=chosen.device)
+        ).sum(0)
         own: Callable[..., Tensor] = partial(run, self)
         apart = own if cut.group is None else partial(tensor_blocks.experts_apart, own, cut=cut)
         return through_experts(apart, tokens, chosen, weights, counts)  # type: ignore[no-any-return]
@@ -275,7 +320,9 @@ def _routed(module: nn.Module, cut: Cut) -> None:
 
 
 def _scope(module: nn.Module, cut: Cut) -> None:
-    module.enter = MethodType(lambda _self, x, heads: tensor_blocks.enter_heads(x, heads, cut), module)  # type: ignore[assignment]
+    module.enter = MethodType(
+        lambda _self, x, heads: tensor_blocks.enter_heads(x, heads, cut), module
+    )  # type: ignore[assignment]
     module.leave = MethodType(lambda _self, parts: tensor_blocks.leave_heads(parts, cut), module)  # type: ignore[assignment]
     for inner in module.modules():
         if isinstance(inner, nn.Dropout):
@@ -322,11 +369,18 @@ def _replace(module: nn.Module, run: Callable[..., Tensor]) -> None:
 
 
 _MAKE: dict[str, Callable[[nn.Module, Cut], None]] = {
-    "column": _linear(tensor_blocks.column_linear), "heads": _linear(tensor_blocks.column_linear), "row": _row,
-    "vocabulary": _vocabulary, "head": _linear(tensor_blocks.head_linear), "loss": _loss, "routed": _routed,
-    "experts": _experts, "scope": _scope,
-    "inner": lambda module, cut: _by_pieces(module, cut, getattr(module, "heads_dim", -2)), "sequence": _sequence,
-}  # fmt: skip
+    "column": _linear(tensor_blocks.column_linear),
+    "heads": _linear(tensor_blocks.column_linear),
+    "row": _row,
+    "vocabulary": _vocabulary,
+    "head": _linear(tensor_blocks.head_linear),
+    "loss": _loss,
+    "routed": _routed,
+    "experts": _experts,
+    "scope": _scope,
+    "inner": lambda module, cut: _by_pieces(module, cut, getattr(module, "heads_dim", -2)),
+    "sequence": _sequence,
+}
 
 
 def train_cuts(placed: ParallelModel, cuts: TensorCuts, elsewhere: Set[str] = frozenset()) -> None:
@@ -336,7 +390,11 @@ def train_cuts(placed: ParallelModel, cuts: TensorCuts, elsewhere: Set[str] = fr
         return
     own = placed.parameters
     incomplete = [own[name] for name in sorted(cuts.partial & set(own))]
-    names = [n for n, p in own.items() if n not in elsewhere and (n in cuts.dims or not isinstance(p, DTensor))]
+    names = [
+        n
+        for n, p in own.items()
+        if n not in elsewhere and (n in cuts.dims or not isinstance(p, DTensor))
+    ]
     train_whole(placed, names, cuts.whole, lambda: sum_over_ranks(incomplete, group))
     placed.forward = cuts.cut.outside()(placed.forward)
     placed.norm_groups = [*placed.norm_groups, group]
@@ -346,11 +404,20 @@ def train_cuts(placed: ParallelModel, cuts: TensorCuts, elsewhere: Set[str] = fr
 
 
 def train_whole(
-    placed: ParallelModel, names: Iterable[str], whole: Callable[[str, Tensor], DTensor], complete: Callable[[], None]
-) -> None:  # fmt: skip
-    """Let a placed model train whole tensors in place of this rank's pieces; `complete` finishes these' gradients."""
+    placed: ParallelModel,
+    names: Iterable[str],
+    whole: Callable[[str, Tensor], DTensor],
+    complete: Callable[[], None],
+) -> None:
+    """Let a placed model train whole tensors in place of this rank's pieces.
+
+    `complete` finishes these' gradients.
+    """
     own, finish = placed.parameters, placed.finish_gradients
-    trained = {name: nn.Parameter(whole(name, own[name].detach()), own[name].requires_grad) for name in names}
+    trained = {
+        name: nn.Parameter(whole(name, own[name].detach()), own[name].requires_grad)
+        for name in names
+    }
 
     def finish_gradients() -> None:
         finish()
@@ -371,7 +438,9 @@ def sum_over_ranks(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup)
         if parameter.grad is None:
             continue
         gradient = local(parameter.grad)
-        if waiting and (gradient.dtype != waiting[0].dtype or sum(g.numel() for g in waiting) > _BUCKET):
+        if waiting and (
+            gradient.dtype != waiting[0].dtype or sum(g.numel() for g in waiting) > _BUCKET
+        ):
             _sum_together(waiting, group)
             waiting = []
         waiting.append(gradient)
@@ -382,5 +451,7 @@ def sum_over_ranks(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup)
 def _sum_together(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)
-    for gradient, total in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+    for gradient, total in zip(
+        gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True
+    ):
         gradient.copy_(total.view_as(gradient))

@@ -1,7 +1,8 @@
 """The plan by which a model's layers are cut over ranks: its ways, and what can't be followed.
 
-docs/how_to/tensor.md lists what each way of a `tensor_plan()` cuts (Shoeybi et al. 2019, Megatron-LM, section 3).
-A fused weight is held whole. Between a column cut and a row cut nothing is sent.
+docs/how_to/tensor.md lists what each way of a `tensor_plan()` cuts (Shoeybi et al. 2019,
+Megatron-LM, section 3). A fused weight is held whole. Between a column cut and a row cut nothing is
+sent.
 
 Tests: tests/parity/test_tensor.py, tests/parity/test_known_mistakes.py
 """
@@ -18,7 +19,8 @@ from lockstep.models.protocol import offered
 
 PRODUCTS = ("column", "heads", "fused", "fused_heads", "row", "vocabulary", "head")
 WAYS = (*PRODUCTS, "loss", "routed", "experts", "scope", "inner", "sequence")
-Planned = tuple[str, nn.Module, str | None, str]  # of a module: its name, itself, a parameter's attribute or None, way
+# of a module: its name, itself, a parameter's attribute or None, way
+Planned = tuple[str, nn.Module, str | None, str]
 _PLAIN = (nn.Linear.forward, nn.Embedding.forward)
 
 
@@ -36,14 +38,27 @@ def checked_plan(model: nn.Module) -> list[Planned]:
         known = hasattr(module, "product") or own in _PLAIN or is_transposed(module)
         if way in PRODUCTS and attribute is None and not known:
             raise UsageError(
-                f"{name}, a {type(module).__name__}, has a forward pass of its own, of which its product can't be cut",
+                f"{name}, a {type(module).__name__}, has a forward pass of its own, of which its"
+                " product can't be cut",
                 where="distributed.tensor_size",
-                fix="give it a method product(x, weight), which its forward pass calls, or leave it out of the plan",
+                fix=(
+                    "give it a method product(x, weight), which its forward pass calls, or leave it"
+                    " out of the plan"
+                ),
             )
         if (computed := _computed_weight(module, way)) is not None:
-            what = f"{f'{name}.{computed}'.strip('.')} is computed from other parameters, so its layer can't be cut"
-            why = "a parametrization or a hook makes it anew in each forward pass, from all of its rows"
-            fix = "take it off (torch.nn.utils.parametrize.remove_parametrizations), or leave the layer out of the plan"
+            what = (
+                f"{f'{name}.{computed}'.strip('.')} is computed from other parameters, so its layer"
+                " can't be cut"
+            )
+            why = (
+                "a parametrization or a hook makes it anew in each forward pass, from all of its"
+                " rows"
+            )
+            fix = (
+                "take it off (torch.nn.utils.parametrize.remove_parametrizations), or leave the"
+                " layer out of the plan"
+            )
             raise UsageError(what, where="distributed.tensor_size", why=why, fix=fix)
         if way == "sequence" and not isinstance(module, nn.RMSNorm | nn.LayerNorm | nn.Dropout):
             what = f'tensor_plan() says "sequence" of {name}, a {type(module).__name__}'
@@ -53,14 +68,22 @@ def checked_plan(model: nn.Module) -> list[Planned]:
             module_around(model, name)
     losses = [name for name, *_, way in plan if way == "loss"]
     if losses and "head" not in {way for *_, way in plan}:
-        what = f'tensor_plan() of {type(model).__name__} says "loss" of {losses[0]}, and "head" of no layer'
+        what = (
+            f'tensor_plan() of {type(model).__name__} says "loss" of {losses[0]}, and "head" of no'
+            " layer"
+        )
         why = "each rank would take the whole vocabulary for its own part of it"
-        raise UsageError(what, why=why, fix='say "head" of the output layer, or leave the loss out of the plan')
+        raise UsageError(
+            what, why=why, fix='say "head" of the output layer, or leave the loss out of the plan'
+        )
     return plan
 
 
 def _computed_weight(module: nn.Module, way: str) -> str | None:
-    """Return the name of a weight in a module to be cut that is not a parameter; None if all of them are."""
+    """Return the name of a weight in a module to be cut that is not a parameter.
+
+    None if all of them are.
+    """
     if way in ("loss", "scope"):
         return None
     for name, inner in module.named_modules():
@@ -74,7 +97,9 @@ def loss_is_planned(model: nn.Module, plan: list[Planned]) -> bool:
     """Return whether the plan speaks of the model's `loss`, and not of one that a subclass has replaced."""
     if "loss" not in {way for *_, way in plan} or "loss" in vars(model):
         return False
-    first = next((each for each in type(model).__mro__ if {"loss", "tensor_plan"} & vars(each).keys()), None)
+    first = next(
+        (each for each in type(model).__mro__ if {"loss", "tensor_plan"} & vars(each).keys()), None
+    )
     return first is None or "tensor_plan" in vars(first) or offered(model, "tensor_plan") is None
 
 
@@ -83,7 +108,10 @@ def _planned(model: nn.Module) -> Iterator[Planned]:
     plan = plan_of(model)
     if plan is None:
         what = f"{type(model).__name__} does not say how its layers are cut"
-        fix = 'give the model tensor_plan() -> {"layers.*.attention.query": "heads", "layers.*.attention.out": "row"}'
+        fix = (
+            'give the model tensor_plan() -> {"layers.*.attention.query": "heads",'
+            ' "layers.*.attention.out": "row"}'
+        )
         fix += f"; the ways are {', '.join(WAYS)}"
         fix = advice_for_object(model, "tensor") or fix
         raise UsageError(what, where="distributed.tensor_size", fix=fix)
@@ -95,7 +123,11 @@ def _planned(model: nn.Module) -> Iterator[Planned]:
         if way not in WAYS or not (found or of_parameters):
             what = f"tensor_plan() of {type(model).__name__} says {pattern!r}: {way!r}"
             why = "there is no such way" if way not in WAYS else "no module has such a name"
-            fix = f"write one of {', '.join(WAYS)}" if way not in WAYS else "* stands for one part of a name"
+            fix = (
+                f"write one of {', '.join(WAYS)}"
+                if way not in WAYS
+                else "* stands for one part of a name"
+            )
             raise UsageError(what, why=why, fix=fix)
         yield from ((name, modules[name], None, way) for name in found)
         for name in of_parameters:
@@ -110,5 +142,7 @@ def module_around(model: nn.Module, name: str) -> tuple[nn.Module, int]:
     if not isinstance(width, int):
         what = f"tensor_plan() of {type(model).__name__} says {name!r}: cut by heads"
         why = f"{type(around).__name__}, the module around it, has no head_width"
-        raise UsageError(what, why=why, fix="give it the width of a head, in numbers, as self.head_width")
+        raise UsageError(
+            what, why=why, fix="give it the width of a head, in numbers, as self.head_width"
+        )
     return around, width

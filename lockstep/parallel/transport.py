@@ -1,30 +1,33 @@
 """Carries activations and gradients between the stages of a pipeline, and says when each rank sends and receives.
 
-A rank's *program* is the list of its passes in the order of the schedule, with sends and receives between them. All
-messages of a run have one order over all ranks: that in which they are ready in a simulated run of the schedule, in
-which F takes one unit of time, B two, I and W one each. With two stages on two ranks and 1F1B of two micro-batches:
+A rank's *program* is the list of its passes in the order of the schedule, with sends and receives
+between them. All messages of a run have one order over all ranks: that in which they are ready in a
+simulated run of the schedule, in which F takes one unit of time, B two, I and W one each. With two
+stages on two ranks and 1F1B of two micro-batches:
 
     time     0        1        2        3        4        5        6        7
     rank 0   F0.0     F0.1     ·        ·        B0.0     B0.0     B0.1     B0.1
     rank 1   ·        F1.0     B1.0     B1.0     F1.1     B1.1     B1.1     ·
     ready             a0       a1                g0                         g1
 
-(`F0.1`: forward pass of stage 0, micro-batch 1; a: activations, for stage 1; g: gradients, for stage 0.) Each rank
-starts its sends and receives in that order: a send after the pass that makes the message, a receive no later than the
-pass during which the message becomes ready:
+(`F0.1`: forward pass of stage 0, micro-batch 1; a: activations, for stage 1; g: gradients, for
+stage 0.) Each rank starts its sends and receives in that order: a send after the pass that makes
+the message, a receive no later than the pass during which the message becomes ready:
 
     rank 0   F0.0 send a0 · F0.1 send a1 · receive g0 · B0.0 · receive g1 · B0.1
     rank 1   receive a0 · F1.0 · receive a1 · B1.0 · send g0 · F1.1 · B1.1 · send g1
 
-So nothing can wait for ever, whatever serialises messages (one communicator for all of them, one for each pair of
-ranks, one queue a rank, sends that wait for their receiver): take the first message of the order that is not through.
-All earlier ones are, so it is the next one of both its ranks; and the pass that makes it needs earlier ones alone. The
-order must be the same on all ranks, so the units are fixed, and nothing else may be started on the process group while
-a run is under way.
+So nothing can wait for ever, whatever serialises messages (one communicator for all of them, one
+for each pair of ranks, one queue a rank, sends that wait for their receiver): take the first
+message of the order that is not through. All earlier ones are, so it is the next one of both its
+ranks; and the pass that makes it needs earlier ones alone. The order must be the same on all ranks,
+so the units are fixed, and nothing else may be started on the process group while a run is under
+way.
 
-What is sent is contiguous: gloo refuses other tensors, and the peer would wait for ever. What arrives gets the strides
-that it had, on which the bits of the next kernel may depend. Those of activations follow from shapes, as the ranks have
-learned them; those of gradients travel with the first ones of each shape, where bits count.
+What is sent is contiguous: gloo refuses other tensors, and the peer would wait for ever. What
+arrives gets the strides that it had, on which the bits of the next kernel may depend. Those of
+activations follow from shapes, as the ranks have learned them; those of gradients travel with the
+first ones of each shape, where bits count.
 
 Tests: tests/parallel/test_transport.py
 """
@@ -45,8 +48,9 @@ Tensors = tuple[Tensor, ...]
 
 _CPU = torch.device("cpu")
 
-# What passes take, in forward passes of a stage: a backward pass computes gradients of inputs and of weights. The order
-# of messages follows from it, so it is the same for all ranks, whatever a model takes.
+# What passes take, in forward passes of a stage: a backward pass computes gradients of inputs and
+# of weights. The order of messages follows from it, so it is the same for all ranks, whatever a
+# model takes.
 UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
@@ -118,7 +122,10 @@ def made_by(one: ScheduledPass, stages: int) -> Message | None:
 
 
 def needed_by(one: ScheduledPass, stages: int) -> Message | None:
-    """Return the message that a pass needs; None for one that starts from a batch, a loss, or its own first half."""
+    """Return the message that a pass needs.
+
+    None for one that starts from a batch, a loss, or its own first half.
+    """
     if one.kind == "F" and one.stage > 0:
         return Message("F", one.stage, one.micro_batch)
     if one.kind in ("B", "I") and one.stage + 1 < stages:
@@ -135,7 +142,9 @@ class _Ready(NamedTuple):
     target: int  # pipeline rank
 
 
-def programs(orders: Sequence[Sequence[ScheduledPass]], rank_of: Sequence[int]) -> list[list[Instruction]]:
+def programs(
+    orders: Sequence[Sequence[ScheduledPass]], rank_of: Sequence[int]
+) -> list[list[Instruction]]:
     """Return each rank's program; the same result on every rank.
 
     Args:
@@ -145,7 +154,10 @@ def programs(orders: Sequence[Sequence[ScheduledPass]], rank_of: Sequence[int]) 
     stages, ranks = len(rank_of), len(orders)
     seconds = {(kind, stage): cost for kind, cost in UNITS.items() for stage in range(stages)}
     line = pipeline(orders, seconds, [0.0] * stages, rank_of=list(rank_of))
-    ends = [[task.end for task in line.tasks if task.stream == ("compute", rank)] for rank in range(ranks)]
+    ends = [
+        [task.end for task in line.tasks if task.stream == ("compute", rank)]
+        for rank in range(ranks)
+    ]
     ready = []
     for rank, order in enumerate(orders):
         for one, end in zip(order, ends[rank], strict=True):
@@ -172,7 +184,11 @@ def _program(
 
 
 def _instruction(each: _Ready, rank: int) -> Instruction:
-    return Send(each.message, each.target) if each.source == rank else Receive(each.message, each.source)
+    return (
+        Send(each.message, each.target)
+        if each.source == rank
+        else Receive(each.message, each.source)
+    )
 
 
 class Transport(Protocol):
@@ -209,20 +225,25 @@ class Descriptions(Protocol):
 
 @dataclass
 class PeerToPeer:
-    """Messages of known shapes over a process group; both ranks start those between them in the same order."""
+    """Messages of known shapes over a process group.
+
+    Both ranks start those between them in the same order.
+    """
 
     group: dist.ProcessGroup
     device: torch.device
     descriptions: Descriptions
     _arriving: dict[Message, tuple[Tensors, list[dist.Work | None]]] = field(default_factory=dict)
-    _leaving: list[tuple[dist.Work | None, Tensor]] = field(default_factory=list)  # kept until they are through
+    # kept until they are through
+    _leaving: list[tuple[dist.Work | None, Tensor]] = field(default_factory=list)
     _last: int = 0  # how many of them are of the message that was sent last
 
     def send(self, message: Message, peer: int, tensors: Tensors) -> None:
         """Start to send tensors; on a CPU wait for the message before the last one."""
         if all(each.device.type == "cpu" for each in tensors):
-            # gloo says that a send is through only to those who wait for it, so tensors would pile up. The order of
-            # messages allows to wait for each at once; one is let to run beside the computation.
+            # gloo says that a send is through only to those who wait for it, so tensors would pile
+            # up. The order of messages allows to wait for each at once; one is let to run beside
+            # the computation.
             before = len(self._leaving) - self._last
             _wait([work for work, _ in self._leaving[:before]])
             del self._leaving[:before]
@@ -232,27 +253,40 @@ class PeerToPeer:
         if self.descriptions.strides_travel(message):
             strides = [stride for each in tensors for stride in each.stride()]
             # once for each shape of a batch
-            sent.append(torch.tensor(strides, dtype=torch.int64, device=self.device))  # host waits for the device
-        self._leaving += [(dist.isend(each, group=self.group, group_dst=peer), each) for each in sent]
+            # host waits for the device
+            sent.append(torch.tensor(strides, dtype=torch.int64, device=self.device))
+        self._leaving += [
+            (dist.isend(each, group=self.group, group_dst=peer), each) for each in sent
+        ]
         self._last = len(sent)
 
     def receive(self, message: Message, peer: int) -> None:
         """Start to receive a message into new buffers."""
         into = tuple(meta.empty(self.device) for meta in self.descriptions.of(message))
         if self.descriptions.strides_travel(message):
-            into = (*into, torch.empty(sum(each.ndim for each in into), dtype=torch.int64, device=self.device))
-        self._arriving[message] = into, [dist.irecv(each, group=self.group, group_src=peer) for each in into]
+            into = (
+                *into,
+                torch.empty(sum(each.ndim for each in into), dtype=torch.int64, device=self.device),
+            )
+        self._arriving[message] = (
+            into,
+            [dist.irecv(each, group=self.group, group_src=peer) for each in into],
+        )
 
     def take(self, message: Message) -> Tensors:
         """Return a message's tensors, once they are there."""
         tensors, works = self._arriving.pop(message)
         _wait(works)
         if self.descriptions.strides_travel(message):
-            flat = iter(tensors[-1].tolist())  # host waits for the device, in the first run of these shapes
+            # host waits for the device, in the first run of these shapes
+            flat = iter(tensors[-1].tolist())
             tensors = tensors[:-1]
             strides = [tuple(next(flat) for _ in range(each.ndim)) for each in tensors]
             self.descriptions.note_strides(message, strides)
-        return tuple(meta.leaf_of(each) for meta, each in zip(self.descriptions.of(message), tensors, strict=True))
+        return tuple(
+            meta.leaf_of(each)
+            for meta, each in zip(self.descriptions.of(message), tensors, strict=True)
+        )
 
     def finish(self) -> None:
         """Wait until all that was sent is through."""
@@ -276,7 +310,10 @@ def _is_through(work: dist.Work | None) -> bool:
 
 @dataclass
 class Described:
-    """Messages of any shapes, each after a description of its tensors; `take` receives them, and waits."""
+    """Messages of any shapes, each after a description of its tensors.
+
+    `take` receives them, and waits.
+    """
 
     group: dist.ProcessGroup
     device: torch.device  # of the tensors

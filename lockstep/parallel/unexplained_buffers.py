@@ -1,9 +1,10 @@
 """Buffers that forward passes write, of which nobody has said how results of several ranks become one.
 
-They are noticed in the step in which a forward pass first writes them, by their versions. What hides from these
-(`.data`, NumPy) is noticed by the sum of the bits, after steps that become rarer: 1, 2, 4, 8 …, and wherever replicas
-are compared. Under `reproducible` such a buffer is refused; else it is a warning, and ranks take rank 0's after each
-step. An evaluation that writes them is told, too.
+They are noticed in the step in which a forward pass first writes them, by their versions. What
+hides from these (`.data`, NumPy) is noticed by the sum of the bits, after steps that become rarer:
+1, 2, 4, 8 …, and wherever replicas are compared. Under `reproducible` such a buffer is refused;
+else it is a warning, and ranks take rank 0's after each step. An evaluation that writes them is
+told, too.
 
 Tests: tests/parallel/test_combined_buffers.py, tests/parallel/test_state_between_calls.py
 """
@@ -37,12 +38,15 @@ class UnexplainedBuffers:
     reproducible: bool = False
     looks_every: int = 100  # steps between two looks at the bits, at most
     has_values: bool = True  # False in a plan
-    _written: list[str] = field(default_factory=list)  # that a forward pass of any rank has written, as ranks know
-    _when: dict[str, str] = field(default_factory=dict)  # name → in words, since when this rank has seen it written
+    # that a forward pass of any rank has written, as ranks know
+    _written: list[str] = field(default_factory=list)
+    # name → in words, since when this rank has seen it written
+    _when: dict[str, str] = field(default_factory=dict)
     _marks: _Marks = field(default_factory=dict)  # before the forward pass
     _registered: dict[str, Tensor] = field(default_factory=dict)  # as checkpoints have them
     _evaluated: set[str] = field(default_factory=set)  # that evaluations write, which was said
-    _replaced: set[str] = field(default_factory=set)  # by tensors of another shape or type, of which was warned
+    # by tensors of another shape or type, of which was warned
+    _replaced: set[str] = field(default_factory=set)
     _by_step: set[str] = field(default_factory=set)  # that the step itself writes, after its passes
     _bits: Tensor | None = None  # sums of their bits at the last look
     _looked: int = 0  # the step of the last look
@@ -66,7 +70,8 @@ class UnexplainedBuffers:
     def written_by_the_step(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Take what is written within for the step's own work, `end_step` of `modules`, which is alike on all ranks.
 
-        Buffers of these modules are taken for its work in any case: a write through `.data` leaves no version.
+        Buffers of these modules are taken for its work in any case: a write through `.data` leaves
+        no version.
         """
         own = {id(module) for module in modules}
         self._by_step.update(name for name, place in self.places.items() if id(place.module) in own)
@@ -94,7 +99,11 @@ class UnexplainedBuffers:
     def after_evaluation(self) -> None:
         """Report what the forward passes of an evaluation have written since `before_forward`."""
         now = self._marks_now()
-        new = [name for name, mark in self._marks.items() if now[name] != mark and name not in self._evaluated]
+        new = [
+            name
+            for name, mark in self._marks.items()
+            if now[name] != mark and name not in self._evaluated
+        ]
         if not new:
             return
         what = f"the forward pass changes the buffer {listed(new)} in evaluation, too"
@@ -110,8 +119,13 @@ class UnexplainedBuffers:
         """Compare bits, and tell all ranks what this one has seen."""
         names, now = list(self.places), self._bits_now()
         if now is not None and self._bits is not None:
-            hidden = f" in step {step}" if step <= self._looked + 1 else f" in steps {self._looked + 1} to {step}"
-            for name, differs in zip(names, (now != self._bits).tolist(), strict=True):  # host waits for the device
+            hidden = (
+                f" in step {step}"
+                if step <= self._looked + 1
+                else f" in steps {self._looked + 1} to {step}"
+            )
+            # host waits for the device
+            for name, differs in zip(names, (now != self._bits).tolist(), strict=True):
                 if differs and name not in self._by_step:
                     self._when.setdefault(name, hidden)
         self._bits, self._looked = now, step
@@ -125,7 +139,9 @@ class UnexplainedBuffers:
             if self.reproducible:
                 raise self._error(new)
             self._written = seen
-            _log.warning("warning: %s: %s; ranks take rank 0's after each step", self._what(new), _WHY)
+            _log.warning(
+                "warning: %s: %s; ranks take rank 0's after each step", self._what(new), _WHY
+            )
 
     def _put_back(self, name: str) -> None:
         """Write what a forward pass has registered in a buffer's place to the buffer, which checkpoints have."""
@@ -139,9 +155,14 @@ class UnexplainedBuffers:
         elif name not in self._replaced:
             self._replaced.add(name)
             _log.warning(
-                "warning: the forward pass replaces the buffer %s, %s %s, by one of %s %s, which checkpoints "
-                "do not have", name, own.dtype, list(own.shape), now.dtype, list(now.shape),
-            )  # fmt: skip
+                "warning: the forward pass replaces the buffer %s, %s %s, by one of %s %s, which"
+                " checkpoints do not have",
+                name,
+                own.dtype,
+                list(own.shape),
+                now.dtype,
+                list(now.shape),
+            )
 
     def _marks_now(self) -> _Marks:
         buffers = {name: place.tensor for name, place in self.places.items()}
@@ -154,11 +175,20 @@ class UnexplainedBuffers:
 
     def _what(self, names: list[str]) -> str:
         first = self._when.get(names[0], "")
-        since = "" if self._steps == 1 else f", first{first}" if first else ", first seen on another rank"
+        since = (
+            ""
+            if self._steps == 1
+            else f", first{first}"
+            if first
+            else ", first seen on another rank"
+        )
         return f"the forward pass changes the buffer {listed(names)}{since}"
 
     def _error(self, names: list[str]) -> UsageError:
-        fix = f"say how the results of micro-batches combine, {KEY}: {{{names[0]}: mean}} (or gather, rank0); "
+        fix = (
+            f"say how the results of micro-batches combine, {KEY}: {{{names[0]}: mean}} (or gather,"
+            " rank0); "
+        )
         fix += "or compute it outside of the forward pass, or set distributed.reproducible: false"
         return UsageError(self._what(names), where="distributed.reproducible", why=_WHY, fix=fix)
 

@@ -1,4 +1,6 @@
-"""Predicts a run's memory and time, and which layout is best; estimates memory without a config from a model's size.
+"""Predicts a run's memory and time, and which layout is best.
+
+Estimates memory without a config from a model's size.
 
 rehearsal, stages    one rank's step on fake tensors → live bytes by kind, and costs of operations
 tracker              counts them, and marks the passes and blocks of a step
@@ -6,11 +8,12 @@ candidates           all layouts of a config on a cluster, ranked
 command              `lockstep plan`, and `strategy: auto`
 workload             the model and its data; its segments, measured, as equal stages of a pipeline
 
-`calculate_resources` needs no config: weights, gradients and Adam's state take 16 bytes per parameter in mixed
-precision (fp32 master, two moments, gradient), each divided by the ranks that shard it. Activations of a layer take
-s·b·h·(34 + 5·a·s/h) bytes in bf16; fused attention needs no quadratic term, and full recomputation keeps 2·s·b·h, the
-layer's input. Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models";
-Rajbhandari et al. 2020, "ZeRO".
+`calculate_resources` needs no config: weights, gradients and Adam's state take 16 bytes per
+parameter in mixed precision (fp32 master, two moments, gradient), each divided by the ranks that
+shard it. Activations of a layer take s·b·h·(34 + 5·a·s/h) bytes in bf16; fused attention needs no
+quadratic term, and full recomputation keeps 2·s·b·h, the layer's input. Source: Korthikanti et al.
+2022, "Reducing Activation Recomputation in Large Transformer Models"; Rajbhandari et al. 2020,
+"ZeRO".
 """
 
 import math
@@ -41,7 +44,8 @@ class Resources:
     gradients: float
     optimizer: float
     activations: float
-    working: float  # gathered parameters of one layer, and the largest temporary: logits and their gradient
+    # gathered parameters of one layer, and the largest temporary: logits and their gradient
+    working: float
     headroom: float
     shape: Shape  # the assumed one
 
@@ -74,15 +78,24 @@ def typical_shape(params: float, vocabulary: int = 32_000) -> Shape:
 
 
 def calculate_resources(
-    model_params: float, sequence_length: int, batch_size: int, *, gpus: int = 1, sharding: Sharding = "full",
-    checkpointing: bool = False, fused_attention: bool = True, optimizer_bytes: float = 8.0, headroom: float = 0.0,
+    model_params: float,
+    sequence_length: int,
+    batch_size: int,
+    *,
+    gpus: int = 1,
+    sharding: Sharding = "full",
+    checkpointing: bool = False,
+    fused_attention: bool = True,
+    optimizer_bytes: float = 8.0,
+    headroom: float = 0.0,
     shape: Shape | None = None,
-) -> Resources:  # fmt: skip
+) -> Resources:
     """Estimate each GPU's memory for mixed-precision training of a transformer.
 
     Args:
         batch_size: sequences per micro-batch, on each GPU.
-        gpus: number over which parameters, gradients and optimizer state are sharded, according to `sharding`.
+        gpus: number over which parameters, gradients and optimizer state are sharded, according to
+            `sharding`.
         sharding: none (ddp), gradients (shard_grad_op: parameters stay whole during a step), full.
         checkpointing: whether each layer is recomputed.
         optimizer_bytes: optimizer state per parameter; Adam has 8.
@@ -93,7 +106,12 @@ def calculate_resources(
         UsageError: a size is below 1.
     """
     s, b = sequence_length, batch_size
-    sizes = {"model_params": model_params, "sequence_length": float(s), "batch_size": float(b), "gpus": float(gpus)}
+    sizes = {
+        "model_params": model_params,
+        "sequence_length": float(s),
+        "batch_size": float(b),
+        "gpus": float(gpus),
+    }
     for name, value in sizes.items():
         if value < 1:
             what = f"{name}={value:g}: at least 1 is needed"

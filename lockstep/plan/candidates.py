@@ -15,7 +15,15 @@ import torch
 from lockstep import accelerator
 from lockstep.config import Config, require_equation
 from lockstep.costs.hardware import GIB, Cost, GpuCluster
-from lockstep.costs.steps import ModelSize, Pieces, Sent, StepTime, along_axes, sums_of_experts, with_sent
+from lockstep.costs.steps import (
+    ModelSize,
+    Pieces,
+    Sent,
+    StepTime,
+    along_axes,
+    sums_of_experts,
+    with_sent,
+)
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.plan.layouts import layout_of, layouts, model_size_of, with_layout
@@ -35,18 +43,22 @@ def compression_advice(
 ) -> list[str]:
     """Return one line if compression would shorten a step, or if it is configured and does not.
 
-    Most bytes are sent during backward, and casting moves each number four times through the device's memory. Only bf16
-    is advised: low rank affects the loss, which no plan knows.
+    Most bytes are sent during backward, and casting moves each number four times through the
+    device's memory. Only bf16 is advised: low rank affects the loss, which no plan knows.
     """
     strategy = strategy_named(layout.strategy)
     if not strategy.reduces_by_ddp or layout.world_size == 1 or config.distributed.reproducible:
         return []
     asked = config.distributed.ddp.compression.kind
     none, bf16 = (
-        strategy.step_time(pieces, config.replaced({_KIND_KEY: kind}).step, layout, cluster, micro_batches).seconds
+        strategy.step_time(
+            pieces, config.replaced({_KIND_KEY: kind}).step, layout, cluster, micro_batches
+        ).seconds
         for kind in ("none", "bf16")
     )
-    bf16 += _MOVED * pieces.parameter_bytes / (cluster.gpu.bandwidth * 1e9 * cluster.efficiency.memory)
+    bf16 += (
+        _MOVED * pieces.parameter_bytes / (cluster.gpu.bandwidth * 1e9 * cluster.efficiency.memory)
+    )
     saved = 1 - bf16 / none
     if asked == "none" and saved >= PAYS_FROM:
         take = f"would take {bf16:.3g} s a step instead of {none:.3g} ({saved:.0%} less)"
@@ -108,14 +120,22 @@ class Candidate:
 
 
 def candidates(
-    work: Workload, config: Config, cluster: GpuCluster, *, low: bool = True, pipelines: bool = True,
-    shows: bool = True, first: Callable[[Candidate], None] = lambda _candidate: None, processes: int = 1,
-) -> list[Candidate]:  # fmt: skip
+    work: Workload,
+    config: Config,
+    cluster: GpuCluster,
+    *,
+    low: bool = True,
+    pipelines: bool = True,
+    shows: bool = True,
+    first: Callable[[Candidate], None] = lambda _candidate: None,
+    processes: int = 1,
+) -> list[Candidate]:
     """Evaluate all relevant layouts, and return them, the best first.
 
     Args:
         low: whether to include bf16 weights, which change results.
-        first: called with the first layout whose memory is known, long before all are; maybe in another process.
+        first: called with the first layout whose memory is known, long before all are; maybe in
+            another process.
         processes: how many layouts to evaluate at a time, each in a fork of this process.
     """
     facts = model_size_of(work, config)
@@ -131,9 +151,12 @@ def candidates(
     def evaluate(index: int) -> list[Candidate]:
         return _over_modes(work, config, cluster, facts, considered[index], once)
 
-    # One of the first two has the first answer. Of the others those that take longest begin, so that none is left over
-    # at the end: pipelines, then those with further axes.
-    splits = [strategy_named(with_layout(config, one).distributed.strategy).splits_model for one in considered]
+    # One of the first two has the first answer. Of the others those that take longest begin, so
+    # that none is left over at the end: pipelines, then those with further axes.
+    splits = [
+        strategy_named(with_layout(config, one).distributed.strategy).splits_model
+        for one in considered
+    ]
     order = sorted(range(len(considered)), key=lambda index: (index > 1, not splits[index], -index))
     with progress_of("planning", len(considered), unit="layouts", shows=shows) as advance:
         evaluated: dict[int, list[Candidate]] = {}
@@ -150,9 +173,13 @@ def candidates(
 
 
 def _over_modes(
-    work: Workload, config: Config, cluster: GpuCluster, facts: ModelSize, layout: dict[str, Any],
+    work: Workload,
+    config: Config,
+    cluster: GpuCluster,
+    facts: ModelSize,
+    layout: dict[str, Any],
     first: Callable[[Candidate], None],
-) -> list[Candidate]:  # fmt: skip
+) -> list[Candidate]:
     """Evaluate one layout with each mode of checkpointing, the one with the least memory first."""
     found: list[Candidate] = []
     most = None
@@ -160,7 +187,11 @@ def _over_modes(
     for mode in dict.fromkeys(tried):
         changes = {**layout, "training.gradient_checkpointing": mode}
         if most is not None and not most.fits:  # without recomputation it needs even more
-            found.append(Candidate(most.layout, changes, least=most.needed, limit=most.limit, samples=most.samples))
+            found.append(
+                Candidate(
+                    most.layout, changes, least=most.needed, limit=most.limit, samples=most.samples
+                )
+            )
             continue
         judged = evaluate_layout(work, config, cluster, changes, facts)
         if judged.memory is not None:
@@ -173,12 +204,13 @@ def _over_modes(
     return found
 
 
-_task: Callable[[int], list[Candidate]] | None = None  # of the forks; what it refers to need not be pickled
+# of the forks; what it refers to need not be pickled
+_task: Callable[[int], list[Candidate]] | None = None
 
 
 def _as_computed(
     task: Callable[[int], list[Candidate]], order: Sequence[int], processes: int
-) -> Iterator[tuple[int, list[Candidate]]]:  # fmt: skip
+) -> Iterator[tuple[int, list[Candidate]]]:
     """Yield numbers and their results, computed by forks, or here: an accelerator in use forbids a fork."""
     global _task
     processes = min(processes, len(order))
@@ -188,7 +220,9 @@ def _as_computed(
     _task = task
     try:
         # One thread in each: the threads of a pool do not live on in a fork.
-        with ProcessPoolExecutor(processes, get_context("fork"), torch.set_num_threads, (1,)) as pool:
+        with ProcessPoolExecutor(
+            processes, get_context("fork"), torch.set_num_threads, (1,)
+        ) as pool:
             indices = {pool.submit(_run_task, index): index for index in order}
             yield from ((indices[future], future.result()) for future in as_completed(indices))
     finally:
@@ -207,7 +241,10 @@ class ValuesNeededError(UsageError):
 def evaluate_layout(
     work: Workload, config: Config, cluster: GpuCluster, changes: dict[str, Any], facts: ModelSize
 ) -> Candidate:
-    """Evaluate memory and time of one layout. Raises ValuesNeededError: the model reads values of its batch."""
+    """Evaluate memory and time of one layout.
+
+    Raises ValuesNeededError: the model reads values of its batch.
+    """
     layout, config = layout_of(config, cluster, changes), with_layout(config, changes)
     strategy = strategy_named(config.distributed.strategy)
     candidate = Candidate(layout, changes, limit=cluster.usable_memory)
@@ -219,7 +256,11 @@ def evaluate_layout(
     dense, experts = apart(facts, layout)
     held = (dense / layout.shard + experts) / (layout.pipeline * layout.tensor)
     state = 0.0 if config.distributed.fsdp.cpu_offload else held * (4 + facts.optimizer_bytes)
-    whole = 8 * dense / (layout.pipeline * layout.tensor) if strategy.splits_model and layout.shard > 1 else 0.0
+    whole = (
+        8 * dense / (layout.pipeline * layout.tensor)
+        if strategy.splits_model and layout.shard > 1
+        else 0.0
+    )
     candidate.least = state + whole
     candidate.samples = config.training.batch_size * count * layout.data_parallel_size
     if candidate.least > candidate.limit:
@@ -233,13 +274,19 @@ def evaluate_layout(
         raise ValuesNeededError(
             "this model can't be planned: its forward pass reads values of its batch",
             why=f"a plan runs it without contents ({error})",
-            fix="name distributed.strategy, and train a few steps: the report has the memory of each rank",
+            fix=(
+                "name distributed.strategy, and train a few steps: the report has the memory of"
+                " each rank"
+            ),
         ) from error
     return candidate
 
 
 def micro_batches(config: Config, layout: Layout) -> int:
-    """Return a rank's micro-batches per step. Raises UsageError: the config's numbers contradict each other."""
+    """Return a rank's micro-batches per step.
+
+    Raises UsageError: the config's numbers contradict each other.
+    """
     training = config.training
     if training.global_batch_size is None:
         return training.accumulation
@@ -254,21 +301,35 @@ def apart(facts: ModelSize, layout: Layout) -> tuple[float, float]:
     return facts.parameters - facts.expert_parameters, facts.expert_parameters / layout.expert
 
 
-def pieces_of(facts: ModelSize, rehearsal: Rehearsal, seconds: Callable[[Cost], float], layout: Layout) -> Pieces:
+def pieces_of(
+    facts: ModelSize, rehearsal: Rehearsal, seconds: Callable[[Cost], float], layout: Layout
+) -> Pieces:
     """Return the parts of a step; `seconds` returns a rank's time for a cost."""
     computed, each, (dense, _) = rehearsal.work, 4 / layout.tensor, apart(facts, layout)
     rest = facts.parameters - facts.units * facts.unit_parameters
     return Pieces(
-        facts.units, each * (dense - rest) / max(1, facts.units), each * rest,
-        seconds(computed.forward), seconds(computed.backward), seconds(computed.update), facts.low_rank_bytes,
-    )  # fmt: skip
+        facts.units,
+        each * (dense - rest) / max(1, facts.units),
+        each * rest,
+        seconds(computed.forward),
+        seconds(computed.backward),
+        seconds(computed.update),
+        facts.low_rank_bytes,
+    )
 
 
 def _evaluate_data_parallel(
-    candidate: Candidate, work: Workload, config: Config, cluster: GpuCluster, count: int, facts: ModelSize
+    candidate: Candidate,
+    work: Workload,
+    config: Config,
+    cluster: GpuCluster,
+    count: int,
+    facts: ModelSize,
 ) -> None:
     layout = candidate.layout
-    rehearsal = rehearse(work, config, layout, micro_batches=count, device_type=_device_type(cluster))
+    rehearsal = rehearse(
+        work, config, layout, micro_batches=count, device_type=_device_type(cluster)
+    )
     candidate.memory = memory = dict(rehearsal.peak.parts)
     if config.distributed.fsdp.cpu_offload:
         moved = [memory.pop(kind) for kind in ("parameters", "optimizer", "gradients")]
@@ -280,7 +341,10 @@ def _evaluate_data_parallel(
         return cluster.seconds(cost) + along_axes(cost, layout, cluster).seconds
 
     pieces = pieces_of(facts, rehearsal, seconds, layout)
-    groups, alone = cluster.of_batch_groups(layout.same_batch_size), replace(layout, context=1, tensor=1)
+    groups, alone = (
+        cluster.of_batch_groups(layout.same_batch_size),
+        replace(layout, context=1, tensor=1),
+    )
     step = strategy.step_time(pieces, config.step, alone, groups, count)
     each = along_axes(rehearsal.work.forward.plus(rehearsal.work.backward), layout, cluster)
     waited = along_axes(rehearsal.work.update, layout, cluster).plus(each, count)
@@ -296,14 +360,21 @@ def _device_type(cluster: GpuCluster) -> str:
 
 
 def _evaluate_pipeline(
-    candidate: Candidate, work: Workload, config: Config, cluster: GpuCluster, count: int, facts: ModelSize
+    candidate: Candidate,
+    work: Workload,
+    config: Config,
+    cluster: GpuCluster,
+    count: int,
+    facts: ModelSize,
 ) -> None:
     from lockstep.parallel.pipeline.plan import StageTime, pipeline_step
     from lockstep.plan.stages import rehearse_rank  # loads torch's compiler
 
     layout = candidate.layout
     found = {
-        rank: rehearse_rank(work, config, layout, rank, micro_batches=count, device_type=_device_type(cluster))
+        rank: rehearse_rank(
+            work, config, layout, rank, micro_batches=count, device_type=_device_type(cluster)
+        )
         for rank in sorted({0, layout.pipeline // 2, layout.pipeline - 1})
     }
     fullest = max(found.values(), key=lambda rehearsal: rehearsal.peak.total)
@@ -329,7 +400,10 @@ def _evaluate_pipeline(
         forward, backward = seconds(computed.forward), seconds(computed.backward)
         stages.append(StageTime(forward, backward, float(fullest.sent[stage]), stage_bytes, halves))
     update = max(cluster.seconds(rehearsal.work.update) for rehearsal in found.values())
-    groups, alone = cluster.of_batch_groups(layout.same_batch_size), replace(layout, context=1, tensor=1)
+    groups, alone = (
+        cluster.of_batch_groups(layout.same_batch_size),
+        replace(layout, context=1, tensor=1),
+    )
     step = pipeline_step(stages, config.step, alone, groups, count, update)
     candidate.step = with_sent(step, waited, sums_of_experts(facts, layout, cluster))
     candidate.model_flops = 3.0 * flops * count * layout.data_parallel_size * layout.same_batch_size
@@ -338,8 +412,13 @@ def _evaluate_pipeline(
 _MOST_TRIES = 10
 
 
-def largest_batch(work: Workload, config: Config, cluster: GpuCluster, changes: dict[str, Any]) -> int:
-    """Return the largest `training.batch_size` that fits under one layout; 0 if even 1 does not fit."""
+def largest_batch(
+    work: Workload, config: Config, cluster: GpuCluster, changes: dict[str, Any]
+) -> int:
+    """Return the largest `training.batch_size` that fits under one layout.
+
+    0 if even 1 does not fit.
+    """
     facts, limit = model_size_of(work, config), cluster.usable_memory
     with progress_of("finding the largest batch", _MOST_TRIES, unit="tries at most") as advance:
 
@@ -357,7 +436,8 @@ def largest_batch(work: Workload, config: Config, cluster: GpuCluster, changes: 
         fits, size = 1, 2
         for _ in range(_MOST_TRIES - 1):
             needed = needs(size)
-            guess = int(1 + (limit - one) / max(1.0, (needed - one) / (size - 1)))  # activations grow with the batch
+            # activations grow with the batch
+            guess = int(1 + (limit - one) / max(1.0, (needed - one) / (size - 1)))
             if needed <= limit:
                 fits = size
                 if size > 2:  # it was already a guess

@@ -1,8 +1,8 @@
 """Runs `lockstep plan`, from a config or a model's size alone to a table of layouts; and resolves `strategy: auto`.
 
-For `strategy: auto` each rank makes the choice of `lockstep plan` before it joins the others, from what is the same for
-all of them: the config, their number, and the memory of a device like its own. Choices that change results (bf16
-weights) are left to the user.
+For `strategy: auto` each rank makes the choice of `lockstep plan` before it joins the others, from
+what is the same for all of them: the config, their number, and the memory of a device like its own.
+Choices that change results (bf16 weights) are left to the user.
 
 Tests: tests/plan/test_plan.py, tests/plan/test_auto.py
 """
@@ -68,7 +68,10 @@ def plan(config: Config, options: PlanOptions) -> str:
         config = config.replaced({"precision.mode": mode})
         notices.append(f"precision.mode auto is {mode} on {cluster.gpu.name}")
     if config.precision.fp8 != "none":
-        notices.append(f"precision.fp8 {config.precision.fp8} is not counted: memory and time are those of fp8: none")
+        notices.append(
+            f"precision.fp8 {config.precision.fp8} is not counted: memory and time are those of"
+            " fp8: none"
+        )
     work = workload_of(config)
     found = candidates(work, config, cluster, first=print_first, processes=len(allowed()))
     best = found[0] if found else None
@@ -82,18 +85,32 @@ def plan(config: Config, options: PlanOptions) -> str:
     if options.write is not None:
         notices.append(write(config, best, options.write, batch))
     if options.as_json:
-        where = {"gpu": asdict(cluster.gpu), "num_gpus": cluster.num_gpus, "between": asdict(cluster.between)}
+        where = {
+            "gpu": asdict(cluster.gpu),
+            "num_gpus": cluster.num_gpus,
+            "between": asdict(cluster.between),
+        }
         in_all = {"cluster": where, "layouts": [as_dict(c, cluster) for c in found]}
         return json.dumps(in_all | {"largest_batch_size": batch, "notices": notices}, indent=2)
     tokens = work.tokens_per_sample()
-    text = as_text(found, cluster, tokens_per_sample=tokens, steps=config.training.max_steps, price=options.price)
+    text = as_text(
+        found,
+        cluster,
+        tokens_per_sample=tokens,
+        steps=config.training.max_steps,
+        price=options.price,
+    )
     return "\n".join([text, *notices])
 
 
 def print_first(candidate: Candidate) -> None:
     """Print the memory of the first layout on stderr, while the others are still rehearsed."""
     needs = f"{_gib(candidate.needed)} of {candidate.limit / GIB:.1f} GiB a GPU"
-    print(f"lockstep: first answer, others follow: {candidate.name()} needs {needs}", file=sys.stderr, flush=True)
+    print(
+        f"lockstep: first answer, others follow: {candidate.name()} needs {needs}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def cluster_for(options: PlanOptions) -> tuple[GpuCluster, list[str]]:
@@ -103,9 +120,15 @@ def cluster_for(options: PlanOptions) -> tuple[GpuCluster, list[str]]:
     if gpu is None or number is None:
         kind, here = accelerator.found(), accelerator.count()
         if gpu is None:
-            known = known_gpu(accelerator.name_of(torch.device(kind, 0))) if kind is not None and here else None
+            known = (
+                known_gpu(accelerator.name_of(torch.device(kind, 0)))
+                if kind is not None and here
+                else None
+            )
             gpu = "A100-80GB" if known is None else known.name
-            notices.append(f"GPU: {gpu}; --gpu-type names another" if known is None else f"GPU: {gpu}, as here")
+            notices.append(
+                f"GPU: {gpu}; --gpu-type names another" if known is None else f"GPU: {gpu}, as here"
+            )
         number = max(1, here) if number is None else number
     return cluster_of(number, gpu, options.interconnect, per_node=options.per_node), notices
 
@@ -113,7 +136,9 @@ def cluster_for(options: PlanOptions) -> tuple[GpuCluster, list[str]]:
 def write(config: Config, best: Candidate | None, path: Path, batch: int | None) -> str:
     """Write the config of the best layout. Raises UsageError: no layout fits."""
     if best is None or not best.fits:
-        raise UsageError("no layout fits, so there is no config to write", fix="use more GPUs or a smaller batch")
+        raise UsageError(
+            "no layout fits, so there is no config to write", fix="use more GPUs or a smaller batch"
+        )
     changes: dict[str, Any] = dict(best.changes)
     if batch and config.training.global_batch_size is None:
         changes["training.batch_size"] = batch
@@ -121,79 +146,133 @@ def write(config: Config, best: Candidate | None, path: Path, batch: int | None)
     return f"wrote {path}: {best.name()}"
 
 
-def plan_by_size(params: float, sequence_length: int, batch_size: int, headroom: float, options: PlanOptions) -> str:
-    """Return the plan of a transformer of a given size, as text. Raises UsageError: a size or a number is below 1."""
+def plan_by_size(
+    params: float, sequence_length: int, batch_size: int, headroom: float, options: PlanOptions
+) -> str:
+    """Return the plan of a transformer of a given size, as text.
+
+    Raises UsageError: a size or a number is below 1.
+    """
     number = 1 if options.gpus is None else options.gpus
     rows = []
     for sharding in ("none", "gradients", "full") if number > 1 else ("none",):
         for each in (False, True):
             needs = calculate_resources(
-                params, sequence_length, batch_size, gpus=number, sharding=sharding, checkpointing=each,
+                params,
+                sequence_length,
+                batch_size,
+                gpus=number,
+                sharding=sharding,
+                checkpointing=each,
                 headroom=headroom,
-            )  # fmt: skip
+            )
             rows.append((sharding, each, needs))
     if options.as_json:
-        data = [{"sharding": s, "checkpointing": c, **asdict(n), "total": n.total} for s, c, n in rows]
+        data = [
+            {"sharding": s, "checkpointing": c, **asdict(n), "total": n.total} for s, c, n in rows
+        ]
         return json.dumps(data, indent=2)
     shape = rows[0][2].shape
-    columns = "".join(f"{column:>9}" for column in ("params", "grads", "optim.", "activ.", "working", "total"))
+    columns = "".join(
+        f"{column:>9}" for column in ("params", "grads", "optim.", "activ.", "working", "total")
+    )
     lines = [
-        f"{params:.3g} parameters (as {shape.layers} layers of width {shape.width}), {sequence_length} positions, "
-        f"{batch_size} a micro-batch, {number} GPU{'s' * (number > 1)}; GiB a GPU"
+        f"{params:.3g} parameters (as {shape.layers} layers of width {shape.width}),"
+        f" {sequence_length} positions, {batch_size} a micro-batch, {number}"
+        f" GPU{'s' * (number > 1)}; GiB a GPU"
         + (f", with {headroom:.0%} headroom" if headroom else ""),
         f"{'strategy':<24}{'recompute':>10}{columns}  fits",
     ]
-    names = {"none": REPLICAS if number > 1 else SINGLE, "gradients": "fsdp shard_grad_op", "full": "fsdp full_shard"}
+    names = {
+        "none": REPLICAS if number > 1 else SINGLE,
+        "gradients": "fsdp shard_grad_op",
+        "full": "fsdp full_shard",
+    }
     for sharding, checkpointing, n in rows:
         parts = (n.parameters, n.gradients, n.optimizer, n.activations, n.working)
         cells = "".join(f"{part / GIB:9.1f}" for part in parts)
-        fits = ", ".join(name for name, gpu in GPUS.items() if n.fits(gpu.memory)) or "none of the table"
-        lines.append(f"{names[sharding]:<24}{'yes' if checkpointing else 'no':>10}{cells}{n.gib:9.1f}  {fits}")
+        fits = (
+            ", ".join(name for name, gpu in GPUS.items() if n.fits(gpu.memory))
+            or "none of the table"
+        )
+        lines.append(
+            f"{names[sharding]:<24}{'yes' if checkpointing else 'no':>10}{cells}{n.gib:9.1f} "
+            f" {fits}"
+        )
     return "\n".join(lines)
 
 
 _KINDS = {
-    "parameters": ("P", "#4e79a7"), "gradients": ("G", "#f28e2b"), "optimizer": ("O", "#e15759"),
-    "activations": ("a", "#76b7b2"), "gathered": ("g", "#59a14f"), "buckets": ("b", "#edc948"),
+    "parameters": ("P", "#4e79a7"),
+    "gradients": ("G", "#f28e2b"),
+    "optimizer": ("O", "#e15759"),
+    "activations": ("a", "#76b7b2"),
+    "gathered": ("g", "#59a14f"),
+    "buckets": ("b", "#edc948"),
     "stashes": ("s", "#b07aa1"),
-}  # fmt: skip
+}
 _WIDTH = 40
 
 
 def mfu(candidate: Candidate, cluster: GpuCluster) -> float:
     """Return the model FLOPs utilisation: of the peak in half precision, without recomputation."""
     assert candidate.step is not None
-    return candidate.model_flops / (candidate.step.seconds * cluster.num_gpus * cluster.gpu.half * 1e12)
+    return candidate.model_flops / (
+        candidate.step.seconds * cluster.num_gpus * cluster.gpu.half * 1e12
+    )
 
 
 def as_text(
-    found: Sequence[Candidate], cluster: GpuCluster, *, tokens_per_sample: int, steps: int | None, price: float | None
+    found: Sequence[Candidate],
+    cluster: GpuCluster,
+    *,
+    tokens_per_sample: int,
+    steps: int | None,
+    price: float | None,
 ) -> str:
     """Return a table of layouts, the best first, a chart of their memory, and the reason for the order."""
     limit = found[0].limit if found else 0.0
-    between = f", {cluster.between.name} between nodes" if cluster.num_gpus > cluster.per_node else ""
+    between = (
+        f", {cluster.between.name} between nodes" if cluster.num_gpus > cluster.per_node else ""
+    )
     lines = [
-        f"{cluster.num_gpus} × {cluster.gpu.name} ({limit / GIB:.1f} GiB for tensors of {cluster.gpu.memory:g}), "
-        f"{cluster.per_node} a node, {cluster.inside.name} inside{between}",
+        (
+            f"{cluster.num_gpus} × {cluster.gpu.name} ({limit / GIB:.1f} GiB for tensors of"
+            f" {cluster.gpu.memory:g}), {cluster.per_node} a node, {cluster.inside.name}"
+            f" inside{between}"
+        ),
         "",
     ]
     speed = "tokens/s" if tokens_per_sample > 1 else "samples/s"
-    rows = [["layout", "GiB a GPU", "fits", "step s", "exposed", "bubble", "sent/step", "MFU", speed]]
+    rows = [
+        ["layout", "GiB a GPU", "fits", "step s", "exposed", "bubble", "sent/step", "MFU", speed]
+    ]
     for c in found:
         fit = "yes" if c.fits else f"no: {(c.needed - c.limit) / GIB:+.1f}"
         if c.memory is None:
             rows.append([c.name(), f"≥ {_gib(c.needed)}", fit, *[""] * 6])
             continue
         assert c.step is not None
-        rows.append([
-            c.name(), _gib(c.needed), fit, f"{c.step.seconds:.3g}", f"{c.step.exposed / c.step.seconds:.0%}",
-            f"{c.step.bubble / c.step.seconds:.0%}", _bytes(c.step.inside + c.step.between),
-            f"{mfu(c, cluster):.0%}", f"{c.samples_per_second * tokens_per_sample:,.0f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                c.name(),
+                _gib(c.needed),
+                fit,
+                f"{c.step.seconds:.3g}",
+                f"{c.step.exposed / c.step.seconds:.0%}",
+                f"{c.step.bubble / c.step.seconds:.0%}",
+                _bytes(c.step.inside + c.step.between),
+                f"{mfu(c, cluster):.0%}",
+                f"{c.samples_per_second * tokens_per_sample:,.0f}",
+            ]
+        )
     columns = _NARROW if _terminal() < _WIDE else range(len(rows[0]))
     widths = {column: max(len(row[column]) for row in rows) for column in columns}
     for row in rows:  # the first column to the left, numbers to the right
-        cells = (row[column].rjust(width) if column else row[column].ljust(width) for column, width in widths.items())
+        cells = (
+            row[column].rjust(width) if column else row[column].ljust(width)
+            for column, width in widths.items()
+        )
         lines.append("  ".join(cells).rstrip())
     lines += ["", *memory_bars(found), "", *why(found)]
     best = found[0] if found and found[0].fits else None
@@ -203,7 +282,9 @@ def as_text(
         cost = f", {price * hours:,.2f} at {price:g} a GPU-hour" if price else ""
         lengths = (("days", 86400), ("hours", 3600), ("minutes", 60))
         unit, length = next((one for one in lengths if seconds >= one[1]), ("seconds", 1))
-        lines.append(f"{steps:,} steps: {seconds / length:.3g} {unit}, {hours:,.3g} GPU-hours{cost}")
+        lines.append(
+            f"{steps:,} steps: {seconds / length:.3g} {unit}, {hours:,.3g} GPU-hours{cost}"
+        )
     return "\n".join(lines)
 
 
@@ -253,24 +334,33 @@ def why(found: Sequence[Candidate]) -> list[str]:
     best = found[0]
     if not best.fits:
         return [
-            f"nothing fits: {best.name()} comes nearest and needs {(best.needed - best.limit) / GIB:.1f} GiB "
-            "more a GPU; use more GPUs, a smaller training.batch_size, or shorter samples"
+            f"nothing fits: {best.name()} comes nearest and needs"
+            f" {(best.needed - best.limit) / GIB:.1f} GiB more a GPU; use more GPUs, a smaller"
+            " training.batch_size, or shorter samples"
         ]
     assert best.step is not None
     lines = [f"{best.name()}: the fastest that fits"]
-    closest = next((c for c in found[1:] if c.step is not None and c.layout != best.layout and c.fits), None)
+    closest = next(
+        (c for c in found[1:] if c.step is not None and c.layout != best.layout and c.fits), None
+    )
     if closest is not None and closest.step is not None:
         slower = best.samples_per_second / closest.samples_per_second - 1
         waits = closest.step.exposed + closest.step.bubble
         lines.append(
-            f"  {closest.name()} is {slower:.0%} slower: {closest.step.compute:.3g} s of computing and {waits:.3g} s "
-            f"of waiting a step, against {best.step.compute:.3g} and {best.step.exposed + best.step.bubble:.3g}"
+            f"  {closest.name()} is {slower:.0%} slower: {closest.step.compute:.3g} s of computing"
+            f" and {waits:.3g} s of waiting a step, against {best.step.compute:.3g} and"
+            f" {best.step.exposed + best.step.bubble:.3g}"
         )
     c = max((c for c in found if not c.fits), key=lambda one: one.samples_per_second, default=best)
     if c.samples_per_second > best.samples_per_second:
-        lines.append(f"  {c.name()} would be faster, but lacks {(c.needed - c.limit) / GIB:.1f} GiB")
+        lines.append(
+            f"  {c.name()} would be faster, but lacks {(c.needed - c.limit) / GIB:.1f} GiB"
+        )
     if best.checkpointing == "full":
-        lines.append("  it recomputes activations: with fewer samples in a micro-batch or more GPUs it may not have to")
+        lines.append(
+            "  it recomputes activations: with fewer samples in a micro-batch or more GPUs it may"
+            " not have to"
+        )
     lines += [f"  {note}" for c in (best, closest) if c is not None for note in c.notes]
     return lines
 
@@ -278,12 +368,19 @@ def why(found: Sequence[Candidate]) -> list[str]:
 def as_dict(candidate: Candidate, cluster: GpuCluster) -> dict[str, Any]:
     """Return a candidate as JSON data, in bytes and seconds."""
     return {
-        "layout": str(candidate.layout), "name": candidate.name(), "config": candidate.changes, "fits": candidate.fits,
-        "memory": candidate.memory, "needed": candidate.needed, "limit": candidate.limit, "samples": candidate.samples,
+        "layout": str(candidate.layout),
+        "name": candidate.name(),
+        "config": candidate.changes,
+        "fits": candidate.fits,
+        "memory": candidate.memory,
+        "needed": candidate.needed,
+        "limit": candidate.limit,
+        "samples": candidate.samples,
         "step": asdict(candidate.step) if candidate.step is not None else None,
         "mfu": mfu(candidate, cluster) if candidate.step is not None else None,
-        "samples_per_second": candidate.samples_per_second, "notes": candidate.notes,
-    }  # fmt: skip
+        "samples_per_second": candidate.samples_per_second,
+        "notes": candidate.notes,
+    }
 
 
 def as_svg(found: Sequence[Candidate]) -> str:
@@ -296,13 +393,17 @@ def as_svg(found: Sequence[Candidate]) -> str:
     bottom = height * len(shown) + 30
     across, down = left + width + 90, bottom + 40
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{across}" height="{down}" viewBox="0 0 {across} {down}" '
-        'font-family="sans-serif" font-size="12">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{across}" height="{down}" viewBox="0 0'
+            f' {across} {down}" font-family="sans-serif" font-size="12">'
+        ),
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for row, c in enumerate(shown):
         x, y = float(left), 20 + row * height
-        parts.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{escape(c.name())}</text>')
+        parts.append(
+            f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{escape(c.name())}</text>'
+        )
         for kind, held in (c.memory or {}).items():
             w = min(held * scale, left + width - x)
             if w > 0:
@@ -311,8 +412,13 @@ def as_svg(found: Sequence[Candidate]) -> str:
                 x += w
         parts.append(f'<text x="{x + 5:.1f}" y="{y + 14}">{c.needed / GIB:.1f} GiB</text>')
     x = left + limit * scale
-    parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{bottom - 8}" stroke="black" stroke-dasharray="4 3"/>')
-    parts.append(f'<text x="{x:.1f}" y="{bottom + 6}" text-anchor="middle">{limit / GIB:.1f} GiB</text>')
+    parts.append(
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{bottom - 8}" stroke="black"'
+        ' stroke-dasharray="4 3"/>'
+    )
+    parts.append(
+        f'<text x="{x:.1f}" y="{bottom + 6}" text-anchor="middle">{limit / GIB:.1f} GiB</text>'
+    )
     for place, (kind, (_, colour)) in enumerate(_KINDS.items()):
         x = 10 + place * 120
         parts.append(f'<rect x="{x}" y="{bottom + 18}" width="12" height="12" fill="{colour}"/>')
@@ -341,10 +447,14 @@ def resolve_auto(config: Config) -> Config:
     return choice.config
 
 
-def choose(config: Config, world_size: int, local_world_size: int, cluster: GpuCluster | None = None) -> Choice:
+def choose(
+    config: Config, world_size: int, local_world_size: int, cluster: GpuCluster | None = None
+) -> Choice:
     """Choose a strategy for `world_size` ranks. Raises UsageError: no layout fits."""
     if world_size == 1:
-        return Choice(config.replaced({"distributed.strategy": SINGLE}), "single, there is one rank")
+        return Choice(
+            config.replaced({"distributed.strategy": SINGLE}), "single, there is one rank"
+        )
     cluster = cluster or _cluster_here(config, world_size, local_world_size)
     work = workload_of(config)
     facts = model_size_of(work, config)
@@ -352,16 +462,25 @@ def choose(config: Config, world_size: int, local_world_size: int, cluster: GpuC
     shows = rank_facts().is_main
     replicated = config.replaced({"distributed.strategy": REPLICAS})
     layout = layout_of(config, cluster, {"distributed.strategy": REPLICAS})
-    micro_batches(replicated, layout)  # numbers that contradict each other are no reason for another layout
+    # numbers that contradict each other are no reason for another layout
+    micro_batches(replicated, layout)
     try:
-        replicas = evaluate_layout(work, config, cluster, {"distributed.strategy": REPLICAS, **asked}, facts)
+        replicas = evaluate_layout(
+            work, config, cluster, {"distributed.strategy": REPLICAS, **asked}, facts
+        )
     except ValuesNeededError as error:
         return Choice(replicated, f"{REPLICAS}, unless you name another; {error.what}")
     needs = f"{_size(replicas)} of {replicas.limit / GIB:.1f} GiB"
     if replicas.fits and replicas.needed <= _COMFORTABLE * replicas.limit:
         return Choice(replicated, f"{replicas.layout}: {needs} a rank, nothing need be sharded")
-    found = [c for c in candidates(work, config, cluster, low=False, pipelines=False, shows=shows) if c.fits]
-    found = found or [c for c in candidates(work, config, cluster, low=False, shows=shows) if c.fits]
+    found = [
+        c
+        for c in candidates(work, config, cluster, low=False, pipelines=False, shows=shows)
+        if c.fits
+    ]
+    found = found or [
+        c for c in candidates(work, config, cluster, low=False, shows=shows) if c.fits
+    ]
     if not found:
         raise UsageError(
             f"no layout of this model fits {world_size} ranks of {cluster.gpu.name}",
@@ -370,11 +489,16 @@ def choose(config: Config, world_size: int, local_world_size: int, cluster: GpuC
             fix="`lockstep plan` says by how much; use more ranks or a smaller training.batch_size",
         )
     # The user's mode of checkpointing stays, if a layout fits with it.
-    best = next((c for c in found if c.checkpointing == asked["training.gradient_checkpointing"]), found[0])
+    best = next(
+        (c for c in found if c.checkpointing == asked["training.gradient_checkpointing"]), found[0]
+    )
     lacking = "" if replicas.fits else f"ddp needs {needs}; "
     lacking = f"ddp: {replicas.refused}; " if replicas.refused else lacking
     changes = {key: value for key, value in best.changes.items() if value is not None}
-    return Choice(config.replaced(changes), f"{best.name()}: {lacking}{_size(best)} a rank, the fastest that fits")
+    return Choice(
+        config.replaced(changes),
+        f"{best.name()}: {lacking}{_size(best)} a rank, the fastest that fits",
+    )
 
 
 def _size(candidate: Candidate) -> str:
@@ -392,5 +516,13 @@ def _cluster_here(config: Config, world_size: int, local_world_size: int) -> Gpu
         gpu = known_gpu(name) or guessed
         return GpuCluster(gpu, world_size, per_node, LINKS[gpu.inside], LINKS["InfiniBand HDR"])
     memory = psutil.virtual_memory().total / GIB / per_node
-    cpu = Gpu("CPU", memory, 0.1, 0.1, 20, "loopback", "a rank's share of this machine's memory; speeds are guessed")
+    cpu = Gpu(
+        "CPU",
+        memory,
+        0.1,
+        0.1,
+        20,
+        "loopback",
+        "a rank's share of this machine's memory; speeds are guessed",
+    )
     return GpuCluster(cpu, world_size, per_node, _LOOPBACK, LINKS["Ethernet 1G"])

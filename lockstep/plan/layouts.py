@@ -23,7 +23,8 @@ LARGE = 5e9  # parameters
 LONG = 32_768  # tokens in a sample from which cut sequences are considered
 SHARE = 8_192  # of them that are left to a rank
 _AXES = ("tensor", "context", "expert")
-_NO_SIZES = {f"distributed.{axis}_size": None for axis in ("pipeline", "replicate", "shard")}  # the config has the rest
+# the config has the rest
+_NO_SIZES = {f"distributed.{axis}_size": None for axis in ("pipeline", "replicate", "shard")}
 _OPTIMIZER_BYTES = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0}
 
 
@@ -38,47 +39,76 @@ def model_size_of(work: Workload, config: Config) -> ModelSize:
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     low_rank = sent_numbers(shapes, "powersgd", config.distributed.ddp.compression.rank)
     return ModelSize(
-        sum(p.numel() for p in model.parameters()), len(blocks), len(pipeline_segments_of(model) or []), len(units),
-        held / len(units) if units else 0.0, optimizer, 4 * low_rank,
+        sum(p.numel() for p in model.parameters()),
+        len(blocks),
+        len(pipeline_segments_of(model) or []),
+        len(units),
+        held / len(units) if units else 0.0,
+        optimizer,
+        4 * low_rank,
         sum(p.numel() for p in parameters_of_experts(model)),
-    )  # fmt: skip
+    )
 
 
 def layouts(
-    work: Workload, facts: ModelSize, config: Config, cluster: GpuCluster, *, low: bool, pipelines: bool
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+    work: Workload,
+    facts: ModelSize,
+    config: Config,
+    cluster: GpuCluster,
+    *,
+    low: bool,
+    pipelines: bool,
+) -> Iterator[dict[str, Any]]:
     """Yield the layouts to plan, as keys of the config; `low` includes bf16 weights."""
-    low &= cluster.gpu.has_bf16 and config.precision.mode == "bf16" and not config.distributed.reproducible
+    low &= (
+        cluster.gpu.has_bf16
+        and config.precision.mode == "bf16"
+        and not config.distributed.reproducible
+    )
     narrow = {"precision.param_dtype": "bf16"}
-    # Autocast keeps copies of fp32 weights; for large models only weights gathered in bf16 are useful.
+    # Autocast keeps copies of fp32 weights; for large models only weights gathered in bf16 are
+    # useful.
     widths = [narrow] if low and facts.parameters > LARGE else [{}, narrow] if low else [{}]
     for axes in axes_to_plan(work, facts, config, cluster):
-        sizes = [axes.get(f"distributed.{a}_size", getattr(config.distributed, f"{a}_size")) or 1 for a in _AXES]
+        sizes = [
+            axes.get(f"distributed.{a}_size", getattr(config.distributed, f"{a}_size")) or 1
+            for a in _AXES
+        ]
         tensor, context, expert = sizes
         held = replace(facts, parameters=facts.parameters // tensor)
         for strategy in known_strategies(config.distributed.strategy):
             if strategy.splits_model and not pipelines:
                 continue
-            if (tensor * context > 1 and not strategy.shares_batches) or (expert > 1 and not strategy.places_experts):
+            if (tensor * context > 1 and not strategy.shares_batches) or (
+                expert > 1 and not strategy.places_experts
+            ):
                 continue
             groups = cluster.of_batch_groups(tensor * context)
             of_strategy = strategy.layouts_to_plan(held, config.step, groups)
-            for layout in islice(of_strategy, 1) if axes else of_strategy:  # one of each: a plan is wanted soon
+            # one of each: a plan is wanted soon
+            for layout in islice(of_strategy, 1) if axes else of_strategy:
                 try:
                     cuts = strategy.cuts_parameters(layout_of(config, cluster, layout | axes))
                 except UsageError:  # the ranks that are left can't share out experts
                     continue
-                if not cuts or expert > 1:  # parameters of experts are not gathered, and so not cast
+                # parameters of experts are not gathered, and so not cast
+                if not cuts or expert > 1:
                     yield layout | axes
                 else:
-                    yield from (layout | axes | width for width in (widths[-1:] if strategy.splits_model else widths))
+                    yield from (
+                        layout | axes | width
+                        for width in (widths[-1:] if strategy.splits_model else widths)
+                    )
 
 
-def axes_to_plan(work: Workload, facts: ModelSize, config: Config, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
+def axes_to_plan(
+    work: Workload, facts: ModelSize, config: Config, cluster: GpuCluster
+) -> Iterator[dict[str, Any]]:
     """Yield the sizes of the axes tensor, context and expert to plan with, as keys of the config.
 
-    Unless the config has one of them: layers of a large model cut inside of a node, long samples over as many ranks as
-    leave each of them `SHARE` tokens, experts spread inside of a node and as far as they go.
+    Unless the config has one of them: layers of a large model cut inside of a node, long samples
+    over as many ranks as leave each of them `SHARE` tokens, experts spread inside of a node and as
+    far as they go.
     """
     distributed, gpus, model = config.distributed, cluster.num_gpus, work.description
     yield {}
@@ -106,7 +136,10 @@ def _power_of_two(most: int, of: int) -> int:
 
 
 def layout_of(config: Config, cluster: GpuCluster, changes: dict[str, Any]) -> Layout:
-    """Return the layout of a config with these changes on all GPUs. Raises UsageError: sizes do not fit."""
+    """Return the layout of a config with these changes on all GPUs.
+
+    Raises UsageError: sizes do not fit.
+    """
     return resolve(with_layout(config, changes).distributed, cluster.num_gpus, cluster.per_node)
 
 

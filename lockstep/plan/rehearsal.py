@@ -1,8 +1,9 @@
 """Rehearses one rank's step on fake tensors: the strategy's own code runs, and every byte is counted.
 
-`place` places the model as for training, over a fake process group. From a long chain of equal blocks three run, and
-the record of one is repeated for those left out. The device is always the CPU; on a GPU the same tensors are created,
-apart from autocast's list of operations and kernels' own workspaces.
+`place` places the model as for training, over a fake process group. From a long chain of equal
+blocks three run, and the record of one is repeated for those left out. The device is always the
+CPU; on a GPU the same tensors are created, apart from autocast's list of operations and kernels'
+own workspaces.
 
 Tests: tests/plan/test_memory.py, tests/plan/test_stages.py
 """
@@ -51,7 +52,8 @@ from lockstep.strategy import strategy_named
 from lockstep.torch_compat.fake_tensors import FakeTensorMode
 
 CPU = torch.device("cpu")
-GROUPED = ("every_n", "sequential")  # modes of checkpointing under which equal blocks behave differently
+# modes of checkpointing under which equal blocks behave differently
+GROUPED = ("every_n", "sequential")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Rehearsal:
     persistent: dict[str, int]  # bytes by kind between two steps
     work: "Work"  # its computations
     stages: dict[int, "Work"] = field(default_factory=dict)  # pipeline stage → its computations
-    sent: list[int] = field(default_factory=list)  # bytes that each stage of the pipeline sends per micro-batch
+    # bytes that each stage of the pipeline sends per micro-batch
+    sent: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,18 @@ class Work:
     forward: Cost
     backward: Cost
     update: Cost
-    # Of a backward pass whose schedule has it in two halves: that of the inputs' gradients, and of the weights'.
+    # Of a backward pass whose schedule has it in two halves: that of the inputs' gradients, and of
+    # the weights'.
     halves: tuple[Cost, Cost] | None = None
 
 
 def rehearse(
-    work: Workload, config: Config, layout: Layout, *, micro_batches: int = 1, device_type: str = "cuda"
+    work: Workload,
+    config: Config,
+    layout: Layout,
+    *,
+    micro_batches: int = 1,
+    device_type: str = "cuda",
 ) -> Rehearsal:
     """Rehearse a step of a rank under a data-parallel strategy (single, ddp, fsdp), on any device."""
     strategy = strategy_named(layout.strategy)
@@ -96,7 +105,9 @@ def rehearse(
         tracker.restart()
         count = min(micro_batches, 2)
         # The count is over all ranks: the accumulator allocates space for all micro-batches.
-        accumulator = LossAccumulator(count * layout.data_parallel_size, CPU, shared=layout.world_size > 1)
+        accumulator = LossAccumulator(
+            count * layout.data_parallel_size, CPU, shared=layout.world_size > 1
+        )
         assert placed.micro_step is not None
         with placed.random_state.running("train", 0):
             for index in range(count):
@@ -110,9 +121,15 @@ def rehearse(
         start = tracker.start
         if left_out:
             reduces = strategy.reduces_by_ddp and layout.replicate > 1
-            in_buckets = set(model.parameters()) - spread_experts(model, layout) if reduces else set()
-            states: dict[Tensor, Any] = {p: optimizer.state[placed.parameters[n]] for n, p in model.named_parameters()}
-            start = with_blocks_left_out(start, blocks_of(model)[REPEATED][1], states, left_out, in_buckets)
+            in_buckets = (
+                set(model.parameters()) - spread_experts(model, layout) if reduces else set()
+            )
+            states: dict[Tensor, Any] = {
+                p: optimizer.state[placed.parameters[n]] for n, p in model.named_parameters()
+            }
+            start = with_blocks_left_out(
+                start, blocks_of(model)[REPEATED][1], states, left_out, in_buckets
+            )
     in_all = _work_of(regions, sum(start) / max(1, sum(tracker.start)))
     return Rehearsal(peak_over(start, regions), dict(zip(KINDS, start, strict=True)), in_all)
 
@@ -120,12 +137,19 @@ def rehearse(
 @contextmanager
 def tracked() -> Iterator[Tracker]:
     """Work on fake tensors for the length of the block; return the tracker that counts them."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, EqualChunks(), Tracker(fake) as tracker:
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as fake,
+        EqualChunks(),
+        Tracker(fake) as tracker,
+    ):
         yield tracker
 
 
 def meshes(layout: Layout) -> DeviceMesh | None:
-    """Create the meshes that a placement needs, before tensors are fake; return the first of them."""
+    """Create the meshes that a placement needs, before tensors are fake.
+
+    Return the first of them.
+    """
     if layout.expert > 1:
         expert_mesh(layout, "cpu")
     return device_mesh(layout, "cpu") if layout.world_size > 1 else None
@@ -143,7 +167,10 @@ def spread_experts(model: nn.Module, layout: Layout) -> set[nn.Parameter]:
 
 
 def _work_of(regions: list[Region], grown: float) -> Work:
-    """Return the costs of a step's last passes; `grown`: the memory's ratio to that in the rehearsal."""
+    """Return the costs of a step's last passes.
+
+    `grown`: the memory's ratio to that in the rehearsal.
+    """
     passes: dict[str, Cost] = {}
     now = ""
     for region in regions:
@@ -153,12 +180,17 @@ def _work_of(regions: list[Region], grown: float) -> Work:
         if now:
             passes[now] = passes[now].plus(region.cost)
     update = passes["update"]
-    return Work(passes["forward"], passes["backward"], update._replace(moved=round(update.moved * grown)))
+    return Work(
+        passes["forward"], passes["backward"], update._replace(moved=round(update.moved * grown))
+    )
 
 
 @contextmanager
 def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Create a process group of one process, whose collectives do nothing. Raises RunError: there is a real one."""
+    """Create a process group of one process, whose collectives do nothing.
+
+    Raises RunError: there is a real one.
+    """
     if dist.is_initialized():
         raise RunError(
             "planning needs a process that has joined no process group yet",
@@ -187,9 +219,14 @@ def planned(config: StepConfig) -> StepConfig:
 
 
 def _place_model(
-    tracker: Tracker, model: nn.Module, work: Workload, config: Config, layout: Layout, mesh: DeviceMesh | None,
+    tracker: Tracker,
+    model: nn.Module,
+    work: Workload,
+    config: Config,
+    layout: Layout,
+    mesh: DeviceMesh | None,
     device_type: str,
-) -> ParallelModel:  # fmt: skip
+) -> ParallelModel:
     """Place the model as for training, with marks in the tracker's record where its passes begin."""
     mark_blocks(tracker, blocks_of(model))
     objective = work.objective(model)
@@ -200,9 +237,14 @@ def _place_model(
         return value
 
     placed = place(
-        model, layout, planned(config.step), objective=replace(objective, loss=loss), device=CPU,
-        precision=precision_of(config), dry_run=dry_run_of(tracker, mesh, device_type),
-    )  # fmt: skip
+        model,
+        layout,
+        planned(config.step),
+        objective=replace(objective, loss=loss),
+        device=CPU,
+        precision=precision_of(config),
+        dry_run=dry_run_of(tracker, mesh, device_type),
+    )
     # The reducer does it under DDP, but for experts.
     reduced = strategy_named(layout.strategy).reduces_by_ddp and layout.world_size > 1
     tag_gradients(tracker, spread_experts(model, layout) if reduced else model.parameters())
@@ -212,23 +254,35 @@ def _place_model(
 def dry_run_of(tracker: Tracker, mesh: DeviceMesh | None, device_type: str) -> DryRun:
     """Return a dry run in which messages along an axis are costs in the tracker's record."""
     return DryRun(
-        mesh, device_type, partial(Reducer, tracker), lambda axis, size: tracker.items.append(Cost(**{axis: size}))
+        mesh,
+        device_type,
+        partial(Reducer, tracker),
+        lambda axis, size: tracker.items.append(Cost(**{axis: size})),
     )
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:
     """Run what follows the last backward pass."""
-    gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [
+        local(p.grad)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    ]
     torch.nn.utils.get_total_norm(gradients)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
-def tag_persistent(tracker: Tracker, held: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> None:
+def tag_persistent(
+    tracker: Tracker, held: Iterable[Tensor], optimizer: torch.optim.Optimizer
+) -> None:
     """Count parameters and buffers, and the optimizer's state, as such."""
     tracker.tag(held, "parameters")
     states = optimizer.state.values()
-    tracker.tag([t for state in states for t in state.values() if isinstance(t, Tensor)], "optimizer")
+    tracker.tag(
+        [t for state in states for t in state.values() if isinstance(t, Tensor)], "optimizer"
+    )
 
 
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
@@ -245,15 +299,23 @@ def optimizer_of(config: Config, parameters: list[nn.Parameter]) -> torch.optim.
     """Build the config's optimizer; only its memory matters."""
     training = config.training
     return build_optimizer(
-        training.optimizer, parameters, learning_rate=1e-3, weight_decay=training.weight_decay,
-        args=training.optimizer_args, device=CPU, reproducible=config.distributed.reproducible,
-    )  # fmt: skip
+        training.optimizer,
+        parameters,
+        learning_rate=1e-3,
+        weight_decay=training.weight_decay,
+        args=training.optimizer_args,
+        device=CPU,
+        reproducible=config.distributed.reproducible,
+    )
 
 
 def with_blocks_left_out(
-    start: tuple[int, ...], block: nn.Module, states: Mapping[Tensor, Mapping[str, Any]], left_out: int,
+    start: tuple[int, ...],
+    block: nn.Module,
+    states: Mapping[Tensor, Mapping[str, Any]],
+    left_out: int,
     in_buckets: Set[nn.Parameter] = frozenset(),
-) -> tuple[int, ...]:  # fmt: skip
+) -> tuple[int, ...]:
     """Add the memory of blocks that were left out, all equal to `block`, to the bytes by kind before a step.
 
     Args:

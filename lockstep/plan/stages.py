@@ -1,9 +1,10 @@
 """Predicts the memory of a pipeline's ranks: each stage's passes are rehearsed once, and repeated in schedule order.
 
-The rank's stages are placed as in training, and the executor of training runs two micro-batches through each. The first
-pass gathers parameters or creates gradients, all later ones are equal. The schedule's list of actions then gives the
-micro-batches in flight. Where it has a backward pass in two halves, these run, too, after all else: together they may
-cost more than the pass at once, which computes once what both need.
+The rank's stages are placed as in training, and the executor of training runs two micro-batches
+through each. The first pass gathers parameters or creates gradients, all later ones are equal. The
+schedule's list of actions then gives the micro-batches in flight. Where it has a backward pass in
+two halves, these run, too, after all else: together they may cost more than the pass at once, which
+computes once what both need.
 """
 
 import copy
@@ -38,7 +39,15 @@ from lockstep.parallel.placement import DryRun, PlacementContext
 from lockstep.parallel.transport import Message, Meta, Metas, Rehearsed, Tensors
 from lockstep.plan import rehearsal
 from lockstep.plan.rehearsal import CPU, GROUPED, Rehearsal, Work
-from lockstep.plan.tracker import KINDS, Region, Tracker, mark_blocks, peak_over, regions_of, tag_gradients
+from lockstep.plan.tracker import (
+    KINDS,
+    Region,
+    Tracker,
+    mark_blocks,
+    peak_over,
+    regions_of,
+    tag_gradients,
+)
 from lockstep.plan.workload import REPEATED, Workload, block_description, kept_blocks
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat.fake_tensors import FakeTensorMode
@@ -49,28 +58,44 @@ Changes = dict[tuple[str, int, bool], Region]
 
 
 def rehearse_rank(
-    work: Workload, config: Config, layout: Layout, rank: int, *, micro_batches: int, device_type: str = "cuda"
+    work: Workload,
+    config: Config,
+    layout: Layout,
+    rank: int,
+    *,
+    micro_batches: int,
+    device_type: str = "cuda",
 ) -> Rehearsal:
     """Rehearse a step of one pipeline rank, with `micro_batches` of a data-parallel rank."""
     layout = rehearsal.with_few_replicas(layout)
     short = _shortened(work, config, layout, rank, kept_blocks(device_type))
     plan = short.plan
     pipeline = config.distributed.pipeline
-    count = plan.facts.padded(pipeline.n_microbatches or micro_batches, layout.pipeline, len(plan.parts.stages))
+    count = plan.facts.padded(
+        pipeline.n_microbatches or micro_batches, layout.pipeline, len(plan.parts.stages)
+    )
     order = actions(pipeline.schedule, layout.pipeline, pipeline.stages_per_rank, count)[rank]
     with rehearsal.fake_ranks(layout.world_size, rank * layout.world_size // layout.pipeline):
         mesh = rehearsal.meshes(layout)
         assert mesh is not None
         metas = _metas(copy.deepcopy(short.model), work, config, plan, layout, mesh)
         with rehearsal.tracked() as tracker:
-            changes, start = _run(tracker, short, work, config, layout, rank, metas, mesh, device_type)
+            changes, start = _run(
+                tracker, short, work, config, layout, rank, metas, mesh, device_type
+            )
             grown = sum(start) / max(1, sum(tracker.start))
     stages = {stage: _work_of(changes, stage) for stage in plan.parts.of_rank(rank)}
     update = changes["update", 0, True].cost
     in_all = Work(Cost(), Cost(), update._replace(moved=round(update.moved * grown)))
     for one in stages.values():
-        in_all = replace(in_all, forward=in_all.forward.plus(one.forward), backward=in_all.backward.plus(one.backward))
-    sent = [sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in of_stage) for of_stage in metas]
+        in_all = replace(
+            in_all,
+            forward=in_all.forward.plus(one.forward),
+            backward=in_all.backward.plus(one.backward),
+        )
+    sent = [
+        sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in of_stage) for of_stage in metas
+    ]
     peak = peak_over(start, _in_schedule_order(order, changes))
     return Rehearsal(peak, dict(zip(KINDS, start, strict=True)), in_all, stages, sent)
 
@@ -80,7 +105,12 @@ def _work_of(changes: Changes, stage: int) -> Work:
     forward, backward = changes["F", stage, False].cost, changes["B", stage, False].cost
     if ("I", stage, False) not in changes:
         return Work(forward, backward, Cost())
-    return Work(forward, backward, Cost(), (changes["I", stage, False].cost, changes["W", stage, False].cost))
+    return Work(
+        forward,
+        backward,
+        Cost(),
+        (changes["I", stage, False].cost, changes["W", stage, False].cost),
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +119,8 @@ class _Shortened:
 
     model: nn.Module
     plan: PipelinePlan
-    repeated: dict[int, int]  # stage → index, among the copy's blocks, of the one that is repeated for those left out
+    # stage → index, among the copy's blocks, of the one that is repeated for those left out
+    repeated: dict[int, int]
     left_out: dict[int, int]  # stage → number of blocks left out
 
 
@@ -117,11 +148,19 @@ def _shortened(work: Workload, config: Config, layout: Layout, rank: int, most: 
         model = work.model()
         return _Shortened(model, plan_of(model, layout.pipeline, config.step), {}, {})
     parts = replace(plan.parts, stages=tuple(spans))
-    return _Shortened(short, PipelinePlan(survey(short, segments), segments, plan.facts, parts), repeated, left_out)
+    return _Shortened(
+        short,
+        PipelinePlan(survey(short, segments), segments, plan.facts, parts),
+        repeated,
+        left_out,
+    )
 
 
 def _in_schedule_order(order: Sequence[ScheduledPass], changes: Changes) -> list[Region]:
-    """Return the changes in schedule order. For a backward pass in two halves, the second frees the memory."""
+    """Return the changes in schedule order.
+
+    For a backward pass in two halves, the second frees the memory.
+    """
     seen: set[tuple[str, int]] = set()
     regions = [changes["start", 0, True]]
     for action in order:
@@ -134,56 +173,98 @@ def _in_schedule_order(order: Sequence[ScheduledPass], changes: Changes) -> list
 
 
 def _metas(
-    model: nn.Module, work: Workload, config: Config, plan: PipelinePlan, layout: Layout, mesh: DeviceMesh
-) -> list[Metas]:  # fmt: skip
-    """Return the outputs of each stage of a model on meta, which is changed; equal segments run once."""
-    if config.precision.param_dtype == "bf16" and layout.data_parallel_size > 1:  # FSDP2 gathers parameters so
+    model: nn.Module,
+    work: Workload,
+    config: Config,
+    plan: PipelinePlan,
+    layout: Layout,
+    mesh: DeviceMesh,
+) -> list[Metas]:
+    """Return the outputs of each stage of a model on meta, which is changed.
+
+    Equal segments run once.
+    """
+    # FSDP2 gathers parameters so
+    if config.precision.param_dtype == "bf16" and layout.data_parallel_size > 1:
         model.to(torch.bfloat16)
     found: list[Metas] = []
     known: dict[tuple[str, Metas], Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), rehearsal.precision_of(config).autocast():
         model.to_empty(device=CPU)
         placement = prepared(
-            model, strategy_named(layout.strategy), layout, rehearsal.planned(config.step), work.objective(model),
-            CPU, rehearsal.precision_of(config), DryRun(mesh, "cpu"),
-        )  # fmt: skip
+            model,
+            strategy_named(layout.strategy),
+            layout,
+            rehearsal.planned(config.step),
+            work.objective(model),
+            CPU,
+            rehearsal.precision_of(config),
+            DryRun(mesh, "cpu"),
+        )
         segments, shared = require_segments(model), shared_parameters_of(model)
-        inputs = values, keywords = placement.objective.inputs(work.batch(config.training.batch_size))
+        inputs = values, keywords = placement.objective.inputs(
+            work.batch(config.training.batch_size)
+        )
         for stage in plan.parts.stages:
             for name, segment in segments[stage.start : stage.stop]:
                 key = (block_description(segment), tuple(Meta.of(value) for value in values))
                 if key not in known:
-                    known[key] = run_segment(segment, values, keywords | lent(model, shared.get(name, {})), inputs)
-                values, keywords = known[key] if isinstance(known[key], tuple) else (known[key],), {}
+                    known[key] = run_segment(
+                        segment, values, keywords | lent(model, shared.get(name, {})), inputs
+                    )
+                values, keywords = (
+                    (known[key] if isinstance(known[key], tuple) else (known[key],)),
+                    {},
+                )
             found.append(tuple(Meta.of(value) for value in values))
     return found
 
 
 def _run(
-    tracker: Tracker, short: _Shortened, work: Workload, config: Config, layout: Layout, rank: int, metas: list[Metas],
-    mesh: DeviceMesh, device_type: str,
-) -> tuple[Changes, tuple[int, ...]]:  # fmt: skip
-    """Run two micro-batches through each stage of a rank; return the changes, and the bytes by kind before the step."""
+    tracker: Tracker,
+    short: _Shortened,
+    work: Workload,
+    config: Config,
+    layout: Layout,
+    rank: int,
+    metas: list[Metas],
+    mesh: DeviceMesh,
+    device_type: str,
+) -> tuple[Changes, tuple[int, ...]]:
+    """Run two micro-batches through each stage of a rank.
+
+    Return the changes, and the bytes by kind before the step.
+    """
     plan, batch = short.plan, work.batch(config.training.batch_size)
     mark_blocks(tracker, blocks_of(short.model))
     placement = prepared(
-        short.model, strategy_named(layout.strategy), layout, rehearsal.planned(config.step),
-        work.objective(short.model), CPU, rehearsal.precision_of(config),
+        short.model,
+        strategy_named(layout.strategy),
+        layout,
+        rehearsal.planned(config.step),
+        work.objective(short.model),
+        CPU,
+        rehearsal.precision_of(config),
         rehearsal.dry_run_of(tracker, mesh, device_type),
-    )  # fmt: skip
+    )
     here = local_stages(placement, mesh, plan)
     own, experts = here.held.named_parameters(), placement.experts
     # The optimizer takes DTensors or plain tensors, not both.
     trained = {
-        parameter: parameter if experts is None or name not in experts.shapes
-        else nn.Parameter(experts.whole(name, parameter.detach()), parameter.requires_grad)
+        parameter: (
+            parameter
+            if experts is None or name not in experts.shapes
+            else nn.Parameter(experts.whole(name, parameter.detach()), parameter.requires_grad)
+        )
         for name, parameter in own.items()
-    }  # fmt: skip
+    }
     tag_gradients(tracker, own.values())
     optimizer = rehearsal.optimizer_of(config, list(trained.values()))
     passes = _Passes(tracker, short, _executor(placement, here, batch, metas), batch)
     rehearsal.fill_state(optimizer)
-    rehearsal.tag_persistent(tracker, [*own.values(), *here.held.named_buffers().values()], optimizer)
+    rehearsal.tag_persistent(
+        tracker, [*own.values(), *here.held.named_buffers().values()], optimizer
+    )
     tracker.restart()
     for module in here.unit.modules() if here.unit is not None else ():
         if isinstance(module, FSDPModule):
@@ -197,7 +278,11 @@ def _run(
     if here.unit is not None:
         reduce_gradients(here.unit, begun=False)
     for name, parameter in here.held.named_parameters().items():
-        if trained[parameter] is not parameter and experts is not None and parameter.grad is not None:
+        if (
+            trained[parameter] is not parameter
+            and experts is not None
+            and parameter.grad is not None
+        ):
             trained[parameter].grad, parameter.grad = experts.whole(name, parameter.grad), None
     rehearsal.update(optimizer)
     passes.close("update")
@@ -223,17 +308,25 @@ class _Passes:
     executor: Executor
     batch: Any
     changes: Changes = field(default_factory=dict)
-    _passing: dict[tuple[int, int], MicroBatchPass] = field(default_factory=dict)  # (stage, position)
-    _without: dict[tuple[str, int], Cost] = field(default_factory=dict)  # (kind, stage) → cost, without blocks left out
+    # (stage, position)
+    _passing: dict[tuple[int, int], MicroBatchPass] = field(default_factory=dict)
+    # (kind, stage) → cost, without blocks left out
+    _without: dict[tuple[str, int], Cost] = field(default_factory=dict)
 
     def run(self, kind: str, stage: int) -> None:
         """Run a kind of pass of two micro-batches through a stage."""
         for position in range(2):
             if kind == "F":
                 micro_batch = MicroBatch(position, self.batch)
-                new = MicroBatchPass(micro_batch, 2, 1.0, last=False, stage=stage, position=position)
+                new = MicroBatchPass(
+                    micro_batch, 2, 1.0, last=False, stage=stage, position=position
+                )
                 self._passing[stage, position] = new
-            passing = self._passing[stage, position] if kind in ("F", "I") else self._passing.pop((stage, position))
+            passing = (
+                self._passing[stage, position]
+                if kind in ("F", "I")
+                else self._passing.pop((stage, position))
+            )
             self.executor.alone(passing, kind)
             if kind == "F":
                 self.tracker.tag([*passing.inputs, *passing.outputs], "stashes")
@@ -245,7 +338,9 @@ class _Passes:
         items, self.tracker.items = self.tracker.items, []
         labels = (f"{kind}{self.short.repeated.get(stage, 0)}",) if kind in ("F", "B") else ()
         self._without[kind, stage] = _joined(regions_of(items, (), 0)).cost
-        self.changes[kind, stage, first] = _joined(regions_of(items, labels, self.short.left_out.get(stage, 0)))
+        self.changes[kind, stage, first] = _joined(
+            regions_of(items, labels, self.short.left_out.get(stage, 0))
+        )
 
     def measure_halves(self, stage: int, *, apart: bool) -> None:
         """Run the two halves of a backward pass; where they do not run `apart`, the first does all.
@@ -261,8 +356,15 @@ class _Passes:
             self.run(kind, stage)
         for kind in ("I", "W"):
             counted = zip(self._without[kind, stage], at_once, all_of_it.cost, strict=True)
-            scaled = Cost(*(round(of_half * everything / max(1, once)) for of_half, once, everything in counted))
-            self.changes[kind, stage, False] = self.changes[kind, stage, False]._replace(cost=scaled)
+            scaled = Cost(
+                *(
+                    round(of_half * everything / max(1, once))
+                    for of_half, once, everything in counted
+                )
+            )
+            self.changes[kind, stage, False] = self.changes[kind, stage, False]._replace(
+                cost=scaled
+            )
 
 
 def _joined(regions: Sequence[Region]) -> Region:
@@ -273,7 +375,9 @@ def _joined(regions: Sequence[Region]) -> Region:
     return joined
 
 
-def _executor(placement: PlacementContext, here: LocalStages, batch: Any, metas: list[Metas]) -> Executor:
+def _executor(
+    placement: PlacementContext, here: LocalStages, batch: Any, metas: list[Metas]
+) -> Executor:
     """Return the executor of a rank's stages, to which other ranks send tensors without values."""
     call = StageCall(
         lambda: placement.objective.inputs(batch),
@@ -289,7 +393,12 @@ def _executor(placement: PlacementContext, here: LocalStages, batch: Any, metas:
         return tuple(meta.as_gradient() for meta in metas[message.stage] if meta.requires_grad)
 
     stages = [
-        Stage(partial(run, part), around_stage(placement, here, part), part.index, len(here.plan.parts.stages))
+        Stage(
+            partial(run, part),
+            around_stage(placement, here, part),
+            part.index,
+            len(here.plan.parts.stages),
+        )
         for part in here.parts
     ]
     return Executor(stages, placement.random_state, Rehearsed(CPU, sent))

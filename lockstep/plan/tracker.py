@@ -1,8 +1,9 @@
 """Records live bytes of tensors while code runs, by kind: a measurement on real tensors, a prediction on fake ones.
 
-A storage counts from the operation that creates it until its last reference goes; `resize_` (by which FSDP2 frees
-gathered parameters) is followed. Memory that an operation allocates and frees inside of itself, and the allocator's
-rounding, are not counted. The result is a list of changes with marks, so that parts of it can be repeated.
+A storage counts from the operation that creates it until its last reference goes; `resize_` (by
+which FSDP2 frees gathered parameters) is followed. Memory that an operation allocates and frees
+inside of itself, and the allocator's rounding, are not counted. The result is a list of changes
+with marks, so that parts of it can be repeated.
 
 Tests: tests/plan/test_memory.py
 """
@@ -22,8 +23,19 @@ from lockstep.config import DDPConfig
 from lockstep.costs.hardware import Cost
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.torch_compat.dispatch_mode import UntracedDispatchMode, without_modes
-from lockstep.torch_compat.fake_tensors import FakeTensor, FakeTensorMode, OutputCache, local_tensor, resizes_watched
-from lockstep.torch_compat.operators import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, SHARDING, UNSAFE_VIEW
+from lockstep.torch_compat.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    OutputCache,
+    local_tensor,
+    resizes_watched,
+)
+from lockstep.torch_compat.operators import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    SHARDING,
+    UNSAFE_VIEW,
+)
 from lockstep.torch_compat.pytree import tree_leaves
 
 KINDS = ("activations", "parameters", "gradients", "optimizer", "gathered", "buckets", "stashes")
@@ -45,8 +57,13 @@ class Region(NamedTuple):
     cost: Cost
 
 
-def regions_of(items: Iterable[MemoryChange | Cost | str], labels: Sequence[str], times: int) -> list[Region]:
-    """Split a record at its marks, which are strings; repeat regions with one of `labels` `times` times more."""
+def regions_of(
+    items: Iterable[MemoryChange | Cost | str], labels: Sequence[str], times: int
+) -> list[Region]:
+    """Split a record at its marks, which are strings.
+
+    Repeat regions with one of `labels` `times` times more.
+    """
     found = [Region("", [], Cost())]
     for item in items:
         if isinstance(item, str):
@@ -81,7 +98,11 @@ def peak_over(start: Sequence[int], regions: Iterable[Region]) -> Peak:
 
 
 # The operations of FSDP2 show the purpose of a storage.
-_FSDP_KINDS = {"all_gather_copy_in": "gathered", "split_with_sizes_copy": "gathered", "chunk_cat": "buckets"}
+_FSDP_KINDS = {
+    "all_gather_copy_in": "gathered",
+    "split_with_sizes_copy": "gathered",
+    "chunk_cat": "buckets",
+}
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> int:
@@ -97,7 +118,16 @@ _FORMULAS = {
     CPU_ATTENTION_BACKWARD: lambda _gradient, *args, **kwargs: _attention(*args, **kwargs) * 5 // 2,
 }
 # Operations without memory traffic.
-_FREE = {"empty", "empty_like", "empty_strided", "detach", "alias", UNSAFE_VIEW.__name__, "lift_fresh", "set_"}
+_FREE = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "detach",
+    "alias",
+    UNSAFE_VIEW.__name__,
+    "lift_fresh",
+    "set_",
+}
 _DEVICE = torch.ops.prim.device.default
 
 
@@ -105,7 +135,9 @@ class EqualChunks(TorchFunctionMode):
     """Uses one chunk for all of a size: FSDP2 would create hundreds and keep one, and fake ones have no contents."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kept = func is torch.chunk and (isinstance(args[0], nn.Parameter) or not torch.is_grad_enabled())
+        kept = func is torch.chunk and (
+            isinstance(args[0], nn.Parameter) or not torch.is_grad_enabled()
+        )
         return (_chunks if kept else func)(*args, **(kwargs or {}))
 
 
@@ -138,7 +170,8 @@ class Tracker(UntracedDispatchMode):
     def __init__(self, fake: FakeTensorMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache = None if fake is None else OutputCache(fake)
-        self.items: list[MemoryChange | Cost | str] = []  # the record: changes, costs and marks in order
+        # the record: changes, costs and marks in order
+        self.items: list[MemoryChange | Cost | str] = []
         self.start = (0,) * len(KINDS)  # live bytes by kind before the first change
         self.live = [0] * len(KINDS)
         self.peak = 0
@@ -187,7 +220,10 @@ class Tracker(UntracedDispatchMode):
         if func.namespace == SHARDING:  # torch's operators of FSDP2
             name = func.overloadpacket.__name__
             written = args[1] if name == "all_gather_copy_in" else kwargs.get("out", ())
-            self.tag([t for t in tree_leaves(written) if isinstance(t, Tensor)], _FSDP_KINDS.get(name, "activations"))
+            self.tag(
+                [t for t in tree_leaves(written) if isinstance(t, Tensor)],
+                _FSDP_KINDS.get(name, "activations"),
+            )
         return out
 
     def _see(self, storage: Any) -> None:
@@ -237,7 +273,11 @@ def mark_blocks(tracker: Tracker, blocks: list[tuple[str, nn.Module]]) -> None:
         def after(_module: nn.Module, _inputs: Any, outputs: Any, index: int = index) -> None:
             if index == len(blocks) - 1:
                 tracker.mark("after the blocks")
-            first = outputs if isinstance(outputs, Tensor) else next(t for t in outputs if isinstance(t, Tensor))
+            first = (
+                outputs
+                if isinstance(outputs, Tensor)
+                else next(t for t in outputs if isinstance(t, Tensor))
+            )
             if first.requires_grad:
                 on_backward(first, lambda: tracker.mark(f"B{index}"))
 
@@ -281,7 +321,9 @@ class Reducer(AroundMicroBatch):
         """Remember whether the micro-batch is the step's last."""
         self._last = run.last
 
-    def _ready(self, tracker: Tracker, bucket: Tensor, as_view: bool, parameter: nn.Parameter) -> None:
+    def _ready(
+        self, tracker: Tracker, bucket: Tensor, as_view: bool, parameter: nn.Parameter
+    ) -> None:
         if self._last and as_view:
             parameter.grad = bucket
         else:

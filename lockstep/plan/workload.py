@@ -1,11 +1,12 @@
 """Describes the model and the data of a plan, and measures the model's segments on this machine.
 
-The model can be built without memory, and the data is one sample. A plan needs only a few blocks of a long chain of
-equal ones: the record of one is repeated for those left out.
+The model can be built without memory, and the data is one sample. A plan needs only a few blocks of
+a long chain of equal ones: the record of one is repeated for those left out.
 
-`lockstep plan CONFIG --stages 4` divides segments into pipeline stages of equal time. Without a `split_spec` a pipeline
-is split by parameters, but embeddings compute little, and a head over a large vocabulary takes long. The result is
-printed for the config, so that a run does not depend on how fast a machine happened to be.
+`lockstep plan CONFIG --stages 4` divides segments into pipeline stages of equal time. Without a
+`split_spec` a pipeline is split by parameters, but embeddings compute little, and a head over a
+large vocabulary takes long. The result is printed for the config, so that a run does not depend on
+how fast a machine happened to be.
 
 Tests: tests/plan/test_segments.py, tests/plan/test_auto.py
 """
@@ -71,14 +72,20 @@ class Workload:
 
     @cached_property
     def equal_blocks(self) -> list[str]:
-        """Names of the model's blocks, if they are all equal and make up one ModuleList; otherwise empty."""
+        """Names of the model's blocks, if they are all equal and make up one ModuleList.
+
+        Otherwise empty.
+        """
         blocks = blocks_of(self.description)
         names = [name for name, _ in blocks]
         equal = len({block_description(block) for _, block in blocks}) == 1
         return names if equal and _list_of(self.description, names) is not None else []
 
     def with_blocks(self, kept: Sequence[int]) -> nn.Module | None:
-        """Copy the model on meta with only these of `equal_blocks`; return None if it does not list them alone."""
+        """Copy the model on meta with only these of `equal_blocks`.
+
+        Return None if it does not list them alone.
+        """
         names, model = self.equal_blocks, self.description
         left_out = [place for place in range(len(names)) if place not in set(kept)]
         blocks = [model.get_submodule(names[place]) for place in left_out]
@@ -105,7 +112,11 @@ class Workload:
 
         def stacked(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
-                return torch.full((size,), leaf, device=device) if isinstance(leaf, bool | int | float) else leaf
+                return (
+                    torch.full((size,), leaf, device=device)
+                    if isinstance(leaf, bool | int | float)
+                    else leaf
+                )
             return torch.zeros((size, *leaf.shape), dtype=leaf.dtype, device=device)
 
         return tree_map(stacked, self.sample)
@@ -129,14 +140,17 @@ def workload_of(config: Config) -> Workload:
 
     loss_fn: Any = None
     if config.loss_fn is not None:
-        from lockstep.trainer.setup import loss_fn_of  # loads the trainer, which a plan does not need
+        # loads the trainer, which a plan does not need
+        from lockstep.trainer.setup import loss_fn_of
 
         loss_fn = loss_fn_of(config)
     work = Workload(partial(build_model, config.model, facts), sample, loss_fn)
     if sample is None:
         length = getattr(work.description, "block_size", None)
         if length is None:
-            raise UsageError("nothing says what a sample looks like", where="data.name", fix="set data.name")
+            raise UsageError(
+                "nothing says what a sample looks like", where="data.name", fix="set data.name"
+            )
         ids = torch.zeros(length, dtype=torch.int64)
         described, work = work.description, replace(work, sample={"input_ids": ids, "targets": ids})
         vars(work)["description"] = described  # it is the same model: no need to build it twice
@@ -155,10 +169,15 @@ def _list_of(model: nn.Module, names: Sequence[str]) -> nn.ModuleList | None:
 def block_description(block: nn.Module) -> str:
     """Return a string that is equal for blocks with the same computation on the same shapes."""
     plain = [
-        (name, sorted((k, v) for k, v in vars(m).items() if isinstance(v, bool | int | float | str)))
+        (
+            name,
+            sorted((k, v) for k, v in vars(m).items() if isinstance(v, bool | int | float | str)),
+        )
         for name, m in block.named_modules()
     ]
-    return f"{block!r} {plain} {[(n, tuple(p.shape), p.dtype) for n, p in block.named_parameters()]}"
+    return (
+        f"{block!r} {plain} {[(n, tuple(p.shape), p.dtype) for n, p in block.named_parameters()]}"
+    )
 
 
 @dataclass(frozen=True)
@@ -177,8 +196,13 @@ class Measured:
         return self.forward + self.backward
 
 
-def measure_segments(work: Workload, config: Config, device: torch.device, rounds: int = 7) -> list[Measured]:
-    """Run each segment's passes on `device`. Raises UsageError: the model is not a chain of segments."""
+def measure_segments(
+    work: Workload, config: Config, device: torch.device, rounds: int = 7
+) -> list[Measured]:
+    """Run each segment's passes on `device`.
+
+    Raises UsageError: the model is not a chain of segments.
+    """
     torch.manual_seed(config.training.seed)
     with device:
         model = work.make()
@@ -194,11 +218,16 @@ def measure_segments(work: Workload, config: Config, device: torch.device, round
         own = {**keywords, **lent(model, borrowed.get(name, {}))}
         last = place == len(segments) - 1
 
-        def run(values: tuple[Any, ...], segment: nn.Module = segment, own: Any = own, last: bool = last) -> Any:
+        def run(
+            values: tuple[Any, ...], segment: nn.Module = segment, own: Any = own, last: bool = last
+        ) -> Any:
             outputs = run_segment(segment, values, own, inputs)
             return objective.summed(outputs, batch) if last else outputs
 
-        parameters = {*segment.parameters(), *(t for t in own.values() if isinstance(t, nn.Parameter))}
+        parameters = {
+            *segment.parameters(),
+            *(t for t in own.values() if isinstance(t, nn.Parameter)),
+        }
         size = sum(p.numel() for p in parameters)
         found.append(Measured(name, size, *_timed(run, values, model, device, rounds)))
         with torch.no_grad():
@@ -208,14 +237,22 @@ def measure_segments(work: Workload, config: Config, device: torch.device, round
 
 
 def _timed(
-    run: Callable[[tuple[Any, ...]], Any], values: tuple[Any, ...], model: nn.Module, device: torch.device, rounds: int
+    run: Callable[[tuple[Any, ...]], Any],
+    values: tuple[Any, ...],
+    model: nn.Module,
+    device: torch.device,
+    rounds: int,
 ) -> tuple[float, float, int]:
     """Return (seconds forward, seconds backward, bytes kept)."""
     forward, backward, kept = [], [], 0
     owned = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     for number in range(rounds + 1):  # the first one warms up
         inputs = tuple(
-            value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
+            (
+                value.detach().requires_grad_()
+                if isinstance(value, Tensor) and value.is_floating_point()
+                else value
+            )
             for value in values
         )
         saved: dict[int, int] = {}
@@ -230,7 +267,9 @@ def _timed(
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = run(inputs)
         middle = _now(device)
-        tensors = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t.requires_grad]
+        tensors = [
+            t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t.requires_grad
+        ]
         torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
         end = _now(device)
         model.zero_grad(set_to_none=True)
@@ -247,7 +286,10 @@ def _now(device: torch.device) -> float:
 
 
 def equal_stages(measured: Sequence[Measured], count: int) -> tuple[Partition, dict[str, str]]:
-    """Return `count` stages of equal time, and their `split_spec`. Raises UsageError: there are fewer segments."""
+    """Return `count` stages of equal time, and their `split_spec`.
+
+    Raises UsageError: there are fewer segments.
+    """
     if not 1 < count <= len(measured):
         what = f"{len(measured)} segments can't make {count} stages"
         raise UsageError(what, where="--stages", fix=f"2 to {len(measured)}")
@@ -262,13 +304,20 @@ def plan_stages(config: Config, count: int) -> str:
     measured = measure_segments(workload_of(config), config, device)
     parts, spec = equal_stages(measured, count)
     names, width = [one.name for one in measured], max(len(one.name) for one in measured)
-    where = accelerator.name_of(device) if device.type != "cpu" else f"the CPU, {torch.get_num_threads()} threads"
+    where = (
+        accelerator.name_of(device)
+        if device.type != "cpu"
+        else f"the CPU, {torch.get_num_threads()} threads"
+    )
     lines = [f"one micro-batch of {config.training.batch_size} on {where}", ""]
-    lines.append(f"{'segment':{width}}  {'parameters':>13}  {'forward ms':>10}  {'backward ms':>11}  {'kept MiB':>8}")
+    lines.append(
+        f"{'segment':{width}}  {'parameters':>13}  {'forward ms':>10}  {'backward ms':>11} "
+        f" {'kept MiB':>8}"
+    )
     for one in measured:
         lines.append(
-            f"{one.name:{width}}  {one.parameters:13,}  {one.forward * 1e3:10.2f}  {one.backward * 1e3:11.2f}  "
-            f"{one.kept / 2**20:8.1f}"
+            f"{one.name:{width}}  {one.parameters:13,}  {one.forward * 1e3:10.2f} "
+            f" {one.backward * 1e3:11.2f}  {one.kept / 2**20:8.1f}"
         )
     lines += ["", table(parts, names, [one.seconds * 1e3 for one in measured], "ms"), ""]
     lines += ["distributed:", f"  {KEY.partition('.')[2]}:", "    split_spec:"]

@@ -1,1 +1,4 @@
-"""Implements `lockstep report RUN`: shows a run in one self-contained HTML page. Nothing here imports torch."""
+"""Implements `lockstep report RUN`: shows a run in one self-contained HTML page.
+
+Nothing here imports torch.
+"""

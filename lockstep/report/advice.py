@@ -10,7 +10,14 @@ from statistics import median
 from typing import Any
 
 from lockstep.report import read, units
-from lockstep.report.read import PHASE_NAMES, RunData, after_warmup, flat_config, phase_totals, step_shares
+from lockstep.report.read import (
+    PHASE_NAMES,
+    RunData,
+    after_warmup,
+    flat_config,
+    phase_totals,
+    step_shares,
+)
 
 _FIRST = {"bad": 0, "warn": 1, "info": 2}
 
@@ -45,14 +52,24 @@ def _crashed(run: RunData) -> Iterator[Advice]:
     folder = quote(str(run.path))
     do = f"Look at the end of {run.path / 'logs' / 'rank-0.log'}; resume with "
     do += f"`lockstep train {config} --output-dir {folder} --resume auto`."
-    yield Advice("bad", found, do, f"events.jsonl does not end with `stop`; the last logged step is {step}, {lost}.")
+    yield Advice(
+        "bad",
+        found,
+        do,
+        f"events.jsonl does not end with `stop`; the last logged step is {step}, {lost}.",
+    )
 
 
 def _non_finite_loss(run: RunData) -> Iterator[Advice]:
     if run.not_numbers:
         found = f"The loss was not a number at step {run.not_numbers[0]}."
-        do = "Lower training.learning_rate, lengthen training.warmup_steps, or look at the samples of that step."
-        evidence = f"{len(run.not_numbers)} logged step(s) have a loss of nan or infinity, the first is "
+        do = (
+            "Lower training.learning_rate, lengthen training.warmup_steps, or look at the samples"
+            " of that step."
+        )
+        evidence = (
+            f"{len(run.not_numbers)} logged step(s) have a loss of nan or infinity, the first is "
+        )
         evidence += f"{run.not_numbers[0]}."
         yield Advice("bad", found, do, evidence)
 
@@ -60,8 +77,13 @@ def _non_finite_loss(run: RunData) -> Iterator[Advice]:
 def _restarts(run: RunData) -> Iterator[Advice]:
     restarts = run.of_kind("restart", "fault")
     if restarts:
-        reasons = "; ".join(dict.fromkeys(str(event.get("reason", "")).splitlines()[0] for event in restarts[-3:]))
-        found = f"The ranks were restarted {'once' if len(restarts) == 1 else f'{len(restarts)} times'}."
+        reasons = "; ".join(
+            dict.fromkeys(str(event.get("reason", "")).splitlines()[0] for event in restarts[-3:])
+        )
+        found = (
+            "The ranks were restarted"
+            f" {'once' if len(restarts) == 1 else f'{len(restarts)} times'}."
+        )
         do = "Read the reasons; consider removing a machine that recurs in them."
         yield Advice("warn", found, do, f"events.jsonl: {reasons}")
 
@@ -72,11 +94,18 @@ def _data(run: RunData) -> Iterator[Advice]:
         return
     asked = flat_config(run.config_text).get("data.num_workers", 0)
     workers = run.start.get("data_workers", asked)
-    advice = "Raise data.num_workers" if not workers else f"Raise data.num_workers above {workers} or prefetch_factor"
+    advice = (
+        "Raise data.num_workers"
+        if not workers
+        else f"Raise data.num_workers above {workers} or prefetch_factor"
+    )
     if workers != asked:
         advice = f"Raise num_workers of the DataLoader, which is {workers}"
     found = f"{share:.0%} of each step waits for data."
-    do = f"{advice}, or put the data on a faster disk (`lockstep data prepare` makes tokens beforehand)."
+    do = (
+        f"{advice}, or put the data on a faster disk (`lockstep data prepare` makes tokens"
+        " beforehand)."
+    )
     yield Advice("warn", found, do, _of_a_step(run, share) + f"; data.num_workers is {workers}.")
 
 
@@ -91,22 +120,35 @@ def _communication(run: RunData) -> Iterator[Advice]:
     hosts = _ranks_by_host(run)
     ways = ["train larger micro-batches (training.batch_size)"]
     if sizes.get("shard", 1) > 1:
-        ways += ["hold gradients whole until the last micro-batch (distributed.fsdp.accumulate: unsharded)"]
+        ways += [
+            "hold gradients whole until the last micro-batch (distributed.fsdp.accumulate:"
+            " unsharded)"
+        ]
         if len(hosts) > 1 and sizes.get("replicate", 1) == 1:
             ways += ["shard within a host only (distributed.fsdp.sharding_strategy: hybrid_shard)"]
         if str(config.get("precision.mode")) != "fp32":
             ways += ["reduce in half precision (distributed.fsdp.reduce_dtype: bf16)"]
     elif sizes.get("replicate", 1) > 1:
         ways += ["reduce less often (training.gradient_accumulation_steps)"]
-        if config.get("distributed.ddp.compression.kind", "none") == "none" and "pipeline" not in sizes:
+        if (
+            config.get("distributed.ddp.compression.kind", "none") == "none"
+            and "pipeline" not in sizes
+        ):
             ways += ["compress (distributed.ddp.compression.kind: bf16)"]
     if "pipeline" in sizes:
-        ways += ["give the pipeline more micro-batches a step (training.gradient_accumulation_steps)"]
+        ways += [
+            "give the pipeline more micro-batches a step (training.gradient_accumulation_steps)"
+        ]
     if {"tensor", "context"} & set(sizes) and len(hosts) > 1:
         ways += ["keep the ranks of distributed.tensor_size and context_size within a host"]
     found = f"{share:.0%} of each step waits for other ranks."
     do = f"To wait less: {'; '.join(ways)}."
-    yield Advice("warn", found, do, _of_a_step(run, share) + f"; the ranks are {run.start.get('layout', 'unknown')}.")
+    yield Advice(
+        "warn",
+        found,
+        do,
+        _of_a_step(run, share) + f"; the ranks are {run.start.get('layout', 'unknown')}.",
+    )
 
 
 def _ranks_by_host(run: RunData) -> dict[str, list[dict[str, Any]]]:
@@ -120,7 +162,9 @@ def _oversubscribed_hosts(run: RunData) -> dict[str, tuple[int, int]]:
     """Return threads and cores of each host whose ranks on CPUs have more threads than it has cores."""
     found = {}
     for host, ranks in _ranks_by_host(run).items():
-        threads = sum(rank.get("threads") or 0 for rank in ranks if "CPU" in str(rank.get("device")))
+        threads = sum(
+            rank.get("threads") or 0 for rank in ranks if "CPU" in str(rank.get("device"))
+        )
         cores = max((rank.get("cores") or 0 for rank in ranks), default=0)
         if cores and threads > cores:
             found[host] = threads, cores
@@ -132,16 +176,31 @@ def _oversubscribed(run: RunData) -> Iterator[Advice]:
         ranks = len(_ranks_by_host(run)[host])
         found = f"{host} has {cores} core{'s' * (cores != 1)} for {threads} threads of {ranks} "
         found += f"rank{'s' * (ranks != 1)}: they take turns, and wait for each other."
-        do = f"Set OMP_NUM_THREADS={cores // ranks}." if cores >= ranks else f"Start at most {cores} ranks there."
-        yield Advice("warn", found, do, "The start event has each rank's threads, and the cores that it may use.")
+        do = (
+            f"Set OMP_NUM_THREADS={cores // ranks}."
+            if cores >= ranks
+            else f"Start at most {cores} ranks there."
+        )
+        yield Advice(
+            "warn",
+            found,
+            do,
+            "The start event has each rank's threads, and the cores that it may use.",
+        )
 
 
 def _straggler(run: RunData) -> Iterator[Advice]:
     for event in {event.get("rank"): event for event in run.of_kind("straggler")}.values():
         host = event.get("host") or "its machine"
         phase = str(event.get("phase"))
-        found = f"Rank {event.get('rank')} on {host} keeps the others waiting, with {PHASE_NAMES.get(phase, phase)}."
-        do = f"Look at {host}: other processes, heat, a slow disk; `lockstep doctor` compares it with the others."
+        found = (
+            f"Rank {event.get('rank')} on {host} keeps the others waiting, with"
+            f" {PHASE_NAMES.get(phase, phase)}."
+        )
+        do = (
+            f"Look at {host}: other processes, heat, a slow disk; `lockstep doctor` compares it"
+            " with the others."
+        )
         yield Advice("warn", found, do, f"step {event.get('step')}: {event.get('text')}.")
 
 
@@ -154,16 +213,26 @@ def _pauses(run: RunData) -> Iterator[Advice]:
     evaluating = totals["evaluation"] / wall
     if saving > 0.05:
         config = flat_config(run.config_text)
-        how = "Set checkpoint.async: true" if config.get("checkpoint.async") is False else "Raise checkpoint.save_steps"
+        how = (
+            "Set checkpoint.async: true"
+            if config.get("checkpoint.async") is False
+            else "Raise checkpoint.save_steps"
+        )
         found = f"Checkpoints take {saving:.0%} of the time."
         do = f"{how}."
-        evidence = f"{units.seconds(totals['checkpoint'])} of {units.seconds(wall)}, {len(run.of_kind('save'))} "
+        evidence = (
+            f"{units.seconds(totals['checkpoint'])} of {units.seconds(wall)},"
+            f" {len(run.of_kind('save'))} "
+        )
         evidence += "checkpoints."
         yield Advice("warn", found, do, evidence)
     if evaluating > 0.2:
         found = f"Evaluations take {evaluating:.0%} of the time."
         do = "Raise training.eval_steps or training.eval_batch_size."
-        evidence = f"{units.seconds(totals['evaluation'])} of {units.seconds(wall)} in {len(run.evaluations)} "
+        evidence = (
+            f"{units.seconds(totals['evaluation'])} of {units.seconds(wall)} in"
+            f" {len(run.evaluations)} "
+        )
         evidence += "evaluations."
         yield Advice("info", found, do, evidence)
 
@@ -177,7 +246,10 @@ def _memory(run: RunData) -> Iterator[Advice]:
             ),
             "memory_imbalance": (
                 "Ranks hold unequal memory.",
-                "Move the cuts (distributed.pipeline.split_spec), or shard along a dimension that divides evenly.",
+                (
+                    "Move the cuts (distributed.pipeline.split_spec), or shard along a dimension"
+                    " that divides evenly."
+                ),
             ),
         }[event["kind"]]
         yield Advice("warn", found, do, f"step {event.get('step')}: {event.get('text')}.")
@@ -187,8 +259,13 @@ def _memory(run: RunData) -> Iterator[Advice]:
         peak = memory["peak"][2]
         total = memory["total"][2]
         found = f"Much of the GPUs' memory is free: the fullest has held {peak / total:.0%} of it."
-        do = "Raise training.batch_size (and keep training.global_batch_size), or turn gradient_checkpointing off."
-        evidence = f"rank {memory['peak'][3]}: a peak of {units.size(peak)} out of {units.size(total)}."
+        do = (
+            "Raise training.batch_size (and keep training.global_batch_size), or turn"
+            " gradient_checkpointing off."
+        )
+        evidence = (
+            f"rank {memory['peak'][3]}: a peak of {units.size(peak)} out of {units.size(total)}."
+        )
         yield Advice("info", found, do, evidence)
 
 
@@ -197,8 +274,14 @@ def _precision(run: RunData) -> Iterator[Advice]:
     steps = run.rows[-1]["step"] if run.rows else 0
     if skipped > max(3, 0.02 * steps):
         found = f"{skipped} of {steps} steps were skipped: gradients overflowed under fp16."
-        do = "Use precision.mode: bf16 where the device has it; else lower precision.loss_scale.initial_scale."
-        evidence = f"skipped_steps is {skipped}, and the loss scale is {run.last('loss_scale')} at the end."
+        do = (
+            "Use precision.mode: bf16 where the device has it; else lower"
+            " precision.loss_scale.initial_scale."
+        )
+        evidence = (
+            f"skipped_steps is {skipped}, and the loss scale is {run.last('loss_scale')} at the"
+            " end."
+        )
         yield Advice("warn", found, do, evidence)
 
 
@@ -206,24 +289,41 @@ def _clipping(run: RunData) -> Iterator[Advice]:
     values = [row["clipped"] for row in after_warmup(run.rows) if row.get("clipped") is not None]
     if len(values) >= 10 and sum(value > 0 for value in values) > 0.9 * len(values):
         limit = flat_config(run.config_text).get("training.gradient_clip.value")
-        norms = [row["grad_norm"] for row in after_warmup(run.rows) if row.get("grad_norm") is not None]
+        norms = [
+            row["grad_norm"] for row in after_warmup(run.rows) if row.get("grad_norm") is not None
+        ]
         typical = f"the median norm is {median(norms):.3g}, " if norms else ""
-        found = "Nearly every step's gradient is clipped: the learning rate acts as a step of fixed length."
+        found = (
+            "Nearly every step's gradient is clipped: the learning rate acts as a step of fixed"
+            " length."
+        )
         do = "Raise training.gradient_clip.value above the usual norm, or lower the learning rate."
-        evidence = f"{sum(value > 0 for value in values)} of {len(values)} logged steps; {typical}the limit {limit}."
+        evidence = (
+            f"{sum(value > 0 for value in values)} of {len(values)} logged steps; {typical}the"
+            f" limit {limit}."
+        )
         yield Advice("info", found, do, evidence)
 
 
 def _overfitting(run: RunData) -> Iterator[Advice]:
-    losses = [(row["step"], row["eval_loss"]) for row in run.evaluations if row.get("eval_loss") is not None]
+    losses = [
+        (row["step"], row["eval_loss"])
+        for row in run.evaluations
+        if row.get("eval_loss") is not None
+    ]
     if len(losses) < 3:
         return
     best_step, best = min(losses, key=lambda pair: pair[1])
     last_step, last = losses[-1]
     if last > 1.02 * best and last_step > best_step:
         found = f"The evaluation loss has risen since step {best_step}."
-        do = "Stop there (checkpoint.keep_best: eval_loss keeps it), add data or dropout, or train for fewer steps."
-        yield Advice("warn", found, do, f"{best:.4f} at step {best_step}, {last:.4f} at step {last_step}.")
+        do = (
+            "Stop there (checkpoint.keep_best: eval_loss keeps it), add data or dropout, or train"
+            " for fewer steps."
+        )
+        yield Advice(
+            "warn", found, do, f"{best:.4f} at step {best_step}, {last:.4f} at step {last_step}."
+        )
 
 
 def _slowing(run: RunData) -> Iterator[Advice]:
@@ -236,8 +336,14 @@ def _slowing(run: RunData) -> Iterator[Advice]:
     late = median(values[-len(values) // 4 :])
     if late < 0.8 * early:
         found = f"The run has become slower: {1 - late / early:.0%} fewer per second than before."
-        do = "Look at other programs on the machines, at the disk, and at “Time per phase” for the phase that grew."
-        evidence = f"{units.count(early)} {unit}/s in the second quarter of the run, {units.count(late)} in the last."
+        do = (
+            "Look at other programs on the machines, at the disk, and at “Time per phase” for the"
+            " phase that grew."
+        )
+        evidence = (
+            f"{units.count(early)} {unit}/s in the second quarter of the run, {units.count(late)}"
+            " in the last."
+        )
         yield Advice("warn", found, do, evidence)
 
 
@@ -248,14 +354,19 @@ def _utilisation(run: RunData) -> Iterator[Advice]:
     if on_gpu and mfu is not None and mfu < 0.2 and shares.get("forward_backward", 0.0) > 0.7:
         found = f"The devices compute at {mfu:.0%} of their peak."
         do = "Try training.compile: true, precision.mode: bf16, or a larger training.batch_size."
-        evidence = f"mfu {mfu:.3g}; {shares['forward_backward']:.0%} of a step is forward and backward; peak: "
+        evidence = (
+            f"mfu {mfu:.3g}; {shares['forward_backward']:.0%} of a step is forward and backward;"
+            " peak: "
+        )
         evidence += f"{run.start.get('peak_source')}."
         yield Advice("info", found, do, evidence)
 
 
 def _sinks(run: RunData) -> Iterator[Advice]:
     for event in run.of_kind("sink_failed"):
-        found = f"{str(event.get('sink', 'a sink')).capitalize()} failed; training went on without it."
+        found = (
+            f"{str(event.get('sink', 'a sink')).capitalize()} failed; training went on without it."
+        )
         do = "Repair it, or remove it from monitor.sinks."
         yield Advice("info", found, do, f"{event.get('reason')}")
 

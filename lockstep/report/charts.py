@@ -5,9 +5,10 @@ A figure is {id, title, note, wide, x, y, marks, rulers}:
 x, y     an axis: `title`; `unit`, written after each number; `percent`; `log`; `zero`: it begins there; `range`;
          `ticks`; or `names`, one for each row of bars, dots or cells
 marks    {kind, name, colour, x, y}, of five kinds: `line` (`width`, `dash`, `faint`, `step`: each value holds until the
-         next), `area` (stacked), `bar` (stacked; `x` has a length for each row), `dots` (`text`, `symbol`), and `heat`
-         (`z` has the values of each row; `log`, `low`, `high`, `unit`). Marks of one name share an entry of the legend;
-         `label` is what the pointer shows in place of the name, nothing if empty
+         next), `area` (stacked), `bar` (stacked; `x` has a length for each row), `dots` (`text`,
+         `symbol`), and `heat` (`z` has the values of each row; `log`, `low`, `high`, `unit`). Marks
+         of one name share an entry of the legend; `label` is what the pointer shows in place of the
+         name, nothing if empty
 rulers   lines across the figure, at `x` or `y`
 
 A colour is the name of a variable of `page.css`, so that it follows the light and the dark theme.
@@ -19,7 +20,16 @@ from itertools import accumulate
 from typing import Any
 
 from lockstep.report import read
-from lockstep.report.read import PAUSES, PHASE_NAMES, STEP_PHASES, Row, RunData, phase_seconds, smoothed, thinned
+from lockstep.report.read import (
+    PAUSES,
+    PHASE_NAMES,
+    STEP_PHASES,
+    Row,
+    RunData,
+    phase_seconds,
+    smoothed,
+    thinned,
+)
 
 Figure = dict[str, Any]
 COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6")
@@ -97,14 +107,25 @@ def _loss(runs: list[RunData]) -> Figure:
     resumed = [
         {"x": step}
         for step in sorted(
-            {event["step"] for run in runs for event in run.of_kind("resume") if isinstance(event.get("step"), int)}
+            {
+                event["step"]
+                for run in runs
+                for event in run.of_kind("resume")
+                if isinstance(event.get("step"), int)
+            }
         )
     ]
     note = "Mean over the valid targets of a step."
-    note += " Thin: each logged step; thick: the moving mean." if any(len(run.rows) > 40 for run in runs) else ""
+    note += (
+        " Thin: each logged step; thick: the moving mean."
+        if any(len(run.rows) > 40 for run in runs)
+        else ""
+    )
     note += " Dashed lines: the run was resumed from a checkpoint." if resumed else ""
     log = _is_wide_range(value for mark in marks if "faint" not in mark for value in mark["y"])
-    return chart("loss", "Loss", marks, note=note, wide=True, rulers=resumed[-EVENTS:], y={"log": log})
+    return chart(
+        "loss", "Loss", marks, note=note, wide=True, rulers=resumed[-EVENTS:], y={"log": log}
+    )
 
 
 def loss_against(runs: list[RunData], note: str = "") -> list[Figure]:
@@ -152,21 +173,35 @@ def _summed(run: RunData, name: str) -> list[float]:
 def _seconds(run: RunData) -> list[float]:
     """Return the seconds from the first sign of the run to each row."""
     times = [row.get("time") or 0.0 for row in run.rows]
-    begun = min([event["time"] for event in run.events] + [time for time in times if time], default=0.0)
+    begun = min(
+        [event["time"] for event in run.events] + [time for time in times if time], default=0.0
+    )
     return [max(0.0, time - begun) for time in times]
 
 
 _RATE = {"zero": True, "percent": True}
 _NUMBERS: tuple[tuple[str, str, Row, str], ...] = (
     ("lr", "Learning rate", {}, "Of the first group of parameters."),
-    ("grad_norm", "Gradient norm", {"log": True}, "2-norm before clipping, over all shards and stages."),
+    (
+        "grad_norm",
+        "Gradient norm",
+        {"log": True},
+        "2-norm before clipping, over all shards and stages.",
+    ),
     ("loss_scale", "Loss scale", {"log": True}, "For fp16; it is halved when a step is skipped."),
     ("mfu", "Model FLOPs utilisation", _RATE, "FLOPs per second, as a share of the devices' peak."),
-    ("hfu", "Hardware FLOPs utilisation", _RATE, "Like MFU, but recomputed activations count twice."),
+    (
+        "hfu",
+        "Hardware FLOPs utilisation",
+        _RATE,
+        "Like MFU, but recomputed activations count twice.",
+    ),
 )
 
 
-def _number(runs: list[RunData], name: str, title: str, axis: Row, note: str, of: str = "rows") -> Figure:
+def _number(
+    runs: list[RunData], name: str, title: str, axis: Row, note: str, of: str = "rows"
+) -> Figure:
     series = [(run.series(name, of), run.name, colour) for run, colour in coloured(runs)]
     marks = [line(*found, label, colour) for found, label, colour in series if found[0]]
     return chart(name, title, marks, note=note, y=axis)
@@ -174,10 +209,14 @@ def _number(runs: list[RunData], name: str, title: str, axis: Row, note: str, of
 
 def _own_metrics(runs: list[RunData]) -> list[Figure]:
     rows = [row for run in runs for row in run.evaluations]
-    keys = {key: None for row in rows for key, value in row.items() if isinstance(value, float | int)}
+    keys = {
+        key: None for row in rows for key, value in row.items() if isinstance(value, float | int)
+    }
     names = [name for name in keys if name not in ("step", "time", "eval_loss")]
     shown = enumerate(names[:OWN_CHARTS])
-    drawn = [_number(runs, name, name, {}, "", "evaluations") | {"id": f"own-{i}"} for i, name in shown]
+    drawn = [
+        _number(runs, name, name, {}, "", "evaluations") | {"id": f"own-{i}"} for i, name in shown
+    ]
     if len(names) > OWN_CHARTS:
         drawn[-1]["note"] = f"{len(names) - OWN_CHARTS} more metrics are in metrics.jsonl."
     return drawn
@@ -193,11 +232,16 @@ def _layers(run: RunData) -> Figure | None:
     cells = _heat(groups, lambda row: [row["gradient_norms"].get(name) for name in shown], log=True)
     note = f"2-norm before clipping; logarithmic.{_rows_per_column(groups)}"
     note += f" The first {ROWS} of {len(names)} layers." if len(names) > ROWS else ""
-    return chart("layers", "Gradient norm by layer", [cells], note=note, wide=True, y={"names": shown})
+    return chart(
+        "layers", "Gradient norm by layer", [cells], note=note, wide=True, y={"names": shown}
+    )
 
 
 def _bars(names: Sequence[str], parts: Iterable[tuple[str, str, list[float]]]) -> list[Row]:
-    """Return stacked bars, one for each of `names`; parts are (name, colour, a length for each bar)."""
+    """Return stacked bars, one for each of `names`.
+
+    Parts are (name, colour, a length for each bar).
+    """
     return [
         {"kind": "bar", "name": name, "colour": colour, "x": [_short(value) for value in values]}
         for name, colour, values in parts
@@ -207,9 +251,17 @@ def _bars(names: Sequence[str], parts: Iterable[tuple[str, str, list[float]]]) -
 
 def _phases(runs: list[RunData]) -> Figure:
     if len(runs) > 1:
-        known = [(run, read.step_shares(run), read.typical_step(run) * 1e3) for run in runs if read.step_shares(run)]
+        known = [
+            (run, read.step_shares(run), read.typical_step(run) * 1e3)
+            for run in runs
+            if read.step_shares(run)
+        ]
         parts = [
-            (PHASE_NAMES[phase], _PHASE_COLOURS[phase], [shares[phase] * step for _, shares, step in known])
+            (
+                PHASE_NAMES[phase],
+                _PHASE_COLOURS[phase],
+                [shares[phase] * step for _, shares, step in known],
+            )
             for phase in STEP_PHASES
         ]
         names = [run.name for run, _, _ in known]
@@ -223,7 +275,9 @@ def _phases(runs: list[RunData]) -> Figure:
         )
     rows = runs[0].gathered
     keep = [rows[i] for i in thinned([row.get("step_seconds") for row in rows], POINTS // 60)]
-    factor, sign, unit = _moments(max((row.get("step_seconds") or 0.0 for row in rows), default=0.0))
+    factor, sign, unit = _moments(
+        max((row.get("step_seconds") or 0.0 for row in rows), default=0.0)
+    )
     marks = [
         {
             "kind": "area",
@@ -235,14 +289,24 @@ def _phases(runs: list[RunData]) -> Figure:
         for phase in STEP_PHASES
         if len(rows) > 1 and any(phase_seconds(row, phase) for row in rows)
     ]
-    return chart("phases", "Time per phase", marks, note=f"{unit} per step, of the median rank.", y={"unit": sign})
+    return chart(
+        "phases",
+        "Time per phase",
+        marks,
+        note=f"{unit} per step, of the median rank.",
+        y={"unit": sign},
+    )
 
 
 def _whole_time(runs: list[RunData]) -> Figure:
     known = [(run.name, read.phase_totals(run)) for run in runs if run.gathered]
     factor, sign, unit = _moments(max((sum(seconds.values()) for _, seconds in known), default=0.0))
     parts = [
-        (PHASE_NAMES[phase], _PHASE_COLOURS[phase], [seconds.get(phase, 0.0) * factor for _, seconds in known])
+        (
+            PHASE_NAMES[phase],
+            _PHASE_COLOURS[phase],
+            [seconds.get(phase, 0.0) * factor for _, seconds in known],
+        )
         for phase in (*STEP_PHASES, *PAUSES, "outside")
     ]
     names = [name if len(runs) > 1 else "" for name, _ in known]
@@ -264,7 +328,10 @@ def _ranks(run: RunData) -> Figure | None:
     shown = list(range(count))
     if count > ROWS:
         most = [
-            max((row["own_seconds"][rank] for row in rows if rank < len(row["own_seconds"])), default=0.0)
+            max(
+                (row["own_seconds"][rank] for row in rows if rank < len(row["own_seconds"])),
+                default=0.0,
+            )
             for rank in shown
         ]
         shown = sorted(sorted(shown, key=lambda rank: -most[rank])[:ROWS])
@@ -276,8 +343,13 @@ def _ranks(run: RunData) -> Figure | None:
 
     groups = _columns(rows, len(shown))
     cells = _heat(groups, skew, low=1.0, unit=" ×")
-    cells["high"] = max(1.3, *(value for values in cells["z"] for value in values if value is not None))
-    note = f"A rank's own time in a step, without waiting, over that of the median rank.{_rows_per_column(groups)}"
+    cells["high"] = max(
+        1.3, *(value for values in cells["z"] for value in values if value is not None)
+    )
+    note = (
+        "A rank's own time in a step, without waiting, over that of the median"
+        f" rank.{_rows_per_column(groups)}"
+    )
     note += f" The {ROWS} of {count} ranks that were slowest." if count > ROWS else ""
     return chart(
         "ranks",
@@ -297,12 +369,16 @@ def _own_time(run: RunData) -> Figure | None:
     factor, sign, unit = _moments(max(phase_seconds(row, "forward_backward", 2) for row in rows))
     steps = [row["step"] for row in rows]
     for phase in ("data", "forward_backward", "communication"):
-        most, middle = ([phase_seconds(row, phase, place) * factor for row in rows] for place in (2, 1))
+        most, middle = (
+            [phase_seconds(row, phase, place) * factor for row in rows] for place in (2, 1)
+        )
         if any(most):
             name = PHASE_NAMES[phase]
             colour = _PHASE_COLOURS[phase]
             marks.append(line(steps, most, name, colour, label=f"{name}, most"))
-            marks.append(line(steps, middle, name, colour, label=f"{name}, median", width=1, dash="dot"))
+            marks.append(
+                line(steps, middle, name, colour, label=f"{name}, median", width=1, dash="dot")
+            )
     return chart(
         "spread",
         "Slowest rank and median",
@@ -314,19 +390,32 @@ def _own_time(run: RunData) -> Figure | None:
 
 def _memory(run: RunData) -> Figure:
     rows = [row for row in run.gathered if row.get("memory")]
-    names = {"peak": "peak", "reserved": "reserved", "allocated": "allocated", "host": "host, resident"}
+    names = {
+        "peak": "peak",
+        "reserved": "reserved",
+        "allocated": "allocated",
+        "host": "host, resident",
+    }
     marks = []
     colours = iter(COLOURS)
     for name, label in names.items():
-        found = [(row["step"], row["memory"][name][2] / GIB) for row in rows if name in row["memory"]]
+        found = [
+            (row["step"], row["memory"][name][2] / GIB) for row in rows if name in row["memory"]
+        ]
         if found:
-            marks.append(line([step for step, _ in found], [value for _, value in found], label, next(colours)))
+            marks.append(
+                line(
+                    [step for step, _ in found], [value for _, value in found], label, next(colours)
+                )
+            )
     last = rows[-1]["memory"] if rows else {}
     total = last["total"][2] / GIB if "total" in last else 0.0
     is_near = "reserved" in last and last["reserved"][2] / GIB > 0.3 * total
     note = "GiB of the rank that holds most." + (" Dashed: the GPU's memory." if is_near else "")
     rulers = [{"y": total}] if is_near else []
-    return chart("memory", "Memory", marks, note=note, rulers=rulers, y={"zero": True, "unit": " GiB"})
+    return chart(
+        "memory", "Memory", marks, note=note, rulers=rulers, y={"zero": True, "unit": " GiB"}
+    )
 
 
 _KINDS = {
@@ -345,14 +434,20 @@ _NOT_DRAWN = ("save_stall", "prometheus")
 def _timeline(runs: list[RunData]) -> Figure:
     several = len(runs) > 1
     begun = {id(run): min((event["time"] for event in run.events), default=0.0) for run in runs}
-    longest = max((run.events[-1]["time"] - begun[id(run)] for run in runs if run.events), default=0.0)
+    longest = max(
+        (run.events[-1]["time"] - begun[id(run)] for run in runs if run.events), default=0.0
+    )
     factor, sign, unit = _moments(max(5.0, longest))
-    kinds = [*dict.fromkeys(e["kind"] for run in runs for e in run.events if e["kind"] not in _NOT_DRAWN)][:ROWS]
+    kinds = [
+        *dict.fromkeys(e["kind"] for run in runs for e in run.events if e["kind"] not in _NOT_DRAWN)
+    ][:ROWS]
     marks = []
     left_out = 0
     for row, kind in enumerate(kinds):
         colour, symbol = _KINDS.get(kind, ("c4", "star"))
-        points = [(place, run, event) for place, run in enumerate(runs) for event in run.of_kind(kind)]
+        points = [
+            (place, run, event) for place, run in enumerate(runs) for event in run.of_kind(kind)
+        ]
         every = -(-len(points) // EVENTS)
         left_out += len(points) - len(points[::every])
         points = points[::every]
@@ -362,7 +457,9 @@ def _timeline(runs: list[RunData]) -> Figure:
                 "name": kind if several else "",
                 "colour": colour,
                 "symbol": symbol,
-                "x": [_short((event["time"] - begun[id(run)]) * factor) for _, run, event in points],
+                "x": [
+                    _short((event["time"] - begun[id(run)]) * factor) for _, run, event in points
+                ],
                 "y": [place if several else row for place, _, _ in points],
                 "text": [_about(event) for _, _, event in points],
             }
@@ -382,18 +479,30 @@ def _timeline(runs: list[RunData]) -> Figure:
 
 def _about(event: Row) -> str:
     parts = [str(event["kind"]), *([f"step {event['step']}"] if "step" in event else [])]
-    parts += [str(event[key]).splitlines()[0][:120] for key in ("checkpoint", "reason", "text") if event.get(key)]
+    parts += [
+        str(event[key]).splitlines()[0][:120]
+        for key in ("checkpoint", "reason", "text")
+        if event.get(key)
+    ]
     return ", ".join(parts)
 
 
-_PARTS = {"compute": "c1", "overlapped communication": "c3", "exposed communication": "c4", "idle": "c8"}
+_PARTS = {
+    "compute": "c1",
+    "overlapped communication": "c3",
+    "exposed communication": "c4",
+    "idle": "c8",
+}
 
 
 def _profile_shares(run: RunData) -> Figure:
     profile = run.profile or {}
     traced = (profile.get("ranks") or [])[:ROWS]
     names = [f"rank {rank['rank']}" for rank in traced]
-    parts = [(part, colour, [rank["shares"].get(part, 0.0) for rank in traced]) for part, colour in _PARTS.items()]
+    parts = [
+        (part, colour, [rank["shares"].get(part, 0.0) for rank in traced])
+        for part, colour in _PARTS.items()
+    ]
     return chart(
         "profile",
         "Profile",
@@ -407,8 +516,16 @@ def _profile_shares(run: RunData) -> Figure:
 def _profile_memory(run: RunData) -> Figure:
     curve = (run.profile or {}).get("memory") or []
     factor, sign, _ = _moments(max((when for when, _ in curve), default=0.0))
-    unit, name = (GIB, " GiB") if max((size for _, size in curve), default=0.0) > GIB else (MIB, " MiB")
-    held = line([when * factor for when, _ in curve], [size / unit for _, size in curve], "held", "c1", step=True)
+    unit, name = (
+        (GIB, " GiB") if max((size for _, size in curve), default=0.0) > GIB else (MIB, " MiB")
+    )
+    held = line(
+        [when * factor for when, _ in curve],
+        [size / unit for _, size in curve],
+        "held",
+        "c1",
+        step=True,
+    )
     return chart(
         "profile-memory",
         "Memory in the profile",
@@ -422,7 +539,9 @@ def _profile_memory(run: RunData) -> Figure:
 # ---- parts of figures ----
 
 
-def chart(name: str, title: str, marks: list[Row], *, note: str = "", x: Row | None = None, **more: Any) -> Figure:
+def chart(
+    name: str, title: str, marks: list[Row], *, note: str = "", x: Row | None = None, **more: Any
+) -> Figure:
     """Return a figure; its x axis has steps unless another one is given."""
     return {
         "id": name,
@@ -463,11 +582,18 @@ def _is_wide_range(values: Iterable[float | None]) -> bool:
 
 
 def shortened(figures: list[Figure]) -> int:
-    """Thin the lines of figures in place, until they have `POINTS` at most; return how many a line may have, 0: all.
+    """Thin the lines of figures in place, until they have `POINTS` at most.
+
+    Return how many a line may have, 0: all.
 
     Lines of wide figures may have twice as many as others. Short lines are left as they are.
     """
-    lines = [(mark, 1 + figure["wide"]) for figure in figures for mark in figure["marks"] if mark["kind"] == "line"]
+    lines = [
+        (mark, 1 + figure["wide"])
+        for figure in figures
+        for mark in figure["marks"]
+        if mark["kind"] == "line"
+    ]
     most = read.LIMIT // 2
     while most > 4 and sum(min(len(mark["x"]), most * weight) for mark, weight in lines) > POINTS:
         most = most * 9 // 10
@@ -486,14 +612,25 @@ def _columns(rows: Sequence[Row], height: int) -> list[Sequence[Row]]:
     return [rows[i * len(rows) // count : (i + 1) * len(rows) // count] for i in range(count)]
 
 
-def _heat(groups: list[Sequence[Row]], values: Callable[[Row], Sequence[float | None]], **more: Any) -> Row:
+def _heat(
+    groups: list[Sequence[Row]], values: Callable[[Row], Sequence[float | None]], **more: Any
+) -> Row:
     """Return a heat map; a cell has the greatest value of its group of rows."""
     by_column = []
     for group in groups:
-        known = [[value for value in cell if value is not None] for cell in zip(*map(values, group), strict=True)]
+        known = [
+            [value for value in cell if value is not None]
+            for cell in zip(*map(values, group), strict=True)
+        ]
         by_column.append([_short(max(cell)) if cell else None for cell in known])
     cells = [list(row) for row in zip(*by_column, strict=True)]
-    return {"kind": "heat", "name": "", "x": [group[0]["step"] for group in groups], "z": cells, **more}
+    return {
+        "kind": "heat",
+        "name": "",
+        "x": [group[0]["step"] for group in groups],
+        "z": cells,
+        **more,
+    }
 
 
 def _rows_per_column(groups: list[Sequence[Row]]) -> str:

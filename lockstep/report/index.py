@@ -10,7 +10,17 @@ from lockstep.records import RunDirectory
 from lockstep.report import units
 from lockstep.report.advice import advise
 from lockstep.report.charts import LINES_AT_MOST, loss_against, shortened
-from lockstep.report.page import Page, best_first, compared, differences, not_read, page_data, render, serve, write
+from lockstep.report.page import (
+    Page,
+    best_first,
+    compared,
+    differences,
+    not_read,
+    page_data,
+    render,
+    serve,
+    write,
+)
 from lockstep.report.read import RunData, is_run, read_run, typical_step, wall_seconds
 from lockstep.run_files import printable
 
@@ -38,7 +48,9 @@ def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) ->
             about += [f"loss {loss:.4f}"] if loss is not None else []
             about += [f"{units.seconds(seconds)} per step"] if seconds else []
             lines = [", ".join(about), *(f"  {advice.found} {advice.do}" for advice in advise(one))]
-            print(printable("\n".join([*lines, *(f"  left out: {text}" for text in not_read([one]))])))
+            print(
+                printable("\n".join([*lines, *(f"  left out: {text}" for text in not_read([one]))]))
+            )
     print(printable(f"lockstep: {target}"))
     return 0
 
@@ -67,7 +79,10 @@ def write_index(folder: Path, output: Path | None) -> Path:
     """Write the page, and the report of each run that has none or an older one; return its path."""
     paths = runs_in(folder)
     if not paths:
-        fix = "give the folder that `lockstep train --output-dir` wrote, as runs/NAME, or a folder of such folders"
+        fix = (
+            "give the folder that `lockstep train --output-dir` wrote, as runs/NAME, or a folder of"
+            " such folders"
+        )
         raise UsageError(f"{folder} is not a run directory, and there is none in it", fix=fix)
     target = output or folder / INDEX
     runs = best_first([read_run(path, among=len(paths)) for path in paths])
@@ -99,7 +114,9 @@ def index_data(folder: Path, runs: list[RunData], beside: Path) -> Page:
     shortened(figures)
     return {
         "title": f"{len(runs)} run{'s' if len(runs) > 1 else ''} in {folder.resolve().name}",
-        "made": units.moment(max((event["time"] for run in runs for event in run.events), default=0.0)),
+        "made": units.moment(
+            max((event["time"] for run in runs for event in run.events), default=0.0)
+        ),
         "not_read": not_read(runs),
         "runs": [],
         "advice": None,

@@ -1,8 +1,9 @@
 """Builds the page, one HTML file that contains its data, style and scripts; of a running run, serves it on loopback.
 
-Its content security policy forbids every request; served live, it allows those to its own server, which the page asks
-for its data every two seconds. Names and configs of runs go into the page as data and are shown as text, never as
-markup. Pages are made of runs of strangers too, so an image is read only if it lies in the run's own folder of images.
+Its content security policy forbids every request; served live, it allows those to its own server,
+which the page asks for its data every two seconds. Names and configs of runs go into the page as
+data and are shown as text, never as markup. Pages are made of runs of strangers too, so an image is
+read only if it lies in the run's own folder of images.
 
 Tests: tests/report/test_report.py, tests/report/test_browser.py
 """
@@ -28,9 +29,21 @@ from lockstep.records import RunDirectory
 from lockstep.report import read, units
 from lockstep.report.advice import advise
 from lockstep.report.charts import COLOURS, Figure, chart, charts, coloured, line, shortened
-from lockstep.report.read import NEWEST, Row, RunData, flat_config, read_run, typical, typical_step, wall_seconds
+from lockstep.report.read import (
+    NEWEST,
+    Row,
+    RunData,
+    flat_config,
+    read_run,
+    typical,
+    typical_step,
+    wall_seconds,
+)
 
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+    " blob:; "
+)
 _POLICY += "base-uri 'none'; form-action 'none'; connect-src {connect}"
 Page = dict[str, Any]
 _MOST_BYTES = 950_000  # of a page's data; the scripts and the style have 40,000
@@ -43,7 +56,10 @@ _NOTES = 50
 
 
 def render(data: Page, *, live: bool = False) -> str:
-    """Return the whole page of `page_data`; `live`: it fetches `data.json` from its server every two seconds."""
+    """Return the whole page of `page_data`.
+
+    `live`: it fetches `data.json` from its server every two seconds.
+    """
     template = _read("page.html")
     parts = {
         "TITLE": escape(data["title"]),
@@ -66,12 +82,19 @@ def page_data(runs: list[RunData], now: float | None = None) -> Page:
         figures += read.attempted("the histograms", lambda: _histograms(runs[0]), note) or []
     most = shortened(figures)
     share = _CONFIG_CHARACTERS // len(runs)
-    thinner = f"Lines are drawn with {most:,} points, wide ones with twice as many; metrics.jsonl has all."
+    thinner = (
+        f"Lines are drawn with {most:,} points, wide ones with twice as many; metrics.jsonl has"
+        " all."
+    )
     page = {
         "title": " · ".join(run.name for run in runs),
         "made": units.moment(time.time() if now is None else now),
         "runs": [_about(run, colour) for run, colour in coloured(runs)],
-        "advice": [vars(advice) | {"run": run.name if len(runs) > 1 else ""} for run in runs for advice in advise(run)],
+        "advice": [
+            vars(advice) | {"run": run.name if len(runs) > 1 else ""}
+            for run in runs
+            for advice in advise(run)
+        ],
         "charts": figures,
         "left_out": thinner if most else "",
         "tables": [
@@ -83,7 +106,11 @@ def page_data(runs: list[RunData], now: float | None = None) -> Page:
             ),
         ],
         "not_read": not_read(runs),
-        "configs": [{"name": run.name, "text": _begun(run.config_text, share)} for run in runs if run.config_text],
+        "configs": [
+            {"name": run.name, "text": _begun(run.config_text, share)}
+            for run in runs
+            if run.config_text
+        ],
     }
     return page | {"samples": _samples(runs, _MOST_BYTES - len(json.dumps(page)))}
 
@@ -92,7 +119,13 @@ def not_read(runs: Sequence[RunData]) -> list[str]:
     """Return what the page leaves out of the runs' folders, and why."""
     notes = [(run, text) for run in runs for text in dict.fromkeys(run.left_out)]
     notes += [
-        (run, f"rows of metrics.jsonl: {len(run.rows):,} of {run.num_rows:,} are looked at, with the peaks")
+        (
+            run,
+            (
+                f"rows of metrics.jsonl: {len(run.rows):,} of {run.num_rows:,} are looked at, with"
+                " the peaks"
+            ),
+        )
         for run in runs
         if run.num_rows is not None
     ]
@@ -105,7 +138,9 @@ def _begun(text: str, most: int) -> str:
 
 def _about(run: RunData, colour: str) -> Page:
     start = run.start
-    versions = ", ".join(f"{name} {number}" for name, number in (start.get("versions") or {}).items())
+    versions = ", ".join(
+        f"{name} {number}" for name, number in (start.get("versions") or {}).items()
+    )
     facts = [
         ("strategy", start.get("layout", "")),
         ("ranks", _where(start)),
@@ -116,8 +151,18 @@ def _about(run: RunData, colour: str) -> Page:
     ]
     lines = [line for line in start.get("lines") or [] if isinstance(line, str)]
     shown = [(name, str(text)) for name, text in facts if text]
-    about = {"name": run.name, "status": run.status, "colour": colour, "facts": shown, "lines": lines}
-    tiles = read.attempted("the figures at the top", lambda: _tiles(run), run.left_out.append) if run.rows else []
+    about = {
+        "name": run.name,
+        "status": run.status,
+        "colour": colour,
+        "facts": shown,
+        "lines": lines,
+    }
+    tiles = (
+        read.attempted("the figures at the top", lambda: _tiles(run), run.left_out.append)
+        if run.rows
+        else []
+    )
     return about | {"tiles": tiles or []}
 
 
@@ -142,10 +187,18 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
     peak = max((row["memory_bytes"] for row in run.rows if row.get("memory_bytes")), default=0)
     tiles = [
         ("steps", f"{last['step']:,}", f"of {total:,}" if total else ""),
-        ("loss", f"{loss:.4f}" if loss is not None else "–", f"best evaluation {best:.4f}" if best is not None else ""),
+        (
+            "loss",
+            f"{loss:.4f}" if loss is not None else "–",
+            f"best evaluation {best:.4f}" if best is not None else "",
+        ),
         ("step time", units.seconds(typical_step(run)), "median"),
         (f"{unit} / s", units.count(rate), "median") if rate else ("", "", ""),
-        ("MFU", f"{mfu:.1%}", str(run.start.get("peak_source", "")).partition(":")[0]) if mfu else ("", "", ""),
+        (
+            ("MFU", f"{mfu:.1%}", str(run.start.get("peak_source", "")).partition(":")[0])
+            if mfu
+            else ("", "", "")
+        ),
         ("peak memory", units.size(peak), "rank 0"),
         ("wall time", units.seconds(wall_seconds(run)), ""),
     ]
@@ -153,7 +206,10 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def _best_evaluation(run: RunData) -> float | None:
-    return min((row["eval_loss"] for row in run.evaluations if row.get("eval_loss") is not None), default=None)
+    return min(
+        (row["eval_loss"] for row in run.evaluations if row.get("eval_loss") is not None),
+        default=None,
+    )
 
 
 def _rate(run: RunData) -> tuple[float | None, str]:
@@ -164,7 +220,18 @@ def _rate(run: RunData) -> tuple[float | None, str]:
 
 def compared(runs: list[RunData]) -> Page:
     """Return the table of the runs' figures."""
-    head = ["run", "status", "strategy", "steps", "last loss", "best evaluation", "step", "rate", "MFU", "memory"]
+    head = [
+        "run",
+        "status",
+        "strategy",
+        "steps",
+        "last loss",
+        "best evaluation",
+        "step",
+        "rate",
+        "MFU",
+        "memory",
+    ]
     rows = []
     for run in runs:
         best = _best_evaluation(run)
@@ -187,7 +254,9 @@ def compared(runs: list[RunData]) -> Page:
     for name in own_metrics(runs):
         head.append(name)
         for run, row in zip(runs, rows, strict=True):
-            value = next((row[name] for row in reversed(run.evaluations) if _is_number(row.get(name))), None)
+            value = next(
+                (row[name] for row in reversed(run.evaluations) if _is_number(row.get(name))), None
+            )
             row.append("–" if value is None else f"{value:.5g}")
     return {"title": "The runs side by side", "head": head, "rows": rows}
 
@@ -196,7 +265,11 @@ def own_metrics(runs: list[RunData]) -> list[str]:
     """Return the names of a user's own numbers, at most six, in the order in which they come."""
     rows = [row for run in runs for row in run.evaluations[-1:]]
     known = ("step", "time", "eval_loss")
-    return list(dict.fromkeys(name for row in rows for name in row if name not in known and _is_number(row[name])))[:6]
+    return list(
+        dict.fromkeys(
+            name for row in rows for name in row if name not in known and _is_number(row[name])
+        )
+    )[:6]
 
 
 def _is_number(value: Any) -> bool:
@@ -206,12 +279,17 @@ def _is_number(value: Any) -> bool:
 def best_first(runs: list[RunData]) -> list[RunData]:
     """Return the runs by the metric that their configs keep the best of, else by the best evaluation loss."""
     configs = [flat_config(run.config_text) for run in runs]
-    asked = {(config.get("checkpoint.keep_best"), config.get("checkpoint.keep_best_mode")) for config in configs}
+    asked = {
+        (config.get("checkpoint.keep_best"), config.get("checkpoint.keep_best_mode"))
+        for config in configs
+    }
     name, mode = asked.pop() if len(asked) == 1 else (None, None)
     name, sign = str(name or "eval_loss"), -1 if mode == "max" and name else 1
 
     def place(run: RunData) -> float:
-        values = [sign * row[name] for row in (*run.evaluations, *run.rows) if _is_number(row.get(name))]
+        values = [
+            sign * row[name] for row in (*run.evaluations, *run.rows) if _is_number(row.get(name))
+        ]
         return min(values, default=math.inf)
 
     return sorted(runs, key=place)
@@ -230,13 +308,24 @@ def differences(runs: list[RunData]) -> Page | None:
 def _given(run: RunData) -> Row:
     """Return what the run's script gave in Python, where a config says nothing."""
     given = run.start.get("given")
-    return {f"{name} (in Python)": str(value) for name, value in given.items()} if isinstance(given, dict) else {}
+    return (
+        {f"{name} (in Python)": str(value) for name, value in given.items()}
+        if isinstance(given, dict)
+        else {}
+    )
 
 
 def _operators(runs: list[RunData]) -> Page | None:
     ops = (runs[0].profile or {}).get("operators") or [] if len(runs) == 1 else []
-    rows = [[op["name"], units.seconds(op["seconds"]), f"{op['share']:.1%}", units.count(op["calls"])] for op in ops]
-    return {"title": "Top operators", "head": ["operator", "time", "share", "calls"], "rows": rows} if rows else None
+    rows = [
+        [op["name"], units.seconds(op["seconds"]), f"{op['share']:.1%}", units.count(op["calls"])]
+        for op in ops
+    ]
+    return (
+        {"title": "Top operators", "head": ["operator", "time", "share", "calls"], "rows": rows}
+        if rows
+        else None
+    )
 
 
 def _events(runs: list[RunData]) -> Page | None:
@@ -265,8 +354,15 @@ def _events(runs: list[RunData]) -> Page | None:
 
 
 def _text(event: Page) -> str:
-    shown = {k: v for k, v in event.items() if k in ("checkpoint", "reason", "text", "layout", "sink", "left", "where")}
-    words = (str(value) if key in ("reason", "text") else f"{key} {value}" for key, value in shown.items())
+    shown = {
+        k: v
+        for k, v in event.items()
+        if k in ("checkpoint", "reason", "text", "layout", "sink", "left", "where")
+    }
+    words = (
+        str(value) if key in ("reason", "text") else f"{key} {value}"
+        for key, value in shown.items()
+    )
     return _begun(", ".join(words), _EVENT_CHARACTERS)
 
 
@@ -278,7 +374,9 @@ def _samples(runs: list[RunData], left: int) -> list[Row]:
     groups: list[tuple[RunData, str, list[Row], list[Row]]] = []
     names_left_out = 0
     for run in runs:
-        named = [(name, rows) for name, rows in run.media.items() if rows[-1]["kind"] != "histogram"]
+        named = [
+            (name, rows) for name, rows in run.media.items() if rows[-1]["kind"] != "histogram"
+        ]
         kept = named[-max(1, NAMES // len(runs)) :]
         groups += [(run, name, rows, []) for name, rows in kept]
         names_left_out += len(named) - len(kept)
@@ -291,10 +389,16 @@ def _samples(runs: list[RunData], left: int) -> list[Row]:
                 left -= size
     shown: list[Row] = []
     for run, name, rows, items in groups:
-        where = "metrics.jsonl" if rows[-1]["kind"] == "text" else RunDirectory(run.path).media.name + "/"
+        where = (
+            "metrics.jsonl"
+            if rows[-1]["kind"] == "text"
+            else RunDirectory(run.path).media.name + "/"
+        )
         more = max(len(rows), *(row.get("number", 0) for row in rows)) - len(items)
         note = f"{more} more in {run.name}/{where}" if more > 0 else ""
-        shown.append({"name": f"{run.name}: {name}" if len(runs) > 1 else name, "note": note, "items": items})
+        shown.append(
+            {"name": f"{run.name}: {name}" if len(runs) > 1 else name, "note": note, "items": items}
+        )
     if names_left_out:
         shown[0]["note"] += f" {names_left_out} more names are in metrics.jsonl."
     return shown
@@ -308,7 +412,9 @@ def _item(run: Path, row: Row, most: int) -> Row:
     if row.get("kind") != "image" or not isinstance(row.get("file"), str):
         return {}
     try:
-        data = run_files.read_bytes(run, RunDirectory(run).media.name, Path(row["file"]).name, limit=max(0, most))
+        data = run_files.read_bytes(
+            run, RunDirectory(run).media.name, Path(row["file"]).name, limit=max(0, most)
+        )
     except (OSError, ValueError):  # ValueError: a null byte in its name
         return {}
     if not data.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -326,7 +432,11 @@ def _histograms(run: RunData) -> list[Figure]:
         for row in (*rows[:1], *rows[1:][-NEWEST + 1 :]):
             counts = row.get("counts")
             edges = row.get("edges")
-            if isinstance(counts, list) and isinstance(edges, list) and len(edges) == len(counts) + 1:
+            if (
+                isinstance(counts, list)
+                and isinstance(edges, list)
+                and len(edges) == len(counts) + 1
+            ):
                 name_of_row = f"step {row['step']:,}"
                 colour = COLOURS[len(marks)]
                 marks.append(line(edges, [*counts, *counts[-1:]], name_of_row, colour, step=True))
@@ -343,13 +453,18 @@ _BEGINNING = 4096  # bytes of a page in which its title is
 
 
 def write(text: str, path: Path) -> None:
-    """Write a page to a file, in place of an earlier one. Raises UsageError: it can't be written there."""
+    """Write a page to a file, in place of an earlier one.
+
+    Raises UsageError: it can't be written there.
+    """
     require_replaceable(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         run_files.replace_file(path, text.encode(errors="replace"))
     except OSError as error:
-        raise UsageError(f"{path} can't be written", why=str(error.strerror), fix="name another FILE") from None
+        raise UsageError(
+            f"{path} can't be written", why=str(error.strerror), fix="name another FILE"
+        ) from None
 
 
 def require_replaceable(path: Path) -> None:
@@ -363,7 +478,9 @@ def require_replaceable(path: Path) -> None:
         is_page = False
     if not is_page:
         why = "it is not a page that Lockstep has written, and nothing else is written over"
-        raise UsageError(f"{path} exists already", why=why, fix="name another FILE, or move it away")
+        raise UsageError(
+            f"{path} exists already", why=why, fix="name another FILE, or move it away"
+        )
 
 
 def _read(name: str) -> str:
@@ -376,7 +493,9 @@ _OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]+)?", re.IGNORECASE)
 def serve(paths: Sequence[Path], port: int = 0) -> None:
     """Serve run directories until interrupted."""
     with make_server(paths, port) as server, suppress(KeyboardInterrupt):
-        print(f"lockstep: http://127.0.0.1:{server.server_address[1]}/ (Ctrl+C stops it)", flush=True)
+        print(
+            f"lockstep: http://127.0.0.1:{server.server_address[1]}/ (Ctrl+C stops it)", flush=True
+        )
         server.serve_forever()
 
 
@@ -402,7 +521,11 @@ def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
             if not _OWN_HOST.fullmatch(self.headers.get("Host", "")):
                 self._answer(403, "text/plain", b"this page is for this machine")
             elif self.path == "/":
-                self._answer(200, "text/html; charset=utf-8", render(data(), live=True).encode(errors="replace"))
+                self._answer(
+                    200,
+                    "text/html; charset=utf-8",
+                    render(data(), live=True).encode(errors="replace"),
+                )
             elif self.path == "/data.json":
                 self._answer(200, "application/json", json.dumps(data(), allow_nan=False).encode())
             else:
@@ -424,7 +547,9 @@ def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as error:  # taken, or not a port
-        raise UsageError(f"port {port} can't be used on this machine: {error}", fix="--port 0: any") from None
+        raise UsageError(
+            f"port {port} can't be used on this machine: {error}", fix="--port 0: any"
+        ) from None
 
 
 def _state(path: Path) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Reads a run directory into `RunData`: rows of metrics, events, the config, and what follows from them.
 
-A run that was killed has whole lines up to some step, and no last event. The directory may be a stranger's: what can't
-be what it should be is left out, and `left_out` says so. Files are read as streams, and of a long run so many rows are
-kept as fit into a fixed memory (`thinning`).
+A run that was killed has whole lines up to some step, and no last event. The directory may be a
+stranger's: what can't be what it should be is left out, and `left_out` says so. Files are read as
+streams, and of a long run so many rows are kept as fit into a fixed memory (`thinning`).
 
 Tests: tests/report/test_report.py, tests/report/test_hostile.py
 """
@@ -20,7 +20,16 @@ from typing import Any, TypeVar
 from lockstep import run_files
 from lockstep.errors import UsageError
 from lockstep.records import RunDirectory
-from lockstep.report.shapes import EVENT, MEDIA, PROFILE, STEP, fitting, fitting_row, moment_of, step_of
+from lockstep.report.shapes import (
+    EVENT,
+    MEDIA,
+    PROFILE,
+    STEP,
+    fitting,
+    fitting_row,
+    moment_of,
+    step_of,
+)
 from lockstep.report.thinning import BUDGET, Thinner
 from lockstep.run_files import Note, parse_object
 
@@ -32,7 +41,8 @@ _EVENT_BYTES = 8 << 20  # of lines of events; the newest are kept
 _BAD_STEPS = 1_000
 _MEDIA_NAMES = 1_000
 _PEAKS = ("loss", "grad_norm", "step_seconds", "memory_bytes")
-_QUIET_SECONDS = 120.0  # a run that has written nothing for longer, and for many steps, counts as crashed
+# a run that has written nothing for longer, and for many steps, counts as crashed
+_QUIET_SECONDS = 120.0
 _QUIET_STEPS = 20
 
 
@@ -48,8 +58,10 @@ class RunData:
     config_text: str  # the resolved config
     status: str  # `done`, `preempted`, `running`, or `crashed` (there is no last event)
     profile: Row | None = None  # the newest profile's summary
-    not_numbers: list[int] = field(default_factory=list)  # steps whose loss was nan or infinite, the first ones
-    media: dict[str, list[Row]] = field(default_factory=dict)  # by name of what was logged, the first and the newest
+    # steps whose loss was nan or infinite, the first ones
+    not_numbers: list[int] = field(default_factory=list)
+    # by name of what was logged, the first and the newest
+    media: dict[str, list[Row]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)  # what could not be read, and why
     num_rows: int | None = None  # of steps in the file, where `rows` has only some of them
     totals: dict[str, float] | None = None  # seconds of each phase over all of those
@@ -69,7 +81,10 @@ class RunData:
         return [event for event in self.events if event.get("kind") in kinds]
 
     def series(self, name: str, of: str = "rows") -> tuple[list[int], list[float | None]]:
-        """Return the steps and values of one number, where it was recorded; `of`: `rows` or `evaluations`."""
+        """Return the steps and values of one number, where it was recorded.
+
+        `of`: `rows` or `evaluations`.
+        """
         found = [(row["step"], row[name]) for row in getattr(self, of) if name in row]
         return [step for step, _ in found], [value for _, value in found]
 
@@ -85,10 +100,17 @@ def is_run(path: Path) -> bool:
 
 
 def read_run(path: Path, now: float | None = None, *, among: int = 1) -> RunData:
-    """Read a run directory, one `among` so many, which share the memory. Raises UsageError: it is not one."""
+    """Read a run directory, one `among` so many, which share the memory.
+
+    Raises UsageError: it is not one.
+    """
     run = RunDirectory(path)
     if not is_run(path):
-        why = "it has no metrics.jsonl, no events.jsonl and no config.yaml" if path.is_dir() else "it does not exist"
+        why = (
+            "it has no metrics.jsonl, no events.jsonl and no config.yaml"
+            if path.is_dir()
+            else "it does not exist"
+        )
         fix = "give the folder that `lockstep train --output-dir` wrote, for example runs/NAME"
         raise UsageError(f"{path} is not a run directory", why=why, fix=fix)
     left_out: list[str] = []
@@ -113,7 +135,9 @@ def read_run(path: Path, now: float | None = None, *, among: int = 1) -> RunData
         evaluations,
         events,
         config_text=config_text,
-        status=status_of(rows, events, time.time() if now is None else now, is_run=run.config.exists()),
+        status=status_of(
+            rows, events, time.time() if now is None else now, is_run=run.config.exists()
+        ),
         profile=_profile(path, left_out.append),
         not_numbers=metrics.not_numbers,
         media=metrics.media,
@@ -186,8 +210,12 @@ def read_events(path: Path, note: Note = lambda _text: None) -> list[Row]:
         row = parse_object(line)
         if row is None or moment_of(row) is None or not isinstance(row.get("kind"), str):
             continue
-        texts = {key: value[:_EVENT_CHARACTERS] for key, value in row.items() if isinstance(value, str)}
-        kept.append((len(line), _row(row, EVENT) | {k: v for k, v in texts.items() if k not in EVENT}))
+        texts = {
+            key: value[:_EVENT_CHARACTERS] for key, value in row.items() if isinstance(value, str)
+        }
+        kept.append(
+            (len(line), _row(row, EVENT) | {k: v for k, v in texts.items() if k not in EVENT})
+        )
         size += len(line)
         while size > _EVENT_BYTES and len(kept) > 2:
             size -= kept[1][0]
@@ -240,18 +268,25 @@ def _parsed_config(text: str) -> tuple[dict[str, Any], str | None]:
 def _flattened(value: Any, prefix: str) -> list[tuple[str, Any]]:
     if not isinstance(value, Mapping) or not value:
         return [(prefix, value)]
-    return [pair for key, inside in value.items() for pair in _flattened(inside, f"{prefix}.{key}".lstrip("."))]
+    return [
+        pair
+        for key, inside in value.items()
+        for pair in _flattened(inside, f"{prefix}.{key}".lstrip("."))
+    ]
 
 
 def status_of(rows: list[Row], events: list[Row], now: float, *, is_run: bool) -> str:
     """Return `done`, `preempted`, `running` or `crashed`; of the rows the last ones are enough.
 
-    `is_run`: it is one of `train`; else a loop of one's own that logs, whose end nobody writes down.
+    `is_run`: it is one of `train`; else a loop of one's own that logs, whose end nobody writes
+    down.
     """
     newest = events[-1] if events else {}
     if newest.get("kind") == "stop":
         return "preempted" if newest.get("reason") == "preempted" else "done"
-    last_sign = max([event["time"] for event in events] + [row.get("time") or 0.0 for row in rows], default=0.0)
+    last_sign = max(
+        [event["time"] for event in events] + [row.get("time") or 0.0 for row in rows], default=0.0
+    )
     usual = max([row.get("step_seconds") or 0.0 for row in rows[-_QUIET_STEPS:]], default=0.0)
     gap = rows[-1]["step"] - rows[-2]["step"] if len(rows) > 1 else 1
     if now - last_sign < max(_QUIET_SECONDS, _QUIET_STEPS * usual * gap):
@@ -263,7 +298,10 @@ T = TypeVar("T")
 
 
 def attempted(what: str, make: Callable[[], T], note: Note) -> T | None:
-    """Return what is made of records; None, and a note, if numbers that nobody expects are in them."""
+    """Return what is made of records.
+
+    None, and a note, if numbers that nobody expects are in them.
+    """
     try:
         return make()
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
@@ -299,13 +337,20 @@ def after_warmup(rows: Sequence[Row]) -> list[Row]:
 def step_shares(run: RunData) -> dict[str, float]:
     """Return the share of each phase in a typical step, of the median rank; empty without measurements."""
     rows = after_warmup(run.gathered)
-    typical = {phase: median([phase_seconds(row, phase) for row in rows]) for phase in STEP_PHASES} if rows else {}
+    typical = (
+        {phase: median([phase_seconds(row, phase) for row in rows]) for phase in STEP_PHASES}
+        if rows
+        else {}
+    )
     total = sum(typical.values())
     return {phase: value / total for phase, value in typical.items()} if total else {}
 
 
 def typical_step(run: RunData) -> float:
-    """Return the seconds of a step, the median over rows after the warm-up; 0 without measurements."""
+    """Return the seconds of a step, the median over rows after the warm-up.
+
+    0 without measurements.
+    """
     return typical(run, "step_seconds")
 
 
@@ -317,7 +362,9 @@ def typical(run: RunData, name: str) -> float:
 
 def wall_seconds(run: RunData) -> float:
     """Return the seconds between the first and the last sign of the run."""
-    times = [event["time"] for event in run.events] + [row["time"] for row in run.rows if row.get("time")]
+    times = [event["time"] for event in run.events] + [
+        row["time"] for row in run.rows if row.get("time")
+    ]
     return max(times) - min(times) if times else 0.0
 
 
@@ -344,7 +391,10 @@ class PhaseSums:
 
 
 def phase_totals(run: RunData) -> dict[str, float]:
-    """Return the seconds of each phase over the whole run; time outside of all rows is `outside`."""
+    """Return the seconds of each phase over the whole run.
+
+    Time outside of all rows is `outside`.
+    """
     if not run.gathered:
         return {}
     sums = run.totals
@@ -371,7 +421,10 @@ def thinned(values: Sequence[float | None], limit: int = LIMIT) -> list[int]:
         kept.add(indices[0])
         numbers = [i for i in indices if values[i] is not None]
         if numbers:
-            kept |= {min(numbers, key=lambda i: values[i] or 0.0), max(numbers, key=lambda i: values[i] or 0.0)}
+            kept |= {
+                min(numbers, key=lambda i: values[i] or 0.0),
+                max(numbers, key=lambda i: values[i] or 0.0),
+            }
     return sorted(kept)
 
 
@@ -379,7 +432,9 @@ def smoothed(values: Sequence[float | None], span: float) -> list[float | None]:
     """Return a moving mean over about `span` values on either side, so that it does not lag."""
     forth = _exponential(values, span)
     back = _exponential(values[::-1], span)[::-1]
-    return [None if a is None or b is None else (a + b) / 2 for a, b in zip(forth, back, strict=True)]
+    return [
+        None if a is None or b is None else (a + b) / 2 for a, b in zip(forth, back, strict=True)
+    ]
 
 
 def _exponential(values: Sequence[float | None], span: float) -> list[float | None]:

@@ -3,7 +3,8 @@
 weak     each rank keeps its work, the global batch grows with the ranks; ideal: N times the samples per second
 strong   the global batch stays; ideal: a step in 1/N of the time
 
-Each point is a run of `lockstep train`; its throughput is the median over its steps after the first quarter.
+Each point is a run of `lockstep train`; its throughput is the median over its steps after the first
+quarter.
 """
 
 import os
@@ -49,7 +50,12 @@ class Point:
 
 
 def study(
-    config: Path, overrides: Sequence[str], ranks: Sequence[int], *, steps: int, log: Callable[[str], None]
+    config: Path,
+    overrides: Sequence[str],
+    ranks: Sequence[int],
+    *,
+    steps: int,
+    log: Callable[[str], None],
 ) -> list[Point]:
     """Run all points, the fewest ranks first. Raises RunError: a run failed."""
     from lockstep.config import load_config
@@ -61,8 +67,13 @@ def study(
     with temporary("scaling") as folder:
         for kind, count in product(("weak", "strong"), sorted(ranks)):
             batch = per_rank * count if kind == "weak" else whole
-            settings = {"training.global_batch_size": batch, "training.gradient_accumulation_steps": "null"}
-            rate, seconds = _measure(config, [*overrides, *as_overrides(settings)], count, steps, folder)
+            settings = {
+                "training.global_batch_size": batch,
+                "training.gradient_accumulation_steps": "null",
+            }
+            rate, seconds = _measure(
+                config, [*overrides, *as_overrides(settings)], count, steps, folder
+            )
             first = next((p for p in points if p.kind == kind), None)
             speedup = rate / first.rate * first.speedup if first else float(count)
             points.append(Point(kind, count, rate, seconds, speedup))
@@ -71,7 +82,9 @@ def study(
     return points
 
 
-def _measure(config: Path, overrides: Sequence[str], ranks: int, steps: int, folder: Path) -> tuple[float, float]:
+def _measure(
+    config: Path, overrides: Sequence[str], ranks: int, steps: int, folder: Path
+) -> tuple[float, float]:
     """Return the samples per second and the seconds per step of one run."""
     output = folder / f"{len(list(folder.iterdir()))}"
     fixed = {
@@ -82,13 +95,25 @@ def _measure(config: Path, overrides: Sequence[str], ranks: int, steps: int, fol
         "monitor.sinks": "[jsonl]",
         "monitor.log_steps": 1,
     }
-    command = [sys.executable, "-m", "lockstep", "train", str(config), *overrides, *as_overrides(fixed)]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "train",
+        str(config),
+        *overrides,
+        *as_overrides(fixed),
+    ]
     command += ["--nproc-per-node", str(ranks), "--output-dir", str(output), "--resume", "never"]
     if ranks == 1:
         command.append(f"distributed.strategy={SINGLE}")
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     if done.returncode != 0:
-        raise RunError(f"the run on {ranks} ranks failed", why=(done.stderr or done.stdout).strip()[-800:])
+        raise RunError(
+            f"the run on {ranks} ranks failed", why=(done.stderr or done.stdout).strip()[-800:]
+        )
     rows = after_warmup(read_run(output).rows)
     seconds = median(row["step_seconds"] for row in rows)
     return median(row["samples"] for row in rows) / seconds, seconds
@@ -96,7 +121,10 @@ def _measure(config: Path, overrides: Sequence[str], ranks: int, steps: int, fol
 
 def as_markdown(points: list[Point], command: str, about: str) -> str:
     """Return the table, with the usual speed-ups."""
-    lines = [f"# Scaling\n\n`{command}`\n\n{about}\n", f"| {' | '.join(_HEAD)} |\n{'|---' * len(_HEAD)}|"]
+    lines = [
+        f"# Scaling\n\n`{command}`\n\n{about}\n",
+        f"| {' | '.join(_HEAD)} |\n{'|---' * len(_HEAD)}|",
+    ]
     lines += [f"| {' | '.join(row)} |" for row in _rows(points)]
     return "\n".join(lines) + "\n"
 
@@ -131,8 +159,19 @@ def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
         at = [point.ranks for point in of_kind]
         speed.append(line(at, [round(point.speedup, 3) for point in of_kind], kind, colour))
         share.append(line(at, [round(point.efficiency, 4) for point in of_kind], kind, colour))
-    speed += [line([n, n], EXPECTED[n], "expected of GPUs", "c6", label="", width=7) for n in counts if n in EXPECTED]
-    run = {"name": title, "status": "done", "colour": "c1", "facts": [("about", about)], "lines": [], "tiles": []}
+    speed += [
+        line([n, n], EXPECTED[n], "expected of GPUs", "c6", label="", width=7)
+        for n in counts
+        if n in EXPECTED
+    ]
+    run = {
+        "name": title,
+        "status": "done",
+        "colour": "c1",
+        "facts": [("about", about)],
+        "lines": [],
+        "tiles": [],
+    }
     return {
         "title": title,
         "made": made,
@@ -140,18 +179,37 @@ def page_of(points: list[Point], title: str, made: str, about: str) -> Page:
         "advice": None,
         "left_out": "",
         "charts": [
-            chart("speedup", "Speed-up", speed, note="Relative to the fewest ranks.", x=by_ranks, y={"unit": " ×"}),
-            chart("efficiency", "Share of the ideal", share, x=by_ranks, y={"percent": True, "range": [0, 1.1]}),
+            chart(
+                "speedup",
+                "Speed-up",
+                speed,
+                note="Relative to the fewest ranks.",
+                x=by_ranks,
+                y={"unit": " ×"},
+            ),
+            chart(
+                "efficiency",
+                "Share of the ideal",
+                share,
+                x=by_ranks,
+                y={"percent": True, "range": [0, 1.1]},
+            ),
         ],
         "tables": [{"title": "Measured", "head": [*_HEAD], "rows": _rows(points)}],
         "configs": [],
     }
 
 
-def bench(what: str, config: Path, overrides: Sequence[str], *, ranks: str, steps: int, output: Path) -> int:
+def bench(
+    what: str, config: Path, overrides: Sequence[str], *, ranks: str, steps: int, output: Path
+) -> int:
     """Run `lockstep bench scaling`: print a table, and write `output`.md and `output`.html."""
     if what != "scaling":
-        raise UsageError(f"there is no study {what!r}", where="lockstep bench", fix="lockstep bench scaling CONFIG")
+        raise UsageError(
+            f"there is no study {what!r}",
+            where="lockstep bench",
+            fix="lockstep bench scaling CONFIG",
+        )
     for suffix in (".md", ".html"):  # fail before measuring for minutes
         if os.path.lexists(output.with_suffix(suffix)):
             raise exists_already(output.with_suffix(suffix))
@@ -162,11 +220,19 @@ def bench(what: str, config: Path, overrides: Sequence[str], *, ranks: str, step
     except ValueError:
         counts = []
     if not counts or counts[0] < 1:
-        raise UsageError(f"--ranks {ranks} is not a list of numbers from 1 on", where="--ranks", fix="--ranks 1,2,4")
+        raise UsageError(
+            f"--ranks {ranks} is not a list of numbers from 1 on",
+            where="--ranks",
+            fix="--ranks 1,2,4",
+        )
     points = study(config, overrides, counts, steps=steps, log=partial(print, flush=True))
-    about = f"{len(os.sched_getaffinity(0))} cores, {steps} steps per run, {units.moment(time.time())}"
+    about = (
+        f"{len(os.sched_getaffinity(0))} cores, {steps} steps per run, {units.moment(time.time())}"
+    )
     write_result(output.with_suffix(".md"), as_markdown(points, f"{called} --steps {steps}", about))
-    page = page_of(points, f"Scaling of {config.name}", units.moment(time.time()), f"{called}; {about}")
+    page = page_of(
+        points, f"Scaling of {config.name}", units.moment(time.time()), f"{called}; {about}"
+    )
     write_result(output.with_suffix(".html"), render(page))
     print(f"lockstep: {output.with_suffix('.md')}, {output.with_suffix('.html')}")
     return 0

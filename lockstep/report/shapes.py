@@ -1,7 +1,8 @@
 """Keeps what has its expected shape of a run's records: in a stranger's run directory they may hold anything.
 
-A shape is `float` (finite), `int`, `str` or `bool`; `[shape]`, a list; `(shape, …)`, a list of that length; `{str:
-shape}`, a mapping; or `{"name": shape, …}`, a record. Of mappings and records the entries that fit are kept.
+A shape is `float` (finite), `int`, `str` or `bool`; `[shape]`, a list; `(shape, …)`, a list of that
+length; `{str: shape}`, a mapping; or `{"name": shape, …}`, a record. Of mappings and records the
+entries that fit are kept.
 
 Tests: tests/report/test_hostile.py
 """
@@ -39,7 +40,9 @@ EVENT = {
     "rank": int,
     "data_workers": int,
     "given": {str: str},
-    "ranks": [{"rank": int, "host": str, "device": str, "process": int, "threads": int, "cores": int}],
+    "ranks": [
+        {"rank": int, "host": str, "device": str, "process": int, "threads": int, "cores": int}
+    ],
 }
 PROFILE = {
     "about": str,
@@ -48,7 +51,14 @@ PROFILE = {
     "ranks": [{"rank": int, "seconds": float, "shares": {str: float}}],
     "operators": [{"name": str, "seconds": float, "share": float, "calls": float}],
 }
-MEDIA = {"kind": str, "text": str, "file": str, "size": (int, int), "counts": [float], "edges": [float]}
+MEDIA = {
+    "kind": str,
+    "text": str,
+    "file": str,
+    "size": (int, int),
+    "counts": [float],
+    "edges": [float],
+}
 
 
 def fitting(value: Any, shape: Shape, default: Any = None) -> Any:
@@ -58,7 +68,10 @@ def fitting(value: Any, shape: Shape, default: Any = None) -> Any:
 
 
 def fitting_row(row: dict[str, Any], known: dict[str, Shape]) -> dict[str, Any]:
-    """Return a row whose entries fit: those that are known by name; of others, numbers. Other scalars become None."""
+    """Return a row whose entries fit: those that are known by name; of others, numbers.
+
+    Other scalars become None.
+    """
     kept: dict[str, Any] = {}
     for name, value in list(row.items())[:_MOST]:
         if name in known:
@@ -73,13 +86,19 @@ def fitting_row(row: dict[str, Any], known: dict[str, Shape]) -> dict[str, Any]:
 
 
 def number(value: Any) -> Any:
-    """Return a finite number of reasonable size; None for everything else, such as the text "nan"."""
+    """Return a finite number of reasonable size.
+
+    None for everything else, such as the text "nan".
+    """
     kind = type(value)  # JSON has no subclasses of these
     return value if (kind is float or kind is int) and -_LARGEST < value < _LARGEST else None
 
 
 def moment_of(row: dict[str, Any]) -> float | None:
-    """Return the time of a row, in seconds since 1970; None if it has none, or one that no calendar has."""
+    """Return the time of a row, in seconds since 1970.
+
+    None if it has none, or one that no calendar has.
+    """
     value = number(row.get(TIME))
     return None if value is None or not 0 <= value < _LATEST else float(value)
 
@@ -115,5 +134,9 @@ def _fit_mapping(value: Any, shape: dict[Any, Shape]) -> Any:
     if not isinstance(value, dict) or len(value) > _MOST:
         return _NOTHING
     named = shape.get(str)
-    pairs = ((name, _fit(one, named or shape.get(name))) for name, one in value.items() if named or name in shape)
+    pairs = (
+        (name, _fit(one, named or shape.get(name)))
+        for name, one in value.items()
+        if named or name in shape
+    )
     return {name: one for name, one in pairs if one is not _NOTHING}

@@ -1,6 +1,7 @@
 """Draws a run as a row of small SVG charts for a notebook's output: loss, throughput, and metrics of one's own.
 
-Plain SVG in HTML without scripts: every front end shows it, and what is saved with the notebook stays as it is.
+Plain SVG in HTML without scripts: every front end shows it, and what is saved with the notebook
+stays as it is.
 
 Tests: tests/report/test_hostile.py, tests/test_examples.py
 """
@@ -16,7 +17,10 @@ WIDTH = 300
 HEIGHT = 130
 _POINTS = 200
 _MOST_CHARTS = 6
-_STYLE = f"font: 12px system-ui, sans-serif; width: {WIDTH}px; margin: 0 16px 12px 0; display: inline-block"
+_STYLE = (
+    f"font: 12px system-ui, sans-serif; width: {WIDTH}px; margin: 0 16px 12px 0; display:"
+    " inline-block"
+)
 Series = list[tuple[int, float]]
 
 
@@ -29,20 +33,30 @@ def sketch(run: RunData) -> str:
     of = f" of {total:,}" if total else ""
     step = max([row["step"] for row in (*run.rows[-1:], *run.evaluations[-1:])])
     title = f"<div><b>{escape(run.name)}</b> · {run.status} · step {step:,}{of}</div>"
-    return f'<div style="font: 13px system-ui, sans-serif">{title}{"".join(charts[:_MOST_CHARTS])}</div>'
+    return (
+        '<div style="font: 13px system-ui,'
+        f' sans-serif">{title}{"".join(charts[:_MOST_CHARTS])}</div>'
+    )
 
 
 def _lines_of(run: RunData) -> dict[str, list[Series]]:
     """Return title → lines: of training, and of evaluation."""
     losses = _series(run, "loss")
-    trained = list(zip([s for s, _ in losses], smoothed([v for _, v in losses], len(losses) / 50), strict=True))
+    trained = list(
+        zip([s for s, _ in losses], smoothed([v for _, v in losses], len(losses) / 50), strict=True)
+    )
     found: dict[str, list[Series]] = {
         "loss": [[(s, v) for s, v in trained if v is not None], _series(run, "eval_loss")],
         "tokens per second": [_series(run, "tokens_per_second")],
     }
     if not any(found["tokens per second"]):
         found["samples per second"] = [_series(run, "samples_per_second")]
-    names = {name: None for row in run.evaluations for name in row if name not in ("step", "time", "eval_loss")}
+    names = {
+        name: None
+        for row in run.evaluations
+        for name in row
+        if name not in ("step", "time", "eval_loss")
+    }
     return found | {name: [_series(run, name)] for name in names}
 
 
@@ -69,16 +83,19 @@ def _chart(title: str, lines: Sequence[Series]) -> str:
         if not line:
             continue
         kept = [line[i] for i in thinned([value for _, value in line], _POINTS)]
-        drawn += f'<polyline points="{" ".join(place(*point) for point in kept)}" fill="none" stroke="{colour}" />'
+        drawn += (
+            f'<polyline points="{" ".join(place(*point) for point in kept)}" fill="none"'
+            f' stroke="{colour}" />'
+        )
         if len(kept) < _POINTS / 10:
             for x, y in (place(*point).split(",") for point in kept):
                 drawn += f'<circle cx="{x}" cy="{y}" r="2" fill="{colour}" />'
     newest = f", evaluation {_number(lines[1][-1][1])}" if len(lines) > 1 and lines[1] else ""
     now = f"{_number(lines[0][-1][1])}{newest}" if lines[0] else newest
     return (
-        f'<div style="{_STYLE}">{escape(title)}: {now}'
-        f'<svg width="{WIDTH}" height="{HEIGHT}" style="border: 1px solid #8884; display: block">{drawn}</svg>'
-        f"{_number(low)} to {_number(high)}, steps {first:,} to {last:,}</div>"
+        f'<div style="{_STYLE}">{escape(title)}: {now}<svg width="{WIDTH}" height="{HEIGHT}"'
+        f' style="border: 1px solid #8884; display: block">{drawn}</svg>{_number(low)} to'
+        f" {_number(high)}, steps {first:,} to {last:,}</div>"
     )
 
 

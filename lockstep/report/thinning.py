@@ -1,7 +1,8 @@
 """Keeps a bounded number of a run's rows while its metrics are read, however many there are.
 
-All rows are kept as long as their lines fit into `BUDGET` bytes. Then, of each stretch of rows, every fourth is kept,
-and those with the least and the most of the numbers that are looked at for peaks; and so on, each time it is full.
+All rows are kept as long as their lines fit into `BUDGET` bytes. Then, of each stretch of rows,
+every fourth is kept, and those with the least and the most of the numbers that are looked at for
+peaks; and so on, each time it is full.
 """
 
 import json
@@ -24,7 +25,8 @@ class Thinner:
         self._peaks = peaks
         self._budget = budget
         self._size = 0
-        self._kept: dict[int, tuple[bytes, list[float | None]]] = {}  # step → line, numbers of the peaks
+        # step → line, numbers of the peaks
+        self._kept: dict[int, tuple[bytes, list[float | None]]] = {}
         self.dropped = 0
 
     def add(self, step: int, row: dict[str, Any], line: bytes) -> None:
@@ -35,7 +37,11 @@ class Thinner:
             line = json.dumps(row).encode()
             self._size -= len(before[0])
         if self._peaks is None:
-            self._peaks = [name for name, value in row.items() if name not in ("step", "time") and number(value)]
+            self._peaks = [
+                name
+                for name, value in row.items()
+                if name not in ("step", "time") and number(value)
+            ]
             self._peaks = self._peaks[:_COLUMNS]
         self._kept[step] = line, [number(row.get(name)) for name in self._peaks]
         self._size += len(line)
@@ -54,7 +60,11 @@ class Thinner:
             stretch = steps[start : start + _STRETCH]
             chosen.update(stretch[::_EVERY])
             for column in range(len(self._peaks or ())):
-                known = [(value, step) for step in stretch if (value := self._kept[step][1][column]) is not None]
+                known = [
+                    (value, step)
+                    for step in stretch
+                    if (value := self._kept[step][1][column]) is not None
+                ]
                 if known:
                     chosen |= {min(known)[1], max(known)[1]}
         if len(chosen) > 0.75 * len(steps):  # many columns whose peaks lie apart

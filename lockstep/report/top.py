@@ -1,7 +1,9 @@
-"""Shows what every rank of a running run does, again each second: `lockstep top RUN`. Does not import torch.
+"""Shows what every rank of a running run does, again each second: `lockstep top RUN`.
 
-It reads the run directory: events, the end of `metrics.jsonl`, and `ranks.json`, into which rank 0 writes the
-measurements of all ranks about once a second.
+Does not import torch.
+
+It reads the run directory: events, the end of `metrics.jsonl`, and `ranks.json`, into which rank 0
+writes the measurements of all ranks about once a second.
 
 Tests: tests/monitor/test_ranks.py, tests/report/test_hostile.py
 """
@@ -32,18 +34,26 @@ def _lines_of(path: Path) -> tuple[str, list[str]]:
         raise UsageError(text, fix="give the folder that `lockstep train --output-dir` writes")
     left_out: list[str] = []
     events = read_events(path, left_out.append)
-    found = (row for row in last_lines(run.metrics, _LAST_ROWS) if "loss" in row and step_of(row) is not None)
+    found = (
+        row
+        for row in last_lines(run.metrics, _LAST_ROWS)
+        if "loss" in row and step_of(row) is not None
+    )
     rows = [fitting_row(row, STEP) | {"time": moment_of(row)} for row in found]
     start: Row = next((event for event in reversed(events) if event.get("kind") == "start"), {})
     row = rows[-1] if rows else {}
     total = start.get("total_steps")
-    signs = [event["time"] for event in events[-1:]] + [row["time"] for row in rows[-1:] if row.get("time")]
+    signs = [event["time"] for event in events[-1:]] + [
+        row["time"] for row in rows[-1:] if row.get("time")
+    ]
     status = status_of(rows, events, now, is_run=run.config.exists())
     parts = [path.resolve().name, status, start.get("layout", "")]
     parts.append(f"step {row.get('step', 0):,}{f'/{total:,}' if total else ''}")
     if isinstance(row.get("loss"), int | float):
         parts.append(f"loss {row['loss']:.4f}")
-    rate, unit = (row.get("tokens_per_second"), "tokens") if row.get("tokens_per_second") else (0, "samples")
+    rate, unit = (
+        (row.get("tokens_per_second"), "tokens") if row.get("tokens_per_second") else (0, "samples")
+    )
     if rate or row.get("samples_per_second"):
         parts.append(f"{units.count(rate or row['samples_per_second'])} {unit}/s")
     if status == "running" and row.get("step_seconds") and total:
@@ -57,14 +67,24 @@ def _lines_of(path: Path) -> tuple[str, list[str]]:
 
 def _measured(run: RunDirectory) -> dict[str, list[float | None]]:
     """Return the columns of `ranks.json`: name → a value, or None, for each rank."""
-    columns = ((name, column) for name, column in run.read_ranks().items() if isinstance(column, list))
+    columns = (
+        (name, column) for name, column in run.read_ranks().items() if isinstance(column, list)
+    )
     return {name: [number(value) for value in column] for name, column in columns}
 
 
 def _table(ranks: Sequence[Row], table: Mapping[str, Sequence[float | None]]) -> list[list[str]]:
     """Return the head and a row for each rank: shares of its step, and its memory."""
     phases = [phase for phase in STEP_PHASES if any(table.get(phase) or [])]
-    head = ["rank", "host", "device", "step", *(PHASE_NAMES[phase] for phase in phases), "memory", "GPU"]
+    head = [
+        "rank",
+        "host",
+        "device",
+        "step",
+        *(PHASE_NAMES[phase] for phase in phases),
+        "memory",
+        "GPU",
+    ]
     rows = [head]
     for position, rank in enumerate(ranks):
         seen = {name: values[position] for name, values in table.items() if position < len(values)}
@@ -102,8 +122,12 @@ def run(paths: Sequence[Path], *, once: bool) -> int:
             width, height = shutil.get_terminal_size()
             shown = [line[:width] for line in text.splitlines()]
             if len(shown) >= height:
-                shown = [*shown[: height - 2], f"… {len(shown) - height + 2} more lines: make the terminal higher"]
-            sys.stdout.write("\x1b[H\x1b[2J" + "\n".join(shown) + "\n")  # ECMA-48: to the top, and all of it empty
+                shown = [
+                    *shown[: height - 2],
+                    f"… {len(shown) - height + 2} more lines: make the terminal higher",
+                ]
+            # ECMA-48: to the top, and all of it empty
+            sys.stdout.write("\x1b[H\x1b[2J" + "\n".join(shown) + "\n")
             sys.stdout.flush()
             if not any(status == "running" for status, _ in found):
                 return 0

@@ -47,4 +47,7 @@ def moment(epoch: float) -> str:
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table whose columns are as wide as their widest cells."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,6 +1,7 @@
 """Every private name of torch that Lockstep uses, and every function or method of torch that it replaces.
 
-One file per purpose. Each says what it is for, why the public part of torch does not do, with which versions of torch
-it was seen to work, and what happens when the name is gone. `tests/torch_compat/` has a test for each, which fails when
-torch moves or changes it; `tests/test_house.py` finds private names of torch anywhere else in the package.
+One file per purpose. Each says what it is for, why the public part of torch does not do, with which
+versions of torch it was seen to work, and what happens when the name is gone. `tests/torch_compat/`
+has a test for each, which fails when torch moves or changes it; `tests/test_house.py` finds private
+names of torch anywhere else in the package.
 """

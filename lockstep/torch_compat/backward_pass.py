@@ -7,11 +7,15 @@ When gone: AttributeError, in the first forward pass of a model that is placed.
 
 import torch
 
-graph_task = torch._C._current_graph_task_id  # () → number of this thread's backward pass; -1: there is none
+# () → number of this thread's backward pass; -1: there is none
+graph_task = torch._C._current_graph_task_id
 
 
 def running_node() -> int | None:
-    """Return the number of the node that the backward pass of this thread runs; None outside of a backward pass."""
+    """Return the number of the node that the backward pass of this thread runs.
+
+    None outside of a backward pass.
+    """
     if graph_task() == -1:
         return None
     node = torch._C._current_autograd_node()  # None between the nodes

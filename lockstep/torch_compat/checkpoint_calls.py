@@ -1,9 +1,9 @@
 """Tells which calls of `torch.utils.checkpoint.checkpoint` are running, reentrant and non-reentrant ones alike.
 
-Public torch: none; only hooks of saved tensors show the innermost non-reentrant call.
-Seen to work: torch 2.13.0.
-When gone: no call is found. Ranks of FSDP2 that leave out a unit of a checkpoint over several then end in a RunError
-or in an error of the messages, where there was an error of the forward pass.
+Public torch: none; only hooks of saved tensors show the innermost non-reentrant call. Seen to work:
+torch 2.13.0. When gone: no call is found. Ranks of FSDP2 that leave out a unit of a checkpoint over
+several then end in a RunError or in an error of the messages, where there was an error of the
+forward pass.
 """
 
 import inspect

@@ -1,9 +1,10 @@
 """The records of `torch.distributed.checkpoint`'s metadata file, and the blocks in which a DTensor is stored.
 
-Public torch: `FileSystemReader` unpickles the metadata, which can run any code. Of a DTensor's block only the method
-knows that `torch.distributed.checkpoint` calls itself: shards may be uneven or strided.
-Seen to work: torch 2.11.0 to 2.15.0, whose files have version 1.0 of the format.
-When gone: metadata with an unknown record is refused with its name, and nothing is loaded; a save of a DTensor raises.
+Public torch: `FileSystemReader` unpickles the metadata, which can run any code. Of a DTensor's
+block only the method knows that `torch.distributed.checkpoint` calls itself: shards may be uneven
+or strided. Seen to work: torch 2.11.0 to 2.15.0, whose files have version 1.0 of the format. When
+gone: metadata with an unknown record is refused with its name, and nothing is loaded; a save of a
+DTensor raises.
 """
 
 from collections.abc import Sequence
@@ -39,13 +40,20 @@ def chunks_of(tensor: DTensor) -> ChunkStorageMetadata:
     try:
         chunks = cast(Sequence[ChunkStorageMetadata], tensor.__create_chunk_list__())  # type: ignore[no-untyped-call]
     except (RuntimeError, ValueError) as error:
-        raise UsageError(f"a DTensor with placements {tensor.placements} can't be saved", why=str(error)) from None
+        raise UsageError(
+            f"a DTensor with placements {tensor.placements} can't be saved", why=str(error)
+        ) from None
     if len(chunks) != 1:
-        what = f"a DTensor with placements {tensor.placements} lies in {len(chunks)} blocks on one rank"
+        what = (
+            f"a DTensor with placements {tensor.placements} lies in {len(chunks)} blocks on one"
+            " rank"
+        )
         raise UsageError(what, why="a checkpoint stores one block of a tensor from each rank")
     return chunks[0]
 
 
-def read_items(name: str, stored: TensorStorageMetadata, target: ChunkStorageMetadata) -> list[ReadItem]:
+def read_items(
+    name: str, stored: TensorStorageMetadata, target: ChunkStorageMetadata
+) -> list[ReadItem]:
     """Return which parts of which stored blocks fill the target block."""
     return create_read_items_for_chunk_list(name, stored, [target])

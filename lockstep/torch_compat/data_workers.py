@@ -1,9 +1,9 @@
 """The worker processes of a `DataLoader`'s iterator: looked at, and ended before the iterator is collected.
 
-Public torch: an iterator ends its workers when it is garbage-collected, which a traceback that holds it puts off; a
-`DataLoader` with persistent workers holds its iterator itself. Which worker died is told in no public way.
-Seen to work: torch 2.11.0 to 2.15.0.
-When gone: workers end with their iterator, and the message about a dead worker leaves out what it read.
+Public torch: an iterator ends its workers when it is garbage-collected, which a traceback that
+holds it puts off; a `DataLoader` with persistent workers holds its iterator itself. Which worker
+died is told in no public way. Seen to work: torch 2.11.0 to 2.15.0. When gone: workers end with
+their iterator, and the message about a dead worker leaves out what it read.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,8 @@
 """Reads what DistributedDataParallel's reducer knows: how long a backward pass waited, and whether all was sent.
 
-Public torch: DDP measures its waits for its own logger alone. Of a gradient that was never sent it tells in the next
-step's forward pass, after the update has used it.
-Seen to work: torch 2.11.0 to 2.15.0.
-When gone: training with DDP raises AttributeError in its first step.
+Public torch: DDP measures its waits for its own logger alone. Of a gradient that was never sent it
+tells in the next step's forward pass, after the update has used it. Seen to work: torch 2.11.0 to
+2.15.0. When gone: training with DDP raises AttributeError in its first step.
 """
 
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +16,10 @@ def time_every_pass(model: DistributedDataParallel) -> None:
 def wait_seconds(model: DistributedDataParallel) -> float:
     """Return how long the newest measured backward pass went on sending after its last gradient was computed."""
     figures = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    sent, hidden = figures.get("backward_comm_time", 0), figures.get("backward_compute_comm_overlap_time", 0)
+    sent, hidden = (
+        figures.get("backward_comm_time", 0),
+        figures.get("backward_compute_comm_overlap_time", 0),
+    )
     return max(0, sent - hidden) * 1e-9  # type: ignore[no-any-return]
 
 

@@ -1,9 +1,9 @@
 """torch's elastic agent, whose steps a subclass can change: methods without an underscore, called in place of torch's.
 
-Public torch: "Extending the agent" in its documentation says to override these private methods; there is no other way
-to start ranks with signals held back, to watch them for hangs, or to count restarts alike on all machines.
-Seen to work: torch 2.11.0 to 2.15.0.
-When gone: importing this file raises AttributeError for a method; a launch fails at once for an attribute.
+Public torch: "Extending the agent" in its documentation says to override these private methods;
+there is no other way to start ranks with signals held back, to watch them for hangs, or to count
+restarts alike on all machines. Seen to work: torch 2.11.0 to 2.15.0. When gone: importing this file
+raises AttributeError for a method; a launch fails at once for an attribute.
 """
 
 import inspect
@@ -15,8 +15,16 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
-_TAKES_TIMEOUT = "shutdown_timeout" in inspect.signature(LocalElasticAgent.__init__).parameters  # from torch 2.12 on
-OVERRIDDEN = ("_rendezvous", "_invoke_run", "_exit_barrier", "_start_workers", "_monitor_workers", "_restart_workers")
+# from torch 2.12 on
+_TAKES_TIMEOUT = "shutdown_timeout" in inspect.signature(LocalElasticAgent.__init__).parameters
+OVERRIDDEN = (
+    "_rendezvous",
+    "_invoke_run",
+    "_exit_barrier",
+    "_start_workers",
+    "_monitor_workers",
+    "_restart_workers",
+)
 
 
 class ExtensibleAgent(LocalElasticAgent):
@@ -28,14 +36,19 @@ class ExtensibleAgent(LocalElasticAgent):
         shutdown_timeout: seconds that ranks which are asked to end have, before they are killed.
     """
 
-    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, *, shutdown_timeout: int = 30) -> None:
+    def __init__(
+        self, spec: WorkerSpec, logs_specs: LogsSpecs, *, shutdown_timeout: int = 30
+    ) -> None:
         timeout: dict[str, Any] = {"shutdown_timeout": shutdown_timeout} if _TAKES_TIMEOUT else {}
         super().__init__(spec, logs_specs, **timeout)
         self._seconds_to_end = shutdown_timeout
 
-    meet_machines = LocalElasticAgent._rendezvous  # waits for the other machines, and assigns global ranks
-    wait_for_machines = LocalElasticAgent._exit_barrier  # until the ranks of all machines have ended
-    restart_ranks = LocalElasticAgent._restart_workers  # ends the machine's ranks and starts them anew
+    # waits for the other machines, and assigns global ranks
+    meet_machines = LocalElasticAgent._rendezvous
+    # until the ranks of all machines have ended
+    wait_for_machines = LocalElasticAgent._exit_barrier
+    # ends the machine's ranks and starts them anew
+    restart_ranks = LocalElasticAgent._restart_workers
 
     @property
     def worker_group(self) -> Any:

@@ -1,14 +1,15 @@
 """Tensors with a shape, a dtype and a device, and no memory; and a fast cache of what operators make of them.
 
-torch's cache builds a key and an output in 100 µs. `OutputCache` stands in front of it, takes 15 µs, and leaves to
-torch whatever it does not know: operators that communicate or read values, complex and sparse tensors, constants.
+torch's cache builds a key and an output in 100 µs. `OutputCache` stands in front of it, takes 15
+µs, and leaves to torch whatever it does not know: operators that communicate or read values,
+complex and sparse tensors, constants.
 
-Public torch: tensors on meta have no device of their own, and their storages no bytes to count. `DTensor.to_local()` is
-an operation of autograd, which a dispatch mode would count. FSDP2 frees gathered parameters by a storage's `resize_`,
-which no dispatch mode sees, so it is replaced on the class.
-Seen to work: torch 2.13.0.
-When gone: importing this file raises ImportError: no `lockstep plan`, and no model `mixture`. Or the plan takes a
-sharded tensor for a whole one, and gathered parameters as if they were never freed.
+Public torch: tensors on meta have no device of their own, and their storages no bytes to count.
+`DTensor.to_local()` is an operation of autograd, which a dispatch mode would count. FSDP2 frees
+gathered parameters by a storage's `resize_`, which no dispatch mode sees, so it is replaced on the
+class. Seen to work: torch 2.13.0. When gone: importing this file raises ImportError: no `lockstep
+plan`, and no model `mixture`. Or the plan takes a sharded tensor for a whole one, and gathered
+parameters as if they were never freed.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,10 +30,33 @@ from lockstep.torch_compat.operators import SHARDING
 # Raised where a program asks a fake tensor for its values.
 UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
-__all__ = ["UNKNOWN_VALUES", "FakeTensor", "FakeTensorMode", "OutputCache", "local_tensor", "resizes_watched"]
+__all__ = [
+    "UNKNOWN_VALUES",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OutputCache",
+    "local_tensor",
+    "resizes_watched",
+]
 
-_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
-_SHAPES_UNKNOWN = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_PLAIN = frozenset(
+    (
+        int,
+        float,
+        bool,
+        str,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    )
+)
+_SHAPES_UNKNOWN = {
+    torch.Tag.inplace_view,
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+}
 _PURE = ("aten", SHARDING)  # namespaces of operators that only compute outputs
 
 
@@ -58,7 +82,10 @@ class _Known(NamedTuple):
 
 
 class OutputCache:
-    """Makes the outputs of operators under a mode, for calls like earlier ones; all modes share what is known."""
+    """Makes the outputs of operators under a mode, for calls like earlier ones.
+
+    All modes share what is known.
+    """
 
     _known: dict[tuple[Any, ...], _Known] = {}
 
@@ -66,8 +93,12 @@ class OutputCache:
         self._mode = mode
         mode.cache_enabled = False  # it would learn the same calls again
 
-    def run(self, func: Any, args: Any, kwargs: Any, fact_of: Callable[[Any, Any, Any, Any], Any]) -> tuple[Any, Any]:
-        """Call an operator, or make the outputs of an equal call; return the outputs, and what `fact_of` says.
+    def run(
+        self, func: Any, args: Any, kwargs: Any, fact_of: Callable[[Any, Any, Any, Any], Any]
+    ) -> tuple[Any, Any]:
+        """Call an operator, or make the outputs of an equal call.
+
+        Return the outputs, and what `fact_of` says.
 
         `fact_of`: (func, args, kwargs, outputs) → something that depends on shapes and on func.
         """
@@ -76,11 +107,14 @@ class OutputCache:
         if known is None:
             out = func(*args, **kwargs)
             fact = fact_of(func, args, kwargs, out)
-            if key is not None and key == _call_of(func, args, kwargs)[0]:  # else it changed the shape of an argument
+            # else it changed the shape of an argument
+            if key is not None and key == _call_of(func, args, kwargs)[0]:
                 self._learn(func, key, tensors, out, fact)
             return out, fact
         with torch._C._DisableTorchDispatch():
-            made = [None if output is None else self._made(output, tensors) for output in known.outputs]
+            made = [
+                None if output is None else self._made(output, tensors) for output in known.outputs
+            ]
         return (made[0] if known.kind is None else known.kind(made)), known.fact
 
     def _made(self, output: _Output, tensors: list[Tensor]) -> Tensor:
@@ -99,7 +133,9 @@ class OutputCache:
         vars(found).update(attributes, fake_mode=self._mode)
         return found
 
-    def _learn(self, func: Any, key: tuple[Any, ...], tensors: list[Tensor], out: Any, fact: Any) -> None:
+    def _learn(
+        self, func: Any, key: tuple[Any, ...], tensors: list[Tensor], out: Any, fact: Any
+    ) -> None:
         """Remember the outputs of a call, if they depend on shapes alone."""
         if func.namespace not in _PURE or not _SHAPES_UNKNOWN.isdisjoint(func.tags):
             return
@@ -112,7 +148,11 @@ class OutputCache:
                 outputs.append(None)
                 continue
             same = places.get(id(leaf))
-            if type(leaf) is not FakeTensor or not _describe((leaf,), [], []) or (same is None and leaf.requires_grad):
+            if (
+                type(leaf) is not FakeTensor
+                or not _describe((leaf,), [], [])
+                or (same is None and leaf.requires_grad)
+            ):
                 return
             storage = leaf.untyped_storage()._cdata
             view = owners.get(storage)
@@ -123,20 +163,32 @@ class OutputCache:
             attributes = {name: value for name, value in vars(leaf).items() if name != "fake_mode"}
             outputs.append(
                 _Output(
-                    same, view, tuple(leaf.shape), leaf.stride(), int(leaf.storage_offset()), leaf.dtype,
-                    leaf.fake_device, attributes,
+                    same,
+                    view,
+                    tuple(leaf.shape),
+                    leaf.stride(),
+                    int(leaf.storage_offset()),
+                    leaf.dtype,
+                    leaf.fake_device,
+                    attributes,
                 )
-            )  # fmt: skip
-        self._known[key] = _Known(tuple(outputs), type(out) if isinstance(out, list | tuple) else None, fact)
+            )
+        self._known[key] = _Known(
+            tuple(outputs), type(out) if isinstance(out, list | tuple) else None, fact
+        )
 
 
 def _call_of(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
     """Return what the outputs of a call depend on, None if on more than shapes, and the tensors in its arguments."""
     key: list[Any] = [func, torch.get_default_dtype()]
     tensors: list[Tensor] = []
-    if not _describe(args, key, tensors) or (kwargs and not _describe(kwargs.items(), key, tensors)):
+    if not _describe(args, key, tensors) or (
+        kwargs and not _describe(kwargs.items(), key, tensors)
+    ):
         return None, tensors
-    if len(tensors) > 1 and len(places := {id(one): place for place, one in enumerate(tensors)}) < len(tensors):
+    if len(tensors) > 1 and len(
+        places := {id(one): place for place, one in enumerate(tensors)}
+    ) < len(tensors):
         key.append(tuple(places[id(one)] for one in tensors))  # the same tensor twice
     return tuple(key), tensors
 
@@ -146,13 +198,27 @@ def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> b
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
-            if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
+            if (
+                value.constant is not None
+                or value.layout is not torch.strided
+                or value.dtype.is_complex
+            ):
                 return False
             tensors.append(value)
-            key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
+            key += (
+                value.shape,
+                value.stride(),
+                value.storage_offset(),
+                value.dtype,
+                value.fake_device,
+            )
         elif kind in _PLAIN:
             key += (kind, value)
-        elif (kind is Tensor or kind is nn.Parameter) and value.is_meta and not value.dtype.is_complex:
+        elif (
+            (kind is Tensor or kind is nn.Parameter)
+            and value.is_meta
+            and not value.dtype.is_complex
+        ):
             tensors.append(value)  # its values are unknown, too: the mode takes it for a fake one
             key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device)
         elif kind is tuple or kind is list:

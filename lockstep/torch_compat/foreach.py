@@ -1,9 +1,9 @@
 """Operations over many tensors in one kernel: in-place sums, products and quotients, clamps, and norms.
 
-Public torch: a loop over the tensors starts one kernel for each, several hundred a step. `torch.nn.utils` has such
-operations only inside of its ways of clipping.
-Seen to work: torch 2.11.0 to 2.15.0.
-When gone: importing this file raises AttributeError; a loop over the tensors gives the same bits.
+Public torch: a loop over the tensors starts one kernel for each, several hundred a step.
+`torch.nn.utils` has such operations only inside of its ways of clipping. Seen to work: torch 2.11.0
+to 2.15.0. When gone: importing this file raises AttributeError; a loop over the tensors gives the
+same bits.
 """
 
 import torch

@@ -1,12 +1,13 @@
 """The state of FSDP2's units: gradients to be reduced, forward passes within a backward pass, and messages alone.
 
-Public torch: none for any of them, before 2.15. From torch 2.15 on `finalize_backward` reduces, but only units whose
-forward pass ran in the same step; a pipeline reduces once for several runs of its schedule, in the last of which a unit
-may have had no forward pass. A unit that reentrant checkpoints call twice loses the gradient of one of the calls: when
-the second is repeated, the unit's state still says that its backward pass is about to come. And calling a unit for its
-messages alone would run everybody's hooks on it.
-Seen to work: torch 2.11.0, 2.13.0 and 2.15.0.
-When gone: AttributeError in the first step of a pipeline with FSDP2, or of a model on FSDP2 that recomputes itself.
+Public torch: none for any of them, before 2.15. From torch 2.15 on `finalize_backward` reduces, but
+only units whose forward pass ran in the same step; a pipeline reduces once for several runs of its
+schedule, in the last of which a unit may have had no forward pass. A unit that reentrant
+checkpoints call twice loses the gradient of one of the calls: when the second is repeated, the
+unit's state still says that its backward pass is about to come. And calling a unit for its messages
+alone would run everybody's hooks on it. Seen to work: torch 2.11.0, 2.13.0 and 2.15.0. When gone:
+AttributeError in the first step of a pipeline with FSDP2, or of a model on FSDP2 that recomputes
+itself.
 """
 
 from typing import Any
@@ -19,7 +20,10 @@ from lockstep.torch_compat.backward_pass import running_node
 
 
 def reduces_by_hand(unit: Any) -> None:
-    """Announce, before a forward pass, that gradients are reduced on request; FSDP2 needs this from torch 2.15 on."""
+    """Announce, before a forward pass, that gradients are reduced on request.
+
+    FSDP2 needs this from torch 2.15 on.
+    """
     if hasattr(unit, "set_manual_backward_finalization") and torch.is_grad_enabled():
         unit.set_manual_backward_finalization(True)
 
@@ -27,14 +31,16 @@ def reduces_by_hand(unit: Any) -> None:
 def reduce_gradients(unit: Any, *, begun: bool) -> None:
     """Sum the gradients of an FSDP2 unit, whose backward passes are over, over its replicas and shards.
 
-    `begun`: forward passes of the unit ran in this step; of one whose parameters are gathered by hand none did.
+    `begun`: forward passes of the unit ran in this step; of one whose parameters are gathered by
+    hand none did.
     """
     unit.set_is_last_backward(True)
     unit.set_reshard_after_backward(True)
     unit.set_requires_gradient_sync(True)
     state = unit._get_fsdp_state()
     groups = [group for each in state._state_ctx.all_states for group in _groups_of(each)]
-    if not hasattr(unit, "finalize_backward"):  # before torch 2.15: as torch's own stages of pipelines did
+    # before torch 2.15: as torch's own stages of pipelines did
+    if not hasattr(unit, "finalize_backward"):
         for group in groups:
             group.post_backward()
         state._root_post_backward_final_callback()
@@ -81,7 +87,8 @@ def pass_through(unit: Any, given: Tensor, made: Tensor | None) -> Tensor:
     """Have a unit gather its parameters as in a forward pass, and gather and reduce in the backward pass of the result.
 
     Args:
-        given: [1], in the place of its inputs; gradients are reduced when that of `given` is there, or at the end.
+        given: [1], in the place of its inputs; gradients are reduced when that of `given` is there,
+            or at the end.
         made: [1], in the place of what it makes of them; None: `given`.
     """
     state = unit._get_fsdp_state()

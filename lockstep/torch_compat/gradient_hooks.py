@@ -1,8 +1,8 @@
 """The hooks on a tensor's gradient: listed, and taken off.
 
 Public torch: hooks can be registered; only who registered one holds the handle that removes it.
-Seen to work: torch 2.11.0 to 2.15.0.
-When gone: AttributeError as a model is placed; of hooks after accumulation, which are refused, none is found.
+Seen to work: torch 2.11.0 to 2.15.0. When gone: AttributeError as a model is placed; of hooks after
+accumulation, which are refused, none is found.
 """
 
 from collections.abc import Callable

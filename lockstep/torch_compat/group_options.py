@@ -1,8 +1,7 @@
 """What a process group was made with: the timeout of its collectives, and whether it checks them.
 
-Public torch: none once the group exists.
-Seen to work: torch 2.13.0.
-When gone: `timeout_of` gives None and `checks_collectives` False, so that settings are not compared with the group.
+Public torch: none once the group exists. Seen to work: torch 2.13.0. When gone: `timeout_of` gives
+None and `checks_collectives` False, so that settings are not compared with the group.
 """
 
 import datetime
@@ -12,7 +11,10 @@ import torch
 
 
 def timeout_of(group: Any, device: torch.device) -> float | None:
-    """Return the timeout of a group's collectives on a device, in seconds; None if the backend does not say it."""
+    """Return the timeout of a group's collectives on a device, in seconds.
+
+    None if the backend does not say it.
+    """
     backend = _backend_of(group, device)
     options = getattr(getattr(backend, "wrapped_pg", backend), "options", None)
     timeout = getattr(options, "_timeout", None)

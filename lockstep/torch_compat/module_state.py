@@ -1,8 +1,7 @@
 """What decides about a module's `state_dict` beside its tensors: hooks, and buffers that are left out.
 
-Public torch: hooks can be registered, and buffers be declared not persistent; neither can be listed.
-Seen to work: torch 2.13.0.
-When gone: AttributeError as a model is placed.
+Public torch: hooks can be registered, and buffers be declared not persistent; neither can be
+listed. Seen to work: torch 2.13.0. When gone: AttributeError as a model is placed.
 """
 
 from collections.abc import Iterator
@@ -13,7 +12,10 @@ from torch import nn
 
 
 def persistent_buffers(model: nn.Module) -> set[str]:
-    """Return the names of the buffers that a `state_dict` holds, whatever hooks make of it; all names of tied ones."""
+    """Return the names of the buffers that a `state_dict` holds, whatever hooks make of it.
+
+    All names of tied ones.
+    """
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)
@@ -31,7 +33,12 @@ def state_hooks(module: nn.Module) -> Iterator[Any]:
 @contextmanager
 def without_hooks_of_fsdp(model: nn.Module) -> Iterator[None]:
     """Take off the hooks by which FSDP2 looks for its shards when a state is taken or loaded, for the block."""
-    kept = [(registry, dict(registry)) for module in model.modules() for registry in _registries(module) if registry]
+    kept = [
+        (registry, dict(registry))
+        for module in model.modules()
+        for registry in _registries(module)
+        if registry
+    ]
     for registry, hooks in kept:
         for key, hook in hooks.items():
             if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):

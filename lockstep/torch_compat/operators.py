@@ -1,9 +1,9 @@
 """Operators of torch that have no public name, and the schemas of all.
 
-Public torch: `F.scaled_dot_product_attention` chooses one of these; what sees the chosen one has to name it. Whether an
-operator writes to its arguments, and their names, stand in its schema alone.
-Seen to work: torch 2.11.0 to 2.15.0.
-When gone: importing this file raises AttributeError; without schemas a traced model is cut where it must not be.
+Public torch: `F.scaled_dot_product_attention` chooses one of these; what sees the chosen one has to
+name it. Whether an operator writes to its arguments, and their names, stand in its schema alone.
+Seen to work: torch 2.11.0 to 2.15.0. When gone: importing this file raises AttributeError; without
+schemas a traced model is cut where it must not be.
 """
 
 from typing import Any

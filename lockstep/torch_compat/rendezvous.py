@@ -1,9 +1,9 @@
 """torch's rendezvous of machines that come and go, with a store for the ranks that a subclass makes.
 
-Public torch: where the store is says the first round alone: a machine that comes in a later one waits for it in vain.
-Seen to work: torch 2.11.0 to 2.15.0.
-When gone: importing this file raises AttributeError for the method. Without the attribute a machine that comes later is
-not heard, and the launch ends when its patience does.
+Public torch: where the store is says the first round alone: a machine that comes in a later one
+waits for it in vain. Seen to work: torch 2.11.0 to 2.15.0. When gone: importing this file raises
+AttributeError for the method. Without the attribute a machine that comes later is not heard, and
+the launch ends when its patience does.
 """
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -1,9 +1,8 @@
 """Functions of torch that a training script calls, replaced so that an observer sees the calls.
 
-Public torch: hooks for modules and optimizers alone. A script is observed unchanged, so the functions themselves are
-replaced, in a process that only observes.
-Seen to work: torch 2.13.0.
-When gone: importing this file raises ImportError, or `lockstep verify SCRIPT` says that it saw no step.
+Public torch: hooks for modules and optimizers alone. A script is observed unchanged, so the
+functions themselves are replaced, in a process that only observes. Seen to work: torch 2.13.0. When
+gone: importing this file raises ImportError, or `lockstep verify SCRIPT` says that it saw no step.
 """
 
 import inspect
@@ -20,10 +19,21 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, DistributedSampler, dataloader
 
 COLLECTIVES = (
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
-    "barrier", "broadcast", "broadcast_object_list", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
     "scatter",
-)  # fmt: skip
+)
 
 Around = Callable[[Callable[[], Any], Any], Any]
 """Is given a call to make and its first argument; returns the call's result."""
@@ -33,7 +43,10 @@ Undo = Callable[[], None]
 
 
 def patch_backward(around: Around) -> Undo:
-    """Replace the function with which every backward pass starts; `tensor.backward()` calls it, too."""
+    """Replace the function with which every backward pass starts.
+
+    `tensor.backward()` calls it, too.
+    """
     return _replace(torch.autograd, "backward", around)
 
 
@@ -96,7 +109,9 @@ def patch_collectives(called: Callable[[str, Any], None]) -> None:
         setattr(torch.distributed, name, _reporting(original, called))
 
 
-def _reporting(original: Callable[..., Any], called: Callable[[str, Any], None]) -> Callable[..., Any]:
+def _reporting(
+    original: Callable[..., Any], called: Callable[[str, Any], None]
+) -> Callable[..., Any]:
     @wraps(original)
     def observed(*args: Any, **kwargs: Any) -> Any:
         called(original.__name__, (args, kwargs))

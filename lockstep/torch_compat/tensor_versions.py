@@ -1,8 +1,8 @@
 """Detects writes to a tensor, finds the tensor that it is a view of, and returns the same memory without a base.
 
-Public torch: none; autograd compares versions by itself, and raises only where a gradient needs the old values.
-Seen to work: torch 2.11.0 to 2.15.0.
-When gone: AttributeError, in the first step of a model with buffers, under a pipeline, or under FSDP.
+Public torch: none; autograd compares versions by itself, and raises only where a gradient needs the
+old values. Seen to work: torch 2.11.0 to 2.15.0. When gone: AttributeError, in the first step of a
+model with buffers, under a pipeline, or under FSDP.
 """
 
 from typing import Any
@@ -43,7 +43,9 @@ def return_no_views(root: nn.Module) -> None:
     def replaced(_module: nn.Module, _args: Any, outputs: Any) -> Any:
         if any(map(_is_view, tree_leaves(outputs))):
             same: Any = _Same.apply
-            return tree_map_only(Tensor, lambda leaf: same(leaf) if _is_view(leaf) else leaf, outputs)
+            return tree_map_only(
+                Tensor, lambda leaf: same(leaf) if _is_view(leaf) else leaf, outputs
+            )
         return None
 
     root.register_forward_hook(replaced)

@@ -1,8 +1,7 @@
 """The classes of a `torch.distributed.fsdp.wrap.ModuleWrapPolicy`, which keeps them to itself.
 
-Public torch: none; the policy can only be asked about the modules of a model, and an error has none.
-Seen to work: torch 2.13.
-When gone: the error does not say which classes to write.
+Public torch: none; the policy can only be asked about the modules of a model, and an error has
+none. Seen to work: torch 2.13. When gone: the error does not say which classes to write.
 """
 
 from typing import Any

@@ -65,7 +65,10 @@ def plain_warnings() -> Iterator[None]:
 
 
 def build(config: Config, data: Data) -> nn.Module:
-    """Build the model, on meta if its values can be created by name later; else whole, the same on every rank."""
+    """Build the model, on meta if its values can be created by name later.
+
+    Else whole, the same on every rank.
+    """
     with torch.device("meta"):
         try:
             model = build_model(config.model, data.facts)
@@ -94,13 +97,20 @@ def stop_on_signals(trainer: Trainer) -> None:
                 child.kill()
             signals.end_now(EXIT_FAILED, "interrupted twice: ended without saving")
         interrupted = True
-        os.write(2, b"lockstep: interrupted: saves and stops; a second Ctrl-C ends it at once, without saving\n")
+        os.write(
+            2,
+            b"lockstep: interrupted: saves and stops; a second Ctrl-C ends it at once, without"
+            b" saving\n",
+        )
 
     signals.listen(ask)
 
 
 def check_named(config: Config, source: str) -> None:
-    """Reject names in a config that a run could not import, or not call with these arguments; all in one error."""
+    """Reject names in a config that a run could not import, or not call with these arguments.
+
+    All in one error.
+    """
     found = []
     for look in _lookups(config):
         try:
@@ -119,7 +129,10 @@ def _lookups(config: Config) -> Iterator[Callable[[], object]]:
     if config.loss_fn is not None:
         yield partial(check_loss_fn, config.loss_fn)
     yield partial(check_optimizer, training.optimizer, training.optimizer_args)
-    yield partial(check_schedule, Schedule(training.lr_schedule, training.max_steps or 0, training.warmup_steps))
+    yield partial(
+        check_schedule,
+        Schedule(training.lr_schedule, training.max_steps or 0, training.warmup_steps),
+    )
     for name in config.monitor.sinks:
         yield partial(sink_named, name)
     if config.checkpoint.storage is not None:

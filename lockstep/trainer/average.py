@@ -1,6 +1,7 @@
 """Averages a model's weights over its updates: EMA and SWA.
 
-Each rank averages its own parameters, element by element: no communication, the same under every strategy.
+Each rank averages its own parameters, element by element: no communication, the same under every
+strategy.
 
 Tests: tests/trainer/test_updates.py, tests/trainer/test_loops.py
 """
@@ -21,8 +22,8 @@ class WeightAverage:
     """Averages the parameters after updates; pass it to `Trainer(…, after_update=…)`.
 
     Args:
-        decay: of the exponential moving average: a ← decay · a + (1 − decay) · w. None: the mean of all averaged
-            updates (stochastic weight averaging, Izmailov et al. 2018).
+        decay: of the exponential moving average: a ← decay · a + (1 − decay) · w. None: the mean of
+            all averaged updates (stochastic weight averaging, Izmailov et al. 2018).
         start: the first update that is averaged; before it the average is the model itself.
         every: number of updates from one averaged update to the next.
         evaluate: let evaluations and predictions of the trainer use the average.
@@ -31,7 +32,9 @@ class WeightAverage:
         UsageError: a number is out of its range.
     """
 
-    def __init__(self, decay: float | None = 0.999, *, start: int = 1, every: int = 1, evaluate: bool = False) -> None:
+    def __init__(
+        self, decay: float | None = 0.999, *, start: int = 1, every: int = 1, evaluate: bool = False
+    ) -> None:
         if start < 1 or every < 1 or not (decay is None or 0 <= decay < 1):
             what = f"there is no average with decay={decay}, start={start}, every={every}"
             fix = "write a decay from 0 to below 1 or None, and start and every of 1 or more"
@@ -65,7 +68,10 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the model the average's values in the block, to evaluate or save it; all ranks enter it together."""
+        """Give the model the average's values in the block, to evaluate or save it.
+
+        All ranks enter it together.
+        """
         self._exchange()
         try:
             yield

@@ -1,7 +1,7 @@
 """Runs micro-batches that the caller passes on each rank: `Trainer.training_step` and loops over `lockstep.place`.
 
-Micro-batch j of data-parallel rank r is number j × ranks + r of the step, under every strategy: its random numbers,
-and the order in which losses are summed, follow from that number.
+Micro-batch j of data-parallel rank r is number j × ranks + r of the step, under every strategy: its
+random numbers, and the order in which losses are summed, follow from that number.
 
 Tests: tests/trainer/test_loops.py, tests/trainer/test_own_loop.py
 """
@@ -35,14 +35,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class OpenStep:
-    """Counts the micro-batches that wait for their update; it knows no trainer, and so can outlive one."""
+    """Counts the micro-batches that wait for their update.
+
+    It knows no trainer, and so can outlive one.
+    """
 
     calls: int = 0
     calls_per_step: int | None = None
 
     def sentence(self) -> str:
         """Return how many micro-batches wait; "" if none does."""
-        waiting = f"{self.calls} of {self.calls_per_step} micro-batches of a step wait for their update"
+        waiting = (
+            f"{self.calls} of {self.calls_per_step} micro-batches of a step wait for their update"
+        )
         return waiting if self.calls else ""
 
 
@@ -58,13 +63,18 @@ class StepWindow:
         self._last: Any = None
 
     def add(self, batch: Any) -> tuple[Tensor, StepRecord | None]:
-        """Run forward and backward of this rank's next micro-batch; return its mean loss, and the step's record."""
+        """Run forward and backward of this rank's next micro-batch.
+
+        Return its mean loss, and the step's record.
+        """
         trainer = self._trainer
         if trainer.placed.micro_step is None:
             splits_model = strategy_named(trainer.layout.strategy).splits_model
             what = "under a pipeline" if splits_model else "where workers share a rank"
             what = "for a loss over the whole batch" if trainer.has_whole_batch_loss else what
-            raise UsageError(f"{what} micro-batches can't be run one at a time", fix="use Trainer.steps(data)")
+            raise UsageError(
+                f"{what} micro-batches can't be run one at a time", fix="use Trainer.steps(data)"
+            )
         batch = move(batch, trainer.device)
         opened = self.open_step
         if opened.calls_per_step is None:
@@ -92,30 +102,40 @@ class StepWindow:
         loss = self._run(batch, real=True, last=last)
         opened.calls += 1
         record = self._update() if last else None
-        return loss.summed() / torch.as_tensor(loss.targets), record  # nan without a valid target, as torch has it
+        # nan without a valid target, as torch has it
+        return loss.summed() / torch.as_tensor(loss.targets), record
 
     def _warn_of_end(self) -> None:
         """Warn once if the caller's loop goes on after the run's end."""
         trainer = self._trainer
         if trainer.done and not self._has_warned and trainer.is_main_process:
             self._has_warned = True
-            why = trainer.state.following.why_stopped() if trainer.state.following.stopped else "it was asked to stop"
+            why = (
+                trainer.state.following.why_stopped()
+                if trainer.state.following.stopped
+                else "it was asked to stop"
+            )
             if not trainer.was_stopped:
                 why = f"max_steps {trainer.step.total} are done"
             warnings.warn(
-                f"{why}, and the loop of training_step goes on: end it where trainer.done is true", stacklevel=5
+                f"{why}, and the loop of training_step goes on: end it where trainer.done is true",
+                stacklevel=5,
             )
 
     def warn_of_open_step(self, what: str) -> None:
         """Warn if micro-batches wait for an update, which `what` will not hold."""
         if waiting := self.open_step.sentence():
-            warnings.warn(f"{waiting}, which {what} does not hold: call trainer.flush() before it", stacklevel=4)
+            warnings.warn(
+                f"{waiting}, which {what} does not hold: call trainer.flush() before it",
+                stacklevel=4,
+            )
 
     def flush(self) -> StepRecord | None:
         """Update with the micro-batches so far, and return the record; None if there are none."""
         if self._accumulator is None:
             return None
-        self._run(self._last, real=False, last=True)  # a dummy with weight zero starts the reduction over ranks
+        # a dummy with weight zero starts the reduction over ranks
+        self._run(self._last, real=False, last=True)
         return self._update()
 
     def _run(self, batch: Any, *, real: bool, last: bool) -> Loss:
@@ -124,7 +144,9 @@ class StepWindow:
         assert self._accumulator is not None
         index, _ = placed.assign(self._micro_batches_per_step)[self.open_step.calls]
         with placed.random_state.running("train", step.progress.step):
-            return placed.micro_step(MicroBatch(index, batch, real), self._accumulator, step.factor, last)
+            return placed.micro_step(
+                MicroBatch(index, batch, real), self._accumulator, step.factor, last
+            )
 
     def _update(self) -> StepRecord:
         trainer, accumulator, samples = self._trainer, self._accumulator, self._samples
@@ -137,7 +159,10 @@ class StepWindow:
 
 
 def _calls_in_a_step(trainer: "Trainer", first: Any) -> int:
-    """Return the number of micro-batches that each rank passes per step; `first` has their size if no setting has."""
+    """Return the number of micro-batches that each rank passes per step.
+
+    `first` has their size if no setting has.
+    """
     training, ranks = trainer.config.training, trainer.layout.data_parallel_size
     if training.global_batch_size is None:
         return training.accumulation
@@ -146,10 +171,13 @@ def _calls_in_a_step(trainer: "Trainer", first: Any) -> int:
     calls, rest = divmod(training.global_batch_size, size * ranks)
     if rest:
         raise UsageError(
-            f"a step of {training.global_batch_size} samples is not a whole number of micro-batches of {size} on each "
-            f"of {ranks} rank{'s' * (ranks != 1)}",
+            f"a step of {training.global_batch_size} samples is not a whole number of micro-batches"
+            f" of {size} on each of {ranks} rank{'s' * (ranks != 1)}",
             where="training.global_batch_size",
-            fix=f"set it to a multiple of {size * ranks}, or use Trainer.steps(data), which shares out any number",
+            fix=(
+                f"set it to a multiple of {size * ranks}, or use Trainer.steps(data), which shares"
+                " out any number"
+            ),
         )
     return calls
 
@@ -163,19 +191,26 @@ def _warn_of_equal_batches(trainer: "Trainer", batch: Any) -> None:
     dist.all_gather_object(digests, _digest(batch))
     if trainer.is_main_process and len(set(digests)) < ranks:
         warnings.warn(
-            "several ranks bring the same samples to training_step: they are trained on several times. Share them out:"
-            " DataLoader(dataset, sampler=lockstep.DistributedSampler(dataset), …)",
+            "several ranks bring the same samples to training_step: they are trained on several"
+            " times. Share them out: DataLoader(dataset,"
+            " sampler=lockstep.DistributedSampler(dataset), …)",
             stacklevel=4,
         )
 
 
 def _digest(batch: Any) -> int:
-    """Return a checksum of the batch's tensors; without tensors, a number that differs on every rank."""
+    """Return a checksum of the batch's tensors.
+
+    Without tensors, a number that differs on every rank.
+    """
     leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
     found = 0 if tensors else -1 - dist.get_rank()
     for tensor in tensors:
-        found = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), found)
+        found = zlib.crc32(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+            found,
+        )
     return found
 
 
@@ -192,12 +227,16 @@ class _Report(NamedTuple):
 
 
 class MicroBatchAssigner:
-    """Numbers each rank's micro-batches, as all agreed; a rank with fewer runs weightless copies of an earlier one."""
+    """Numbers each rank's micro-batches, as all agreed.
+
+    A rank with fewer runs weightless copies of an earlier one.
+    """
 
     def __init__(self, placed: ParallelModel) -> None:
         self.placed, self.dp_size = placed, placed.layout.data_parallel_size
         self.dp_rank = placed.assign(self.dp_size)[0][0]  # the ranks of one pipeline share it
-        self.nominal = 0.0  # divisor in backward, see `lockstep.step`; from the very first micro-batch
+        # divisor in backward, see `lockstep.step`; from the very first micro-batch
+        self.nominal = 0.0
         self._last: list[Any] = []  # the newest micro-batch, once there is one
 
     def assign(self, batches: Sequence[Any], step: int, call: str) -> tuple[list[MicroBatch], int]:
@@ -205,28 +244,42 @@ class MicroBatchAssigner:
         batches = [move(batch, self.placed.random_state.device) for batch in batches]
         self._last = batches[-1:] or self._last
         first = bool(batches) and self.nominal == 0 and self.placed.wants_data
-        targets = float(self.placed.objective.estimate(batches[0])) if first else 0.0  # host waits for the device, once
-        mine = _Report(step, _CALLS.index(call), self.dp_rank, len(batches), bool(self._last), targets)
+        # host waits for the device, once
+        targets = float(self.placed.objective.estimate(batches[0])) if first else 0.0
+        mine = _Report(
+            step, _CALLS.index(call), self.dp_rank, len(batches), bool(self._last), targets
+        )
         rows = _reported(mine, self.placed)
         _require_agreement(rows)
         rounds = max(row.num_batches for row in rows)
         if rounds == 0:
             return [], 0
-        if (unable := next((rank for rank, row in enumerate(rows) if not row.has_batch), None)) is not None:
+        if (
+            unable := next((rank for rank, row in enumerate(rows) if not row.has_batch), None)
+        ) is not None:
             what = f"rank {unable} brings no micro-batch, and has had none before"
-            why = "every rank takes part in each step, if only with a weightless copy of a micro-batch"
-            raise UsageError(what, why=why, fix="give each rank at least one micro-batch in its first step")
+            why = (
+                "every rank takes part in each step, if only with a weightless copy of a"
+                " micro-batch"
+            )
+            raise UsageError(
+                what, why=why, fix="give each rank at least one micro-batch in its first step"
+            )
         micro_batches_per_step = rounds * self.dp_size
         self.nominal = self.nominal or nominal_count(rows[0].targets, micro_batches_per_step)
         runs = [*batches, *self._last * (rounds - len(batches))]
         micro_batches = [
-            MicroBatch(j * self.dp_size + self.dp_rank, batch, j < len(batches)) for j, batch in enumerate(runs)
+            MicroBatch(j * self.dp_size + self.dp_rank, batch, j < len(batches))
+            for j, batch in enumerate(runs)
         ]
         return micro_batches, micro_batches_per_step
 
 
 def _reported(mine: _Report, placed: ParallelModel) -> list[_Report]:
-    """Return the reports of all ranks, by rank; the host does not wait for a device if the CPU has a process group."""
+    """Return the reports of all ranks, by rank.
+
+    The host does not wait for a device if the CPU has a process group.
+    """
     if placed.layout.world_size == 1:
         return [mine]
     table = torch.zeros(placed.layout.world_size, len(mine), dtype=torch.float64)
@@ -244,13 +297,21 @@ def _require_agreement(rows: Sequence[_Report]) -> None:
     other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
     if other is not None:
         why = "every rank goes through the same calls, or they wait for each other for ever"
-        fix = "make the same number of calls on all ranks; one that has no samples left calls backward()"
-        raise RunError(f"rank 0 is in {places[0]}, rank {other} in {places[other]}", why=why, fix=fix)
+        fix = (
+            "make the same number of calls on all ranks; one that has no samples left calls"
+            " backward()"
+        )
+        raise RunError(
+            f"rank 0 is in {places[0]}, rank {other} in {places[other]}", why=why, fix=fix
+        )
     for rank, row in enumerate(rows):
         first = next(other for other, its in enumerate(rows) if its.dp_rank == row.dp_rank)
         if rows[first].num_batches != row.num_batches:
             raise UsageError(
-                f"ranks {first} and {rank} are one pipeline, and bring {rows[first].num_batches} and {row.num_batches} "
-                "micro-batches",
-                fix="bring the same micro-batches to all ranks of a pipeline: those of placed.data_parallel_rank",
+                f"ranks {first} and {rank} are one pipeline, and bring {rows[first].num_batches}"
+                f" and {row.num_batches} micro-batches",
+                fix=(
+                    "bring the same micro-batches to all ranks of a pipeline: those of"
+                    " placed.data_parallel_rank"
+                ),
             )

@@ -1,7 +1,8 @@
 """Decides when a run is saved, which checkpoints are kept, where it resumes, and where it rolls back to.
 
-A run that resumes with other samples or another model is another training; a learning rate or a number of steps may be
-changed on purpose. So its settings are compared with those of the checkpoint.
+A run that resumes with other samples or another model is another training; a learning rate or a
+number of steps may be changed on purpose. So its settings are compared with those of the
+checkpoint.
 
 Tests: tests/trainer/test_resume.py, tests/trainer/test_ends.py
 """
@@ -40,7 +41,10 @@ _log = logging.getLogger("lockstep")
 
 
 class Checkpointer:
-    """Saves one run and rolls it back; every rank has one, and calls each method at the same steps."""
+    """Saves one run and rolls it back.
+
+    Every rank has one, and calls each method at the same steps.
+    """
 
     def __init__(self, trainer: "Trainer", monitor: Monitor) -> None:
         self._trainer, self._monitor, self._config = trainer, monitor, trainer.config.checkpoint
@@ -50,10 +54,13 @@ class Checkpointer:
         self._evaluated: dict[int, float] = {}
         self._rollbacks: dict[int, int] = {}  # step → rollbacks to it
         self.saved: int | None = None  # step of the last save that was begun
-        self._options = checkpoint.SaveOptions(self._config.format, self._config.retries, self._report_retry)
+        self._options = checkpoint.SaveOptions(
+            self._config.format, self._config.retries, self._report_retry
+        )
         if self._folder is None:
             return
-        # The evaluation at the end of a run comes after its last save, which therefore does not hold the result.
+        # The evaluation at the end of a run comes after its last save, which therefore does not
+        # hold the result.
         if trainer.is_main_process and directory is not None:
             self._evaluated = evaluations(directory, self._config.keep_best)
         assert trainer.storage_is_shared or self._config.format == "full"
@@ -103,7 +110,9 @@ class Checkpointer:
         stall = time.perf_counter() - started
         self._monitor.event("save_stall", step=step, seconds=stall, waited_for_previous=waited)
         if waited > 1 and self._saver is not None:
-            _log.warning("warning: step %d waited %.1f s for the save before it to be written", step, waited)
+            _log.warning(
+                "warning: step %d waited %.1f s for the save before it to be written", step, waited
+            )
 
     def save_as_asked(self, snapshot: checkpoint.Snapshot) -> checkpoint.CheckpointPath:
         """Save the caller's snapshot of the current step among the run's checkpoints; on return it is complete."""
@@ -112,7 +121,9 @@ class Checkpointer:
         self._monitor.flush()
         step, config = self._trainer.step.progress.step, self._trainer.config
         options = replace(self._options, sets_aside=True)
-        path = checkpoint.save(self._trainer.checkpoints, step, snapshot, config_yaml=config.to_yaml(), options=options)
+        path = checkpoint.save(
+            self._trainer.checkpoints, step, snapshot, config_yaml=config.to_yaml(), options=options
+        )
         self.saved = step
         if self._trainer.is_main_process:
             self._committed(path)
@@ -133,7 +144,13 @@ class Checkpointer:
         assert self._folder is not None
         trainer, self.saved = self._trainer, step
         save = checkpoint.save if self._saver is None else self._saver.save
-        path = save(self._folder, step, trainer.snapshot(), config_yaml=trainer.config.to_yaml(), options=self._options)
+        path = save(
+            self._folder,
+            step,
+            trainer.snapshot(),
+            config_yaml=trainer.config.to_yaml(),
+            options=self._options,
+        )
         if self._saver is None and trainer.is_main_process:
             assert path is not None
             self._committed(path)
@@ -155,7 +172,9 @@ class Checkpointer:
             if must_succeed or self._config.on_failure == "stop":
                 raise
             if self._trainer.is_main_process:
-                _log.warning("warning: step %d: training goes on without a new checkpoint: %s", step, error)
+                _log.warning(
+                    "warning: step %d: training goes on without a new checkpoint: %s", step, error
+                )
 
     def _report_retry(self, error: RunError, seconds: float) -> None:
         self._monitor.event("save_retry", reason=str(error), pause_seconds=seconds)
@@ -164,7 +183,8 @@ class Checkpointer:
     def roll_back(self, error: BadNumbersError) -> None:
         """Go back to the newest checkpoint; the bad step's data will be skipped.
 
-        The error is raised if the config says to stop, there is no checkpoint, or there were too many rollbacks.
+        The error is raised if the config says to stop, there is no checkpoint, or there were too
+        many rollbacks.
         """
         trainer, monitor = self._trainer, self._monitor
         self.finish(must_succeed=False)
@@ -185,28 +205,45 @@ class Checkpointer:
         trainer.step.avoid_data_of(error.anomaly.step)
         self.saved = None
         monitor.event("rollback", step=step, checkpoint=found.name, passed_over=error.anomaly.step)
-        monitor.say(f"goes back to step {step}, {found.name}, and passes over the data of step {error.anomaly.step}")
+        monitor.say(
+            f"goes back to step {step}, {found.name}, and passes over the data of step"
+            f" {error.anomaly.step}"
+        )
 
 
 def after_restart(trainer: "Trainer", how: str) -> str:
     """Return how to resume on ranks that a launcher has started again: from what this launch has saved, if anything."""
     directory = trainer.run_directory
-    if how == "auto" or directory is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if (
+        how == "auto"
+        or directory is None
+        or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    ):
         return how
 
     def has_saved() -> bool:
         launched = psutil.Process(os.getppid()).create_time()
-        return any(event["kind"] == "save" and event["time"] >= launched for event in directory.read_events())
+        return any(
+            event["kind"] == "save" and event["time"] >= launched
+            for event in directory.read_events()
+        )
 
     saved = checkpoint.Ranks().broadcast("the events of the run could not be read", has_saved)
     return "auto" if saved else how
 
 
 def resume(trainer: "Trainer", how: str) -> tuple[checkpoint.CheckpointPath | None, list[str]]:
-    """Bring the run's state, and its run directory, to where it resumes; return lines to log, too."""
+    """Bring the run's state, and its run directory, to where it resumes.
+
+    Return lines to log, too.
+    """
     started = time.perf_counter()
     found = find(trainer, how)
-    rows = last_lines(trainer.run_directory.metrics, 50) if trainer.run_directory and trainer.is_main_process else []
+    rows = (
+        last_lines(trainer.run_directory.metrics, 50)
+        if trainer.run_directory and trainer.is_main_process
+        else []
+    )
     come_to = max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=0)
     if found is None:
         restore(trainer, None)
@@ -215,19 +252,27 @@ def resume(trainer: "Trainer", how: str) -> tuple[checkpoint.CheckpointPath | No
     clear_later(trainer)
     step = trainer.step.progress.step
     if come_to > step:
-        log_lines.append(f"the run had come to step {come_to}: what follows step {step} is trained again")
+        log_lines.append(
+            f"the run had come to step {come_to}: what follows step {step} is trained again"
+        )
     if trainer.run_directory is not None and trainer.is_main_process:
         seconds = time.perf_counter() - started
-        trainer.run_directory.append_event("resume", step=step, checkpoint=str(found), seconds=seconds)
+        trainer.run_directory.append_event(
+            "resume", step=step, checkpoint=str(found), seconds=seconds
+        )
     return found, log_lines
 
 
 def load(trainer: "Trainer", found: checkpoint.CheckpointPath) -> tuple[dict[str, Any], list[str]]:
-    """Load a checkpoint from which the run goes on; return its metadata, and lines to log on what has changed since.
+    """Load a checkpoint from which the run goes on.
+
+    Return its metadata, and lines to log on what has changed since.
 
     Changed settings apply from there on; a UsageError is raised if they make another training.
     """
-    changed = compare(trainer.config, trainer.global_batch_size, found, is_main=trainer.is_main_process)
+    changed = compare(
+        trainer.config, trainer.global_batch_size, found, is_main=trainer.is_main_process
+    )
     fresh = [dict(group) for group in trainer.optimizer.param_groups]
     metadata, log_lines = trainer.state.load(found)
     step = trainer.step.progress.step
@@ -240,16 +285,23 @@ def load(trainer: "Trainer", found: checkpoint.CheckpointPath) -> tuple[dict[str
     if given:
         log_lines.append(f"changed since that step: {', '.join(given)}")
     if changed and trainer.scales_rate and trainer.user_schedule is None:
-        rate = trainer.optimizer.param_groups[0].get("initial_lr", trainer.config.training.learning_rate)
-        per_epoch = checkpoint.read_state(found).get("steps_per_epoch") if trainer.is_main_process else None
+        rate = trainer.optimizer.param_groups[0].get(
+            "initial_lr", trainer.config.training.learning_rate
+        )
+        per_epoch = (
+            checkpoint.read_state(found).get("steps_per_epoch") if trainer.is_main_process else None
+        )
         log_lines += moved_schedule(trainer.config.training, changed, step, rate, per_epoch)
     return metadata, log_lines
 
 
 def restore(trainer: "Trainer", found: checkpoint.CheckpointPath | None) -> list[str]:
-    """Bring the run's state, and its run directory, to a checkpoint, or to the start; every rank calls it.
+    """Bring the run's state, and its run directory, to a checkpoint, or to the start.
 
-    Metrics of later steps are dropped, and later checkpoints set aside: they are written again. Returns lines to log.
+    Every rank calls it.
+
+    Metrics of later steps are dropped, and later checkpoints set aside: they are written again.
+    Returns lines to log.
     """
     log_lines = list[str]()
     if found is not None:
@@ -272,7 +324,8 @@ def clear_later(trainer: "Trainer") -> None:
 def find(trainer: "Trainer", how: str, where: str = "--resume") -> checkpoint.CheckpointPath | None:
     """Return where to resume: the newest whole checkpoint (`auto`), nowhere (`never`), or the given path.
 
-    A RunError is raised if there are checkpoints, and none is whole: a person has to decide about a fresh start.
+    A RunError is raised if there are checkpoints, and none is whole: a person has to decide about a
+    fresh start.
     """
     if how == "never":
         return None
@@ -293,7 +346,11 @@ def find(trainer: "Trainer", how: str, where: str = "--resume") -> checkpoint.Ch
         return path
     if path.is_dir() and (found := checkpoint.resume_point(path)) is not None:
         return found
-    why = f"there is no {checkpoint.MANIFEST} in it" if path.is_dir() else "there is no such file or folder"
+    why = (
+        f"there is no {checkpoint.MANIFEST} in it"
+        if path.is_dir()
+        else "there is no such file or folder"
+    )
     fix = "give a folder checkpoints/step-…, or a run directory"
     fix += ", auto or never" if where == "--resume" else ""
     if path.is_file():
@@ -306,19 +363,26 @@ def find(trainer: "Trainer", how: str, where: str = "--resume") -> checkpoint.Ch
 
 def is_same_folder(folder: checkpoint.Directory, path: str | Path) -> bool:
     """Return whether a path is the run's own folder of checkpoints."""
-    return isinstance(folder, Path) and folder.resolve() == local_path(path, "save_checkpoint").resolve()
+    return (
+        isinstance(folder, Path)
+        and folder.resolve() == local_path(path, "save_checkpoint").resolve()
+    )
 
 
 def evaluations(directory: RunDirectory, metric: str | None) -> dict[int, float]:
     """Return step → a metric of its evaluation, from metrics.jsonl; empty if no evaluation computes it."""
     rows = read_lines(directory.metrics) if metric is not None else ()
-    return {int(row["step"]): float(row[metric]) for row in rows if metric in row and "loss" not in row}
+    return {
+        int(row["step"]): float(row[metric]) for row in rows if metric in row and "loss" not in row
+    }
 
 
 def best_of(
     folder: checkpoint.Directory, config: CheckpointConfig, later: Mapping[int, float]
-) -> checkpoint.CheckpointPath | None:  # fmt: skip
-    """Return the best checkpoint by the metric `keep_best`, the newest of equal ones; None if none has the metric.
+) -> checkpoint.CheckpointPath | None:
+    """Return the best checkpoint by the metric `keep_best`, the newest of equal ones.
+
+    None if none has the metric.
 
     `later` has the values, by step, that were measured after the checkpoint was written.
     """
@@ -329,8 +393,11 @@ def best_of(
     for path in checkpoint.list_checkpoints(folder):
         try:
             metrics = checkpoint.read_state(path).get("metrics", {})
-            value = later.get(checkpoint.step_of(path.name) or 0, float(metrics.get(config.keep_best, math.nan)))
-        except (RunError, TypeError, ValueError, AttributeError):  # a damaged checkpoint is not a candidate
+            value = later.get(
+                checkpoint.step_of(path.name) or 0, float(metrics.get(config.keep_best, math.nan))
+            )
+        except (RunError, TypeError, ValueError, AttributeError):
+            # a damaged checkpoint is not a candidate
             continue
         if math.isfinite(value):
             known.append((sign * value, path))
@@ -338,12 +405,29 @@ def best_of(
 
 
 _COMPARED = (
-    *("model.", "loss_fn", "data.", "training.", "precision.", "distributed.reproducible", "distributed.open_axes"),
+    *(
+        "model.",
+        "loss_fn",
+        "data.",
+        "training.",
+        "precision.",
+        "distributed.reproducible",
+        "distributed.open_axes",
+    ),
     *("distributed.context_blocks", "distributed.tensor_blocks", "distributed.sequence_parallel"),
 )
-_HOW_DATA_ARE_READ = ("data.num_workers", "data.prefetch_factor", "data.pin_memory", "data.persistent_workers")
+_HOW_DATA_ARE_READ = (
+    "data.num_workers",
+    "data.prefetch_factor",
+    "data.pin_memory",
+    "data.persistent_workers",
+)
 _ANOTHER_TRAINING = ("model.", "data.", "training.seed")
-_SIZES = ("training.batch_size", "training.gradient_accumulation_steps", "training.global_batch_size")
+_SIZES = (
+    "training.batch_size",
+    "training.gradient_accumulation_steps",
+    "training.global_batch_size",
+)
 _ABSENT = object()
 
 
@@ -357,12 +441,19 @@ class Change:
     another_training: bool
 
     def __str__(self) -> str:
-        before, now = (json.dumps(value, ensure_ascii=False, default=str) for value in (self.before, self.now))
+        before, now = (
+            json.dumps(value, ensure_ascii=False, default=str) for value in (self.before, self.now)
+        )
         return f"{self.key} {before} → {now}"
 
 
-def compare(config: Config, global_batch_size: int, found: checkpoint.CheckpointPath, *, is_main: bool) -> list[Change]:
-    """Return the keys that differ from a checkpoint's, read by rank 0; a UsageError if they make another training."""
+def compare(
+    config: Config, global_batch_size: int, found: checkpoint.CheckpointPath, *, is_main: bool
+) -> list[Change]:
+    """Return the keys that differ from a checkpoint's, read by rank 0.
+
+    A UsageError if they make another training.
+    """
     mine = list(_changes(config, global_batch_size, found)) if is_main else []
     changes: list[Change] = gather_objects(mine)[0]
     broken = [change for change in changes if change.another_training]
@@ -371,7 +462,9 @@ def compare(config: Config, global_batch_size: int, found: checkpoint.Checkpoint
     return changes
 
 
-def require_same_epoch(source: StepSource, global_batch_size: int, found: checkpoint.CheckpointPath) -> None:
+def require_same_epoch(
+    source: StepSource, global_batch_size: int, found: checkpoint.CheckpointPath
+) -> None:
     """Reject data of another length than the checkpoint's run had: their order differs too."""
     saved, now = checkpoint.read_state(found), source.steps_per_epoch
     before = saved.get("steps_per_epoch")
@@ -384,15 +477,30 @@ def require_same_epoch(source: StepSource, global_batch_size: int, found: checkp
 
 def another_training(what: str, found: checkpoint.CheckpointPath) -> UsageError:
     """Return the error for resuming from a checkpoint of another training."""
-    why = "samples, their order, random numbers and the model follow from the config and the step number, so this "
+    why = (
+        "samples, their order, random numbers and the model follow from the config and the step"
+        " number, so this "
+    )
     why += "would be another training from here on"
-    fix = "give the former value back; or start afresh with --resume never (in Python: resume='never'); or go on "
+    fix = (
+        "give the former value back; or start afresh with --resume never (in Python:"
+        " resume='never'); or go on "
+    )
     fix += "all the same with --allow-changes (in Python: allow_changes=True)"
-    return UsageError(f"the run would not go on as it began: {what}", where=f"resuming from {found}", why=why, fix=fix)
+    return UsageError(
+        f"the run would not go on as it began: {what}",
+        where=f"resuming from {found}",
+        why=why,
+        fix=fix,
+    )
 
 
-def _changes(config: Config, global_batch_size: int, found: checkpoint.CheckpointPath) -> Iterator[Change]:
-    before = _flat(parse(checkpoint.config_text(found), lambda line: Origin(str(found), line + 1)).plain())
+def _changes(
+    config: Config, global_batch_size: int, found: checkpoint.CheckpointPath
+) -> Iterator[Change]:
+    before = _flat(
+        parse(checkpoint.config_text(found), lambda line: Origin(str(found), line + 1)).plain()
+    )
     now = _flat(config.to_dict())
     training = config.training
     whole = checkpoint.read_state(found).get("global_batch_size")
@@ -400,19 +508,31 @@ def _changes(config: Config, global_batch_size: int, found: checkpoint.Checkpoin
     sizes_differ = any(_differs(before, now, key) for key in _SIZES) and not open_yet
     grows = whole is not None and whole != global_batch_size and not open_yet
     # Objects that are passed in Python cannot be compared by name.
-    objects = [part for part in ("model", "data") if None in (before.get(f"{part}.name"), now.get(f"{part}.name"))]
+    objects = [
+        part
+        for part in ("model", "data")
+        if None in (before.get(f"{part}.name"), now.get(f"{part}.name"))
+    ]
     handed_over = tuple(f"{part}.{key}" for part in objects for key in ("name", "args"))
     for key in sorted({*before, *now}):
-        if _differs(before, now, key) and not (open_yet and key in _SIZES) and not key.startswith(handed_over):
+        if (
+            _differs(before, now, key)
+            and not (open_yet and key in _SIZES)
+            and not key.startswith(handed_over)
+        ):
             another = key.startswith(_ANOTHER_TRAINING) or (key in _SIZES and grows)
             yield Change(key, before.get(key), now.get(key), another)
-    if grows and not sizes_differ:  # no key was changed, but the number of ranks, as after the loss of a machine
+    # no key was changed, but the number of ranks, as after the loss of a machine
+    if grows and not sizes_differ:
         key = "the global batch (it follows the ranks: set global_batch_size)"
         yield Change(key, whole, global_batch_size, another_training=False)
 
 
 def _differs(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
-    """Return whether a relevant key has another value; a key that the saving version lacks has not changed."""
+    """Return whether a relevant key has another value.
+
+    A key that the saving version lacks has not changed.
+    """
     if not key.startswith(_COMPARED) or key in _HOW_DATA_ARE_READ:
         return False
     free = key.startswith(("model.args.", "data.args.", "training.optimizer_args.", "loss_fn"))
@@ -424,14 +544,29 @@ def _differs(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> boo
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {prefix: tree} if prefix else {}
-    return {k: v for key, child in tree.items() for k, v in _flat(child, f"{prefix}.{key}" if prefix else key).items()}
+    return {
+        k: v
+        for key, child in tree.items()
+        for k, v in _flat(child, f"{prefix}.{key}" if prefix else key).items()
+    }
 
 
-_SCHEDULE = ("max_steps", "num_train_epochs", "lr_schedule", "warmup_steps", "min_lr_ratio", "wsd_decay_ratio")
+_SCHEDULE = (
+    "max_steps",
+    "num_train_epochs",
+    "lr_schedule",
+    "warmup_steps",
+    "min_lr_ratio",
+    "wsd_decay_ratio",
+)
 
 
 def moved_schedule(
-    training: TrainingConfig, changes: list[Change], updates: int, rate: float, steps_per_epoch: int | None
+    training: TrainingConfig,
+    changes: list[Change],
+    updates: int,
+    rate: float,
+    steps_per_epoch: int | None,
 ) -> list[str]:
     """Return a line on the next learning rate, if changes move it: a cosine depends on the number of steps."""
     before = {change.key.removeprefix("training."): change.before for change in changes}
@@ -444,19 +579,27 @@ def moved_schedule(
         kind, warmup = config.lr_schedule, config.warmup_steps
         schedule = Schedule(kind, total, warmup, config.min_lr_ratio, config.wsd_decay_ratio)
         rates.append(f"{rate * schedule.factor(updates):.3g}")
-        described.append(f"{kind} over {total} steps" + (f", {warmup} of them warm-up" if warmup else ""))
+        described.append(
+            f"{kind} over {total} steps" + (f", {warmup} of them warm-up" if warmup else "")
+        )
     if rates[0] == rates[1]:
         return []
     return [
-        f"the learning rate follows another curve from here on ({described[0]}; before: {described[1]}): step "
-        f"{updates + 1} takes {rates[0]} in place of {rates[1]}"
+        f"the learning rate follows another curve from here on ({described[0]}; before:"
+        f" {described[1]}): step {updates + 1} takes {rates[0]} in place of {rates[1]}"
     ]
 
 
-def apply_changed_options(groups: list[dict[str, Any]], fresh: list[dict[str, Any]], changes: list[Change]) -> None:
+def apply_changed_options(
+    groups: list[dict[str, Any]], fresh: list[dict[str, Any]], changes: list[Change]
+) -> None:
     """Set changed options of the config's optimizer in `groups`, which a checkpoint filled, to their `fresh` values."""
     keys = {change.key for change in changes}
-    names = [key.removeprefix("training.optimizer_args.") for key in keys if key.startswith("training.optimizer_args.")]
+    names = [
+        key.removeprefix("training.optimizer_args.")
+        for key in keys
+        if key.startswith("training.optimizer_args.")
+    ]
     if keys & {"training.learning_rate", "training.lr_scaling", "training.base_batch_size"}:
         names += ["lr", "initial_lr"]
     if "training.weight_decay" in keys:

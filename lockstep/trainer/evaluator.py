@@ -1,6 +1,7 @@
 """Evaluates: every sample once, the mean over valid targets, the same number on every rank and every topology.
 
-Rank 0 receives outputs in the order of the micro-batches, so that a metric's value is that of one process.
+Rank 0 receives outputs in the order of the micro-batches, so that a metric's value is that of one
+process.
 
 Tests: tests/trainer/test_metrics.py
 """
@@ -60,7 +61,8 @@ class EvaluationStoppedError(Exception):
 class Evaluator:
     """Evaluates a run's model; every rank has one, and calls it at the same steps.
 
-    An evaluation ends early if a rank is asked to stop: the run is saved at once, and evaluates when it resumes.
+    An evaluation ends early if a rank is asked to stop: the run is saved at once, and evaluates
+    when it resumes.
     """
 
     def __init__(self, trainer: "Trainer", data: Any, metrics: Metrics | None) -> None:
@@ -83,7 +85,9 @@ class Evaluator:
         """Return whether short epochs end with an evaluation, since something follows it, and no key says when."""
         state, training = self._trainer.state, self._trainer.config.training
         is_open = not self._trainer.asked & {"training.eval_steps", "training.eval_strategy"}
-        is_short = state.steps_per_epoch is not None and state.steps_per_epoch < (training.eval_steps or 0)
+        is_short = state.steps_per_epoch is not None and state.steps_per_epoch < (
+            training.eval_steps or 0
+        )
         return is_open and is_short and state.follows_evaluations
 
     def too_few(self, total: int | None) -> str | None:
@@ -98,9 +102,9 @@ class Evaluator:
         if evaluations > stopping.patience:
             return None
         return (
-            f"warning: early_stopping can't stop this run: it waits for {stopping.patience} evaluations after the best "
-            f"one, and {total} steps have {evaluations}. Set eval_steps, or eval_strategy: epoch and more epochs, or a "
-            "smaller patience"
+            f"warning: early_stopping can't stop this run: it waits for {stopping.patience}"
+            f" evaluations after the best one, and {total} steps have {evaluations}. Set"
+            " eval_steps, or eval_strategy: epoch and more epochs, or a smaller patience"
         )
 
     @property
@@ -109,7 +113,10 @@ class Evaluator:
         return self._data is not None and self._done != self._trainer.step.progress.step
 
     def was_stopped(self) -> bool:
-        """Return whether the run has saved the current step without its evaluation; all ranks call it."""
+        """Return whether the run has saved the current step without its evaluation.
+
+        All ranks call it.
+        """
         trainer = self._trainer
         step, directory = trainer.step.progress.step, trainer.run_directory
         due = self.is_due(last_of_epoch=trainer.state.ended_epoch) or step == trainer.step.total
@@ -117,32 +124,55 @@ class Evaluator:
             return False
 
         def stopped() -> bool:
-            saved = any(event["kind"] == "save" and event["step"] == step for event in directory.read_events())
+            saved = any(
+                event["kind"] == "save" and event["step"] == step
+                for event in directory.read_events()
+            )
             rows = (row for row in read_lines(directory.metrics) if row.get("step") == step)
             return saved and not any("eval_loss" in row for row in rows)
 
         return Ranks().broadcast("the metrics of the run could not be read", stopped)
 
     def run(self) -> dict[str, Any] | None:
-        """Return `eval_loss` and the metrics that are numbers, as `eval_NAME`; None if a rank was asked to stop."""
+        """Return `eval_loss` and the metrics that are numbers, as `eval_NAME`.
+
+        None if a rank was asked to stop.
+        """
         trainer = self._trainer
         try:
-            found = evaluated(trainer, self._data, self._metrics, asked=lambda: trainer.step.stop_asked)
+            found = evaluated(
+                trainer, self._data, self._metrics, asked=lambda: trainer.step.stop_asked
+            )
         except EvaluationStoppedError:
             return None
         self._done = trainer.step.progress.step
-        return {f"eval_{name}": value for name, value in found.items() if isinstance(value, int | float)}
+        return {
+            f"eval_{name}": value for name, value in found.items() if isinstance(value, int | float)
+        }
 
 
 def evaluated(
-    trainer: "Trainer", data: Any, metrics: Metrics | None = None, *, asked: Callable[[], bool] = lambda: False
+    trainer: "Trainer",
+    data: Any,
+    metrics: Metrics | None = None,
+    *,
+    asked: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Return `loss` and the metrics over a trainer's data; all ranks call it together. See `evaluate`."""
+    """Return `loss` and the metrics over a trainer's data; all ranks call it together.
+
+    See `evaluate`.
+    """
     limit, placed = trainer.config.training.eval_batches, trainer.placed
     computes = None if metrics is None else MetricSet(metrics, placed)
     collector = None if computes is None else computes.collector
     with evaluated_weights(trainer):
-        loss = evaluate(placed, validation_source(trainer, data, limit), limit=limit, asked=asked, collector=collector)
+        loss = evaluate(
+            placed,
+            validation_source(trainer, data, limit),
+            limit=limit,
+            asked=asked,
+            collector=collector,
+        )
     return {"loss": loss, **({} if computes is None else computes.results())}
 
 
@@ -159,17 +189,27 @@ def validation_source(trainer: "Trainer", data: Any, limit: int | None) -> StepS
     size = training.eval_batch_size or training.batch_size
     window = min(WINDOW, limit or WINDOW)
     return adopt(
-        data, config.data.model_copy(update={"shuffle": False}), batch_size=size,
-        global_batch_size=size * window, assign=trainer.placed.assign, epochs=1, seed=training.seed,
+        data,
+        config.data.model_copy(update={"shuffle": False}),
+        batch_size=size,
+        global_batch_size=size * window,
+        assign=trainer.placed.assign,
+        epochs=1,
+        seed=training.seed,
         stop_step=None if limit is None else -(-limit // window),
-        device=trainer.device, wanted=trainer.placed.wants_data, for_evaluation=True,
+        device=trainer.device,
+        wanted=trainer.placed.wants_data,
+        for_evaluation=True,
         reproducible=trainer.placed.reproducible,
-    )  # fmt: skip
+    )
 
 
 @contextmanager
 def evaluating(placed: ParallelModel) -> Iterator[None]:
-    """Put the model into evaluation mode for the block; what FSDP2 has gathered is freed: shards may be written."""
+    """Put the model into evaluation mode for the block.
+
+    What FSDP2 has gathered is freed: shards may be written.
+    """
     before = [(module, module.training) for part in placed.modules for module in part.modules()]
     for part in placed.modules:
         part.eval()
@@ -185,20 +225,26 @@ def evaluating(placed: ParallelModel) -> Iterator[None]:
 def restored_buffers(placed: ParallelModel) -> AbstractContextManager[None]:
     """Return a context that restores the buffers, such as running statistics, after the forward passes in it."""
     further: list[Tensor] = []
-    if placed.local_training is not None:  # under local updates the common model is evaluated, with its own buffers
+    # under local updates the common model is evaluated, with its own buffers
+    if placed.local_training is not None:
         further = [value for name, value in placed.kept().items() if name not in placed.parameters]
     return restored(placed.modules, further)
 
 
 def evaluate(
-    placed: ParallelModel, source: StepSource | Generator[StepBatches, None, None], *, limit: int | None = None,
-    asked: Callable[[], bool] = lambda: False, collector: "OutputCollector | None" = None,
-) -> float:  # fmt: skip
+    placed: ParallelModel,
+    source: StepSource | Generator[StepBatches, None, None],
+    *,
+    limit: int | None = None,
+    asked: Callable[[], bool] = lambda: False,
+    collector: "OutputCollector | None" = None,
+) -> float:
     """Return the mean loss over an epoch, in windows of at most `WINDOW` micro-batches, or over its first `limit` ones.
 
     EvaluationStoppedError: some rank was `asked` to stop; on every rank, after the same window.
     """
-    placed.objective.begin_step(1)  # micro-batches of an evaluation are weighed by the mean of their terms' targets
+    # micro-batches of an evaluation are weighed by the mean of their terms' targets
+    placed.objective.begin_step(1)
     loss_sum: Number = 0.0
     count: Number = 0.0
     try:
@@ -207,7 +253,9 @@ def evaluate(
                 accumulator = placed.loss_accumulator(batches.num_micro_batches)
                 left = math.inf if limit is None else limit - batches.step * WINDOW
                 # Those beyond the limit are dummies, since all ranks run the same number.
-                mine = [MicroBatch(m.index, m.batch, m.real and m.index < left) for m in batches.mine]
+                mine = [
+                    MicroBatch(m.index, m.batch, m.real and m.index < left) for m in batches.mine
+                ]
                 collecting = nullcontext() if collector is None else collector.window(mine)
                 with placed.random_state.running("eval", batches.step), collecting:
                     placed.evaluate(mine, accumulator)
@@ -221,7 +269,10 @@ def evaluate(
         source.close()
     if float(count) == 0 and is_main_process():  # host waits for the device
         what = "no sample of the evaluation has a valid target, so its loss is nan"
-        warnings.warn(f"{what}\n  why: {ALL_IGNORED}\n  do: look at the targets of the validation data", stacklevel=2)
+        warnings.warn(
+            f"{what}\n  why: {ALL_IGNORED}\n  do: look at the targets of the validation data",
+            stacklevel=2,
+        )
     return float(mean_of(loss_sum, count))  # host waits for the device
 
 
@@ -241,7 +292,10 @@ def predicted(trainer: "Trainer", data: Any, transform: Callable[[Any], Any] | N
 
 
 def sample(placed: ParallelModel, step: int, /, *inputs: Any, **more: Any) -> Any:
-    """Return the model's outputs in evaluation mode; random numbers follow from `step`; all ranks call it together."""
+    """Return the model's outputs in evaluation mode; random numbers follow from `step`.
+
+    All ranks call it together.
+    """
     with evaluating(placed), placed.random_state.running("sample", step):
         placed.random_state.at(0)
         return placed.forward(*inputs, **more)
@@ -253,13 +307,17 @@ class OutputCollector:
 
     placed: ParallelModel
     keep: Callable[[Any, Any], Any]  # (outputs, batch) → what is sent
-    receive: Callable[[Any], None]  # called on rank 0 with each of these, in the order of the micro-batches
+    # called on rank 0 with each of these, in the order of the micro-batches
+    receive: Callable[[Any], None]
     failure: str  # the error message if one of these raises
     skips_loss: bool = False  # data then need no targets
 
     @contextmanager
     def window(self, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
-        """Collect from the forward passes in the block, which run these micro-batches; all ranks enter it together."""
+        """Collect from the forward passes in the block, which run these micro-batches.
+
+        All ranks enter it together.
+        """
         kept: list[tuple[int, Any]] = []
         failed: list[Exception] = []
 
@@ -270,7 +328,11 @@ class OutputCollector:
                     kept.append((micro_batch.index, self.keep(outputs, batch)))
                 except Exception as error:  # of the user's code; the other ranks wait below
                     failed.append(error)
-            return (torch.zeros((), device=self.placed.random_state.device), 1, 1) if self.skips_loss else None
+            return (
+                (torch.zeros((), device=self.placed.random_state.device), 1, 1)
+                if self.skips_loss
+                else None
+            )
 
         with self.placed.objective.tap.opened(take):
             yield
@@ -305,15 +367,24 @@ class MetricSet:
         by_name: Mapping[str, Any] = {"": metrics} if self._several else metrics  # type: ignore[assignment]
         for name, metric in by_name.items():
             if not (callable(metric) or _is_object(metric)):
-                fix = "pass a function (outputs, targets) -> values, or an object with update and compute, such as "
+                fix = (
+                    "pass a function (outputs, targets) -> values, or an object with update and"
+                    " compute, such as "
+                )
                 fix += "torchmetrics has them"
-                raise UsageError(f"the metric {name!r} is a {type(metric).__name__}", where="metrics", fix=fix)
+                raise UsageError(
+                    f"the metric {name!r} is a {type(metric).__name__}", where="metrics", fix=fix
+                )
         self._objects = {name: metric for name, metric in by_name.items() if _is_object(metric)}
-        self._functions = {name: metric for name, metric in by_name.items() if name not in self._objects}
+        self._functions = {
+            name: metric for name, metric in by_name.items() if name not in self._objects
+        }
         self._names = list(by_name)
         self._sums = dict.fromkeys(self._functions, (0.0, 0.0))
         self._reset_objects()
-        self.collector = OutputCollector(placed, self._keep, self._receive, "the metrics could not be computed")
+        self.collector = OutputCollector(
+            placed, self._keep, self._receive, "the metrics could not be computed"
+        )
 
     def _reset_objects(self) -> None:
         for metric in self._objects.values():
@@ -344,17 +415,29 @@ class MetricSet:
         """
 
         def computed() -> dict[str, Any]:
-            found = {name: total / count if count else float("nan") for name, (total, count) in self._sums.items()}
+            found = {
+                name: total / count if count else float("nan")
+                for name, (total, count) in self._sums.items()
+            }
             for name, metric in self._objects.items():
                 with _without_sync(metric):
                     value = on_cpu(metric.compute())
                 if self._several and not isinstance(value, Mapping):
-                    what = f"metrics is {type(metric).__name__}(…), which returns one result, without a name"
-                    raise UsageError(what, where="metrics", fix=f'write metrics={{"{type(metric).__name__}": …}}')
+                    what = (
+                        f"metrics is {type(metric).__name__}(…), which returns one result, without"
+                        " a name"
+                    )
+                    raise UsageError(
+                        what, where="metrics", fix=f'write metrics={{"{type(metric).__name__}": …}}'
+                    )
                 found |= value if self._several else {name: value}
             self._reset_objects()
             order = list(found) if self._several else self._names
-            numbers = {name for name, value in found.items() if isinstance(value, Tensor) and value.numel() == 1}
+            numbers = {
+                name
+                for name, value in found.items()
+                if isinstance(value, Tensor) and value.numel() == 1
+            }
             return {name: float(found[name]) if name in numbers else found[name] for name in order}
 
         return Ranks().broadcast(self.collector.failure, computed)
@@ -368,7 +451,11 @@ def _is_object(metric: Any) -> bool:
 def _without_sync(metric: Any) -> Iterator[None]:
     """Keep a metric of torchmetrics from gathering over all ranks in the block: rank 0 alone computes it."""
     parts: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else []
-    before = [(part, part.distributed_available_fn) for part in parts if hasattr(part, "distributed_available_fn")]
+    before = [
+        (part, part.distributed_available_fn)
+        for part in parts
+        if hasattr(part, "distributed_available_fn")
+    ]
     for part, _ in before:
         part.distributed_available_fn = lambda: False
     try:
@@ -379,7 +466,10 @@ def _without_sync(metric: Any) -> Iterator[None]:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Return the outputs of all samples in the structure of one micro-batch's; a list if their other dims differ."""
+    """Return the outputs of all samples in the structure of one micro-batch's.
+
+    A list if their other dims differ.
+    """
     if not parts:
         return []
     structure = tree_flatten(parts[0])[1]

@@ -1,9 +1,10 @@
 """Checks in a run's first steps that the loss of a micro-batch is that of its two halves.
 
-A mean whose weights differ from its divisor gives another loss, and another gradient, for every split of the same
-samples. All topologies agree on it, so only another split shows it. The check runs in evaluation mode and changes no
-state. Nothing is checked if an update is made from one micro-batch, since then no split matters; if the forward pass
-draws random numbers even in evaluation mode, or returns no loss there; and for batches that cannot be halved.
+A mean whose weights differ from its divisor gives another loss, and another gradient, for every
+split of the same samples. All topologies agree on it, so only another split shows it. The check
+runs in evaluation mode and changes no state. Nothing is checked if an update is made from one
+micro-batch, since then no split matters; if the forward pass draws random numbers even in
+evaluation mode, or returns no loss there; and for batches that cannot be halved.
 
 Tests: tests/trainer/test_loss_check.py, tests/trainer/test_jagged.py
 """
@@ -36,9 +37,13 @@ from lockstep.trainer.evaluator import evaluating, restored_buffers
 
 STEPS = 3  # number of steps to check: the first need not contain ignored targets
 _TOLERANCE = 1e-4  # relative; rounding of float32 is a hundred times less
-_COARSE_TOLERANCE = 1e-2  # in low precision, and on GPUs, whose kernels depend on the size of the batch
-_TIMES = 3  # a loss is repeated so often: other random numbers give nearly the same one now and then
-_REPEATS = 1e-2  # relative to the difference between splits: a repeated loss that differs by more draws random numbers
+# in low precision, and on GPUs, whose kernels depend on the size of the batch
+_COARSE_TOLERANCE = 1e-2
+# a loss is repeated so often: other random numbers give nearly the same one now and then
+_TIMES = 3
+# relative to the difference between splits: a repeated loss that differs by more draws random
+# numbers
+_REPEATS = 1e-2
 
 
 _Split = tuple[Any, Any, Any]  # the same samples whole, and in two halves
@@ -47,57 +52,81 @@ _Split = tuple[Any, Any, Any]  # the same samples whole, and in two halves
 @dataclass(frozen=True)
 class _Finding:
     adds_up: bool | None  # None: unknown
-    divisor_known: bool | None  # whether torch's loss functions show it; None: this rank does not compute the loss
+    # whether torch's loss functions show it; None: this rank does not compute the loss
+    divisor_known: bool | None
     auxiliary: bool  # the loss has a term that depends on the split by design
     text: tuple[str, str] | None  # if it does not add up: (what, fix)
     fix: str  # where the divisor is unknown
 
 
 class LossCheck:
-    """Checks the loss in the first steps of a run; every rank has one. `coarse`: it computes in low precision."""
+    """Checks the loss in the first steps of a run; every rank has one.
+
+    `coarse`: it computes in low precision.
+    """
 
     def __init__(self, placed: ParallelModel, *, compiled: bool, coarse: bool) -> None:
         self._placed, self._compiled = placed, compiled
         self.left = STEPS  # to check
         self._proportional = True
         coarse = coarse or placed.random_state.device.type != "cpu"
-        coarse = coarse or any(p.dtype in (torch.bfloat16, torch.float16) for p in placed.parameters.values())
+        coarse = coarse or any(
+            p.dtype in (torch.bfloat16, torch.float16) for p in placed.parameters.values()
+        )
         self._tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE
 
     def skip(self) -> None:
         """Check nothing in this run."""
         self.left = 0
 
-    def before_step(self, micro_batches: Sequence[MicroBatch], micro_batches_per_step: int, step: int) -> None:
+    def before_step(
+        self, micro_batches: Sequence[MicroBatch], micro_batches_per_step: int, step: int
+    ) -> None:
         """Check the loss with this rank's micro-batches of the step that follows, if it is due.
 
-        Rank 0 warns if it does not add up, with the line to write; a UsageError for a Hugging Face model, also where
-        its divisor is unknown.
+        Rank 0 warns if it does not add up, with the line to write; a UsageError for a Hugging Face
+        model, also where its divisor is unknown.
         """
         placed = self._placed
         models = placed.local_training.total if placed.local_training is not None else 1
-        if not self.left or micro_batches_per_step <= models:  # each model is updated from one micro-batch, or none
+        # each model is updated from one micro-batch, or none
+        if not self.left or micro_batches_per_step <= models:
             return
         self.left -= 1
-        # Ranks that gather units and exchange rows together take rank 0's batch. Those of a pipeline have the same one
-        # already, and those in its middle have none.
+        # Ranks that gather units and exchange rows together take rank 0's batch. Those of a
+        # pipeline have the same one already, and those in its middle have none.
         if max(placed.layout.shard, placed.layout.expert) > 1 and placed.layout.pipeline == 1:
-            box = [tree_map_only(Tensor, Tensor.cpu, micro_batches[0].batch) if is_main_process() else None]
+            box = [
+                tree_map_only(Tensor, Tensor.cpu, micro_batches[0].batch)
+                if is_main_process()
+                else None
+            ]
             device = placed.random_state.device
             dist.broadcast_object_list(box, src=0, device=object_device(device))
-            micro_batches = [MicroBatch(0, tree_map_only(Tensor, lambda tensor: tensor.to(device), box[0]))]
+            micro_batches = [
+                MicroBatch(0, tree_map_only(Tensor, lambda tensor: tensor.to(device), box[0]))
+            ]
         self._conclude(gather_objects(self._finding(micro_batches, step)))
 
     def _conclude(self, findings: list[_Finding]) -> None:
         must_be_told = self._placed.objective.must_be_told
-        text = next((f.text for f in findings if f.text and not (f.divisor_known and f.auxiliary)), None)
-        if text is None and must_be_told and any(f.adds_up is None and f.divisor_known is False for f in findings):
+        text = next(
+            (f.text for f in findings if f.text and not (f.divisor_known and f.auxiliary)), None
+        )
+        if (
+            text is None
+            and must_be_told
+            and any(f.adds_up is None and f.divisor_known is False for f in findings)
+        ):
             text = ("nothing tells what the model's loss is a mean over", findings[0].fix)
         if text is None:
             return
         self.left = 0
         what, fix = text
-        why = "a step weighs the losses of its micro-batches, so each cut of the same samples gives another step"
+        why = (
+            "a step weighs the losses of its micro-batches, so each cut of the same samples gives"
+            " another step"
+        )
         if must_be_told:
             raise UsageError(what, where="the loss", why=why, fix=fix)
         if is_main_process():
@@ -119,18 +148,32 @@ class LossCheck:
             losses = self._losses(batches, step, "check the loss")
             adds_up = self._compare(losses)
             if not all(found is not False for found in gather_objects(adds_up)):
-                again = [self._losses(batches[:1], step, f"check the loss again, {time}") for time in range(_TIMES)]
+                again = [
+                    self._losses(batches[:1], step, f"check the loss again, {time}")
+                    for time in range(_TIMES)
+                ]
                 if adds_up is False:
                     whole = losses[0][0]
                     least = max(abs(whole - _mean_of_halves(losses)), self._rounding(losses))
                     draws = any(abs(whole - loss[0][0]) > _REPEATS * least for loss in again)
                     adds_up = None if draws else False
-        text = _message(cut, losses, counted=observed is None) if adds_up is False and cut is not None else None
-        divisor_known, auxiliary = (True, False) if observed is None else (observed.told, observed.auxiliary)
-        return _Finding(adds_up, divisor_known, auxiliary, text, fix_for_count(batch=micro_batches[0].batch))
+        text = (
+            _message(cut, losses, counted=observed is None)
+            if adds_up is False and cut is not None
+            else None
+        )
+        divisor_known, auxiliary = (
+            (True, False) if observed is None else (observed.told, observed.auxiliary)
+        )
+        return _Finding(
+            adds_up, divisor_known, auxiliary, text, fix_for_count(batch=micro_batches[0].batch)
+        )
 
     def _losses(self, batches: Sequence[Any], step: int, phase: str) -> list[tuple[float, float]]:
-        """Return (mean, count) of each batch; fewer if the model returns no loss in evaluation mode."""
+        """Return (mean, count) of each batch.
+
+        Fewer if the model returns no loss in evaluation mode.
+        """
         placed, losses = self._placed, _Losses()
         observed, piped = placed.objective.observed, placed.layout.pipeline > 1
         if observed is not None:
@@ -149,7 +192,8 @@ class LossCheck:
                 failed = last_stage_begun = False
                 try:
                     placed.evaluate([MicroBatch(0, batch)], losses)
-                except Exception:  # any error of a model in evaluation mode; training will raise those that matter
+                except Exception:
+                    # any error of a model in evaluation mode; training will raise those that matter
                     if piped and not last_stage_begun:
                         raise  # other ranks wait for this one's message
                     failed = True
@@ -168,7 +212,8 @@ class LossCheck:
         if self._placed.objective.must_be_told and not self._proportional:
             return False  # even if the terms happen to be equal for both halves
         if all(abs(mean) <= (self._tolerance / 100) ** 2 for mean, _ in losses):
-            return None  # what is left of a loss of zero: the squared rounding of outputs of about one
+            # what is left of a loss of zero: the squared rounding of outputs of about one
+            return None
         return abs(losses[0][0] - _mean_of_halves(losses)) <= self._rounding(losses)
 
     def _rounding(self, losses: list[tuple[float, float]]) -> float:
@@ -185,7 +230,10 @@ def _proportional(divisors: Sequence[tuple[float, ...]]) -> bool:
     known = [each for each in divisors if each and all(each)]
     return all(
         len(each) == len(known[0])
-        and all(math.isclose(a * known[0][-1], b * each[-1]) for a, b in zip(each, known[0], strict=True))
+        and all(
+            math.isclose(a * known[0][-1], b * each[-1])
+            for a, b in zip(each, known[0], strict=True)
+        )
         for each in known
     )
 
@@ -204,7 +252,10 @@ class _Losses(LossAccumulator):
 
 @contextmanager
 def _without_compiled_code(placed: ParallelModel) -> Iterator[None]:
-    """Run compiled blocks without their code, which would be compiled for the halves; as there, observe no calls."""
+    """Run compiled blocks without their code, which would be compiled for the halves.
+
+    As there, observe no calls.
+    """
 
     def enter(inside: LossCalls, *_call: Any) -> None:
         inside.__enter__()
@@ -216,7 +267,9 @@ def _without_compiled_code(placed: ParallelModel) -> Iterator[None]:
         for block in compiled_blocks(placed.parts):
             inside = LossCalls()
             hooks.enter_context(block.register_forward_pre_hook(partial(enter, inside)))
-            hooks.enter_context(block.register_forward_hook(partial(leave, inside), always_call=True))
+            hooks.enter_context(
+                block.register_forward_hook(partial(leave, inside), always_call=True)
+            )
         yield
 
 
@@ -229,13 +282,18 @@ def _restored_afterwards(placed: ParallelModel) -> Iterator[None]:
 
 
 def _halved(micro_batches: Sequence[MicroBatch]) -> _Split | None:
-    """Return a micro-batch and its halves, or for single samples two of them and both; None if that is impossible."""
+    """Return a micro-batch and its halves, or for single samples two of them and both.
+
+    None if that is impossible.
+    """
     try:
         batch, size = micro_batches[0].batch, num_samples(micro_batches[0].batch)
     except UsageError:
         return None
     if size > 1:
-        one, other = (_sliced(batch, size, part) for part in (slice(size // 2), slice(size // 2, size)))
+        one, other = (
+            _sliced(batch, size, part) for part in (slice(size // 2), slice(size // 2, size))
+        )
         return (batch, one, other) if one is not None and other is not None else None
     if len(micro_batches) > 1:
         one, other = micro_batches[0].batch, micro_batches[1].batch
@@ -245,12 +303,16 @@ def _halved(micro_batches: Sequence[MicroBatch]) -> _Split | None:
 
 
 def _sliced(batch: Any, size: int, part: slice) -> Any:
-    """Return some samples of a batch of tensors; None if it holds anything else, or tensors of another length."""
+    """Return some samples of a batch of tensors.
+
+    None if it holds anything else, or tensors of another length.
+    """
     leaves, spec = tree_flatten(batch)
     if not all(_by_samples(leaf, size) for leaf in leaves):
         return None
     return tree_unflatten(
-        [_rows(leaf, part) if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves], spec
+        [_rows(leaf, part) if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves],
+        spec,
     )
 
 
@@ -269,7 +331,9 @@ def _joined(one: Any, other: Any) -> Any:
     tensors = [pair for pair in pairs if isinstance(pair[0], Tensor)]
     if not all(isinstance(b, Tensor) and a.shape == b.shape and a.ndim for a, b in tensors):
         return None
-    return tree_unflatten([torch.cat(pair) if isinstance(pair[0], Tensor) else pair[0] for pair in pairs], spec)
+    return tree_unflatten(
+        [torch.cat(pair) if isinstance(pair[0], Tensor) else pair[0] for pair in pairs], spec
+    )
 
 
 def _by_samples(leaf: Any, size: int) -> bool:
@@ -280,7 +344,10 @@ def _by_samples(leaf: Any, size: int) -> bool:
 
 def _message(cut: _Split, losses: list[tuple[float, float]], *, counted: bool) -> tuple[str, str]:
     (whole, _), (one, n), (other, m) = losses
-    what = f"the loss does not add up: {num_samples(cut[0])} samples have {whole:.6g}; their halves have {one:.6g} and "
+    what = (
+        f"the loss does not add up: {num_samples(cut[0])} samples have {whole:.6g}; their halves"
+        f" have {one:.6g} and "
+    )
     what += f"{other:.6g}, which with the counts {n:g} and {m:g} make {_mean_of_halves(losses):.6g}"
     weight = (whole - other) / (one - other) if one != other else -1.0
     return what, fix_for_count(cut[1:], weight, counted=counted)
@@ -291,25 +358,36 @@ _CLOSE = 1e-4
 
 
 def fix_for_count(
-    halves: tuple[Any, Any] | None = None, weight: float = -1.0, *, counted: bool = False, batch: Any = None
-) -> str:  # fmt: skip
+    halves: tuple[Any, Any] | None = None,
+    weight: float = -1.0,
+    *,
+    counted: bool = False,
+    batch: Any = None,
+) -> str:
     """Return the fix for a loss that does not add up.
 
-    Of two halves of a batch the first has this `weight` in the loss of both, if it is a mean of the two. `counted`: the
-    model has a `count`, or declares its loss. `batch`: one, if it can't be halved.
+    Of two halves of a batch the first has this `weight` in the loss of both, if it is a mean of the
+    two. `counted`: the model has a `count`, or declares its loss. `batch`: one, if it can't be
+    halved.
     """
     if halves is not None and 0 < weight < 1:
         for text, one, other in _candidates(*halves):
             if one + other and abs(one / (one + other) - weight) < _CLOSE:
-                return f"give the model what its loss is a mean over:\ndef count(self, batch):\n    return {text}"
+                return (
+                    "give the model what its loss is a mean over:\ndef count(self, batch):\n   "
+                    f" return {text}"
+                )
     if halves is not None and not 0 < weight < 1:
         return (
-            "a sample's loss depends on the others of its micro-batch (contrastive losses, statistics of the batch), "
-            "or the loss is a sum. No count makes the first add up: take it that training.batch_size is part of what "
-            'is learned. A sum says so: loss_reduction = "sum", or reduction = "sum" of a loss function'
+            "a sample's loss depends on the others of its micro-batch (contrastive losses,"
+            " statistics of the batch), or the loss is a sum. No count makes the first add up: take"
+            " it that training.batch_size is part of what is learned. A sum says so: loss_reduction"
+            ' = "sum", or reduction = "sum" of a loss function'
         )
     what = (
-        "its count(batch) is something else than" if counted else "give the model a method count(batch), which returns"
+        "its count(batch) is something else than"
+        if counted
+        else "give the model a method count(batch), which returns"
     )
     what += " what its loss is divided by"
     example = halves[0] if halves is not None else batch
@@ -317,13 +395,19 @@ def fix_for_count(
     if isinstance(labels, Tensor) and not labels.is_floating_point():
         count = 'def count(self, batch):\n    return (batch["labels"] != -100).sum()'
         return f"{what}, for instance the valid labels:\n{count}"
-    members = f"; its batches have {listed([*map(str, example)])}" if isinstance(example, Mapping) else ""
-    return f"{what} (the line of its forward that divides a sum, or takes a mean, shows it{members})"
+    members = (
+        f"; its batches have {listed([*map(str, example)])}" if isinstance(example, Mapping) else ""
+    )
+    return (
+        f"{what} (the line of its forward that divides a sum, or takes a mean, shows it{members})"
+    )
 
 
 def _candidates(one: Any, other: Any) -> Iterator[tuple[str, float, float]]:
     """Yield (expression, its value for each half) for possible divisors of a loss."""
-    for key in one if isinstance(one, Mapping) else range(len(one) if isinstance(one, tuple | list) else 0):
+    for key in (
+        one if isinstance(one, Mapping) else range(len(one) if isinstance(one, tuple | list) else 0)
+    ):
         a, b = one[key], other[key]
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or not a.ndim:
             continue
@@ -332,7 +416,11 @@ def _candidates(one: Any, other: Any) -> Iterator[tuple[str, float, float]]:
             yield f"{member}.sum()", float(a.sum()), float(b.sum())
             continue
         for ignored in _IGNORED:
-            yield f"({member} != {ignored}).sum()", float((a != ignored).sum()), float((b != ignored).sum())
+            yield (
+                f"({member} != {ignored}).sum()",
+                float((a != ignored).sum()),
+                float((b != ignored).sum()),
+            )
         for ignored in _IGNORED if a.ndim > 1 else ():
             text = f"({member}[..., 1:] != {ignored}).sum()"
             yield text, float((a[..., 1:] != ignored).sum()), float((b[..., 1:] != ignored).sum())

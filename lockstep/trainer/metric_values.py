@@ -14,7 +14,8 @@ from torch import Tensor
 from lockstep.errors import RunError, only_user_code
 
 _NEEDED = (
-    "a metric takes (outputs, targets): of a model's outputs their `logits`, if they have any, and of a batch its "
+    "a metric takes (outputs, targets): of a model's outputs their `logits`, if they have any, and"
+    " of a batch its "
 )
 _NEEDED += "targets (`targets`, `labels`, or the second of a pair)"
 
@@ -26,10 +27,14 @@ def call_metric(name: str, metric: Callable[..., Any], outputs: Any, targets: An
     except Exception as error:  # of the user's code
         frame = traceback.extract_tb(only_user_code(error.__traceback__))[-1]
         where = f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-        raise _failed(name, f"raised {type(error).__name__}: {error}", outputs, targets, where) from error
+        raise _failed(
+            name, f"raised {type(error).__name__}: {error}", outputs, targets, where
+        ) from error
 
 
-def mean_of_values(name: str, values: Any, outputs: Any, targets: Any, samples: int) -> tuple[float, float]:
+def mean_of_values(
+    name: str, values: Any, outputs: Any, targets: Any, samples: int
+) -> tuple[float, float]:
     """Return the sum and the number of a metric's values: of each of them, or of a mean over so many samples.
 
     Raises RunError: they are not numbers.
@@ -46,8 +51,14 @@ def mean_of_values(name: str, values: Any, outputs: Any, targets: Any, samples: 
 
 
 def _failed(name: str, what: str, outputs: Any, targets: Any, where: str | None = None) -> RunError:
-    given = f"it was given outputs = {_described(outputs)} and targets = {_described(targets)}; {_NEEDED}"
-    fix = f'write a function of these two, such as {{"{name}": lambda outputs, targets: outputs.argmax(-1) == targets}}'
+    given = (
+        f"it was given outputs = {_described(outputs)} and targets = {_described(targets)};"
+        f" {_NEEDED}"
+    )
+    fix = (
+        f'write a function of these two, such as {{"{name}": lambda outputs, targets:'
+        " outputs.argmax(-1) == targets}"
+    )
     return RunError(f"the metric {name!r} {what}", where=where, why=given, fix=fix)
 
 

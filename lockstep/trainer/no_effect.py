@@ -1,6 +1,7 @@
 """Finds settings that are asked for and have no effect: in a way to train, or beside another setting.
 
-What would change a result is an error; of the rest the caller is warned, once, before the first step.
+What would change a result is an error; of the rest the caller is warned, once, before the first
+step.
 """
 
 import sys
@@ -30,7 +31,10 @@ _OFF: tuple[Any, ...] = (None, False, "none", "never", [], {})
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Settings that mean nothing somewhere, and what to do; `is_error`: results would not be those asked for."""
+    """Settings that mean nothing somewhere, and what to do.
+
+    `is_error`: results would not be those asked for.
+    """
 
     keys: tuple[str, ...]
     where: str  # "to Trainer.steps", "without output_dir"
@@ -40,7 +44,10 @@ class NoEffect:
 
     def text(self) -> str:
         """Return it as the first line of a message."""
-        return f"{', '.join(self.keys)} {'mean' if len(self.keys) > 1 else 'means'} nothing {self.where}"
+        return (
+            f"{', '.join(self.keys)} {'mean' if len(self.keys) > 1 else 'means'} nothing"
+            f" {self.where}"
+        )
 
 
 def asked_keys(config: Config, given: Mapping[str, Any]) -> frozenset[str]:
@@ -56,8 +63,16 @@ def asked_keys(config: Config, given: Mapping[str, Any]) -> frozenset[str]:
 
 def _different(section: BaseModel, default: BaseModel, prefix: str) -> Iterator[str]:
     for name, field in type(section).model_fields.items():
-        key, value, usual = prefix + (field.alias or name), getattr(section, name), getattr(default, name)
-        if isinstance(value, BaseModel) and isinstance(usual, BaseModel) and field.default_factory is not None:
+        key, value, usual = (
+            prefix + (field.alias or name),
+            getattr(section, name),
+            getattr(default, name),
+        )
+        if (
+            isinstance(value, BaseModel)
+            and isinstance(usual, BaseModel)
+            and field.default_factory is not None
+        ):
             yield from _different(value, usual, f"{key}.")
         elif value != usual and value not in (None, "none", "never"):
             yield key
@@ -79,12 +94,36 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
 _OPTIONAL = ("training.early_stopping", "monitor.profile", "monitor.prometheus")
 
 _WRITTEN = (
-    "checkpoint.save_strategy", "checkpoint.save_steps", "checkpoint.save_total_limit", "checkpoint.async",
-    "checkpoint.on_failure", "checkpoint.storage", "monitor.profile",
-)  # fmt: skip
-_READING = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "shuffle", "drop_last")
-_RATES = ("learning_rate", "weight_decay", "optimizer_args", "lr_scaling", "base_batch_size", "optimizer")
-_OF_RANKS = ("distributed.init_method", "distributed.backend", "distributed.timeout_seconds", "monitor.straggler")
+    "checkpoint.save_strategy",
+    "checkpoint.save_steps",
+    "checkpoint.save_total_limit",
+    "checkpoint.async",
+    "checkpoint.on_failure",
+    "checkpoint.storage",
+    "monitor.profile",
+)
+_READING = (
+    "num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "persistent_workers",
+    "shuffle",
+    "drop_last",
+)
+_RATES = (
+    "learning_rate",
+    "weight_decay",
+    "optimizer_args",
+    "lr_scaling",
+    "base_batch_size",
+    "optimizer",
+)
+_OF_RANKS = (
+    "distributed.init_method",
+    "distributed.backend",
+    "distributed.timeout_seconds",
+    "monitor.straggler",
+)
 STEPS, TRAINING_STEP = "to Trainer.steps", "to Trainer.training_step"
 
 
@@ -120,7 +159,10 @@ def warn(text: str) -> None:
 def of_log(names: Sequence[str], *, records: bool) -> str:
     """Return what to say of values that `Trainer.log` was given, and that no sink takes."""
     if records:
-        return f"trainer.log keeps nothing of {listed(names)}: no sink takes such values; add jsonl to monitor.sinks"
+        return (
+            f"trainer.log keeps nothing of {listed(names)}: no sink takes such values; add jsonl to"
+            " monitor.sinks"
+        )
     why = "there is no output_dir, and nothing here prints such values"
     fix = 'write Trainer(…, output_dir="runs/mine")'
     return f"trainer.log keeps nothing of {listed(names)}: {why}; {fix}"
@@ -139,43 +181,74 @@ def beside_others(config: Config, layout: Layout) -> Iterator[NoEffect]:
         (training.lr_scaling != "none", "training.base_batch_size", "lr_scaling"),
         (training.lr_schedule != "constant", "training.min_lr_ratio", "an lr_schedule"),
         (decays, "training.wsd_decay_ratio", "lr_schedule: wsd"),
-        (training.gradient_checkpointing in ("every_n", "sequential"), "training.gradient_checkpointing_every",
-         "gradient_checkpointing: every_n or sequential"),
-        (training.bad_numbers.spike_factor is not None, "training.bad_numbers.window", "bad_numbers.spike_factor"),
+        (
+            training.gradient_checkpointing in ("every_n", "sequential"),
+            "training.gradient_checkpointing_every",
+            "gradient_checkpointing: every_n or sequential",
+        ),
+        (
+            training.bad_numbers.spike_factor is not None,
+            "training.bad_numbers.window",
+            "bad_numbers.spike_factor",
+        ),
         (skips, "training.bad_numbers.patience", "bad_numbers.action: skip or rollback"),
         (precision.mode in ("fp16", "auto"), "precision.loss_scale", "precision: fp16"),
         (distributed.reproducible, "distributed.tensor_blocks", "reproducible"),
         (distributed.reproducible, "distributed.context_blocks", "reproducible"),
         (distributed.reproducible, "distributed.open_axes", "reproducible"),
-        (distributed.reproducible or layout.tensor > 1, "distributed.sequence_parallel", "tensor_size"),
-        ((distributed.context_size or 1) > 1 or strategy == "context", "distributed.context_method", "context_size"),
-        (distributed.divergence_check_steps is not None, "distributed.divergence_action", "divergence_check_steps"),
+        (
+            distributed.reproducible or layout.tensor > 1,
+            "distributed.sequence_parallel",
+            "tensor_size",
+        ),
+        (
+            (distributed.context_size or 1) > 1 or strategy == "context",
+            "distributed.context_method",
+            "context_size",
+        ),
+        (
+            distributed.divergence_check_steps is not None,
+            "distributed.divergence_action",
+            "divergence_check_steps",
+        ),
         (config.checkpoint.keep_best is not None, "checkpoint.keep_best_mode", "keep_best"),
-        (bool({"wandb", "mlflow"} & set(config.monitor.sinks)) or any(":" in s for s in config.monitor.sinks),
-         "monitor.experiment", "the sink wandb or mlflow"),
-    ]  # fmt: skip
+        (
+            bool({"wandb", "mlflow"} & set(config.monitor.sinks))
+            or any(":" in s for s in config.monitor.sinks),
+            "monitor.experiment",
+            "the sink wandb or mlflow",
+        ),
+    ]
     for is_there, key, other in needs:
         if not is_there:
             yield NoEffect((key,), f"without {other}", f"it belongs to {other}")
     compression = distributed.ddp.compression
     if compression.kind not in ("powersgd", "auto"):
         options = tuple(
-            f"distributed.ddp.compression.{n}" for n in ("rank", "start_step", "warm_start", "error_feedback")
+            f"distributed.ddp.compression.{n}"
+            for n in ("rank", "start_step", "warm_start", "error_feedback")
         )
         yield NoEffect(options, "without compression.kind: powersgd", "they are PowerSGD's")
     if distributed.fsdp.auto_wrap_policy != "size":
         yield NoEffect(
-            ("distributed.fsdp.min_num_params",), "without auto_wrap_policy: size", "it is the size of a unit"
+            ("distributed.fsdp.min_num_params",),
+            "without auto_wrap_policy: size",
+            "it is the size of a unit",
         )
     if layout.world_size == 1:
         yield NoEffect(_OF_RANKS, "in one process", "it is about several ranks")
     if own_heartbeat().folder is None:
-        why, fix = "the launcher looks for hangs", "start it by `lockstep launch` or `lockstep train`, or leave it out"
+        why, fix = (
+            "the launcher looks for hangs",
+            "start it by `lockstep launch` or `lockstep train`, or leave it out",
+        )
         yield NoEffect(("distributed.hang",), "to a process that no launcher has started", why, fix)
     for section, users in OPTIONS_OF.items():
         if strategy not in users and ":" not in strategy:
             where = f"under strategy {strategy}"
-            yield NoEffect((f"distributed.{section}",), where, f"they are options of {' and '.join(users[:2])}")
+            yield NoEffect(
+                (f"distributed.{section}",), where, f"they are options of {' and '.join(users[:2])}"
+            )
 
 
 def of_trainer(trainer: "Trainer") -> Iterator[NoEffect]:
@@ -197,18 +270,28 @@ def of_trainer(trainer: "Trainer") -> Iterator[NoEffect]:
 def _without_directory(config: Config) -> Iterator[NoEffect]:
     nowhere, fix = "without output_dir", "write Trainer(…, output_dir=DIR), or leave it out"
     best = ("checkpoint.keep_best", "checkpoint.load_best")
-    yield NoEffect(best, nowhere, "no checkpoint is kept that could be the best", fix, is_error=True)
+    yield NoEffect(
+        best, nowhere, "no checkpoint is kept that could be the best", fix, is_error=True
+    )
     if config.training.bad_numbers.action == "rollback":
         why = "there is no checkpoint to go back to"
         yield NoEffect(
-            ("training.bad_numbers.action",), nowhere, why, f"{fix} (action: skip needs none)", is_error=True
+            ("training.bad_numbers.action",),
+            nowhere,
+            why,
+            f"{fix} (action: skip needs none)",
+            is_error=True,
         )
     yield NoEffect(_WRITTEN, nowhere, "nothing is written", fix)
     if config.checkpoint.resume == "auto":
         yield NoEffect(("checkpoint.resume",), nowhere, "there is nothing to resume from", fix)
     from lockstep.monitor.sinks import sink_named
 
-    left_out = [name for name in config.monitor.sinks if getattr(sink_named(name), "needs_run_directory", False)]
+    left_out = [
+        name
+        for name in config.monitor.sinks
+        if getattr(sink_named(name), "needs_run_directory", False)
+    ]
     if left_out:
         yield NoEffect(("monitor.sinks",), nowhere, f"{', '.join(left_out)} write into it", fix)
 
@@ -224,7 +307,12 @@ def of_way(trainer: "Trainer", where: str) -> Iterator[NoEffect]:
     if where != TRAINING_STEP:
         return
     reading = tuple(f"data.{name}" for name in _READING)
-    yield NoEffect(reading, where, "the loop itself reads the data", "leave it out, and give it to your DataLoader")
+    yield NoEffect(
+        reading,
+        where,
+        "the loop itself reads the data",
+        "leave it out, and give it to your DataLoader",
+    )
     loops = "the loop itself goes through the data"
     fix = "write max_steps, and end the loop where trainer.done is true; or use Trainer.steps(data)"
     yield NoEffect(("training.num_train_epochs",), where, loops, fix, is_error=True)
@@ -232,18 +320,31 @@ def of_way(trainer: "Trainer", where: str) -> Iterator[NoEffect]:
         fix = "write save_strategy='steps', or use Trainer.steps(data)"
         yield NoEffect(("checkpoint.save_strategy",), where, loops, fix, is_error=True)
     if config.training.bad_numbers.action == "rollback":
-        why, fix = f"{loops}, which can't be rewound", "write action='skip', or use Trainer.steps(data)"
+        why, fix = (
+            f"{loops}, which can't be rewound",
+            "write action='skip', or use Trainer.steps(data)",
+        )
         yield NoEffect(("training.bad_numbers.action",), where, why, fix, is_error=True)
-    why, fix = "its micro-batches are gone when a step is found bad", "leave it out, or use Trainer.steps(data)"
+    why, fix = (
+        "its micro-batches are gone when a step is found bad",
+        "leave it out, or use Trainer.steps(data)",
+    )
     yield NoEffect(("training.bad_numbers.recompute",), where, why, fix, is_error=True)
-    fix = "call trainer.load_checkpoint(trainer.best_checkpoint) after the loop, or use Trainer.steps(data)"
-    yield NoEffect(("checkpoint.load_best",), where, "it does not see the end of the loop", fix, is_error=True)
+    fix = (
+        "call trainer.load_checkpoint(trainer.best_checkpoint) after the loop, or use"
+        " Trainer.steps(data)"
+    )
+    yield NoEffect(
+        ("checkpoint.load_best",), where, "it does not see the end of the loop", fix, is_error=True
+    )
 
 
 def of_unrecorded_loop() -> Iterator[NoEffect]:
     """Yield the key that means nothing to a loop whose steps are neither recorded nor printed."""
     fix = "write Trainer(…, output_dir=DIR), trainer.steps(data, progress=True), or leave it out"
-    yield NoEffect(("monitor.log_steps",), "to a loop without output_dir", "its steps are not recorded", fix)
+    yield NoEffect(
+        ("monitor.log_steps",), "to a loop without output_dir", "its steps are not recorded", fix
+    )
 
 
 def beside_data(config: Config, data: Any) -> Iterator[NoEffect]:
@@ -252,13 +353,21 @@ def beside_data(config: Config, data: Any) -> Iterator[NoEffect]:
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
         own = {name: getattr(data, name, None) for name in _READING if name != "shuffle"}
         differ = [name for name, value in own.items() if getattr(config.data, name) != value]
-        shuffles = type(data.sampler).__name__ == "RandomSampler" or bool(getattr(data.sampler, "shuffle", False))
+        shuffles = type(data.sampler).__name__ == "RandomSampler" or bool(
+            getattr(data.sampler, "shuffle", False)
+        )
         differ += ["shuffle"] * (config.data.shuffle != shuffles)
         keys = tuple(f"data.{name}" for name in differ)
-        yield NoEffect(keys, "beside a DataLoader", "how samples are read is the DataLoader's to say", fix)
-    elif not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or isinstance(data, list | tuple | DataLoader):
+        yield NoEffect(
+            keys, "beside a DataLoader", "how samples are read is the DataLoader's to say", fix
+        )
+    elif not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or isinstance(
+        data, list | tuple | DataLoader
+    ):
         keys = tuple(f"data.{name}" for name in _READING)
-        yield NoEffect(keys, "for data that are iterated", "they come as they are, in their own order", fix)
+        yield NoEffect(
+            keys, "for data that are iterated", "they come as they are, in their own order", fix
+        )
 
 
 def unused_of_loader(data: Any) -> str | None:
@@ -267,7 +376,10 @@ def unused_of_loader(data: Any) -> str | None:
         return None
     sampler: Any = data.sampler
     if type(sampler) in (TorchDistributedSampler, DistributedSampler) and sampler.seed:
-        return f"the DistributedSampler's seed {sampler.seed} means nothing: the order follows from training.seed"
+        return (
+            f"the DistributedSampler's seed {sampler.seed} means nothing: the order follows from"
+            " training.seed"
+        )
     generator = data.generator or getattr(sampler, "generator", None)
     if type(sampler) is RandomSampler and generator is not None and usual_order(data) is not None:
         return "the DataLoader's generator means nothing: the order follows from training.seed"
@@ -278,8 +390,12 @@ def of_validation(config: Config, val_data: Any) -> Iterator[NoEffect]:
     """Yield the keys about evaluations that mean nothing to these data, or without any."""
     if val_data is None:
         keys = ("training.eval_batches", "training.eval_batch_size")
-        yield NoEffect(keys, "without validation data", "nothing is evaluated", "pass val_data to train(…)")
+        yield NoEffect(
+            keys, "without validation data", "nothing is evaluated", "pass val_data to train(…)"
+        )
     own = getattr(val_data, "batch_size", None)
-    if isinstance(val_data, list | tuple) or (own is not None and own != config.training.eval_batch_size):
+    if isinstance(val_data, list | tuple) or (
+        own is not None and own != config.training.eval_batch_size
+    ):
         why = "the samples come in batches of their own"
         yield NoEffect(("training.eval_batch_size",), "beside a DataLoader for validation", why)

@@ -7,7 +7,8 @@
     optimizer.step()
     optimizer.zero_grad()
 
-After `backward`, `.grad` holds the gradient of the mean loss over all valid targets of all ranks, as in the `Trainer`.
+After `backward`, `.grad` holds the gradient of the mean loss over all valid targets of all ranks,
+as in the `Trainer`.
 
 Tests: tests/trainer/test_own_loop.py
 """
@@ -52,7 +53,13 @@ from lockstep.trainer.plain_state import (
     plain_state_dict,
     state_of_model,
 )
-from lockstep.trainer.setup import PlacementSettings, Unplaced, loss_fn_of, with_settings, write_hang_limits
+from lockstep.trainer.setup import (
+    PlacementSettings,
+    Unplaced,
+    loss_fn_of,
+    with_settings,
+    write_hang_limits,
+)
 
 _SECTIONS = ("distributed", "precision")
 _OF_TRAINER = ("scheduler", "scheduler_metric", "output_dir", "after_update", "freeze_until")
@@ -61,23 +68,33 @@ _OF_TRAINING = ("seed", "compile", "gradient_checkpointing", "gradient_checkpoin
 
 @called_by_all_ranks
 def place(
-    model: nn.Module, strategy: str | None = None, loss_fn: Callable[..., Tensor] | None = None, *,
-    config: Config | None = None, **settings: Unpack[PlacementSettings],
-) -> "PlacedModel":  # fmt: skip
-    """Place a model on the ranks, for a user's own training loop; all ranks call it, and join if necessary.
+    model: nn.Module,
+    strategy: str | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    *,
+    config: Config | None = None,
+    **settings: Unpack[PlacementSettings],
+) -> "PlacedModel":
+    """Place a model on the ranks, for a user's own training loop.
+
+    All ranks call it, and join if necessary.
 
     Args:
         model: any `nn.Module`, not wrapped. On `meta` if it has `init_weights()`.
         strategy: single, dp, ddp, fsdp, pipeline or accelerate; unset: the config's.
-        loss_fn: `(outputs, targets) -> loss`; unset: the one that the config names, else the model's own.
-        config: its `loss_fn` and its sections `distributed` and `precision` count, and the keys of `training` about the
-            model (seed, compile, gradient_checkpointing).
+        loss_fn: `(outputs, targets) -> loss`; unset: the one that the config names, else the
+            model's own.
+        config: its `loss_fn` and its sections `distributed` and `precision` count, and the keys of
+            `training` about the model (seed, compile, gradient_checkpointing).
         settings: single keys of these by their short names, as in the `Trainer`.
 
     Raises:
-        UsageError: settings contradict each other or the model, or concern what the loop itself decides.
+        UsageError: settings contradict each other or the model, or concern what the loop itself
+            decides.
     """
-    check_model(model, "lockstep.place", has_loss_fn=(loss_fn or (config and config.loss_fn)) is not None)
+    check_model(
+        model, "lockstep.place", has_loss_fn=(loss_fn or (config and config.loss_fn)) is not None
+    )
     check_loss_fn(loss_fn, "lockstep.place")
     given = _dotted({**settings, **({} if strategy is None else {"strategy": strategy})})
     config = with_settings(config or Config(), given)
@@ -88,20 +105,32 @@ def place(
     own_loops = strategy_named(layout.strategy).own_loops
     whys = {
         f"strategy {layout.strategy}": (not own_loops, "each worker updates a model of its own"),
-        "distributed.reproducible": (config.distributed.reproducible, "the same bits need the same update, too"),
+        "distributed.reproducible": (
+            config.distributed.reproducible,
+            "the same bits need the same update, too",
+        ),
         "precision fp16": (mode == "fp16", "its loss scale decides which updates are skipped"),
     }
     for what, (asked, why) in whys.items():
         if asked:
-            fix = "let lockstep.Trainer run the step" + (", or write bf16" if mode == "fp16" else "")
-            raise UsageError(f"{what} is not supported by lockstep.place()", where="lockstep.place", why=why, fix=fix)
+            fix = "let lockstep.Trainer run the step" + (
+                ", or write bf16" if mode == "fp16" else ""
+            )
+            raise UsageError(
+                f"{what} is not supported by lockstep.place()",
+                where="lockstep.place",
+                why=why,
+                fix=fix,
+            )
     precision = Precision(mode, here.device.type)
     beside_others = no_effect.beside_others(config, layout)
     no_effect.report(beside_others, no_effect.asked_keys(config, given), is_main=here.facts.is_main)
     loss_fn = loss_fn or loss_fn_of(config)
     objective = objective_of(model, loss_fn)
     hidden = Unplaced.of(model, objective, loss_fn).hidden
-    placed = place_over(model, layout, config.step, objective=objective, device=here.device, precision=precision)
+    placed = place_over(
+        model, layout, config.step, objective=objective, device=here.device, precision=precision
+    )
     refuse_hidden(placed, hidden)
     for line in placed.warnings() if here.facts.is_main else ():
         warnings.warn(line.removeprefix("warning: "), stacklevel=2)
@@ -111,20 +140,26 @@ def place(
 class PlacedModel:
     """A model that `lockstep.place` has placed on the ranks.
 
-    Every rank makes the same calls in the same order; only one of them prints and writes files. `step` counts the calls
-    of `backward`: random numbers follow from it. `log_lines` are about the placement.
+    Every rank makes the same calls in the same order; only one of them prints and writes files.
+    `step` counts the calls of `backward`: random numbers follow from it. `log_lines` are about the
+    placement.
     """
 
     def __init__(self, placed: ParallelModel, mode: str, config: Config, here: Cluster) -> None:
         self._placed, self._mode, self._config, self.step = placed, mode, config, 0
         self._assigner, self._cluster, self._has_begun = MicroBatchAssigner(placed), here, False
-        self._loss_check = LossCheck(placed, compiled=config.training.compile, coarse=mode != "fp32")
+        self._loss_check = LossCheck(
+            placed, compiled=config.training.compile, coarse=mode != "fp32"
+        )
         self.log_lines = placed.log_lines
 
     def __repr__(self) -> str:
         placed = self._placed
         device = placed.random_state.device.type
-        return f"PlacedModel({placed.layout} on {device}, {self._mode}, {placed.num_parameters:,} parameters)"
+        return (
+            f"PlacedModel({placed.layout} on {device}, {self._mode}, {placed.num_parameters:,}"
+            " parameters)"
+        )
 
     @property
     def device(self) -> torch.device:
@@ -151,11 +186,13 @@ class PlacedModel:
 
     @called_by_all_ranks
     def backward(self, *batches: Any) -> Tensor:
-        """Run forward and backward of one step; `.grad` is then the gradient of its mean loss, on all ranks.
+        """Run forward and backward of one step.
+
+        `.grad` is then the gradient of its mean loss, on all ranks.
 
         Args:
-            batches: this rank's micro-batches. Their number may differ between ranks; a rank without any calls
-                `backward()`.
+            batches: this rank's micro-batches. Their number may differ between ranks; a rank
+                without any calls `backward()`.
 
         Returns:
             the mean loss over all valid targets of all ranks, 0-dim, the same on all of them.
@@ -166,25 +203,40 @@ class PlacedModel:
         placed = self._placed
         self._cluster.check()
         if any(parameter.grad is not None for parameter in placed.parameters.values()):
-            why = "one call is one step: its mean is over all that it is given, and does not add up over calls"
-            fix = "pass all micro-batches of a step to one backward(…), and zero_grad() after the update"
+            why = (
+                "one call is one step: its mean is over all that it is given, and does not add up"
+                " over calls"
+            )
+            fix = (
+                "pass all micro-batches of a step to one backward(…), and zero_grad() after the"
+                " update"
+            )
             raise UsageError("the gradients of the last backward are still there", why=why, fix=fix)
         if not self._has_begun:
             self._has_begun = True
             warn_of_evaluation_mode(placed)
         for look in placed.checks:
             look(self.step)
-        micro_batches, micro_batches_per_step = self._assigner.assign(batches, self.step, "backward")
+        micro_batches, micro_batches_per_step = self._assigner.assign(
+            batches, self.step, "backward"
+        )
         if not micro_batches:
-            raise UsageError("no rank brings a micro-batch", fix="end the loop when all ranks have run out of data")
+            raise UsageError(
+                "no rank brings a micro-batch",
+                fix="end the loop when all ranks have run out of data",
+            )
         self._loss_check.before_step(micro_batches, micro_batches_per_step, self.step)
         placed.objective.begin_step(micro_batches_per_step)
-        accumulator, nominal = placed.loss_accumulator(micro_batches_per_step), self._assigner.nominal
+        accumulator, nominal = (
+            placed.loss_accumulator(micro_batches_per_step),
+            self._assigner.nominal,
+        )
         with placed.random_state.running("train", self.step):
             placed.forward_backward(micro_batches, accumulator, 1.0 / nominal)
         loss_sum, valid = accumulator.totals()
         loss = mean_of(loss_sum, valid)
-        valid = at_least(valid, 1.0)  # a step without a valid target has a gradient of zero, not nan
+        # a step without a valid target has a gradient of zero, not nan
+        valid = at_least(valid, 1.0)
         placed.finish_gradients()
         if gradients := placed.gradients():
             foreach.mul_(gradients, tensor_of(nominal / valid))
@@ -195,7 +247,10 @@ class PlacedModel:
 
     @called_by_all_ranks
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm is at most `max_norm`; return the norm of all ranks before, 0-dim."""
+        """Scale the gradients so that their norm is at most `max_norm`.
+
+        Return the norm of all ranks before, 0-dim.
+        """
         placed = self._placed
         norm = placed.norm(placed.counted_gradients())
         if gradients := placed.gradients():
@@ -216,7 +271,10 @@ class PlacedModel:
 
     @called_by_all_ranks
     def __call__(self, *inputs: Any, **more: Any) -> Any:
-        """Return the model's outputs, in evaluation mode and without a graph; the same arguments on all ranks."""
+        """Return the model's outputs, in evaluation mode and without a graph.
+
+        The same arguments on all ranks.
+        """
         return sample(self._placed, self.step, *inputs, **more)
 
     @called_by_all_ranks
@@ -239,10 +297,14 @@ class PlacedModel:
 
     @called_by_all_ranks
     def save_checkpoint(
-        self, path: str | Path, optimizers: Mapping[str, Optimizer] | None = None,
+        self,
+        path: str | Path,
+        optimizers: Mapping[str, Optimizer] | None = None,
         metadata: dict[str, Any] | None = None,
-    ) -> Path:  # fmt: skip
-        """Write the checkpoint `path/step-00000100`, and return it; all ranks share the folder. On return it is whole.
+    ) -> Path:
+        """Write the checkpoint `path/step-00000100`, and return it; all ranks share the folder.
+
+        On return it is whole.
 
         Args:
             optimizers: by names of your own.
@@ -250,21 +312,35 @@ class PlacedModel:
         """
         snapshot, names = self._snapshot(), _names(self._placed)
         for name, optimizer in (optimizers or {}).items():
-            snapshot.optimizers[name], snapshot.groups[name] = checkpoint.optimizer_state(optimizer, names)
-        snapshot.state = {"step": self.step, "metadata": metadata or {}, **state_of_model(self._placed)}
+            snapshot.optimizers[name], snapshot.groups[name] = checkpoint.optimizer_state(
+                optimizer, names
+            )
+        snapshot.state = {
+            "step": self.step,
+            "metadata": metadata or {},
+            **state_of_model(self._placed),
+        }
         saved = checkpoint.save(
-            local_path(path, "save_checkpoint"), self.step, snapshot, config_yaml=self._config.to_yaml()
+            local_path(path, "save_checkpoint"),
+            self.step,
+            snapshot,
+            config_yaml=self._config.to_yaml(),
         )
         assert isinstance(saved, Path)
         return saved
 
     @called_by_all_ranks
-    def load_checkpoint(self, path: str | Path, optimizers: Mapping[str, Optimizer] | None = None) -> dict[str, Any]:
-        """Load a checkpoint of `save_checkpoint` of any layout; set `step`, and return the checkpoint's metadata.
+    def load_checkpoint(
+        self, path: str | Path, optimizers: Mapping[str, Optimizer] | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint of `save_checkpoint` of any layout.
+
+        Set `step`, and return the checkpoint's metadata.
 
         Args:
             path: a checkpoint, or a folder of them, whose newest whole one is loaded.
-            optimizers: as they were saved, over this model's parameters; those that are left out stay as they are.
+            optimizers: as they were saved, over this model's parameters; those that are left out
+                stay as they are.
 
         Raises:
             UsageError: there is none; it is of another model, or lacks an optimizer.
@@ -277,36 +353,59 @@ class PlacedModel:
         target, names = self._snapshot(), _names(self._placed)
         for name, optimizer in optimizers.items():
             if name not in checkpoint.optimizers_in(found):
-                raise UsageError(f"{found} holds no optimizer {name!r}", fix="name the optimizers as they were saved")
+                raise UsageError(
+                    f"{found} holds no optimizer {name!r}",
+                    fix="name the optimizers as they were saved",
+                )
             checkpoint.add_missing_groups(optimizer, self._placed.parameters, found, name)
-            own = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names}
+            own = {
+                names[id(p)]: p
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if id(p) in names
+            }
             target.optimizers[name] = checkpoint.optimizer_targets(found, name, own)
-        parts = ["model", *(f"optimizer/{name}" for name in optimizers), *(f"extra/{name}" for name in target.extra)]
+        parts = [
+            "model",
+            *(f"optimizer/{name}" for name in optimizers),
+            *(f"extra/{name}" for name in target.extra),
+        ]
         with evaluating(self._placed), torch.no_grad():
             state = load_imported(self._placed, found) or checkpoint.load(found, target, only=parts)
             load_state_of_model(self._placed, state)
         for name, optimizer in optimizers.items():
-            checkpoint.restore_optimizer(optimizer, names, target.optimizers[name], state["optimizer_groups"][name])
+            checkpoint.restore_optimizer(
+                optimizer, names, target.optimizers[name], state["optimizer_groups"][name]
+            )
         self.step, loaded = int(state["step"]), state["metadata"]
         return dict(loaded)
 
     def _snapshot(self) -> checkpoint.Snapshot:
         placed = self._placed
-        return checkpoint.Snapshot(placed.kept(), extra=dict(placed.state), aliases=placed.named_aliases)
+        return checkpoint.Snapshot(
+            placed.kept(), extra=dict(placed.state), aliases=placed.named_aliases
+        )
 
     def _windows(self, batches: Iterator[Any]) -> Generator[StepBatches, None, None]:
         each = max(1, WINDOW // self.data_parallel_size)
         for window in count():
-            mine, micro_batches_per_step = self._assigner.assign(list(islice(batches, each)), self.step, "evaluate")
+            mine, micro_batches_per_step = self._assigner.assign(
+                list(islice(batches, each)), self.step, "evaluate"
+            )
             if not mine and window == 0:
-                raise UsageError("there is nothing to evaluate on", why="no rank brings a micro-batch")
+                raise UsageError(
+                    "there is nothing to evaluate on", why="no rank brings a micro-batch"
+                )
             if not mine:
                 return
             yield StepBatches(window, 0, micro_batches_per_step, 0, False, mine)
 
 
 def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted key; a UsageError if one is no setting of `place`, by whichever name."""
+    """Return settings by dotted key.
+
+    A UsageError if one is no setting of `place`, by whichever name.
+    """
     for name, value in settings.items():
         try:
             keys = list(apply_flags({name: value}, "lockstep.place"))
@@ -318,7 +417,9 @@ def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
         if others := [key for key in keys if not _is_taken(key)]:
             what = f"{others[0]} means nothing to lockstep.place"
             why = "data, optimizers, schedules, clipping and checkpoints are the loop's own"
-            raise UsageError(what, why=why, fix="leave it out, or let lockstep.Trainer run the step")
+            raise UsageError(
+                what, why=why, fix="leave it out, or let lockstep.Trainer run the step"
+            )
     return apply_flags(settings, "lockstep.place")
 
 

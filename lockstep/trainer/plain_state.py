@@ -17,7 +17,10 @@ _MODULE_STATE = "module_state"  # in a checkpoint's state: what `get_extra_state
 
 
 def plain_state_dict(placed: ParallelModel) -> dict[str, Any]:
-    """Return the plain model's `state_dict`, whole, on the CPU of rank 0, and {} on others; all ranks call it."""
+    """Return the plain model's `state_dict`, whole, on the CPU of rank 0, and {} on others.
+
+    All ranks call it.
+    """
     whole = checkpoint.gather(placed.kept(), placed.named_aliases)
     if placed.form is None:
         return whole
@@ -39,7 +42,9 @@ def load_plain_state_dict(placed: ParallelModel, state: Mapping[str, Any]) -> No
 
     def read() -> dict[str, Any]:
         of_loss = {name: value for name, value in state.items() if name in placed.loss_names}
-        whole.update(form.read({name: value for name, value in state.items() if name not in of_loss}))
+        whole.update(
+            form.read({name: value for name, value in state.items() if name not in of_loss})
+        )
         whole.update(of_loss)
         return form.extra_state([form.root])
 
@@ -49,16 +54,22 @@ def load_plain_state_dict(placed: ParallelModel, state: Mapping[str, Any]) -> No
 
 
 def load_imported(placed: ParallelModel, path: checkpoint.Checkpoint) -> dict[str, Any] | None:
-    """Load weights of another trainer into a model that has a form of its own; return the checkpoint's state.
+    """Load weights of another trainer into a model that has a form of its own.
 
-    None, and nothing is loaded, where names and values are the model's own, as in the checkpoint of a run.
+    Return the checkpoint's state.
+
+    None, and nothing is loaded, where names and values are the model's own, as in the checkpoint of
+    a run.
     """
-    if placed.form is None or "imported_from" not in checkpoint.read_state(path).get("metadata", {}):
+    if placed.form is None or "imported_from" not in checkpoint.read_state(path).get(
+        "metadata", {}
+    ):
         return None
     weights = dict[str, Any]()
     ranks = checkpoint.Ranks()
     ranks.run(
-        "the weights could not be read", lambda: weights.update(checkpoint.weights(path) if ranks.is_main else {})
+        "the weights could not be read",
+        lambda: weights.update(checkpoint.weights(path) if ranks.is_main else {}),
     )
     load_plain_state_dict(placed, weights)
     return checkpoint.read_state(path)
@@ -94,4 +105,6 @@ def _module_state(placed: ParallelModel) -> dict[str, Any]:
         return found
 
     mine = form.extra_state([form.root]), form.extra_state(placed.parts)
-    return checkpoint.Ranks().all_reduce("the state of modules was not gathered", lambda: mine, merged)
+    return checkpoint.Ranks().all_reduce(
+        "the state of modules was not gathered", lambda: mine, merged
+    )

@@ -65,18 +65,25 @@ class Unplaced:
 
 
 def make_optimizer(
-    given: Optimizer | MakeOptimizer | None, before: Unplaced, placed: ParallelModel, config: Config,
+    given: Optimizer | MakeOptimizer | None,
+    before: Unplaced,
+    placed: ParallelModel,
+    config: Config,
     global_batch_size: int,
-) -> tuple[Optimizer, str]:  # fmt: skip
+) -> tuple[Optimizer, str]:
     """Return an optimizer (None: the config's) and its rate's log line."""
     training = config.training
     rate, line = optim.scaled_learning_rate(training, global_batch_size)
     if given is None:
         optimizer = optim.build_optimizer(
-            training.optimizer, placed.parameters.values(), learning_rate=rate, weight_decay=training.weight_decay,
-            args=training.optimizer_args, device=placed.random_state.device,
+            training.optimizer,
+            placed.parameters.values(),
+            learning_rate=rate,
+            weight_decay=training.weight_decay,
+            args=training.optimizer_args,
+            device=placed.random_state.device,
             reproducible=config.distributed.reproducible,
-        )  # fmt: skip
+        )
     elif isinstance(given, Optimizer):
         optim.rebind(optimizer := given, before.names, placed.parameters)
         lay_states(optimizer)
@@ -91,7 +98,9 @@ def make_optimizer(
     _warn_of_untrained(optimizer, placed)
     optim.check_no_closure(optimizer)
     if given is not None:
-        line = f"learning rate {optimizer.param_groups[0]['lr']:g}, as {type(optimizer).__name__} says"
+        line = (
+            f"learning rate {optimizer.param_groups[0]['lr']:g}, as {type(optimizer).__name__} says"
+        )
     if placed.layout.shard > 1:
         optim.check_shardable(optimizer)
     return optimizer, line
@@ -105,9 +114,10 @@ def _warn_of_untrained(optimizer: Optimizer, placed: ParallelModel) -> None:
     left = [name for name in placed.loss.own if id(placed.parameters[name]) not in held]
     if left and is_main_process():
         warnings.warn(
-            f"the loss function's {listed(left)} is in no group of the optimizer, and stays as it is\n"
-            "  do: make it from [*model.parameters(), *loss_fn.parameters()], or give Trainer a function "
-            "`parameters -> optimizer`; loss_fn.requires_grad_(False) says that it is meant so",
+            f"the loss function's {listed(left)} is in no group of the optimizer, and stays as it"
+            " is\n  do: make it from [*model.parameters(), *loss_fn.parameters()], or give Trainer"
+            " a function `parameters -> optimizer`; loss_fn.requires_grad_(False) says that it is"
+            " meant so",
             stacklevel=4,
         )
 
@@ -115,28 +125,48 @@ def _warn_of_untrained(optimizer: Optimizer, placed: ParallelModel) -> None:
 def with_batch_size_of(data: Any, config: Config) -> Config:
     """Return the config with the batch size of a DataLoader, or of a list of batches, if the settings have none."""
     require_data(data)
-    own = getattr(data, "batch_size", None) if isinstance(data, DataLoader) else _size_of_first(data)
+    own = (
+        getattr(data, "batch_size", None) if isinstance(data, DataLoader) else _size_of_first(data)
+    )
     if own is None or own == config.training.batch_size:
         return config
     if "batch_size" in config.training.model_fields_set:
-        if not isinstance(data, DataLoader):  # a DataLoader's is compared where its order is taken over
+        # a DataLoader's is compared where its order is taken over
+        if not isinstance(data, DataLoader):
             require_batch_size(own, config.training.batch_size)
         return config
     if config.training.batch_norm_samples is not None:  # the ranks of a row have been counted
-        what = f"batch_norm_samples is made of micro-batches of batch_size, and the DataLoader has its own: {own}"
-        raise UsageError(what, where="training.batch_norm_samples", fix=f"give the trainer batch_size={own}, too")
+        what = (
+            "batch_norm_samples is made of micro-batches of batch_size, and the DataLoader has its"
+            f" own: {own}"
+        )
+        raise UsageError(
+            what, where="training.batch_norm_samples", fix=f"give the trainer batch_size={own}, too"
+        )
     whole = config.training.global_batch_size
     if whole is not None and whole % own:
-        equation, more = f"{whole} = {whole // own} × {own} + {whole % own}", (whole // own + 1) * own
-        what = f"global_batch_size {whole} is not a multiple of the DataLoader's batch_size {own}: {equation}"
+        equation, more = (
+            f"{whole} = {whole // own} × {own} + {whole % own}",
+            (whole // own + 1) * own,
+        )
+        what = (
+            f"global_batch_size {whole} is not a multiple of the DataLoader's batch_size {own}:"
+            f" {equation}"
+        )
         why = "a step is made of whole micro-batches of batch_size samples"
-        fix = f"give the DataLoader a batch_size that divides {whole}, or the trainer global_batch_size={more}"
+        fix = (
+            f"give the DataLoader a batch_size that divides {whole}, or the trainer"
+            f" global_batch_size={more}"
+        )
         raise UsageError(what, where="the training data", why=why, fix=fix)
     return config.replaced({"training.batch_size": own})
 
 
 def _size_of_first(data: Any) -> int | None:
-    """Return the samples in the first batch of a list of batches; None for other data, and of batches without any."""
+    """Return the samples in the first batch of a list of batches.
+
+    None for other data, and of batches without any.
+    """
     return counted_samples(data[0]) if isinstance(data, list | tuple) and data else None
 
 
@@ -145,11 +175,16 @@ def require_batch_size(own: int, batch_size: int) -> None:
     if own != batch_size:
         what = f"the first batch has {own} samples, and training.batch_size is {batch_size}"
         fix = f"give the trainer batch_size={own}, or batches of {batch_size}"
-        raise UsageError(what, where="the training data", why="both mean the samples in a micro-batch", fix=fix)
+        raise UsageError(
+            what, where="the training data", why="both mean the samples in a micro-batch", fix=fix
+        )
 
 
 def user_schedule(
-    given: LRScheduler | MakeScheduler | None, optimizer: Optimizer, training: TrainingConfig, metric: str
+    given: LRScheduler | MakeScheduler | None,
+    optimizer: Optimizer,
+    training: TrainingConfig,
+    metric: str,
 ) -> TorchSchedule | PlateauSchedule | None:
     """Return the user's scheduler, if any; one such as ReduceLROnPlateau follows `metric`."""
     if given is None:
@@ -160,29 +195,49 @@ def user_schedule(
         what = f"the {type(scheduler).__name__} is over another optimizer than the trainer's"
         fix = "pass its optimizer to the trainer too, or a function `optimizer -> scheduler`"
         raise UsageError(what, where="Trainer(scheduler=…)", fix=fix)
-    asked = {"lr_schedule": training.lr_schedule != "constant", "warmup_steps": training.warmup_steps > 0}
+    asked = {
+        "lr_schedule": training.lr_schedule != "constant",
+        "warmup_steps": training.warmup_steps > 0,
+    }
     if both := next((key for key, is_asked in asked.items() if is_asked), None):
         what = f"the learning rate follows {type(scheduler).__name__} or training.{both}, not both"
         raise UsageError(what, where="Trainer(scheduler=…)", fix=f"write {both}=None")
-    return PlateauSchedule(scheduler, metric) if isinstance(scheduler, ReduceLROnPlateau) else TorchSchedule(scheduler)
+    return (
+        PlateauSchedule(scheduler, metric)
+        if isinstance(scheduler, ReduceLROnPlateau)
+        else TorchSchedule(scheduler)
+    )
 
 
-def schedule_before_data(training: TrainingConfig, *, own_optimizer: bool) -> Schedule | CallersRate:
+def schedule_before_data(
+    training: TrainingConfig, *, own_optimizer: bool
+) -> Schedule | CallersRate:
     """Return the schedule while the number of steps is unknown: the warm-up alone, or a user's own optimizer's rate."""
     if own_optimizer and training.warmup_steps == 0:
         return CallersRate()
     return Schedule("constant", 0, training.warmup_steps)
 
 
-def schedule_over(training: TrainingConfig, total: int | None, *, own_optimizer: bool) -> Schedule | CallersRate:
+def schedule_over(
+    training: TrainingConfig, total: int | None, *, own_optimizer: bool
+) -> Schedule | CallersRate:
     """Return the config's schedule; `total`: steps of the run, None if unknown."""
     if total is None and training.lr_schedule != "constant":
-        what = f"lr_schedule {training.lr_schedule} needs the number of steps, and the data do not say their length"
-        raise UsageError(what, where="training.max_steps", fix="set training.max_steps, or lr_schedule: constant")
+        what = (
+            f"lr_schedule {training.lr_schedule} needs the number of steps, and the data do not say"
+            " their length"
+        )
+        raise UsageError(
+            what, where="training.max_steps", fix="set training.max_steps, or lr_schedule: constant"
+        )
     if training.lr_schedule == "constant":
         return schedule_before_data(training, own_optimizer=own_optimizer)
     return Schedule(
-        training.lr_schedule, total or 0, training.warmup_steps, training.min_lr_ratio, training.wsd_decay_ratio
+        training.lr_schedule,
+        total or 0,
+        training.warmup_steps,
+        training.min_lr_ratio,
+        training.wsd_decay_ratio,
     )
 
 
@@ -204,7 +259,10 @@ def loss_fn_of(config: Config) -> Callable[..., Any] | None:
 
 
 def check_loss_fn(spec: ObjectSpec) -> Any:
-    """Return the object named by a loss's spec, after checking that it accepts its arguments; nothing is created."""
+    """Return the object named by a loss's spec, after checking that it accepts its arguments.
+
+    Nothing is created.
+    """
     spec = _of_class(spec)
     found = load_object(spec.name, "loss_fn")
     if isinstance(found, type):
@@ -212,18 +270,26 @@ def check_loss_fn(spec: ObjectSpec) -> Any:
         if call not in dir(found):
             fix = "give the class __call__(self, outputs, targets)"
             raise UsageError(f"objects of {spec.name} can't be called", where="loss_fn", fix=fix)
-        require_call(getattr(found, call), ("self", "outputs", "targets"), f"{spec.name}.{call}", "loss_fn")
+        require_call(
+            getattr(found, call), ("self", "outputs", "targets"), f"{spec.name}.{call}", "loss_fn"
+        )
         return check_object(spec, "loss_fn")
     require_call(found, ("outputs", "targets"), spec.name, "loss_fn")
     if spec.args or spec.positional:
         what = f"{spec.name} is not a class, and its arguments are outputs and targets"
-        fix = "leave args out, or name a class that takes them, whose objects are called with outputs and targets"
+        fix = (
+            "leave args out, or name a class that takes them, whose objects are called with outputs"
+            " and targets"
+        )
         raise UsageError(what, where="loss_fn.args", fix=fix)
     return found
 
 
 def _of_class(spec: ObjectSpec) -> ObjectSpec:
-    """Return the spec of the class that does what a loss function of torch's does; any other spec itself."""
+    """Return the spec of the class that does what a loss function of torch's does.
+
+    Any other spec itself.
+    """
     found = class_of(load_object(spec.name, "loss_fn"))
     return spec if found is None else spec.model_copy(update={"name": f"torch.nn:{found.__name__}"})
 
@@ -233,20 +299,34 @@ AfterUpdate = Callable[[int], None]
 
 
 def frozen_until(asked: Mapping[str, int], names: list[str]) -> dict[str, int]:
-    """Return the first step that trains each parameter that is frozen at first; `asked` has those of modules, too."""
+    """Return the first step that trains each parameter that is frozen at first.
+
+    `asked` has those of modules, too.
+    """
     found: dict[str, int] = {}
     for prefix, step in asked.items():
-        inside = [name for name in names if name == prefix or name.startswith(f"{prefix.rstrip('.')}.")]
+        inside = [
+            name for name in names if name == prefix or name.startswith(f"{prefix.rstrip('.')}.")
+        ]
         if not inside:
             modules = {name.rpartition(".")[0] for name in names}
-            what = f"no parameter is named {prefix}, or lies in a module of that name{did_you_mean(prefix, modules)}"
-            raise UsageError(what, where="Trainer(freeze_until=…)", fix="write names as model.named_modules() has them")
+            what = (
+                f"no parameter is named {prefix}, or lies in a module of that"
+                f" name{did_you_mean(prefix, modules)}"
+            )
+            raise UsageError(
+                what,
+                where="Trainer(freeze_until=…)",
+                fix="write names as model.named_modules() has them",
+            )
         found |= {name: max(step, found.get(name, 0)) for name in inside}
     return found
 
 
 def after_update_calls(
-    given: AfterUpdate | list[AfterUpdate] | None, freeze_until: Mapping[str, int] | None, placed: ParallelModel
+    given: AfterUpdate | list[AfterUpdate] | None,
+    freeze_until: Mapping[str, int] | None,
+    placed: ParallelModel,
 ) -> list[AfterUpdate]:
     """Return the calls after each update, attached to the placed model."""
     calls = given if isinstance(given, list) else [given] if given is not None else []
@@ -270,14 +350,20 @@ def require_one_length(config: Config, epochs: int | None) -> None:
     length = config.training.num_train_epochs
     if epochs is not None and length is not None and epochs != length:
         what = f"the run can't have both {length} epochs and {epochs}"
-        raise UsageError(what, where="training.num_train_epochs, epochs=", fix="keep one of the two")
+        raise UsageError(
+            what, where="training.num_train_epochs, epochs=", fix="keep one of the two"
+        )
 
 
 def data_workers(data: Any, config: Config) -> int:
     """Return the number of workers that read the data: a DataLoader's own, or those of the config."""
     if isinstance(data, DataLoader):
         return data.num_workers
-    return config.data.num_workers if hasattr(data, "__getitem__") and not isinstance(data, list | tuple) else 0
+    return (
+        config.data.num_workers
+        if hasattr(data, "__getitem__") and not isinstance(data, list | tuple)
+        else 0
+    )
 
 
 def given_in_python(model: nn.Module | None, optimizer: Optimizer | None) -> dict[str, str]:
@@ -285,7 +371,11 @@ def given_in_python(model: nn.Module | None, optimizer: Optimizer | None) -> dic
     given = {} if model is None else {"model": type(model).__name__}
     if optimizer is not None:
         settings = {**optimizer.defaults, "lr": optimizer.param_groups[0].get("initial_lr")}
-        named = ", ".join(f"{key}={value}" for key, value in settings.items() if value and not isinstance(value, bool))
+        named = ", ".join(
+            f"{key}={value}"
+            for key, value in settings.items()
+            if value and not isinstance(value, bool)
+        )
         given["optimizer"] = f"{type(optimizer).__name__}({named})"
     if Path(sys.argv[0]).name not in ("__main__.py", "lockstep"):
         given["arguments"] = shlex.join(sys.argv[1:])[:200]
@@ -293,22 +383,38 @@ def given_in_python(model: nn.Module | None, optimizer: Optimizer | None) -> dic
 
 
 def open_source(
-    data: Any, config: Config, placed: ParallelModel, *, epochs: int | None, global_batch_size: int, start_step: int,
+    data: Any,
+    config: Config,
+    placed: ParallelModel,
+    *,
+    epochs: int | None,
+    global_batch_size: int,
+    start_step: int,
     position: dict[str, Any],
-) -> tuple[StepSource, int | None]:  # fmt: skip
+) -> tuple[StepSource, int | None]:
     """Return the steps from `start_step` on, and the number of the last one, if it is known.
 
-    `epochs` (unset: the config's) are those of the whole run; `position` counts if it does not follow from the steps.
+    `epochs` (unset: the config's) are those of the whole run; `position` counts if it does not
+    follow from the steps.
     """
     training = config.training
     require_equation(training, placed.layout.batch_shares)
     epochs = epochs or (None if training.max_steps else training.num_train_epochs or 1)
     source = adopt(
-        data, config.data, batch_size=training.batch_size, global_batch_size=global_batch_size, assign=placed.assign,
-        start_step=start_step, stop_step=training.max_steps, epochs=epochs, seed=training.seed,
-        device=placed.random_state.device, wanted=placed.wants_data, state=position,
+        data,
+        config.data,
+        batch_size=training.batch_size,
+        global_batch_size=global_batch_size,
+        assign=placed.assign,
+        start_step=start_step,
+        stop_step=training.max_steps,
+        epochs=epochs,
+        seed=training.seed,
+        device=placed.random_state.device,
+        wanted=placed.wants_data,
+        state=position,
         reproducible=placed.reproducible,
-    )  # fmt: skip
+    )
     by_epochs = source.steps_per_epoch * epochs if source.steps_per_epoch and epochs else None
     bounds = [bound for bound in (training.max_steps, by_epochs) if bound is not None]
     return source, min(bounds, default=None)  # unknown if only the end of the data shows it
@@ -317,7 +423,8 @@ def open_source(
 class PlacementSettings(TypedDict, total=False):
     """Keyword arguments of `lockstep.place`: keys about the model and the ranks, for editors and mypy.
 
-    A test compares names and types; `precision` is `precision.mode`, and a section is a mapping of its keys.
+    A test compares names and types; `precision` is `precision.mode`, and a section is a mapping of
+    its keys.
     """
 
     gradient_checkpointing: Literal["none", "full", "selective", "every_n", "sequential"]
@@ -405,7 +512,8 @@ class TrainerSettings(PlacementSettings, total=False):
     allow_changes: bool
     log_steps: int
     sinks: Sequence[str]
-    callbacks: Sequence[str | Mapping[str, Any] | Callable[..., Any] | Any]  # in Python also functions and objects
+    # in Python also functions and objects
+    callbacks: Sequence[str | Mapping[str, Any] | Callable[..., Any] | Any]
     profile: Mapping[str, Any] | None
     memory: Mapping[str, Any]
     straggler: Mapping[str, Any]

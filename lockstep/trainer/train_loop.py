@@ -31,12 +31,18 @@ class TrainLoop:
         with closing(steps):
             for taken in steps:
                 record = taken.record or record
-                # What follows the results is part of the last save; a plain evaluation waits until that is done.
+                # What follows the results is part of the last save; a plain evaluation waits until
+                # that is done.
                 waits = taken.is_last and not state.acts_on_evaluations
-                if not step.stopping and not waits and evaluator.is_due(last_of_epoch=taken.last_of_epoch):
+                if (
+                    not step.stopping
+                    and not waits
+                    and evaluator.is_due(last_of_epoch=taken.last_of_epoch)
+                ):
                     self._evaluate(followed=True)
         if step.progress.step > begun and not step.stopping and evaluator.is_due_at_end:
-            self._evaluate(followed=False)  # after the save: a run that is killed now loses this number alone
+            # after the save: a run that is killed now loses this number alone
+            self._evaluate(followed=False)
         run.record_end()
         run.monitor.close()  # the last step's line comes first
         if record is not None:
@@ -44,20 +50,38 @@ class TrainLoop:
         return record
 
     def _ending(self, saved: int | None) -> str:
-        """Return the line that a run ends with: where it is, and what to type next; `saved`: step of the last save."""
+        """Return the line that a run ends with: where it is, and what to type next.
+
+        `saved`: step of the last save.
+        """
         trainer, run = self.run.trainer, self.run.trainer.run_directory
         step = trainer.step.progress.step
         following = trainer.state.following
         if trainer.step.stopping and not following.stopped:
-            whether = "which is saved: the same command goes on" if saved == step else "which is not saved"
+            whether = (
+                "which is saved: the same command goes on"
+                if saved == step
+                else "which is not saved"
+            )
             return f"stopped after step {step}, {whether}"
         why = f"{following.why_stopped()}; " if following.stopped else ""
-        where = f" in {run.path}; `lockstep report {quote(str(run.path))}` draws it" if run is not None else ""
+        where = (
+            f" in {run.path}; `lockstep report {quote(str(run.path))}` draws it"
+            if run is not None
+            else ""
+        )
         return f"{why}done after step {step}{where}"
 
     def _evaluate(self, *, followed: bool) -> None:
-        """Evaluate, and record the results; the run ends here if a rank was asked to stop meanwhile."""
-        trainer, monitor, following = self.run.trainer, self.run.monitor, self.run.trainer.state.following
+        """Evaluate, and record the results.
+
+        The run ends here if a rank was asked to stop meanwhile.
+        """
+        trainer, monitor, following = (
+            self.run.trainer,
+            self.run.monitor,
+            self.run.trainer.state.following,
+        )
         step = trainer.step.progress.step
         with trainer.step.clock.during("evaluation"), trainer.heartbeat.call("evaluate"):
             results = self.evaluator.run()

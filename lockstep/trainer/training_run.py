@@ -1,6 +1,7 @@
 """Runs the steps of a training in every way to train: records them, saves them, goes back after bad numbers.
 
-`Trainer.train` and `Trainer.steps` are loops over `TrainingRun.steps`; `Trainer.training_step` hands over each update.
+`Trainer.train` and `Trainer.steps` are loops over `TrainingRun.steps`; `Trainer.training_step`
+hands over each update.
 
 Tests: tests/trainer/test_loops.py, tests/trainer/test_trainer.py, tests/parity/test_law_one.py
 """
@@ -45,7 +46,8 @@ class TakenStep:
 class TrainingRun:
     """A run in progress; every rank has one, and calls its methods at the same steps.
 
-    In loops of the caller's own it stays open from the first step until the process or the trainer ends.
+    In loops of the caller's own it stays open from the first step until the process or the trainer
+    ends.
     """
 
     def __init__(
@@ -60,19 +62,28 @@ class TrainingRun:
         self.trainer, self.monitor, self.around_step = trainer, monitor, around_step
         self.in_callers_loop, self.is_recorded = in_callers_loop, is_recorded
         self.checkpointer = Checkpointer(trainer, monitor)
-        self.was_left = False  # the caller's loop ended before its data, at a step that is not saved
+        # the caller's loop ended before its data, at a step that is not saved
+        self.was_left = False
         self._first = trainer.step.progress.step  # the one after which it begins
         self._evaluated: int | None = None  # the step of the last evaluation that counted
         directory = trainer.run_directory if in_callers_loop else None
-        self._ending = _Ending(weakref.ref(trainer), monitor, None if directory is None else str(directory.path))
+        self._ending = _Ending(
+            weakref.ref(trainer), monitor, None if directory is None else str(directory.path)
+        )
         if in_callers_loop and trainer.is_main_process:
-            self._ending.window, self._ending.waits_for = trainer.open_step, trainer.state.waits_for_evaluations()
+            self._ending.window, self._ending.waits_for = (
+                trainer.open_step,
+                trainer.state.waits_for_evaluations(),
+            )
         self._closing = weakref.finalize(trainer, self._ending)
 
     def steps(
-        self, source: StepSource, total: int | None, reopen: Callable[[], StepSource],
+        self,
+        source: StepSource,
+        total: int | None,
+        reopen: Callable[[], StepSource],
         take: Callable[[StepSource], TakenSteps],
-    ) -> Generator[TakenStep]:  # fmt: skip
+    ) -> Generator[TakenStep]:
         """Yield each step to the run's end, with rollbacks; close the source.
 
         Args:
@@ -128,7 +139,10 @@ class TrainingRun:
         self.note_place()
 
     def end_loop(self, *, is_last: bool) -> None:
-        """Write what the caller's loop has recorded; the run stays open, since another loop may follow."""
+        """Write what the caller's loop has recorded.
+
+        The run stays open, since another loop may follow.
+        """
         if is_last:
             self.record_end()
         self.monitor.pause()
@@ -155,7 +169,10 @@ class TrainingRun:
         return not self._closing.alive
 
     def settle(self) -> None:
-        """Save the step after which the caller's loop was left; all ranks call it, in their next common call."""
+        """Save the step after which the caller's loop was left.
+
+        All ranks call it, in their next common call.
+        """
         if self.was_left:
             self.was_left = False
             self.checkpointer.save(must_succeed=False)
@@ -163,20 +180,37 @@ class TrainingRun:
             self.note_place()
 
     def close(self) -> None:
-        """Close the monitor; the last line of a caller's loop says where the run is. A second call does nothing."""
+        """Close the monitor; the last line of a caller's loop says where the run is.
+
+        A second call does nothing.
+        """
         self.note_place()
         self._closing()
 
     def add_evaluation(self, found: Mapping[str, Any]) -> None:
-        """Record an evaluation of the caller's own loop; early stopping, `keep_best` and schedulers act on it."""
-        trainer, following, step = self.trainer, self.trainer.state.following, self.trainer.step.progress.step
-        results = {f"eval_{name}": value for name, value in found.items() if isinstance(value, int | float)}
+        """Record an evaluation of the caller's own loop.
+
+        Early stopping, `keep_best` and schedulers act on it.
+        """
+        trainer, following, step = (
+            self.trainer,
+            self.trainer.state.following,
+            self.trainer.step.progress.step,
+        )
+        results = {
+            f"eval_{name}": value for name, value in found.items() if isinstance(value, int | float)
+        }
         trainer.state.require_followed(results)
-        if self._evaluated == step and trainer.state.acts_on_evaluations and trainer.is_main_process:
+        if (
+            self._evaluated == step
+            and trainer.state.acts_on_evaluations
+            and trainer.is_main_process
+        ):
             _log.warning(
-                "warning: two evaluations after step %d count: for one that early_stopping, keep_best and schedulers "
-                "should not see, write evaluate(…, counts=False)", step,
-            )  # fmt: skip
+                "warning: two evaluations after step %d count: for one that early_stopping,"
+                " keep_best and schedulers should not see, write evaluate(…, counts=False)",
+                step,
+            )
         was_stopped, self._evaluated, self._ending.waits_for = following.stopped, step, ""
         trainer.state.record_evaluation(results, followed=True)
         self.checkpointer.remember_evaluation(step, results)
@@ -190,7 +224,10 @@ class TrainingRun:
             self.note_place()
 
     def _leave(self) -> None:
-        """Save the run if the caller's loop was left and this is its only rank; others may not have left it."""
+        """Save the run if the caller's loop was left and this is its only rank.
+
+        Others may not have left it.
+        """
         trainer = self.trainer
         if not self.in_callers_loop or sys.is_finalizing():
             self.checkpointer.finish_alone()
@@ -201,7 +238,9 @@ class TrainingRun:
             try:
                 self.settle()
             except RunError as error:
-                _log.warning("warning: the loop was left, and its last step was not saved: %s", error)
+                _log.warning(
+                    "warning: the loop was left, and its last step was not saved: %s", error
+                )
         else:
             self.checkpointer.finish_alone()
         self.note_place()
@@ -239,10 +278,15 @@ class TrainingRun:
         """Report an anomaly and its samples: dataset indices by micro-batch, if the data have any."""
         window = _window_of(anomaly, source)
         self.monitor.event(
-            "bad_numbers", step=anomaly.step, what=anomaly.what, loss=anomaly.loss, grad_norm=anomaly.grad_norm,
-            action=self.trainer.config.training.bad_numbers.action, samples=window and window.micro_batches,
+            "bad_numbers",
+            step=anomaly.step,
+            what=anomaly.what,
+            loss=anomaly.loss,
+            grad_norm=anomaly.grad_norm,
+            action=self.trainer.config.training.bad_numbers.action,
+            samples=window and window.micro_batches,
             epoch=window.epoch if window else self.trainer.step.progress.epoch,
-        )  # fmt: skip
+        )
         text = without_targets(anomaly, source) if anomaly.no_targets else anomaly.what
         if self.is_recorded:
             self.monitor.say(f"warning: {text}")
@@ -259,14 +303,20 @@ def without_targets(anomaly: Anomaly, source: StepSource | None) -> str:
 
 
 def _window_of(anomaly: Anomaly, source: StepSource | None) -> Any:
-    """Return the samples of an anomaly's step, by micro-batch; None if the data do not number them."""
+    """Return the samples of an anomaly's step, by micro-batch.
+
+    None if the data do not number them.
+    """
     order = getattr(source, "order", None)
     return order.window(anomaly.step - 1) if order is not None else None
 
 
 @dataclass
 class _Ending:
-    """Closes a run when its trainer or the process ends; it refers weakly to the trainer, not to keep it alive."""
+    """Closes a run when its trainer or the process ends.
+
+    It refers weakly to the trainer, not to keep it alive.
+    """
 
     trainer: "weakref.ref[Trainer]"
     monitor: Monitor
@@ -280,7 +330,8 @@ class _Ending:
 
     def __call__(self) -> None:
         """Save the last step where this is the only rank, close the monitor, and say where the run is."""
-        failed = self.has_failed or getattr(sys, "last_value", None) is not None  # an exception ended the script
+        # an exception ended the script
+        failed = self.has_failed or getattr(sys, "last_value", None) is not None
         trainer = self.trainer()
         if trainer is not None and trainer.current_run is not None:
             trainer.current_run.note_place()
@@ -300,17 +351,27 @@ class _Ending:
             return
         if not self.is_saved:
             fix = "all ranks call trainer.save_checkpoint() after the loop"
-            self.monitor.say(f"warning: step {self.step} is the last one, and it is not saved: {fix}")
+            self.monitor.say(
+                f"warning: step {self.step} is the last one, and it is not saved: {fix}"
+            )
         elif not failed:
             self.monitor.say(
-                f"done after step {self.step} in {self.path}; `lockstep report {quote(str(self.path))}` draws it"
+                f"done after step {self.step} in {self.path}; `lockstep report"
+                f" {quote(str(self.path))}` draws it"
             )
 
     def _warn_of_what_was_not_done(self, *, is_saved_now: bool) -> None:
         """Warn of micro-batches without an update, as a save does, and of settings that no evaluation has reached."""
         if (waiting := self.window.sentence()) and not is_saved_now:
-            _log.warning("warning: %s, which the end of the loop drops: call trainer.flush() after it", waiting)
+            _log.warning(
+                "warning: %s, which the end of the loop drops: call trainer.flush() after it",
+                waiting,
+            )
         if self.waits_for and self.step:
             fix = "call trainer.evaluate(val_data) in it"
-            _log.warning("warning: %s did nothing: the loop made no evaluation that counts; %s", self.waits_for, fix)
+            _log.warning(
+                "warning: %s did nothing: the loop made no evaluation that counts; %s",
+                self.waits_for,
+                fix,
+            )
             self.waits_for = ""

@@ -1,9 +1,10 @@
 """Trains with a loss over all samples of a step together, such as CLIP's or SimCLR's (`WholeBatch`).
 
-A sample's loss depends on all others of the global batch. So a step runs its micro-batches twice: forward passes
-without a graph give rank 0 all outputs, for the loss and its gradient with respect to each; then forward and backward
-passes start from that gradient. The random numbers of a micro-batch follow from its number, so both compute the same.
-Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (arXiv:2101.06983).
+A sample's loss depends on all others of the global batch. So a step runs its micro-batches twice:
+forward passes without a graph give rank 0 all outputs, for the loss and its gradient with respect
+to each; then forward and backward passes start from that gradient. The random numbers of a
+micro-batch follow from its number, so both compute the same. Source: Gao et al. 2021, "Scaling Deep
+Contrastive Learning Batch Size under Memory Limited Setup" (arXiv:2101.06983).
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +34,9 @@ class WholeBatch:
     An evaluation computes it over each of its own micro-batches (`training.eval_batch_size`).
 
     Args:
-        loss_fn: (outputs, targets) of the whole global batch, in the order of the samples → their mean loss. Outputs
-            that are one number, such as a temperature, must be the same for all micro-batches. If the data have no
-            targets, it gets None.
+        loss_fn: (outputs, targets) of the whole global batch, in the order of the samples → their
+            mean loss. Outputs that are one number, such as a temperature, must be the same for all
+            micro-batches. If the data have no targets, it gets None.
     """
 
     loss_fn: Callable[[Any, Any], Tensor]
@@ -46,11 +47,18 @@ class WholeBatch:
 
 
 class WholeBatchSteps:
-    """Runs the micro-batches of a step for a `WholeBatch` loss; it takes the place of `placed.forward_backward`."""
+    """Runs the micro-batches of a step for a `WholeBatch` loss.
+
+    It takes the place of `placed.forward_backward`.
+    """
 
     def __init__(self, placed: ParallelModel, loss: WholeBatch) -> None:
         if placed.local_training is not None or placed.layout.context > 1:
-            on = "on context ranks" if placed.local_training is None else "where workers train their own models"
+            on = (
+                "on context ranks"
+                if placed.local_training is None
+                else "where workers train their own models"
+            )
             what = f"a loss over the whole batch is not supported {on}"
             raise UsageError(what, where="WholeBatch", fix="use ddp, fsdp, pipeline or tensor")
         self._placed, self._loss, self._run = placed, loss, placed.forward_backward
@@ -69,17 +77,28 @@ class WholeBatchSteps:
             return torch.zeros((), device=self._placed.random_state.device), 1, 1
 
         with tap.opened(collect), restored_buffers(self._placed):
-            self._placed.evaluate(micro_batches, self._placed.loss_accumulator(accumulator.micro_batches_per_step))
+            self._placed.evaluate(
+                micro_batches, self._placed.loss_accumulator(accumulator.micro_batches_per_step)
+            )
         mine = [micro_batch.index for micro_batch in micro_batches if micro_batch.real]
-        loss, samples, gradients, of_loss = Ranks().exchange(_FAILED, lambda: (kept, mine), self._gradients)
+        loss, samples, gradients, of_loss = Ranks().exchange(
+            _FAILED, lambda: (kept, mine), self._gradients
+        )
         self._train_loss(of_loss, factor * samples, accumulator.micro_batches_per_step)
 
         def surrogate(outputs: Any, batch: Any) -> tuple[Tensor, int, int]:
             """Return a number whose gradient is the loss's, and whose value is this micro-batch's share of it."""
             micro_batch, count = micro_batch_of(batch, micro_batches), batch_length(batch)
             leaves = [leaf for leaf in tree_flatten(outputs)[0] if _is_float(leaf)]
-            each = gradients[micro_batch.index] if micro_batch.real else [torch.zeros(())] * len(leaves)
-            products = [(leaf.float() * g.to(leaf.device)).sum() for leaf, g in zip(leaves, each, strict=True)]
+            each = (
+                gradients[micro_batch.index]
+                if micro_batch.real
+                else [torch.zeros(())] * len(leaves)
+            )
+            products = [
+                (leaf.float() * g.to(leaf.device)).sum()
+                for leaf, g in zip(leaves, each, strict=True)
+            ]
             total = torch.stack(products).sum() * samples
             return total - total.detach() + loss * count, 1, count
 
@@ -91,16 +110,21 @@ class WholeBatchSteps:
     ) -> list[tuple[float, int, dict[int, list[Tensor]], dict[str, Tensor]]]:
         """Return loss, number of samples, gradients of its micro-batches' outputs, and the loss's own, for each rank.
 
-        The last are the gradients of the weights of the loss function, by name, and its buffers as they are now.
+        The last are the gradients of the weights of the loss function, by name, and its buffers as
+        they are now.
 
-        A rank brings outputs and targets by micro-batch, and the micro-batches that it runs: those that share layers
-        run the same ones.
+        A rank brings outputs and targets by micro-batch, and the micro-batches that it runs: those
+        that share layers run the same ones.
         """
         device = self._placed.random_state.device
-        rows = sorted(chain.from_iterable(kept.items() for kept, _ in by_rank), key=lambda row: row[0])
+        rows = sorted(
+            chain.from_iterable(kept.items() for kept, _ in by_rank), key=lambda row: row[0]
+        )
         flat = [tree_flatten(outputs) for _, (outputs, _) in rows]
         leaves = [[_leaf(value, device) for value in values] for values, _ in flat]
-        outputs = tree_unflatten([_joined(column) for column in zip(*leaves, strict=True)], flat[0][1])
+        outputs = tree_unflatten(
+            [_joined(column) for column in zip(*leaves, strict=True)], flat[0][1]
+        )
         targets_flat = [tree_flatten(move(targets, device)) for _, (_, targets) in rows]
         columns = zip(*(values for values, _ in targets_flat), strict=True)
         targets = tree_unflatten([_joined(column) for column in columns], targets_flat[0][1])
@@ -113,15 +137,29 @@ class WholeBatchSteps:
         found = iter(torch.autograd.grad(loss, asked, allow_unused=True))
         each = {}
         for (index, _), row in zip(rows, wanted, strict=True):
-            each[index] = [(torch.zeros_like(leaf) if (g := next(found)) is None else g).cpu() for leaf in row]
-        samples = sum(next(leaf.shape[0] for leaf in row if isinstance(leaf, Tensor) and leaf.ndim) for row in leaves)
+            each[index] = [
+                (torch.zeros_like(leaf) if (g := next(found)) is None else g).cpu() for leaf in row
+            ]
+        samples = sum(
+            next(leaf.shape[0] for leaf in row if isinstance(leaf, Tensor) and leaf.ndim)
+            for row in leaves
+        )
         value = float(loss.detach())  # host waits for the device
         of_loss = {name: g.cpu() for name in own if (g := next(found)) is not None}
-        of_loss |= {} if weights is None else {name: buffer.cpu() for name, buffer in weights.buffers.items()}
-        return [(value, samples, {index: each[index] for index in indices}, of_loss) for _, indices in by_rank]
+        of_loss |= (
+            {}
+            if weights is None
+            else {name: buffer.cpu() for name, buffer in weights.buffers.items()}
+        )
+        return [
+            (value, samples, {index: each[index] for index in indices}, of_loss)
+            for _, indices in by_rank
+        ]
 
     @torch.no_grad()
-    def _train_loss(self, of_loss: dict[str, Tensor], factor: float, micro_batches_per_step: int) -> None:
+    def _train_loss(
+        self, of_loss: dict[str, Tensor], factor: float, micro_batches_per_step: int
+    ) -> None:
         """Add gradients of the loss function's weights, times `factor`, and take over its buffers."""
         weights = self._placed.loss
         if weights is None:
@@ -132,7 +170,9 @@ class WholeBatchSteps:
             weights.begin(micro_batches_per_step)
             device = self._placed.random_state.device
             scale = factor / weights.scale
-            weights.add(0, [of_loss[n].to(device) * scale if n in of_loss else None for n in weights.own])
+            weights.add(
+                0, [of_loss[n].to(device) * scale if n in of_loss else None for n in weights.own]
+            )
 
 
 def _is_float(leaf: Any) -> bool:

@@ -38,7 +38,10 @@ AroundStep = Callable[[], AbstractContextManager[None]]
 
 
 def lock_run_directory(trainer: "Trainer") -> None:
-    """Take the run directory's lock on rank 0, which holds it until `train` ends; all ranks call it."""
+    """Take the run directory's lock on rank 0, which holds it until `train` ends.
+
+    All ranks call it.
+    """
     if trainer.lock is not None:
         Ranks().broadcast("the run directory could not be locked", trainer.lock.acquire)
 
@@ -48,12 +51,18 @@ def open_monitor(
 ) -> tuple[Monitor, AroundStep]:
     """Create the monitor of a run, observe its steps, and log how it starts; all ranks call it.
 
-    The context for each step, which is returned too, counts the operations of the first. Without `prints` the sink
-    `console` is left out.
+    The context for each step, which is returned too, counts the operations of the first. Without
+    `prints` the sink `console` is left out.
     """
-    directory, config, training = trainer.run_directory, trainer.config.monitor, trainer.config.training
+    directory, config, training = (
+        trainer.run_directory,
+        trainer.config.monitor,
+        trainer.config.training,
+    )
     if not prints:
-        config = config.model_copy(update={"sinks": [name for name in config.sinks if name != "console"]})
+        config = config.model_copy(
+            update={"sinks": [name for name in config.sinks if name != "console"]}
+        )
     if directory is not None and trainer.is_main_process:
         directory.create()
         replace_file(directory.config, trainer.config.to_yaml())
@@ -61,32 +70,63 @@ def open_monitor(
     figures = Figures(clock)
     around_step: AroundStep = nullcontext
     in_threads = strategy_named(trainer.layout.strategy).uses_threads
-    if not training.compile and not in_threads:  # operations are counted as they run, in this thread, in eager mode
+    # operations are counted as they run, in this thread, in eager mode
+    if not training.compile and not in_threads:
         around_step = first_step_counted(figures)
         figures.recomputes = training.gradient_checkpointing != "none"
     if trainer.is_main_process:
         figures.peak, figures.peak_source = peak_flops(trainer.device, trainer.mode)
     threads, device = torch.get_num_threads(), trainer.device
-    on = f"CPU, {threads} thread{'s' * (threads != 1)}" if device.type == "cpu" else accelerator.name_of(device)
-    ranks = gather_objects({
-        "rank": trainer.cluster.facts.rank, "host": socket.gethostname(), "device": on, "process": os.getpid(),
-        "threads": threads, "cores": len(cores.allowed()),
-    })  # fmt: skip
+    on = (
+        f"CPU, {threads} thread{'s' * (threads != 1)}"
+        if device.type == "cpu"
+        else accelerator.name_of(device)
+    )
+    ranks = gather_objects(
+        {
+            "rank": trainer.cluster.facts.rank,
+            "host": socket.gethostname(),
+            "device": on,
+            "process": os.getpid(),
+            "threads": threads,
+            "cores": len(cores.allowed()),
+        }
+    )
     start = trainer.step.progress.step
     monitor = Monitor(
-        config, directory, is_main=trainer.is_main_process, total_steps=total, start_step=start, figures=figures,
-        hosts=[rank["host"] for rank in ranks], callbacks=trainer.callbacks,
-    )  # fmt: skip
+        config,
+        directory,
+        is_main=trainer.is_main_process,
+        total_steps=total,
+        start_step=start,
+        figures=figures,
+        hosts=[rank["host"] for rank in ranks],
+        callbacks=trainer.callbacks,
+    )
     lines = [*_lines(trainer, total), *log_lines]
     monitor.say(*lines)
-    versions = {"lockstep": version("lockstep-train"), "torch": torch.__version__, "python": platform.python_version()}
+    versions = {
+        "lockstep": version("lockstep-train"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     versions |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
     monitor.event(
-        "start", layout=str(trainer.layout), sizes=trainer.layout.sizes, world_size=trainer.layout.world_size,
-        lines=lines, ranks=ranks, step=start, total_steps=total, parameters=trainer.placed.num_parameters,
-        peak_flops=figures.peak, peak_source=figures.peak_source, versions=versions,
-        data_workers=trainer.data_workers, given=_given(trainer),
-    )  # fmt: skip
+        "start",
+        layout=str(trainer.layout),
+        sizes=trainer.layout.sizes,
+        world_size=trainer.layout.world_size,
+        lines=lines,
+        ranks=ranks,
+        step=start,
+        total_steps=total,
+        parameters=trainer.placed.num_parameters,
+        peak_flops=figures.peak,
+        peak_source=figures.peak_source,
+        versions=versions,
+        data_workers=trainer.data_workers,
+        given=_given(trainer),
+    )
     trainer.step.observe(clock, monitor.logs if config.gradient_norms else None)
     return monitor, around_step
 
@@ -98,9 +138,12 @@ def open_bar(trainer: "Trainer", total: int | None, progress: bool | None) -> Mo
     if progress or (progress is None and "console" in config.sinks and on_a_terminal()):
         sinks = ["console" if progress else "lockstep.monitor.console:Bar"]
     return Monitor(
-        MonitorConfig(sinks=sinks, log_steps=config.log_steps), None, is_main=trainer.is_main_process,
-        total_steps=total, start_step=trainer.step.progress.step,
-    )  # fmt: skip
+        MonitorConfig(sinks=sinks, log_steps=config.log_steps),
+        None,
+        is_main=trainer.is_main_process,
+        total_steps=total,
+        start_step=trainer.step.progress.step,
+    )
 
 
 def records_steps(trainer: "Trainer") -> bool:
@@ -118,21 +161,26 @@ def no_step_left(trainer: "Trainer", total: int | None) -> str | None:
     if total is None or step < total:
         return None
     return (
-        f"no step is left to take: {step} are done, and the run has {total}. Epochs and max_steps are counted from the "
-        "start of the run: ask for more of them, such as epochs=epoch + 1 in a loop over epochs"
+        f"no step is left to take: {step} are done, and the run has {total}. Epochs and max_steps"
+        " are counted from the start of the run: ask for more of them, such as epochs=epoch + 1 in"
+        " a loop over epochs"
     )
 
 
 def nothing_to_do(trainer: "Trainer", total: int | None, val_data: Any) -> list[str]:
     """Return log lines on what a run will not do: steps, if it is finished, and evaluations without validation data."""
-    training, following, step = trainer.config.training, trainer.state.following, trainer.step.progress.step
+    training, following, step = (
+        trainer.config.training,
+        trainer.state.following,
+        trainer.step.progress.step,
+    )
     key = "eval_strategy" if training.eval_strategy == "epoch" else "eval_steps"
     lines = []
     if total is not None and step >= total:
         lines.append(
-            f"nothing left to do: {step} steps are done, and the run has {total}. For more of them "
-            "raise training.max_steps or num_train_epochs; with checkpoint.resume=never it starts afresh "
-            "(in Python: epochs=…, max_steps=…, resume='never')"
+            f"nothing left to do: {step} steps are done, and the run has {total}. For more of them"
+            " raise training.max_steps or num_train_epochs; with checkpoint.resume=never it starts"
+            " afresh (in Python: epochs=…, max_steps=…, resume='never')"
         )
     elif following.stopped:
         lines.append(f"nothing left to do: {following.why_stopped()}")
@@ -146,13 +194,19 @@ def _lines(trainer: "Trainer", last_step: int | None) -> list[str]:
     training, ranks = trainer.config.training, trainer.layout.data_parallel_size
     total, warmup = trainer.global_batch_size, training.warmup_steps
     micro_batches = total // training.batch_size
-    early = f"warning: the run ends after {last_step} steps, in the warm-up of {warmup}: training.warmup_steps"
+    early = (
+        f"warning: the run ends after {last_step} steps, in the warm-up of {warmup}:"
+        " training.warmup_steps"
+    )
     precision = f"{trainer.mode} ({trainer.why_mode})" if trainer.why_mode else trainer.mode
     return [
-        f"strategy {trainer.layout} on {trainer.cluster.facts.world_size} × {trainer.device.type}, {precision}, "
-        + _parameters(trainer.num_trained, trainer.placed.num_parameters),
-        f"global batch {total} = {micro_batches} micro-batch{'es' * (micro_batches != 1)} × {training.batch_size}, "
-        f"over {ranks} data-parallel rank{'s' * (ranks != 1)}; {trainer.rate_line}",
+        f"strategy {trainer.layout} on {trainer.cluster.facts.world_size} × {trainer.device.type},"
+        f" {precision}, " + _parameters(trainer.num_trained, trainer.placed.num_parameters),
+        (
+            f"global batch {total} = {micro_batches} micro-batch{'es' * (micro_batches != 1)} ×"
+            f" {training.batch_size}, over {ranks} data-parallel rank{'s' * (ranks != 1)};"
+            f" {trainer.rate_line}"
+        ),
         *(f"warning: {line}" for line in idle_ranks(trainer)),
         *([early] if last_step is not None and warmup > last_step else []),
         *([trainer.layout.notice] if trainer.layout.notice else []),
@@ -167,7 +221,11 @@ def _given(trainer: "Trainer") -> dict[str, str]:
 
 
 def _parameters(trained: int, total: int) -> str:
-    return f"{total:,} parameters" if trained == total else f"{trained:,} of {total:,} parameters train"
+    return (
+        f"{total:,} parameters"
+        if trained == total
+        else f"{trained:,} of {total:,} parameters train"
+    )
 
 
 def idle_ranks(trainer: "Trainer") -> list[str]:
@@ -178,9 +236,10 @@ def idle_ranks(trainer: "Trainer") -> list[str]:
     if idle <= 0:
         return []
     return [
-        f"a step has {micro_batches} micro-batch{'es' * (micro_batches != 1)} for {ranks} data-parallel ranks: {idle} "
-        f"of them compute{'s' * (idle == 1)} nothing that counts. Use {micro_batches} rank{'s' * (micro_batches != 1)}"
-        f", a smaller batch_size, or global_batch_size={ranks * batch_size}"
+        f"a step has {micro_batches} micro-batch{'es' * (micro_batches != 1)} for {ranks}"
+        f" data-parallel ranks: {idle} of them compute{'s' * (idle == 1)} nothing that counts. Use"
+        f" {micro_batches} rank{'s' * (micro_batches != 1)}, a smaller batch_size, or"
+        f" global_batch_size={ranks * batch_size}"
     ]
 
 

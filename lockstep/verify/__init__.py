@@ -6,8 +6,9 @@
     experiments that undo one thing each                                 the cause
     the reference's samples cut otherwise, and a plain pass              the reference is right itself
 
-In plain mode each step starts from the reference's state, and gradients may differ by the rounding of another summation
-order. With `distributed.reproducible` a topology continues from its own state, and every bit must be equal.
+In plain mode each step starts from the reference's state, and gradients may differ by the rounding
+of another summation order. With `distributed.reproducible` a topology continues from its own state,
+and every bit must be equal.
 
 Tests: tests/verify/test_command.py, tests/verify/test_faults.py, tests/verify/test_ready_configs.py
 """
@@ -33,7 +34,16 @@ from lockstep.verify.differences import ASPECTS, Cause, Difference, Evidence, St
 from lockstep.verify.experiments import NUDGED, first_experiments, further_experiments
 from lockstep.verify.recorded_flow import Deviation
 from lockstep.verify.reference import Check, judge
-from lockstep.verify.subject import MAIN, Case, Make, Spec, Subject, VerifyJob, run_isolated, why_not_ended
+from lockstep.verify.subject import (
+    MAIN,
+    Case,
+    Make,
+    Spec,
+    Subject,
+    VerifyJob,
+    run_isolated,
+    why_not_ended,
+)
 
 __all__ = ["Cause", "Difference", "Outcome", "Subject", "Verdict", "verify"]
 
@@ -43,7 +53,8 @@ _CHECKED = "checks"  # file with the names of the checks that are possible
 _SECONDS = 30.0  # limit for a case; it is longer where the reference takes long
 _LONGEST = 3600.0  # seconds for the reference itself
 _TIMES = 20.0  # how many times as long as the reference a case may take
-_LARGER = 4.0  # a step whose difference is this many times larger than an explained one needs a cause of its own
+# a step whose difference is this many times larger than an explained one needs a cause of its own
+_LARGER = 4.0
 
 
 @dataclass
@@ -95,7 +106,9 @@ class Verdict:
     @property
     def passed(self) -> bool:
         """Return whether all topologies took the same steps, and the reference's checks found no fault."""
-        return all(outcome.passed for outcome in self.outcomes) and all(check.passed for check in self.checks)
+        return all(outcome.passed for outcome in self.outcomes) and all(
+            check.passed for check in self.checks
+        )
 
 
 Start = Callable[[Callable[..., Any], Sequence[Any], int], None]
@@ -103,16 +116,21 @@ Start = Callable[[Callable[..., Any], Sequence[Any], int], None]
 
 
 def verify(
-    subject: Make | Config, against: Sequence[str] | None = None, *, config: Config | None = None,
-    steps: int = DEFAULT_STEPS, start: Start | None = None, report: Callable[[str], None] = lambda _line: None,
-) -> Verdict:  # fmt: skip
+    subject: Make | Config,
+    against: Sequence[str] | None = None,
+    *,
+    config: Config | None = None,
+    steps: int = DEFAULT_STEPS,
+    start: Start | None = None,
+    report: Callable[[str], None] = lambda _line: None,
+) -> Verdict:
     """Compare topologies with one process.
 
     Args:
-        subject: a config that names model and data; or a function at the top of a module that returns a `Subject` or
-            (model, data), and is called in every process.
-        against: topologies: `ddp:2`, `fsdp:4`, `hybrid:2x2`, `pipeline:2*fsdp:2` … Unset: ddp:2, fsdp:2 and the
-            strategy that the config names, on few ranks.
+        subject: a config that names model and data; or a function at the top of a module that
+            returns a `Subject` or (model, data), and is called in every process.
+        against: topologies: `ddp:2`, `fsdp:4`, `hybrid:2x2`, `pipeline:2*fsdp:2` … Unset: ddp:2,
+            fsdp:2 and the strategy that the config names, on few ranks.
         config: with a function: the settings of the run.
         steps: number of steps.
         start: starts ranks; unset: `lockstep.spawn`.
@@ -138,12 +156,21 @@ def verify(
         if outcomes[0].passed:
             start(_check, (spec, folder), 1)
             taken: list[str] = pickle.loads((folder / _CHECKED).read_bytes())
-            ends = {what: why_not_ended(folder / "ends" / f"check-{what}", 1, _limit(folder)) for what in taken}
-            missing = {what: str(error).splitlines()[0] for what, error in ends.items() if error is not None}
+            ends = {
+                what: why_not_ended(folder / "ends" / f"check-{what}", 1, _limit(folder))
+                for what in taken
+            }
+            missing = {
+                what: str(error).splitlines()[0]
+                for what, error in ends.items()
+                if error is not None
+            }
             checks = judge(taken, folder, missing)
     size = spec.config.training
     assert size.global_batch_size is not None
-    return Verdict(outcomes, spec.steps, size.global_batch_size // size.batch_size, spec.exact, notices, checks)
+    return Verdict(
+        outcomes, spec.steps, size.global_batch_size // size.batch_size, spec.exact, notices, checks
+    )
 
 
 def require_startable(steps: int) -> None:
@@ -162,10 +189,14 @@ def default_against(config: Config) -> list[str]:
     return ["ddp:2", "fsdp:2", *own]
 
 
-def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int) -> tuple[Spec, list[str]]:
+def _spec(
+    config: Config, make: Make | None, against: Sequence[str], steps: int
+) -> tuple[Spec, list[str]]:
     require_startable(steps)
     if not against:
-        raise UsageError("verify against nothing", fix="name topologies, as in --against ddp:2,fsdp:2")
+        raise UsageError(
+            "verify against nothing", fix="name topologies, as in --against ddp:2,fsdp:2"
+        )
     notices = []
     topologies = [parse_topology(topology) for topology in against]
     training = config.training
@@ -173,11 +204,21 @@ def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int)
         steps = training.max_steps
         notices.append(f"{steps} steps: training.max_steps allows no more")
     if training.global_batch_size is None:
-        apart = [[int(values.get(f"{axis}_size") or 1) for axis in _MODEL_AXES] for values, _ in topologies]
-        replicas = [ranks // math.prod(sizes) for sizes, (_, ranks) in zip(apart, topologies, strict=True)]
+        apart = [
+            [int(values.get(f"{axis}_size") or 1) for axis in _MODEL_AXES]
+            for values, _ in topologies
+        ]
+        replicas = [
+            ranks // math.prod(sizes) for sizes, (_, ranks) in zip(apart, topologies, strict=True)
+        ]
         size = training.batch_size * training.accumulation * max(replicas)
-        config = config_from({"training.global_batch_size": size, "training.gradient_accumulation_steps": None}, config)
-        notices.append(f"global batch: {size} samples for every topology (training.global_batch_size sets it)")
+        config = config_from(
+            {"training.global_batch_size": size, "training.gradient_accumulation_steps": None},
+            config,
+        )
+        notices.append(
+            f"global batch: {size} samples for every topology (training.global_batch_size sets it)"
+        )
     elif training.gradient_accumulation_steps is not None:  # it holds for one number of ranks
         config = config_from({"training.gradient_accumulation_steps": None}, config)
     why_not = {
@@ -192,20 +233,33 @@ def _spec(config: Config, make: Make | None, against: Sequence[str], steps: int)
     if name != AUTO and not strategy_named(name).same_training:
         notices.append(f"the synchronous step of this config is compared: {name} is other training")
     if config.precision.param_dtype != "fp32":
-        notices.append(f"param_dtype fp32 instead of {config.precision.param_dtype}, which one process does not have")
+        notices.append(
+            f"param_dtype fp32 instead of {config.precision.param_dtype}, which one process does"
+            " not have"
+        )
         config = config_from({"precision.param_dtype": "fp32"}, config)
     if config.precision.fp8 != "none":
-        notices.append("without fp8: where a last bit differs it rounds to another number, as far off as an error is")
+        notices.append(
+            "without fp8: where a last bit differs it rounds to another number, as far off as an"
+            " error is"
+        )
         config = config_from({"precision.fp8": "none"}, config)
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return Spec(config, make, steps, int(asked)), notices
     # All processes use as many as a rank of the largest topology.
-    return Spec(config, make, steps, threads_per_rank(max(ranks for _, ranks in topologies))), notices
+    return (
+        Spec(config, make, steps, threads_per_rank(max(ranks for _, ranks in topologies))),
+        notices,
+    )
 
 
-def record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]], start: Start) -> list[dict[str, str]]:
-    """Let one process take the steps of cases alone; return, for each of `wanted`, case that fails → reason.
+def record(
+    wanted: Sequence[tuple[Spec, Sequence[Case], Path]], start: Start
+) -> list[dict[str, str]]:
+    """Let one process take the steps of cases alone.
+
+    Return, for each of `wanted`, case that fails → reason.
 
     Raises:
         LockstepError: the case that compares all steps could not be taken.
@@ -232,7 +286,9 @@ def _end_of_record(folder: Path, case: Case) -> Path:
     return folder / "ends" / f"reference-{case.name}"
 
 
-def compare(jobs: Sequence[VerifyJob], start: Start, report: Callable[[str], None]) -> list[Outcome]:
+def compare(
+    jobs: Sequence[VerifyJob], start: Start, report: Callable[[str], None]
+) -> list[Outcome]:
     """Run topologies with the same number of ranks in one launch, and compare them with references on disk."""
     outcomes = [Outcome(job.topology) for job in jobs]
     start(_compare, (jobs,), jobs[0].ranks)
@@ -249,7 +305,9 @@ def compare(jobs: Sequence[VerifyJob], start: Start, report: Callable[[str], Non
             report(f"{job.topology}: differs in step {found.step + 1}; looking for the cause")
         _find_causes(wanted, start)
         # Rounding in one step explains the other steps only if their differences are not larger.
-        explained = [one for one in wanted if one[1].cause is not None and not one[1].cause.is_error]
+        explained = [
+            one for one in wanted if one[1].cause is not None and not one[1].cause.is_error
+        ]
         pending = [(job, outcome, _next(outcome, found)) for job, outcome, found in explained]
     return outcomes
 
@@ -273,7 +331,9 @@ def _next(outcome: Outcome, judged: StepResult | None = None) -> StepResult | No
             continue
         if judged is None:
             return result
-        farther = any(result.distance(aspect) > _LARGER * judged.distance(aspect) for aspect in ASPECTS)
+        farther = any(
+            result.distance(aspect) > _LARGER * judged.distance(aspect) for aspect in ASPECTS
+        )
         if result.step > judged.step and farther:
             return result
     return None
@@ -283,14 +343,18 @@ def _find_causes(different: Sequence[tuple[VerifyJob, Outcome, StepResult]], sta
     evidence = []
     for job, _, found in different:
         cases = tuple(first_experiments(job.spec, job.topology, found.step))
-        evidence.append((replace(job, cases=cases), Evidence(found, {}, {}, job.folder, job.spec.config)))
+        evidence.append(
+            (replace(job, cases=cases), Evidence(found, {}, {}, job.folder, job.spec.config))
+        )
     _experiment(evidence, start)
     further = []
     for job, known in evidence:
         if not is_clear(known):
             _, subject = job.spec.build({})
             wanted = wanted_experiments(known, job.topology)
-            cases = tuple(further_experiments(job.spec, job.topology, known.found.step, wanted, subject.data))
+            cases = tuple(
+                further_experiments(job.spec, job.topology, known.found.step, wanted, subject.data)
+            )
             subject.close()
             further.append((replace(job, cases=cases), known))
     _experiment([(job, known) for job, known in further if job.cases], start)
@@ -306,7 +370,9 @@ def _experiment(wanted: Sequence[tuple[VerifyJob, Evidence]], start: Start) -> N
     jobs = []
     for (job, evidence), missing in zip(wanted, left_out, strict=True):
         evidence.left_out |= missing
-        taken = tuple(case for case in job.cases if case.name not in missing and case.name != NUDGED)
+        taken = tuple(
+            case for case in job.cases if case.name not in missing and case.name != NUDGED
+        )
         jobs.append(replace(job, cases=taken))
     start(_compare, (jobs,), jobs[0].ranks)
     for job, (_, evidence) in zip(jobs, wanted, strict=True):
@@ -339,7 +405,13 @@ def _record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]], limits: Sequenc
 
     for (spec, cases, folder), limit in zip(wanted, limits, strict=True):
         for case in cases:
-            run_isolated(partial(worker.record, spec, case, folder), _end_of_record(folder, case), 0, limit, alone=True)
+            run_isolated(
+                partial(worker.record, spec, case, folder),
+                _end_of_record(folder, case),
+                0,
+                limit,
+                alone=True,
+            )
 
 
 def _compare(jobs: Sequence[VerifyJob]) -> None:
@@ -350,7 +422,9 @@ def _compare(jobs: Sequence[VerifyJob]) -> None:
         for case in job.cases:
             number += 1
             call = partial(worker.compare, job, case)
-            if not run_isolated(call, job.end_of(case), number, _limit(job.folder), alone=job.ranks == 1):
+            if not run_isolated(
+                call, job.end_of(case), number, _limit(job.folder), alone=job.ranks == 1
+            ):
                 break  # other cases hang as well
 
 

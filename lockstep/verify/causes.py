@@ -11,10 +11,19 @@ from lockstep.errors import listed
 from lockstep.strategy import parse_topology
 from lockstep.verify import direct_causes, experiments
 from lockstep.verify.comparisons import TOO_FAR
-from lockstep.verify.differences import UNKNOWN, Cause, Evidence, first_seen, located, name_ranks, ranks_of
+from lockstep.verify.differences import (
+    UNKNOWN,
+    Cause,
+    Evidence,
+    first_seen,
+    located,
+    name_ranks,
+    ranks_of,
+)
 from lockstep.verify.recorded_flow import BACKWARD, COUNTS, FORWARD, ITSELF, LOSS, REDUCTION
 
-LOW_ROUNDING = 8 * 2.0**-8  # largest relative rounding of a gradient by bfloat16 when the same terms are summed
+# largest relative rounding of a gradient by bfloat16 when the same terms are summed
+LOW_ROUNDING = 8 * 2.0**-8
 
 
 def is_clear(e: Evidence) -> bool:
@@ -27,7 +36,9 @@ def is_clear(e: Evidence) -> bool:
         return True
     if direct_causes.buffers(e) is not None:
         return not any(flow.settings for flow in e.flows)
-    return bool(e.deviations and all(d.stage == REDUCTION for d in e.deviations) and not e.not_reduced)
+    return bool(
+        e.deviations and all(d.stage == REDUCTION for d in e.deviations) and not e.not_reduced
+    )
 
 
 def wanted_experiments(e: Evidence, topology: str) -> list[str]:
@@ -38,11 +49,19 @@ def wanted_experiments(e: Evidence, topology: str) -> list[str]:
         return [experiments.SAMPLES if e.found.has("samples") else experiments.START]
     if undoes and not e.found.has("gradient"):
         return undoes
-    if experiments.RECOMPUTATION in (off := experiments.switched_off(e.config)) and not e.found.has("loss"):
-        undoes += [experiments.RECOMPUTATION, experiments.SAME_DRAWS]  # part by part, nothing is recomputed
+    if experiments.RECOMPUTATION in (off := experiments.switched_off(e.config)) and not e.found.has(
+        "loss"
+    ):
+        # part by part, nothing is recomputed
+        undoes += [experiments.RECOMPUTATION, experiments.SAME_DRAWS]
     if e.flows and not found:
         undoes += [experiments.SETTINGS] if any(flow.settings for flow in e.flows) else []
-        undoes += [experiments.PERTURB, experiments.DOUBLE, experiments.SEEDS, experiments.SAME_DRAWS]
+        undoes += [
+            experiments.PERTURB,
+            experiments.DOUBLE,
+            experiments.SEEDS,
+            experiments.SAME_DRAWS,
+        ]
         return [*undoes, experiments.MEMORY, experiments.ONE_EACH, *off]
     wanted = [*undoes, experiments.ONE_EACH] if e.not_reduced else undoes
     if e.flows and all(d.stage == REDUCTION for d in found):
@@ -57,7 +76,11 @@ def wanted_experiments(e: Evidence, topology: str) -> list[str]:
     if "autocast" in notes or "parameters" in notes or "rounded to" in notes or not e.flows:
         wanted.append(experiments.PRECISE)
     wanted += [experiments.ALONE] if ranks > 1 else []
-    wanted += [experiments.HOOKS] if not e.flows or (BACKWARD in stages and not stages & {FORWARD, LOSS}) else []
+    wanted += (
+        [experiments.HOOKS]
+        if not e.flows or (BACKWARD in stages and not stages & {FORWARD, LOSS})
+        else []
+    )
     wanted += [experiments.MODES] if "mode instead" in notes else []
     if values.get("pipeline_size"):
         wanted.append(experiments.CHAIN)
@@ -86,17 +109,29 @@ def _record_only(e: Evidence) -> Cause | None:
         return None
     for aspect, kind in (("loss", "loss"), ("norm", "clip norm")):
         if e.found.has(aspect):
-            return Cause(kind, f"the {aspect} is another one, gradients and updated values are not", [f"the {aspect}"])
+            return Cause(
+                kind,
+                f"the {aspect} is another one, gradients and updated values are not",
+                [f"the {aspect}"],
+            )
     return None
 
 
 def _rounds(e: Evidence) -> Cause | None:
     """Return rounding if parts agree and the reference rounds as much, against float64 or by changed last bits."""
-    if e.all_deviations or (e.found.has("samples", "start", "loss") and not e.found.has("gradient")):
+    if e.all_deviations or (
+        e.found.has("samples", "start", "loss") and not e.found.has("gradient")
+    ):
         return None
     for name, text in (
-        (experiments.DOUBLE, "about as near to a float64 reference ({:.1e}) as one process in float32"),
-        (experiments.PERTURB, "about as far ({:.1e}) as the last bits of parameters move the reference"),
+        (
+            experiments.DOUBLE,
+            "about as near to a float64 reference ({:.1e}) as one process in float32",
+        ),
+        (
+            experiments.PERTURB,
+            "about as far ({:.1e}) as the last bits of parameters move the reference",
+        ),
     ):
         result = e.tried.get(name)
         if e.found.has("gradient") and result is not None and not result.has("gradient"):
@@ -112,10 +147,16 @@ def _chaos(e: Evidence) -> Cause | None:
     unjudged = [name for flow in e.flows for name in flow.unjudged]
     if not e.flows or unjudged:
         parts = f" ({listed(sorted(set(unjudged)))})" if unjudged else ""
-        text = f"{why}: a difference of that size can't be told from rounding, part by part neither{parts}"
+        text = (
+            f"{why}: a difference of that size can't be told from rounding, part by part"
+            f" neither{parts}"
+        )
         return Cause("cannot judge", text, [experiments.PERTURB], is_judged=False)
     number = sum(flow.parts for flow in e.flows)
-    text = f"{why}; but each module, gradient and sum agrees when it is given the same inputs ({number} compared)"
+    text = (
+        f"{why}; but each module, gradient and sum agrees when it is given the same inputs"
+        f" ({number} compared)"
+    )
     return Cause("rounding", text, [experiments.PERTURB, experiments.FORCED], False)
 
 
@@ -129,16 +170,26 @@ def _not_synchronized(e: Evidence) -> Cause | None:
     if not own or not unsynchronized:
         return None
     first = next(d for d in e.deviations if d.stage == REDUCTION and d.module in own)
-    how, compared = f" ({first.module} {first.relation} on rank {first.rank})", "gradients compared between ranks"
+    how, compared = (
+        f" ({first.module} {first.relation} on rank {first.rank})",
+        "gradients compared between ranks",
+    )
     everything = len(unsynchronized) == len(seen.fingerprints)
     if everything and e.agrees(experiments.ONE_EACH):
-        text = "gradients of some micro-batches are not reduced: the reducing backward pass is not the last of the step"
+        text = (
+            "gradients of some micro-batches are not reduced: the reducing backward pass is not the"
+            " last of the step"
+        )
         return Cause("synchronisation", text + how, [compared, experiments.ONE_EACH])
     if not set(unsynchronized) <= own:
         return None
     if everything:
-        return Cause("synchronisation", f"no gradient is reduced over the replicas{how}", [compared])
-    text = f"replicas keep their own gradients of {listed(unsynchronized)}: they are not reduced{how}"
+        return Cause(
+            "synchronisation", f"no gradient is reduced over the replicas{how}", [compared]
+        )
+    text = (
+        f"replicas keep their own gradients of {listed(unsynchronized)}: they are not reduced{how}"
+    )
     return Cause("unsynchronised parameter", text, [compared])
 
 
@@ -153,10 +204,17 @@ def _recomputation(e: Evidence) -> Cause | None:
     if not e.agrees(experiments.RECOMPUTATION):
         return None
     if e.agrees(experiments.SAME_DRAWS):
-        text = "activation checkpointing draws other numbers when it recomputes than in the forward pass"
+        text = (
+            "activation checkpointing draws other numbers when it recomputes than in the forward"
+            " pass"
+        )
         by = [experiments.RECOMPUTATION, experiments.SAME_DRAWS]
         return Cause("random numbers in recomputation", text, by)
-    return Cause("recomputation", "activation checkpointing recomputes something else", [experiments.RECOMPUTATION])
+    return Cause(
+        "recomputation",
+        "activation checkpointing recomputes something else",
+        [experiments.RECOMPUTATION],
+    )
 
 
 def _settings(e: Evidence) -> Cause | None:
@@ -164,15 +222,24 @@ def _settings(e: Evidence) -> Cause | None:
         return None
     ranks = [rank for rank, flow in enumerate(e.flows) if flow.settings]
     names = list(dict.fromkeys(name for flow in e.flows for name in flow.settings))
-    return Cause("module settings", f"on {name_ranks(ranks)}, {listed(names)}{located(e)}", [experiments.SETTINGS])
+    return Cause(
+        "module settings",
+        f"on {name_ranks(ranks)}, {listed(names)}{located(e)}",
+        [experiments.SETTINGS],
+    )
 
 
 def _memory(e: Evidence) -> Cause | None:
     moved = list(dict.fromkeys(name for flow in e.flows for name in flow.moved))
-    if not e.agrees(experiments.MEMORY, left_out=[name.removeprefix("the buffer ") for name in moved]):
+    if not e.agrees(
+        experiments.MEMORY, left_out=[name.removeprefix("the buffer ") for name in moved]
+    ):
         return None
     which = "which" if len(moved) == 1 else "at least one of which"
-    text = f"a forward pass changes {listed(moved)}, {which} a later micro-batch reads: each rank sees its own ones "
+    text = (
+        f"a forward pass changes {listed(moved)}, {which} a later micro-batch reads: each rank sees"
+        " its own ones "
+    )
     text += "only"
     return Cause("memory", text + located(e), [experiments.MEMORY])
 
@@ -195,7 +262,9 @@ def _other_ranks(e: Evidence) -> Cause | None:
         return None
     calls = list(dict.fromkeys(name for flow in e.flows for name in flow.collectives))
     called = f" (it calls {', '.join(calls)})" if calls else ""
-    text = f"the forward pass or the loss depends on the rank, or on what other ranks compute{called}"
+    text = (
+        f"the forward pass or the loss depends on the rank, or on what other ranks compute{called}"
+    )
     return Cause("other ranks", text + located(e), [experiments.ALONE])
 
 
@@ -204,13 +273,22 @@ def _positions(e: Evidence) -> Cause | None:
         return None
     where = e.tried[experiments.WHOLE].module
     if not where:
-        text = "the step agrees where each rank computes whole sequences: what differs is between the parts of a "
+        text = (
+            "the step agrees where each rank computes whole sequences: what differs is between the"
+            " parts of a "
+        )
         text += "sequence"
         return Cause("context", text, [experiments.WHOLE])
     if e.tried[experiments.WHOLE].numbers:
-        text = f"{where} gives the positions of a rank's part of a sequence other numbers than those of the whole have"
+        text = (
+            f"{where} gives the positions of a rank's part of a sequence other numbers than those"
+            " of the whole have"
+        )
         return Cause("positions", text, [experiments.WHOLE])
-    text = f"{where} lets positions of a sequence meet outside of an Attend: each rank sees its own part of them only"
+    text = (
+        f"{where} lets positions of a sequence meet outside of an Attend: each rank sees its own"
+        " part of them only"
+    )
     return Cause("context", text, [experiments.WHOLE])
 
 
@@ -218,10 +296,18 @@ def _clip(e: Evidence) -> Cause | None:
     if e.deviations or not e.agrees(experiments.CLIP):
         return None
     norms = [d for d in e.found.differences if d.aspect == "norm"]
-    how = f"by another norm: {norms[0].name} on {name_ranks(norms[0].ranks)}" if norms else "from the same norm"
-    ranks = sorted({rank for d in e.found.differences if d.aspect == "gradient" for rank in d.ranks})
+    how = (
+        f"by another norm: {norms[0].name} on {name_ranks(norms[0].ranks)}"
+        if norms
+        else "from the same norm"
+    )
+    ranks = sorted(
+        {rank for d in e.found.differences if d.aspect == "gradient" for rank in d.ranks}
+    )
     where = f"; clipped, they differ on {name_ranks(ranks)}" if ranks else ""
-    return Cause("clip norm", f"gradients are right until they are clipped, {how}{where}", [experiments.CLIP])
+    return Cause(
+        "clip norm", f"gradients are right until they are clipped, {how}{where}", [experiments.CLIP]
+    )
 
 
 def _low_precision(e: Evidence) -> Cause | None:
@@ -234,19 +320,29 @@ def _low_precision(e: Evidence) -> Cause | None:
         text = "more than rounding goes wrong in low precision, and not in float32"
         return Cause("low precision", text, [experiments.FLOAT32])
     if e.agrees(experiments.COMPILE):
-        return Cause("compilation", "compiled code computes something else than on one rank", [experiments.COMPILE])
+        return Cause(
+            "compilation",
+            "compiled code computes something else than on one rank",
+            [experiments.COMPILE],
+        )
     return None
 
 
 def _normalisation(e: Evidence) -> Cause | None:
     """Return a cause if losses differ by their weight alone: the number of targets that a micro-batch counts."""
-    losses = [d for d in e.deviations if d.stage == LOSS]  # gradients of another weight follow from it
+    # gradients of another weight follow from it
+    losses = [d for d in e.deviations if d.stage == LOSS]
     earlier = any(d.stage == FORWARD for d in e.deviations)
     if not losses or earlier or not all(d.relation.startswith(COUNTS) for d in losses):
         return None
     first = losses[0]
-    text = f"micro-batches do not weigh by their valid targets: micro-batch {first.micro_batch} {first.relation}"
-    return Cause("loss normalisation", text + f" on {name_ranks(ranks_of(losses))}", [experiments.FORCED])
+    text = (
+        f"micro-batches do not weigh by their valid targets: micro-batch {first.micro_batch}"
+        f" {first.relation}"
+    )
+    return Cause(
+        "loss normalisation", text + f" on {name_ranks(ranks_of(losses))}", [experiments.FORCED]
+    )
 
 
 def _place(e: Evidence) -> Cause | None:
@@ -256,7 +352,10 @@ def _place(e: Evidence) -> Cause | None:
         return None
     first = found[0]
     if first.stage == REDUCTION and ITSELF in first.relation:
-        text = f"the gradient of {first.module} is not the sum over a step's micro-batches: {first.relation}"
+        text = (
+            f"the gradient of {first.module} is not the sum over a step's micro-batches:"
+            f" {first.relation}"
+        )
         return Cause("accumulation", text, [experiments.FORCED])
     return Cause(first.stage, located(e).removeprefix(f"; {first.stage}: "), [experiments.FORCED])
 
@@ -270,26 +369,66 @@ def _by_themselves(e: Evidence) -> Cause | None:
         return None
     # The first are those of which it is known how they relate to the reference's.
     first, *others = sorted(wrong, key=lambda d: not d.relation or d.relation.startswith("differs"))
-    text = f"the gradient of {first.name} {first.relation or f'is another one on {name_ranks(first.ranks)}'}"
+    text = (
+        f"the gradient of {first.name}"
+        f" {first.relation or f'is another one on {name_ranks(first.ranks)}'}"
+    )
     also = f"; also {listed([d.name for d in others])}" if others else ""
-    return Cause("gradient", f"{text}, and those of most other parameters agree{also}", ["gradients of each rank"])
+    return Cause(
+        "gradient",
+        f"{text}, and those of most other parameters agree{also}",
+        ["gradients of each rank"],
+    )
 
 
 DIRECT: Sequence[Rule] = (
-    direct_causes.data, direct_causes.tied, direct_causes.start, direct_causes.nondeterminism, direct_causes.left_over,
-    direct_causes.frozen, direct_causes.without_update,
-)  # fmt: skip
+    direct_causes.data,
+    direct_causes.tied,
+    direct_causes.start,
+    direct_causes.nondeterminism,
+    direct_causes.left_over,
+    direct_causes.frozen,
+    direct_causes.without_update,
+)
 RULES: Sequence[Rule] = (
-    direct_causes.options, direct_causes.state, direct_causes.optimizer_hook, direct_causes.before, direct_causes.after,
-    direct_causes.update, _rounds, _normalisation,
-    _when(experiments.COMPRESSION, "compression", "what is sent in place of gradients does not add up to them"),
-    _record_only, _not_synchronized, _recomputation,
+    direct_causes.options,
+    direct_causes.state,
+    direct_causes.optimizer_hook,
+    direct_causes.before,
+    direct_causes.after,
+    direct_causes.update,
+    _rounds,
+    _normalisation,
+    _when(
+        experiments.COMPRESSION,
+        "compression",
+        "what is sent in place of gradients does not add up to them",
+    ),
+    _record_only,
+    _not_synchronized,
+    _recomputation,
     _when(experiments.MODES, "training mode", "modules are not in training mode on a rank"),
-    _when(experiments.PRECISE, "low precision", "a rank computes in 16 bits what the reference does in 32"),
+    _when(
+        experiments.PRECISE,
+        "low precision",
+        "a rank computes in 16 bits what the reference does in 32",
+    ),
     _when(experiments.CHAIN, "segments", "segments() computes something else than forward()"),
-    _settings, _memory, direct_causes.buffers, _positions, _random, _other_ranks,
+    _settings,
+    _memory,
+    direct_causes.buffers,
+    _positions,
+    _random,
+    _other_ranks,
     _when(experiments.HOOKS, "gradient hook", "a hook changes gradients in the backward pass"),
-    _clip, _low_precision, _place, _by_themselves, _chaos,
-    _when(experiments.ONE_EACH, "accumulation",
-          "accumulating over micro-batches gives another sum than one micro-batch a rank"),
-)  # fmt: skip
+    _clip,
+    _low_precision,
+    _place,
+    _by_themselves,
+    _chaos,
+    _when(
+        experiments.ONE_EACH,
+        "accumulation",
+        "accumulating over micro-batches gives another sum than one micro-batch a rank",
+    ),
+)

@@ -34,30 +34,53 @@ def _report(line: str) -> None:
 
 
 def run(
-    path: str | Path, overrides: Sequence[str], *, against: str | None, steps: int | None, in_json: bool,
+    path: str | Path,
+    overrides: Sequence[str],
+    *,
+    against: str | None,
+    steps: int | None,
+    in_json: bool,
     page: Path | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Verify what a config trains; return 0 if all topologies take the same steps, else 1."""
     if page is not None:
         require_replaceable(page)  # before minutes of work
     config = load_config(path, overrides)
     require_runnable(config)
-    topologies = None if against is None else [part.strip() for part in against.split(",") if part.strip()]
-    # Only here: a script that calls `verify` may read its rank's variables when it is imported, which a fork inherits.
+    topologies = (
+        None if against is None else [part.strip() for part in against.split(",") if part.strip()]
+    )
+    # Only here: a script that calls `verify` may read its rank's variables when it is imported,
+    # which a fork inherits.
     needed = ["torch.distributed.pipelining", "lockstep.verify.worker"]
     needed += ["lockstep.models.hf"] if (config.model.name or "").startswith("hf:") else []
     start = partial(spawn_again, preload=needed)
-    verdict = verify(config, topologies, steps=DEFAULT_STEPS if steps is None else steps, start=start, report=_report)
+    verdict = verify(
+        config,
+        topologies,
+        steps=DEFAULT_STEPS if steps is None else steps,
+        start=start,
+        report=_report,
+    )
     print(json.dumps(_as_json(verdict), indent=2) if in_json else _text(verdict))
     if page is not None:
         drawn = [_drawn(outcome) for outcome in verdict.outcomes]
-        write_page(page, f"verify {path}", _HEADINGS, [_row(outcome) for outcome in verdict.outcomes], drawn)
+        write_page(
+            page,
+            f"verify {path}",
+            _HEADINGS,
+            [_row(outcome) for outcome in verdict.outcomes],
+            drawn,
+        )
     return EXIT_DONE if verdict.passed else EXIT_FAILED
 
 
 def _text(verdict: Verdict) -> str:
     how = "every bit" if verdict.exact else "up to the order of summation"
-    lines = [f"{verdict.steps} steps of {verdict.micro_batches} micro-batches, compared with one process, {how}"]
+    lines = [
+        f"{verdict.steps} steps of {verdict.micro_batches} micro-batches, compared with one"
+        f" process, {how}"
+    ]
     lines += verdict.notices
     lines += ["", *columns([_HEADINGS, *(_row(outcome) for outcome in verdict.outcomes)])]
     for outcome in verdict.outcomes:
@@ -96,7 +119,11 @@ def _name(outcome: Outcome) -> str:
 
 def _explanation(outcome: Outcome) -> list[str]:
     if outcome.failed is not None:
-        return ["", f"{outcome.topology}: did not run", *(f"  {line}" for line in outcome.failed.splitlines())]
+        return [
+            "",
+            f"{outcome.topology}: did not run",
+            *(f"  {line}" for line in outcome.failed.splitlines()),
+        ]
     if outcome.first is None:
         return []
     step, first = outcome.first
@@ -108,7 +135,11 @@ def _explanation(outcome: Outcome) -> list[str]:
         what = f"{first.aspect}: {first.name}{where}"
     else:
         kind = "first value" if first.aspect == "start" else first.aspect
-        how = "there is none on one side" if first.missing else f"differs by {first.relative:.1e} of its norm"
+        how = (
+            "there is none on one side"
+            if first.missing
+            else f"differs by {first.relative:.1e} of its norm"
+        )
         result = next(result for result in outcome.steps if result.step == step)
         others = sum(d.aspect == first.aspect for d in result.differences) - 1
         more = f" (and of {others} more)" if others else ""
@@ -125,12 +156,19 @@ def _drawn(outcome: Outcome) -> DrawnOutcome:
     differences = []
     for d in [] if outcome.passed else outcome.deviations:
         text = f"{d.stage}: {d.what} {d.relation} on rank {d.rank}"
-        differences.append(PartDifference(d.module, text + f" ({d.note})" * bool(d.note), d.relative))
+        differences.append(
+            PartDifference(d.module, text + f" ({d.note})" * bool(d.note), d.relative)
+        )
     if not differences and result is not None and not outcome.passed:
         named = [d for d in result.differences if d.name in result.fingerprints]
-        differences = [PartDifference(d.name, f"{d.aspect} differs by {d.relative:.1e}", d.relative) for d in named]
+        differences = [
+            PartDifference(d.name, f"{d.aspect} differs by {d.relative:.1e}", d.relative)
+            for d in named
+        ]
     parameters = [] if result is None else list(result.fingerprints)
-    return DrawnOutcome(_name(outcome), outcome.passed, _explanation(outcome)[1:], parameters, differences)
+    return DrawnOutcome(
+        _name(outcome), outcome.passed, _explanation(outcome)[1:], parameters, differences
+    )
 
 
 def _as_json(verdict: Verdict) -> dict[str, Any]:
@@ -152,7 +190,9 @@ def _as_json(verdict: Verdict) -> dict[str, Any]:
             }
             for outcome in verdict.outcomes
         ],
-        "checks": [{**vars(check), "relative": _finite(check.relative)} for check in verdict.checks],
+        "checks": [
+            {**vars(check), "relative": _finite(check.relative)} for check in verdict.checks
+        ],
     }
 
 
@@ -160,7 +200,12 @@ def _first_as_json(outcome: Outcome) -> dict[str, Any] | None:
     if outcome.first is None:
         return None
     step, first = outcome.first
-    found = {"step": step + 1, "what": first.aspect, "name": first.name, "relative": _finite(first.relative)}
+    found = {
+        "step": step + 1,
+        "what": first.aspect,
+        "name": first.name,
+        "relative": _finite(first.relative),
+    }
     return found | {"ranks": first.ranks}
 
 
@@ -172,23 +217,36 @@ def _finite(value: float) -> float | None:
 
 
 def run_script(
-    script: str, arguments: Sequence[str], *, ranks: str | None, steps: int | None, in_json: bool,
+    script: str,
+    arguments: Sequence[str],
+    *,
+    ranks: str | None,
+    steps: int | None,
+    in_json: bool,
     page: Path | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """Verify a training script; return 0 if the ranks train what one process trains, else 1.
 
-    `arguments` are those of the script, in which `{n}` stands for the number of ranks; `ranks` is written as `2,4`.
+    `arguments` are those of the script, in which `{n}` stands for the number of ranks; `ranks` is
+    written as `2,4`.
     """
     if page is not None:
         require_replaceable(page)
     words = [word.strip() for word in (ranks or "2").split(",") if word.strip()]
     if not words or not all(word.isdecimal() and int(word) for word in words):
-        fix = "write --nproc-per-node 1,2,4; topologies such as ddp:2 are for configs, a script chooses its own"
+        fix = (
+            "write --nproc-per-node 1,2,4; topologies such as ddp:2 are for configs, a script"
+            " chooses its own"
+        )
         raise UsageError(f"{ranks!r} is not a list of numbers of ranks", fix=fix)
     numbers = sorted({int(word) for word in words} - {1})
     if not numbers:
-        raise UsageError("one process is what others are compared with", fix="write --nproc-per-node 1,2")
-    outcomes = verify_script(script, arguments, numbers, steps=_DEFAULT_STEPS_OF_SCRIPT if steps is None else steps)
+        raise UsageError(
+            "one process is what others are compared with", fix="write --nproc-per-node 1,2"
+        )
+    outcomes = verify_script(
+        script, arguments, numbers, steps=_DEFAULT_STEPS_OF_SCRIPT if steps is None else steps
+    )
     passed = all(outcome.passed for outcome in outcomes)
     if in_json:
         worlds = [_script_as_json(outcome) for outcome in outcomes]
@@ -197,17 +255,28 @@ def run_script(
         print(script_text(script, outcomes))
     if page is not None:
         drawn = [_script_drawn(outcome) for outcome in outcomes]
-        write_page(page, f"verify {script}", _SCRIPT_HEADINGS, [_script_row(outcome) for outcome in outcomes], drawn)
+        write_page(
+            page,
+            f"verify {script}",
+            _SCRIPT_HEADINGS,
+            [_script_row(outcome) for outcome in outcomes],
+            drawn,
+        )
     return EXIT_DONE if passed else EXIT_FAILED
 
 
-def verify_script(script: str, arguments: Sequence[str], ranks: Sequence[int], *, steps: int) -> list[ScriptOutcome]:
+def verify_script(
+    script: str, arguments: Sequence[str], ranks: Sequence[int], *, steps: int
+) -> list[ScriptOutcome]:
     """Compare a script, or a command in which `{n}` stands for the number of ranks, with one process."""
     is_command = len(script.split()) > 1
     if is_command and not re.search(r"\{(\d+/)?n\}", script):
         raise UsageError(
             f"the command {script!r} has no {{n}}, which stands for the number of ranks",
-            fix='write it, as in lockstep verify "torchrun --nproc-per-node {n} train.py" --ranks 1,2',
+            fix=(
+                'write it, as in lockstep verify "torchrun --nproc-per-node {n} train.py"'
+                " --ranks 1,2"
+            ),
         )
     if not is_command and not Path(script).is_file():
         raise UsageError(f"there is no script {script}", fix="name a Python file that trains")
@@ -246,7 +315,11 @@ def _script_row(outcome: ScriptOutcome) -> Sequence[str]:
 
 def _script_explanation(outcome: ScriptOutcome) -> list[str]:
     if outcome.failed:
-        return ["", f"{outcome.ranks} ranks: did not run", *(f"  {line}" for line in outcome.failed.splitlines())]
+        return [
+            "",
+            f"{outcome.ranks} ranks: did not run",
+            *(f"  {line}" for line in outcome.failed.splitlines()),
+        ]
     lines = ["", f"{outcome.ranks} ranks", *(f"  {notice}" for notice in outcome.notices)]
     if outcome.not_judged:
         lines.append(f"  cannot judge gradients and weights: {outcome.not_judged}")
@@ -256,7 +329,10 @@ def _script_explanation(outcome: ScriptOutcome) -> list[str]:
         size = f"{first.relative:.1e} of their norm"
         lines.append(f"  step {first.step + 1}: {first.aspect}{name} differ by {size}{rank}")
     for found in outcome.causes:
-        lines += [f"  {'✗' if found.is_error else '≈'} {found.kind}: {found.text}", f"      found by: {found.found_by}"]
+        lines += [
+            f"  {'✗' if found.is_error else '≈'} {found.kind}: {found.text}",
+            f"      found by: {found.found_by}",
+        ]
         lines += [f"      do: {found.fix}"] * bool(found.fix)
     return lines if len(lines) > 2 else []
 
@@ -264,12 +340,21 @@ def _script_explanation(outcome: ScriptOutcome) -> list[str]:
 def _script_drawn(outcome: ScriptOutcome) -> DrawnOutcome:
     modules = dict.fromkeys(found.module for found in outcome.causes if found.module)
     text = "its output differs, and that of modules before it does not"
-    differences = [PartDifference("" if name == "the model" else name, text, 1.0) for name in modules]
+    differences = [
+        PartDifference("" if name == "the model" else name, text, 1.0) for name in modules
+    ]
     first = outcome.first.name if outcome.first is not None else ""
-    sized = sorted(((n, off) for n, off in outcome.parts.items() if off > ROUNDING), key=lambda part: part[0] != first)
-    differences += [PartDifference(name, f"gradient differs by {off:.1e}", off) for name, off in sized]
+    sized = sorted(
+        ((n, off) for n, off in outcome.parts.items() if off > ROUNDING),
+        key=lambda part: part[0] != first,
+    )
+    differences += [
+        PartDifference(name, f"gradient differs by {off:.1e}", off) for name, off in sized
+    ]
     lines = _script_explanation(outcome)[2:]
-    return DrawnOutcome(f"{outcome.ranks} ranks", outcome.passed, lines, list(outcome.parts), differences)
+    return DrawnOutcome(
+        f"{outcome.ranks} ranks", outcome.passed, lines, list(outcome.parts), differences
+    )
 
 
 def _script_as_json(outcome: ScriptOutcome) -> dict[str, Any]:

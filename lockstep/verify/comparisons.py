@@ -1,8 +1,11 @@
-"""Compares a rank's tensors with the reference's, within bounds that rounding explains; tells how wrong ones relate.
+"""Compares a rank's tensors with the reference's, within bounds that rounding explains.
 
-Gradients may differ by the rounding of another summation order (`StepObserver.bounds`), and updated values by its
-effect on the optimizer's update; if gradients are sent in 16 bits, also by that rounding. A float64 reference
-distinguishes rounding from an error where these bounds are too narrow.
+Tells how wrong ones relate.
+
+Gradients may differ by the rounding of another summation order (`StepObserver.bounds`), and updated
+values by its effect on the optimizer's update; if gradients are sent in 16 bits, also by that
+rounding. A float64 reference distinguishes rounding from an error where these bounds are too
+narrow.
 
 Tests: tests/verify/test_relations.py
 """
@@ -23,7 +26,16 @@ from lockstep.strategy import strategy_named
 from lockstep.trainer import Trainer
 from lockstep.verify.differences import SCALAR_TOLERANCE, TensorDifference
 from lockstep.verify.recorded_flow import CEILING, ITSELF, NOT_REDUCED
-from lockstep.verify.trace import BOUND, BUFFER, GRADIENT, VALUE, StepFacts, StepObserver, Stored, unit_roundoff
+from lockstep.verify.trace import (
+    BOUND,
+    BUFFER,
+    GRADIENT,
+    VALUE,
+    StepFacts,
+    StepObserver,
+    Stored,
+    unit_roundoff,
+)
 
 TOO_FAR = "changed last bits of parameters move the gradient of one process by"
 _LARGEST_RELATED = 1 << 24  # elements of a gradient whose relation to the reference is looked for
@@ -31,12 +43,18 @@ SAME = 1e-5  # relative difference up to which a relation holds
 _SHIFTS = (1, -1, 2, -2)
 _MOST_TERMS = 32  # micro-batches of a step whose weights in a sum are solved for
 _SCALED = 2.0**-22  # relative rounding of a float32 that is scaled
-_ALIKE = 1e-2  # relative; a gradient that is farther from the sum over micro-batches is not that sum
+# relative; a gradient that is farther from the sum over micro-batches is not that sum
+_ALIKE = 1e-2
 
 
 @torch.no_grad()
-def compare_tensor(mine: Tensor | None, reference: Tensor | None, allowed: Tensor | float) -> TensorDifference:
-    """Compare a tensor, or a shard of it, with the whole reference; `allowed`: bound of each element, 0: equal bits."""
+def compare_tensor(
+    mine: Tensor | None, reference: Tensor | None, allowed: Tensor | float
+) -> TensorDifference:
+    """Compare a tensor, or a shard of it, with the whole reference.
+
+    `allowed`: bound of each element, 0: equal bits.
+    """
     if mine is None or reference is None:
         one_sided = mine is not reference
         return TensorDifference(missing=one_sided, excess=math.inf if one_sided else 0.0)
@@ -51,8 +69,12 @@ def compare_tensor(mine: Tensor | None, reference: Tensor | None, allowed: Tenso
         limit = shard_like(allowed, mine).double()
         excess = torch.where(off > 0, off / limit.clamp(min=1e-300), 0.0)
     else:
-        excess = torch.where(off > allowed, math.inf, 0.0) if allowed else torch.full_like(off, math.inf)
-    return TensorDifference(float(excess.max()) if excess.numel() else 0.0, float(off.square().sum()))
+        excess = (
+            torch.where(off > allowed, math.inf, 0.0) if allowed else torch.full_like(off, math.inf)
+        )
+    return TensorDifference(
+        float(excess.max()) if excess.numel() else 0.0, float(off.square().sum())
+    )
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -91,9 +113,15 @@ def limit_of_norm(reference: StepFacts, factor: float, floor: float) -> float:
 
 
 def compare_with_reference(
-    trainer: Trainer, stored: Stored, observer: StepObserver | None = None, *, rate: float | None = None,
-    exact: bool = True, factor: float = 1.0, floor: float = 0.0,
-) -> dict[str, dict[str, TensorDifference]]:  # fmt: skip
+    trainer: Trainer,
+    stored: Stored,
+    observer: StepObserver | None = None,
+    *,
+    rate: float | None = None,
+    exact: bool = True,
+    factor: float = 1.0,
+    floor: float = 0.0,
+) -> dict[str, dict[str, TensorDifference]]:
     """Compare this rank's tensors with the reference's, in every bit if `exact`.
 
     Args:
@@ -109,14 +137,19 @@ def compare_with_reference(
             allowed: Tensor | float = 0.0 if exact or bound is None else bound
             mine = observer.gradients.get(name)
             found[GRADIENT][name] = piece = compare_tensor(mine, gradient, allowed)
-            if piece.excess > 1.0 and mine is not None and gradient is not None and mine.numel() <= _LARGEST_RELATED:
+            if (
+                piece.excess > 1.0
+                and mine is not None
+                and gradient is not None
+                and mine.numel() <= _LARGEST_RELATED
+            ):
                 piece.relation = relation(local(mine).cpu(), shard_like(gradient, mine))
         allowed = 0.0
         if rate is not None and value is not None:
             if bound is not None and gradient is not None:
-                # SGD's update moves by rate × bound. Adam's moves by less than 32 × rate × (relative error of the
-                # gradient's element), for any state: the slope of m̂/√v̂ in g is at most (1−β₁)/√(1−β₂)/|g|, times the
-                # bias correction.
+                # SGD's update moves by rate × bound. Adam's moves by less than 32 × rate ×
+                # (relative error of the gradient's element), for any state: the slope of m̂/√v̂ in
+                # g is at most (1−β₁)/√(1−β₂)/|g|, times the bias correction.
                 off = (bound / gradient.abs().clamp(min=1e-300)).clamp(max=1.0)
                 allowed = rate * (32 * off + bound) + 8 * unit_roundoff(value.dtype) * value.abs()
             elif value.is_floating_point():  # it may follow trained ones, as a teacher does
@@ -136,7 +169,8 @@ def compare_with_float64(
 ) -> tuple[dict[str, TensorDifference], str]:
     """Compare gradients with the float64 reference: up to four times as far from it as one process is.
 
-    Return the differences; and if one process in float32 is far from the reference too, the reason, else "".
+    Return the differences; and if one process in float32 is far from the reference too, the reason,
+    else "".
     """
     found = _missing(names, gradients, in_float32)
     for name, mine in gradients.items():
@@ -155,24 +189,39 @@ def compare_with_perturbed(
 ) -> tuple[dict[str, TensorDifference], str]:
     """Compare gradients with the reference: up to four times the effect of changed last bits of parameters.
 
-    Return as `compare_with_float64`; the reason if last bits move the reference so far that they would excuse anything.
+    Return as `compare_with_float64`; the reason if last bits move the reference so far that they
+    would excuse anything.
     """
-    pairs = {name: (perturbed.get(GRADIENT, name), reference.get(GRADIENT, name)) for name in gradients}
+    pairs = {
+        name: (perturbed.get(GRADIENT, name), reference.get(GRADIENT, name)) for name in gradients
+    }
     known = {name: (a, b) for name, (a, b) in pairs.items() if a is not None and b is not None}
     moved = {name: float((a.double() - b.double()).norm()) for name, (a, b) in known.items()}
-    whole = math.sqrt(sum(float(b.double().square().sum()) for _, b in pairs.values() if b is not None))
+    whole = math.sqrt(
+        sum(float(b.double().square().sum()) for _, b in pairs.values() if b is not None)
+    )
     uncertain = math.sqrt(sum(own * own for own in moved.values())) / max(whole, 1e-300)
     if not uncertain <= CEILING:
         return {}, f"{TOO_FAR} {uncertain:.0%}"
     found = _missing(names, gradients, reference)
     for name, mine in gradients.items():
         is_known = name in known
-        found[name] = _compared(mine, known[name][1], moved[name]) if is_known else TensorDifference(missing=True)
+        found[name] = (
+            _compared(mine, known[name][1], moved[name])
+            if is_known
+            else TensorDifference(missing=True)
+        )
     return found, ""
 
 
-def _missing(names: Iterable[str], gradients: Mapping[str, Tensor], reference: Stored) -> dict[str, TensorDifference]:
-    missing = [name for name in names if name not in gradients and reference.get(GRADIENT, name) is not None]
+def _missing(
+    names: Iterable[str], gradients: Mapping[str, Tensor], reference: Stored
+) -> dict[str, TensorDifference]:
+    missing = [
+        name
+        for name in names
+        if name not in gradients and reference.get(GRADIENT, name) is not None
+    ]
     return {name: TensorDifference(missing=True) for name in missing}
 
 
@@ -208,7 +257,9 @@ def _array(tensor: Tensor) -> Any:
 
 @torch.no_grad()
 def relation(mine: Tensor, right: Tensor, others: Mapping[str, Tensor] | None = None) -> str:
-    """Return a clause on how `mine` relates to the right tensor; without a relation, how far it is off.
+    """Return a clause on how `mine` relates to the right tensor.
+
+    Without a relation, how far it is off.
 
     `others` is what it may be instead, by a name.
     """
@@ -242,7 +293,11 @@ def relation(mine: Tensor, right: Tensor, others: Mapping[str, Tensor] | None = 
     if mine.numel() > 2 and torch.equal(a.flatten().sort().values, b.flatten().sort().values):
         return "has the reference's values in another order"
     for dtype in (torch.bfloat16, torch.float16):
-        if mine.is_floating_point() and torch.equal(mine.to(dtype).to(mine.dtype), mine) and distance(a, b) < 0.05:
+        if (
+            mine.is_floating_point()
+            and torch.equal(mine.to(dtype).to(mine.dtype), mine)
+            and distance(a, b) < 0.05
+        ):
             return f"is rounded to {str(dtype).removeprefix('torch.')}"
     zero = (a == 0) & (b != 0)
     if bool(zero.any()) and distance(torch.where(zero, 0.0, b), a) <= SAME:
@@ -257,7 +312,9 @@ def multiple(mine: Tensor, right: Tensor) -> float | None:
     if not size:
         return None
     times = float((mine * right).sum()) / size
-    if abs(times - 1) <= SAME or distance(mine, right * times) > SAME * max(1.0, abs(1 / times or 1)):
+    if abs(times - 1) <= SAME or distance(mine, right * times) > SAME * max(
+        1.0, abs(1 / times or 1)
+    ):
         return None
     return times
 
@@ -273,14 +330,21 @@ def in_words(times: float) -> str:
 
 
 def reduced_relation(
-    gradient: Tensor, whole: Tensor, terms: dict[int, Tensor], mine: Sequence[int], ranks: int, unit: float,
+    gradient: Tensor,
+    whole: Tensor,
+    terms: dict[int, Tensor],
+    mine: Sequence[int],
+    ranks: int,
+    unit: float,
     scale: float,
-) -> str:  # fmt: skip
+) -> str:
     """Return a clause on how a gradient relates to the reference's, the `whole`.
 
     Args:
-        terms: what each micro-batch adds; empty if that is not known. Those of this rank are `mine`.
-        unit: factor between this rank's terms and the reference's, which a mean over ranks would have undone.
+        terms: what each micro-batch adds; empty if that is not known. Those of this rank are
+            `mine`.
+        unit: factor between this rank's terms and the reference's, which a mean over ranks would
+            have undone.
         scale: factor by which the sum was multiplied after its reduction.
     """
     how = relation(gradient, whole, _sums(whole, terms, mine, ranks, unit))
@@ -289,7 +353,9 @@ def reduced_relation(
     before = gradient.detach().double() / scale
     for dtype in (torch.bfloat16, torch.float16):
         if distance(before.to(dtype).double(), before) <= _SCALED:
-            return f"is rounded to {str(dtype).removeprefix('torch.')} before it is scaled to the mean"
+            return (
+                f"is rounded to {str(dtype).removeprefix('torch.')} before it is scaled to the mean"
+            )
     return _weights(gradient, whole, terms, mine) or how
 
 
@@ -306,14 +372,23 @@ def _weights(gradient: Tensor, whole: Tensor, terms: dict[int, Tensor], mine: Se
     if distance(total * (total @ right) / max(float(total @ total), 1e-300), right) > _ALIKE:
         largest = float(solved[:, 1].abs().max())
         shares = zip(terms, (solved[:, 1] / largest).tolist(), strict=True)
-        return f"{ITSELF} weighs {', '.join(f'micro-batch {m} by {round(share, 3) + 0.0:g}' for m, share in shares)}"
-    weights = {m: round(float(a / b), 3) + 0.0 for m, (a, b) in zip(terms, solved.tolist(), strict=True) if b}
+        return (
+            f"{ITSELF} weighs"
+            f" {', '.join(f'micro-batch {m} by {round(share, 3) + 0.0:g}' for m, share in shares)}"
+        )
+    weights = {
+        m: round(float(a / b), 3) + 0.0
+        for m, (a, b) in zip(terms, solved.tolist(), strict=True)
+        if b
+    }
     missing = any(weight == 0 for m, weight in weights.items() if m not in mine)
     listed = ", ".join(f"micro-batch {m} by {weight:g}" for m, weight in weights.items())
     return f"weighs {listed}" + (f": those of other ranks are {NOT_REDUCED}" if missing else "")
 
 
-def _sums(whole: Tensor, terms: dict[int, Tensor], mine: Sequence[int], ranks: int, unit: float) -> dict[str, Tensor]:
+def _sums(
+    whole: Tensor, terms: dict[int, Tensor], mine: Sequence[int], ranks: int, unit: float
+) -> dict[str, Tensor]:
     """Return what a reduction that goes wrong may leave, by a name."""
     if not terms:
         return {}

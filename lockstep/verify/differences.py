@@ -1,6 +1,7 @@
 """Says how a topology's step differs from the reference's: each rank reports, and rank 0 combines what they found.
 
-The evidence of a difference also holds what experiments showed; in words, where the step deviates first.
+The evidence of a difference also holds what experiments showed; in words, where the step deviates
+first.
 
 Tests: tests/verify/test_updates.py, tests/verify/test_faults.py
 """
@@ -13,10 +14,20 @@ from pathlib import Path
 from lockstep.config import Config
 from lockstep.errors import listed
 from lockstep.verify.experiments import FORCED
-from lockstep.verify.recorded_flow import BACKWARD, FORWARD, LOSS, NOT_REDUCED, REDUCTION, STAGES, Deviation, RankFlow
+from lockstep.verify.recorded_flow import (
+    BACKWARD,
+    FORWARD,
+    LOSS,
+    NOT_REDUCED,
+    REDUCTION,
+    STAGES,
+    Deviation,
+    RankFlow,
+)
 from lockstep.verify.trace import StepFacts, Trace, UpdateFacts
 
-# Compared aspects, in the order in which a step computes them: an earlier difference causes the later ones.
+# Compared aspects, in the order in which a step computes them: an earlier difference causes the
+# later ones.
 ASPECTS = ("start", "samples", "loss", "norm", "gradient", "optimizer", "value", "buffer")
 SCALAR_TOLERANCE = 1e-6  # relative, of a loss or a norm in plain mode
 
@@ -25,10 +36,12 @@ SCALAR_TOLERANCE = 1e-6  # relative, of a loss or a norm in plain mode
 class TensorDifference:
     """One tensor on one rank, compared with the reference's."""
 
-    excess: float = 0.0  # largest ratio of an element's difference to its bound; above 1 is too much
+    # largest ratio of an element's difference to its bound; above 1 is too much
+    excess: float = 0.0
     square: float = 0.0  # sum of the squared differences
     missing: bool = False  # the tensor exists on one side only
-    relation: str = ""  # clause on how a wrong gradient relates to the reference's; "" if it was not looked for
+    # clause on how a wrong gradient relates to the reference's; "" if it was not looked for
+    relation: str = ""
 
 
 @dataclass
@@ -50,7 +63,9 @@ class Difference:
     """One difference in one step."""
 
     aspect: str  # one of `ASPECTS`
-    name: str  # of the parameter or buffer; for a loss, norm, samples or an option of the optimizer: a description
+    # of the parameter or buffer; for a loss, norm, samples or an option of the optimizer: a
+    # description
+    name: str
     relative: float  # norm of the difference over the norm of the reference
     excess: float = math.inf  # largest ratio to the bound; inf if every bit must be equal
     ranks: list[int] = field(default_factory=list)  # ranks with the difference
@@ -63,14 +78,18 @@ class StepResult:
     """One step of one topology."""
 
     step: int
-    differences: list[Difference] = field(default_factory=list)  # above rounding, by aspect, in backward order
-    unsynchronized: list[str] = field(default_factory=list)  # parameters whose gradients differ between replicas
+    # above rounding, by aspect, in backward order
+    differences: list[Difference] = field(default_factory=list)
+    # parameters whose gradients differ between replicas
+    unsynchronized: list[str] = field(default_factory=list)
     seeds: dict[int, int] = field(default_factory=dict)  # rank → seed of its random numbers
     rounding: float = 0.0  # largest relative difference of a gradient within its bound
     same_bits: bool = True  # whether nothing differs at all
     fingerprints: dict[str, int] = field(default_factory=dict)
-    flows: list[RankFlow] = field(default_factory=list)  # what each rank found part by part, if that was compared
-    outputs: list[list[tuple[str, int]]] = field(default_factory=list)  # of each rank, as in `StepFacts`
+    # what each rank found part by part, if that was compared
+    flows: list[RankFlow] = field(default_factory=list)
+    # of each rank, as in `StepFacts`
+    outputs: list[list[tuple[str, int]]] = field(default_factory=list)
     module: str = ""  # module, numbers: as in `WholeSequences`
     numbers: bool = False
     # updates, right_update: of each rank, and of the reference, as in `StepFacts`
@@ -83,7 +102,10 @@ class StepResult:
 
     def distance(self, aspect: str) -> float:
         """Return the largest relative difference in an aspect; 0 if all are within bounds."""
-        return max((math.inf if d.missing else d.relative for d in self.differences if d.aspect == aspect), default=0.0)
+        return max(
+            (math.inf if d.missing else d.relative for d in self.differences if d.aspect == aspect),
+            default=0.0,
+        )
 
     @property
     def first(self) -> Difference | None:
@@ -92,32 +114,51 @@ class StepResult:
 
 
 def combine_reports(
-    step: int, reports: Sequence[RankReport], reference: StepFacts, norm_limit: float, *, exact: bool
+    step: int,
+    reports: Sequence[RankReport],
+    reference: StepFacts,
+    norm_limit: float,
+    *,
+    exact: bool,
 ) -> StepResult:
     """Combine all ranks' reports of one step, whose norm may differ by `norm_limit`, relatively, unless `exact`."""
     result = StepResult(step, seeds={report.rank: report.seed for report in reports})
     result.flows = [report.flow for report in reports if report.flow is not None]
     result.outputs = [report.facts.outputs for report in reports]
-    result.updates, result.right_update = [report.facts.update for report in reports], reference.update
+    result.updates, result.right_update = (
+        [report.facts.update for report in reports],
+        reference.update,
+    )
     result.differences += _samples(reports, reference.samples)
     for aspect, limit in (("loss", SCALAR_TOLERANCE), ("norm", norm_limit)):
-        result.differences += _scalar(aspect, reports, getattr(reference, aspect), 0.0 if exact else limit)
+        result.differences += _scalar(
+            aspect, reports, getattr(reference, aspect), 0.0 if exact else limit
+        )
     skipped = [report.rank for report in reports if report.facts.skipped != reference.skipped]
     if skipped:
-        result.differences.append(Difference("norm", "the update was skipped", math.inf, ranks=skipped))
+        result.differences.append(
+            Difference("norm", "the update was skipped", math.inf, ranks=skipped)
+        )
     for kind in ("start", "gradient", "value", "buffer"):
         names = {name for report in reports for name in report.pieces.get(kind, {})}
-        known = [name for name in reversed(reference.norms) if name in names]  # in the order of the backward pass
+        # in the order of the backward pass
+        known = [name for name in reversed(reference.norms) if name in names]
         for name in (*known, *sorted(names - set(known))):
-            pieces = {r.rank: r.pieces[kind][name] for r in reports if name in r.pieces.get(kind, {})}
-            relative = math.sqrt(max(p.square for p in pieces.values())) / max(reference.norms.get(name, 1.0), 1e-300)
+            pieces = {
+                r.rank: r.pieces[kind][name] for r in reports if name in r.pieces.get(kind, {})
+            }
+            relative = math.sqrt(max(p.square for p in pieces.values())) / max(
+                reference.norms.get(name, 1.0), 1e-300
+            )
             worst = max(p.excess for p in pieces.values())
             missing = any(p.missing for p in pieces.values())
             result.same_bits &= worst == 0.0
             if worst > 1.0 or missing:
                 ranks = sorted(rank for rank, p in pieces.items() if p.excess > 1.0 or p.missing)
                 how = _relations({rank: pieces[rank].relation for rank in ranks})
-                result.differences.append(Difference(kind, name, relative, worst, ranks, missing, how))
+                result.differences.append(
+                    Difference(kind, name, relative, worst, ranks, missing, how)
+                )
             elif kind == "gradient":
                 result.rounding = max(result.rounding, relative)
     for text, ranks in differing_options(result.updates, reference.update):
@@ -133,7 +174,10 @@ def combine_reports(
 
 
 def _relations(by_rank: Mapping[int, str]) -> str:
-    """Return a clause on how a tensor relates to the reference's on each rank; "" if it is not known."""
+    """Return a clause on how a tensor relates to the reference's on each rank.
+
+    "" if it is not known.
+    """
     ranks: dict[str, list[int]] = {}
     for rank, relation in by_rank.items():
         ranks.setdefault(relation, []).append(rank)
@@ -163,12 +207,19 @@ def _samples(reports: Sequence[RankReport], expected: Mapping[int, str]) -> list
     elif doubled:
         what = f"ranks do not agree on micro-batch {doubled[0]}"
     else:
-        what = f"{len(wrong)} of {len(expected)} micro-batches hold other samples, the first of them is {wrong[0]}"
-    ranks = sorted({r.rank for r in reports for i, text in r.facts.samples.items() if expected.get(i) != text})
+        what = (
+            f"{len(wrong)} of {len(expected)} micro-batches hold other samples, the first of them"
+            f" is {wrong[0]}"
+        )
+    ranks = sorted(
+        {r.rank for r in reports for i, text in r.facts.samples.items() if expected.get(i) != text}
+    )
     return [Difference("samples", what, math.inf, ranks=ranks)]
 
 
-def _scalar(aspect: str, reports: Sequence[RankReport], expected: float, limit: float) -> list[Difference]:
+def _scalar(
+    aspect: str, reports: Sequence[RankReport], expected: float, limit: float
+) -> list[Difference]:
     found = {report.rank: getattr(report.facts, aspect) for report in reports}
     off = {
         rank: abs(value - expected) / max(abs(expected), 1e-300)
@@ -179,10 +230,14 @@ def _scalar(aspect: str, reports: Sequence[RankReport], expected: float, limit: 
     if not ranks:
         return []
     text = f"{found[ranks[0]]:.9g} instead of {expected:.9g}"
-    return [Difference(aspect, text, off[ranks[0]], off[ranks[0]] / limit if limit else math.inf, ranks)]
+    return [
+        Difference(aspect, text, off[ranks[0]], off[ranks[0]] / limit if limit else math.inf, ranks)
+    ]
 
 
-def differing_options(updates: Sequence[UpdateFacts], right: UpdateFacts) -> list[tuple[str, list[int]]]:
+def differing_options(
+    updates: Sequence[UpdateFacts], right: UpdateFacts
+) -> list[tuple[str, list[int]]]:
     """Return (text, ranks) of each option of the optimizer that is another one than the reference's."""
     found: dict[tuple[str, str, str], tuple[dict[str, None], list[int]]] = {}
     for rank, update in enumerate(updates):
@@ -190,7 +245,9 @@ def differing_options(updates: Sequence[UpdateFacts], right: UpdateFacts) -> lis
             theirs = right.options.get(name, {})
             for key in dict.fromkeys((*theirs, *mine)) if theirs and mine else ():
                 if mine.get(key) != theirs.get(key):
-                    names, ranks = found.setdefault((key, str(mine.get(key)), str(theirs.get(key))), ({}, []))
+                    names, ranks = found.setdefault(
+                        (key, str(mine.get(key)), str(theirs.get(key))), ({}, [])
+                    )
                     names[name] = None
                     ranks += [] if rank in ranks else [rank]
     texts = []
@@ -230,21 +287,28 @@ class Evidence:
     def agrees(self, name: str, left_out: Collection[str] = ()) -> bool:
         """Return whether the experiment was made, and of all that differs, but for buffers `left_out`, nothing is left.
 
-        Rounding counts: a difference that is not larger than the experiment's rounding is not explained by it. The norm
-        does if it differs alone: else it follows from the gradients, and an experiment may be without clipping.
+        Rounding counts: a difference that is not larger than the experiment's rounding is not
+        explained by it. The norm does if it differs alone: else it follows from the gradients, and
+        an experiment may be without clipping.
         """
         result = self.tried.get(name)
         if result is None or result.has("start"):
             return False
-        if self.found.has("gradient") and result.rounding > GONE * min(1.0, self.found.distance("gradient")):
+        if self.found.has("gradient") and result.rounding > GONE * min(
+            1.0, self.found.distance("gradient")
+        ):
             return False
         aspects = ("loss", "gradient", "value", "buffer")
-        was = {a: self.found.distance(a) for a in (aspects if self.found.has(*aspects) else ("norm",))}
+        was = {
+            a: self.found.distance(a) for a in (aspects if self.found.has(*aspects) else ("norm",))
+        }
         written = [d for d in result.differences if d.aspect == "buffer" and d.name in left_out]
         result = replace(result, differences=[d for d in result.differences if d not in written])
         left = {aspect: result.distance(aspect) for aspect in was}
         least = {"loss": 4 * SCALAR_TOLERANCE}
-        return any(was.values()) and all(left[a] <= max(GONE * min(1.0, was[a]), least.get(a, 0.0)) for a in was)
+        return any(was.values()) and all(
+            left[a] <= max(GONE * min(1.0, was[a]), least.get(a, 0.0)) for a in was
+        )
 
     def facts(self, name: str) -> StepFacts | None:
         """Return the reference's facts of an experiment; None if it was not made."""
@@ -263,7 +327,9 @@ class Evidence:
     def all_deviations(self) -> list[Deviation]:
         """The parts that deviate by themselves on any rank, in the order of a step."""
         every = [deviation for flow in self.flows for deviation in flow.deviations]
-        return sorted(every, key=lambda deviation: (STAGES.index(deviation.stage), deviation.micro_batch))
+        return sorted(
+            every, key=lambda deviation: (STAGES.index(deviation.stage), deviation.micro_batch)
+        )
 
     @property
     def deviations(self) -> list[Deviation]:
@@ -275,7 +341,9 @@ class Evidence:
     @property
     def not_reduced(self) -> set[str]:
         """The parameters for which a rank's own sum is seen to stand where the reduced gradient should."""
-        return {d.module for d in self.deviations if d.stage == REDUCTION and NOT_REDUCED in d.relation}
+        return {
+            d.module for d in self.deviations if d.stage == REDUCTION and NOT_REDUCED in d.relation
+        }
 
 
 def first_seen(e: Evidence) -> str:
@@ -294,7 +362,9 @@ def located(e: Evidence) -> str:
     if not found:
         return ""
     first = found[0]
-    alike = [d for d in found if (d.stage, d.module, d.what) == (first.stage, first.module, first.what)]
+    alike = [
+        d for d in found if (d.stage, d.module, d.what) == (first.stage, first.module, first.what)
+    ]
     # The rank on which it is wrong, if only some are: the relation of the first.
     name = first.module or "the model"
     module = f"{name} ({first.kind})" if first.kind else name
@@ -307,9 +377,13 @@ def located(e: Evidence) -> str:
     place = f"; {first.stage}: {what} {first.relation} on {name_ranks(ranks_of(alike))}"
     batches = sorted({d.micro_batch for d in alike if d.micro_batch >= 0})
     if batches:
-        place += f", micro-batch{'es' if len(batches) > 1 else ''} {', '.join(map(str, batches[:8]))}"
+        place += (
+            f", micro-batch{'es' if len(batches) > 1 else ''} {', '.join(map(str, batches[:8]))}"
+        )
     place += f" ({first.note})" if first.note else ""
-    others = list(dict.fromkeys((d.module or "the model") for d in found if d.module != first.module))
+    others = list(
+        dict.fromkeys((d.module or "the model") for d in found if d.module != first.module)
+    )
     return place + (f"; also {listed(others)}" if others else "")
 
 

@@ -1,7 +1,8 @@
 """Names causes that are seen in a step itself, or beside its gradients.
 
-Other samples, other first values, results that vary, buffers; options and state of the optimizer, hooks around it, what
-is frozen or left. The latter are read off both sides, and, where they can be, undone on both: the values agree then.
+Other samples, other first values, results that vary, buffers; options and state of the optimizer,
+hooks around it, what is frozen or left. The latter are read off both sides, and, where they can be,
+undone on both: the values agree then.
 
 Tests: tests/verify/test_updates.py
 """
@@ -17,7 +18,11 @@ from lockstep.verify.trace import UpdateFacts
 def data(e: Evidence) -> Cause | None:
     """Return a cause if ranks train on other samples; with the reference's, the step agrees."""
     seen = [d.name for d in e.found.differences if d.aspect == "samples"]
-    return _undone(e, experiments.SAMPLES, "data order", f"ranks train on other data: {seen[0]}") if seen else None
+    return (
+        _undone(e, experiments.SAMPLES, "data order", f"ranks train on other data: {seen[0]}")
+        if seen
+        else None
+    )
 
 
 def start(e: Evidence) -> Cause | None:
@@ -25,17 +30,27 @@ def start(e: Evidence) -> Cause | None:
     first = [d for d in e.found.differences if d.aspect == "start"]
     if not first:
         return None
-    text = f"{name_ranks(first[0].ranks)} started from other values of {listed([d.name for d in first])}"
+    text = (
+        f"{name_ranks(first[0].ranks)} started from other values of"
+        f" {listed([d.name for d in first])}"
+    )
     return _undone(e, experiments.START, "first values", text)
 
 
 def _undone(e: Evidence, name: str, kind: str, text: str) -> Cause | None:
-    """Return the cause if its experiment undoes it, or if nothing follows from it; None before it is tried."""
+    """Return the cause if its experiment undoes it, or if nothing follows from it.
+
+    None before it is tried.
+    """
     if e.agrees(name) or not e.found.has("gradient", "value", "loss"):
         return Cause(kind, text, [name])
     if name in e.left_out:
         return Cause(UNKNOWN, f"{text}; {name}: not possible ({e.left_out[name]})")
-    return Cause(UNKNOWN, f"{text}; {name} the step differs still{located(e)}", [name]) if name in e.tried else None
+    return (
+        Cause(UNKNOWN, f"{text}; {name} the step differs still{located(e)}", [name])
+        if name in e.tried
+        else None
+    )
 
 
 def nondeterminism(e: Evidence) -> Cause | None:
@@ -45,7 +60,10 @@ def nondeterminism(e: Evidence) -> Cause | None:
     if once is not None and twice is not None and once.outputs != twice.outputs:
         pairs = zip(once.outputs, twice.outputs, strict=False)
         module = next((a[0] for a, b in pairs if a != b), "the model")
-        text = f"{module or 'the model'} returns something else each time: an operation that is not deterministic, or "
+        text = (
+            f"{module or 'the model'} returns something else each time: an operation that is not"
+            " deterministic, or "
+        )
         text += "random numbers from outside torch's generator"
         return Cause(kind, text, ["the same step twice in one process"])
     first, second = e.tried.get(experiments.AGAIN), e.tried.get(experiments.AGAIN_TOO)
@@ -55,11 +73,19 @@ def nondeterminism(e: Evidence) -> Cause | None:
     for rank, (one, other) in enumerate(zip(first.outputs, second.outputs, strict=False)):
         differs = [a[0] or "the model" for a, b in zip(one, other, strict=False) if a != b]
         if differs:
-            text = f"on rank {rank} {differs[0]} returns something else each time, not so in one process"
+            text = (
+                f"on rank {rank} {differs[0]} returns something else each time, not so in one"
+                " process"
+            )
             return Cause(kind, text, by)
     if first.fingerprints != second.fingerprints:
-        name = next(n for n in first.fingerprints if first.fingerprints[n] != second.fingerprints.get(n))
-        text = f"the gradient of {name} is another one each time that these ranks take the step, not so in one process"
+        name = next(
+            n for n in first.fingerprints if first.fingerprints[n] != second.fingerprints.get(n)
+        )
+        text = (
+            f"the gradient of {name} is another one each time that these ranks take the step, not"
+            " so in one process"
+        )
         return Cause(kind, text, by)
     return None
 
@@ -69,13 +95,19 @@ def buffers(e: Evidence) -> Cause | None:
     names = [d.name for d in e.found.differences if d.aspect == "buffer"]
     if not names or e.found.has("gradient", "value", "loss"):
         return None
-    return Cause("buffer", f"the buffer {names[0]} drifts; its gradients do not", ["values of buffers"])
+    return Cause(
+        "buffer", f"the buffer {names[0]} drifts; its gradients do not", ["values of buffers"]
+    )
 
 
 def update_experiments(e: Evidence) -> list[str]:
     """Return the experiments that may undo what is seen to differ around the update."""
     updates = [*e.found.updates, e.found.right_update]
-    wanted = [experiments.OPTIONS] if e.found.has("optimizer") and e.found.has("gradient", "value") else []
+    wanted = (
+        [experiments.OPTIONS]
+        if e.found.has("optimizer") and e.found.has("gradient", "value")
+        else []
+    )
     if e.found.has("gradient") and any(update.by_hooks for update in updates):
         wanted.append(experiments.OPTIMIZER_HOOKS)
     if e.found.has("value"):
@@ -91,7 +123,9 @@ def _differ(e: Evidence, what: Callable[[UpdateFacts], list[str]]) -> list[str]:
     names: dict[str, None] = {}
     for update in e.found.updates:
         held = update.options if update.options else right.options
-        names |= dict.fromkeys(name for name in set(what(update)) ^ set(what(right)) if name in held)
+        names |= dict.fromkeys(
+            name for name in set(what(update)) ^ set(what(right)) if name in held
+        )
     return sorted(names)
 
 
@@ -109,9 +143,17 @@ def left_over(e: Evidence) -> Cause | None:
     stale = _differ(e, lambda update: update.stale)
     if stale:
         ranks = _ranks_where(e, lambda update: update.stale)
-        text = f"{name_ranks(ranks)} adds to the gradients of the step before: nothing sets {listed(stale)} to zero"
-        return Cause("gradients not zeroed", text, ["gradients at the start of the step", experiments.AGAIN])
-    text = "the step agrees where a new process takes it from the same state: an earlier step of the same process "
+        text = (
+            f"{name_ranks(ranks)} adds to the gradients of the step before: nothing sets"
+            f" {listed(stale)} to zero"
+        )
+        return Cause(
+            "gradients not zeroed", text, ["gradients at the start of the step", experiments.AGAIN]
+        )
+    text = (
+        "the step agrees where a new process takes it from the same state: an earlier step of the"
+        " same process "
+    )
     text += f"leaves something behind that no checkpoint holds; {first_seen(e)}"
     return Cause("earlier steps", text, [experiments.AGAIN])
 
@@ -119,10 +161,14 @@ def left_over(e: Evidence) -> Cause | None:
 def tied(e: Evidence) -> Cause | None:
     """Return a cause if parameters are one on one side and two on the other."""
     shared = e.found.right_update.tied
-    missing = [d for d in e.found.differences if d.aspect == "start" and d.missing and d.name in shared]
+    missing = [
+        d for d in e.found.differences if d.aspect == "start" and d.missing and d.name in shared
+    ]
     if not missing:
         return None
-    names = ", ".join(f"{d.name}, which the reference shares with {shared[d.name]}" for d in missing)
+    names = ", ".join(
+        f"{d.name}, which the reference shares with {shared[d.name]}" for d in missing
+    )
     text = f"{name_ranks(missing[0].ranks)} trains apart {names}"
     return Cause("tied weights", text, ["names of parameters"])
 
@@ -131,25 +177,47 @@ def frozen(e: Evidence) -> Cause | None:
     """Return a cause if the gradients that are missing are those of parameters that want none on one side."""
     names = _differ(e, lambda update: update.frozen)
     missing = {d.name for d in e.found.differences if d.aspect == "gradient" and d.missing}
-    seen = e.tried.get(experiments.FORCED, e.found)  # where a gradient is missing, another norm clips the others
+    # where a gradient is missing, another norm clips the others
+    seen = e.tried.get(experiments.FORCED, e.found)
     others = e.deviations or any(d.aspect == "gradient" and not d.missing for d in seen.differences)
     if not missing or not missing <= set(names) or others:
         return None
     ranks = _ranks_where(e, lambda update: set(update.frozen) & set(names))
-    who = f"on {name_ranks(ranks)}, and are trained in the reference" if ranks else "in the reference, not on ranks"
-    return Cause("frozen parameter", f"{listed(names)} require no gradient {who}", ["requires_grad", "gradients"])
+    who = (
+        f"on {name_ranks(ranks)}, and are trained in the reference"
+        if ranks
+        else "in the reference, not on ranks"
+    )
+    return Cause(
+        "frozen parameter",
+        f"{listed(names)} require no gradient {who}",
+        ["requires_grad", "gradients"],
+    )
 
 
 def without_update(e: Evidence) -> Cause | None:
     """Return a cause if a rank leaves out the update that the reference makes."""
     ranks = _ranks_where(e, lambda update: not update.called)
-    if not ranks or not e.found.right_update.called or not e.found.has("value") or e.found.has("gradient"):
+    if (
+        not ranks
+        or not e.found.right_update.called
+        or not e.found.has("value")
+        or e.found.has("gradient")
+    ):
         return None
     names = {d.name for d in e.found.differences if d.aspect == "value"}
     if not all(names <= set(e.found.updates[rank].unmoved) for rank in ranks):
-        text = f"the optimizer's step is replaced on {name_ranks(ranks)}: it is not called, and makes other values"
-        return Cause("optimizer", f"{text} of {listed(sorted(names))}", ["calls of the optimizer", "values"])
-    text = f"the update is skipped on {name_ranks(ranks)}: the optimizer's step is not called, and the values stay"
+        text = (
+            f"the optimizer's step is replaced on {name_ranks(ranks)}: it is not called, and makes"
+            " other values"
+        )
+        return Cause(
+            "optimizer", f"{text} of {listed(sorted(names))}", ["calls of the optimizer", "values"]
+        )
+    text = (
+        f"the update is skipped on {name_ranks(ranks)}: the optimizer's step is not called, and the"
+        " values stay"
+    )
     return Cause("optimizer", text, ["calls of the optimizer", "gradients and values"])
 
 
@@ -166,9 +234,19 @@ def update(e: Evidence) -> Cause | None:
     where = f": on {name_ranks(ranks)}, {listed(names)}"
     updates = [e.found.updates[rank] for rank in wrong[0].ranks]
     right = e.found.right_update
-    if all(name in update.unmoved and name not in right.unmoved for name in names for update in updates):
-        lacks = all(not update.options.get(name) and right.options.get(name) for name in names for update in updates)
-        where += ", which the optimizer does not hold" if lacks else ", which keep the values of before the step"
+    if all(
+        name in update.unmoved and name not in right.unmoved for name in names for update in updates
+    ):
+        lacks = all(
+            not update.options.get(name) and right.options.get(name)
+            for name in names
+            for update in updates
+        )
+        where += (
+            ", which the optimizer does not hold"
+            if lacks
+            else ", which keep the values of before the step"
+        )
     return Cause("optimizer", text + where, ["gradients and values"])
 
 
@@ -181,7 +259,11 @@ def options(e: Evidence) -> Cause | None:
     if not seen or (e.found.has("gradient", "value") and not e.agrees(experiments.OPTIONS)):
         return None
     text = "; ".join(f"the optimizer of {name_ranks(d.ranks)} has {d.name}" for d in seen)
-    by = experiments.OPTIONS if e.agrees(experiments.OPTIONS) else "options of the optimizer on both sides"
+    by = (
+        experiments.OPTIONS
+        if e.agrees(experiments.OPTIONS)
+        else "options of the optimizer on both sides"
+    )
     return Cause("optimizer", text, [by])
 
 
@@ -191,7 +273,10 @@ def state(e: Evidence) -> Cause | None:
     if not names or not e.agrees(experiments.STATE):
         return None
     ranks = _ranks_where(e, lambda update: set(update.state_changed) & set(names))
-    text = f"the optimizer's state is lost or changed between a step's start and its update on {name_ranks(ranks)}"
+    text = (
+        "the optimizer's state is lost or changed between a step's start and its update on"
+        f" {name_ranks(ranks)}"
+    )
     return Cause("optimizer", f"{text}: of {listed(names)}", [experiments.STATE])
 
 
@@ -201,7 +286,9 @@ def optimizer_hook(e: Evidence) -> Cause | None:
         return None
     ranks = _ranks_where(e, lambda update: update.by_hooks)
     also = "" if e.found.right_update.by_hooks else ", and not in the reference"
-    text = f"a hook of the optimizer changes gradients before its update on {name_ranks(ranks)}{also}"
+    text = (
+        f"a hook of the optimizer changes gradients before its update on {name_ranks(ranks)}{also}"
+    )
     return Cause("optimizer hook", text + located(e), [experiments.OPTIMIZER_HOOKS])
 
 
@@ -211,11 +298,16 @@ def before(e: Evidence) -> Cause | None:
 
 
 def after(e: Evidence) -> Cause | None:
-    """Return a cause if something else than the optimizer changes values; without it, they agree."""
+    """Return a cause if something else than the optimizer changes values.
+
+    Without it, they agree.
+    """
     return _beside(e, experiments.AFTER, "after", lambda update: update.after)
 
 
-def _beside(e: Evidence, name: str, side: str, what: Callable[[UpdateFacts], list[str]]) -> Cause | None:
+def _beside(
+    e: Evidence, name: str, side: str, what: Callable[[UpdateFacts], list[str]]
+) -> Cause | None:
     if not e.agrees(name):
         return None
     when = f"{side} the optimizer's update"
@@ -224,9 +316,15 @@ def _beside(e: Evidence, name: str, side: str, what: Callable[[UpdateFacts], lis
     others = [rank for rank in range(len(e.found.updates)) if rank not in changes]
     in_reference = bool(set(what(e.found.right_update)) & set(names))
     if in_reference and others:
-        text = f"the values of {listed(names)} change {when} in the reference, not on {name_ranks(others)}"
+        text = (
+            f"the values of {listed(names)} change {when} in the reference, not on"
+            f" {name_ranks(others)}"
+        )
     elif not in_reference:
-        text = f"the values of {listed(names)} change {when} on {name_ranks(changes)}, not in the reference"
+        text = (
+            f"the values of {listed(names)} change {when} on {name_ranks(changes)}, not in the"
+            " reference"
+        )
     else:
         text = f"what changes the values of {listed(names)} {when} changes them otherwise on ranks"
     return Cause(f"{side} the update", text, [name])

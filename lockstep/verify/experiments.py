@@ -1,6 +1,7 @@
 """Changes one thing in a step, on both sides: if the difference disappears, that thing was its cause.
 
-An experiment is a `Case` (see `lockstep.verify.subject`) that changes settings, or switches of the running trainer.
+An experiment is a `Case` (see `lockstep.verify.subject`) that changes settings, or switches of the
+running trainer.
 """
 
 import ast
@@ -34,18 +35,24 @@ if TYPE_CHECKING:
 # Experiments that change settings.
 AGAIN, AGAIN_TOO = "again", "again too"
 COMPRESSION, RECOMPUTATION, CLIP, COMPILE = (
-    "without compression", "without recomputation", "without clipping", "without compilation",
-)  # fmt: skip
+    "without compression",
+    "without recomputation",
+    "without clipping",
+    "without compilation",
+)
 FLOAT32, ONE_EACH = "in float32", "one micro-batch a rank"
 # Experiments that change the running trainer; a case names them in `switches`, too.
 SEEDS = "with one seed"  # every segment uses the same seed
-DRAWS = "without random numbers"  # each draw gives the mean of what it draws from; of the reference's checks
+# each draw gives the mean of what it draws from; of the reference's checks
+DRAWS = "without random numbers"
 SAME_DRAWS = "with one seed for each draw"
 DOUBLE = "in float64"  # the reference computes in float64
-PERTURB = "with other last bits"  # the last bits of the reference's parameters are changed at the start
+# the last bits of the reference's parameters are changed at the start
+PERTURB = "with other last bits"
 FORCED = "each module given the reference's inputs and gradients"
 NUDGED = "each module given inputs with other last bits"  # of the reference; on one process
-MEMORY = "with the memory of before the step"  # each micro-batch starts with the attributes and globals of the first
+# each micro-batch starts with the attributes and globals of the first
+MEMORY = "with the memory of before the step"
 ALONE = "with a forward pass that knows of no other rank"
 PRECISE = "without conversions to 16 bits"
 MODES = "with every module in training mode"
@@ -63,7 +70,10 @@ AFTER = "with the values that the optimizer's update leaves"
 
 
 def apply(trainer: "Trainer", switches: frozenset[str], model: torch.nn.Module) -> None:
-    """Change a trainer before its first step; `model`: as its author made it; its modules are those of the trainer."""
+    """Change a trainer before its first step; `model`: as its author made it.
+
+    Its modules are those of the trainer.
+    """
     placed = trainer.placed
     if SEEDS in switches:
         generator = default_generator(trainer.device)
@@ -107,7 +117,11 @@ def apply(trainer: "Trainer", switches: frozenset[str], model: torch.nn.Module) 
         trainer.optimizer.register_step_pre_hook(lambda *_: _set_values(trainer, values))
     if ALONE in switches and placed.layout.world_size > 1:
         _forward_alone(trainer)
-    if CHAIN in switches and placed.layout.pipeline == 1 and (segments := pipeline_segments_of(model)) is not None:
+    if (
+        CHAIN in switches
+        and placed.layout.pipeline == 1
+        and (segments := pipeline_segments_of(model)) is not None
+    ):
         model.forward = _chain(segments)
 
 
@@ -128,7 +142,9 @@ def _keep_state(trainer: "Trainer") -> None:
     def keep(_micro_batches: Sequence[MicroBatch]) -> None:
         kept.clear()
         for parameter, state in optimizer.state.items():
-            kept[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+            kept[parameter] = {
+                k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()
+            }
 
     def restore(*_: Any) -> None:
         optimizer.state.clear()
@@ -142,7 +158,9 @@ def _keep_update(trainer: "Trainer") -> None:
     """Give the parameters, at the end of a step, the values that the optimizer's update left."""
     clear, kept = trainer.placed.clear_gradients, dict[str, Tensor]()
     optimizer = trainer.optimizer
-    run_first(optimizer, optimizer.register_step_post_hook(lambda *_: kept.update(_values(trainer))))
+    run_first(
+        optimizer, optimizer.register_step_post_hook(lambda *_: kept.update(_values(trainer)))
+    )
 
     def cleared() -> None:
         _set_values(trainer, kept)
@@ -162,7 +180,10 @@ def _set_values(trainer: "Trainer", values: Mapping[str, Tensor]) -> None:
 
 
 def use_options(trainer: "Trainer", right: Mapping[str, Mapping[str, str]]) -> None:
-    """Set options of the optimizer before each update; `right`: parameter → option → the reference's value as text."""
+    """Set options of the optimizer before each update.
+
+    `right`: parameter → option → the reference's value as text.
+    """
     names = {id(parameter): name for name, parameter in trainer.placed.parameters.items()}
 
     def use(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -175,7 +196,9 @@ def use_options(trainer: "Trainer", right: Mapping[str, Mapping[str, str]]) -> N
     trainer.optimizer.register_step_pre_hook(use)
 
 
-def use_settings(trainer: "Trainer", names: Mapping[int, str], right: Mapping[str, Mapping[str, Any]]) -> None:
+def use_settings(
+    trainer: "Trainer", names: Mapping[int, str], right: Mapping[str, Mapping[str, Any]]
+) -> None:
     """Set plain attributes of modules to the reference's."""
     for part in trainer.placed.parts:
         for module in part.modules():
@@ -187,7 +210,11 @@ def use_settings(trainer: "Trainer", names: Mapping[int, str], right: Mapping[st
 
 def settings_of_module(module: torch.nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that are numbers, texts, switches, None, or tuples of them."""
-    own = {key: value for key, value in vars(module).items() if not key.startswith("_") and key != "training"}
+    own = {
+        key: value
+        for key, value in vars(module).items()
+        if not key.startswith("_") and key != "training"
+    }
     return {key: value for key, value in own.items() if _is_plain(value)}
 
 
@@ -198,7 +225,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _around_step(trainer: "Trainer", mode: Callable[[], Any]) -> None:
-    """Enter a mode for the forward and backward passes of a step; the samples are read outside of it."""
+    """Enter a mode for the forward and backward passes of a step.
+
+    The samples are read outside of it.
+    """
     run = trainer.placed.forward_backward
 
     def observed(micro_batches: Any, accumulator: Any, factor: float) -> None:
@@ -208,8 +238,13 @@ def _around_step(trainer: "Trainer", mode: Callable[[], Any]) -> None:
     trainer.placed.forward_backward = observed
 
 
-def before_step(trainer: "Trainer", call: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch] | None]) -> None:
-    """Call a function with a step's micro-batches before its first forward pass; it may return others."""
+def before_step(
+    trainer: "Trainer", call: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch] | None]
+) -> None:
+    """Call a function with a step's micro-batches before its first forward pass.
+
+    It may return others.
+    """
     run = trainer.placed.forward_backward
 
     def observed(micro_batches: Sequence[MicroBatch], accumulator: Any, factor: float) -> None:
@@ -262,12 +297,18 @@ def first_experiments(spec: Spec, topology: str, at: int) -> list[Case]:
     if any((values.get(f"{axis}_size") or 1) > 1 for axis in ("context", "tensor")):
         return again  # a rank's inputs and gradients are pieces of the reference's
     # Part by part, without what only rounds, or acts on the gradient as a whole.
-    plain = {key: value for settings in switched_off(spec.config).values() for key, value in settings.items()}
+    plain = {
+        key: value
+        for settings in switched_off(spec.config).values()
+        for key, value in settings.items()
+    }
     forced = Case(FORCED, plain, start=at, switches=frozenset({FORCED}))
     return [*again, forced, Case(NUDGED, plain, start=at, switches=frozenset({NUDGED, FORCED}))]
 
 
-def further_experiments(spec: Spec, topology: str, at: int, wanted: Sequence[str], data: Any) -> list[Case]:
+def further_experiments(
+    spec: Spec, topology: str, at: int, wanted: Sequence[str], data: Any
+) -> list[Case]:
     """Return those of the wanted experiments that are possible."""
     _, ranks = parse_topology(topology)
     off = switched_off(spec.config)
@@ -281,7 +322,8 @@ def further_experiments(spec: Spec, topology: str, at: int, wanted: Sequence[str
             settings = {key: value for each in off.values() for key, value in each.items()}
             settings["distributed.reproducible"] = False  # where layers sum chunks of their own
             cases.append(Case(name, settings, start=at, switches=frozenset({name})))
-        elif name == ONE_EACH and ranks > 1:  # other micro-batches: comparable from the first step alone
+        elif name == ONE_EACH and ranks > 1:
+            # other micro-batches: comparable from the first step alone
             cases += [Case(name, one_each)] if at == 0 else []
         elif name != ONE_EACH and (name != DOUBLE or (is_indexed(data) and FLOAT32 not in off)):
             cases.append(Case(name, start=at, switches=frozenset({name})))

@@ -1,8 +1,9 @@
 """Compares a step part by part: each module, the loss, each gradient, the reduction over ranks.
 
-Each module of a rank is given the reference's inputs, and its backward pass the reference's gradients, so that a
-difference does not travel: what deviates is wrong by itself. The bounds are those of one module, measured by the
-reference itself with inputs whose last bits are changed, as in TTrace (arXiv:2506.09280).
+Each module of a rank is given the reference's inputs, and its backward pass the reference's
+gradients, so that a difference does not travel: what deviates is wrong by itself. The bounds are
+those of one module, measured by the reference itself with inputs whose last bits are changed, as in
+TTrace (arXiv:2506.09280).
 
 Tests: tests/verify/test_updates.py, tests/verify/test_faults.py
 """
@@ -24,10 +25,27 @@ from lockstep.strategy import strategy_named
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer
 from lockstep.verify import recorded_flow
-from lockstep.verify.comparisons import distance, in_words, multiple, reduced_relation, relation, shard_like
+from lockstep.verify.comparisons import (
+    distance,
+    in_words,
+    multiple,
+    reduced_relation,
+    relation,
+    shard_like,
+)
 from lockstep.verify.experiments import settings_of_module, with_other_last_bits
 from lockstep.verify.memory import ModelMemory
-from lockstep.verify.recorded_flow import BACKWARD, FORWARD, LEAST, LOSS, REDUCTION, SLACK, Key, RankFlow, RecordedFlow
+from lockstep.verify.recorded_flow import (
+    BACKWARD,
+    FORWARD,
+    LEAST,
+    LOSS,
+    REDUCTION,
+    SLACK,
+    Key,
+    RankFlow,
+    RecordedFlow,
+)
 from lockstep.verify.trace import GRADIENT, Stored
 
 _LARGEST = 4 << 30  # bytes that the reference stores of one step
@@ -36,23 +54,32 @@ _LARGEST = 4 << 30  # bytes that the reference stores of one step
 class FlowRecorder:
     """Records the parts of a trainer's steps, or compares them with those of a reference.
 
-    `names`: id of a module → its name in the author's model; `nudge`: change the last bits of what modules are given.
+    `names`: id of a module → its name in the author's model; `nudge`: change the last bits of what
+    modules are given.
     """
 
     def __init__(
-        self, trainer: Trainer, names: dict[int, str], reference: RecordedFlow | None = None, *, nudge: bool = False
+        self,
+        trainer: Trainer,
+        names: dict[int, str],
+        reference: RecordedFlow | None = None,
+        *,
+        nudge: bool = False,
     ) -> None:
         self.stored, self.flow = RecordedFlow(), RankFlow()
         self._trainer, self._names, self._reference = trainer, names, reference
         self._generator = torch.Generator().manual_seed(1) if nudge else None
         self._calls: dict[tuple[int, str], int] = {}
-        self._inside: list[tuple[str, int]] = []  # modules that run, outermost first, with the number of their call
+        # modules that run, outermost first, with the number of their call
+        self._inside: list[tuple[str, int]] = []
         self._forward, self._bytes = False, 0
         self._unreal: set[int] = set()
         self._found: list[recorded_flow.Deviation] = []
         self._seen: set[Key] = set()  # that deviate
         self._memory = ModelMemory(trainer.placed.parts)
-        self._watched = recorded_flow.ObservedOperations(self._now, self.flow, self.stored.operations)
+        self._watched = recorded_flow.ObservedOperations(
+            self._now, self.flow, self.stored.operations
+        )
         self._opened = ExitStack()
         placed = trainer.placed
         self._run, self._at = placed.forward_backward, placed.random_state.at
@@ -65,8 +92,14 @@ class FlowRecorder:
                     self._hook(module, name)
                     mine = self.stored.settings[name] = settings_of_module(module)
                     right = mine if reference is None else reference.settings.get(name, {})
-                    both = [(key, value, right[key]) for key, value in mine.items() if right.get(key, value) != value]
-                    self.flow.settings += [f"{name}.{key} {a!r} instead of {b!r}" for key, a, b in both]
+                    both = [
+                        (key, value, right[key])
+                        for key, value in mine.items()
+                        if right.get(key, value) != value
+                    ]
+                    self.flow.settings += [
+                        f"{name}.{key} {a!r} instead of {b!r}" for key, a, b in both
+                    ]
         if placed.layout.shard == placed.layout.pipeline == 1:
             for name, parameter in placed.parameters.items():
                 if parameter.requires_grad and not isinstance(parameter, DTensor):
@@ -75,7 +108,9 @@ class FlowRecorder:
 
     # ---- the step ----
 
-    def _observed(self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float) -> None:
+    def _observed(
+        self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
+    ) -> None:
         self._unreal = {micro_batch.index for micro_batch in micro_batches if not micro_batch.real}
         self._calls.clear()
         add = accumulator.add
@@ -104,10 +139,15 @@ class FlowRecorder:
     def _remember(self) -> None:
         """Note what the forward pass that ends here has changed in the model's memory."""
         if self._forward:
-            self.flow.moved += [name for name in self._memory.moved() if name not in self.flow.moved]
+            self.flow.moved += [
+                name for name in self._memory.moved() if name not in self.flow.moved
+            ]
 
     def _now(self) -> tuple[int, str | None]:
-        """Return the micro-batch, and the module whose own code runs in a forward pass; None outside of one."""
+        """Return the micro-batch, and the module whose own code runs in a forward pass.
+
+        None outside of one.
+        """
         micro_batch = self._trainer.placed.random_state.micro_batch
         if not self._forward or micro_batch in self._unreal:
             return micro_batch, None
@@ -125,7 +165,11 @@ class FlowRecorder:
             self._inside.append((name, number))
             kinds = sorted({str(p.dtype) for p in module.parameters(recurse=False)})
             device = self._trainer.device.type
-            autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off"
+            autocast = (
+                str(torch.get_autocast_dtype(device))
+                if torch.is_autocast_enabled(device)
+                else "off"
+            )
             mode = "training" if module.training else "evaluation"
             state = f"{mode} mode, autocast {autocast}, parameters {', '.join(kinds) or 'none'}"
             self.stored.state[micro_batch, name, number] = state.replace("torch.", "")
@@ -214,9 +258,13 @@ class FlowRecorder:
             if targets != right_targets:
                 how = f"{recorded_flow.COUNTS} {targets:g} targets instead of {right_targets:g}"
                 # With another count alone, either the sum or the mean is the reference's.
-                as_mean = abs(value * right_targets - right * targets) <= LEAST * abs(right * targets)
+                as_mean = abs(value * right_targets - right * targets) <= LEAST * abs(
+                    right * targets
+                )
                 if off > self._bound(key) and not as_mean:
-                    how = f"is {in_words(value / right) if right else value} the reference, and {how}"
+                    how = (
+                        f"is {in_words(value / right) if right else value} the reference, and {how}"
+                    )
                 self._deviates(LOSS, key, max(off, LEAST), how)
             elif off > self._bound(key):
                 times = value / right if right else 0.0
@@ -231,7 +279,9 @@ class FlowRecorder:
             times = float(gradient) / right_unit / unit
             if abs(times - 1) > LEAST and (number, "", 0, "loss") not in self._seen:
                 how = f"is {in_words(times)} the reference"
-                self._deviates(LOSS, (number, "", 0, "weight in the backward pass"), abs(times - 1), how)
+                self._deviates(
+                    LOSS, (number, "", 0, "weight in the backward pass"), abs(times - 1), how
+                )
             return torch.full_like(gradient, right_unit * unit)
 
         if loss.value.requires_grad:
@@ -254,10 +304,14 @@ class FlowRecorder:
     def see_reduced(self, gradients: dict[str, Tensor], stored: Stored, scale: float) -> None:
         """Compare the gradients before the update with the reference's, which were made of the same terms.
 
-        `scale` is the factor by which the sum over the micro-batches was multiplied after its reduction.
+        `scale` is the factor by which the sum over the micro-batches was multiplied after its
+        reduction.
         """
         assert self._reference is not None
-        mine = sorted({key[0] for key in self._reference.tensors if key[3] == "gradient"} & set(self.stored.units))
+        mine = sorted(
+            {key[0] for key in self._reference.tensors if key[3] == "gradient"}
+            & set(self.stored.units)
+        )
         every = sorted({key[0] for key in self._reference.tensors if key[3] == "gradient"})
         for name, gradient in gradients.items():
             whole = stored.get(GRADIENT, name)
@@ -273,13 +327,17 @@ class FlowRecorder:
             if off > max(LEAST, SLACK * max([self._reference.bounds.get(key, 0.0), *bounds])):
                 unit = self._unit(mine[0]) if mine else 1.0
                 terms = self._reference.terms(name, every, whole)
-                how = reduced_relation(gradient, whole, terms, mine, self._trainer.layout.world_size, unit, scale)
+                how = reduced_relation(
+                    gradient, whole, terms, mine, self._trainer.layout.world_size, unit, scale
+                )
                 self._deviates(REDUCTION, key, off, how)
 
     def _store(self, key: Key, tensor: Tensor) -> None:
         self._bytes += tensor.numel() * tensor.element_size()
         if self._bytes > _LARGEST:
-            raise RuntimeError(f"what flows through this model in a step takes more than {_LARGEST >> 30} GiB")
+            raise RuntimeError(
+                f"what flows through this model in a step takes more than {_LARGEST >> 30} GiB"
+            )
         self.stored.tensors[key] = tensor.detach().cpu().clone()
 
     def _compare(self, stage: str, key: Key, mine: Tensor, right: Tensor) -> None:
@@ -303,7 +361,9 @@ class FlowRecorder:
 
     def _bound(self, key: Key) -> float:
         assert self._reference is not None
-        least = LEAST if self._reference.tensors.get(key, torch.empty(0)).is_floating_point() else 0.0
+        least = (
+            LEAST if self._reference.tensors.get(key, torch.empty(0)).is_floating_point() else 0.0
+        )
         return max(least, SLACK * self._reference.bounds.get(key, 0.0))
 
     def _deviates(self, stage: str, key: Key, relative: float, how: str) -> None:
@@ -317,19 +377,29 @@ class FlowRecorder:
         self._seen.add(key)
         modules = (m for part in self._trainer.placed.parts for m in part.modules())
         of_module = stage in (FORWARD, BACKWARD)
-        cls = next((type(m).__name__ for m in modules if of_module and self._names.get(id(m)) == name), "")
+        cls = next(
+            (type(m).__name__ for m in modules if of_module and self._names.get(id(m)) == name), ""
+        )
         rank = self._trainer.cluster.facts.rank
-        self._found.append(recorded_flow.Deviation(stage, rank, micro_batch, name, what, relative, how, note, cls))
+        self._found.append(
+            recorded_flow.Deviation(stage, rank, micro_batch, name, what, relative, how, note, cls)
+        )
 
     def finish(self) -> RankFlow:
         """Return what was found; the recorder is of no use afterwards."""
         self._opened.close()
-        self.flow.deviations = sorted(self._found, key=lambda deviation: recorded_flow.STAGES.index(deviation.stage))
+        self.flow.deviations = sorted(
+            self._found, key=lambda deviation: recorded_flow.STAGES.index(deviation.stage)
+        )
         if self._reference is not None and self.flow.deviations:
             first = self.flow.deviations[0]
             if first.stage in (FORWARD, LOSS) and self._trainer.layout.shard == 1:
-                line = recorded_flow.first_line(self.stored.operations, self._reference.operations, first)
-                self.flow.deviations[0] = replace(first, note="; ".join(filter(None, (first.note, line))))
+                line = recorded_flow.first_line(
+                    self.stored.operations, self._reference.operations, first
+                )
+                self.flow.deviations[0] = replace(
+                    first, note="; ".join(filter(None, (first.note, line)))
+                )
         return self.flow
 
 
@@ -342,7 +412,9 @@ class _Seen(torch.autograd.Function):
         return seen
 
     @staticmethod
-    def forward(ctx: Any, _tensor: Tensor, value: Tensor, recorder: FlowRecorder, key: Key) -> Tensor:
+    def forward(
+        ctx: Any, _tensor: Tensor, value: Tensor, recorder: FlowRecorder, key: Key
+    ) -> Tensor:
         ctx.recorder, ctx.key = recorder, key
         return value.clone()
 

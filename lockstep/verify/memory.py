@@ -1,7 +1,8 @@
 """Finds what a model remembers from one micro-batch to the next, besides its parameters.
 
-That is attributes of its modules, buffers, and globals, class attributes and closures of the user's code that the
-modules run. A rank runs its own micro-batches only, so it remembers something else than one process does.
+That is attributes of its modules, buffers, and globals, class attributes and closures of the user's
+code that the modules run. A rank runs its own micro-batches only, so it remembers something else
+than one process does.
 """
 
 import copy
@@ -92,9 +93,13 @@ def _slots(part: nn.Module) -> Iterator[_Slot]:
     for function in code.values():
         where = function.__module__
         for name in function.__code__.co_names:
-            if name in function.__globals__ and not isinstance(function.__globals__[name], ModuleType | type):
+            if name in function.__globals__ and not isinstance(
+                function.__globals__[name], ModuleType | type
+            ):
                 yield _Slot(f"{where}.{name}", function.__globals__, name)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
             if _is_filled(cell):
                 yield _Slot(f"{name} of {function.__qualname__}", cell, "cell_contents")
         for name in vars(function):
@@ -111,11 +116,19 @@ def _functions_of(module: nn.Module) -> Iterator[FunctionType]:
     while found:
         value = found.pop()
         value = value.__func__ if isinstance(value, MethodType) else value
-        if isinstance(value, FunctionType) and _is_user_code(value.__module__) and id(value) not in seen:
+        if (
+            isinstance(value, FunctionType)
+            and _is_user_code(value.__module__)
+            and id(value) not in seen
+        ):
             seen.add(id(value))
             yield value
             # One function calls another, by its name or from its closure.
-            found += [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
+            found += [
+                value.__globals__[name]
+                for name in value.__code__.co_names
+                if name in value.__globals__
+            ]
             found += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
 
 
@@ -144,7 +157,9 @@ def _print(value: Any) -> bytes | None:
         if isinstance(value, Tensor):
             if value.numel() * value.element_size() > _LARGEST or value.is_meta:
                 return None
-            return bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            return bytes(
+                value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
         found = pickle.dumps(value)
     except Exception:
         return None
@@ -172,7 +187,12 @@ def _restore(slot: _Slot, now: Any, value: Any) -> None:
     elif isinstance(now, dict | set):
         now.clear()
         now.update(copy.deepcopy(value))
-    elif isinstance(now, Tensor) and isinstance(value, Tensor) and now.shape == value.shape and not now.requires_grad:
+    elif (
+        isinstance(now, Tensor)
+        and isinstance(value, Tensor)
+        and now.shape == value.shape
+        and not now.requires_grad
+    ):
         now.copy_(value)
     else:
         slot.write(_copy(value))

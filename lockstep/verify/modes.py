@@ -41,10 +41,15 @@ def alone() -> Iterator[None]:
         return None
 
     replaced: dict[str, Any] = {
-        "is_initialized": lambda: False, "get_world_size": lambda *_: 1, "get_rank": lambda *_: 0,
-        "all_gather": gathered, "all_gather_into_tensor": gathered, "all_reduce": nothing, "broadcast": nothing,
+        "is_initialized": lambda: False,
+        "get_world_size": lambda *_: 1,
+        "get_rank": lambda *_: 0,
+        "all_gather": gathered,
+        "all_gather_into_tensor": gathered,
+        "all_reduce": nothing,
+        "broadcast": nothing,
         "barrier": nothing,
-    }  # fmt: skip
+    }
     variables = {name: value for name, value in RANK_0_OF_1.items() if name in os.environ}
     with patch.multiple(dist, **replaced), patch.dict(os.environ, variables):
         yield
@@ -55,7 +60,10 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._generators = [torch.default_generator, *([generator] if generator is not torch.default_generator else [])]
+        self._generators = [
+            torch.default_generator,
+            *([generator] if generator is not torch.default_generator else []),
+        ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -75,7 +83,10 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class MeanDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces each random number by the mean of its distribution; training mode and all else stay."""
+    """Replaces each random number by the mean of its distribution.
+
+    Training mode and all else stay.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -109,7 +120,11 @@ _MEANS: dict[str, Callable[[Any, Any], Any]] = {
     "randint": lambda args, _: ((args[0] + args[1]) if isinstance(args[1], int) else args[0]) // 2,
     "normal": lambda args, _: args[0],
     "normal_": _argument(1, "mean", 0.0),
-    "uniform_": lambda args, kw: (_argument(1, "from", 0.0)(args, kw) + _argument(2, "to", 1.0)(args, kw)) / 2,
+    "uniform_": (
+        lambda args, kw: (
+            (_argument(1, "from", 0.0)(args, kw) + _argument(2, "to", 1.0)(args, kw)) / 2
+        )
+    ),
     "exponential_": lambda args, kw: 1 / _argument(1, "lambd", 1.0)(args, kw),
     "bernoulli": _argument(1, "p", 0.5),
     "bernoulli_": _argument(1, "p", 0.5),
@@ -127,36 +142,53 @@ class FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class WholeSequences:
-    """Lets a model that runs on parts of sequences run on whole ones; finds where positions meet outside of attention.
+    """Lets a model that runs on parts of sequences run on whole ones.
 
-    Under context parallel a convolution, say, or a mean over the sequence sees a part of each sequence only: no error,
-    another gradient. On whole sequences, of which each rank keeps its part, it computes what it does in one process.
+    Finds where positions meet outside of attention.
+
+    Under context parallel a convolution, say, or a mean over the sequence sees a part of each
+    sequence only: no error, another gradient. On whole sequences, of which each rank keeps its
+    part, it computes what it does in one process.
     """
 
     def __init__(self, trainer: "Trainer", names: Mapping[int, str]) -> None:
         context = trainer.placed.context
         assert context is not None
         (model,) = trainer.placed.parts
-        self.module = ""  # name of the first whose outputs are others than on whole sequences, if one is found
-        self.numbers = False  # whether it is an `Attend` that numbers the positions of a part otherwise
+        # name of the first whose outputs are others than on whole sequences, if one is found
+        self.module = ""
+        # whether it is an `Attend` that numbers the positions of a part otherwise
+        self.numbers = False
         self._names, self._context, self._model = names, context, model
-        self._plain, self._compared, self._random = model.forward, False, trainer.placed.random_state
+        self._plain, self._compared, self._random = (
+            model.forward,
+            False,
+            trainer.placed.random_state,
+        )
         model.forward = self._forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
-        lengths = [leaf.shape[SEQUENCE] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > SEQUENCE]
+        lengths = [
+            leaf.shape[SEQUENCE]
+            for leaf in leaves
+            if isinstance(leaf, Tensor) and leaf.dim() > SEQUENCE
+        ]
         length, context = min(lengths), self._context
         gathered = [context.gathered(leaf) if _has(leaf, length) else leaf for leaf in leaves]
         whole_args, whole_kwargs = tree_unflatten(gathered, structure)
         if not self._compared:
             self._compared = True
-            self._compare_positions(length, next(leaf.device for leaf in leaves if isinstance(leaf, Tensor)))
+            self._compare_positions(
+                length, next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+            )
             if not self.module:
                 self._compare((args, kwargs), (whole_args, whole_kwargs))
         context.whole = True  # and stays so, for what the backward pass computes again
         outputs, structure = tree_flatten(self._plain(*whole_args, **whole_kwargs))
-        return tree_unflatten([_part(each, length * context.ranks, context) for each in outputs], structure)
+        return tree_unflatten(
+            [_part(each, length * context.ranks, context) for each in outputs], structure
+        )
 
     def _compare_positions(self, length: int, device: torch.device) -> None:
         for attend in (module for module in self._model.modules() if isinstance(module, Attend)):
@@ -175,7 +207,10 @@ class WholeSequences:
             seen: list[tuple[str, Tensor]] = []
             inside = [module for module in self._model.modules() if module is not self._model]
             hooks = [partial(_note, self._names.get(id(module), ""), seen) for module in inside]
-            handles = [module.register_forward_hook(hook) for module, hook in zip(inside, hooks, strict=True)]
+            handles = [
+                module.register_forward_hook(hook)
+                for module, hook in zip(inside, hooks, strict=True)
+            ]
             with torch.random.fork_rng():
                 self._plain(*args, **kwargs)
             self._random.calls = dict(calls)  # each pass draws the same numbers
@@ -200,10 +235,13 @@ def _part(value: Any, length: int, context: Context) -> Any:
         return value
     if _has(value, length):
         return context.part(value)
-    return value if context.rank == 0 else value.detach() + 0 * value  # all ranks compute it: its gradient counts once
+    # all ranks compute it: its gradient counts once
+    return value if context.rank == 0 else value.detach() + 0 * value
 
 
-def _note(name: str, seen: list[tuple[str, Tensor]], _module: nn.Module, _args: Any, outputs: Any) -> None:
+def _note(
+    name: str, seen: list[tuple[str, Tensor]], _module: nn.Module, _args: Any, outputs: Any
+) -> None:
     first = outputs[0] if isinstance(outputs, tuple) else outputs
     if isinstance(first, Tensor) and first.dim() > SEQUENCE:
         seen.append((name, first))

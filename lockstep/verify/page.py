@@ -1,6 +1,7 @@
 """Writes a verdict as one HTML page: the table, the causes, and the first difference drawn through the model's modules.
 
-The page holds its style, has no scripts and asks for nothing; names are shown as text, never as markup.
+The page holds its style, has no scripts and asks for nothing; names are shown as text, never as
+markup.
 
 Tests: tests/verify/test_command.py, tests/verify/test_script.py
 """
@@ -68,7 +69,11 @@ class _Module:
 
 
 def write_page(
-    path: Path, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], outcomes: Sequence[DrawnOutcome]
+    path: Path,
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    outcomes: Sequence[DrawnOutcome],
 ) -> None:
     """Write the page."""
     table = [_row("th", headings), *(_row("td", row) for row in rows)]
@@ -76,7 +81,10 @@ def write_page(
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+        (
+            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src'
+            " 'unsafe-inline'\">"
+        ),
         f"<title>{escape(title)} · Lockstep</title><style>{style}</style></head><body><main>",
         f'<header><h1>{escape(title)}</h1><p class="made">{moment(time.time())}</p></header>',
         f'<div class="card"><div class="scroll"><table>{"".join(table)}</table></div></div>',
@@ -110,9 +118,14 @@ def _box(name: str, module: _Module) -> str:
     inside: list[str] = []
     for differs, parts in groupby(module.inside.items(), key=lambda part: part[1].differs):
         alike = list(parts)
-        inside += [_box(*part) for part in alike] if differs else [_equal([part for part, _ in alike])]
+        inside += (
+            [_box(*part) for part in alike] if differs else [_equal([part for part, _ in alike])]
+        )
     found = "".join(map(_difference, *zip(*module.found, strict=True))) if module.found else ""
-    return f'<div class="part{" wrong" * bool(module.found)}"><b>{escape(name)}</b>{found}{"".join(inside)}</div>'
+    return (
+        "<div"
+        f' class="part{" wrong" * bool(module.found)}"><b>{escape(name)}</b>{found}{"".join(inside)}</div>'
+    )
 
 
 def _equal(names: Sequence[str]) -> str:

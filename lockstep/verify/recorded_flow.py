@@ -1,6 +1,7 @@
 """Records the parts of a step: those of the reference, and on a rank what deviates from them.
 
-Also the operations of a forward pass, which tell the line of the user's code at which two passes first differ.
+Also the operations of a forward pass, which tell the line of the user's code at which two passes
+first differ.
 
 Tests: tests/verify/test_updates.py
 """
@@ -19,7 +20,8 @@ from lockstep.launch.failures import short_path
 from lockstep.parallel.divergence import fingerprint
 from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
 
-Key = tuple[int, str, int, str]  # micro-batch, module, number of its call, what: "input 0", "gradient of output 1" …
+# micro-batch, module, number of its call, what: "input 0", "gradient of output 1" …
+Key = tuple[int, str, int, str]
 
 Operation = tuple[str, int, float, str]  # its name, fingerprint of its result, norm, line
 Operations = dict[tuple[int, str], list[Operation]]  # by micro-batch and module
@@ -45,7 +47,8 @@ class Deviation:
     what: str  # input, output or gradient
     relative: float  # size of the difference
     relation: str  # a clause: "is 2 × the reference"
-    note: str = ""  # what else differs: autocast, evaluation mode, the line of the first operation that does
+    # what else differs: autocast, evaluation mode, the line of the first operation that does
+    note: str = ""
     kind: str = ""
 
 
@@ -54,11 +57,14 @@ class RankFlow:
     """The findings of one rank, part by part."""
 
     deviations: list[Deviation] = field(default_factory=list)  # in the order of the step
-    unjudged: list[str] = field(default_factory=list)  # parts that differ, where last bits do too much
+    # parts that differ, where last bits do too much
+    unjudged: list[str] = field(default_factory=list)
     draws: list[str] = field(default_factory=list)  # modules that draw random numbers
     collectives: list[str] = field(default_factory=list)  # that the forward pass calls
-    moved: list[str] = field(default_factory=list)  # attributes, globals, generators that it changes
-    settings: list[str] = field(default_factory=list)  # others than the reference's: "drop.p 0.4 instead of 0.1"
+    # attributes, globals, generators that it changes
+    moved: list[str] = field(default_factory=list)
+    # others than the reference's: "drop.p 0.4 instead of 0.1"
+    settings: list[str] = field(default_factory=list)
     parts: int = 0  # number of parts that were compared
 
 
@@ -67,11 +73,14 @@ class RecordedFlow:
     """A recording of the reference."""
 
     tensors: dict[Key, Tensor] = field(default_factory=dict)  # of each part
-    state: dict[tuple[int, str, int], str] = field(default_factory=dict)  # by micro-batch, module, call: mode, dtypes
+    # by micro-batch, module, call: mode, dtypes
+    state: dict[tuple[int, str, int], str] = field(default_factory=dict)
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # module → plain attributes
     operations: Operations = field(default_factory=dict)  # of each module's own code
-    losses: dict[int, tuple[float, float]] = field(default_factory=dict)  # micro-batch → (loss, number of targets)
-    units: dict[int, float] = field(default_factory=dict)  # micro-batch → gradient with which its backward pass began
+    # micro-batch → (loss, number of targets)
+    losses: dict[int, tuple[float, float]] = field(default_factory=dict)
+    # micro-batch → gradient with which its backward pass began
+    units: dict[int, float] = field(default_factory=dict)
     bounds: dict[Key, float] = field(default_factory=dict)  # how far each part may deviate
 
     def terms(self, name: str, micro_batches: Sequence[int], whole: Tensor) -> dict[int, Tensor]:
@@ -92,9 +101,14 @@ def load(path: Path) -> RecordedFlow:
 
 
 class ObservedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operation of a forward pass; `where`: the micro-batch and the module that runs, None outside of one."""
+    """Sees each operation of a forward pass.
 
-    def __init__(self, where: Callable[[], tuple[int, str | None]], flow: RankFlow, operations: Operations) -> None:
+    `where`: the micro-batch and the module that runs, None outside of one.
+    """
+
+    def __init__(
+        self, where: Callable[[], tuple[int, str | None]], flow: RankFlow, operations: Operations
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._where, self._flow, self._operations = where, flow, operations
 
@@ -114,12 +128,17 @@ class ObservedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if line:
                 bits = int(fingerprint(result.detach()))
                 norm = float(result.detach().double().abs().sum()) if result.numel() else 0.0
-                self._operations.setdefault((micro_batch, module), []).append((name, bits, norm, line))
+                self._operations.setdefault((micro_batch, module), []).append(
+                    (name, bits, norm, line)
+                )
         return result
 
 
 def _line() -> str:
-    """Return the line of the user's code, or of a model that ships, that calls torch; "" if something else does."""
+    """Return the line of the user's code, or of a model that ships, that calls torch.
+
+    "" if something else does.
+    """
     frame = inspect.currentframe()
     frame = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
     while frame is not None and "/torch/" in frame.f_code.co_filename:
@@ -127,7 +146,9 @@ def _line() -> str:
     if frame is None:
         return ""
     file = frame.f_code.co_filename
-    ours = "/lockstep/" in file and ("/lockstep/models/" not in file or file.endswith("/protocol.py"))
+    ours = "/lockstep/" in file and (
+        "/lockstep/models/" not in file or file.endswith("/protocol.py")
+    )
     return "" if ours else f"{short_path(file)}:{frame.f_lineno}"
 
 
@@ -144,13 +165,19 @@ def first_line(mine: Operations, right: Operations, first: Deviation) -> str:
 
 
 def _first_operation(mine: Sequence[Operation], right: Sequence[Operation]) -> str:
-    for (op, bits, norm, line), (right_op, right_bits, right_norm, _) in zip(mine, right, strict=False):
+    for (op, bits, norm, line), (right_op, right_bits, right_norm, _) in zip(
+        mine, right, strict=False
+    ):
         if op != right_op:
             return f"first at {line}: {op} where the reference calls {right_op}"
-        if bits != right_bits and (abs(norm - right_norm) > 1e-6 * abs(right_norm) or norm == right_norm):
+        if bits != right_bits and (
+            abs(norm - right_norm) > 1e-6 * abs(right_norm) or norm == right_norm
+        ):
             return f"first at {line}, in {op}"
     if len(mine) != len(right) and mine and right:
-        longer, text = (mine, "only here") if len(mine) > len(right) else (right, "only in the reference")
+        longer, text = (
+            (mine, "only here") if len(mine) > len(right) else (right, "only in the reference")
+        )
         op, _, _, line = longer[min(len(mine), len(right))]
         return f"first at {line}: {op} {text}"
     return ""

@@ -1,8 +1,9 @@
 """Checks the reference itself, on one process: all topologies can agree with one that is wrong.
 
-Random numbers are replaced by their means where the cut of a step into micro-batches changes, since masks have the
-shape of a micro-batch. A loss that couples the samples of a micro-batch has another gradient for each cut by its
-nature, which is no fault: then the gradient of a whole is no weighted sum of those of its parts.
+Random numbers are replaced by their means where the cut of a step into micro-batches changes, since
+masks have the shape of a micro-batch. A loss that couples the samples of a micro-batch has another
+gradient for each cut by its nature, which is no fault: then the gradient of a whole is no weighted
+sum of those of its parts.
 """
 
 import pickle
@@ -29,8 +30,10 @@ from lockstep.verify.recorded_flow import CEILING, SLACK
 from lockstep.verify.subject import MAIN, Case, Spec
 from lockstep.verify.trace import GRADIENT, StepObserver, Trace
 
-AGREES = 1e-4  # relative difference of a step's gradient between two cuts that is rounding in any case
-_ADDS_UP = 1e-3  # relative residual up to which the gradient of a whole is a weighted sum of those of its parts
+# relative difference of a step's gradient between two cuts that is rounding in any case
+AGREES = 1e-4
+# relative residual up to which the gradient of a whole is a weighted sum of those of its parts
+_ADDS_UP = 1e-3
 _LARGEST = 1 << 28  # elements of gradients that are kept
 
 BASE, HALF, TWICE, PLAIN, NUDGED_BASE = "base", "half", "twice", "plain", "nudged"
@@ -108,16 +111,24 @@ def _cut_step(spec: Spec, folder: Path, what: str) -> _CutStep:
     training = spec.config.training
     size, whole = training.batch_size, training.global_batch_size or training.batch_size
     sizes = {HALF: size // 2, TWICE: 2 * size, PLAIN: whole}
-    settings = {key: value for off in switched_off(spec.config).values() for key, value in off.items()}
+    settings = {
+        key: value for off in switched_off(spec.config).values() for key, value in off.items()
+    }
     settings |= {"training.batch_size": sizes.get(what, size), "training.global_batch_size": whole}
     switches = frozenset({DRAWS, PERTURB} if what == NUDGED_BASE else {DRAWS})
-    with worker.trainer_of(spec, SINGLE, Case(what, settings, switches=switches), folder) as (trainer, data, _):
+    with worker.trainer_of(spec, SINGLE, Case(what, settings, switches=switches), folder) as (
+        trainer,
+        data,
+        _,
+    ):
         trainer.loss_check.skip()
         observer = StepObserver(trainer)
         parts = _Parts(trainer, plain=what == PLAIN)
         next(iter(trainer.steps(data)))
         gradient = parts.row(observer.gradients)
-        return _CutStep(gradient if parts.plain is None else parts.plain, parts.counts, parts.means, parts.batch)
+        return _CutStep(
+            gradient if parts.plain is None else parts.plain, parts.counts, parts.means, parts.batch
+        )
 
 
 class _Parts:
@@ -136,7 +147,9 @@ class _Parts:
         each = [gradients.get(name, torch.zeros_like(p)) for name, p in self._parameters.items()]
         return torch.cat([g.detach().double().flatten().cpu() for g in each])
 
-    def _observed(self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float) -> None:
+    def _observed(
+        self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
+    ) -> None:
         self.batch = micro_batches[0].batch
         if self._wants_plain:
             self.plain = self._plain_gradient([micro_batch.batch for micro_batch in micro_batches])
@@ -150,7 +163,12 @@ class _Parts:
         before: Tensor | float = 0.0
         for micro_batch in micro_batches:
             self._run([micro_batch], accumulator, factor)
-            total = self.row({name: p.grad for name, p in self._parameters.items() if p.grad is not None}) / factor
+            total = (
+                self.row(
+                    {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+                )
+                / factor
+            )
             self.means.append((total - before) / max(self.counts[-1], 1.0))
             before = total
 
@@ -160,7 +178,9 @@ class _Parts:
         batch = batches[0]
         if len(batches) > 1:
             flat = [tree_flatten(each) for each in batches]
-            leaves = [torch.cat(list(each)) for each in zip(*(leaves for leaves, _ in flat), strict=True)]
+            leaves = [
+                torch.cat(list(each)) for each in zip(*(leaves for leaves, _ in flat), strict=True)
+            ]
             batch = tree_unflatten(leaves, flat[0][1])
         args, kwargs = objective.inputs(batch)
         draws = MeanDraws()  # type: ignore[no-untyped-call]
@@ -190,19 +210,37 @@ def _judge_cut(what: str, base: _CutStep, other: _CutStep, nudged: _CutStep | No
     fits = _fits(wholes, parts)
     # A weak term that couples samples, as the balance of experts is, explains a small difference.
     if any(residual > min(_ADDS_UP, off / 4) for *_, residual in fits) or not fits:
-        text = "the samples of a micro-batch are coupled (batch normalisation, negatives in the batch): batch_size is "
+        text = (
+            "the samples of a micro-batch are coupled (batch normalisation, negatives in the"
+            " batch): batch_size is "
+        )
         return Check(TITLES[what], passed=True, text=text + "part of what is learned", relative=off)
     per = len(parts.means) // len(wholes.means)
     number, weights, _ = max(fits, key=lambda fit: _unlike(fit, parts, per))
     if _unlike((number, weights, 0.0), parts, per) <= _ADDS_UP:
-        what_differs = "a plain pass over the samples of a step, with the model called as its author wrote it,"
-        kind, who = ("plain pass", what_differs) if what == PLAIN else ("accumulation", f"a step of {TITLES[what]}")
-        text = f"{who} has another gradient, although those of its parts add up by their counts: it differs by "
+        what_differs = (
+            "a plain pass over the samples of a step, with the model called as its author wrote it,"
+        )
+        kind, who = (
+            ("plain pass", what_differs)
+            if what == PLAIN
+            else ("accumulation", f"a step of {TITLES[what]}")
+        )
+        text = (
+            f"{who} has another gradient, although those of its parts add up by their counts: it"
+            " differs by "
+        )
         return Check(TITLES[what], passed=False, kind=kind, text=f"{text}{off:.1e}", relative=off)
     counts = parts.counts[number * per : (number + 1) * per]
     declared = ", ".join(f"{n / sum(counts):.3f}" for n in counts)
-    text = f"the loss is a mean over something that its count does not say: of {per} parts of micro-batch {number}, "
-    text += f"its gradient weighs each by {', '.join(f'{w:.3f}' for w in weights)}, and the step by {declared}; "
+    text = (
+        f"the loss is a mean over something that its count does not say: of {per} parts of"
+        f" micro-batch {number}, "
+    )
+    text += (
+        f"its gradient weighs each by {', '.join(f'{w:.3f}' for w in weights)}, and the step by"
+        f" {declared}; "
+    )
     text += f"weighed so, the cuts agree\ndo: {_fix(wholes, weights, per)}"
     return Check(TITLES[what], passed=False, kind="loss normalisation", text=text, relative=off)
 
@@ -214,7 +252,10 @@ def _fix(wholes: _CutStep, weights: Sequence[float], per: int) -> str:
     if per != 2 or size % 2 or not abs(sum(weights) - 1) < _ADDS_UP:
         return fix_for_count(counted=True, batch=wholes.batch)
     cut = [slice(0, size // 2), slice(size // 2, size)]
-    halves = [[leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves] for part in cut]
+    halves = [
+        [leaf[part] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves]
+        for part in cut
+    ]
     one, two = (tree_unflatten(half, spec) for half in halves)
     return fix_for_count((one, two), weights[0], counted=True)
 
@@ -255,9 +296,17 @@ def _second_step(spec: Spec, folder: Path, what: str) -> tuple[float, str]:
                 trainer.evaluate(data)
         with trace.tensors(1) as stored:
             right = {name: stored.get(GRADIENT, name) for name in observer.gradients}
-        pairs = [(g.cpu(), r) for name, g in observer.gradients.items() if (r := right[name]) is not None]
-        whole = distance(torch.cat([g.flatten() for g, _ in pairs]), torch.cat([r.flatten() for _, r in pairs]))
-        each = {n: distance(g.cpu(), r) for n, g in observer.gradients.items() if (r := right[n]) is not None}
+        pairs = [
+            (g.cpu(), r) for name, g in observer.gradients.items() if (r := right[name]) is not None
+        ]
+        whole = distance(
+            torch.cat([g.flatten() for g, _ in pairs]), torch.cat([r.flatten() for _, r in pairs])
+        )
+        each = {
+            n: distance(g.cpu(), r)
+            for n, g in observer.gradients.items()
+            if (r := right[n]) is not None
+        }
         return whole, max(each, key=lambda name: each[name], default="")
 
 
@@ -265,9 +314,15 @@ def _judge_second(what: str, found: tuple[float, str]) -> Check:
     off, name = found
     if off <= AGREES:
         return Check(TITLES[what], passed=True, relative=off)
-    kind, why = "evaluation", "an evaluation changes what the model computes afterwards: training reads what it writes"
+    kind, why = (
+        "evaluation",
+        "an evaluation changes what the model computes afterwards: training reads what it writes",
+    )
     if what == LOADED:
         kind = "checkpoint"
-        why = "the model depends on something that a checkpoint does not hold, as a counter, a cache or a generator"
+        why = (
+            "the model depends on something that a checkpoint does not hold, as a counter, a cache"
+            " or a generator"
+        )
     text = f"{why}; the next step's gradient of {name} is another one"
     return Check(TITLES[what], passed=False, kind=kind, text=text, relative=off)

@@ -1,8 +1,8 @@
 """Defines what is verified, and runs each case of it in a process of its own, with a time limit.
 
-A rank's process only imports; each case runs in a fork of it, which joins the ranks of its case. So nothing that a case
-leaves behind (a default dtype, a counter in a user's module) is there for the next one, and one that crashes or hangs
-ends alone.
+A rank's process only imports; each case runs in a fork of it, which joins the ranks of its case. So
+nothing that a case leaves behind (a default dtype, a counter in a user's module) is there for the
+next one, and one that crashes or hangs ends alone.
 
 Tests: tests/verify/test_isolated.py
 """
@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config import Config, config_from
 from lockstep.environment import rank_facts
 from lockstep.errors import LockstepError, RunError
-from lockstep.launch.failures import first_cause, from_exception, from_exit_code, newest_stack, read_all, stacks_file
+from lockstep.launch.failures import (
+    first_cause,
+    from_exception,
+    from_exit_code,
+    newest_stack,
+    read_all,
+    stacks_file,
+)
 from lockstep.launch.worker import die_with_this_process
 from lockstep.strategy import parse_topology
 
@@ -30,9 +37,15 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 _PLACE = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
     "TORCHELASTIC_USE_AGENT_STORE",
-)  # fmt: skip
+)
 _POLL = 0.01  # seconds between two looks at a case that runs
 _GRACE = 2.0  # seconds for a case to write its stack before it is killed
 MAIN = "main"  # the case that compares all steps; the others are experiments
@@ -44,9 +57,11 @@ class Subject:
 
     model: "nn.Module"  # not wrapped, not yet trained
     data: Any  # the argument of `Trainer.steps`
-    loss_fn: Callable[..., Any] | None = None  # None: the one that the config names, else the model's own
+    # None: the one that the config names, else the model's own
+    loss_fn: Callable[..., Any] | None = None
     optimizer: Callable[..., Any] | None = None  # `parameters -> optimizer`; None: the config's
-    prepare: Callable[["Trainer"], None] = lambda _trainer: None  # called with each trainer before its first step
+    # called with each trainer before its first step
+    prepare: Callable[["Trainer"], None] = lambda _trainer: None
     close: Callable[[], None] = lambda: None  # called when the subject is no longer needed
 
 
@@ -86,10 +101,13 @@ class Case:
     """Consecutive steps that the reference and a topology both take."""
 
     name: str = MAIN  # name of the folder with the reference's trace
-    settings: dict[str, Any] = field(default_factory=dict)  # dotted keys that differ from the spec's config
-    start: int = 0  # first step, counted from 0; the state before it is the reference's in the case `main`
+    # dotted keys that differ from the spec's config
+    settings: dict[str, Any] = field(default_factory=dict)
+    # first step, counted from 0; the state before it is the reference's in the case `main`
+    start: int = 0
     steps: int = 1  # number of steps
-    switches: frozenset[str] = frozenset()  # changes to the running trainer (see `lockstep.verify.experiments`)
+    # changes to the running trainer (see `lockstep.verify.experiments`)
+    switches: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -116,11 +134,15 @@ class VerifyJob:
         return self.end_of(case) / "results.pickle"
 
 
-def run_isolated(run: Callable[[], None], folder: Path, number: int, seconds: float, *, alone: bool) -> bool:
-    """Run a case in a fork of this process, which has started no thread of torch; return whether it ended in time.
+def run_isolated(
+    run: Callable[[], None], folder: Path, number: int, seconds: float, *, alone: bool
+) -> bool:
+    """Run a case in a fork of this process, which has started no thread of torch.
 
-    `folder` receives the failure, or the stack of a case that hangs; ranks of a case find each other by its `number`.
-    A case that is `alone` is one process, and no rank.
+    Return whether it ended in time.
+
+    `folder` receives the failure, or the stack of a case that hangs; ranks of a case find each
+    other by its `number`. A case that is `alone` is one process, and no rank.
     """
     facts = rank_facts()
     folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +174,8 @@ def _run(run: Callable[[], None], folder: Path, number: int, seconds: float, alo
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for name in _PLACE if alone else ():
         os.environ.pop(name, None)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # a prefix of the keys by which the ranks meet
+    # a prefix of the keys by which the ranks meet
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
     stacks = stacks_file(folder, facts.rank).open("w")
     faulthandler.dump_traceback_later(seconds, file=stacks)
     try:
@@ -167,14 +190,19 @@ def _run(run: Callable[[], None], folder: Path, number: int, seconds: float, alo
 
 
 def why_not_ended(folder: Path, ranks: int, seconds: float) -> LockstepError | None:
-    """Return why a case did not end well: the first error of a rank, or where each rank hangs; None if it did."""
+    """Return why a case did not end well: the first error of a rank, or where each rank hangs.
+
+    None if it did.
+    """
     hung = [rank for rank in range(ranks) if (folder / f"hung-{rank}").exists()]
     cause = first_cause(read_all(folder))
     if cause is not None and (not hung or not cause.consequence):
         return cause.error()
     if not hung:
         return None
-    places = [f"rank {rank} at {newest_stack(folder, rank).place or 'an unknown place'}" for rank in hung]
+    places = [
+        f"rank {rank} at {newest_stack(folder, rank).place or 'an unknown place'}" for rank in hung
+    ]
     why = "a collective waits for a rank that does not call it, or a loop does not end"
     fix = "let all ranks call the same collectives in the same order"
     return RunError(f"no answer within {seconds:.0f} s: {'; '.join(places)}", why=why, fix=fix)

@@ -5,9 +5,10 @@
     FOLDER/CASE/step-00000003.safetensors      gradients before the update, values after it, buffers
     FOLDER/CASE/states/step-00000004/          a checkpoint from which every topology takes its next step
 
-In plain mode, gradients have bounds: by how much a sum of the same micro-batches in another order may differ. Two sums
-of M terms differ by at most 2·(M−1)·u·Σ|term|, element by element, with u the unit roundoff of the sum's dtype (Higham
-2002, section 4.2). A fraction of the largest element is added, for weights that are used several times.
+In plain mode, gradients have bounds: by how much a sum of the same micro-batches in another order
+may differ. Two sums of M terms differ by at most 2·(M−1)·u·Σ|term|, element by element, with u the
+unit roundoff of the sum's dtype (Higham 2002, section 4.2). A fraction of the largest element is
+added, for weights that are used several times.
 
 Tests: tests/verify/test_updates.py, tests/verify/test_reference.py
 """
@@ -37,7 +38,8 @@ from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.trainer import Trainer
 
 GRADIENT, BOUND, VALUE, BUFFER = "gradient", "bound", "value", "buffer"
-# Of a group: what chooses a kernel, and what schedules start from; the learning rate itself is compared.
+# Of a group: what chooses a kernel, and what schedules start from; the learning rate itself is
+# compared.
 _NOT_COMPARED = {"params", "fused", "foreach", "capturable", "differentiable", "initial_lr"}
 
 
@@ -45,13 +47,18 @@ _NOT_COMPARED = {"params", "fused", "foreach", "capturable", "differentiable", "
 class UpdateFacts:
     """Records what one rank saw of an update; keys are names of parameters."""
 
-    # parameter → option of its group at the update → its value as text; {} if the optimizer lacks it
+    # parameter → option of its group at the update → its value as text; {} if the optimizer lacks
+    # it
     options: dict[str, dict[str, str]] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)  # further name of a parameter → the name by which it is listed
+    # further name of a parameter → the name by which it is listed
+    tied: dict[str, str] = field(default_factory=dict)
     frozen: list[str] = field(default_factory=list)  # that want no gradient
-    stale: list[str] = field(default_factory=list)  # that had a gradient other than zero before the first forward pass
-    state_changed: list[str] = field(default_factory=list)  # whose state changes between the start and the update
-    by_hooks: list[str] = field(default_factory=list)  # whose gradients hooks of the optimizer changed
+    # that had a gradient other than zero before the first forward pass
+    stale: list[str] = field(default_factory=list)
+    # whose state changes between the start and the update
+    state_changed: list[str] = field(default_factory=list)
+    # whose gradients hooks of the optimizer changed
+    by_hooks: list[str] = field(default_factory=list)
     unmoved: list[str] = field(default_factory=list)  # whose values are those of before the step
     # before, after: whose values changed before the optimizer's update, or after it
     before: list[str] = field(default_factory=list)
@@ -70,9 +77,11 @@ class StepFacts:
     scale: float = 1.0  # factor by which the sum of the micro-batches' gradients was multiplied
     skipped: bool = False  # whether the update was left out
     norms: dict[str, float] = field(default_factory=dict)  # parameter → 2-norm of its gradient
-    bound: float = 0.0  # bound, elements: 2-norm of the bounds of all gradients, and their number of elements
+    # bound, elements: 2-norm of the bounds of all gradients, and their number of elements
+    bound: float = 0.0
     elements: int = 0
-    # (module, fingerprint of its output) in the order in which forward passes ended, if they are recorded
+    # (module, fingerprint of its output) in the order in which forward passes ended, if they are
+    # recorded
     outputs: list[tuple[str, int]] = field(default_factory=list)
     update: UpdateFacts = field(default_factory=UpdateFacts)
 
@@ -87,7 +96,9 @@ class Trace:
         """Return the path of the checkpoint before step `step`."""
         return self.states / f"step-{step:08d}"
 
-    def write(self, step: int | None, facts: StepFacts | None, tensors: Mapping[str, Tensor]) -> None:
+    def write(
+        self, step: int | None, facts: StepFacts | None, tensors: Mapping[str, Tensor]
+    ) -> None:
         """Write a step; None: the first values."""
         self.folder.mkdir(parents=True, exist_ok=True)
         # The format rejects tied or viewed storage.
@@ -131,7 +142,8 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 class StepObserver:
     """Records each step of a trainer, its update, and with `outputs` the output of each module, without changing it.
 
-    With `bounds` it adds up the absolute values of micro-batches' gradients, in a process that holds all parameters.
+    With `bounds` it adds up the absolute values of micro-batches' gradients, in a process that
+    holds all parameters.
     """
 
     def __init__(self, trainer: Trainer, *, bounds: bool = False, outputs: bool = False) -> None:
@@ -155,10 +167,15 @@ class StepObserver:
         handles: list[Any] = [
             run_first(optimizer, optimizer.register_step_pre_hook(lambda *_: self._before_hooks())),
             optimizer.register_step_pre_hook(lambda *_: self._before_update()),
-            run_first(optimizer, optimizer.register_step_post_hook(lambda *_: self._after_update())),
+            run_first(
+                optimizer, optimizer.register_step_post_hook(lambda *_: self._after_update())
+            ),
         ]
         for part in placed.parts if outputs else ():
-            handles += [m.register_forward_hook(partial(self._output, name)) for name, m in part.named_modules()]
+            handles += [
+                m.register_forward_hook(partial(self._output, name))
+                for name, m in part.named_modules()
+            ]
         for name, parameter in placed.parameters.items() if bounds else ():
             if parameter.requires_grad:
                 handles.append(parameter.register_hook(partial(self._add_size, name)))  # type: ignore[no-untyped-call]
@@ -176,14 +193,22 @@ class StepObserver:
 
     def facts(self, done: StepRecord) -> StepFacts:
         """Return the facts of the step just made."""
-        rate = max((float(group["lr"]) for group in self._trainer.optimizer.param_groups), default=0.0)
+        rate = max(
+            (float(group["lr"]) for group in self._trainer.optimizer.param_groups), default=0.0
+        )
         values, update = _prints(self._placed.parameters), self._update
         update.after = _changed(self._updated, values) if update.called else []
         update.unmoved = [name for name, value in values.items() if value == self._values.get(name)]
         return StepFacts(
-            dict(self._samples), float(plain(done.loss)), float(plain(done.grad_norm)), rate, self._scale(done),
-            bool(done.skipped), outputs=list(self._outputs), update=update,
-        )  # fmt: skip
+            dict(self._samples),
+            float(plain(done.loss)),
+            float(plain(done.grad_norm)),
+            rate,
+            self._scale(done),
+            bool(done.skipped),
+            outputs=list(self._outputs),
+            update=update,
+        )
 
     def bounds(self, done: StepRecord) -> dict[str, Tensor]:
         """Return how far a gradient's elements may differ when its micro-batches are summed in another order."""
@@ -194,11 +219,13 @@ class StepObserver:
             # For scaling to the mean, clipping, and the gradients' own rounding.
             bounds[name] = 32 * roundoff * gradient.abs()
             if name in self._sizes:
-                # A pipeline also sums the uses of a shared weight in another order, and kernels round differently when
-                # parameters lie elsewhere in memory (FSDP). The sizes of these terms are unknown: the largest element
-                # stands for them.
+                # A pipeline also sums the uses of a shared weight in another order, and kernels
+                # round differently when parameters lie elsewhere in memory (FSDP). The sizes of
+                # these terms are unknown: the largest element stands for them.
                 largest = self._sizes[name].max() if gradient.numel() else 0.0
-                bounds[name] += additions * self._sizes[name] + 64 * roundoff * self._scale(done) * largest
+                bounds[name] += (
+                    additions * self._sizes[name] + 64 * roundoff * self._scale(done) * largest
+                )
         return bounds
 
     def _scale(self, done: StepRecord) -> float:
@@ -208,9 +235,13 @@ class StepObserver:
             scale *= min(1.0, clip.value / (float(plain(done.grad_norm)) + 1e-6))
         return scale
 
-    def _observed(self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float) -> None:
+    def _observed(
+        self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
+    ) -> None:
         self._samples = {
-            micro_batch.index: hashlib.blake2b(bytes_of(micro_batch.batch), digest_size=12).hexdigest()
+            micro_batch.index: (
+                hashlib.blake2b(bytes_of(micro_batch.batch), digest_size=12).hexdigest()
+            )
             for micro_batch in micro_batches
             if micro_batch.real and micro_batch.batch is not None
         }
@@ -218,9 +249,15 @@ class StepObserver:
         parameters = self._placed.parameters
         self.gradients, self._given = {}, {}
         self._update = UpdateFacts(
-            tied={alias: name for name, aliases in self._placed.aliases.items() for alias in aliases},
+            tied={
+                alias: name for name, aliases in self._placed.aliases.items() for alias in aliases
+            },
             frozen=[name for name, p in parameters.items() if not p.requires_grad],
-            stale=[name for name, p in parameters.items() if p.grad is not None and bool(local(p.grad).any())],
+            stale=[
+                name
+                for name, p in parameters.items()
+                if p.grad is not None and bool(local(p.grad).any())
+            ],
         )
         self._values, self._state = _prints(parameters), self._states()
         self._outputs.clear()
@@ -246,10 +283,18 @@ class StepObserver:
         facts.before = _changed(self._values, _prints(parameters))
         facts.by_hooks = _changed(self._given, _prints(found))
         states = self._states()
-        facts.state_changed = [name for name in parameters if states.get(name) != self._state.get(name)]
-        groups = {id(p): group for group in self._trainer.optimizer.param_groups for p in group["params"]}
+        facts.state_changed = [
+            name for name in parameters if states.get(name) != self._state.get(name)
+        ]
+        groups = {
+            id(p): group for group in self._trainer.optimizer.param_groups for p in group["params"]
+        }
         facts.options = {
-            name: {key: _text(value) for key, value in groups.get(id(p), {}).items() if key not in _NOT_COMPARED}
+            name: {
+                key: _text(value)
+                for key, value in groups.get(id(p), {}).items()
+                if key not in _NOT_COMPARED
+            }
             for name, p in parameters.items()
         }
         self._keep(found)
@@ -271,7 +316,10 @@ class StepObserver:
     def _states(self) -> dict[str, Any]:
         states = self._trainer.optimizer.state
         return {
-            name: {key: int(fingerprint(local(v))) if isinstance(v, Tensor) else repr(v) for key, v in held.items()}
+            name: {
+                key: int(fingerprint(local(v))) if isinstance(v, Tensor) else repr(v)
+                for key, v in held.items()
+            }
             for name, p in self._placed.parameters.items()
             if (held := states.get(p)) is not None
         }
@@ -290,18 +338,29 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return repr(tuple(value))
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return repr(float(value)) if number or (isinstance(value, Tensor) and value.numel() == 1) else repr(value)
+    return (
+        repr(float(value))
+        if number or (isinstance(value, Tensor) and value.numel() == 1)
+        else repr(value)
+    )
 
 
 def bytes_of(tree: Any) -> bytes:
     """Return bytes that tell a nested sample from others, the same in every process."""
     if isinstance(tree, Tensor):
         plain = tree.detach().cpu().contiguous()
-        return f"{plain.dtype}{tuple(plain.shape)}".encode() + plain.flatten().view(torch.uint8).numpy().tobytes()
+        return (
+            f"{plain.dtype}{tuple(plain.shape)}".encode()
+            + plain.flatten().view(torch.uint8).numpy().tobytes()
+        )
     if isinstance(tree, np.ndarray):
         return f"{tree.dtype}{tree.shape}".encode() + np.ascontiguousarray(tree).tobytes()
     if isinstance(tree, Mapping):
-        return b"{" + b",".join(bytes_of(key) + b":" + bytes_of(value) for key, value in tree.items()) + b"}"
+        return (
+            b"{"
+            + b",".join(bytes_of(key) + b":" + bytes_of(value) for key, value in tree.items())
+            + b"}"
+        )
     if isinstance(tree, list | tuple):
         return b"[" + b",".join(map(bytes_of, tree)) + b"]"
     if isinstance(tree, str | bytes | int | float | bool | type(None)):

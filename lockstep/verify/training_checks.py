@@ -1,6 +1,7 @@
 """Finds mistakes of a training loop while it runs, on each rank alone and without a second run.
 
-Parameters are looked at in the first steps and every so often; what is done at each step costs some microseconds.
+Parameters are looked at in the first steps and every so often; what is done at each step costs some
+microseconds.
 
 Tests: tests/verify/test_watch.py, tests/verify/test_sound.py
 """
@@ -25,7 +26,13 @@ from lockstep.torch_compat.loss_functions import is_mean
 from lockstep.torch_compat.wrapper_names import WRAPPER_NAMES
 
 _WRAPPERS = {*WRAPPER_NAMES, "module", "_forward_module"}
-_DRAWS_OR_NORMALISES = (nn.Dropout, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_DRAWS_OR_NORMALISES = (
+    nn.Dropout,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,10 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _name_in(model: nn.Module, name: str) -> str:
-    """Return the unwrapped model's name of a parameter; the stage of a pipeline knows that of the model it is of."""
+    """Return the unwrapped model's name of a parameter.
+
+    The stage of a pipeline knows that of the model it is of.
+    """
     naming = getattr(_unwrapped(model), "name_in_model", None)
     return plain_name(name) if naming is None else str(naming(plain_name(name)))
 
@@ -59,7 +69,10 @@ class TrainingChecks:
     """Checks what one rank sees of a training loop: in the `first` steps, and then `every` so many."""
 
     def __init__(
-        self, first: int = 3, every: int = 100, report: Callable[[LoopFinding], None] = lambda _finding: None
+        self,
+        first: int = 3,
+        every: int = 100,
+        report: Callable[[LoopFinding], None] = lambda _finding: None,
     ) -> None:
         self.first, self.every, self.report = first, every, report
         self.findings: dict[str, LoopFinding] = {}
@@ -72,7 +85,8 @@ class TrainingChecks:
         self.called: set[int] = set()  # ids of modules that were called in the first steps
         self._calls: Counter[tuple[int, bool]] = Counter()  # (model, in training mode) → calls
         self._batches = 0  # read from loaders since the last step
-        self._gradient: tuple[Tensor, float] | None = None  # one, and its norm after the last backward pass
+        # one, and its norm after the last backward pass
+        self._gradient: tuple[Tensor, float] | None = None
         self._tied: dict[tuple[str, ...], None] = {}
         self._frozen: dict[str, Tensor] = {}
         self._before: dict[int, tuple[Tensor, bool]] = {}
@@ -81,10 +95,13 @@ class TrainingChecks:
         self._passes = 0  # backward passes since the last step
         self._all_passes = 0
         self._whole_losses = True  # of this step: each is a mean that nothing has divided
-        # of each optimizer: passes at its last update, and whether its gradients were seen cleared since
+        # of each optimizer: passes at its last update, and whether its gradients were seen cleared
+        # since
         self._updates: dict[int, tuple[int, bool]] = {}
-        self._with_gradient: dict[int, Tensor] = {}  # of each optimizer: a parameter that had one at its last update
-        self._clipped: Tensor | None = None  # a parameter whose gradient was clipped since the last step
+        # of each optimizer: a parameter that had one at its last update
+        self._with_gradient: dict[int, Tensor] = {}
+        # a parameter whose gradient was clipped since the last step
+        self._clipped: Tensor | None = None
         self._epochs: dict[int, tuple[int, int]] = {}
 
     @property
@@ -124,9 +141,14 @@ class TrainingChecks:
         for wrapper in self._alive(DistributedDataParallel):
             inside = {id(module) for module in wrapper.modules()} - {id(wrapper)}
             if id(model) in inside:
-                text = f"{type(model).__name__} is called beside the DistributedDataParallel that wraps it: "
+                text = (
+                    f"{type(model).__name__} is called beside the DistributedDataParallel that"
+                    " wraps it: "
+                )
                 text += "its gradients are not reduced"
-                self.find("gradient synchronisation", text, "call the wrapper, and not what it wraps")
+                self.find(
+                    "gradient synchronisation", text, "call the wrapper, and not what it wraps"
+                )
 
     def _alive(self, kind: type) -> list[Any]:
         return [item for item in self.made if isinstance(item, kind)]
@@ -136,27 +158,42 @@ class TrainingChecks:
     def backward(self, loss: Any) -> None:
         """Look at a backward pass that begins."""
         for known in self._optimizers:
-            if (optimizer := known()) is not None and not (before := self._updates.get(id(optimizer), (-1, True)))[1]:
+            if (optimizer := known()) is not None and not (
+                before := self._updates.get(id(optimizer), (-1, True))
+            )[1]:
                 first = self._with_gradient.get(id(optimizer))
                 if first is None or first.grad is None or (self.looks and not _has_gradient(first)):
                     self._updates[id(optimizer)] = (before[0], True)
         if self._clipped is not None and not _has_gradient(self._clipped):
-            self._clipped, self._passes = None, 0  # set to zero since: the loop has updated without an optimizer
+            # set to zero since: the loop has updated without an optimizer
+            self._clipped, self._passes = None, 0
         if self._clipped is not None:
-            text = "a backward pass adds to the gradients after they are clipped, so that the step is longer "
+            text = (
+                "a backward pass adds to the gradients after they are clipped, so that the step is"
+                " longer "
+            )
             text += "than the norm allows"
             self.find("clipping", text, "clip once, when all gradients are there")
         self._passes += 1
         self._all_passes += 1
         self._whole_losses &= isinstance(loss, Tensor) and is_mean(loss)
-        if self.looks and isinstance(loss, Tensor) and loss.numel() == 1 and not bool(torch.isfinite(loss.detach())):
+        if (
+            self.looks
+            and isinstance(loss, Tensor)
+            and loss.numel() == 1
+            and not bool(torch.isfinite(loss.detach()))
+        ):
             self.find("not finite", f"the loss is {float(loss.detach())} in step {self.steps + 1}")
 
     def backward_done(self) -> None:
         """Note a gradient at the end of a backward pass."""
         if self.looks and self._optimizers and (optimizer := self._optimizers[0]()) is not None:
-            found = next((p for p in optimizer.param_groups[0]["params"] if p.grad is not None), None)
-            self._gradient = None if found is None else (found, float(local(found.grad).detach().norm()))
+            found = next(
+                (p for p in optimizer.param_groups[0]["params"] if p.grad is not None), None
+            )
+            self._gradient = (
+                None if found is None else (found, float(local(found.grad).detach().norm()))
+            )
 
     def clipped(self, parameters: Iterable[Tensor]) -> None:
         """Look at gradients that are clipped."""
@@ -164,7 +201,10 @@ class TrainingChecks:
             self._check_accumulation()
         self._clipped = next((p for p in reversed(list(parameters)) if p.grad is not None), None)
         if self.looks and self._clipped is None:
-            text = "gradients are clipped where there are none: before the backward pass, or of a model that "
+            text = (
+                "gradients are clipped where there are none: before the backward pass, or of a"
+                " model that "
+            )
             text += "is not trained"
             self.find("clipping", text, "clip between loss.backward() and optimizer.step()")
 
@@ -177,12 +217,24 @@ class TrainingChecks:
         own = [p for group in optimizer.param_groups for p in group["params"]]
         passes, cleared = self._updates.get(id(optimizer), (-1, True))
         if passes == self._all_passes and any(p.grad is not None for p in own):
-            text = f"step {self.steps + 1} uses the gradients of the step before: no backward pass came between them"
-            self.find("update without a gradient", text, "call optimizer.step() once for each step's backward passes")
+            text = (
+                f"step {self.steps + 1} uses the gradients of the step before: no backward pass"
+                " came between them"
+            )
+            self.find(
+                "update without a gradient",
+                text,
+                "call optimizer.step() once for each step's backward passes",
+            )
         elif not cleared and self.looks:
             kept = [self.names.get(id(p), "a parameter") for p in own if p.grad is not None]
-            text = f"step {self.steps + 1} adds to the gradients of the step before in {listed(kept, 5)}"
-            self.find("gradients not zeroed", text, "optimizer.zero_grad() after each optimizer.step()")
+            text = (
+                f"step {self.steps + 1} adds to the gradients of the step before in"
+                f" {listed(kept, 5)}"
+            )
+            self.find(
+                "gradients not zeroed", text, "optimizer.zero_grad() after each optimizer.step()"
+            )
         if not self.looks:
             return
         trained = [p for p in own if p.requires_grad]
@@ -191,20 +243,40 @@ class TrainingChecks:
             text += "before the model was converted or wrapped"
             self.find("stale optimizer", text, "make the optimizer from the model that is called")
         self._before = {id(p): (local(p).detach().clone(), _has_gradient(p)) for p in own}
-        norms = [local(p.grad).detach().norm() for p in own if p.grad is not None and not p.grad.is_sparse]
-        if norms and not bool(torch.isfinite(torch.stack([norm.float().cpu() for norm in norms])).all()):
-            self.find("not finite", f"a gradient of step {self.steps + 1} is not finite, and the optimizer uses it")
+        norms = [
+            local(p.grad).detach().norm()
+            for p in own
+            if p.grad is not None and not p.grad.is_sparse
+        ]
+        if norms and not bool(
+            torch.isfinite(torch.stack([norm.float().cpu() for norm in norms])).all()
+        ):
+            self.find(
+                "not finite",
+                f"a gradient of step {self.steps + 1} is not finite, and the optimizer uses it",
+            )
         if self._clipped is None:
             self._check_accumulation()
 
     def _check_accumulation(self) -> None:
-        # Losses of several networks, or terms that are differentiated one by one, belong to the same batch.
-        if not (1 < self._passes <= self._batches and self._whole_losses and self.steps and self._gradient):
+        # Losses of several networks, or terms that are differentiated one by one, belong to the
+        # same batch.
+        if not (
+            1 < self._passes <= self._batches
+            and self._whole_losses
+            and self.steps
+            and self._gradient
+        ):
             return
         parameter, norm = self._gradient
-        if parameter.grad is not None and abs(float(local(parameter.grad).norm()) - norm) <= 1e-6 * norm:
+        if (
+            parameter.grad is not None
+            and abs(float(local(parameter.grad).norm()) - norm) <= 1e-6 * norm
+        ):
             text = f"a step adds up the gradients of {self._passes} micro-batches, and nothing "
-            text += f"divides their mean losses: it is {self._passes} × as long as that of one batch"
+            text += (
+                f"divides their mean losses: it is {self._passes} × as long as that of one batch"
+            )
             self.find("gradient accumulation", text, f"(loss / {self._passes}).backward()")
 
     def end_update(self, optimizer: Optimizer) -> None:
@@ -217,11 +289,16 @@ class TrainingChecks:
             moved = [
                 _name_in(model, name)
                 for name, parameter in model.named_parameters(remove_duplicate=False)
-                if name in self._frozen and not parameter.requires_grad
-                and parameter.shape == self._frozen[name].shape and not torch.equal(parameter, self._frozen[name])
-            ]  # fmt: skip
+                if name in self._frozen
+                and not parameter.requires_grad
+                and parameter.shape == self._frozen[name].shape
+                and not torch.equal(parameter, self._frozen[name])
+            ]
             if moved:
-                self.find("frozen parameters", f"{listed(moved, 5)} do not require gradients, and have changed")
+                self.find(
+                    "frozen parameters",
+                    f"{listed(moved, 5)} do not require gradients, and have changed",
+                )
         self._updates[id(optimizer)] = (self._all_passes, False)
         found = next((p for p in own if p.grad is not None), None)
         if found is not None:
@@ -238,7 +315,11 @@ class TrainingChecks:
             name = self.names.get(id(p), "a parameter")
             if before is None or not before.numel() or before.shape != local(p).shape:
                 continue
-            if has_gradient and max(rates, default=1.0) > 0 and torch.equal(before, local(p).detach()):
+            if (
+                has_gradient
+                and max(rates, default=1.0) > 0
+                and torch.equal(before, local(p).detach())
+            ):
                 self._without[0][name] += 1
             elif p.requires_grad and p.grad is None:
                 self._without[1][name] += 1
@@ -249,52 +330,106 @@ class TrainingChecks:
         for schedule in schedules:
             rates = [float(rate) for rate in schedule.get_last_lr()]
             mine = [float(group["lr"]) for group in optimizer.param_groups]
-            if _steps(schedule, optimizer) and len(rates) == len(mine) and len(schedules) == 1 and rates != mine:
-                text = f"the optimizer steps with learning rate {mine[0]:.6g}, and its schedule says {rates[0]:.6g}"
-                self.find("learning rate schedule", text, "let nothing but the schedule set the learning rate")
+            if (
+                _steps(schedule, optimizer)
+                and len(rates) == len(mine)
+                and len(schedules) == 1
+                and rates != mine
+            ):
+                text = (
+                    f"the optimizer steps with learning rate {mine[0]:.6g}, and its schedule says"
+                    f" {rates[0]:.6g}"
+                )
+                self.find(
+                    "learning rate schedule",
+                    text,
+                    "let nothing but the schedule set the learning rate",
+                )
         living = [one for known in self._optimizers if (one := known()) is not None]
-        if schedules and not any(_steps(schedule, one) for schedule in schedules for one in (optimizer, *living)):
+        if schedules and not any(
+            _steps(schedule, one) for schedule in schedules for one in (optimizer, *living)
+        ):
             text = "the schedule changes the learning rate of an optimizer that never steps"
-            self.find("learning rate schedule", text, "make the schedule for the optimizer that steps")
+            self.find(
+                "learning rate schedule", text, "make the schedule for the optimizer that steps"
+            )
         stepped = max((schedule.last_epoch for schedule in schedules), default=0)
         updates = self.steps + 1
-        if updates > 1 and self._all_passes >= 1.5 * updates and stepped >= self._all_passes - 1 > updates:
-            text = f"the schedule was stepped {stepped} times in {updates} optimizer steps: once for each micro-batch"
+        if (
+            updates > 1
+            and self._all_passes >= 1.5 * updates
+            and stepped >= self._all_passes - 1 > updates
+        ):
+            text = (
+                f"the schedule was stepped {stepped} times in {updates} optimizer steps: once for"
+                " each micro-batch"
+            )
             self.find("learning rate schedule", text, "step it once for each optimizer.step()")
 
     def _check_models(self) -> None:
         optimizers = [one for known in self._optimizers if (one := known()) is not None]
         held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
         for model in self.models:
-            trained = {_name_in(model, n): p for n, p in model.named_parameters() if p.requires_grad}
+            trained = {
+                _name_in(model, n): p for n, p in model.named_parameters() if p.requires_grad
+            }
             missing = [name for name, p in trained.items() if id(p) not in held and p.is_leaf]
-            flattened = any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules())
+            flattened = any(
+                "FullyShardedDataParallel" in type(module).__name__ for module in model.modules()
+            )
             if missing and len(missing) < len(trained) and not flattened:
                 text = f"{listed(missing, 5)} require gradients, and no optimizer has them"
                 fix = "give the optimizer all of model.parameters(), after the last of them is made"
                 self.find("parameters without an optimizer", text, fix)
             now = dict(model.named_parameters(remove_duplicate=False))
             for names in self._tied:
-                if all(name in now for name in names) and len({id(now[name]) for name in names}) > 1:
+                if (
+                    all(name in now for name in names)
+                    and len({id(now[name]) for name in names}) > 1
+                ):
                     said = " and ".join(map(plain_name, names))
                     self.find("tied weights", f"{said} were one tensor, and are trained apart now")
-        still, never = ([name for name, n in counted.items() if n >= self.first] for counted in self._without)
+        still, never = (
+            [name for name, n in counted.items() if n >= self.first] for counted in self._without
+        )
         if still:
-            self.find("parameters that do not move", f"{listed(still, 5)} have gradients, and no update changes them")
-        modules = [(_name_in(model, name), module) for model in self.models for name, module in model.named_modules()]
+            self.find(
+                "parameters that do not move",
+                f"{listed(still, 5)} have gradients, and no update changes them",
+            )
+        modules = [
+            (_name_in(model, name), module)
+            for model in self.models
+            for name, module in model.named_modules()
+        ]
         called = {owner for owner, module in modules if id(module) in self.called}
         cut = [name for name in never if name.rpartition(".")[0] in called]
         if cut and "stale optimizer" not in self.findings:
-            text = f"{listed(cut, 5)} take part in the forward pass, and got no gradient in {self.first} steps"
+            text = (
+                f"{listed(cut, 5)} take part in the forward pass, and got no gradient in"
+                f" {self.first} steps"
+            )
             fix = "let no detach(), no_grad() or .data cut them off from the loss"
             self.find("parameters without gradients", text, fix)
         for model in self.models:
             calls, in_training = self._calls[id(model), False], self._calls[id(model), True]
             random = any(isinstance(module, _DRAWS_OR_NORMALISES) for module in model.modules())
-            if calls > 1 and not in_training and random and any(id(p) in held for p in model.parameters()):
-                text = "the model is trained in evaluation mode: without dropout, and with the running "
+            if (
+                calls > 1
+                and not in_training
+                and random
+                and any(id(p) in held for p in model.parameters())
+            ):
+                text = (
+                    "the model is trained in evaluation mode: without dropout, and with the"
+                    " running "
+                )
                 text += "statistics of its normalisations"
-                self.find("evaluation mode", text, "model.train() before the training loop and after evaluation")
+                self.find(
+                    "evaluation mode",
+                    text,
+                    "model.train() before the training loop and after evaluation",
+                )
 
     # ---- data and checkpoints ----
 
@@ -304,7 +439,10 @@ class TrainingChecks:
         times = times + 1 if epoch == sampler.epoch else 1
         self._epochs[id(sampler)] = (sampler.epoch, times)
         if times > 1 and sampler.shuffle and self.steps:
-            text = "each epoch reads the samples in the same order: DistributedSampler.set_epoch is not called"
+            text = (
+                "each epoch reads the samples in the same order: DistributedSampler.set_epoch is"
+                " not called"
+            )
             self.find("order of samples", text, "sampler.set_epoch(epoch) before each epoch")
 
     def loaded(self, model: nn.Module, missing: list[str], unexpected: list[str]) -> None:
@@ -312,12 +450,18 @@ class TrainingChecks:
         if missing and unexpected and 2 * len(missing) > len(list(model.state_dict())):
             text = f"load_state_dict(strict=False) left out {len(missing)} tensors, such as "
             text += f"{missing[0]}, and did not know {len(unexpected)}, such as {unexpected[0]}"
-            self.find("checkpoint not loaded", text, "give the names of the checkpoint the prefix of the model's")
+            self.find(
+                "checkpoint not loaded",
+                text,
+                "give the names of the checkpoint the prefix of the model's",
+            )
 
 
 def _steps(schedule: LRScheduler, optimizer: Optimizer) -> bool:
     """Return whether a schedule is the optimizer's, or that of a wrapper around it, which has its groups."""
-    return schedule.optimizer is optimizer or schedule.optimizer.param_groups is optimizer.param_groups
+    return (
+        schedule.optimizer is optimizer or schedule.optimizer.param_groups is optimizer.param_groups
+    )
 
 
 def _has_gradient(parameter: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """Watches a training loop while it runs, of whatever trainer, and says what contradicts a right one.
 
-Each rank is watched by itself. In the first steps, and every so often, ranks also compare fingerprints of parameters
-and gradients, and learning rates: over a store of their own, from a thread, so that the training waits for nothing and
-no collective of the script can be disturbed.
+Each rank is watched by itself. In the first steps, and every so often, ranks also compare
+fingerprints of parameters and gradients, and learning rates: over a store of their own, from a
+thread, so that the training waits for nothing and no collective of the script can be disturbed.
 """
 
 import atexit
@@ -26,7 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lockstep.environment import rank_facts
 from lockstep.errors import listed
@@ -37,24 +40,31 @@ from lockstep.verify.training_checks import LoopFinding, TrainingChecks
 _PREFIX = "lockstep-watch"
 _CONNECT_SECONDS = 20.0
 _WAIT_SECONDS = 600.0  # for what another rank says of a step
-_FOLDER = Path(__file__).parent / "injected"  # its `sitecustomize.py` is put on the path of other processes
+# its `sitecustomize.py` is put on the path of other processes
+_FOLDER = Path(__file__).parent / "injected"
 _END = -1  # stands for a step in what ranks say when their processes end
 _log = logging.getLogger("lockstep.watch")
 
 
-# What begins and ends the part of this process that `lockstep verify SCRIPT` compares: `observe()` calls it instead.
+# What begins and ends the part of this process that `lockstep verify SCRIPT` compares: `observe()`
+# calls it instead.
 verified_part: list[tuple[Callable[[], None], Callable[[], None]]] = []
 
 
 class observe:  # noqa: N801 — called as a function
-    """Watches the training loop in its block, or from `start` on; `lockstep verify SCRIPT` compares this part alone.
+    """Watches the training loop in its block, or from `start` on.
+
+    `lockstep verify SCRIPT` compares this part alone.
 
     Args:
-        every: number of steps after which parameters are looked at, and ranks compared; the first three always are.
+        every: number of steps after which parameters are looked at, and ranks compared; the first
+            three always are.
         report: is given each finding once; unset: it is printed.
     """
 
-    def __init__(self, every: int = 100, report: Callable[[LoopFinding], None] | None = None) -> None:
+    def __init__(
+        self, every: int = 100, report: Callable[[LoopFinding], None] | None = None
+    ) -> None:
         self._checks = TrainingChecks(3, every, report or _warn)
         self._undo: list[Callable[[], None]] = []
         self._depth = 0
@@ -107,7 +117,10 @@ class observe:  # noqa: N801 — called as a function
             self._ranks.flush()
 
     def found_by_all(self) -> int | None:
-        """Return the number of findings of all ranks, on rank 0, once the others have ended; None: it is not known."""
+        """Return the number of findings of all ranks, on rank 0, once the others have ended.
+
+        None: it is not known.
+        """
         found = len(self.findings)
         return found if self._ranks is None else self._ranks.sum_at_end(found)
 
@@ -119,7 +132,12 @@ class observe:  # noqa: N801 — called as a function
             return
         if module.training:
             self._checks.called.add(id(module))  # also where a part of it runs without gradients
-        inside = {id(inner) for model in self._checks.models for inner in model.modules() if inner is not model}
+        inside = {
+            id(inner)
+            for model in self._checks.models
+            for inner in model.modules()
+            if inner is not model
+        }
         if not torch.is_grad_enabled() or id(module) in inside:
             return
         if any(parameter.requires_grad for parameter in module.parameters()):
@@ -141,11 +159,16 @@ class observe:  # noqa: N801 — called as a function
         return call()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if len(args) == 1 and kwargs.get("closure") is None:  # a closure computes the gradients later
+        # a closure computes the gradients later
+        if len(args) == 1 and kwargs.get("closure") is None:
             self._checks.begin_update(optimizer)
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._checks.looks and torch.distributed.is_available() and torch.distributed.is_initialized():
+        if (
+            self._checks.looks
+            and torch.distributed.is_available()
+            and torch.distributed.is_initialized()
+        ):
             self._ranks = self._ranks or _Ranks(self._checks)
             if self._ranks.world > 1:
                 self._compare_ranks(optimizer, self._ranks)
@@ -165,7 +188,9 @@ class observe:  # noqa: N801 — called as a function
                 prints[f"gradient|{kind}|{name}"] = fingerprint(p.grad.detach())
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         values = torch.stack(list(prints.values())).tolist() if prints else []
-        ranks.send(self._checks.steps, {"prints": dict(zip(prints, values, strict=True)), "rates": rates})
+        ranks.send(
+            self._checks.steps, {"prints": dict(zip(prints, values, strict=True)), "rates": rates}
+        )
 
 
 class _Ranks:
@@ -190,7 +215,10 @@ class _Ranks:
             time.sleep(0.01)
 
     def sum_at_end(self, found: int) -> int | None:
-        """Tell rank 0 what this rank found; return the sum there, None elsewhere or if a rank does not answer."""
+        """Tell rank 0 what this rank found.
+
+        Return the sum there, None elsewhere or if a rank does not answer.
+        """
         self.send(_END, {"found": found})
         self.flush()
         return self._found
@@ -199,10 +227,14 @@ class _Ranks:
         try:
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             made: Any = vars(torch.distributed)["TCPStore"]
-            store = made(address, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS))
+            store = made(
+                address, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
+            )
             store.set_timeout(timedelta(seconds=_WAIT_SECONDS))
         except Exception as error:
-            _log.warning("warning: ranks are not compared with each other: no store is reached (%s)", error)
+            _log.warning(
+                "warning: ranks are not compared with each other: no store is reached (%s)", error
+            )
             self._connected = False
             return
         while True:
@@ -226,8 +258,12 @@ class _Ranks:
 
     def _compare(self, step: int, ranks: list[dict[str, Any]]) -> None:
         if any(said["rates"] != ranks[0]["rates"] for said in ranks):
-            rates = "; ".join(f"rank {rank}: {said['rates'][:3]}" for rank, said in enumerate(ranks))
-            self._checks.find("learning rate", f"ranks step with different learning rates in step {step}: {rates}")
+            rates = "; ".join(
+                f"rank {rank}: {said['rates'][:3]}" for rank, said in enumerate(ranks)
+            )
+            self._checks.find(
+                "learning rate", f"ranks step with different learning rates in step {step}: {rates}"
+            )
         apart: dict[str, list[str]] = {}
         for key in ranks[0]["prints"]:
             what, kind, name = key.split("|", 2)
@@ -238,11 +274,19 @@ class _Ranks:
                 apart.setdefault(what, []).append(name)
         if "gradient" in apart:
             text = f"the gradients of {listed(apart['gradient'], 5)} differ on ranks in step {step}"
-            fix = "call the wrapped model, leave no_sync() for the last backward pass, and change no gradient by rank"
+            fix = (
+                "call the wrapped model, leave no_sync() for the last backward pass, and change no"
+                " gradient by rank"
+            )
             self._checks.find("gradient synchronisation", text, fix)
         elif "weight" in apart:
-            text = f"{listed(apart['weight'], 5)} differ on ranks after step {step}, with equal gradients"
-            fix = "let nothing but the optimizer write weights, or let it write the same on all ranks"
+            text = (
+                f"{listed(apart['weight'], 5)} differ on ranks after step {step}, with equal"
+                " gradients"
+            )
+            fix = (
+                "let nothing but the optimizer write weights, or let it write the same on all ranks"
+            )
             self._checks.find("replicas", text, fix)
 
 
@@ -250,7 +294,8 @@ def _warn(finding: LoopFinding) -> None:
     do = f"; do: {finding.fix}" if finding.fix else ""
     line = f"watch-training: ✗ rank {rank_facts().rank}: {finding.kind}: {finding.text}{do}"
     print(line, flush=True)
-    if not getattr(sys.stdout, "shown", True):  # the launcher shows rank 0 alone: a log would keep this line
+    # the launcher shows rank 0 alone: a log would keep this line
+    if not getattr(sys.stdout, "shown", True):
         print(line, file=getattr(sys.stdout, "console", sys.stderr), flush=True)
 
 
@@ -265,7 +310,9 @@ def install() -> None:
         if rank_facts().is_main:
             own = "" if found is not None else " on rank 0; what the others found is not known"
             number = len(seen.findings) if found is None else found
-            print(f"watch-training: {seen.steps} steps, {number or 'nothing'} found{own}", flush=True)
+            print(
+                f"watch-training: {seen.steps} steps, {number or 'nothing'} found{own}", flush=True
+            )
 
     atexit.register(end)
 

@@ -61,8 +61,14 @@ def step_alone(config: Config) -> Config:
     bad_numbers = config.training.bad_numbers
     if bad_numbers.action == "rollback":  # it needs checkpoints
         bad_numbers = bad_numbers.model_copy(update={"action": "stop"})
-    training = config.training.model_copy(update={"early_stopping": None, "bad_numbers": bad_numbers})
-    around = {"checkpoint": CheckpointConfig(allow_changes=True), "monitor": MonitorConfig(), "training": training}
+    training = config.training.model_copy(
+        update={"early_stopping": None, "bad_numbers": bad_numbers}
+    )
+    around = {
+        "checkpoint": CheckpointConfig(allow_changes=True),
+        "monitor": MonitorConfig(),
+        "training": training,
+    }
     return config.model_copy(update=around)
 
 
@@ -74,12 +80,18 @@ def record(spec: Spec, case: Case, folder: Path) -> None:
     (folder / case.name / "seconds").write_text(str(time.monotonic() - began))
 
 
-def _record(trainer: Trainer, data: Any, names: dict[int, str], case: Case, folder: Path, *, exact: bool) -> None:
+def _record(
+    trainer: Trainer, data: Any, names: dict[int, str], case: Case, folder: Path, *, exact: bool
+) -> None:
     trace, placed = Trace(folder / case.name), trainer.placed
     trace.write(None, None, _named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers))
     nudges = experiments.NUDGED in case.switches
     stored = load(folder / experiments.FORCED / _FLOW) if nudges else None
-    recorder = FlowRecorder(trainer, names, stored, nudge=nudges) if experiments.FORCED in case.switches else None
+    recorder = (
+        FlowRecorder(trainer, names, stored, nudge=nudges)
+        if experiments.FORCED in case.switches
+        else None
+    )
     if experiments.SAMPLES in case.switches:
 
         def write(micro_batches: Sequence[MicroBatch]) -> None:
@@ -98,7 +110,9 @@ def _record(trainer: Trainer, data: Any, names: dict[int, str], case: Case, fold
         facts.bound = sum(float(b.double().square().sum()) for b in bounds.values()) ** 0.5
         facts.elements = sum(b.numel() for b in bounds.values())
         tensors = _named(GRADIENT, observer.gradients) | _named(BOUND, bounds)
-        trace.write(step, facts, tensors | _named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers))
+        trace.write(
+            step, facts, tensors | _named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers)
+        )
         if case.name == MAIN:
             trainer.save_checkpoint(trace.states)
     observer.close()
@@ -123,7 +137,9 @@ def compare(job: VerifyJob, case: Case) -> None:
     """Take the steps of a case on this rank, and compare; rank 0 writes the results."""
     try:
         with trainer_of(job.spec, job.topology, case, job.folder) as (trainer, data, names):
-            found: list[StepResult] | str = list(_compare(trainer, data, names, case, job.folder, job.spec.exact))
+            found: list[StepResult] | str = list(
+                _compare(trainer, data, names, case, job.folder, job.spec.exact)
+            )
     except LockstepError as error:
         if case.name == MAIN:
             raise
@@ -164,22 +180,38 @@ def _compare(
         with trace.tensors(step) as stored, states.tensors(step) as in_float32:
             if case.switches & {experiments.DOUBLE, experiments.PERTURB}:
                 double = experiments.DOUBLE in case.switches
-                compared_with = comparisons.compare_with_float64 if double else comparisons.compare_with_perturbed
+                compared_with = (
+                    comparisons.compare_with_float64
+                    if double
+                    else comparisons.compare_with_perturbed
+                )
                 names_here = trainer.placed.parameters
-                pieces, not_comparable = compared_with(names_here, observer.gradients, stored, in_float32)
+                pieces, not_comparable = compared_with(
+                    names_here, observer.gradients, stored, in_float32
+                )
                 found = {GRADIENT: pieces}
             else:
                 found = comparisons.compare_with_reference(
-                    trainer, stored, observer,
-                    rate=None if exact else max(facts.learning_rate, reference.learning_rate), exact=exact,
-                    factor=factor, floor=floor * facts.scale,
-                )  # fmt: skip
+                    trainer,
+                    stored,
+                    observer,
+                    rate=None if exact else max(facts.learning_rate, reference.learning_rate),
+                    exact=exact,
+                    factor=factor,
+                    floor=floor * facts.scale,
+                )
             if recorder is not None:
                 recorder.see_reduced(observer.gradients, stored, facts.scale)
         report = RankReport(
-            collectives.rank(), replica, facts, {**found, "start": at_start}, observer.fingerprints,
-            trainer.placed.random_state.seed, not_comparable, None if recorder is None else recorder.finish(),
-        )  # fmt: skip
+            collectives.rank(),
+            replica,
+            facts,
+            {**found, "start": at_start},
+            observer.fingerprints,
+            trainer.placed.random_state.seed,
+            not_comparable,
+            None if recorder is None else recorder.finish(),
+        )
         reports = gather_objects(report)
         if why := next((theirs.not_comparable for theirs in reports if theirs.not_comparable), ""):
             raise RunError(why)
@@ -194,14 +226,16 @@ def _compare(
             break  # the reference's state is that of other parameters
         at_start = {}
         if not exact and case.name == MAIN and step + 1 < case.start + case.steps:
-            # Each step starts from the reference's state: rounding does not accumulate, and an error shows in the step
-            # that makes it.
+            # Each step starts from the reference's state: rounding does not accumulate, and an
+            # error shows in the step that makes it.
             trainer.load_checkpoint(states.state(step + 1))
     observer.close()
 
 
 @contextmanager
-def trainer_of(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[tuple[Trainer, Any, dict[int, str]]]:
+def trainer_of(
+    spec: Spec, topology: str, case: Case, folder: Path
+) -> Iterator[tuple[Trainer, Any, dict[int, str]]]:
     """Build a trainer at the case's first step, its data, and the names of its modules, by their ids."""
     double = experiments.DOUBLE in case.switches and topology == SINGLE
     with ExitStack() as stack:
@@ -214,11 +248,15 @@ def trainer_of(spec: Spec, topology: str, case: Case, folder: Path) -> Iterator[
         config, subject = spec.build({**settings_of(topology), **case.settings})
         config = step_alone(config)
         stack.callback(subject.close)
-        # A copy: the user's function may return the same model each time, and later cases need it in float32.
+        # A copy: the user's function may return the same model each time, and later cases need it
+        # in float32.
         model = copy.deepcopy(subject.model).double() if double else subject.model
         names = {id(module): name for name, module in model.named_modules()}
-        if (config.distributed.expert_size or 1) > 1:  # their rows are those of several micro-batches
-            inside = {id(m) for _, each in (offered(model, "experts") or list)() for m in each.modules()}
+        # their rows are those of several micro-batches
+        if (config.distributed.expert_size or 1) > 1:
+            inside = {
+                id(m) for _, each in (offered(model, "experts") or list)() for m in each.modules()
+            }
             names = {key: name for key, name in names.items() if key not in inside}
         if topology == SINGLE:
             stack.callback(cluster.cleanup)
@@ -275,4 +313,6 @@ class _InFloat64(Dataset[Any]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, self._dataset[index])
+        return tree_map_only(
+            Tensor, lambda t: t.double() if t.is_floating_point() else t, self._dataset[index]
+        )

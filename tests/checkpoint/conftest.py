@@ -1,4 +1,6 @@
-"""These tests sync thousands of small files: where there is a file system in memory, disks set no pace."""
+"""These tests sync thousands of small files: where there is a file system in memory, disks set no
+pace.
+"""
 
 import os
 import shutil

@@ -1,7 +1,9 @@
-"""Checkpoints in memory, kept as an object store keeps them: no folders, no rename, nothing is overwritten.
+"""Checkpoints in memory, kept as an object store keeps them: no folders, no rename, nothing is
+overwritten.
 
-Written as a package outside of Lockstep would write it; CONTRIBUTING.md shows it, and tests/test_contributing.py copies
-it out of the repository. The contents outlive an object, as a bucket outlives a process.
+Written as a package outside of Lockstep would write it; CONTRIBUTING.md shows it, and
+tests/test_contributing.py copies it out of the repository. The contents outlive an object, as a
+bucket outlives a process.
 """
 
 import io
@@ -25,7 +27,11 @@ class MemoryStorage(Storage):
         return "memory"
 
     def names(self) -> list[str]:
-        return [key.removesuffix(f"/{MANIFEST}") for key in list(self.bucket) if key.endswith(f"/{MANIFEST}")]
+        return [
+            key.removesuffix(f"/{MANIFEST}")
+            for key in list(self.bucket)
+            if key.endswith(f"/{MANIFEST}")
+        ]
 
     @contextmanager
     def open(self, name: str, file: str) -> Iterator[BinaryIO]:
@@ -69,13 +75,17 @@ class MemoryStorage(Storage):
         return dead
 
     def _files(self, name: str) -> list[str]:
-        return [key.removeprefix(f"{name}/") for key in list(self.bucket) if key.startswith(f"{name}/")]
+        return [
+            key.removeprefix(f"{name}/") for key in list(self.bucket) if key.startswith(f"{name}/")
+        ]
 
     def _remove(self, name: str) -> None:
         for file in self._files(name):
             del self.bucket[f"{name}/{file}"]
 
     def _put(self, key: str, data: bytes) -> None:
-        """Put an object on the condition that there is none; one that was put by an earlier try of the same is."""
+        """Put an object on the condition that there is none; one that was put by an earlier try of
+        the same is.
+        """
         if self.bucket.setdefault(key, data) != data:
             raise FileExistsError(key)

@@ -1,9 +1,9 @@
 """Storages under test: each can be damaged, and its writer killed at any moment.
 
-The tests that take `place` run over a folder, where a forked process is killed before each change of the disk, and over
-a storage in memory, whose writer dies at each of the storage's own lines. LOCKSTEP_TEST_STORAGE=package.module:Name
-has them run over another storage alone, as its author would; it is called without arguments, and its contents must
-outlive its objects.
+The tests that take `place` run over a folder, where a forked process is killed before each change
+of the disk, and over a storage in memory, whose writer dies at each of the storage's own lines.
+LOCKSTEP_TEST_STORAGE=package.module:Name has them run over another storage alone, as its author
+would; it is called without arguments, and its contents must outlive its objects.
 """
 
 import io
@@ -26,7 +26,16 @@ from tests.checkpoint.shared import CONFIG, snapshot
 
 MOST_LINES = 1000  # that a save runs in a storage; with more, each kill adds to them
 MEMORY = "tests.checkpoint.memory_storage:MemoryStorage"
-CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree"}
+CHANGES = {
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+    "shutil.rmtree",
+}
 
 
 def tested() -> list[str]:
@@ -136,10 +145,12 @@ class Folder(Place):
 
 
 def watch_disk(root: Path, before: Callable[[str, str], None]) -> None:
-    """Call `before(name, path)` ahead of each change that this process makes to the disk below `root`.
+    """Call `before(name, path)` ahead of each change that this process makes to the disk below
+    `root`.
 
-    Python announces the system calls itself (audit events), so that nothing in the product has to cooperate; fsync and
-    writes, which it does not announce, are wrapped. It can't be undone: for a process of its own.
+    Python announces the system calls itself (audit events), so that nothing in the product has to
+    cooperate; fsync and writes, which it does not announce, are wrapped. It can't be undone: for a
+    process of its own.
     """
 
     def hear(event: str, arguments: tuple[object, ...]) -> None:
@@ -160,7 +171,8 @@ def watch_disk(root: Path, before: Callable[[str, str], None]) -> None:
     def watched_write(handle: int, direct: bool) -> None:
         path = os.readlink(f"/proc/self/fd/{handle}")
         writes[path] += 1
-        if writes[path].bit_count() == 1:  # of many little writes in a row: the 1st, 2nd, 4th, 8th …
+        # of many little writes in a row: the 1st, 2nd, 4th, 8th …
+        if writes[path].bit_count() == 1:
             before("write", path)
         set_direct(handle, direct)
 
@@ -174,7 +186,9 @@ class KilledError(BaseException):
 
 
 class Elsewhere(Place):
-    """A storage of another package. Whoever writes is this process, and dies in a line of the storage's own module."""
+    """A storage of another package. Whoever writes is this process, and dies in a line of the
+    storage's own module.
+    """
 
     def __init__(self, name: str) -> None:
         self._spec = ObjectSpec(name=name)
@@ -209,10 +223,15 @@ class Elsewhere(Place):
 
         def enter(frame: FrameType, event: str, argument: Any) -> Any:
             code = frame.f_code
-            return each_line if code.co_filename == self._module and not code.co_name.startswith("<") else None
+            return (
+                each_line
+                if code.co_filename == self._module and not code.co_name.startswith("<")
+                else None
+            )
 
         def each_line(frame: FrameType, event: str, argument: Any) -> Any:
-            # From Python 3.12 on a comprehension is part of its function, and announces its line at each turn.
+            # From Python 3.12 on a comprehension is part of its function, and announces its line at
+            # each turn.
             if event == "line" and line_of.get(frame) != frame.f_lineno:
                 line_of[frame] = frame.f_lineno
                 if len(lines) == moment:
@@ -273,7 +292,9 @@ class Mortal(Storage):
     def move(self, name: str, new_name: str) -> None:
         self.inner.move(name, new_name)
         moved = [key for key in self._tampered if key.startswith(f"{name}/")]
-        self._tampered.update({new_name + key.removeprefix(name): self._tampered.pop(key) for key in moved})
+        self._tampered.update(
+            {new_name + key.removeprefix(name): self._tampered.pop(key) for key in moved}
+        )
 
     def delete(self, name: str) -> None:
         self.inner.delete(name)

@@ -1,4 +1,6 @@
-"""What ranks do in the tests: each function runs on every rank of one launch, and many cases share a launch."""
+"""What ranks do in the tests: each function runs on every rank of one launch, and many cases share
+a launch.
+"""
 
 import os
 import resource
@@ -27,12 +29,16 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def spread(mesh: DeviceMesh, placements: dict[str, list[Placement]], *, zeros: bool = False) -> dict[str, Tensor]:
+def spread(
+    mesh: DeviceMesh, placements: dict[str, list[Placement]], *, zeros: bool = False
+) -> dict[str, Tensor]:
     """The known model laid over a mesh; names without a placement stay plain."""
     model = {}
     for name, tensor in known_model().items():
         tensor = torch.zeros_like(tensor) if zeros else tensor
-        model[name] = distribute_tensor(tensor, mesh, placements[name]) if name in placements else tensor
+        model[name] = (
+            distribute_tensor(tensor, mesh, placements[name]) if name in placements else tensor
+        )
     return model
 
 
@@ -42,9 +48,13 @@ def assert_known(model: dict[str, Tensor]) -> None:
 
 
 def save_on_one_axis(directory: Path) -> str:
-    """Sharded over all ranks, unevenly; one rank holds nothing of the bias; plain tensors on every rank."""
+    """Sharded over all ranks, unevenly; one rank holds nothing of the bias; plain tensors on every
+    rank.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    placements = {name: [Shard(0)] for name in ("blocks.0.weight", "blocks.0.bias", "head.weight", "norm")}
+    placements = {
+        name: [Shard(0)] for name in ("blocks.0.weight", "blocks.0.bias", "head.weight", "norm")
+    }
     placements["blocks.1.weight"] = [Shard(1)]
     path = checkpoint.save(directory, 1, Snapshot(spread(mesh, placements)), config_yaml=CONFIG)
     assert checkpoint.verify(path) == []
@@ -67,8 +77,13 @@ def save_on_two_axes(directory: Path) -> str:
 def save_by_stages(directory: Path) -> str:
     """As in a pipeline: every rank holds names of its own, and state of its own optimizer."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    mine = {name: tensor for i, (name, tensor) in enumerate(known_model().items()) if i % size == rank}
-    adam = {f"{name}//exp_avg": known(name + "avg", tuple(tensor.shape)) for name, tensor in mine.items()}
+    mine = {
+        name: tensor for i, (name, tensor) in enumerate(known_model().items()) if i % size == rank
+    }
+    adam = {
+        f"{name}//exp_avg": known(name + "avg", tuple(tensor.shape))
+        for name, tensor in mine.items()
+    }
     path = checkpoint.save(directory, 3, Snapshot(mine, {"main": adam}), config_yaml=CONFIG)
     return checkpoint.digest(path)
 
@@ -79,7 +94,11 @@ def load_on_all(directory: Path) -> None:
     mesh = init_device_mesh("cpu", (size,))
     layouts: list[dict[str, list[Placement]]] = [
         {},
-        {"blocks.0.weight": [Shard(1)], "blocks.1.weight": [Shard(0)], "blocks.0.bias": [Replicate()]},
+        {
+            "blocks.0.weight": [Shard(1)],
+            "blocks.1.weight": [Shard(0)],
+            "blocks.0.bias": [Replicate()],
+        },
         {"blocks.0.weight": [Shard(0)], "head.weight": [Shard(1)], "norm": [Shard(0)]},
     ]
     for step in (1, 2, 3):
@@ -90,48 +109,74 @@ def load_on_all(directory: Path) -> None:
 
 
 def full_format_is_one_file_of_whole_tensors(directory: Path) -> None:
-    """Rank 0 writes it; nothing of the scattered one stays; on a refusal by the disk nothing at all."""
+    """Rank 0 writes it; nothing of the scattered one stays; on a refusal by the disk nothing at
+    all.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    snapshot = Snapshot(spread(mesh, {"blocks.0.weight": [Shard(0)], "norm": [Shard(0)]}), state={"step": 1})
+    snapshot = Snapshot(
+        spread(mesh, {"blocks.0.weight": [Shard(0)], "norm": [Shard(0)]}), state={"step": 1}
+    )
     path = checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG, options=SaveOptions("full"))
     saver = AsyncSaver()
     saver.save(directory, 2, snapshot, config_yaml=CONFIG, options=SaveOptions("full"))
     saver.wait()
-    assert [entry.name for entry in sorted(directory.iterdir())] == ["step-00000001", "step-00000002"]
+    assert [entry.name for entry in sorted(directory.iterdir())] == [
+        "step-00000001",
+        "step-00000002",
+    ]
     for entry in checkpoint.list_checkpoints(directory):
         assert [file.name for file in files_of(entry / "model")] == [".metadata", "__0_0.distcp"]
         assert checkpoint.verify(entry) == []
     target = Snapshot(spread(mesh, {"blocks.0.weight": [Shard(1)]}, zeros=True))
     assert checkpoint.load(path, target)["step"] == 1
     assert_known(target.model)
-    again = raised(lambda: checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG, options=SaveOptions("full")))
+    again = raised(
+        lambda: checkpoint.save(
+            directory, 1, snapshot, config_yaml=CONFIG, options=SaveOptions("full")
+        )
+    )
     assert "never overwritten" in assert_same_everywhere(again)
     dist.barrier()
     assert len(list(directory.iterdir())) == 2
 
 
 def local_format_is_for_the_ranks_that_wrote_it(directory: Path) -> None:
-    """Every rank writes what it holds, replicas too; other blocks are refused, naming the command that converts."""
+    """Every rank writes what it holds, replicas too; other blocks are refused, naming the command
+    that converts.
+    """
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, size // 2))
     placements: dict[str, list[Placement]] = {
-        "blocks.0.weight": [Replicate(), Shard(0)], "blocks.0.bias": [Shard(0), Shard(0)],
+        "blocks.0.weight": [Replicate(), Shard(0)],
+        "blocks.0.bias": [Shard(0), Shard(0)],
         "blocks.1.weight": [Shard(0), Shard(1)],
-    }  # fmt: skip
+    }
     adam = {"main": {"head.weight//exp_avg": known("exp_avg", (5, 7))}}
     laid = spread(mesh, placements)
     saver = AsyncSaver()
-    saver.save(directory, 1, Snapshot(laid, adam, {"step": 1}), config_yaml=CONFIG, options=SaveOptions("local"))
+    saver.save(
+        directory,
+        1,
+        Snapshot(laid, adam, {"step": 1}),
+        config_yaml=CONFIG,
+        options=SaveOptions("local"),
+    )
     saver.wait()
     path = directory / "step-00000001"
     assert checkpoint.verify(path) == []
-    assert [file.name for file in files_of(path / "model")] == [f"rank-{rank:05}.raw" for rank in range(size)]
+    assert [file.name for file in files_of(path / "model")] == [
+        f"rank-{rank:05}.raw" for rank in range(size)
+    ]
     assert checkpoint.digest(path) == checkpoint.digest_tensors(sorted(known_model().items()))
-    target = Snapshot(spread(mesh, placements, zeros=True), {"main": {"head.weight//exp_avg": torch.zeros(5, 7)}})
+    target = Snapshot(
+        spread(mesh, placements, zeros=True), {"main": {"head.weight//exp_avg": torch.zeros(5, 7)}}
+    )
     assert checkpoint.load(path, target)["step"] == 1
     assert_known(target.model)
     assert torch.equal(target.optimizers["main"]["head.weight//exp_avg"], known("exp_avg", (5, 7)))
-    other = Snapshot(spread(mesh, placements | {"blocks.0.weight": [Shard(0), Replicate()]}, zeros=True), adam)
+    other = Snapshot(
+        spread(mesh, placements | {"blocks.0.weight": [Shard(0), Replicate()]}, zeros=True), adam
+    )
     said = assert_same_everywhere(raised(lambda: checkpoint.load(path, other)))
     assert "laid blocks.0.weight over its ranks otherwise" in said
     assert f"lockstep checkpoint convert {path} --to full" in said
@@ -163,14 +208,18 @@ class Objects(MutableMapping[str, bytes]):
 
 
 def an_object_store_holds_every_format(directory: Path) -> None:
-    """No folders and no rename; a rank that is refused leaves nothing that a run would take for a checkpoint."""
+    """No folders and no rename; a rank that is refused leaves nothing that a run would take for a
+    checkpoint.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     placements: dict[str, list[Placement]] = {"blocks.0.weight": [Shard(0)], "norm": [Shard(0)]}
     store = MemoryStorage(Objects(directory))
     assert checkpoint.is_shared(store)
     for step, format in enumerate(("sharded", "full", "local")):
         options = SaveOptions(format)  # type: ignore[arg-type]
-        path = checkpoint.save(store, step, Snapshot(spread(mesh, placements)), config_yaml=CONFIG, options=options)
+        path = checkpoint.save(
+            store, step, Snapshot(spread(mesh, placements)), config_yaml=CONFIG, options=options
+        )
         assert checkpoint.verify(path) == []
         target = Snapshot(spread(mesh, placements, zeros=True))
         checkpoint.load(path, target)
@@ -178,12 +227,20 @@ def an_object_store_holds_every_format(directory: Path) -> None:
     saver = AsyncSaver()
     saver.save(store, 3, Snapshot(spread(mesh, placements)), config_yaml=CONFIG)
     assert str(saver.wait()) == "memory/step-00000003"
-    saver.save(store, 4, Snapshot(spread(mesh, placements)), config_yaml=CONFIG, options=SaveOptions("full"))
+    saver.save(
+        store,
+        4,
+        Snapshot(spread(mesh, placements)),
+        config_yaml=CONFIG,
+        options=SaveOptions("full"),
+    )
     saver.wait()
     dist.barrier()
     if dist.get_rank() == 2:
         store.write = None  # type: ignore[assignment,method-assign]
-    error = raised(lambda: checkpoint.save(store, 5, Snapshot(spread(mesh, placements)), config_yaml=CONFIG))
+    error = raised(
+        lambda: checkpoint.save(store, 5, Snapshot(spread(mesh, placements)), config_yaml=CONFIG)
+    )
     assert "the checkpoint of step 5 was not written" in assert_same_everywhere(error)
     dist.barrier()
     assert checkpoint.resume_point(store).name == "step-00000004"  # type: ignore[union-attr]
@@ -191,9 +248,13 @@ def an_object_store_holds_every_format(directory: Path) -> None:
 
 
 def full_format_is_refused_on_all(directory: Path) -> None:
-    """Rank 0 is refused, or another fails to send, while tensors are gathered: one error on all, and it goes on."""
+    """Rank 0 is refused, or another fails to send, while tensors are gathered: one error on all,
+    and it goes on.
+    """
     rank = dist.get_rank()
-    snapshot = Snapshot({f"w{i}": known(f"w{i}", (50, 50)) for i in range(4) if i % dist.get_world_size() == rank})
+    snapshot = Snapshot(
+        {f"w{i}": known(f"w{i}", (50, 50)) for i in range(4) if i % dist.get_world_size() == rank}
+    )
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for failing in (0, 1):
         if rank == failing == 0:
@@ -201,7 +262,12 @@ def full_format_is_refused_on_all(directory: Path) -> None:
         bad = {"w1": snapshot.model["w1"].to("meta")} if rank == failing == 1 else {}
         blocks = stage(snapshot).parts["model"].blocks
         parts = {
-            "model": Part({name: block.with_tensor(bad.get(name, block.tensor)) for name, block in blocks.items()})
+            "model": Part(
+                {
+                    name: block.with_tensor(bad.get(name, block.tensor))
+                    for name, block in blocks.items()
+                }
+            )
         }
         target = posix.locate(directory / "step-00000001")
         options = SaveOptions("full", retries=1)
@@ -260,10 +326,14 @@ def names_of(model: nn.Module) -> dict[int, str]:
     return {id(p): name for name, p in model.named_parameters()}
 
 
-def save_network(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+def save_network(
+    directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Path:
     tensors, groups = checkpoint.optimizer_state(optimizer, names_of(model))
     tied = {"embedding.weight": ["head.weight"]}
-    snapshot = Snapshot(dict(model.named_parameters()), {"main": tensors}, groups={"main": groups}, aliases=tied)
+    snapshot = Snapshot(
+        dict(model.named_parameters()), {"main": tensors}, groups={"main": groups}, aliases=tied
+    )
     return checkpoint.save(directory, step, snapshot, config_yaml=CONFIG)
 
 
@@ -274,7 +344,9 @@ def load_network(path: Path, mesh: DeviceMesh | None) -> tuple[Network, torch.op
         for parameter in model.parameters():
             parameter.zero_()
     parameters = dict(model.named_parameters())
-    target = Snapshot(dict(parameters), {"main": checkpoint.optimizer_targets(path, "main", parameters)})
+    target = Snapshot(
+        dict(parameters), {"main": checkpoint.optimizer_targets(path, "main", parameters)}
+    )
     state = checkpoint.load(path, target)
     groups = state["optimizer_groups"]["main"]
     checkpoint.restore_optimizer(optimizer, names_of(model), target.optimizers["main"], groups)
@@ -318,7 +390,9 @@ def assert_same_everywhere(error: LockstepError) -> str:
 
 
 def one_rank_fails(directory: Path) -> None:
-    """The disk refuses one rank, in the middle: one error on all, nothing left behind, and the group still works."""
+    """The disk refuses one rank, in the middle: one error on all, nothing left behind, and the
+    group still works.
+    """
     rank = dist.get_rank()
     snapshot = Snapshot({f"w{i}": known(f"w{i}", (50, 50)) for i in range(4)})
     old = checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG)
@@ -342,12 +416,18 @@ def mistakes_are_the_same_everywhere(directory: Path) -> None:
     """What is wrong on one rank, in its snapshot or its target, is told by all."""
     rank = dist.get_rank()
     bad = Snapshot({"w": torch.zeros(3 if rank == 1 else 2)})
-    text = assert_same_everywhere(raised(lambda: checkpoint.save(directory, 1, bad, config_yaml=CONFIG)))
+    text = assert_same_everywhere(
+        raised(lambda: checkpoint.save(directory, 1, bad, config_yaml=CONFIG))
+    )
     assert "ranks disagree about w: float32[2] on one, float32[3] on another" in text
     bad = Snapshot({}, state={"x": torch.zeros(1)} if rank == 3 else {})
-    assert "JSON" in assert_same_everywhere(raised(lambda: checkpoint.save(directory, 1, bad, config_yaml=CONFIG)))
+    assert "JSON" in assert_same_everywhere(
+        raised(lambda: checkpoint.save(directory, 1, bad, config_yaml=CONFIG))
+    )
 
-    path = checkpoint.save(directory, 1, Snapshot({"w": torch.ones(2), "v": torch.ones(1)}), config_yaml=CONFIG)
+    path = checkpoint.save(
+        directory, 1, Snapshot({"w": torch.ones(2), "v": torch.ones(1)}), config_yaml=CONFIG
+    )
     target = Snapshot({"w": torch.zeros(3 if rank == 2 else 2), "v": torch.zeros(1)})
     text = assert_same_everywhere(raised(lambda: checkpoint.load(path, target)))
     assert "w (stored [2], wanted [3])" in text
@@ -371,12 +451,16 @@ def damage_is_found_by_all(directory: Path) -> None:
         if dist.get_rank() == 0:
             flip(file, 20)
         dist.barrier()
-        text = assert_same_everywhere(raised(lambda: checkpoint.load(newest, Snapshot(known_model()))))
+        text = assert_same_everywhere(
+            raised(lambda: checkpoint.load(newest, Snapshot(known_model())))
+        )
         assert "damaged" in text
         with patch("lockstep.checkpoint.keep._warn") as warn:
             found = checkpoint.resume_point(directory)
         assert found == directory / "step-00000001"
-        assert [call.args[0] for call in warn.call_args_list] == ([newest] if dist.get_rank() == 0 else [])
+        assert [call.args[0] for call in warn.call_args_list] == (
+            [newest] if dist.get_rank() == 0 else []
+        )
         dist.barrier()
         if dist.get_rank() == 0:
             flip(file, 20)
@@ -387,7 +471,9 @@ def damage_is_found_by_all(directory: Path) -> None:
 def stages_with_groups_of_their_own(directory: Path) -> None:
     """Trap 25: each stage has its own part of the optimizer; rank 0's alone is not the optimizer."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    parameters = {f"layers.{rank}.{kind}": nn.Parameter(known(f"{rank}{kind}", (4,))) for kind in ("w", "b")}
+    parameters = {
+        f"layers.{rank}.{kind}": nn.Parameter(known(f"{rank}{kind}", (4,))) for kind in ("w", "b")
+    }
     weights, biases = list(parameters.values())
     groups = [{"params": [weights], "weight_decay": 0.1}, {"params": [biases], "weight_decay": 0.0}]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
@@ -399,7 +485,9 @@ def stages_with_groups_of_their_own(directory: Path) -> None:
     snapshot = Snapshot(dict(parameters), {"main": tensors}, groups={"main": stored})
     path = checkpoint.save(directory, 1, snapshot, config_yaml=CONFIG)
     merged = checkpoint.read_state(path)["optimizer_groups"]["main"]["groups"]
-    assert [group["params"] for group in merged] == [[f"layers.{r}.{k}" for r in range(size)] for k in ("w", "b")]
+    assert [group["params"] for group in merged] == [
+        [f"layers.{r}.{k}" for r in range(size)] for k in ("w", "b")
+    ]
 
     moved = (rank + 1) % size  # another cut: this rank now holds what its neighbour held
     target = {f"layers.{moved}.{kind}": nn.Parameter(torch.zeros(4)) for kind in ("w", "b")}
@@ -431,16 +519,23 @@ def a_parameter_on_two_stages(directory: Path) -> None:
     both = Snapshot({"embedding": torch.zeros(6, 3), "head": torch.zeros(6, 3)}, aliases=tied)
     checkpoint.load(path, both)
     assert torch.equal(both.model["head"], both.model["embedding"])
-    untold = Snapshot({mine: known("tied", (6, 3))} if mine else {}, aliases=tied if rank == 0 else {})
+    untold = Snapshot(
+        {mine: known("tied", (6, 3))} if mine else {}, aliases=tied if rank == 0 else {}
+    )
     error = raised(lambda: checkpoint.save(directory, 2, untold, config_yaml=CONFIG))
     assert "one parameter on one rank and two on another" in assert_same_everywhere(error)
 
 
 def saving_beside_training(directory: Path) -> None:
-    """The background's collectives and training's don't meet; errors come to all ranks in the same call."""
+    """The background's collectives and training's don't meet; errors come to all ranks in the same
+    call.
+    """
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    placements: dict[str, list[Placement]] = {"blocks.0.weight": [Shard(0)], "blocks.0.bias": [Shard(0)]}
+    placements: dict[str, list[Placement]] = {
+        "blocks.0.weight": [Shard(0)],
+        "blocks.0.bias": [Shard(0)],
+    }
     live = spread(mesh, placements)
     rotated: list[Path] = []
     saver = AsyncSaver(then=rotated.append)
@@ -480,7 +575,9 @@ def saving_beside_training(directory: Path) -> None:
     assert len(set(seen)) == 1, f"the ranks saw the error in different calls: {seen}"
     assert "rank 3" in assert_same_everywhere(error)
     bad = Snapshot({}, state={"x": {1}} if rank == 2 else {})
-    assert "is a set" in assert_same_everywhere(raised(lambda: saver.save(directory, 5, bad, config_yaml="")))
+    assert "is a set" in assert_same_everywhere(
+        raised(lambda: saver.save(directory, 5, bad, config_yaml=""))
+    )
     saver.save(directory, 5, Snapshot(live), config_yaml=CONFIG)
     assert saver.wait() == directory / "step-00000005"
 
@@ -517,7 +614,9 @@ def on_four(directory: Path) -> dict[str, str]:
 
 
 def killed_in_pairs(directory: Path) -> None:
-    """Two pairs of ranks save; in one the writer of blocks is killed, in the other the one that commits."""
+    """Two pairs of ranks save; in one the writer of blocks is killed, in the other the one that
+    commits.
+    """
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     folder, group = directory / f"pair-{rank // 2}", pairs[rank // 2]
@@ -549,5 +648,8 @@ def on_two(directory: Path) -> None:
     for step in (1, 2):
         path = directory / "fsdp_goes_on_in_the_same_bits" / f"step-{step:08d}"
         model, optimizer = load_network(path, init_device_mesh("cpu", (2,)))
-        assert all(torch.allclose(whole(a), b) for a, b in zip(model.parameters(), single.parameters(), strict=True))
+        assert all(
+            torch.allclose(whole(a), b)
+            for a, b in zip(model.parameters(), single.parameters(), strict=True)
+        )
         train(model, optimizer, range(2, 3))

@@ -33,13 +33,24 @@ def known_model() -> dict[str, Tensor]:
 
 def snapshot(shift: float = 0.0) -> Snapshot:
     """A whole run's state in one process, tied names included."""
-    model = {name: tensor + shift if tensor.is_floating_point() else tensor for name, tensor in known_model().items()}
+    model = {
+        name: tensor + shift if tensor.is_floating_point() else tensor
+        for name, tensor in known_model().items()
+    }
     model["tied.weight"] = model["head.weight"]
-    adam = {"head.weight//exp_avg": known("exp_avg", (5, 7)) + shift, "head.weight//step": torch.tensor(3.0 + shift)}
+    adam = {
+        "head.weight//exp_avg": known("exp_avg", (5, 7)) + shift,
+        "head.weight//step": torch.tensor(3.0 + shift),
+    }
     return Snapshot(
         model,
         {"main": adam, "plain_sgd": {}},
-        {"step": 3, "loss": 0.1 + shift, "scaler": {"scale": 65536.0, "none": None}, "skipped": [1, 2]},
+        {
+            "step": 3,
+            "loss": 0.1 + shift,
+            "scaler": {"scale": 65536.0, "none": None},
+            "skipped": [1, 2],
+        },
         {"ema": {"head.weight": known("ema", (5, 7)) + shift}},
     )
 
@@ -49,7 +60,10 @@ def blank(like: Snapshot) -> Snapshot:
     zeros: dict[int, Tensor] = {}
 
     def clear(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: zeros.setdefault(id(tensor), torch.zeros_like(tensor)) for name, tensor in tensors.items()}
+        return {
+            name: zeros.setdefault(id(tensor), torch.zeros_like(tensor))
+            for name, tensor in tensors.items()
+        }
 
     return Snapshot(
         clear(like.model),

@@ -31,7 +31,11 @@ def test_training_goes_on_and_the_snapshot_does_not(tmp_path: Path, held: thread
     saver = AsyncSaver()
     assert saver.poll() is None
     assert saver.save(tmp_path, 1, live, config_yaml="") is None
-    for tensor in (*live.model.values(), *live.optimizers["main"].values(), *live.extra["ema"].values()):
+    for tensor in (
+        *live.model.values(),
+        *live.optimizers["main"].values(),
+        *live.extra["ema"].values(),
+    ):
         tensor.zero_()
     live.state["scaler"]["scale"] = 0.0
     live.state["skipped"].append(9)

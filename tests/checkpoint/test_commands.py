@@ -21,7 +21,9 @@ def run_directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_path_may_be_a_run_a_folder_or_a_checkpoint(run_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_may_be_a_run_a_folder_or_a_checkpoint(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     newest = run_directory / "checkpoints" / "step-00000002"
     lines = {run("digest", path) for path in (run_directory, run_directory / "checkpoints", newest)}
     assert lines == {checkpoint.digest(newest)}
@@ -67,7 +69,11 @@ def test_export_is_safetensors(run_directory: Path, tmp_path: Path) -> None:
         assert tensor.dtype == expected[name].dtype
         assert torch.equal(tensor, expected[name])
     with safe_open(output, "pt") as file:
-        assert file.metadata() == {"format": "pt", "step": "2", "aliases": '{"head.weight": ["tied.weight"]}'}
+        assert file.metadata() == {
+            "format": "pt",
+            "step": "2",
+            "aliases": '{"head.weight": ["tied.weight"]}',
+        }
     with pytest.raises(UsageError, match="exists already"):
         run("export", run_directory, output=output)
     assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
@@ -90,7 +96,9 @@ def test_convert_to_full_is_the_same_checkpoint(run_directory: Path, tmp_path: P
     assert_same(snapshot(2.0), target)
     assert state["step"] == 3
     assert checkpoint.digest(tmp_path / "whole") == run("digest", run_directory)
-    assert checkpoint.read_manifest(tmp_path / "whole").parameters["head.weight"].aliases == ("tied.weight",)
+    assert checkpoint.read_manifest(tmp_path / "whole").parameters["head.weight"].aliases == (
+        "tied.weight",
+    )
 
 
 def test_convert_to_torch(run_directory: Path, tmp_path: Path) -> None:
@@ -107,11 +115,17 @@ def test_convert_to_torch(run_directory: Path, tmp_path: Path) -> None:
         ("show", {}, "there is no `lockstep checkpoint show`"),
         ("digest", {"output": "x"}, "takes no output"),
         ("convert", {"to": "onnx"}, "no format 'onnx'"),
-        ("convert", {"to": "local"}, "no format 'local'(.|\\n)*--resume .* checkpoint.format=local"),
+        (
+            "convert",
+            {"to": "local"},
+            "no format 'local'(.|\\n)*--resume .* checkpoint.format=local",
+        ),
         ("convert", {"to": "sharded"}, "no format 'sharded'(.|\\n)*ranks write it"),
     ],
 )
-def test_mistakes_are_told(run_directory: Path, verb: str, options: dict[str, str], message: str) -> None:
+def test_mistakes_are_told(
+    run_directory: Path, verb: str, options: dict[str, str], message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         run(verb, run_directory, **options)
 

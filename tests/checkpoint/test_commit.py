@@ -1,4 +1,6 @@
-"""Law 2, by force: a save killed at any moment, or refused by the disk, leaves what was there, whole."""
+"""Law 2, by force: a save killed at any moment, or refused by the disk, leaves what was there,
+whole.
+"""
 
 import ctypes
 import os
@@ -19,7 +21,8 @@ from tests.checkpoint.shared import assert_same, blank, files_of, save, snapshot
 
 @pytest.mark.fault(
     "process: killed inside a commit",
-    "SIGKILL at each operation on files of a save in turn; in a storage without files, at each of its lines",
+    "SIGKILL at each operation on files of a save in turn; in a storage without files, at each of"
+    " its lines",
     "the old checkpoints are whole, and the new one is whole or invisible",
 )
 def test_a_kill_at_any_moment_of_a_save_leaves_the_old_or_the_new(place: Place) -> None:
@@ -40,7 +43,9 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_old_or_the_new(place: Place) 
             remove(found)
     assert seen_old > 40, "every file is made, written and synced, every folder made and synced"
     if isinstance(place, Folder):
-        assert seen_new == 2, "from the rename on: before the folder above is synced, and at the end"
+        assert seen_new == 2, (
+            "from the rename on: before the folder above is synced, and at the end"
+        )
     assert seen_new >= 1
 
 
@@ -94,7 +99,9 @@ def test_a_kill_at_any_moment_of_setting_aside_loses_nothing(place: Place) -> No
         for path in checkpoint.list_checkpoints(place.directory):
             assert checkpoint.verify(path) == []
         named = [name for name in place.storage.names() if name.startswith("step-00000002")]
-        assert {checkpoint.digest(path) for path in map(place.storage.path, named)} == {digest}, "none is half"
+        assert {checkpoint.digest(path) for path in map(place.storage.path, named)} == {digest}, (
+            "none is half"
+        )
         place.storage.sweep()
     assert place.names() == ["step-00000001"]
 
@@ -102,18 +109,27 @@ def test_a_kill_at_any_moment_of_setting_aside_loses_nothing(place: Place) -> No
 @pytest.mark.fault(
     "storage: power is cut",
     "what was written and not synced is lost",
-    "every file and folder is synced before the rename that makes a checkpoint, and the folder above after it",
+    "every file and folder is synced before the rename that makes a checkpoint, and the folder"
+    " above after it",
 )
 def test_trap_50_everything_is_synced_before_the_rename(tmp_path: Path) -> None:
     """A power cut after the rename must find every byte and every name; torch syncs no folder."""
     save(tmp_path, 1)
     _, changes = Folder(tmp_path).killed_at(10**9, lambda: save(tmp_path, 2))
     rename = next(i for i, change in enumerate(changes) if change.startswith("os.rename step-"))
-    made = [i for i, change in enumerate(changes[:rename]) if change.split()[0] in ("open", "write", "os.mkdir")]
+    made = [
+        i
+        for i, change in enumerate(changes[:rename])
+        if change.split()[0] in ("open", "write", "os.mkdir")
+    ]
     for i in made:
         name = changes[i].split()[1]
-        assert f"fsync {name}" in changes[i + 1 : rename], f"{changes[i]} is not synced before the rename"
-    last = max(i for i, change in enumerate(changes[:rename]) if change.startswith(("open ", "os.rename")))
+        assert f"fsync {name}" in changes[i + 1 : rename], (
+            f"{changes[i]} is not synced before the rename"
+        )
+    last = max(
+        i for i, change in enumerate(changes[:rename]) if change.startswith(("open ", "os.rename"))
+    )
     assert changes[last] == "open manifest.json", "the manifest is the last file"
     inside = ("model", "main", "plain_sgd", "optimizer", "ema", "extra")
     for folder in inside:
@@ -137,13 +153,22 @@ def test_a_rank_syncs_what_it_writes_into_the_draft_of_another(tmp_path: Path) -
 
 def test_the_folders_above_are_named_durably_too(tmp_path: Path) -> None:
     """The first checkpoint of a run also makes `checkpoints/`: its name must not be lost either."""
-    _, changes = Folder(tmp_path).killed_at(10**9, lambda: save(tmp_path / "run" / "checkpoints", 1))
-    assert changes[:4] == ["os.mkdir run", f"fsync {tmp_path.name}", "os.mkdir checkpoints", "fsync run"]
+    _, changes = Folder(tmp_path).killed_at(
+        10**9, lambda: save(tmp_path / "run" / "checkpoints", 1)
+    )
+    assert changes[:4] == [
+        "os.mkdir run",
+        f"fsync {tmp_path.name}",
+        "os.mkdir checkpoints",
+        "fsync run",
+    ]
 
 
 @pytest.mark.promise("Nothing that exists is written over, except what Lockstep itself wrote")
 def test_no_file_is_written_over(tmp_path: Path) -> None:
-    draft = Location(posix.PosixStorage(tmp_path), posix.PosixStorage(tmp_path).begin("step-00000001"))
+    draft = Location(
+        posix.PosixStorage(tmp_path), posix.PosixStorage(tmp_path).begin("step-00000001")
+    )
     draft.put("model/file", b"first")
     with pytest.raises(FileExistsError):
         draft.put("model/file", b"second")

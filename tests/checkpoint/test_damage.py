@@ -59,7 +59,9 @@ def test_cut_lengthened_and_missing_files_are_noticed_at_a_glance(place: Place) 
         data = place.content(path, file)
         for damaged in (data[:-1], data[: len(data) // 2], b"", data + b"\0"):
             place.damage(path, file, damaged)
-            assert checkpoint.verify(path, thorough=False), f"{file}: {len(damaged)} of {len(data)} bytes"
+            assert checkpoint.verify(path, thorough=False), (
+                f"{file}: {len(damaged)} of {len(data)} bytes"
+            )
         place.damage(path, file, None)
         assert checkpoint.verify(path, thorough=False), f"{file}: missing"
         place.damage(path, file, data)
@@ -82,7 +84,9 @@ def test_a_renamed_checkpoint_is_not_taken_for_another_step(place: Place) -> Non
     "a run resumes",
     "it is passed over with a warning that says why, and the newest good one is used",
 )
-def test_newest_passes_over_what_is_damaged_and_says_so(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+def test_newest_passes_over_what_is_damaged_and_says_so(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
     first, second, third, fourth = (place.save(step) for step in (1, 2, 3, 4))
     place.damage(fourth, "manifest.json", None)
     for file in place.files(third):
@@ -116,7 +120,9 @@ def test_trap_53_all_damaged_is_a_hard_failure(place: Place) -> None:
 
 
 def test_trap_53_the_last_one_fails_only_under_its_checksum(place: Place) -> None:
-    """The one checkpoint looks whole until its bytes are read: still a hard failure, not a fresh start."""
+    """The one checkpoint looks whole until its bytes are read: still a hard failure, not a fresh
+    start.
+    """
     place.flip(place.save(1), "model/__0_0.distcp", 1000)
     with pytest.raises(RunError, match="none of the 1 checkpoints"):
         checkpoint.resume_point(place.directory)
@@ -139,9 +145,18 @@ def test_trap_52_unfinished_folders_are_not_checkpoints(tmp_path: Path) -> None:
     """An unanchored pattern takes step-100.tmp for a checkpoint of step 100."""
     real = save(tmp_path, 100)
     for name in (
-        "step-00000200.tmp", "step-00000200.tmp-host-1-0123abcd", "step-200", "xstep-00000200", "step-00000200 ",
-        "step-00000200\n", "step-0000020x", "step-000000200", "step-٠٠٠٠٠٢٠٠", "step-00000200.aside-1", "step--0000200",
-    ):  # fmt: skip
+        "step-00000200.tmp",
+        "step-00000200.tmp-host-1-0123abcd",
+        "step-200",
+        "xstep-00000200",
+        "step-00000200 ",
+        "step-00000200\n",
+        "step-0000020x",
+        "step-000000200",
+        "step-٠٠٠٠٠٢٠٠",
+        "step-00000200.aside-1",
+        "step--0000200",
+    ):
         shutil.copytree(real, tmp_path / name)
     (tmp_path / "step-00000300").write_text("a file")
     (tmp_path / "step-00000400").symlink_to(real)

@@ -45,25 +45,37 @@ def prefixed(prefix: str) -> dict[str, Tensor]:
 
 RIGHT: dict[str, Any] = {
     "both names": weights,
-    "the first name": lambda: without("out.weight"), "the other": lambda: without("table.weight"),
+    "the first name": lambda: without("out.weight"),
+    "the other": lambda: without("table.weight"),
     "apart": lambda: {name: value.clone() for name, value in weights().items()},
-    "DDP": lambda: prefixed("module."), "compiled": lambda: prefixed("_orig_mod."),
+    "DDP": lambda: prefixed("module."),
+    "compiled": lambda: prefixed("_orig_mod."),
     "both wrappers": lambda: prefixed("module._orig_mod."),
     "half": lambda: {name: value.to(torch.bfloat16) for name, value in weights().items()},
     "double": lambda: {name: value.double() for name, value in weights().items()},
-    "state_dict": lambda: {"state_dict": weights(), "epoch": 3}, "model": lambda: {"model": weights(), "step": 1},
+    "state_dict": lambda: {"state_dict": weights(), "epoch": 3},
+    "model": lambda: {"model": weights(), "step": 1},
     "model_state_dict": lambda: {"model_state_dict": weights()},
-}  # fmt: skip
+}
 REFUSED: dict[str, tuple[Any, str]] = {
     "other values": (
         lambda: {**weights(), "out.weight": torch.zeros(8, 4)},
         "table.weight and out.weight are one parameter in the model, with two values in the file",
     ),
-    "Lightning": (lambda: {"state_dict": prefixed("model.")}, r"import the weights again with --prefix model\."),
-    "extra": (lambda: {**weights(), "more": torch.ones(2)}, "load what fits before the Trainer is made"),
+    "Lightning": (
+        lambda: {"state_dict": prefixed("model.")},
+        r"import the weights again with --prefix model\.",
+    ),
+    "extra": (
+        lambda: {**weights(), "more": torch.ones(2)},
+        "load what fits before the Trainer is made",
+    ),
     "missing": (lambda: without("middle.bias"), "missing in the checkpoint: middle.bias"),
     "shape": (lambda: {**weights(), "middle.bias": torch.ones(5)}, r"stored \[5\], wanted \[4\]"),
-    "envelope": (lambda: {"ema": weights()}, r"torch\.save\(torch\.load\(FILE\)\['ema'\], ANOTHER\)"),
+    "envelope": (
+        lambda: {"ema": weights()},
+        r"torch\.save\(torch\.load\(FILE\)\['ema'\], ANOTHER\)",
+    ),
 }
 
 
@@ -110,7 +122,11 @@ def test_the_error_says_what_to_do(name: str, tmp_path: Path) -> None:
 
 def test_the_prefix_that_is_named_makes_it_right(tmp_path: Path) -> None:
     torch.save(prefixed("model."), tmp_path / "w.pt")
-    assert equal(loaded(str(import_weights(tmp_path / "w.pt", tmp_path / "step-00000000", prefix="model.")[0])))
+    assert equal(
+        loaded(
+            str(import_weights(tmp_path / "w.pt", tmp_path / "step-00000000", prefix="model.")[0])
+        )
+    )
 
 
 def test_values_that_are_no_numbers_are_told(tmp_path: Path) -> None:

@@ -28,11 +28,15 @@ from tests.checkpoint.shared import blank, save, snapshot
 
 
 def reseal(path: Path, **changes: Any) -> None:
-    """Write a manifest that fits whatever is now in the folder: the attacker can compute checksums too."""
+    """Write a manifest that fits whatever is now in the folder: the attacker can compute checksums
+    too.
+    """
     old = read_manifest(path)
     files = {name: locate(path).checksum(name) for name in old.files}
     parameters = {**old.parameters, **changes.get("parameters", {})}
-    manifest = Manifest(old.step, changes.get("files", files), parameters, old.parts, old.written_by, old.ranks)
+    manifest = Manifest(
+        old.step, changes.get("files", files), parameters, old.parts, old.written_by, old.ranks
+    )
     (path / "manifest.json").write_bytes(manifest.to_bytes())
 
 
@@ -64,7 +68,9 @@ def assert_refused(path: Path, match: str) -> None:
     "a pickle that runs a program",
     "nothing runs: the file is read by a parser of its own, which knows a dozen classes",
 )
-@pytest.mark.promise("Metadata that other programs unpickle are read by a parser of Lockstep's own.")
+@pytest.mark.promise(
+    "Metadata that other programs unpickle are read by a parser of Lockstep's own."
+)
 def test_trap_50_the_metadata_pickle_runs_nothing(tmp_path: Path) -> None:
     """`.metadata` is a pickle: torch would run whatever it names."""
     path, witness = save(tmp_path, 1), tmp_path / "witness"
@@ -95,7 +101,8 @@ def test_trap_50_the_metadata_pickle_runs_nothing(tmp_path: Path) -> None:
         b"cbuiltins\neval\n(S'1'\ntR.",
         b"\x80\x04\x8c\x05torch\x8c\x10serialization.os\x93.",  # a dotted path through a module
         b"ctorch.distributed.checkpoint.metadata\nos\n.",
-        b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'evil'\nI1\nstb.",  # sets an attribute of a class
+        # sets an attribute of a class
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'evil'\nI1\nstb.",
         b"ctorch\nSize\n(N}S'evil'\nI1\nstb.",
         b"P1\n.",
         b"\x80\x05\x97.",
@@ -108,7 +115,9 @@ def test_trap_50_the_metadata_pickle_runs_nothing(tmp_path: Path) -> None:
         pickle.dumps(Metadata({}, None, None)),
     ],
 )
-@pytest.mark.promise("It knows a dozen plain classes and calls no function; anything else is refused.")
+@pytest.mark.promise(
+    "It knows a dozen plain classes and calls no function; anything else is refused."
+)
 def test_programs_that_are_no_metadata_are_refused(program: bytes) -> None:
     with pytest.raises(ValueError):
         parse_metadata(program)
@@ -142,7 +151,14 @@ def test_trap_50_paths_do_not_climb_out(tmp_path: Path) -> None:
     """`relative_path` in the metadata may name any file of the machine."""
     secret = tmp_path / "__0_0.distcp"
     shutil.copy(save(tmp_path / "other", 1) / "model" / "__0_0.distcp", secret)
-    for climbing in ("../../__0_0.distcp", str(secret), "../__0_0.distcp", "__0_0.distcp/../../x", "__0_9.distcp", ""):
+    for climbing in (
+        "../../__0_0.distcp",
+        str(secret),
+        "../__0_0.distcp",
+        "__0_0.distcp/../../x",
+        "__0_9.distcp",
+        "",
+    ):
         path = save(tmp_path, 1)
         metadata = stored_metadata(path)
         for info in metadata.storage_data.values():
@@ -239,7 +255,9 @@ def test_a_tensor_file_is_read_as_weights_only(tmp_path: Path) -> None:
     program = io.BytesIO()
     torch.save(Touch(os.system, f"touch {witness}"), program)
     metadata = stored_metadata(path)
-    info = next(place for index, place in metadata.storage_data.items() if index.fqn == "blocks.0.weight")
+    info = next(
+        place for index, place in metadata.storage_data.items() if index.fqn == "blocks.0.weight"
+    )
     with (path / "model" / info.relative_path).open("ab") as end:
         info.offset, info.length = end.tell(), len(program.getvalue())
         end.write(program.getvalue())
@@ -268,14 +286,18 @@ def test_blocks_that_leave_a_hole_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.fault(
     "hostile: sizes that no memory could hold",
-    "metadata and manifest claim a tensor of terabytes, or the same bytes for many tensors; a block unpacks to a "
-    "thousand times its bytes",
-    "refused with one message before anything is allocated: nothing is larger than the bytes stored for it",
+    "metadata and manifest claim a tensor of terabytes, or the same bytes for many tensors; a block"
+    " unpacks to a thousand times its bytes",
+    "refused with one message before anything is allocated: nothing is larger than the bytes stored"
+    " for it",
 )
 def test_claims_of_sizes_allocate_nothing(tmp_path: Path) -> None:
-    """What looks into a checkpoint without a model to compare it with believes the sizes that it finds."""
+    """What looks into a checkpoint without a model to compare it with believes the sizes that it
+    finds.
+    """
     name = "blocks.0.weight"
-    for sizes in ([1 << 20, 1 << 20], [1 << 33, 1 << 33]):  # 4 TiB; so many that their product overflows to 0
+    # 4 TiB; so many that their product overflows to 0
+    for sizes in ([1 << 20, 1 << 20], [1 << 33, 1 << 33]):
         path = save(tmp_path, 1)
         metadata = stored_metadata(path)
         stored = metadata.state_dict_metadata[name]
@@ -284,7 +306,11 @@ def test_claims_of_sizes_allocate_nothing(tmp_path: Path) -> None:
         (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
         reseal(path, parameters={name: ParameterInfo(tuple(sizes), "float32")})
         assert_refused(path, "it claims .* bytes for a block of blocks.0.weight|elements")
-        for verb, options in (("export", {}), ("convert", {"to": "full"}), ("convert", {"to": "torch"})):
+        for verb, options in (
+            ("export", {}),
+            ("convert", {"to": "full"}),
+            ("convert", {"to": "torch"}),
+        ):
             with pytest.raises(DamagedError, match=r"it claims|elements"):
                 commands.run(verb, path, output=tmp_path / "out", **options)
         assert not (tmp_path / "out").exists()
@@ -304,7 +330,10 @@ def test_a_block_that_unpacks_to_a_thousand_times_its_bytes_is_refused(tmp_path:
     index = next(i for i in metadata.storage_data if i.fqn == "blocks.0.weight")
     plain, bomb = io.BytesIO(), io.BytesIO()
     torch.save(torch.zeros(64 << 20, dtype=torch.uint8), plain)
-    with zipfile.ZipFile(plain) as entries, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as packed:
+    with (
+        zipfile.ZipFile(plain) as entries,
+        zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
         for entry in entries.namelist():
             packed.writestr(entry, entries.read(entry))
     assert len(bomb.getvalue()) < 1 << 20
@@ -338,7 +367,8 @@ def rewritten(path: Path, change: Callable[[str], str]) -> None:
 
 @pytest.mark.fault(
     "hostile: a manifest of numbers that are none, of great depth, or of a billion ranks",
-    "`Infinity` for a step, brackets in brackets, sizes beyond all files, ranks that nothing is listed of",
+    "`Infinity` for a step, brackets in brackets, sizes beyond all files, ranks that nothing is"
+    " listed of",
     "refused with one message, at once and in little memory, by every command",
 )
 def test_a_manifest_with_impossible_numbers_is_refused(tmp_path: Path) -> None:
@@ -412,7 +442,8 @@ def test_a_part_whose_file_is_shorter_than_listed_is_not_allocated(tmp_path: Pat
 
 @pytest.mark.fault(
     "hostile: any bytes of a checkpoint are altered under right checksums",
-    "bits flipped, bytes taken out or put in, in the metadata, the tensors or the state, and the manifest made to fit",
+    "bits flipped, bytes taken out or put in, in the metadata, the tensors or the state, and the"
+    " manifest made to fit",
     "loaded, or refused with one message: no traceback, by no command",
 )
 def test_altered_bytes_under_right_checksums_are_one_message(tmp_path: Path) -> None:
@@ -435,7 +466,10 @@ def test_altered_bytes_under_right_checksums_are_one_message(tmp_path: Path) -> 
             data[at:at] = noise.randbytes(noise.randrange(1, 9))
         altered.write_bytes(data)
         reseal(path)
-        for use in (lambda: checkpoint.digest(path), lambda: checkpoint.load(path, blank(snapshot()))):
+        for use in (
+            lambda: checkpoint.digest(path),
+            lambda: checkpoint.load(path, blank(snapshot())),
+        ):
             try:
                 use()
                 outcomes["read"] += 1

@@ -1,4 +1,6 @@
-"""Weights of other trainers: files as they leave them become a checkpoint that a model of ours takes up."""
+"""Weights of other trainers: files as they leave them become a checkpoint that a model of ours
+takes up.
+"""
 
 import json
 import random
@@ -38,10 +40,22 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def lightning(folder: Path, model: nn.Module) -> Path:
-    """What `Trainer.save_checkpoint` of Lightning writes: the module's weights below the name of its attribute."""
-    state = {f"model.{name}": tensor for name, tensor in weights(model).items()} | {"metric.total": torch.ones(1)}
-    whole = {"epoch": 2, "global_step": 60, "pytorch-lightning_version": "2.5.0", "state_dict": state}
-    torch.save(whole | {"optimizer_states": [{"state": {}, "param_groups": []}], "callbacks": {}}, folder / "last.ckpt")
+    """What `Trainer.save_checkpoint` of Lightning writes: the module's weights below the name of
+    its attribute.
+    """
+    state = {f"model.{name}": tensor for name, tensor in weights(model).items()} | {
+        "metric.total": torch.ones(1)
+    }
+    whole = {
+        "epoch": 2,
+        "global_step": 60,
+        "pytorch-lightning_version": "2.5.0",
+        "state_dict": state,
+    }
+    torch.save(
+        whole | {"optimizer_states": [{"state": {}, "param_groups": []}], "callbacks": {}},
+        folder / "last.ckpt",
+    )
     return folder / "last.ckpt"
 
 
@@ -58,28 +72,40 @@ def in_parts(folder: Path, model: nn.Module) -> Path:
     names = [name for name in weights(model) if name != "head.weight"]
     where = {name: f"model-{i % 2 + 1}-of-2.safetensors" for i, name in enumerate(names)}
     for file in set(where.values()):
-        save_file({name: weights(model)[name] for name in names if where[name] == file}, folder / file)
+        save_file(
+            {name: weights(model)[name] for name in names if where[name] == file}, folder / file
+        )
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     return folder
 
 
 def compiled_ddp(folder: Path, model: nn.Module) -> Path:
-    half = {name: t.bfloat16() if t.is_floating_point() else t for name, t in weights(model).items()}
-    torch.save({f"_orig_mod.module.{name}": tensor for name, tensor in half.items()}, folder / "model.pt")
+    half = {
+        name: t.bfloat16() if t.is_floating_point() else t for name, t in weights(model).items()
+    }
+    torch.save(
+        {f"_orig_mod.module.{name}": tensor for name, tensor in half.items()}, folder / "model.pt"
+    )
     return folder / "model.pt"
 
 
-@pytest.mark.parametrize("write", [lightning, accelerate, in_parts, compiled_ddp], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "write", [lightning, accelerate, in_parts, compiled_ddp], ids=lambda f: f.__name__
+)
 def test_weights_of_others_are_taken_up(tmp_path: Path, model: Tied, write: Any) -> None:
     prefix = {"prefix": "model."} if write is lightning else {}
     said = run("import", write(tmp_path, model), output=tmp_path / "imported", **prefix)
     assert ("1 without the prefix left out" in said) == (write is lightning)
     whole = checkpoint.weights(tmp_path / "imported")
-    assert ("head.weight" in whole) == (write is not in_parts), "nothing there says that they are tied"
+    assert ("head.weight" in whole) == (write is not in_parts), (
+        "nothing there says that they are tied"
+    )
     for name, tensor in whole.items():
         expected = weights(model)[name]
         assert tensor.dtype == expected.dtype
-        torch.testing.assert_close(tensor, expected, rtol=0.01 if write is compiled_ddp else 0, atol=0)
+        torch.testing.assert_close(
+            tensor, expected, rtol=0.01 if write is compiled_ddp else 0, atol=0
+        )
 
 
 def test_a_trainer_begins_with_them_at_step_0(tmp_path: Path) -> None:
@@ -95,7 +121,9 @@ def test_a_trainer_begins_with_them_at_step_0(tmp_path: Path) -> None:
     assert (step, metadata) == (0, {"imported_from": str(tmp_path / "model.pt")})
     for name, tensor in mine.state_dict().items():
         assert torch.equal(tensor, elsewhere.state_dict()[name]), name
-    records = list(trainer.steps(torch.utils.data.TensorDataset(torch.randn(8, 3), torch.randn(8, 1))))
+    records = list(
+        trainer.steps(torch.utils.data.TensorDataset(torch.randn(8, 3), torch.randn(8, 1)))
+    )
     assert [record.step for record in records] == [1, 2]
 
 
@@ -104,7 +132,9 @@ def test_exported_weights_come_back(tmp_path: Path, model: Tied) -> None:
     checkpoint.export_safetensors(tmp_path / "one", tmp_path / "out.safetensors")
     checkpoint.import_weights(tmp_path / "out.safetensors", tmp_path / "two")
     assert checkpoint.digest(tmp_path / "one") == checkpoint.digest(tmp_path / "two")
-    assert checkpoint.read_manifest(tmp_path / "two").parameters["embed.weight"].aliases == ("head.weight",)
+    assert checkpoint.read_manifest(tmp_path / "two").parameters["embed.weight"].aliases == (
+        "head.weight",
+    )
 
 
 class NoWeights:
@@ -117,11 +147,17 @@ class NoWeights:
         (None, "there is no file or folder"),
         ({}, "there are no weights in"),
         ({"w.pt": NoWeights()}, "can't be read as weights"),
-        ({"w.pt": {"state_dict": {"a": torch.ones(1), "lr": 0.1}}}, "'lr', which is not the name of a tensor, among 2"),
+        (
+            {"w.pt": {"state_dict": {"a": torch.ones(1), "lr": 0.1}}},
+            "'lr', which is not the name of a tensor, among 2",
+        ),
         ({"w.pt": [torch.ones(1)]}, "holds a list, where weights by name are needed"),
         ({"w.safetensors": b"no"}, "is not a safetensors file"),
         ({"model.safetensors.index.json": b"[]"}, "is not an index of weights"),
-        ({"model.safetensors.index.json": b'{"weight_map": {"a": "../a"}}'}, "outside of its folder"),
+        (
+            {"model.safetensors.index.json": b'{"weight_map": {"a": "../a"}}'},
+            "outside of its folder",
+        ),
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, content: dict[str, Any] | None, message: str) -> None:
@@ -141,7 +177,9 @@ def test_mistakes_are_told(tmp_path: Path, content: dict[str, Any] | None, messa
 
 
 def test_a_prefix_that_nothing_has_is_told(tmp_path: Path, model: Tied) -> None:
-    with pytest.raises(UsageError, match=r"no name in .* begins with 'net\.'(.|\n)*it holds model\.embed\.weight"):
+    with pytest.raises(
+        UsageError, match=r"no name in .* begins with 'net\.'(.|\n)*it holds model\.embed\.weight"
+    ):
         run("import", lightning(tmp_path, model), output=tmp_path / "imported", prefix="net.")
 
 
@@ -160,7 +198,18 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
 
 
 def odd_indices() -> list[bytes]:
-    odd: list[Any] = [{}, [], 1, None, {"a": 1}, {"a": None}, {"a": ""}, {"a": ".."}, {"a": "a\0b"}, {"a": ["x"]}]
+    odd: list[Any] = [
+        {},
+        [],
+        1,
+        None,
+        {"a": 1},
+        {"a": None},
+        {"a": ""},
+        {"a": ".."},
+        {"a": "a\0b"},
+        {"a": ["x"]},
+    ]
     texts = [json.dumps({"weight_map": value}).encode() for value in odd]
     deep = [b"[" * 100_000, b'{"weight_map":' * 50_000]
     return [*texts, *deep, b"\xff\xfe", b"", b"Infinity", b'{"weight_map": {"a": NaN}}']
@@ -169,11 +218,21 @@ def odd_indices() -> list[bytes]:
 def odd_pickles() -> list[Any]:
     one = torch.ones(4)
     return [
-        {1: one}, {("a",): one}, {"a": one.to_sparse()}, {"a": torch.empty(3, device="meta")},
-        {"a": torch.quantize_per_tensor(one, 0.1, 0, torch.qint8)}, {"a": one[:1].expand(1 << 40)},
-        {"module.a": one, "_orig_mod.module.a": one}, {"a": torch.nested.nested_tensor([one])}, {"a": {"b": one}},
-        {"state_dict": {}}, {"state_dict": 3}, {"a": one.to(torch.float8_e4m3fn)}, {"": one}, {"a": torch.ones(0)},
-    ]  # fmt: skip
+        {1: one},
+        {("a",): one},
+        {"a": one.to_sparse()},
+        {"a": torch.empty(3, device="meta")},
+        {"a": torch.quantize_per_tensor(one, 0.1, 0, torch.qint8)},
+        {"a": one[:1].expand(1 << 40)},
+        {"module.a": one, "_orig_mod.module.a": one},
+        {"a": torch.nested.nested_tensor([one])},
+        {"a": {"b": one}},
+        {"state_dict": {}},
+        {"state_dict": 3},
+        {"a": one.to(torch.float8_e4m3fn)},
+        {"": one},
+        {"a": torch.ones(0)},
+    ]
 
 
 def outcomes(source: Path, output: Path, found: Counter[str]) -> None:
@@ -188,11 +247,14 @@ def outcomes(source: Path, output: Path, found: Counter[str]) -> None:
 
 @pytest.mark.fault(
     "hostile: weights of another trainer that are damaged or odd",
-    "files cut, with other bytes, indices that are none, names that are no text, tensors that would grow in memory",
+    "files cut, with other bytes, indices that are none, names that are no text, tensors that would"
+    " grow in memory",
     "imported, or refused with one message; no traceback, and nothing is left behind",
 )
 def test_damaged_files_are_imported_or_refused_with_a_message(tmp_path: Path, model: Tied) -> None:
-    """Whatever is wrong with a file, its reader says so; 490 files were tried, a sixth as many are here."""
+    """Whatever is wrong with a file, its reader says so; 490 files were tried, a sixth as many are
+    here.
+    """
     chance, found = random.Random(5), Counter[str]()
     folder, output = tmp_path / "source", tmp_path / "imported"
     folder.mkdir()

@@ -73,14 +73,20 @@ def test_going_on_is_as_if_never_stopped(make: Make, tmp_path: Path) -> None:
     fresh = make(groups(resumed, reverse=True))
     parameters = dict(resumed.named_parameters())
     assert checkpoint.optimizers_in(path) == ["main"]
-    target = Snapshot(dict(parameters), {"main": checkpoint.optimizer_targets(path, "main", parameters)})
+    target = Snapshot(
+        dict(parameters), {"main": checkpoint.optimizer_targets(path, "main", parameters)}
+    )
     state = checkpoint.load(path, target)
-    checkpoint.restore_optimizer(fresh, names(resumed), target.optimizers["main"], state["optimizer_groups"]["main"])
+    checkpoint.restore_optimizer(
+        fresh, names(resumed), target.optimizers["main"], state["optimizer_groups"]["main"]
+    )
     train(resumed, fresh, range(3, 6))
     for mine, other in zip(straight.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(mine, other)
     options = [{k: v for k, v in group.items() if k != "params"} for group in fresh.param_groups]
-    assert options == [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    assert options == [
+        {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+    ]
     assert type(fresh.param_groups[0].get("betas", ())) is tuple
 
 
@@ -89,10 +95,16 @@ def test_the_json_part_lists_groups_by_name() -> None:
     optimizer = torch.optim.AdamW(groups(module), lr=0.01)
     train(module, optimizer, range(1))
     tensors, stored = checkpoint.optimizer_state(optimizer, names(module))
-    assert [group["params"] for group in stored["groups"]] == [["0.weight", "2.weight"], ["0.bias", "2.bias"]]
+    assert [group["params"] for group in stored["groups"]] == [
+        ["0.weight", "2.weight"],
+        ["0.bias", "2.bias"],
+    ]
     assert stored["groups"][0]["options"]["betas"] == [0.9, 0.999]
-    assert set(tensors) == {f"{name}//{key}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")
-                            for key in ("step", "exp_avg", "exp_avg_sq")}  # fmt: skip
+    assert set(tensors) == {
+        f"{name}//{key}"
+        for name in ("0.weight", "0.bias", "2.weight", "2.bias")
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
 
 
 def test_trap_48_a_dead_parameter_is_told() -> None:
@@ -107,20 +119,26 @@ def test_other_groups_are_refused() -> None:
     module = model()
     _, stored = checkpoint.optimizer_state(torch.optim.SGD(groups(module), lr=0.1), names(module))
     with pytest.raises(UsageError, match="1 parameter groups, the checkpoint 2"):
-        checkpoint.restore_optimizer(torch.optim.SGD(module.parameters(), lr=0.1), names(module), {}, stored)
+        checkpoint.restore_optimizer(
+            torch.optim.SGD(module.parameters(), lr=0.1), names(module), {}, stored
+        )
     swapped = torch.optim.SGD(list(reversed(groups(module))), lr=0.1)
     with pytest.raises(UsageError, match=r"0\.bias is in group 0 of the optimizer, and in group 1"):
         checkpoint.restore_optimizer(swapped, names(module), {}, stored)
 
 
 def test_trap_75_the_kernels_of_a_checkpoint_are_not_taken_over() -> None:
-    """One process updates with a fused kernel; shards, which may go on from its checkpoint, have none for SGD."""
+    """One process updates with a fused kernel; shards, which may go on from its checkpoint, have
+    none for SGD.
+    """
     module = model()
     saved = torch.optim.SGD(groups(module), lr=0.1, momentum=0.5, fused=True)
     _, stored = checkpoint.optimizer_state(saved, names(module))
     plain = torch.optim.SGD(groups(module), lr=0.2, foreach=False)
     checkpoint.restore_optimizer(plain, names(module), {}, stored)
-    [(momentum, fused, foreach)] = {(g["momentum"], g["fused"], g["foreach"]) for g in plain.param_groups}
+    [(momentum, fused, foreach)] = {
+        (g["momentum"], g["fused"], g["foreach"]) for g in plain.param_groups
+    }
     assert (momentum, fused, foreach) == (0.5, None, False)
 
 

@@ -1,6 +1,8 @@
-"""Models whose `state_dict` is not simply their tensors: parametrizations, hooks, overridden methods, further state.
+"""Models whose `state_dict` is not simply their tensors: parametrizations, hooks, overridden
+methods, further state.
 
-Right is plain PyTorch: the values that are trained, what a run resumes from, and a `state_dict` both ways.
+Right is plain PyTorch: the values that are trained, what a run resumes from, and a `state_dict`
+both ways.
 """
 
 import functools
@@ -47,7 +49,9 @@ class Counted(nn.Linear):
 
 
 class Halved(nn.Linear):
-    """In a state, weights have the same name and shape and other values, and a buffer has another name."""
+    """In a state, weights have the same name and shape and other values, and a buffer has another
+    name.
+    """
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
@@ -69,7 +73,9 @@ class Halved(nn.Linear):
 
 
 def chain(layer: Callable[[], nn.Module]) -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), layer(), nn.Tanh(), layer(), nn.Linear(WIDTH, 1))
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(), layer(), nn.Tanh(), layer(), nn.Linear(WIDTH, 1)
+    )
 
 
 def linear(change: Callable[[nn.Linear], nn.Module]) -> nn.Module:
@@ -88,9 +94,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "spectral norm": lambda: linear(parametrizations.spectral_norm),
     "spectral norm with hooks": lambda: linear(nn.utils.spectral_norm),
     "orthogonal": lambda: linear(parametrizations.orthogonal),
-    "symmetric": lambda: linear(lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric())),
-    "extra state": counted, "a hook and a method": lambda: Halved(WIDTH, WIDTH),
-}  # fmt: skip
+    "symmetric": lambda: linear(
+        lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric())
+    ),
+    "extra state": counted,
+    "a hook and a method": lambda: Halved(WIDTH, WIDTH),
+}
 QUICK = ("spectral norm", "weight norm with hooks", "extra state", "a hook and a method")
 
 
@@ -118,8 +127,15 @@ def plain(name: str) -> dict[str, Any]:
 
 
 def ways(name: str, strategy: str, folder: str) -> dict[str, Mapping[str, Any]]:
-    """Return states of a model: trained, trained with a resume, loaded from a plain state in two ways."""
-    settings: Any = {"strategy": strategy, "batch_size": 4, "global_batch_size": 8, "shuffle": False}
+    """Return states of a model: trained, trained with a resume, loaded from a plain state in two
+    ways.
+    """
+    settings: Any = {
+        "strategy": strategy,
+        "batch_size": 4,
+        "global_batch_size": 8,
+        "shuffle": False,
+    }
     trainer = Trainer(built(name, 0), sgd, nn.MSELoss(), **settings)
     saved = f"{folder}/{name}-{strategy}"
     for record in trainer.steps(data()):
@@ -165,7 +181,9 @@ def assert_right(names: list[str], folder: Path) -> None:
     for (name, strategy), states in zip([*alone, *cases], every, strict=True):
         trained, first = plain(name), dict(built(name, 0).state_dict())
         for way, state in states.items():
-            assert_equal(state, trained if way in ("trained", "resumed") else first, (name, strategy, way))
+            assert_equal(
+                state, trained if way in ("trained", "resumed") else first, (name, strategy, way)
+            )
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")

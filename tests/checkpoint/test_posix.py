@@ -1,4 +1,6 @@
-"""Files that are written once, from start to end: what is read back is what went in, whatever its size."""
+"""Files that are written once, from start to end: what is read back is what went in, whatever its
+size.
+"""
 
 import errno
 import fcntl
@@ -13,7 +15,16 @@ from lockstep.checkpoint import posix
 from lockstep.checkpoint.posix import UncachedFile
 from lockstep.checkpoint.storage import ChecksumStream
 
-SIZES = [0, 1, 4095, 4096, posix._BUFFER - 1, posix._BUFFER, posix._BUFFER + 1, 3 * posix._BUFFER + 4097]
+SIZES = [
+    0,
+    1,
+    4095,
+    4096,
+    posix._BUFFER - 1,
+    posix._BUFFER,
+    posix._BUFFER + 1,
+    3 * posix._BUFFER + 4097,
+]
 
 
 def content(size: int) -> bytes:
@@ -61,7 +72,9 @@ def test_full_buffers_go_past_the_page_cache_where_the_file_system_can(
     assert direct == [True, True, False]
 
 
-def test_a_file_system_that_can_not_is_written_as_usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_can_not_is_written_as_usual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuses(handle: int, command: int, flags: int = 0) -> int:
         if command == posix.fcntl.F_SETFL:
             raise OSError(errno.EINVAL, "no direct writes here")
@@ -73,7 +86,9 @@ def test_a_file_system_that_can_not_is_written_as_usual(tmp_path: Path, monkeypa
     assert (tmp_path / "file").read_bytes() == content(posix._BUFFER + 9)
 
 
-def test_one_that_refuses_the_write_itself_is_written_as_usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_refuses_the_write_itself_is_written_as_usual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write, tries = os.write, []
 
     def refuses(handle: int, data: memoryview) -> int:
@@ -92,7 +107,9 @@ def test_one_that_refuses_the_write_itself_is_written_as_usual(tmp_path: Path, m
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
-    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, bytes(data[: max(1, len(data) // 2 + 7)])))
+    monkeypatch.setattr(
+        os, "write", lambda handle, data: write(handle, bytes(data[: max(1, len(data) // 2 + 7)]))
+    )
     data = content(posix._BUFFER + 10_000)
     with UncachedFile(tmp_path / "file") as stream:
         stream.write(data)
@@ -100,9 +117,13 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_disk_is_told_when_the_bytes_are_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_when_the_bytes_are_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = os.open
-    monkeypatch.setattr(os, "open", lambda path, flags, mode=0o777: opened("/dev/full", os.O_WRONLY))
+    monkeypatch.setattr(
+        os, "open", lambda path, flags, mode=0o777: opened("/dev/full", os.O_WRONLY)
+    )
     stream = UncachedFile(tmp_path / "file")
     stream.write(b"a few bytes")
     with pytest.raises(OSError, match="No space left"):
@@ -133,7 +154,9 @@ def test_a_disk_that_fills_up_behind_the_writer_is_told_and_nothing_more_is_writ
     assert stream.closed
 
 
-def test_what_is_full_is_written_while_the_next_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_full_is_written_while_the_next_is_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write, let = os.write, threading.Event()
 
     def slow(handle: int, data: memoryview) -> int:

@@ -1,4 +1,6 @@
-"""Saving on several ranks and loading on others; the cases are in rank_cases.py, and share two launches."""
+"""Saving on several ranks and loading on others; the cases are in rank_cases.py, and share two
+launches.
+"""
 
 import json
 import shutil
@@ -41,7 +43,9 @@ def test_one_process_loads_what_four_ranks_saved(saved: Saved) -> None:
     for step in (1, 2, 3):
         target = blank(Snapshot(known_model()))
         checkpoint.load(saved[0] / "layouts" / f"step-{step:08d}", target, only=["model"])
-        assert all(torch.equal(target.model[name], tensor) for name, tensor in known_model().items())
+        assert all(
+            torch.equal(target.model[name], tensor) for name, tensor in known_model().items()
+        )
     single, its_optimizer = rank_cases.network(None)
     rank_cases.train(single, its_optimizer, range(2))
     for step in (1, 2):
@@ -52,7 +56,9 @@ def test_one_process_loads_what_four_ranks_saved(saved: Saved) -> None:
         assert optimizer.state[model.embedding.weight]["step"] == 2
 
 
-def test_raw_shards_of_four_ranks_are_converted_by_one_process(saved: Saved, tmp_path: Path) -> None:
+def test_raw_shards_of_four_ranks_are_converted_by_one_process(
+    saved: Saved, tmp_path: Path
+) -> None:
     raw = saved[0] / "local_format_is_for_the_ranks_that_wrote_it" / "step-00000001"
     commands.run("convert", raw, to="full", output=tmp_path / "whole")
     assert checkpoint.digest(tmp_path / "whole") == checkpoint.digest(raw)
@@ -71,14 +77,16 @@ def test_raw_shards_of_four_ranks_are_converted_by_one_process(saved: Saved, tmp
 def test_raw_shards_that_claim_what_is_not_there_are_refused(saved: Saved, tmp_path: Path) -> None:
     """The attacker computes checksums too."""
     raw = saved[0] / "local_format_is_for_the_ranks_that_wrote_it" / "step-00000001"
-    for number, (facts, said) in enumerate((
-        ({"shape": [1 << 40], "offset": [0], "block": [1 << 40]}, "claims more bytes"),
-        ({"shape": [9], "offset": [4], "block": [9]}, "lies outside it"),
-        ({"shape": [9], "offset": [0], "block": [5]}, "do not make up the whole"),
-        ({"dtype": "load"}, "is not a dtype"),
-        ({"at": -4}, "where a count is needed"),
-        ({"block": "9"}, "where counts are needed"),
-    )):  # fmt: skip
+    for number, (facts, said) in enumerate(
+        (
+            ({"shape": [1 << 40], "offset": [0], "block": [1 << 40]}, "claims more bytes"),
+            ({"shape": [9], "offset": [4], "block": [9]}, "lies outside it"),
+            ({"shape": [9], "offset": [0], "block": [5]}, "do not make up the whole"),
+            ({"dtype": "load"}, "is not a dtype"),
+            ({"at": -4}, "where a count is needed"),
+            ({"block": "9"}, "where counts are needed"),
+        )
+    ):
         path = tmp_path / f"{number}" / raw.name
         shutil.copytree(raw, path)
         for file in (path / "model").iterdir():
@@ -94,7 +102,9 @@ def test_raw_shards_that_claim_what_is_not_there_are_refused(saved: Saved, tmp_p
     path = tmp_path / "flipped" / raw.name
     shutil.copytree(raw, path)
     flip(path / "model/rank-00002.raw", -1)
-    assert checkpoint.verify(path) == ["model/rank-00002.raw: its checksum is not that of what was written"]
+    assert checkpoint.verify(path) == [
+        "model/rank-00002.raw: its checksum is not that of what was written"
+    ]
 
 
 @pytest.mark.fault(
@@ -102,7 +112,9 @@ def test_raw_shards_that_claim_what_is_not_there_are_refused(saved: Saved, tmp_p
     "SIGKILL while it writes its part",
     "the old checkpoint is whole, the new one invisible, and no rank waits for ever",
 )
-def test_a_rank_killed_in_a_save_leaves_the_old_checkpoint_and_no_rank_waiting(tmp_path: Path) -> None:
+def test_a_rank_killed_in_a_save_leaves_the_old_checkpoint_and_no_rank_waiting(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(AssertionError) as caught:
         run_ranks(rank_cases.killed_in_pairs, 4, tmp_path, timeout=60)
     assert str(caught.value).split("\n") == ["1 died", "2 died"]

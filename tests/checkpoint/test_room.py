@@ -25,7 +25,9 @@ def imports_of(file: Path) -> list[tuple[str, list[str]]]:
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     graph = {
-        file.stem: {module.removeprefix(ROOM) for module, _ in imports_of(file) if module.startswith(ROOM)}
+        file.stem: {
+            module.removeprefix(ROOM) for module, _ in imports_of(file) if module.startswith(ROOM)
+        }
         for file in FILES
     }
     assert len(list(TopologicalSorter(graph).static_order())) == len(FILES)

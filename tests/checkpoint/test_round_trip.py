@@ -38,15 +38,28 @@ def test_the_folder_is_as_documented(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000100"]
     names = {str(file.relative_to(path)) for file in files_of(path)}
     assert names == {
-        "manifest.json", "state.json", "config.yaml", "model/.metadata", "model/__0_0.distcp",
-        "optimizer/main/.metadata", "optimizer/main/__0_0.distcp", "optimizer/plain_sgd/.metadata",
-        "extra/ema/.metadata", "extra/ema/__0_0.distcp",
-    }  # fmt: skip
+        "manifest.json",
+        "state.json",
+        "config.yaml",
+        "model/.metadata",
+        "model/__0_0.distcp",
+        "optimizer/main/.metadata",
+        "optimizer/main/__0_0.distcp",
+        "optimizer/plain_sgd/.metadata",
+        "extra/ema/.metadata",
+        "extra/ema/__0_0.distcp",
+    }
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["files"].keys() == names - {"manifest.json"}
-    assert manifest["parameters"]["head.weight"] == {"shape": [5, 7], "dtype": "float32", "aliases": ["tied.weight"]}
+    assert manifest["parameters"]["head.weight"] == {
+        "shape": [5, 7],
+        "dtype": "float32",
+        "aliases": ["tied.weight"],
+    }
     assert "tied.weight" not in manifest["parameters"]
-    assert str(tmp_path) not in "".join(file.read_bytes().decode("latin1") for file in files_of(path))
+    assert str(tmp_path) not in "".join(
+        file.read_bytes().decode("latin1") for file in files_of(path)
+    )
 
 
 def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -69,17 +82,29 @@ def test_odd_tensors(tmp_path: Path) -> None:
     """Views, transposes, strides, no elements, no dimensions, every dtype."""
     base = known("base", (6, 8))
     model = {
-        "view": base[1:3, 2:5], "transposed": base.T, "strided": base[::2, ::3], "expanded": base[:1].expand(4, 8),
-        "empty": torch.zeros(0, 3), "scalar": torch.tensor(1.5), "bool": base > 0, "long": torch.arange(5),
-        "half": base.half(), "double": base.double(), "complex": torch.complex(base, base),
+        "view": base[1:3, 2:5],
+        "transposed": base.T,
+        "strided": base[::2, ::3],
+        "expanded": base[:1].expand(4, 8),
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(1.5),
+        "bool": base > 0,
+        "long": torch.arange(5),
+        "half": base.half(),
+        "double": base.double(),
+        "complex": torch.complex(base, base),
         "parameter": torch.nn.Parameter(base.clone()),
         "float8": base.to(torch.float8_e4m3fn),
-    }  # fmt: skip
+    }
     path = checkpoint.save(tmp_path, 1, Snapshot(model), config_yaml="")
     target = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in model.items()}
     checkpoint.load(path, Snapshot(target))
     for name, tensor in model.items():
-        assert torch.equal(target[name].double(), tensor.detach().double()) if name != "complex" else True, name
+        assert (
+            torch.equal(target[name].double(), tensor.detach().double())
+            if name != "complex"
+            else True
+        ), name
     assert torch.equal(target["complex"], model["complex"])
     assert checkpoint.digest(path) == checkpoint.digest_tensors(sorted(model.items()))
 
@@ -128,7 +153,9 @@ def test_a_name_of_ones_own(tmp_path: Path) -> None:
     "other names, shapes or dtypes",
     "exit code 2; what differs is named, nothing is touched",
 )
-@pytest.mark.promise("Names, shapes and dtypes must be those of your model before one byte is copied into it.")
+@pytest.mark.promise(
+    "Names, shapes and dtypes must be those of your model before one byte is copied into it."
+)
 def test_what_differs_is_named(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     target = blank(snapshot())
@@ -143,7 +170,9 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
     assert "only in the checkpoint: norm" in message
     assert "blocks.0.bias (stored [3], wanted [4])" in message
     assert "blocks.1.weight (stored float32, wanted bfloat16)" in message
-    assert not any(tensor.any() for tensor in target.model.values()), "nothing is touched before all of it fits"
+    assert not any(tensor.any() for tensor in target.model.values()), (
+        "nothing is touched before all of it fits"
+    )
 
 
 def test_a_subset_is_not_taken_silently(tmp_path: Path) -> None:
@@ -167,7 +196,8 @@ def test_trap_19_ties_are_kept(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="two parameters in the model, but tied"):
         checkpoint.load(path, untied)
     one_name = blank(snapshot())
-    del one_name.model["head.weight"]  # an alias will do: which name is canonical is a matter of order
+    # an alias will do: which name is canonical is a matter of order
+    del one_name.model["head.weight"]
     checkpoint.load(path, one_name)
     assert torch.equal(one_name.model["tied.weight"], known("head.weight", (5, 7)))
 
@@ -194,7 +224,10 @@ def test_state_is_json_or_refused(tmp_path: Path, state: dict[str, object], plac
 
 
 def test_floats_come_back_to_the_bit(tmp_path: Path) -> None:
-    state = {"floats": [0.1, 1e-310, float("inf"), -0.0, 2.0**-1074, 1.7976931348623157e308], "nan": float("nan")}
+    state = {
+        "floats": [0.1, 1e-310, float("inf"), -0.0, 2.0**-1074, 1.7976931348623157e308],
+        "nan": float("nan"),
+    }
     path = checkpoint.save(tmp_path, 1, Snapshot({}, state=state), config_yaml="")
     back = checkpoint.load(path, Snapshot({}))
     assert [x.hex() for x in back["floats"]] == [x.hex() for x in state["floats"]]  # type: ignore[union-attr,attr-defined]
@@ -228,7 +261,11 @@ def test_any_name_survives_the_manifest(parameters: dict[str, ParameterInfo]) ->
 def test_a_later_format_is_not_taken_for_damage(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     manifest = path / "manifest.json"
-    body = manifest.read_bytes().replace(b'"format_version": 1', b'"format_version": 2').rpartition(b'"crc32"')[0]
+    body = (
+        manifest.read_bytes()
+        .replace(b'"format_version": 1', b'"format_version": 2')
+        .rpartition(b'"crc32"')[0]
+    )
     manifest.write_bytes(body + _checksum_line(body))
     assert "format version 2" in checkpoint.verify(path)[0]
     for look in (checkpoint.newest, checkpoint.resume_point):

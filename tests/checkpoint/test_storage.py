@@ -68,7 +68,9 @@ def test_a_damaged_one_in_the_way_is_kept_aside(place: Place) -> None:
     assert place.content(place.storage.path(aside), "state.json") == b"{}"
 
 
-def test_a_run_keeps_its_checkpoints_where_its_config_says(tmp_path: Path, memory: MemoryStorage) -> None:
+def test_a_run_keeps_its_checkpoints_where_its_config_says(
+    tmp_path: Path, memory: MemoryStorage
+) -> None:
     keep = {"storage": places.MEMORY, "save_steps": 2, "save_total_limit": 2, "keep_best": "loss"}
     trainer(tmp_path, checkpoint=keep).train(Points())
     found = checkpoint.list_checkpoints(memory)

@@ -29,13 +29,26 @@ def test_bash_completes_verbs_what_they_act_on_options_and_files(tmp_path: Path)
     (tmp_path / "run.yaml").touch()
     lines = ["source <(lockstep completion bash)"]
     for words in _ASKED:
-        lines.append(f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _lockstep; echo ${{COMPREPLY[@]}}")
+        lines.append(
+            f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _lockstep; echo"
+            " ${COMPREPLY[@]}"
+        )
     surroundings = environment()
     surroundings["PATH"] = f"{tmp_path / 'bin'}:{surroundings['PATH']}"
     done = subprocess.run(
-        ["bash", "-c", "\n".join(lines)], cwd=tmp_path, env=surroundings, capture_output=True, text=True
+        ["bash", "-c", "\n".join(lines)],
+        cwd=tmp_path,
+        env=surroundings,
+        capture_output=True,
+        text=True,
     )
-    assert done.stdout.splitlines() == ["checkpoint", "export", "slurm", "--resume", "run.yaml"], done.stderr
+    assert done.stdout.splitlines() == [
+        "checkpoint",
+        "export",
+        "slurm",
+        "--resume",
+        "run.yaml",
+    ], done.stderr
 
 
 def test_each_shell_gets_each_verb() -> None:

@@ -1,4 +1,6 @@
-"""What `lockstep init` and `lockstep new-model` write trains as it stands, and nothing is overwritten."""
+"""What `lockstep init` and `lockstep new-model` write trains as it stands, and nothing is
+overwritten.
+"""
 
 import ast
 import sys
@@ -33,7 +35,12 @@ def test_what_is_written_trains_and_is_proved(here: Path) -> None:
     }
     started = {
         folder: Forked(
-            [sys.executable, "-m", *command], cwd=here / folder, env=environment(), stdout=-1, stderr=-2, text=True
+            [sys.executable, "-m", *command],
+            cwd=here / folder,
+            env=environment(),
+            stdout=-1,
+            stderr=-2,
+            text=True,
         )
         for folder, command in commands.items()
     }
@@ -55,11 +62,15 @@ def test_nothing_is_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert "mine has files already: text, train.yaml" in message
     assert "lockstep init DIR" in message
     assert cli.main(["new-model", "bird"]) == 0
-    assert "bird.py, bird.yaml, test_bird.py is here already" in refused(capsys, "new-model", "bird")
+    assert "bird.py, bird.yaml, test_bird.py is here already" in refused(
+        capsys, "new-model", "bird"
+    )
 
 
 @pytest.mark.parametrize("name", ["3d", "class", "a b", "_"])
-def test_a_model_has_a_name_that_python_can_import(here: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_has_a_name_that_python_can_import(
+    here: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "not a name for a Python module" in refused(capsys, "new-model", name)
     assert list(here.iterdir()) == []
 
@@ -73,5 +84,7 @@ def test_a_project_reads_data_of_ones_own(here: Path, capsys: pytest.CaptureFixt
     text = (here / "table" / "train.py").read_text()
     ast.parse(text)
     assert """Table("../rows'.csv")""" in text
-    assert "there is no file nowhere.txt" in refused(capsys, "init", "other", "--data", "nowhere.txt")
+    assert "there is no file nowhere.txt" in refused(
+        capsys, "init", "other", "--data", "nowhere.txt"
+    )
     assert not (here / "other").exists()

@@ -48,7 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def preempted(folder: Path) -> Ended:
     """Two ranks under FSDP, told to stop after their first checkpoint."""
     layout = ("--nproc-per-node", "2", "--strategy", "fsdp")
-    agrees = ("--gradient-accumulation-steps", "2")  # with the config's global batch: 2 × 2 × 2 ranks = 8
+    # with the config's global batch: 2 × 2 × 2 ranks = 8
+    agrees = ("--gradient-accumulation-steps", "2")
     process = start(folder, "train", "small.yaml", *layout, *agrees, **_ONE_THREAD)
     checkpoints = folder / "runs/small/checkpoints"
     wait_for(lambda: process.poll() is not None or list(checkpoints.glob("step-????????")))
@@ -82,11 +83,28 @@ def resumed(preempted: Ended) -> Ended:
     """The same run, taken up by two ranks of torchrun."""
     (preempted.folder / "hurry").touch()
     process = Forked(
-        [sys.executable, "-m", TORCHRUN, "--standalone", "--nproc-per-node", "2",
-         "-m", "lockstep", "train", "--config", "small.yaml", "--strategy=fsdp", "--nproc_per_node", "7"],
-        cwd=preempted.folder, env=environment(**_ONE_THREAD),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            TORCHRUN,
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "lockstep",
+            "train",
+            "--config",
+            "small.yaml",
+            "--strategy=fsdp",
+            "--nproc_per_node",
+            "7",
+        ],
+        cwd=preempted.folder,
+        env=environment(**_ONE_THREAD),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     return finish(process, preempted.folder)
 
 
@@ -102,10 +120,27 @@ def test_under_torchrun_it_is_a_worker_and_goes_on(resumed: Ended) -> None:
 def test_a_wrong_config_under_torchrun_is_one_message(folder: Path) -> None:
     """Every rank finds the same mistake; one says it."""
     process = Forked(
-        [sys.executable, "-m", TORCHRUN, "--standalone", "--nproc-per-node", "2",
-         "-m", "lockstep", "train", "small.yaml", "training.max_step=3", "--output-dir", "runs/wrong"],
-        cwd=folder, env=environment(**_ONE_THREAD), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            TORCHRUN,
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "lockstep",
+            "train",
+            "small.yaml",
+            "training.max_step=3",
+            "--output-dir",
+            "runs/wrong",
+        ],
+        cwd=folder,
+        env=environment(**_ONE_THREAD),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     ended = finish(process, folder)
     assert ended.code == 1, "torchrun's own"
     assert ended.err.count("lockstep: ") == 1, ended.err
@@ -113,7 +148,9 @@ def test_a_wrong_config_under_torchrun_is_one_message(folder: Path) -> None:
 
 
 def test_trap_16_every_rank_takes_part_in_evaluation_and_saving(resumed: Ended) -> None:
-    """A state dict, an evaluation or a barrier inside `if rank == 0` hangs under FSDP. This run did both, and ended."""
+    """A state dict, an evaluation or a barrier inside `if rank == 0` hangs under FSDP. This run did
+    both, and ended.
+    """
     run = RunDirectory(resumed.folder / "runs/small")
     assert [row["step"] for row in run.read_metrics() if "eval_loss" in row or row["step"] == 40]
     assert len(list(run.checkpoints.glob("step-????????"))) >= 2
@@ -125,7 +162,9 @@ def test_one_process_without_a_launcher(folder: Path) -> None:
     command = ("train", "small.yaml", "--max-steps=6", "--output-dir", "runs/alone")
     ended = finish(start(folder, *command, **_ONE_THREAD), folder)
     assert ended.code == 0, ended.err
-    assert ended.out.startswith("lockstep: strategy auto, 1 process (on the CPU; --nproc-per-node N starts more)\n")
+    assert ended.out.startswith(
+        "lockstep: strategy auto, 1 process (on the CPU; --nproc-per-node N starts more)\n"
+    )
     assert "lockstep: strategy auto: single, there is one rank\n" in ended.out
     assert "step 6/6" in ended.out
     assert "step 6/6" in (folder / "runs/alone/logs/rank-0.log").read_text()

@@ -18,7 +18,13 @@ def nothing(name: str) -> int:
 
 
 @example(4, 2.2250738585072014e-308, 0, "/", "+")
-@given(numbers, numbers, numbers, st.sampled_from(["+", "-", "*", "/", "//", "%"]), st.sampled_from(["+", "-", "*"]))
+@given(
+    numbers,
+    numbers,
+    numbers,
+    st.sampled_from(["+", "-", "*", "/", "//", "%"]),
+    st.sampled_from(["+", "-", "*"]),
+)
 def test_it_counts_as_python_does(a: float, b: float, c: float, one: str, two: str) -> None:
     expression = f"max(-({a!r}) {one} ({b!r}), min({c!r}, 3)) {two} +{c!r} ** 2"
     try:
@@ -37,11 +43,36 @@ def test_it_counts_as_python_does(a: float, b: float, c: float, one: str, two: s
 @pytest.mark.parametrize(
     "expression",
     [
-        "__import__('os')", "'a' * 3", "[1]", "(1, 2)", "a.b()", "lambda: 1", "1 if 2 else 3", "1 < 2", "not 1",
-        "True", "9 ** 9 ** 9", "999999999 ** 1024", "1e308 ** 2", "1e308 * 10", "10 ** 2000", "(-1) ** 0.5", "max()",
-        "max(1, key=2)", "min(*[1])", "1 +", "", "x := 1", "f'{1}'", "1j", "~1", "1 << 9", "max", "1" + "+1" * 600,
+        "__import__('os')",
+        "'a' * 3",
+        "[1]",
+        "(1, 2)",
+        "a.b()",
+        "lambda: 1",
+        "1 if 2 else 3",
+        "1 < 2",
+        "not 1",
+        "True",
+        "9 ** 9 ** 9",
+        "999999999 ** 1024",
+        "1e308 ** 2",
+        "1e308 * 10",
+        "10 ** 2000",
+        "(-1) ** 0.5",
+        "max()",
+        "max(1, key=2)",
+        "min(*[1])",
+        "1 +",
+        "",
+        "x := 1",
+        "f'{1}'",
+        "1j",
+        "~1",
+        "1 << 9",
+        "max",
+        "1" + "+1" * 600,
     ],
-)  # fmt: skip
+)
 def test_anything_else_is_refused(expression: str) -> None:
     with pytest.raises(ValueError):
         evaluate(expression, nothing)
@@ -65,7 +96,10 @@ def test_names_are_keys_of_the_final_config(tmp_path: Path) -> None:
 
 
 def test_a_keys_own_name_is_its_default(tmp_path: Path) -> None:
-    assert loaded(tmp_path, 'training: {batch_size: !calc "batch_size * 2"}\n').training.batch_size == 16
+    assert (
+        loaded(tmp_path, 'training: {batch_size: !calc "batch_size * 2"}\n').training.batch_size
+        == 16
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,7 +110,10 @@ def test_a_keys_own_name_is_its_default(tmp_path: Path) -> None:
             ("run.yaml:2", "no key is named 'batchsize'", "training.batch_size"),
         ),
         ('training:\n  seed: !calc "max_steps"\n', ("run.yaml:2", "max_steps is not set")),
-        ('training:\n  seed: !calc "1 / 2"\n', ("run.yaml:2", "training.seed should be a whole number", "0.5")),
+        (
+            'training:\n  seed: !calc "1 / 2"\n',
+            ("run.yaml:2", "training.seed should be a whole number", "0.5"),
+        ),
         ('model:\n  args: {a: !calc "b", b: !calc "a"}\n', ("run.yaml:2", "refers to itself")),
         (
             'model: {args: {a: 1}}\ndata: {args: {a: 2, b: {c: !calc "a"}}}\n',
@@ -85,7 +122,9 @@ def test_a_keys_own_name_is_its_default(tmp_path: Path) -> None:
         ("training:\n  seed: !calc [1]\n", ("run.yaml:2", "!calc takes an expression")),
     ],
 )
-def test_expressions_that_mean_nothing_are_refused(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+def test_expressions_that_mean_nothing_are_refused(
+    tmp_path: Path, text: str, words: tuple[str, ...]
+) -> None:
     message = refusal(tmp_path, text)
     for word in words:
         assert word in message, message

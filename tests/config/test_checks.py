@@ -11,59 +11,130 @@ from tests.config.shared import refusal
 
 D = "distributed."
 CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"training.max_steps": 9, "training.num_train_epochs": 2}, ("9 steps", "2 epochs", "keep one")),
-    ({"training.global_batch_size": 30, "training.batch_size": 8}, ("30 = 3 × 8 + 6", "24 or 32", "5, 6, 10")),
-    ({"training.global_batch_size": 4, "training.batch_size": 8}, ("4 = 0 × 8 + 4", "global_batch_size 8", "1, 2, 4")),
     (
-        {"training.global_batch_size": 64, "training.batch_size": 8, "training.gradient_accumulation_steps": 3},
-        ("8 × gradient_accumulation_steps 3 ×", "64 = 2 × 24 + 16", "leave gradient_accumulation_steps out"),
+        {"training.max_steps": 9, "training.num_train_epochs": 2},
+        ("9 steps", "2 epochs", "keep one"),
+    ),
+    (
+        {"training.global_batch_size": 30, "training.batch_size": 8},
+        ("30 = 3 × 8 + 6", "24 or 32", "5, 6, 10"),
+    ),
+    (
+        {"training.global_batch_size": 4, "training.batch_size": 8},
+        ("4 = 0 × 8 + 4", "global_batch_size 8", "1, 2, 4"),
+    ),
+    (
+        {
+            "training.global_batch_size": 64,
+            "training.batch_size": 8,
+            "training.gradient_accumulation_steps": 3,
+        },
+        (
+            "8 × gradient_accumulation_steps 3 ×",
+            "64 = 2 × 24 + 16",
+            "leave gradient_accumulation_steps out",
+        ),
     ),
     ({"training.lr_scaling": "sqrt"}, ("lr_scaling: sqrt", "base_batch_size")),
     ({"data.prefetch_factor": 2}, ("no workers", "num_workers: 1")),
     ({"data.persistent_workers": True}, ("no workers", "num_workers: 1")),
     ({"precision.mode": "fp16", "precision.param_dtype": "bf16"}, ("fp16", "mode: bf16")),
     ({"precision.fp8": "emulated", "precision.mode": "fp16"}, ("under fp16", "mode: bf16")),
-    ({"precision.fp8": "emulated", D + "strategy": "dp"}, ("another step under dp", "a scale of its own", "ddp")),
-    ({D + "reproducible": True, "precision.fp8": "linears"}, ("equal bits", "fp8: linears", "reproducible: false")),
+    (
+        {"precision.fp8": "emulated", D + "strategy": "dp"},
+        ("another step under dp", "a scale of its own", "ddp"),
+    ),
+    (
+        {D + "reproducible": True, "precision.fp8": "linears"},
+        ("equal bits", "fp8: linears", "reproducible: false"),
+    ),
     ({"precision.loss_scale.initial_scale": 0.5}, ("0.5 is not between", "initial_scale")),
     ({D + "strategy": "fsdp", D + "ddp.compression.kind": "fp16"}, ("DDP's", "reduce_dtype: fp16")),
     ({D + "strategy": "fsdp", D + "ddp.compression.kind": "powersgd"}, ("DDP's", "strategy: ddp")),
-    ({D + "strategy": "dp", D + "ddp.compression.kind": "bf16"}, ("the strategy is dp", "kind: none")),
-    ({D + "strategy": "pipeline", D + "ddp.compression.kind": "bf16"}, ("the strategy is pipeline", "kind: none")),
-    ({D + "strategy": "accelerate", D + "ddp.compression.kind": "powersgd"}, ("PowerSGD", "strategy: ddp")),
-    ({D + "ddp.compression": {"kind": "powersgd", "start_step": 1}}, ("start at step 1", "start_step: 2")),
-    ({D + "reproducible": True, "precision.param_dtype": "bf16"}, ("bits", "precision.param_dtype: fp32")),
-    ({D + "reproducible": True, D + "ddp.compression.kind": "bf16"}, ("bits", "compression.kind: none")),
+    (
+        {D + "strategy": "dp", D + "ddp.compression.kind": "bf16"},
+        ("the strategy is dp", "kind: none"),
+    ),
+    (
+        {D + "strategy": "pipeline", D + "ddp.compression.kind": "bf16"},
+        ("the strategy is pipeline", "kind: none"),
+    ),
+    (
+        {D + "strategy": "accelerate", D + "ddp.compression.kind": "powersgd"},
+        ("PowerSGD", "strategy: ddp"),
+    ),
+    (
+        {D + "ddp.compression": {"kind": "powersgd", "start_step": 1}},
+        ("start at step 1", "start_step: 2"),
+    ),
+    (
+        {D + "reproducible": True, "precision.param_dtype": "bf16"},
+        ("bits", "precision.param_dtype: fp32"),
+    ),
+    (
+        {D + "reproducible": True, D + "ddp.compression.kind": "bf16"},
+        ("bits", "compression.kind: none"),
+    ),
     ({D + "reproducible": True, D + "fsdp.reduce_dtype": "bf16"}, ("bits", "reduce_dtype: fp32")),
-    ({D + "reproducible": True, D + "ddp.static_graph": True}, ("up the tree", "static_graph: false")),
+    (
+        {D + "reproducible": True, D + "ddp.static_graph": True},
+        ("up the tree", "static_graph: false"),
+    ),
     ({D + "reproducible": True, D + "strategy": "dp"}, ("not for dp", "strategy: ddp")),
     ({D + "backend": "nccl", D + "device": "cpu"}, ("nccl is for GPUs", "backend: gloo")),
     ({D + "backend": "xccl", D + "device": "cpu"}, ("xccl is for GPUs", "backend: gloo")),
-    ({D + "device": "mps", D + "strategy": "ddp"}, ("mps has no process groups", "strategy: single")),
-    ({D + "device": "mps", D + "reproducible": True}, ("mps has no float64", "reproducible: false")),
-    ({D + "fsdp.cpu_offload": True, D + "device": "cpu"}, ("nothing to offload", "cpu_offload: false")),
+    (
+        {D + "device": "mps", D + "strategy": "ddp"},
+        ("mps has no process groups", "strategy: single"),
+    ),
+    (
+        {D + "device": "mps", D + "reproducible": True},
+        ("mps has no float64", "reproducible: false"),
+    ),
+    (
+        {D + "fsdp.cpu_offload": True, D + "device": "cpu"},
+        ("nothing to offload", "cpu_offload: false"),
+    ),
     ({D + "accelerate.cpu": True, D + "device": "cuda"}, ("disagree", "leave accelerate.cpu out")),
-    ({D + "accelerate.mixed_precision": "bf16", "precision.mode": "fp32"}, ("disagree", "leave mixed_precision out")),
+    (
+        {D + "accelerate.mixed_precision": "bf16", "precision.mode": "fp32"},
+        ("disagree", "leave mixed_precision out"),
+    ),
     ({"checkpoint.load_best": True}, ("which checkpoint is the best", "keep_best: eval_loss")),
     (
         {"checkpoint.keep_best": "eval_loss", "checkpoint.save_strategy": "none"},
         ("no checkpoint", "save_strategy: steps"),
     ),
     *(
-        ({D + "strategy": "pipeline", D + "pipeline": {"schedule": schedule, "stages_per_rank": 2}, **more}, words)
+        (
+            {
+                D + "strategy": "pipeline",
+                D + "pipeline": {"schedule": schedule, "stages_per_rank": 2},
+                **more,
+            },
+            words,
+        )
         for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
         for more, words in (
             ({"training.compile": True}, (schedule, "compile: false")),
             ({D + "shard_size": 2}, (schedule, "full_shard", "sharding_strategy: shard_grad_op")),
         )
     ),
-    ({D + "strategy": "pipeline", D + "pipeline.schedule": "ZBVZeroBubble"}, ("takes 2 stages", "stages_per_rank: 2")),
-    ({D + "strategy": "pipeline", D + "pipeline.stages_per_rank": 2}, ("1F1B takes 1 stage", "Interleaved1F1B")),
+    (
+        {D + "strategy": "pipeline", D + "pipeline.schedule": "ZBVZeroBubble"},
+        ("takes 2 stages", "stages_per_rank: 2"),
+    ),
+    (
+        {D + "strategy": "pipeline", D + "pipeline.stages_per_rank": 2},
+        ("1F1B takes 1 stage", "Interleaved1F1B"),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("settings", "words"), CASES)
-def test_contradictions_are_refused_with_what_to_write(settings: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_contradictions_are_refused_with_what_to_write(
+    settings: dict[str, Any], words: tuple[str, ...]
+) -> None:
     with pytest.raises(UsageError) as caught:
         config_from(settings)
     for word in words:
@@ -74,20 +145,35 @@ FINE: list[dict[str, Any]] = [
     {"training.max_steps": 2, "training.warmup_steps": 100},  # the first steps of a long run
     {"training.max_steps": 1},
     {"training.warmup_steps": 100, "training.num_train_epochs": 1},
-    {"training.global_batch_size": 32, "training.batch_size": 8, "training.gradient_accumulation_steps": 2},
+    {
+        "training.global_batch_size": 32,
+        "training.batch_size": 8,
+        "training.gradient_accumulation_steps": 2,
+    },
     {"training.lr_scaling": "linear", "training.base_batch_size": 32},
     {"data.num_workers": 2, "data.prefetch_factor": 2, "data.persistent_workers": True},
     {D + "strategy": "ddp", D + "ddp.compression.kind": "powersgd"},
-    {D + "ddp.compression": {"kind": "powersgd", "start_step": 0, "error_feedback": False, "warm_start": False}},
+    {
+        D + "ddp.compression": {
+            "kind": "powersgd",
+            "start_step": 0,
+            "error_feedback": False,
+            "warm_start": False,
+        }
+    },
     {D + "strategy": "fsdp", D + "ddp.compression.kind": "auto"},
     {D + "strategy": "pipeline", D + "pipeline": {"schedule": "DualPipeV", "stages_per_rank": 2}},
-    {D + "strategy": "pipeline", D + "pipeline": {"schedule": "DualPipeV", "stages_per_rank": 2}, D + "shard_size": 2,
-     D + "fsdp.sharding_strategy": "shard_grad_op"},
+    {
+        D + "strategy": "pipeline",
+        D + "pipeline": {"schedule": "DualPipeV", "stages_per_rank": 2},
+        D + "shard_size": 2,
+        D + "fsdp.sharding_strategy": "shard_grad_op",
+    },
     {D + "strategy": "pipeline", D + "shard_size": 2, "training.compile": True},
     {D + "reproducible": True, "precision.mode": "bf16"},
     {D + "accelerate.mixed_precision": "fp16"},
     {D + "accelerate.mixed_precision": "no", "precision.mode": "fp32"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("settings", FINE)
@@ -105,8 +191,12 @@ def test_what_agrees_is_taken(settings: dict[str, Any]) -> None:
         ("gradient_accumulation_plugin", {"num_steps": 4}, "training.gradient_accumulation_steps"),
     ],
 )
-def test_trap_66_and_41_what_accelerate_says_about_data_is_refused(name: str, value: Any, instead: str) -> None:
-    """`even_batches` repeats samples to fill the last batch; others let Accelerate share out data behind the loader."""
+def test_trap_66_and_41_what_accelerate_says_about_data_is_refused(
+    name: str, value: Any, instead: str
+) -> None:
+    """`even_batches` repeats samples to fill the last batch; others let Accelerate share out data
+    behind the loader.
+    """
     with pytest.raises(UsageError) as caught:
         config_from({f"distributed.accelerate.{name}": value})
     assert f"distributed.accelerate.{name}" in str(caught.value)

@@ -17,16 +17,22 @@ from tests.config.shared import written
 def test_show_prints_what_loads_as_the_same_config(tmp_path: Path) -> None:
     text = run("show", "trainers/hybrid.yaml", ["training.batch_size=3", "model.args.n_layer=2"])
     config = load_config(written(tmp_path, text))
-    assert config == load_config("trainers/hybrid.yaml", ["training.batch_size=3", "model.args.n_layer=2"])
+    assert config == load_config(
+        "trainers/hybrid.yaml", ["training.batch_size=3", "model.args.n_layer=2"]
+    )
     assert load_config(written(tmp_path, run("show", None))) == Config()
     assert "seed: 5" in run("show", None, ["training.seed=5"])
 
 
 def test_check_says_ok_in_one_line(tmp_path: Path) -> None:
-    path = written(tmp_path, "extends: trainers/ddp.yaml\nmodel: {name: bdh}\ndata: {name: digits}\n")
+    path = written(
+        tmp_path, "extends: trainers/ddp.yaml\nmodel: {name: bdh}\ndata: {name: digits}\n"
+    )
     overrides = ["training.max_steps=30", "training.gradient_accumulation_steps=4"]
-    assert run("check", path, overrides) == (
-        "ok: bdh on digits, strategy ddp, micro-batch 8 × accumulation 4 a rank, 30 steps, precision auto"
+    assert (
+        run("check", path, overrides)
+        == "ok: bdh on digits, strategy ddp, micro-batch 8 × accumulation 4 a rank, 30 steps,"
+        " precision auto"
     )
     assert "global batch 64, 2 epochs" in run(
         "check", str(path), ["training.global_batch_size=64", "training.num_train_epochs=2"]
@@ -63,9 +69,12 @@ def test_another_verb() -> None:
 
 
 _SHORT_FORMS = (
-    "extends: trainers/fsdp.yaml", "loss_fn: mine:Loss", "training: {gradient_clip: 0.5}",
-    "training: {optimizer: {name: adamw, args: {eps: 1.0e-6}}}", "distributed: {env: {NCCL_IB_DISABLE: 1}}",
-)  # fmt: skip
+    "extends: trainers/fsdp.yaml",
+    "loss_fn: mine:Loss",
+    "training: {gradient_clip: 0.5}",
+    "training: {optimizer: {name: adamw, args: {eps: 1.0e-6}}}",
+    "distributed: {env: {NCCL_IB_DISABLE: 1}}",
+)
 
 
 def test_the_schema_accepts_each_config_that_ships_and_refuses_a_slip() -> None:

@@ -15,7 +15,14 @@ from tests.config.shared import loaded
 
 def test_the_flags_that_are_promised() -> None:
     assert [flag.option for flag in FLAGS] == [
-        *("--strategy", "--batch-size", "--gradient-accumulation-steps", "--grad-clip", "--precision", "--compile"),
+        *(
+            "--strategy",
+            "--batch-size",
+            "--gradient-accumulation-steps",
+            "--grad-clip",
+            "--precision",
+            "--compile",
+        ),
         *("--max-steps", "--learning-rate", "--allow-changes", "--seed"),
     ]
     assert all(flag.key in all_keys() for flag in FLAGS)
@@ -35,18 +42,26 @@ def test_from_the_command_line(tmp_path: Path) -> None:
         "seed": "3",
     }
     config = loaded(
-        tmp_path, "training: {gradient_clip: {strategy: adaptive, value: 0.1}}\n", *as_overrides(apply_flags(typed))
+        tmp_path,
+        "training: {gradient_clip: {strategy: adaptive, value: 0.1}}\n",
+        *as_overrides(apply_flags(typed)),
     )
     assert config.distributed.strategy == "fsdp"
     assert (config.training.batch_size, config.training.gradient_accumulation_steps) == (4, 2)
     assert config.training.gradient_clip.strategy == "none"
     assert config.precision.mode == "bf16"
     assert config.training.compile
-    assert (config.training.max_steps, config.training.learning_rate, config.training.seed) == (10, 2e-4, 3)
+    assert (config.training.max_steps, config.training.learning_rate, config.training.seed) == (
+        10,
+        2e-4,
+        3,
+    )
 
 
 def test_a_grad_clip_is_a_norm(tmp_path: Path) -> None:
-    clip = loaded(tmp_path, "{}", *as_overrides(apply_flags({"grad_clip": "0.5"}))).training.gradient_clip
+    clip = loaded(
+        tmp_path, "{}", *as_overrides(apply_flags({"grad_clip": "0.5"}))
+    ).training.gradient_clip
     assert (clip.strategy, clip.value) == ("norm", 0.5)
 
 
@@ -94,7 +109,9 @@ def test_other_names_are_refused(name: str, words: tuple[str, ...]) -> None:
 
 
 def test_the_name_that_is_offered_is_taken() -> None:
-    """A last letter too many: what the advice says to write is no unknown setting, and no choice of several."""
+    """A last letter too many: what the advice says to write is no unknown setting, and no choice of
+    several.
+    """
     asked = 0
     for name in {info.name for info in all_keys().values()} | BY_NAME.keys():
         try:
@@ -120,7 +137,9 @@ def test_dotted_keys_and_sections_are_checked_by_the_schema() -> None:
         config_from(apply_flags({"training": {"sed": 1}}))
 
 
-@pytest.mark.parametrize("settings", [{"world_size": 2}, {"rank": 1}, {"device": 0}, {"device": "cuda:1"}])
+@pytest.mark.parametrize(
+    "settings", [{"world_size": 2}, {"rank": 1}, {"device": 0}, {"device": "cuda:1"}]
+)
 def test_what_the_launcher_knows_is_left_out(settings: dict[str, Any]) -> None:
     """`Trainer(model, optimizer, device=rank)`; not `shard_size`, nor the rank of a compression."""
     with pytest.raises(UsageError) as caught:

@@ -14,11 +14,31 @@ from tests.config.shared import loaded, refusal, written
 def test_numbers_and_words_are_those_of_yaml_1_2(tmp_path: Path) -> None:
     args = loaded(
         tmp_path,
-        "model: {args: {a: 2e-4, b: 1.e+3, c: on, d: no, e: 012, f: 0x1F, g: 0o17, h: 2020-01-01, i: .5, j: -.inf, "
-        'k: "3", l: ~, m: TRUE, n: 1_000, o: 1:30, p: 0b1, q: +7, r: -0.0, 1: y}}',
+        "model: {args: {a: 2e-4, b: 1.e+3, c: on, d: no, e: 012, f: 0x1F, g: 0o17, h: 2020-01-01,"
+        ' i: .5, j: -.inf, k: "3", l: ~, m: TRUE, n: 1_000, o: 1:30, p: 0b1, q: +7, r: -0.0,'
+        " 1: y}}",
     ).model.args
-    numbers = {"a": 2e-4, "b": 1000.0, "e": 12, "f": 31, "g": 15, "i": 0.5, "j": float("-inf"), "q": 7, "r": 0.0}
-    words = {"c": "on", "d": "no", "h": "2020-01-01", "k": "3", "n": "1_000", "o": "1:30", "p": "0b1", "1": "y"}
+    numbers = {
+        "a": 2e-4,
+        "b": 1000.0,
+        "e": 12,
+        "f": 31,
+        "g": 15,
+        "i": 0.5,
+        "j": float("-inf"),
+        "q": 7,
+        "r": 0.0,
+    }
+    words = {
+        "c": "on",
+        "d": "no",
+        "h": "2020-01-01",
+        "k": "3",
+        "n": "1_000",
+        "o": "1:30",
+        "p": "0b1",
+        "1": "y",
+    }
     assert args == {**numbers, **words, "l": None, "m": True}
     assert isinstance(args["e"], int)
 
@@ -26,16 +46,31 @@ def test_numbers_and_words_are_those_of_yaml_1_2(tmp_path: Path) -> None:
 def test_anchors_aliases_and_merge_keys(tmp_path: Path) -> None:
     config = loaded(
         tmp_path,
-        "model: {args: &s {n_layer: 2, n_head: 4}}\ndata:\n  args:\n    <<: *s\n    n_head: 8\n    as_is: *s\n",
+        "model: {args: &s {n_layer: 2, n_head: 4}}\ndata:\n  args:\n    <<: *s\n    n_head: 8\n   "
+        " as_is: *s\n",
     )
     assert config.data.args == {"n_layer": 2, "n_head": 8, "as_is": {"n_layer": 2, "n_head": 4}}
 
 
 def test_extends_merges_deeply_relative_to_the_file(tmp_path: Path) -> None:
-    written(tmp_path, "training: {batch_size: 2, seed: 5}\nmodel: {name: bdh, args: {n_layer: 2}}\n", "deep/base.yaml")
-    written(tmp_path, "extends: base.yaml\ntraining: {seed: 6}\nmodel: {args: {n_head: 4}}\n", "deep/middle.yaml")
-    config = loaded(tmp_path, "extends: deep/middle.yaml\ntraining: {max_steps: 7}\n", "training.max_steps=8")
-    assert (config.training.batch_size, config.training.seed, config.training.max_steps) == (2, 6, 8)
+    written(
+        tmp_path,
+        "training: {batch_size: 2, seed: 5}\nmodel: {name: bdh, args: {n_layer: 2}}\n",
+        "deep/base.yaml",
+    )
+    written(
+        tmp_path,
+        "extends: base.yaml\ntraining: {seed: 6}\nmodel: {args: {n_head: 4}}\n",
+        "deep/middle.yaml",
+    )
+    config = loaded(
+        tmp_path, "extends: deep/middle.yaml\ntraining: {max_steps: 7}\n", "training.max_steps=8"
+    )
+    assert (config.training.batch_size, config.training.seed, config.training.max_steps) == (
+        2,
+        6,
+        8,
+    )
     assert (config.model.name, config.model.args) == ("bdh", {"n_layer": 2, "n_head": 4})
 
 
@@ -46,7 +81,9 @@ def test_a_section_of_comments_keeps_what_the_parent_says_and_null_does_not(tmp_
     assert config.loss_fn is None
 
 
-@pytest.mark.parametrize("name", [*shipped_names(), "trainers/accel_trainer.yaml", "trainers/pipeline_trainer.yaml"])
+@pytest.mark.parametrize(
+    "name", [*shipped_names(), "trainers/accel_trainer.yaml", "trainers/pipeline_trainer.yaml"]
+)
 def test_every_config_that_ships_can_be_loaded_and_extended(name: str, tmp_path: Path) -> None:
     config = load_config(name)
     assert loaded(tmp_path, f"extends: {name}\n") == config
@@ -54,8 +91,10 @@ def test_every_config_that_ships_can_be_loaded_and_extended(name: str, tmp_path:
 
 
 def test_the_trainers_that_ship_are_their_strategies() -> None:
-    strategies = {name: load_config(f"trainers/{name}.yaml").distributed.strategy for name in
-                  ("single", "dp", "ddp", "fsdp", "pipeline", "hybrid", "accelerate", "diloco")}  # fmt: skip
+    strategies = {
+        name: load_config(f"trainers/{name}.yaml").distributed.strategy
+        for name in ("single", "dp", "ddp", "fsdp", "pipeline", "hybrid", "accelerate", "diloco")
+    }
     assert strategies == {**{name: name for name in strategies}, "hybrid": "fsdp"}
     assert load_config("trainers/hybrid.yaml").distributed.fsdp.sharding_strategy == "hybrid_shard"
     assert load_config("trainers/accel_trainer.yaml").distributed.strategy == "accelerate"
@@ -112,13 +151,38 @@ def test_from_file(tmp_path: Path) -> None:
     [
         ("training:\n  batchsize: 3\n", 2, "training.batchsize", "training.batch_size"),
         ("model: {name: bdh}\ndistribted:\n  strategy: fsdp\n", 2, "distribted", "distributed"),
-        ("distributed:\n\n  fsdp:\n    shard_strategy: x\n", 4, "distributed.fsdp.shard_strategy", "sharding_strategy"),
-        ("precision:\n  loss_scale: {init_scale: 4}\n", 2, "precision.loss_scale.init_scale", "initial_scale"),
+        (
+            "distributed:\n\n  fsdp:\n    shard_strategy: x\n",
+            4,
+            "distributed.fsdp.shard_strategy",
+            "sharding_strategy",
+        ),
+        (
+            "precision:\n  loss_scale: {init_scale: 4}\n",
+            2,
+            "precision.loss_scale.init_scale",
+            "initial_scale",
+        ),
         ("save_steps: 3\n", 1, "save_steps", "checkpoint.save_steps"),
         ("checkpoint:\n  max_steps: 3\n", 2, "checkpoint.max_steps", "training.max_steps"),
-        ("monitor:\n  callbacks:\n    - name: a:B\n      arg: 1\n", 4, "monitor.callbacks[0].arg", "args"),
-        ("training:\n  per_device_train_batch_size: 4\n", 2, "training.per_device_train_batch_size", "batch_size"),
-        ("distributed:\n  fsdp: {shrding: x}\n", 2, "distributed.fsdp.shrding", "distributed.fsdp.sharding_strategy"),
+        (
+            "monitor:\n  callbacks:\n    - name: a:B\n      arg: 1\n",
+            4,
+            "monitor.callbacks[0].arg",
+            "args",
+        ),
+        (
+            "training:\n  per_device_train_batch_size: 4\n",
+            2,
+            "training.per_device_train_batch_size",
+            "batch_size",
+        ),
+        (
+            "distributed:\n  fsdp: {shrding: x}\n",
+            2,
+            "distributed.fsdp.shrding",
+            "distributed.fsdp.sharding_strategy",
+        ),
         ("training:\n  zzz: 4\n", 2, "training.zzz", "max_steps"),
         ("training:\n  async_: 4\n", 2, "training.async_", "async"),
     ],
@@ -136,7 +200,10 @@ def test_trap_39_unknown_keys_are_refused_with_file_line_and_the_nearest(
 
 def test_trap_39_in_overrides_and_in_files_that_are_extended(tmp_path: Path) -> None:
     """An override of a key that is not known is refused like a line of a file, and names itself."""
-    assert "training.batch_size" in refusal(tmp_path, "{}", "training.batchsize=3").partition("do: ")[2]
+    assert (
+        "training.batch_size"
+        in refusal(tmp_path, "{}", "training.batchsize=3").partition("do: ")[2]
+    )
     assert "override 'training.batchsize=3'" in refusal(tmp_path, "{}", "training.batchsize=3")
     assert "write distributed" in refusal(tmp_path, "{}", "distribted.strategy=ddp")
     written(tmp_path, "training:\n  sed: 3\n", "base.yaml")
@@ -148,16 +215,28 @@ def test_trap_39_in_overrides_and_in_files_that_are_extended(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("training:\n  batch_size: many\n", ("run.yaml:2", "training.batch_size", "a whole number ≥ 1", "'many'")),
-        ("training:\n  batch_size: '8'\n", ("run.yaml:2", "a whole number", "write 8 without quotes")),
+        (
+            "training:\n  batch_size: many\n",
+            ("run.yaml:2", "training.batch_size", "a whole number ≥ 1", "'many'"),
+        ),
+        (
+            "training:\n  batch_size: '8'\n",
+            ("run.yaml:2", "a whole number", "write 8 without quotes"),
+        ),
         ("training:\n  max_steps: 1_000\n", ("run.yaml:2", "'1_000'", "write 1000")),
         ("training:\n  compile: 'no'\n", ("run.yaml:2", "true or false", "'no'")),
         ("training: 3\n", ("run.yaml:1", "training should be a mapping, but is 3")),
         ("training: [batch_size]\n", ("run.yaml:1", "training should be a mapping, but is a list")),
-        ("distributed:\n  strategy: fdsp\n", ("run.yaml:2", "auto, single, dp, ddp", "'fdsp'", "write fsdp")),
+        (
+            "distributed:\n  strategy: fdsp\n",
+            ("run.yaml:2", "auto, single, dp, ddp", "'fdsp'", "write fsdp"),
+        ),
         ("distributed:\n  strategy: hybrid\n", ("run.yaml:2", "write fsdp", "hybrid_shard")),
         ("checkpoint:\n  format: full_state_dict\n", ("run.yaml:2", "write full")),
-        ("training:\n  gradient_checkpointing: true\n", ("run.yaml:2", "but is true", "write full")),
+        (
+            "training:\n  gradient_checkpointing: true\n",
+            ("run.yaml:2", "but is true", "write full"),
+        ),
         ("precision:\n  mode: bfloat16\n", ("run.yaml:2", "write bf16")),
         ("distributed:\n  pipeline: {schedule: ScheduleGPipe}\n", ("run.yaml:2", "write GPipe")),
         ("loss_fn: CrossEntropyLoss\n", ("run.yaml:1", "loss_fn", "package.module:Name")),
@@ -168,7 +247,10 @@ def test_trap_39_in_overrides_and_in_files_that_are_extended(tmp_path: Path) -> 
             ("run.yaml:4", "monitor.sinks[1]", "write tensorboard"),
         ),
         ("distributed:\n  env: {A: [1]}\n", ("run.yaml:2", "distributed.env.A should be text")),
-        ("distributed:\n  fsdp:\n    auto_wrap_policy: 3\n", ("run.yaml:3", "text or a list of texts")),
+        (
+            "distributed:\n  fsdp:\n    auto_wrap_policy: 3\n",
+            ("run.yaml:3", "text or a list of texts"),
+        ),
         ("training: {gradient_clip: {strategy: nrm}}\n", ("run.yaml:1", "write norm")),
     ],
 )
@@ -183,9 +265,13 @@ def test_wrong_values_are_refused_with_the_place_and_what_is_taken(
 
 
 def test_all_mistakes_come_in_one_message(tmp_path: Path) -> None:
-    message = refusal(tmp_path, "training:\n  batchsize: 2\n  seed: x\ndata: {nme: y}\n", "monitor.log_steps=0")
+    message = refusal(
+        tmp_path, "training:\n  batchsize: 2\n  seed: x\ndata: {nme: y}\n", "monitor.log_steps=0"
+    )
     assert message.splitlines()[0] == "run.yaml has 4 mistakes"
-    assert [line.split(":")[0:2] for line in message.splitlines()[1:4]] == [["  run.yaml", n] for n in "234"]
+    assert [line.split(":")[0:2] for line in message.splitlines()[1:4]] == [
+        ["  run.yaml", n] for n in "234"
+    ]
     assert "the override 'monitor.log_steps=0'" in message.splitlines()[4]
 
 
@@ -199,8 +285,14 @@ def test_all_mistakes_come_in_one_message(tmp_path: Path) -> None:
         ("training:\n  seed: [1\n", ("run.yaml:", "not YAML")),
         ("training:\n\tseed: 1\n", ("run.yaml:2", "not YAML", "spaces")),
         ("model: {}\ntraining: seed: 3\n", ("run.yaml:2", "not YAML", "line break")),
-        ("training: {seed: 1}\n---\ntraining: {seed: 2}\n", ("run.yaml:2", "one YAML document", "second")),
-        ("training:\n  seed: 1\n  batch_size: 2\n  seed: 3\n", ("run.yaml:4", "'seed' is written twice", "line 2")),
+        (
+            "training: {seed: 1}\n---\ntraining: {seed: 2}\n",
+            ("run.yaml:2", "one YAML document", "second"),
+        ),
+        (
+            "training:\n  seed: 1\n  batch_size: 2\n  seed: 3\n",
+            ("run.yaml:4", "'seed' is written twice", "line 2"),
+        ),
         ("model: {args: *sizes}\n", ("run.yaml:1", "undefined alias", "&name")),
         ("model: &m {args: *m}\n", ("run.yaml:1", "part of")),
         ("? [a]\n: 1\n", ("run.yaml:1", "a key should be text")),
@@ -209,7 +301,9 @@ def test_all_mistakes_come_in_one_message(tmp_path: Path) -> None:
         ("model: {<<: 3}\n", ("run.yaml:1", "`<<` takes a mapping")),
     ],
 )
-def test_what_is_no_config_is_refused_with_the_line(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+def test_what_is_no_config_is_refused_with_the_line(
+    tmp_path: Path, text: str, words: tuple[str, ...]
+) -> None:
     message = refusal(tmp_path, text)
     for word in words:
         assert word in message
@@ -227,7 +321,9 @@ def test_aliases_that_stand_for_billions_are_refused(tmp_path: Path) -> None:
 
 
 def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
-    assert "nested too deeply" in refusal(tmp_path, "model: {args: {a: " + "[" * 5000 + "]" * 5000 + "}}\n")
+    assert "nested too deeply" in refusal(
+        tmp_path, "model: {args: {a: " + "[" * 5000 + "]" * 5000 + "}}\n"
+    )
 
 
 def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,8 +364,14 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
         ("training.seed.more=3", ("training.seed", "but is a mapping")),
         ("model.args=3", ("model.args should be a mapping",)),
         ("training=3", ("training should be a mapping",)),
-        ("trainer_args.max_stepz=3", ("unknown key trainer_args.max_stepz", "write training.max_steps (in the block")),
-        ("distributed_env.bakend=3", ("unknown key distributed_env.bakend", "write distributed.backend")),
+        (
+            "trainer_args.max_stepz=3",
+            ("unknown key trainer_args.max_stepz", "write training.max_steps (in the block"),
+        ),
+        (
+            "distributed_env.bakend=3",
+            ("unknown key distributed_env.bakend", "write distributed.backend"),
+        ),
     ],
 )
 def test_overrides_that_are_none(tmp_path: Path, override: str, words: tuple[str, ...]) -> None:
@@ -289,7 +391,9 @@ def test_extends_that_leads_nowhere_or_round_in_a_circle(tmp_path: Path) -> None
 
 
 def test_a_length_said_later_replaces_the_other_kind(tmp_path: Path) -> None:
-    """`--max-steps 2` tries a config that counts epochs; so does a file that extends it, and a setting in Python."""
+    """`--max-steps 2` tries a config that counts epochs; so does a file that extends it, and a
+    setting in Python.
+    """
     epochs = "training: {num_train_epochs: 5}\n"
     written(tmp_path, epochs, "base.yaml")
     for config in (
@@ -299,7 +403,9 @@ def test_a_length_said_later_replaces_the_other_kind(tmp_path: Path) -> None:
     ):
         assert (config.training.max_steps, config.training.num_train_epochs) == (2, None)
     both = ("training.max_steps=2", "training.num_train_epochs=5")
-    assert "can't end both after 2 steps and after 5 epochs" in refusal(tmp_path, "training: {}\n", *both)
+    assert "can't end both after 2 steps and after 5 epochs" in refusal(
+        tmp_path, "training: {}\n", *both
+    )
     assert loaded(tmp_path, epochs, "training.max_steps=null").training.num_train_epochs == 5
 
 

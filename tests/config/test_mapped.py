@@ -1,7 +1,9 @@
-"""Each config of the five guides, with our names, passes `lockstep config check`; the table says how it came about.
+"""Each config of the five guides, with our names, passes `lockstep config check`; the table says
+how it came about.
 
-A file of `mapped/` names in its head what it is called elsewhere. Every one of these names is answered by the table, or
-is one of ours as it stands; and what the answer says to write is written in the file.
+A file of `mapped/` names in its head what it is called elsewhere. Every one of these names is
+answered by the table, or is one of ours as it stands; and what the answer says to write is written
+in the file.
 """
 
 import re
@@ -20,7 +22,11 @@ NEEDED = ("model.name=transformer", "data.name=python-docs")  # by a config that
 
 def overrides(path: Path) -> list[str]:
     text = path.read_text()
-    return [word for word in NEEDED if not re.search(rf"^{word.split('.')[0]}:.*name", text, re.MULTILINE)]
+    return [
+        word
+        for word in NEEDED
+        if not re.search(rf"^{word.split('.')[0]}:.*name", text, re.MULTILINE)
+    ]
 
 
 def written(section: BaseModel, prefix: str = "") -> set[str]:
@@ -59,4 +65,10 @@ def test_a_config_of_a_guide_passes_with_our_names(path: Path) -> None:
 
 
 def test_each_guide_is_there() -> None:
-    assert {path.parent.name for path in MAPPED} == {"bdh", "forgather", "frameworm", "free_transformer", "geometry_os"}
+    assert {path.parent.name for path in MAPPED} == {
+        "bdh",
+        "forgather",
+        "frameworm",
+        "free_transformer",
+        "geometry_os",
+    }

@@ -8,12 +8,26 @@ import pytest
 import lockstep
 from lockstep.config.files import shipped_names
 from lockstep.config.keys import all_keys
-from lockstep.config.names import SECTIONS, SOURCES, advice_for, advice_for_flag, advice_for_value, table
+from lockstep.config.names import (
+    SECTIONS,
+    SOURCES,
+    advice_for,
+    advice_for_flag,
+    advice_for_value,
+    table,
+)
 from tests.config.shared import refusal
 from tests.docs.commands import commands_in, parse
 
 OPTIONS = (
-    *("--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--master-addr", "--master-port"),
+    *(
+        "--nproc-per-node",
+        "--nnodes",
+        "--node-rank",
+        "--rdzv-endpoint",
+        "--master-addr",
+        "--master-port",
+    ),
     *("--max-restarts", "--output-dir", "--resume"),
 )
 
@@ -22,7 +36,9 @@ def test_every_target_exists() -> None:
     known = all_keys()
     for row in table():
         if row.is_key:
-            parents = [".".join(row.ours.split(".")[:end]) for end in range(1, row.ours.count(".") + 2)]
+            parents = [
+                ".".join(row.ours.split(".")[:end]) for end in range(1, row.ours.count(".") + 2)
+            ]
             deepest = [key for key in parents if key in known][-1]
             assert deepest == row.ours or known[deepest].free, row
         elif row.kind in ("key", "flag"):
@@ -43,7 +59,11 @@ def test_every_python_name_exists() -> None:
 def test_every_command_is_read_and_every_template_ships(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    placeholders = {"CONFIG": "ready/bdh.yaml", "C": "ready/bdh.yaml", "my_config.yaml": "ready/bdh.yaml"}
+    placeholders = {
+        "CONFIG": "ready/bdh.yaml",
+        "C": "ready/bdh.yaml",
+        "my_config.yaml": "ready/bdh.yaml",
+    }
     commands = [row.ours for row in table() if row.kind == "command"]
     for command in [*commands, *(row.ours for row in table() if row.ours.startswith("lockstep "))]:
         if command.startswith("-- extends"):
@@ -75,7 +95,8 @@ def test_sections_and_sources() -> None:
     assert {row.source for row in table()} == set(SOURCES)
 
 
-# Every key of the configs in the five guides, and of the command lines there, that is not a key of ours as it stands.
+# Every key of the configs in the five guides, and of the command lines there, that is not a key of
+# ours as it stands.
 GUIDES = {
     "per_device_train_batch_size": "training.batch_size",
     "per_device_eval_batch_size": "training.eval_batch_size",
@@ -92,7 +113,9 @@ GUIDES = {
     "accelerator_args.dispatch_batches": "leave it out",
     "accelerator_args.mixed_precision": "precision.mode",
     "accelerator_args.backend": "distributed.backend",
-    "accelerator_args.gradient_accumulation_plugin.num_steps": "training.gradient_accumulation_steps",
+    "accelerator_args.gradient_accumulation_plugin.num_steps": (
+        "training.gradient_accumulation_steps"
+    ),
     "accelerator_args.gradient_accumulation_plugin.adjust_scheduler": "leave it out",
     "accelerator_args.dataloader_config.even_batches": "leave it out",
     "accelerator_args.dataloader_config.use_seedable_sampler": "training.seed",
@@ -145,7 +168,9 @@ def test_names_of_the_guides_are_answered(theirs: str, ours: str) -> None:
         ("--per_device_train_batch_size", "write training.batch_size=VALUE"),
     ],
 )
-def test_trap_38_foreign_flags_are_answered_with_dashes_and_underscores(flag: str, ours: str) -> None:
+def test_trap_38_foreign_flags_are_answered_with_dashes_and_underscores(
+    flag: str, ours: str
+) -> None:
     """`--local-rank` and `--local_rank` are both in use, as is every other flag."""
     assert ours in (advice_for_flag(flag) or "")
     assert "leave it out" in (advice_for_flag("--local_rank") or "")
@@ -155,7 +180,10 @@ def test_trap_38_foreign_flags_are_answered_with_dashes_and_underscores(flag: st
 def test_values_of_the_guides_are_answered() -> None:
     assert advice_for_value("checkpoint.format", "sharded_state_dict") == "write sharded"
     assert advice_for_value("distributed.fsdp.backward_prefetch", "BACKWARD_PRE") == "write pre"
-    assert advice_for_value("distributed.fsdp.auto_wrap_policy", "transformer_auto_wrap") == "write transformer"
+    assert (
+        advice_for_value("distributed.fsdp.auto_wrap_policy", "transformer_auto_wrap")
+        == "write transformer"
+    )
     assert advice_for_value("training.gradient_checkpointing", True) == "write full"
     assert advice_for_value("precision.mode", "bfloat16") == "write bf16"
     assert advice_for_value("precision.mode", "purple") is None
@@ -169,13 +197,16 @@ def test_the_longest_match_speaks() -> None:
 
 
 def test_trap_41_options_of_accelerates_loader_are_sent_to_the_loader(tmp_path: Path) -> None:
-    """`dispatch_batches` belongs to Accelerate's DataLoaderConfiguration, `num_workers` to the loader."""
+    """`dispatch_batches` belongs to Accelerate's DataLoaderConfiguration, `num_workers` to the
+    loader.
+    """
     message = refusal(
         tmp_path,
-        "distributed:\n  accelerate:\n    dataloader_config:\n      num_workers: 4\n      split_batches: false\n",
+        "distributed:\n  accelerate:\n    dataloader_config:\n      num_workers: 4\n     "
+        " split_batches: false\n",
     )
     assert (
-        "run.yaml:4: unknown key distributed.accelerate.dataloader_config.num_workers; write data.num_workers"
-        in message
+        "run.yaml:4: unknown key distributed.accelerate.dataloader_config.num_workers; write"
+        " data.num_workers" in message
     )
     assert "run.yaml:5" in message

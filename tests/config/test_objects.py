@@ -34,7 +34,9 @@ def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("users")
 def test_objects_are_built_with_their_arguments_inner_ones_first() -> None:
     inner = {"name": "users_objects:Box", "args": {"colour": "blue"}}
-    spec = ObjectSpec(name="users_objects:Box", positional=[inner, [inner]], args={"colour": {"deep": inner}})
+    spec = ObjectSpec(
+        name="users_objects:Box", positional=[inner, [inner]], args={"colour": {"deep": inner}}
+    )
     box = build_object(spec, "loss_fn")
     assert box.inside[0].colour == "blue"
     assert box.inside[1][0].colour == "blue"

@@ -17,26 +17,41 @@ from tests.config.shared import loaded, written
 DOCUMENTED = {
     "model": "name args",
     "data": "name args num_workers prefetch_factor pin_memory persistent_workers shuffle drop_last",
-    "training": "max_steps num_train_epochs batch_size eval_batch_size gradient_accumulation_steps global_batch_size "
-    "optimizer optimizer_args learning_rate lr_schedule lr_scaling base_batch_size warmup_steps min_lr_ratio "
-    "wsd_decay_ratio weight_decay gradient_clip gradient_checkpointing gradient_checkpointing_every compile seed "
-    "eval_steps eval_batches bad_numbers",
+    "training": (
+        "max_steps num_train_epochs batch_size eval_batch_size gradient_accumulation_steps"
+        " global_batch_size optimizer optimizer_args learning_rate lr_schedule lr_scaling"
+        " base_batch_size warmup_steps min_lr_ratio wsd_decay_ratio weight_decay gradient_clip"
+        " gradient_checkpointing gradient_checkpointing_every compile seed eval_steps eval_batches"
+        " bad_numbers"
+    ),
     "training.bad_numbers": "action spike_factor window patience",
     "training.gradient_clip": "strategy value",
     "precision": "mode param_dtype tf32 loss_scale",
-    "precision.loss_scale": "dynamic initial_scale growth_factor backoff_factor growth_interval min_scale max_scale "
-    "history_size",
-    "distributed": "strategy device backend init_method timeout_seconds hang debug env reproducible replicate_size "
-    "shard_size pipeline_size ddp fsdp pipeline accelerate",
+    "precision.loss_scale": (
+        "dynamic initial_scale growth_factor backoff_factor growth_interval min_scale max_scale "
+        "history_size"
+    ),
+    "distributed": (
+        "strategy device backend init_method timeout_seconds hang debug env reproducible"
+        " replicate_size shard_size pipeline_size ddp fsdp pipeline accelerate"
+    ),
     "distributed.hang": "factor seconds",
-    "distributed.ddp": "bucket_cap_mb find_unused_parameters static_graph gradient_as_bucket_view compression",
+    "distributed.ddp": (
+        "bucket_cap_mb find_unused_parameters static_graph gradient_as_bucket_view compression"
+    ),
     "distributed.ddp.compression": "kind rank start_step warm_start error_feedback",
-    "distributed.fsdp": "sharding_strategy auto_wrap_policy accumulate min_num_params forward_prefetch "
-    "backward_prefetch cpu_offload reduce_dtype buffer_dtype",
+    "distributed.fsdp": (
+        "sharding_strategy auto_wrap_policy accumulate min_num_params forward_prefetch "
+        "backward_prefetch cpu_offload reduce_dtype buffer_dtype"
+    ),
     "distributed.pipeline": "split_spec stages_per_rank schedule n_microbatches",
-    "distributed.accelerate": "device_placement cpu mixed_precision split_batches dispatch_batches even_batches "
-    "use_seedable_sampler gradient_accumulation_plugin",
-    "checkpoint": "save_strategy save_steps save_total_limit keep_best format async retries on_failure resume",
+    "distributed.accelerate": (
+        "device_placement cpu mixed_precision split_batches dispatch_batches even_batches "
+        "use_seedable_sampler gradient_accumulation_plugin"
+    ),
+    "checkpoint": (
+        "save_strategy save_steps save_total_limit keep_best format async retries on_failure resume"
+    ),
     "monitor": "log_steps sinks callbacks profile memory",
     "monitor.profile": "wait warmup active record_shapes profile_memory with_stack ranks dir",
     "monitor.memory": "threshold alert_on_imbalance",
@@ -46,7 +61,9 @@ DOCUMENTED = {
 def test_every_documented_key_is_there() -> None:
     """Names that people have in their files stay; more may be added."""
     documented = {"loss_fn", *(section for section in DOCUMENTED if "." not in section)}
-    documented |= {f"{section}.{name}" for section, names in DOCUMENTED.items() for name in names.split()}
+    documented |= {
+        f"{section}.{name}" for section, names in DOCUMENTED.items() for name in names.split()
+    }
     assert documented <= set(all_keys())
 
 
@@ -63,9 +80,15 @@ def test_defaults() -> None:
     assert config.training.learning_rate == 1e-3
     assert config.training.seed == 1337
     assert config.training.gradient_clip.model_dump() == {"strategy": "none", "value": 1.0}
-    assert (config.training.lr_schedule, config.training.warmup_steps, config.training.weight_decay) == (
-        "constant", 0, None,
-    )  # fmt: skip
+    assert (
+        config.training.lr_schedule,
+        config.training.warmup_steps,
+        config.training.weight_decay,
+    ) == (
+        "constant",
+        0,
+        None,
+    )
     assert config.precision.mode == "fp32"
     assert config.distributed.strategy == "auto"
     assert config.distributed.timeout_seconds == 1800
@@ -123,7 +146,10 @@ def test_short_forms_mean_the_long_ones(tmp_path: Path) -> None:
     assert config.loss_fn is not None
     assert config.loss_fn.name == "torch.nn:CrossEntropyLoss"
     assert config.training.gradient_clip.model_dump() == {"strategy": "norm", "value": 0.5}
-    assert (config.training.optimizer, config.training.optimizer_args) == ("adamw", {"betas": [0.9, 0.95]})
+    assert (config.training.optimizer, config.training.optimizer_args) == (
+        "adamw",
+        {"betas": [0.9, 0.95]},
+    )
     assert [(spec.name, spec.args) for spec in config.monitor.callbacks] == [
         ("mine.logs:Logger", {}),
         ("mine.logs:Other", {"every": 2}),
@@ -132,29 +158,41 @@ def test_short_forms_mean_the_long_ones(tmp_path: Path) -> None:
     assert config.distributed.env == {"NCCL_IB_DISABLE": "1"}
     assert config.distributed.fsdp.auto_wrap_policy == ["DecoderBlock"]
     assert config_from({"training.gradient_clip": 0}).training.gradient_clip.strategy == "none"
-    assert config_from({"training.gradient_clip.value": 0.5}).training.gradient_clip.strategy == "norm"
+    assert (
+        config_from({"training.gradient_clip.value": 0.5}).training.gradient_clip.strategy == "norm"
+    )
 
 
 def test_null_switches_off_what_a_recipe_asks_for() -> None:
     recipe = load_config("trainers/ddp.yaml")
-    assert (recipe.training.lr_schedule, recipe.training.gradient_clip.strategy) == ("cosine", "norm")
+    assert (recipe.training.lr_schedule, recipe.training.gradient_clip.strategy) == (
+        "cosine",
+        "norm",
+    )
     keys = ("lr_schedule", "warmup_steps", "weight_decay", "gradient_clip")
     assert recipe.replaced({f"training.{key}": None for key in keys}).training == Config().training
 
 
 def test_a_section_whose_lines_are_all_comments_has_its_defaults(tmp_path: Path) -> None:
-    assert loaded(tmp_path, "training:\n  # batch_size: 3\ndistributed:\n  fsdp:\n  env:\n") == Config()
+    assert (
+        loaded(tmp_path, "training:\n  # batch_size: 3\ndistributed:\n  fsdp:\n  env:\n")
+        == Config()
+    )
 
 
 def test_accelerate_speaks_for_precision_and_device() -> None:
-    config = config_from({"distributed.accelerate.mixed_precision": "no", "distributed.accelerate.cpu": True})
+    config = config_from(
+        {"distributed.accelerate.mixed_precision": "no", "distributed.accelerate.cpu": True}
+    )
     assert config.precision.mode == "fp32"
     assert config.distributed.device == "cpu"
 
 
 def test_replaced_leaves_the_first_as_it_was() -> None:
     config = config_from({"model.args": {"n_layer": 2}, "training.seed": 4})
-    other = config.replaced({"model.args": {"n_head": 2}, "distributed": {"fsdp": {"cpu_offload": True}}})
+    other = config.replaced(
+        {"model.args": {"n_head": 2}, "distributed": {"fsdp": {"cpu_offload": True}}}
+    )
     assert other.model.args == {"n_head": 2}
     assert other.training.seed == 4
     assert other.distributed.fsdp.cpu_offload
@@ -164,16 +202,21 @@ def test_replaced_leaves_the_first_as_it_was() -> None:
 
 def test_loading_the_schema_loads_neither_torch_nor_jinja() -> None:
     code = (
-        "import sys; import lockstep.config.flags, lockstep.config.names; lockstep.config.names.advice_for('x');"
-        "assert 'pydantic' not in sys.modules and 'yaml' not in sys.modules;"
-        "from lockstep.config import Config, load_config; Config().to_yaml();"
-        "assert 'torch' not in sys.modules and 'jinja2' not in sys.modules"
+        "import sys; import lockstep.config.flags, lockstep.config.names;"
+        " lockstep.config.names.advice_for('x');assert 'pydantic' not in sys.modules and 'yaml' not"
+        " in sys.modules;from lockstep.config import Config, load_config; Config().to_yaml();assert"
+        " 'torch' not in sys.modules and 'jinja2' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_text_that_reads_like_a_template_is_written_as_text(tmp_path: Path) -> None:
-    args = {"a": "as !calc '{{ x }}'", "-- block b": "{{ y }}", "c": "x\n\n-- extends 'z'\n", "!list": float("inf")}
+    args = {
+        "a": "as !calc '{{ x }}'",
+        "-- block b": "{{ y }}",
+        "c": "x\n\n-- extends 'z'\n",
+        "!list": float("inf"),
+    }
     config = config_from({"model.args": args})
     assert load_config(written(tmp_path, config.to_yaml())).model.args == args
 
@@ -181,14 +224,48 @@ def test_text_that_reads_like_a_template_is_written_as_text(tmp_path: Path) -> N
 # ---- a config that is written and read is the same config ----
 
 awkward = st.sampled_from(
-    ["yes", "on", "null", "~", "2e-4", "1_000", "0x1f", "012", "1.0", ".5", "a: b", "- a", "# no", "2020-01-01", "<<",
-     "!x", "&a", "*a", "-- block x", "== super()", "{{ x }}",
-     "a !calc '{{ x }}'", "a\nb", " a ", "", "true", "é\t√", "=", "|", "'", '"']
-)  # fmt: skip
+    [
+        "yes",
+        "on",
+        "null",
+        "~",
+        "2e-4",
+        "1_000",
+        "0x1f",
+        "012",
+        "1.0",
+        ".5",
+        "a: b",
+        "- a",
+        "# no",
+        "2020-01-01",
+        "<<",
+        "!x",
+        "&a",
+        "*a",
+        "-- block x",
+        "== super()",
+        "{{ x }}",
+        "a !calc '{{ x }}'",
+        "a\nb",
+        " a ",
+        "",
+        "true",
+        "é\t√",
+        "=",
+        "|",
+        "'",
+        '"',
+    ]
+)
 texts = awkward | st.text(st.characters(blacklist_categories=["Cs", "Cc", "Co"]), max_size=20)
-scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | texts
+scalars = (
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | texts
+)
 trees = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=8
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
 )
 arguments = st.dictionaries(texts, trees, max_size=3)
 FREE: dict[str, st.SearchStrategy[Any]] = {
@@ -200,16 +277,27 @@ FREE: dict[str, st.SearchStrategy[Any]] = {
     "training.seed": st.integers(0, 2**63 - 1),
     "training.gradient_clip": st.floats(1e-300, 1e300) | st.just(0),
     "distributed.env": st.dictionaries(texts, texts, max_size=3),
-    "distributed.pipeline.split_spec": st.dictionaries(texts, st.sampled_from(["end", "beginning"]), max_size=3),
+    "distributed.pipeline.split_spec": st.dictionaries(
+        texts, st.sampled_from(["end", "beginning"]), max_size=3
+    ),
     "distributed.fsdp.auto_wrap_policy": texts | st.lists(texts, max_size=3),
-    "loss_fn": st.fixed_dictionaries({"name": st.just("a.b:C"), "args": arguments, "positional": st.lists(trees)}),
-    "monitor.callbacks": st.lists(st.fixed_dictionaries({"name": st.just("a:B"), "args": arguments}), max_size=2),
+    "loss_fn": st.fixed_dictionaries(
+        {"name": st.just("a.b:C"), "args": arguments, "positional": st.lists(trees)}
+    ),
+    "monitor.callbacks": st.lists(
+        st.fixed_dictionaries({"name": st.just("a:B"), "args": arguments}), max_size=2
+    ),
     "checkpoint.resume": texts.filter(bool),
 }
 CONTRADICTED = (
     "checkpoint.load_best",
     *("training.lr_scaling", "precision.param_dtype", "precision.fp8", "data.persistent_workers"),
-    *("distributed.reproducible", "distributed.pipeline.schedule", "distributed.strategy", "distributed.device"),
+    *(
+        "distributed.reproducible",
+        "distributed.pipeline.schedule",
+        "distributed.strategy",
+        "distributed.device",
+    ),
     "distributed.accelerate",
 )
 drawn = {key: facts for key, facts in all_keys().items() if not key.startswith(CONTRADICTED)}
@@ -221,7 +309,9 @@ switches = {key: st.booleans() for key, facts in drawn.items() if facts.takes ==
 
 @settings(max_examples=100, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.fixed_dictionaries({}, optional={**chosen, **switches, **FREE}))
-def test_yaml_gives_the_same_config_back(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
+def test_yaml_gives_the_same_config_back(
+    tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]
+) -> None:
     config = config_from(values)
     path = written(tmp_path_factory.getbasetemp(), config.to_yaml(), "round-trip.yaml")
     assert load_config(path) == config

@@ -49,12 +49,14 @@ def test_super_keeps_what_the_parent_says_and_the_child_wins(tmp_path: Path) -> 
     written(tmp_path, BASE, "base.yaml")
     written(
         tmp_path,
-        "-- extends 'base.yaml'\n-- block arguments\n   == super()\n   n_head: 4\n   deep: {a: 1, b: 1}\n-- endblock\n",
+        "-- extends 'base.yaml'\n-- block arguments\n   == super()\n   n_head: 4\n   deep: {a: 1,"
+        " b: 1}\n-- endblock\n",
         "middle.yaml",
     )
     config = loaded(
         tmp_path,
-        "-- extends 'middle.yaml'\n-- block arguments\n  == super()\n  n_layer: 6\n  deep: {b: 2}\n-- endblock\n",
+        "-- extends 'middle.yaml'\n-- block arguments\n  == super()\n  n_layer: 6\n  deep: {b:"
+        " 2}\n-- endblock\n",
     )
     assert config.model.args == {"n_layer": 6, "n_head": 4, "deep": {"a": 1, "b": 2}}
     assert config.training.batch_size == 2
@@ -62,18 +64,24 @@ def test_super_keeps_what_the_parent_says_and_the_child_wins(tmp_path: Path) -> 
 
 def test_super_may_stand_deeper_than_the_block(tmp_path: Path) -> None:
     written(tmp_path, BASE, "base.yaml")
-    text = "-- extends 'base.yaml'\n-- block arguments\n  inner:\n    == super()\n    x: 1\n-- endblock\n"
+    text = (
+        "-- extends 'base.yaml'\n-- block arguments\n  inner:\n    == super()\n    x: 1\n--"
+        " endblock\n"
+    )
     assert loaded(tmp_path, text).model.args == {"inner": {"n_layer": 2, "x": 1}}
 
 
 def test_blocks_within_blocks(tmp_path: Path) -> None:
     written(
         tmp_path,
-        "model:\n  -- block all\n  args:\n    -- block inner\n    a: 1\n    -- endblock\n    z: 9\n  -- endblock all\n",
+        "model:\n  -- block all\n  args:\n    -- block inner\n    a: 1\n    -- endblock\n    z: 9\n"
+        "  -- endblock all\n",
         "base.yaml",
     )
     config = loaded(
-        tmp_path, "-- extends 'base.yaml'\n-- block inner\n        a: 2\n        b:\n          - 3\n-- endblock\n"
+        tmp_path,
+        "-- extends 'base.yaml'\n-- block inner\n        a: 2\n        b:\n          - 3\n--"
+        " endblock\n",
     )
     assert config.model.args == {"a": 2, "b": [3], "z": 9}
 
@@ -123,20 +131,34 @@ model:
     == "last: " ~ names | length
 """,
     )
-    assert config.model.args == {"a": 1, "b": 1, "n_embd": 512, "text": "--not a statement", "last": 2}
+    assert config.model.args == {
+        "a": 1,
+        "b": 1,
+        "n_embd": 512,
+        "text": "--not a statement",
+        "last": 2,
+    }
 
 
-def test_trap_40_a_block_that_the_parent_lacks_is_an_error_with_the_parents_blocks(tmp_path: Path) -> None:
-    """Jinja drops such a block without a word, and the run trains with other settings than were written."""
+def test_trap_40_a_block_that_the_parent_lacks_is_an_error_with_the_parents_blocks(
+    tmp_path: Path,
+) -> None:
+    """Jinja drops such a block without a word, and the run trains with other settings than were
+    written.
+    """
     message = refusal(
-        tmp_path, "-- extends 'trainers/accel_trainer.yaml'\n\n-- block trainer_arg\n    max_steps: 3\n-- endblock\n"
+        tmp_path,
+        "-- extends 'trainers/accel_trainer.yaml'\n\n-- block trainer_arg\n    max_steps: 3\n--"
+        " endblock\n",
     )
     assert "no block trainer_arg" in message
     assert "run.yaml:3" in message
     assert "trainer_args, distributed_env, loss_fn, trainer_callbacks" in message
 
 
-@pytest.mark.parametrize("name", ["single", "dp", "ddp", "fsdp", "pipeline", "hybrid", "accelerate"])
+@pytest.mark.parametrize(
+    "name", ["single", "dp", "ddp", "fsdp", "pipeline", "hybrid", "accelerate"]
+)
 def test_the_trainers_that_ship_define_the_four_blocks(name: str, tmp_path: Path) -> None:
     plain = load_config(f"trainers/{name}.yaml")
     config = loaded(
@@ -178,13 +200,20 @@ def test_the_trainers_that_ship_define_the_four_blocks(name: str, tmp_path: Path
     assert config.training.batch_size == 4
     assert config.training.gradient_clip.strategy == "none"
     assert config.distributed.timeout_seconds == 60
-    assert config.distributed.model_dump(exclude={"timeout_seconds"}) == plain.distributed.model_dump(
+    assert config.distributed.model_dump(
         exclude={"timeout_seconds"}
-    )
+    ) == plain.distributed.model_dump(exclude={"timeout_seconds"})
     assert config.loss_fn is not None
-    assert (config.loss_fn.name, config.loss_fn.args) == ("torch.nn:CrossEntropyLoss", {"label_smoothing": 0.1})
+    assert (config.loss_fn.name, config.loss_fn.args) == (
+        "torch.nn:CrossEntropyLoss",
+        {"label_smoothing": 0.1},
+    )
     (callback,) = config.monitor.callbacks
-    assert (callback.name, callback.positional, callback.args) == ("mine.logs:Logger", [1, 2], {"every": 3})
+    assert (callback.name, callback.positional, callback.args) == (
+        "mine.logs:Logger",
+        [1, 2],
+        {"every": 3},
+    )
 
 
 def test_a_pipeline_as_the_guide_writes_it_with_our_names(tmp_path: Path) -> None:
@@ -231,7 +260,9 @@ trainer_callbacks: &trainer_callbacks !list:@trainer_callbacks
 
 
 def test_an_empty_list_and_an_object_without_arguments(tmp_path: Path) -> None:
-    config = loaded(tmp_path, "monitor:\n  callbacks: !list\nloss_fn: !singleton:torch.nn:MSELoss\n")
+    config = loaded(
+        tmp_path, "monitor:\n  callbacks: !list\nloss_fn: !singleton:torch.nn:MSELoss\n"
+    )
     assert config.monitor.callbacks == []
     assert config.loss_fn is not None
     assert config.loss_fn.name == "torch.nn:MSELoss"
@@ -277,27 +308,45 @@ def test_foreign_names_in_a_template_are_told_with_their_lines(tmp_path: Path) -
         ("-- set x = 1\nmodel:\n  args: {a: {{ 1 / 0 }}}\n", ("run.yaml:3", "division by zero")),
         ("-- set x = 1\nmodel:\n  args: {a: {{ x.__class__ }}}\n", ("run.yaml:3", "unsafe")),
         ("-- set x = 1\n\nmodel:\n  nme: x\n", ("run.yaml:4", "model.nme", "write model.name")),
-        ("-- set x = 1\n\nmodel: {}\nmodel: {}\n", ("run.yaml:4", "written twice, first in line 3")),
+        (
+            "-- set x = 1\n\nmodel: {}\nmodel: {}\n",
+            ("run.yaml:4", "written twice, first in line 3"),
+        ),
         ("-- set x = 1\n\nmodel: [\n", ("run.yaml:", "not YAML")),
-        ("model:\n  args: {a: !factory:x:Y }\n", ("run.yaml:2", "!factory:x:Y is not known", "!singleton")),
+        (
+            "model:\n  args: {a: !factory:x:Y }\n",
+            ("run.yaml:2", "!factory:x:Y is not known", "!singleton"),
+        ),
         ("model:\n  args: {a: !singleton:x }\n", ("run.yaml:2", "is not known")),
-        ("model:\n  args: {a: !singleton:x:Y 3}\n", ("run.yaml:2", "!singleton:x:Y takes arguments", "'3'")),
+        (
+            "model:\n  args: {a: !singleton:x:Y 3}\n",
+            ("run.yaml:2", "!singleton:x:Y takes arguments", "'3'"),
+        ),
         ("model:\n  args: {a: !list 3}\n", ("run.yaml:2", "!list takes a list")),
         ("loss_fn: !singleton:x:Y\n  unknown: 1\ndata: {x: 1}\n", ("run.yaml:3", "data.x")),
         ("-- set x = 1\ntrainer_args:\n  name: x\n", ("run.yaml:3", "model.name or data.name")),
         ("-- set x = 1\ntrainer_args: 3\n", ("run.yaml:2", "keys and values")),
-        ("-- set x = 1\ndistributed_env: !singleton:a:B\n", ("run.yaml:2", "can't be a:B", "init_method")),
+        (
+            "-- set x = 1\ndistributed_env: !singleton:a:B\n",
+            ("run.yaml:2", "can't be a:B", "init_method"),
+        ),
         (
             "trainer_args:\n  batch_size: 3\n",
             ("run.yaml:2", "unknown key trainer_args.batch_size", "write training.batch_size"),
         ),
         (
             "-- set x = 1\ntrainer_args:\n  max_steps: 3\n  max_stepz: 3\n",
-            ("run.yaml:4", "unknown key trainer_args.max_stepz", "write training.max_steps (in the block trainer_args"),
+            (
+                "run.yaml:4",
+                "unknown key trainer_args.max_stepz",
+                "write training.max_steps (in the block trainer_args",
+            ),
         ),
     ],
 )
-def test_mistakes_in_templates_are_told_with_their_lines(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+def test_mistakes_in_templates_are_told_with_their_lines(
+    tmp_path: Path, text: str, words: tuple[str, ...]
+) -> None:
     message = refusal(tmp_path, text)
     for word in words:
         assert word in message, message
@@ -309,20 +358,26 @@ def test_a_mistake_in_a_parent_names_the_parent(tmp_path: Path) -> None:
     message = refusal(tmp_path, "-- extends 'base.yaml'\nmodel: {name: bdh}\n")
     assert "base.yaml:3" in message
     assert "training.seed" in message
-    written(tmp_path, "training:\n  -- block a\n  seed: {{ nothing }}\n  -- endblock\n", "base.yaml")
+    written(
+        tmp_path, "training:\n  -- block a\n  seed: {{ nothing }}\n  -- endblock\n", "base.yaml"
+    )
     assert "base.yaml:3" in refusal(tmp_path, "-- extends 'base.yaml'\nmodel: {name: bdh}\n")
 
 
 def test_a_block_in_a_file_that_extends_plain_yaml(tmp_path: Path) -> None:
     written(tmp_path, "training: {seed: 3}\n", "base.yaml")
-    assert "plain YAML" in refusal(tmp_path, "-- extends 'base.yaml'\n-- block a\nmodel: {}\n-- endblock\n")
+    assert "plain YAML" in refusal(
+        tmp_path, "-- extends 'base.yaml'\n-- block a\nmodel: {}\n-- endblock\n"
+    )
 
 
 def test_what_is_a_template() -> None:
     assert is_template("a: 1\n  -- block x\n")
     assert is_template("== super()\n")
     assert is_template("x: !calc '1'\n")
-    assert not is_template("---\na: 1\n--x: 2\n# !singleton's cousin !lister\nb: a -- b\nc: '{{ x }}'\n")
+    assert not is_template(
+        "---\na: 1\n--x: 2\n# !singleton's cousin !lister\nb: a -- b\nc: '{{ x }}'\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -335,7 +390,9 @@ def test_what_is_a_template() -> None:
         ("{% for a in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "text"),
     ],
 )
-@pytest.mark.promise("Templates are filled in by a process of their own with little memory and time")
+@pytest.mark.promise(
+    "Templates are filled in by a process of their own with little memory and time"
+)
 def test_a_template_that_grows_without_end_is_an_error(
     tmp_path: Path, statement: str, of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,7 +403,9 @@ def test_a_template_that_grows_without_end_is_an_error(
 
 
 def test_calc_knows_the_variables_that_a_template_sets(tmp_path: Path) -> None:
-    """With the guide's own expression; what is not set there is one of our keys, under the name of theirs."""
+    """With the guide's own expression; what is not set there is one of our keys, under the name of
+    theirs.
+    """
     text = """
 -- extends 'trainers/pipeline.yaml'
 -- set total_batch_size = 64

@@ -33,9 +33,19 @@ class Stream(IterableDataset[torch.Tensor]):
 def all_cases() -> dict[str, Any]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     source = adopt(
-        Stream(), batch_size=2, global_batch_size=4, assign=share(rank, ranks), epochs=2, seed=1, device="cpu"
+        Stream(),
+        batch_size=2,
+        global_batch_size=4,
+        assign=share(rank, ranks),
+        epochs=2,
+        seed=1,
+        device="cpu",
     )
-    return {"rows": plain(list(source)), "notice": source.notice, "places": list(DistributedSampler(7, shuffle=False))}
+    return {
+        "rows": plain(list(source)),
+        "notice": source.notice,
+        "places": list(DistributedSampler(7, shuffle=False)),
+    }
 
 
 class Rows(Dataset[Any]):
@@ -96,7 +106,9 @@ def given_data() -> dict[str, Any]:
     whole = {
         "plain": rows,
         "augmented": Rows(range(24), augmented),
-        "a generator seeded by rank": Rows(range(24), functools.partial(own_noise, np.random.default_rng(rank))),
+        "a generator seeded by rank": Rows(
+            range(24), functools.partial(own_noise, np.random.default_rng(rank))
+        ),
         "another processor": Rows(range(24), by_another_processor),
         "workers": DataLoader(Rows(range(24), augmented), batch_size=2, num_workers=1),
         "stream": Told(Rows(range(24), augmented)),
@@ -116,15 +128,21 @@ def given_data() -> dict[str, Any]:
         "fewer batches": [torch.arange(2) for _ in range(4 + rank)],
         "a file for each rank": Told(Rows(range(12 * rank, 12 * rank + 12))),
         "an empty file": Told(Rows(range(12 * rank))),
-        "loader": DataLoader(Subset(Rows(range(24), augmented), list(mine)), batch_size=2, num_workers=1),
+        "loader": DataLoader(
+            Subset(Rows(range(24), augmented), list(mine)), batch_size=2, num_workers=1
+        ),
         "a loader of a stream": DataLoader(Told(Rows(mine)), batch_size=2),
         "sampler": DataLoader(rows, batch_size=2, sampler=OfARank()),
-        "noise of a rank": Rows(torch.randint(99, (24,), generator=torch.Generator().manual_seed(rank)).tolist()),
+        "noise of a rank": Rows(
+            torch.randint(99, (24,), generator=torch.Generator().manual_seed(rank)).tolist()
+        ),
     }
     declared = {
         "own subset": own(Subset(rows, list(mine))),
         "own rows, unequal": own(Rows(range(100 * rank, 100 * rank + 12 + rank))),
-        "own loader": DataLoader(own(Rows(range(100 * rank, 100 * rank + 12))), batch_size=2, num_workers=1),
+        "own loader": DataLoader(
+            own(Rows(range(100 * rank, 100 * rank + 12))), batch_size=2, num_workers=1
+        ),
         "own sampler": DataLoader(rows, batch_size=2, sampler=own(OfARank())),
     }
     return {
@@ -139,23 +157,39 @@ def own_noise(generator: Any, row: Any) -> Any:
 
 
 def labels_of(batch: Any) -> list[int]:
-    values = batch["x"] if isinstance(batch, dict) else batch[0][:, 0] if isinstance(batch, list) else batch
+    values = (
+        batch["x"]
+        if isinstance(batch, dict)
+        else batch[0][:, 0]
+        if isinstance(batch, list)
+        else batch
+    )
     return [int(value) for value in values] if isinstance(values, torch.Tensor) else []
 
 
 def agreement() -> dict[str, Any]:
-    """What each rank reads of the data that it was given in training and in evaluation, or the error."""
+    """What each rank reads of the data that it was given in training and in evaluation, or the
+    error.
+    """
     torch.manual_seed(0)
     found: dict[str, Any] = {}
     for name, data in given_data().items():
         for evaluates in (False, True):
             source = adopt(
-                data, batch_size=2, global_batch_size=4, assign=share(dist.get_rank(), 2), epochs=1, seed=1,
-                device="cpu", for_evaluation=evaluates,
-            )  # fmt: skip
+                data,
+                batch_size=2,
+                global_batch_size=4,
+                assign=share(dist.get_rank(), 2),
+                epochs=1,
+                seed=1,
+                device="cpu",
+                for_evaluation=evaluates,
+            )
             try:
                 steps = list(source)
-                read: Any = [n for row in steps for one in row.mine if one.real for n in labels_of(one.batch)]
+                read: Any = [
+                    n for row in steps for one in row.mine if one.real for n in labels_of(one.batch)
+                ]
             except UsageError as error:
                 read = error
             found[f"{name}, evaluated" if evaluates else name] = read
@@ -163,7 +197,9 @@ def agreement() -> dict[str, Any]:
 
 
 def unseeded() -> dict[str, str]:
-    """What is said where each rank has another seed, as in a script that seeds nothing: the error, or the warning."""
+    """What is said where each rank has another seed, as in a script that seeds nothing: the error,
+    or the warning.
+    """
     torch.manual_seed(dist.get_rank())
     noise = TensorDataset(torch.randn(24, 3))
     rows = Rows(range(24))
@@ -179,9 +215,15 @@ def unseeded() -> dict[str, str]:
         with patch("lockstep.data.agreement._warn", said.append):
             try:
                 source = adopt(
-                    data, batch_size=2, global_batch_size=4, assign=share(dist.get_rank(), 2), epochs=1, seed=1,
-                    device="cpu", reproducible=reproducible,
-                )  # fmt: skip
+                    data,
+                    batch_size=2,
+                    global_batch_size=4,
+                    assign=share(dist.get_rank(), 2),
+                    epochs=1,
+                    seed=1,
+                    device="cpu",
+                    reproducible=reproducible,
+                )
                 found[name] = f"{sum(len(row.mine) for row in source)} {said[0]}"
             except UsageError as error:
                 found[name] = str(error)
@@ -191,7 +233,9 @@ def unseeded() -> dict[str, str]:
 def trainers() -> dict[str, str]:
     """The error of each way to use data that are cut by rank."""
     torch.manual_seed(0)
-    trainer = Trainer(nn.Linear(3, 5), loss_fn=nn.CrossEntropyLoss(), batch_size=2, max_steps=2, sinks=[])
+    trainer = Trainer(
+        nn.Linear(3, 5), loss_fn=nn.CrossEntropyLoss(), batch_size=2, max_steps=2, sinks=[]
+    )
     whole, mine = Rows(range(24)), Subset(Rows(range(24)), list(range(dist.get_rank(), 24, 2)))
     uses = {
         "train": lambda: trainer.train(mine),

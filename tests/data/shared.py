@@ -37,17 +37,31 @@ def plain_micro(micro: MicroBatch) -> tuple[int, Any, bool]:
 
 
 def plain(steps: list[StepBatches]) -> list[Any]:
-    """What can be compared: step, epoch, micro-batches, samples, last of epoch, then (index, batch, real) of each."""
+    """What can be compared: step, epoch, micro-batches, samples, last of epoch, then (index, batch,
+    real) of each.
+    """
     return [
-        (s.step, s.epoch, s.num_micro_batches, s.samples, s.last_of_epoch, *map(plain_micro, s.mine)) for s in steps
+        (
+            s.step,
+            s.epoch,
+            s.num_micro_batches,
+            s.samples,
+            s.last_of_epoch,
+            *map(plain_micro, s.mine),
+        )
+        for s in steps
     ]
 
 
 def whole_from(parts: list[list[Any]]) -> list[Any]:
-    """The steps of a single rank, put together from those of several: the real micro-batches, in order."""
+    """The steps of a single rank, put together from those of several: the real micro-batches, in
+    order.
+    """
     joined = []
     for rows in zip(*parts, strict=True):
         assert len({row[:5] for row in rows}) == 1
-        real = sorted((micro for row in rows for micro in row[5:] if micro[2]), key=lambda micro: micro[0])
+        real = sorted(
+            (micro for row in rows for micro in row[5:] if micro[2]), key=lambda micro: micro[0]
+        )
         joined.append((*rows[0][:5], *real))
     return joined

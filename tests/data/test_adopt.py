@@ -19,15 +19,31 @@ from torch.utils.data import (
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from lockstep.config import DataConfig
-from lockstep.data import DistributedSampler, IterableSteps, SampleOrder, StepLoader, StepSource, adopt
+from lockstep.data import (
+    DistributedSampler,
+    IterableSteps,
+    SampleOrder,
+    StepLoader,
+    StepSource,
+    adopt,
+)
 from lockstep.errors import UsageError
 from tests.data.shared import everything, plain, share, whole_from
 
 NUMBERS = TensorDataset(torch.arange(10))
 
 
-def steps_of(data: Any, config: DataConfig | None = None, *, assign=everything, **options: Any) -> StepSource:
-    given = {"batch_size": 2, "global_batch_size": 4, "epochs": 2, "seed": 1, "device": "cpu", **options}
+def steps_of(
+    data: Any, config: DataConfig | None = None, *, assign=everything, **options: Any
+) -> StepSource:
+    given = {
+        "batch_size": 2,
+        "global_batch_size": 4,
+        "epochs": 2,
+        "seed": 1,
+        "device": "cpu",
+        **options,
+    }
     return adopt(data, config, assign=assign, **given)
 
 
@@ -98,10 +114,14 @@ def test_a_samplers_order_is_kept_the_same_on_every_rank_and_after_a_resume(cust
         parts = []
         for rank in range(ranks):
             torch.manual_seed(rank)
-            parts.append(plain(list(steps_of(DataLoader(NUMBERS, **custom), assign=share(rank, ranks)))))
+            parts.append(
+                plain(list(steps_of(DataLoader(NUMBERS, **custom), assign=share(rank, ranks))))
+            )
         assert whole_from(parts) == whole
     for start in (1, len(whole) - 1):
-        assert plain(list(steps_of(DataLoader(NUMBERS, **custom), start_step=start))) == whole[start:]
+        assert (
+            plain(list(steps_of(DataLoader(NUMBERS, **custom), start_step=start))) == whole[start:]
+        )
     assert "reads its micro-batches" in (steps_of(DataLoader(NUMBERS, **custom)).notice or "")
     assert {row[1] for row in whole} == {0, 1}
 
@@ -130,7 +150,10 @@ def test_a_sampler_that_draws_as_it_goes_draws_the_same_on_every_rank():
 def test_steps_by_a_sampler_hold_its_batches_in_turn():
     source = steps_of(DataLoader(NUMBERS, batch_sampler=[[0, 1, 2], [3], [4, 5]]), epochs=1)
     assert source.steps_per_epoch == 2
-    assert [[m[1][0] for m in row[5:]] for row in plain(list(source))] == [[[0, 1, 2], [3]], [[4, 5]]]
+    assert [[m[1][0] for m in row[5:]] for row in plain(list(source))] == [
+        [[0, 1, 2], [3]],
+        [[4, 5]],
+    ]
 
 
 def test_a_sampler_is_told_its_epoch_and_reads_ranks_own_share_only():
@@ -174,7 +197,9 @@ def test_iterables_of_samples_and_of_batches_are_told_apart():
     ready = plain(list(steps_of([torch.ones(3), torch.ones(1)], epochs=1)))
     assert [len(micro[1]) for row in ready for micro in row[5:]] == [3, 1]
     assert isinstance(steps_of(iter([torch.ones(3)])), IterableSteps)
-    assert "every rank reads all of Stream" in (steps_of(DataLoader(Stream(), batch_size=2)).notice or "")
+    assert "every rank reads all of Stream" in (
+        steps_of(DataLoader(Stream(), batch_size=2)).notice or ""
+    )
 
 
 def test_a_stream_sharded_by_rank_says_so_and_works_alone():
@@ -215,8 +240,12 @@ def test_sizes_that_do_not_multiply_out_are_refused_for_every_kind():
 
 
 def test_torchs_own_collate_function_is_known_to_draw_nothing(monkeypatch: pytest.MonkeyPatch):
-    """A DataLoader hands it over like any other; keeping generators' states around it takes longer than it itself."""
-    monkeypatch.setattr("lockstep.data.loader.preserve_states", lambda: pytest.fail("states are kept"))
+    """A DataLoader hands it over like any other; keeping generators' states around it takes longer
+    than it itself.
+    """
+    monkeypatch.setattr(
+        "lockstep.data.loader.preserve_states", lambda: pytest.fail("states are kept")
+    )
     assert numbers(steps_of(DataLoader(NUMBERS, batch_size=2))) == ours(shuffle=False)
 
 
@@ -233,11 +262,13 @@ def test_torchs_own_collate_function_is_known_to_draw_nothing(monkeypatch: pytes
         ({"x": torch.zeros(3, 8), "y": torch.zeros(4)}, True),
     ],
 )
-def test_a_list_whose_items_look_like_samples_is_told_to_be_one_of_batches(first: object, told: bool) -> None:
+def test_a_list_whose_items_look_like_samples_is_told_to_be_one_of_batches(
+    first: object, told: bool
+) -> None:
     """Each would silently be a micro-batch of its own."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         steps_of([first] * 8)
-    assert ["give torch.utils.data.DataLoader(data, batch_size=…)" in str(one.message) for one in caught] == [
-        True
-    ] * told
+    assert [
+        "give torch.utils.data.DataLoader(data, batch_size=…)" in str(one.message) for one in caught
+    ] == [True] * told

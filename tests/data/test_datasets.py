@@ -50,7 +50,9 @@ def tokenizer(tmp_path: Path, book: Path) -> Path:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 60), st.integers(1, 12), st.integers(1, 15))
 def test_trap_15_targets_are_shifted_exactly_once(length, block_size, stride):
-    """Targets equal to the inputs teach copying; targets shifted twice leave out every other prediction."""
+    """Targets equal to the inputs teach copying; targets shifted twice leave out every other
+    prediction.
+    """
     if length < block_size + 1:
         return
     tokens = np.arange(1000, 1000 + length, dtype=np.uint16)
@@ -95,7 +97,9 @@ def same_in_one_go(data: Any, indices: list[int]) -> None:
 
 def test_by_default_every_token_but_the_first_is_a_target_once():
     data = TokenWindows(np.arange(41, dtype=np.uint8), 8)
-    assert [t for sample in data.__getitems__(range(5)) for t in sample["targets"].tolist()] == list(range(1, 41))
+    assert [
+        t for sample in data.__getitems__(range(5)) for t in sample["targets"].tolist()
+    ] == list(range(1, 41))
     assert len(data) == 5
 
 
@@ -103,7 +107,10 @@ def test_by_default_every_token_but_the_first_is_a_target_once():
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(1, 7))
 def test_trap_15_padded_documents_are_shifted_once_and_padding_does_not_count(lengths, block_size):
     """Padding that counts as a target, or a target that reaches into the next document."""
-    documents = [np.arange(100 * n + 1, 100 * n + 1 + length, dtype=np.uint16) for n, length in enumerate(lengths)]
+    documents = [
+        np.arange(100 * n + 1, 100 * n + 1 + length, dtype=np.uint16)
+        for n, length in enumerate(lengths)
+    ]
     if max(lengths) < 2:
         with pytest.raises(UsageError, match="none of at least 2 tokens"):
             Documents(documents, block_size)
@@ -145,7 +152,12 @@ def test_documents_hold_unlike_numbers_of_targets():
 
 
 def test_text_of_a_folder_is_its_files_by_name(tmp_path):
-    for name, content in {"b.txt": "second ", "sub/c.txt": "third", "a.txt": "first ", ".hidden": "no"}.items():
+    for name, content in {
+        "b.txt": "second ",
+        "sub/c.txt": "third",
+        "a.txt": "first ",
+        ".hidden": "no",
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     data = build("text", path=str(tmp_path), block_size=4, validation_fraction=0)
@@ -168,7 +180,9 @@ def test_text_as_documents(tmp_path, book):
     lines = build("text", path=str(book), block_size=64, documents=True, validation_fraction=0.25)
     assert (len(lines.train), len(lines.validation)) == (150, 50)
     (tmp_path / "other.txt").write_text("xy")
-    files = build("text", path=str(tmp_path), block_size=64, documents=True, validation_fraction=0.5)
+    files = build(
+        "text", path=str(tmp_path), block_size=64, documents=True, validation_fraction=0.5
+    )
     assert len(files.validation) == 1
     assert int((files.validation[0]["targets"] != -100).sum()) == 1
 
@@ -206,7 +220,10 @@ def test_prepared_tokens_are_the_texts_samples(tmp_path, book, tokenizer, kind):
 
 def test_prepared_python_docs_are_the_data_set(tmp_path):
     prepare("python-docs", tmp_path / "out")
-    data, direct = build("tokens", path=str(tmp_path / "out"), block_size=32), build("python-docs", block_size=32)
+    data, direct = (
+        build("tokens", path=str(tmp_path / "out"), block_size=32),
+        build("python-docs", block_size=32),
+    )
     assert len(data.train) == len(direct.train)
     assert torch.equal(data.train[77]["input_ids"], direct.train[77]["input_ids"])
 
@@ -264,7 +281,10 @@ def test_the_command_prepares_and_says_how_to_use_it(tmp_path, book, capsys):
         (lambda d: (d / "tokens.json").unlink(), "has no tokens.json"),
         (lambda d: (d / "tokens.json").write_text("{"), "can't be used"),
         (lambda d: (d / "tokens.json").write_text("[]"), "not of the format"),
-        (lambda d: (d / "tokens.json").write_text('{"format": "lockstep-tokens-1"}'), "no usable dtype"),
+        (
+            lambda d: (d / "tokens.json").write_text('{"format": "lockstep-tokens-1"}'),
+            "no usable dtype",
+        ),
     ],
 )
 def test_damaged_tokens_are_found_at_start(tmp_path, book, damage, message):
@@ -286,7 +306,11 @@ def test_digits_are_images_between_0_and_1(size):
     same_in_one_go(data.train, [5, 0, 100])
     sample = data.train[5]
     assert (sample["image"].shape, sample["image"].dtype) == ((1, size, size), torch.float32)
-    assert (sample["label"].shape, sample["label"].dtype, int(sample["label"])) == ((), torch.int64, 5)
+    assert (sample["label"].shape, sample["label"].dtype, int(sample["label"])) == (
+        (),
+        torch.int64,
+        5,
+    )
     assert data.train.images.min() == 0
     assert data.train.images.max() == 1
 
@@ -366,7 +390,12 @@ def own_nonsense() -> int:
 def test_classes_and_functions_of_ones_own():
     here = __name__
     data = build(f"{here}:Own", size=5)
-    assert (len(data.train), data.train.seed, data.validation, data.facts) == (5, 1, None, {"vocab_size": 7})
+    assert (len(data.train), data.train.seed, data.validation, data.facts) == (
+        5,
+        1,
+        None,
+        {"vocab_size": 7},
+    )
     pair = build(f"{here}:own_pair", size=4)
     assert (len(pair.train), len(pair.validation)) == (4, 1)
 
@@ -382,7 +411,11 @@ def test_classes_and_functions_of_ones_own():
         ("wikitext", {}, "there is no data set 'wikitext'"),
         ("python-docs", {"blocksize": 8}, "did you mean 'block_size'"),
         ("python-docs", {"block_size": 0}, "block_size should be a whole number of at least 1"),
-        ("python-docs", {"block_size": "64"}, "block_size should be a whole number of at least 1, but is '64'"),
+        (
+            "python-docs",
+            {"block_size": "64"},
+            "block_size should be a whole number of at least 1, but is '64'",
+        ),
         ("python-docs", {"stride": -1}, "stride should be"),
         ("python-docs", {"validation_fraction": 1.5}, "validation_fraction should be"),
         ("python-docs", {"documents": True, "stride": 4}, "not cut by a stride"),
@@ -413,9 +446,13 @@ def test_text_that_is_empty_too_short_or_no_text(tmp_path):
     with pytest.raises(UsageError, match="has no text"):
         build("text", path=str(tmp_path))
     (tmp_path / "short.txt").write_text("x" * 100)
-    with pytest.raises(UsageError, match=r"the training part of .* has 90 tokens, but one sample needs 257"):
+    with pytest.raises(
+        UsageError, match=r"the training part of .* has 90 tokens, but one sample needs 257"
+    ):
         build("text", path=str(tmp_path / "short.txt"))
-    with pytest.raises(UsageError, match=r"the validation part of .* has 10 tokens, but one sample needs 33"):
+    with pytest.raises(
+        UsageError, match=r"the validation part of .* has 10 tokens, but one sample needs 33"
+    ):
         build("text", path=str(tmp_path / "short.txt"), block_size=32)
     (tmp_path / "binary.txt").write_bytes(b"\x80abc")
     with pytest.raises(UsageError, match=r"binary\.txt is not UTF-8 text"):

@@ -1,4 +1,6 @@
-"""Generators that a dataset, a collate function or a sampler has of its own: the same numbers on ranks and workers."""
+"""Generators that a dataset, a collate function or a sampler has of its own: the same numbers on
+ranks and workers.
+"""
 
 import functools
 import random
@@ -133,10 +135,21 @@ MAKERS = {
 
 def read(made: Any, *, workers: int = 0, assign: Any = everything, **options: Any) -> list[Any]:
     given = (
-        {"dataset": list(range(11)), "collate_fn": made} if isinstance(made, functools.partial) else {"dataset": made}
+        {"dataset": list(range(11)), "collate_fn": made}
+        if isinstance(made, functools.partial)
+        else {"dataset": made}
     )
     loader: Any = DataLoader(**given, batch_size=2, shuffle=True, num_workers=workers)
-    source = adopt(loader, batch_size=2, global_batch_size=4, assign=assign, seed=1, device="cpu", epochs=2, **options)
+    source = adopt(
+        loader,
+        batch_size=2,
+        global_batch_size=4,
+        assign=assign,
+        seed=1,
+        device="cpu",
+        epochs=2,
+        **options,
+    )
     return plain(list(source))
 
 
@@ -163,16 +176,29 @@ def test_reading_leaves_the_generators_as_they_were() -> None:
 
 
 def test_it_is_said_which_generators_are_seeded() -> None:
-    common: Any = {"batch_size": 2, "global_batch_size": 4, "assign": everything, "seed": 1, "device": "cpu"}
+    common: Any = {
+        "batch_size": 2,
+        "global_batch_size": 4,
+        "assign": everything,
+        "seed": 1,
+        "device": "cpu",
+    }
     source = adopt(Noisy(source=random.Random(0)), **common)
-    assert source.notice == "generators of the data's own (dataset.source) are seeded for each sample"
+    assert (
+        source.notice == "generators of the data's own (dataset.source) are seeded for each sample"
+    )
     unkeyed = Noisy(source=random.SystemRandom())
     assert "warning: the data draw from dataset.source, which can't be seeded" in (
         adopt(unkeyed, **common).notice or ""
     )
     with pytest.raises(UsageError, match="which can't be seeded"):
         adopt(unkeyed, reproducible=True, **common)
-    assert adopt(list(range(4)) and Noisy(x=1, deterministic=True, source=random.Random()), **common).notice is None
+    assert (
+        adopt(
+            list(range(4)) and Noisy(x=1, deterministic=True, source=random.Random()), **common
+        ).notice
+        is None
+    )
 
 
 class MadeAnew(Noisy):
@@ -186,7 +212,13 @@ def test_samples_that_are_others_when_they_are_read_again_are_told_or_refused(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On several ranks, and under `reproducible`."""
-    common: Any = {"batch_size": 2, "global_batch_size": 4, "assign": everything, "seed": 1, "device": "cpu"}
+    common: Any = {
+        "batch_size": 2,
+        "global_batch_size": 4,
+        "assign": everything,
+        "seed": 1,
+        "device": "cpu",
+    }
     with monkeypatch.context() as patched:
         patched.setattr(import_module("lockstep.data.adopt"), "several_ranks", lambda: True)
         next(iter(adopt(MadeAnew(), **common)))
@@ -196,21 +228,33 @@ def test_samples_that_are_others_when_they_are_read_again_are_told_or_refused(
 
 
 def test_generators_are_found_wherever_they_are_and_global_ones_are_not() -> None:
-    assert not generators_of({"python": random, "mine": [random._inst, np.random, torch.default_generator]})
+    assert not generators_of(
+        {"python": random, "mine": [random._inst, np.random, torch.default_generator]}
+    )
     cyclic: dict[str, Any] = {"rng": random.Random(0), "many": list(range(10**6))}
     cyclic["itself"] = cyclic
     assert list(generators_of(cyclic)) == ["rng"]
 
 
 def test_a_samplers_own_generator_gives_the_same_order_in_every_pass() -> None:
-    """Steps that are taken in two calls, or after a rollback, would leave out samples and take others twice."""
+    """Steps that are taken in two calls, or after a rollback, would leave out samples and take
+    others twice.
+    """
 
     def loader() -> Any:
-        sampler = WeightedRandomSampler([1.0] * 11, 11, replacement=False, generator=torch.Generator().manual_seed(4))
+        sampler = WeightedRandomSampler(
+            [1.0] * 11, 11, replacement=False, generator=torch.Generator().manual_seed(4)
+        )
         return DataLoader(list(range(11)), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
 
     def rows(data: Any, **options: Any) -> list[Any]:
-        common: Any = {"batch_size": 2, "global_batch_size": 4, "assign": everything, "seed": 1, "device": "cpu"}
+        common: Any = {
+            "batch_size": 2,
+            "global_batch_size": 4,
+            "assign": everything,
+            "seed": 1,
+            "device": "cpu",
+        }
         return plain(list(adopt(data, epochs=2, **common, **options)))
 
     data, whole = loader(), rows(loader())

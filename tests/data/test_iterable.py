@@ -1,4 +1,6 @@
-"""Data that can only be iterated: each rank keeps its share, whole and resumable; streams sharded by rank even out."""
+"""Data that can only be iterated: each rank keeps its share, whole and resumable; streams sharded
+by rank even out.
+"""
 
 import itertools
 import json
@@ -55,9 +57,20 @@ class Resumable(Numbers):
         self.position = state["position"]
 
 
-def steps_of(iterable: Any, *, assign=everything, start=0, stop=None, epochs=2, **options: Any) -> IterableSteps:
+def steps_of(
+    iterable: Any, *, assign=everything, start=0, stop=None, epochs=2, **options: Any
+) -> IterableSteps:
     return IterableSteps(
-        iterable, 2, 4, assign, start_step=start, stop_step=stop, seed=5, device="cpu", epochs=epochs, **options
+        iterable,
+        2,
+        4,
+        assign,
+        start_step=start,
+        stop_step=stop,
+        seed=5,
+        device="cpu",
+        epochs=epochs,
+        **options,
     )
 
 
@@ -68,12 +81,18 @@ def reference() -> list[Any]:
 
 def test_an_epoch_ends_with_a_short_step_and_no_step_straddles(reference):
     assert [row[:5] for row in reference] == [
-        (0, 0, 2, 4, False), (1, 0, 2, 4, False), (2, 0, 2, 3, True),
-        (3, 1, 2, 4, False), (4, 1, 2, 4, False), (5, 1, 2, 3, True),
-    ]  # fmt: skip
+        (0, 0, 2, 4, False),
+        (1, 0, 2, 4, False),
+        (2, 0, 2, 3, True),
+        (3, 1, 2, 4, False),
+        (4, 1, 2, 4, False),
+        (5, 1, 2, 3, True),
+    ]
     for epoch in (0, 1):
         rows = [row for row in reference if row[1] == epoch]
-        assert sorted(number for row in rows for m in row[5:] for number in m[1]["number"]) == list(range(11))
+        assert sorted(number for row in rows for m in row[5:] for number in m[1]["number"]) == list(
+            range(11)
+        )
 
 
 def test_trap_13_epochs_of_an_iterable_differ(reference):
@@ -108,7 +127,9 @@ def test_what_is_drawn_when_iterating_begins_is_the_same_on_every_rank(made):
 
 
 def test_trap_12_ranks_read_the_same_stream_and_share_it(reference):
-    """Ranks that draw for themselves would each see another order, and share out samples twice or never."""
+    """Ranks that draw for themselves would each see another order, and share out samples twice or
+    never.
+    """
     for ranks in (2, 3):
         parts = []
         for rank in range(ranks):
@@ -119,7 +140,9 @@ def test_trap_12_ranks_read_the_same_stream_and_share_it(reference):
 
 @pytest.mark.parametrize("start", [1, 3, 5])
 def test_trap_54_fast_forward_gives_the_tail(reference, start):
-    """Random numbers that advance differently while batches are skipped make another run of the rest."""
+    """Random numbers that advance differently while batches are skipped make another run of the
+    rest.
+    """
     assert plain(list(steps_of(Numbers(), start=start))) == reference[start:]
 
 
@@ -211,7 +234,9 @@ RESUMES = tuple(map(int, datasets.__version__.split(".")[:2])) >= (5, 1)
 
 def hugging_face(*, buffer: int = 0) -> Any:
     rows = datasets.Dataset.from_dict({"number": list(range(61))}).to_iterable_dataset(num_shards=4)
-    rows = datasets.interleave_datasets([rows.skip(3), rows.map(dict).take(40)], probabilities=[0.7, 0.3], seed=1)
+    rows = datasets.interleave_datasets(
+        [rows.skip(3), rows.map(dict).take(40)], probabilities=[0.7, 0.3], seed=1
+    )
     rows = rows.map(lambda some: some, batched=True, batch_size=7)
     return rows.shuffle(seed=3, buffer_size=buffer) if buffer else rows
 
@@ -230,14 +255,32 @@ def in_parts(make: Any, stops: list[int], **options: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("make", "restores"),
     [
-        (lambda: Resumable(61), True), (hugging_face, RESUMES), (ForgetsItsBuffer, False), (ForgetsItsGenerator, False),
-        (ForgetsWhatIsUnderWay, False), (ForgetsWhereItBegan, False), (ForgetsAll, False), (CannotLoad, False),
+        (lambda: Resumable(61), True),
+        (hugging_face, RESUMES),
+        (ForgetsItsBuffer, False),
+        (ForgetsItsGenerator, False),
+        (ForgetsWhatIsUnderWay, False),
+        (ForgetsWhereItBegan, False),
+        (ForgetsAll, False),
+        (CannotLoad, False),
         (lambda: hugging_face(buffer=16), False),
     ],
-    ids=["exact", "streams", "buffer", "generator", "ahead", "second resume", "nothing", "raises", "shuffled stream"],
-)  # fmt: skip
+    ids=[
+        "exact",
+        "streams",
+        "buffer",
+        "generator",
+        "ahead",
+        "second resume",
+        "nothing",
+        "raises",
+        "shuffled stream",
+    ],
+)
 def test_trap_83_a_state_that_does_not_restore_is_found_out_in_each_resume(make, restores, caplog):
-    """Buffers that are lost, choices drawn anew and counts from the resume on leave out samples, silently."""
+    """Buffers that are lost, choices drawn anew and counts from the resume on leave out samples,
+    silently.
+    """
     assert in_parts(make, [3, 7, 12, 17, 22]) == plain(list(steps_of(make())))
     assert ("does not restore" in caplog.text) != restores
 
@@ -249,8 +292,12 @@ class Unrepeatable(Resumable):
 
 
 def test_items_that_never_come_again_are_warned_of_and_refused_under_reproducible(caplog):
-    numbers = [[m[1]["number"] for m in row[5:]] for row in in_parts(lambda: Unrepeatable(61), [3, 5])]
-    assert numbers == [[m[1]["number"] for m in row[5:]] for row in plain(list(steps_of(Resumable(61))))]
+    numbers = [
+        [m[1]["number"] for m in row[5:]] for row in in_parts(lambda: Unrepeatable(61), [3, 5])
+    ]
+    assert numbers == [
+        [m[1]["number"] for m in row[5:]] for row in plain(list(steps_of(Resumable(61))))
+    ]
     assert "does not give the same items again: item 4 of epoch 0" in caplog.text
     with pytest.raises(UsageError, match="does not give the same items again"):
         in_parts(lambda: Unrepeatable(61), [3], reproducible=True)
@@ -271,7 +318,9 @@ def test_a_rollback_reads_the_same_object_again_from_the_state():
         whole.append(batches)
         states.append(source.state_dict())
     for step in (1, 2, 9):
-        assert plain(list(steps_of(data, epochs=1, start=step, state=states[step - 1]))) == plain(whole[step:])
+        assert plain(list(steps_of(data, epochs=1, start=step, state=states[step - 1]))) == plain(
+            whole[step:]
+        )
 
 
 def test_without_a_state_of_its_own_an_iterable_told_its_epoch_resumes_there():
@@ -306,7 +355,10 @@ def test_a_state_later_than_the_start_is_refused():
 def test_ready_batches_are_micro_batches():
     batches = [torch.arange(3), torch.arange(2), torch.arange(1)]
     rows = plain(list(steps_of(batches, ready=True, epochs=1)))
-    assert rows == [(0, 0, 2, 5, False, (0, [0, 1, 2], True), (1, [0, 1], True)), (1, 0, 1, 1, True, (0, [0], True))]
+    assert rows == [
+        (0, 0, 2, 5, False, (0, [0, 1, 2], True), (1, [0, 1], True)),
+        (1, 0, 1, 1, True, (0, [0], True)),
+    ]
 
 
 def test_what_can_be_iterated_once_ends_the_steps():
@@ -399,7 +451,9 @@ def on_ranks(streams: list[list[Any]], **options: Any) -> list[Any]:
     def rank_main(rank: int) -> None:
         assign = share(rank, len(streams))
         try:
-            source = steps_of(streams[rank], ready=True, assign=assign, any_left=together.on(rank), **options)
+            source = steps_of(
+                streams[rank], ready=True, assign=assign, any_left=together.on(rank), **options
+            )
             results[rank] = plain(list(source))
         except Exception as error:
             results[rank] = error

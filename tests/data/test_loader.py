@@ -54,9 +54,13 @@ class Plain(Dataset[torch.Tensor]):
         return [torch.tensor(index) for index in indices]
 
 
-def loader(dataset: Any, *, assign=everything, start=0, stop=9, shuffle=True, **options: Any) -> StepLoader:
+def loader(
+    dataset: Any, *, assign=everything, start=0, stop=9, shuffle=True, **options: Any
+) -> StepLoader:
     order = SampleOrder(len(dataset), 2, 6, seed=3, shuffle=shuffle)
-    return StepLoader(dataset, order, assign, start_step=start, stop_step=stop, seed=3, device="cpu", **options)
+    return StepLoader(
+        dataset, order, assign, start_step=start, stop_step=stop, seed=3, device="cpu", **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,8 @@ def reference() -> list[Any]:
 
 def test_steps_of_two_epochs(reference):
     assert [(row[0], row[1], row[2], row[3], row[4]) for row in reference] == [
-        (step, step // 4, 1 if step % 4 == 3 else 3, 2 if step % 4 == 3 else 6, step % 4 == 3) for step in range(9)
+        (step, step // 4, 1 if step % 4 == 3 else 3, 2 if step % 4 == 3 else 6, step % 4 == 3)
+        for step in range(9)
     ]
 
 
@@ -78,7 +83,9 @@ def test_samples_do_not_depend_on_the_number_of_workers(reference, num_workers):
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("start", [2, 4, 7])
 def test_trap_54_resuming_gives_the_tail_of_the_whole_run(reference, start, num_workers):
-    """Skipped batches that advance the random numbers, and a resume at an epoch's end (step 4) that skips an epoch."""
+    """Skipped batches that advance the random numbers, and a resume at an epoch's end (step 4) that
+    skips an epoch.
+    """
     assert plain(list(loader(Drawing(), start=start, num_workers=num_workers))) == reference[start:]
 
 
@@ -86,7 +93,9 @@ def test_trap_12_ranks_share_a_step_and_read_nothing_twice(reference):
     """Every rank drawing the same samples trains on them `ranks` times and on others never."""
     for ranks in (1, 2, 3):
         assert (
-            whole_from([plain(list(loader(Drawing(), assign=share(rank, ranks)))) for rank in range(ranks)])
+            whole_from(
+                [plain(list(loader(Drawing(), assign=share(rank, ranks)))) for rank in range(ranks)]
+            )
             == reference
         )
 
@@ -107,7 +116,9 @@ def test_a_rank_reads_its_own_micro_batches_only():
 
 def test_drawn_numbers_are_a_function_of_seed_epoch_and_index_only():
     def drawn(order: SampleOrder, seed: int = 3) -> dict[tuple[int, int], Any]:
-        steps = StepLoader(Drawing(), order, everything, start_step=0, stop_step=None, seed=seed, device="cpu")
+        steps = StepLoader(
+            Drawing(), order, everything, start_step=0, stop_step=None, seed=seed, device="cpu"
+        )
         found: dict[tuple[int, int], Any] = {}
         for step in steps:
             if step.epoch == 2:
@@ -115,7 +126,11 @@ def test_drawn_numbers_are_a_function_of_seed_epoch_and_index_only():
             for micro in step.mine:
                 python, numpy, pytorch = micro.batch["drawn"]
                 for k, index in enumerate(micro.batch["index"].tolist()):
-                    found[step.epoch, index] = (float(python[k]), float(numpy[k]), pytorch[k].tolist())
+                    found[step.epoch, index] = (
+                        float(python[k]),
+                        float(numpy[k]),
+                        pytorch[k].tolist(),
+                    )
         raise AssertionError("unreachable")
 
     first = drawn(SampleOrder(20, 2, 6, seed=3))
@@ -279,7 +294,9 @@ def test_a_rank_that_wants_no_data_follows_without_reading():
     dataset = Plain()
     steps = list(loader(dataset, wanted=False, num_workers=1))
     assert dataset.calls == []
-    assert [(s.step, s.samples, [(m.index, m.batch, m.real) for m in s.mine]) for s in steps][3] == (
+    assert [(s.step, s.samples, [(m.index, m.batch, m.real) for m in s.mine]) for s in steps][
+        3
+    ] == (
         3,
         2,
         [(0, None, True)],
@@ -298,7 +315,12 @@ class Pair(NamedTuple):
 
 def test_leaves_that_are_no_tensors_pass_through_any_nesting():
     marker = object()
-    batch = {"a": [torch.zeros(2), (marker, 3)], "b": Pair(torch.ones(1), "n"), "c": Counter(k=1), "d": None}
+    batch = {
+        "a": [torch.zeros(2), (marker, 3)],
+        "b": Pair(torch.ones(1), "n"),
+        "c": Counter(k=1),
+        "d": None,
+    }
     moved = move(batch, torch.device("meta"))
     assert moved["a"][0].device.type == moved["b"].x.device.type == "meta"
     assert moved["a"][1] == (marker, 3)
@@ -357,7 +379,10 @@ def test_what_arrives_can_be_written_and_keeps_its_type():
 
 
 def test_small_tensors_travel_in_the_message_and_large_ones_do_not():
-    small, large = torch.zeros(INLINE_LIMIT // 8, dtype=torch.int64), torch.zeros(INLINE_LIMIT, dtype=torch.int64)
+    small, large = (
+        torch.zeros(INLINE_LIMIT // 8, dtype=torch.int64),
+        torch.zeros(INLINE_LIMIT, dtype=torch.int64),
+    )
     assert len(ForkingPickler.dumps(InlineBatch(small))) > INLINE_LIMIT
     assert len(ForkingPickler.dumps(InlineBatch(large))) < 4096
 
@@ -379,11 +404,15 @@ def in_full_shared_memory(space: int, queue: Any) -> None:
         queue.write(str(error).encode())
 
 
-@pytest.mark.fault("data: /dev/shm is full", "a worker starts, or sends a batch", "one message with the way out")
+@pytest.mark.fault(
+    "data: /dev/shm is full", "a worker starts, or sends a batch", "one message with the way out"
+)
 @pytest.mark.parametrize(
     ("space", "what"), [(8, "can't be started: there is no space left in /dev/shm"), (64, "failed")]
 )
-def test_workers_without_shared_memory_are_one_message_with_the_way_out(space: int, what: str) -> None:
+def test_workers_without_shared_memory_are_one_message_with_the_way_out(
+    space: int, what: str
+) -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -403,19 +432,42 @@ def test_workers_without_shared_memory_are_one_message_with_the_way_out(space: i
 @pytest.mark.parametrize(
     ("make", "misfit"),
     [
-        (lambda i: torch.zeros(i + 1), "sample is of shape [1] in dataset[0], and of shape [2] in dataset[1]"),
-        (lambda i: {"y": 1, "ids": np.zeros(3 - i)}, "sample['ids'] is of shape [3] in dataset[0], and of shape [2]"),
-        (lambda i: {"ids": [1] * (i + 2)}, "sample['ids'] is a list of length 2 in dataset[0], and a list of length 3"),
-        (lambda i: ([torch.zeros(2), torch.zeros(2 + i)], 1), "sample[0][1] is of shape [2] in dataset[0]"),
-        (lambda i: (1,) * (i + 1), "sample is a tuple of length 1 in dataset[0], and a tuple of length 2"),
-        (lambda i: {"x": i, f"y{i}": i}, "sample is a dict with the keys ['x', 'y0'] in dataset[0], and a dict"),
-        (lambda i: {"x": None if i else 1}, "sample['x'] is a number in dataset[0], and a NoneType in dataset[1]"),
+        (
+            lambda i: torch.zeros(i + 1),
+            "sample is of shape [1] in dataset[0], and of shape [2] in dataset[1]",
+        ),
+        (
+            lambda i: {"y": 1, "ids": np.zeros(3 - i)},
+            "sample['ids'] is of shape [3] in dataset[0], and of shape [2]",
+        ),
+        (
+            lambda i: {"ids": [1] * (i + 2)},
+            "sample['ids'] is a list of length 2 in dataset[0], and a list of length 3",
+        ),
+        (
+            lambda i: ([torch.zeros(2), torch.zeros(2 + i)], 1),
+            "sample[0][1] is of shape [2] in dataset[0]",
+        ),
+        (
+            lambda i: (1,) * (i + 1),
+            "sample is a tuple of length 1 in dataset[0], and a tuple of length 2",
+        ),
+        (
+            lambda i: {"x": i, f"y{i}": i},
+            "sample is a dict with the keys ['x', 'y0'] in dataset[0], and a dict",
+        ),
+        (
+            lambda i: {"x": None if i else 1},
+            "sample['x'] is a number in dataset[0], and a NoneType in dataset[1]",
+        ),
         (lambda _i: {"x": None}, "sample['x'] is a NoneType, which can't be stacked"),
     ],
     ids=["tensors", "arrays", "lists", "nested", "tuples", "keys", "missing", "none"],
 )
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_samples_that_do_not_fit_together_are_named_with_what_differs(make: Any, misfit: str, workers: int) -> None:
+def test_samples_that_do_not_fit_together_are_named_with_what_differs(
+    make: Any, misfit: str, workers: int
+) -> None:
     class Misfits(Drawing):
         def __getitem__(self, index: int) -> Any:
             return make(index)

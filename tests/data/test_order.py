@@ -9,7 +9,8 @@ import lockstep
 from lockstep.data import DistributedSampler, SampleOrder
 from lockstep.errors import UsageError
 
-sizes = st.tuples(st.integers(1, 200), st.integers(1, 7), st.integers(1, 6))  # samples, batch size, micro-batches
+# samples, batch size, micro-batches
+sizes = st.tuples(st.integers(1, 200), st.integers(1, 7), st.integers(1, 6))
 
 
 def order(num_samples: int, batch_size: int, accumulation: int, **options: object) -> SampleOrder:
@@ -30,7 +31,11 @@ def test_trap_12_every_sample_of_an_epoch_exactly_once(size, shuffle, epoch):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 100), st.sampled_from([(1, 12), (2, 6), (3, 4), (6, 2), (12, 1)]), st.integers(0, 40))
+@given(
+    st.integers(1, 100),
+    st.sampled_from([(1, 12), (2, 6), (3, 4), (6, 2), (12, 1)]),
+    st.integers(0, 40),
+)
 def test_a_step_holds_the_same_samples_however_it_is_cut(num_samples, cut, step):
     whole = order(num_samples, 12, 1).window(step)
     pieces = order(num_samples, *cut).window(step)
@@ -77,7 +82,9 @@ def test_the_order_of_a_seed_stays_what_it_is():
 
 
 def test_trap_14_nothing_is_dropped_silently():
-    """A sampler that drops the remainder says nothing; the default here drops nothing, and `drop_last` says what."""
+    """A sampler that drops the remainder says nothing; the default here drops nothing, and
+    `drop_last` says what.
+    """
     made = order(23, 2, 3)
     assert (made.dropped_per_epoch, made.notice, made.steps_per_epoch) == (0, None, 4)
     assert [len(m) for m in made.window(3).micro_batches] == [2, 2, 1]
@@ -153,10 +160,15 @@ def test_trap_13_each_iteration_is_another_epoch_without_set_epoch():
 
 def test_batches_of_all_ranks_together_are_the_trainers_steps():
     order = SampleOrder(24, 2, 6, seed=7)
-    loaders = [DataLoader(range(24), batch_size=2, sampler=DistributedSampler(24, 3, r, seed=7)) for r in range(3)]
+    loaders = [
+        DataLoader(range(24), batch_size=2, sampler=DistributedSampler(24, 3, r, seed=7))
+        for r in range(3)
+    ]
     for step, batches in enumerate(zip(*loaders, strict=True)):
         together = sorted(index for batch in batches for index in batch.tolist())
-        assert together == sorted(index for micro in order.window(step).micro_batches for index in micro)
+        assert together == sorted(
+            index for micro in order.window(step).micro_batches for index in micro
+        )
 
 
 def test_it_is_public_and_takes_its_place_from_the_environment(monkeypatch):

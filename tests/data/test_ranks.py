@@ -8,10 +8,22 @@ from tests.ranks import run_ranks
 def test_streams_sharded_by_rank_end_together_and_samplers_know_their_rank():
     short, long = run_ranks(all_cases, 2)
     assert [(row[1], row[5][1:]) for row in short["rows"][:5]] == [
-        (0, ([0, 1], True)), (0, ([2], True)), (0, ([2], False)), (0, ([2], False)), (0, ([2], False)),
-    ]  # fmt: skip
-    assert [row[5][1] for row in long["rows"][:5]] == [[100, 101], [102, 103], [104, 105], [106, 107], [108]]
-    assert [row[:2] + (row[4],) for row in short["rows"]] == [row[:2] + (row[4],) for row in long["rows"]]  # noqa: RUF005
+        (0, ([0, 1], True)),
+        (0, ([2], True)),
+        (0, ([2], False)),
+        (0, ([2], False)),
+        (0, ([2], False)),
+    ]
+    assert [row[5][1] for row in long["rows"][:5]] == [
+        [100, 101],
+        [102, 103],
+        [104, 105],
+        [106, 107],
+        [108],
+    ]
+    assert [(*row[:2], row[4]) for row in short["rows"]] == [
+        (*row[:2], row[4]) for row in long["rows"]
+    ]
     assert len(short["rows"]) == 10
     assert "sharded by rank" in short["notice"]
     assert (short["places"], long["places"]) == ([0, 2, 4, 6], [1, 3, 5])
@@ -35,7 +47,10 @@ def test_data_that_are_cut_by_rank_beforehand_are_refused_and_no_others():
             assert not set(first) & set(other), name
     texts = {name: str(error) for name, error in ranks[0].items() if name.startswith("cut")}
     assert "delete Subset(dataset, …)" in texts["cut: subset"]
-    assert "delete dataset.shard(…) or split_dataset_by_node(…)" in texts["cut: a stream by node, evaluated"]
+    assert (
+        "delete dataset.shard(…) or split_dataset_by_node(…)"
+        in texts["cut: a stream by node, evaluated"]
+    )
     assert "the OfARank gives rank 1 other samples than rank 0" in texts["cut: sampler"]
     assert "rank 0 has 12 samples or batches of data, and rank 1 has 13" in texts["cut: unequal"]
 
@@ -53,4 +68,6 @@ def test_random_data_of_a_script_that_seeds_nothing_are_warned_of():
 def test_every_way_to_use_data_compares_them():
     first, other = run_ranks(trainers, 2)
     assert first == other
-    assert all("dataset[0] on rank 1 is another sample than on rank 0" in error for error in first.values()), first
+    assert all(
+        "dataset[0] on rank 1 is another sample than on rank 0" in error for error in first.values()
+    ), first

@@ -1,4 +1,6 @@
-"""Provokes known errors: functions that make the real libraries raise them, in one process or on two ranks."""
+"""Provokes known errors: functions that make the real libraries raise them, in one process or on
+two ranks.
+"""
 
 import ctypes
 import datetime
@@ -70,7 +72,9 @@ class Twice(nn.Module):
         self.layer = nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> Any:
-        return checkpoint(self.layer, x, use_reentrant=True) + checkpoint(self.layer, x, use_reentrant=True)
+        return checkpoint(self.layer, x, use_reentrant=True) + checkpoint(
+            self.layer, x, use_reentrant=True
+        )
 
 
 # ---- one process ----
@@ -103,13 +107,17 @@ def _port_in_use() -> None:
 
 
 def _without(name: str) -> None:
-    with mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}):
+    with mock.patch.dict(
+        os.environ, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    ):
         del os.environ[name]
         dist.init_process_group("gloo")
 
 
 def _meet(*, closed: bool) -> None:
-    parameters = RendezvousParameters("c10d", "localhost:0", "x", 2, 2, is_host="true", timeout=1, join_timeout=1)
+    parameters = RendezvousParameters(
+        "c10d", "localhost:0", "x", 2, 2, is_host="true", timeout=1, join_timeout=1
+    )
     handler = registry.get_rendezvous_handler(parameters)
     try:
         if closed:
@@ -120,7 +128,9 @@ def _meet(*, closed: bool) -> None:
 
 
 def _group_of(rank: int, world: int, backend: str = "gloo", **more: Any) -> None:
-    dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world, timeout=SECOND, **more)
+    dist.init_process_group(
+        backend, store=dist.HashStore(), rank=rank, world_size=world, timeout=SECOND, **more
+    )
 
 
 def _no_interface() -> None:
@@ -208,7 +218,9 @@ def _no_shared_memory() -> None:
 
 
 def _in_full_shared_memory(function: Callable[[], Any]) -> Callable[[], None]:
-    """What `function` raises in a child whose /dev/shm has one page left; it takes a right to mount."""
+    """What `function` raises in a child whose /dev/shm has one page left; it takes a right to
+    mount.
+    """
 
     def run() -> None:
         read, write = os.pipe()
@@ -220,7 +232,10 @@ def _in_full_shared_memory(function: Callable[[], Any]) -> Callable[[], None]:
                 function()
             except BaseException as error:
                 last = traceback.extract_tb(error.__traceback__)[-1]
-                text = f"{type(error).__name__}: {error}\n{last.filename}:{last.lineno} in {last.name}: {last.line}"
+                text = (
+                    f"{type(error).__name__}: {error}\n{last.filename}:{last.lineno} in"
+                    f" {last.name}: {last.line}"
+                )
             os.write(write, text.encode())
             os._exit(0)
         os.close(write)
@@ -321,11 +336,16 @@ def _load_state(names: dict[str, list[int]]) -> None:
 
 
 def _no_main_guard() -> None:
-    text = "import multiprocessing as m\np = m.get_context('spawn').Process(target=print)\np.start()\np.join()\n"
+    text = (
+        "import multiprocessing as m\np ="
+        " m.get_context('spawn').Process(target=print)\np.start()\np.join()\n"
+    )
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
         file.write(text)
         file.flush()
-        done = subprocess.run([sys.executable, file.name], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, file.name], capture_output=True, text=True, check=False
+        )
     raise RuntimeError(done.stderr)
 
 
@@ -340,7 +360,10 @@ def _wrong_device() -> None:
 
 
 def _hub() -> None:
-    with tempfile.TemporaryDirectory() as empty, mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", HF_HOME=empty):
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", HF_HOME=empty),
+    ):
         from huggingface_hub import hf_hub_download
 
         hf_hub_download("no/such", "config.json")
@@ -375,17 +398,26 @@ ALONE: tuple[Case, ...] = (
     ("no MPI in torch", lambda: _group_of(0, 1, "mpi")),
     ("no NCCL in torch", lambda: _group_of(0, 1, "nccl")),
     ("unknown backend", lambda: _group_of(0, 1, "smoke")),
-    ("unknown init method", lambda: dist.init_process_group("gloo", init_method="smoke://x", rank=0, world_size=1)),
+    (
+        "unknown init method",
+        lambda: dist.init_process_group("gloo", init_method="smoke://x", rank=0, world_size=1),
+    ),
     ("no such interface", _no_interface),
     ("no backend for the device", _wrong_device),
     ("wrong root", _in_group(lambda: dist.scatter(torch.ones(2), None, src=0))),
-    ("mean of whole numbers", _in_group(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG))),
+    (
+        "mean of whole numbers",
+        _in_group(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)),
+    ),
     ("bf16 compression on gloo", _in_group(_bf16_hook)),
     ("host memory is full", lambda: torch.empty(10**15)),
     ("host memory is full", lambda: bytearray(2**60)),
     ("shared memory is full", _no_shared_memory),
     ("shared memory is full", _in_full_shared_memory(lambda: torch.ones(10**6).share_memory_())),
-    ("shared memory is full", _in_full_shared_memory(lambda: [multiprocessing.Lock() for _ in range(9)])),
+    (
+        "shared memory is full",
+        _in_full_shared_memory(lambda: [multiprocessing.Lock() for _ in range(9)]),
+    ),
     ("too many open files", _files),
     ("too many processes", _threads),
     ("CUDA is not there", lambda: torch.ones(1).cuda()),
@@ -396,19 +428,43 @@ ALONE: tuple[Case, ...] = (
     ("a module is missing", lambda: __import__("no_such_module")),
     ("expected to have finished reduction", _in_group(_reduction)),
     ("a parameter is ready twice", _in_group(_ready_twice)),
-    ("nothing to train under DDP", _in_group(lambda: DistributedDataParallel(nn.Linear(2, 2).requires_grad_(False)))),
-    ("DDP hides the model", _in_group(lambda: DistributedDataParallel(nn.Linear(2, 2)).compute_loss())),
+    (
+        "nothing to train under DDP",
+        _in_group(lambda: DistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))),
+    ),
+    (
+        "DDP hides the model",
+        _in_group(lambda: DistributedDataParallel(nn.Linear(2, 2)).compute_loss()),
+    ),
     ("tensors on different devices", lambda: nn.Linear(3, 4)(torch.zeros(2, 3, device="meta"))),
     ("dtypes differ", lambda: nn.Linear(3, 4)(torch.zeros(2, 3, dtype=torch.float64))),
-    ("labels of another dtype", lambda: nn.functional.cross_entropy(torch.zeros(2, 3), torch.zeros(2))),
-    ("labels of another dtype", lambda: nn.functional.nll_loss(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32))),
-    ("labels of another shape", lambda: nn.functional.cross_entropy(torch.zeros(2, 3), torch.ones(2, 1).long())),
-    ("labels of another shape", lambda: nn.functional.cross_entropy(torch.zeros(2, 3), torch.ones(4).long())),
-    ("labels of another shape", lambda: nn.functional.cross_entropy(torch.zeros(2, 5, 3), torch.ones(2, 5).long())),
+    (
+        "labels of another dtype",
+        lambda: nn.functional.cross_entropy(torch.zeros(2, 3), torch.zeros(2)),
+    ),
+    (
+        "labels of another dtype",
+        lambda: nn.functional.nll_loss(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32)),
+    ),
+    (
+        "labels of another shape",
+        lambda: nn.functional.cross_entropy(torch.zeros(2, 3), torch.ones(2, 1).long()),
+    ),
+    (
+        "labels of another shape",
+        lambda: nn.functional.cross_entropy(torch.zeros(2, 3), torch.ones(4).long()),
+    ),
+    (
+        "labels of another shape",
+        lambda: nn.functional.cross_entropy(torch.zeros(2, 5, 3), torch.ones(2, 5).long()),
+    ),
     ("shapes do not fit", lambda: nn.Linear(3, 4)(torch.zeros(2, 5))),
     ("shapes do not fit", lambda: torch.ones(3) + torch.ones(4)),
     ("index out of range", lambda: nn.Embedding(3, 4)(torch.tensor([7]))),
-    ("index out of range", lambda: nn.functional.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 7]))),
+    (
+        "index out of range",
+        lambda: nn.functional.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 7])),
+    ),
     ("modified in place", _in_place),
     ("modified in place", lambda: torch.ones(3, requires_grad=True).add_(1)),
     ("backward twice", _backward_twice),
@@ -420,13 +476,19 @@ ALONE: tuple[Case, ...] = (
     ("an optimizer without parameters", lambda: torch.optim.SGD([], 0.1)),
     ("sharded and whole tensors mixed", _in_group(_mixed)),
     ("torch.compile failed", lambda: torch.compile(_print_in_graph, fullgraph=True)(torch.ones(1))),
-    ("keys with a wrapper's prefix", lambda: _load_state({"module.weight": [2, 2], "module.bias": [2]})),
+    (
+        "keys with a wrapper's prefix",
+        lambda: _load_state({"module.weight": [2, 2], "module.bias": [2]}),
+    ),
     ("another model's checkpoint", lambda: _load_state({"weight": [2, 2]})),
     ("another model's checkpoint", lambda: _load_state({"weight": [3, 2], "bias": [2]})),
     ("a checkpoint with code in it", lambda: torch.load(_saved(nn.Linear(2, 2)))),
     ("a checkpoint folder read as a file", _load_folder("step-00000002")),
     ("a checkpoint folder read as a file", _load_folder("checkpoints")),
-    ("a damaged checkpoint", lambda: torch.load(io.BytesIO(_saved(torch.ones(9)).getvalue()[:400]))),
+    (
+        "a damaged checkpoint",
+        lambda: torch.load(io.BytesIO(_saved(torch.ones(9)).getvalue()[:400])),
+    ),
     ("a checkpoint from a GPU", _saved_on_gpu),
     ("samples of unequal size", _load(_unequal)),
     ("samples of unequal size", _load(_unequal, 1)),

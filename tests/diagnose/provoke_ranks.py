@@ -23,7 +23,9 @@ def on_two_ranks(folder: str) -> list[tuple[str, str]]:
     rank = dist.get_rank()
     found: list[tuple[str, str]] = []
 
-    def case(names: tuple[str | None, str | None], provoke: Callable[[Any], Any], seconds: float = 20) -> None:
+    def case(
+        names: tuple[str | None, str | None], provoke: Callable[[Any], Any], seconds: float = 20
+    ) -> None:
         group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
         try:
             provoke(group)
@@ -35,23 +37,40 @@ def on_two_ranks(folder: str) -> list[tuple[str, str]]:
         dist.barrier()
 
     late = time.sleep
-    case(("a collective timed out", None), lambda g: late(1.3) if rank else dist.all_reduce(torch.ones(2), group=g), 1)
-    case(("a rank misses the barrier", None), lambda g: late(1.3) if rank else dist.monitored_barrier(g, SECOND))
+    case(
+        ("a collective timed out", None),
+        lambda g: late(1.3) if rank else dist.all_reduce(torch.ones(2), group=g),
+        1,
+    )
+    case(
+        ("a rank misses the barrier", None),
+        lambda g: late(1.3) if rank else dist.monitored_barrier(g, SECOND),
+    )
     case(
         (_ANY, "models differ in shape"),
         lambda g: DistributedDataParallel(nn.Linear(2 + rank, 2), process_group=g),
         3,
     )
     both = "models differ in parameters"
-    case((both, both), lambda g: DistributedDataParallel(nn.Linear(2, 2, bias=rank == 0), process_group=g))
     case(
-        (_ANY, "sizes differ in a collective"), lambda g: dist.all_gather([torch.ones(2)] * 2, _ones(rank), group=g), 3
+        (both, both),
+        lambda g: DistributedDataParallel(nn.Linear(2, 2, bias=rank == 0), process_group=g),
+    )
+    case(
+        (_ANY, "sizes differ in a collective"),
+        lambda g: dist.all_gather([torch.ones(2)] * 2, _ones(rank), group=g),
+        3,
     )
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]
     both = "collectives differ between ranks"
     case((both, both), lambda g: dist.all_reduce(_ones(rank), group=g))
-    case((both, both), lambda g: dist.all_reduce(_ones(0), group=g) if rank else dist.broadcast(_ones(0), 0, group=g))
+    case(
+        (both, both),
+        lambda g: (
+            dist.all_reduce(_ones(0), group=g) if rank else dist.broadcast(_ones(0), 0, group=g)
+        ),
+    )
     os.environ.pop("TORCH_DISTRIBUTED_DEBUG")
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]
     return [*found, _abort(folder, rank)]
@@ -62,14 +81,18 @@ def _ones(more: int) -> torch.Tensor:
 
 
 def _abort(folder: str, rank: int) -> tuple[str, str]:
-    """gloo aborts a rank whose tensor is the smaller; all that is left of it is its log, and its peer has lost it."""
+    """gloo aborts a rank whose tensor is the smaller; all that is left of it is its log, and its
+    peer has lost it.
+    """
     child = multiprocessing.get_context("fork").Process(target=_sizes_differ, args=(folder, rank))
     child.start()
     child.join(60)
     child.kill()
     child.join()
     assert rank == 1 or child.exitcode == -6, f"gloo no longer aborts: {child.exitcode}"
-    return "a peer is gone" if rank else "sizes differ in a collective", Path(folder, f"log-{rank}").read_text()
+    return "a peer is gone" if rank else "sizes differ in a collective", Path(
+        folder, f"log-{rank}"
+    ).read_text()
 
 
 def _sizes_differ(folder: str, rank: int) -> None:

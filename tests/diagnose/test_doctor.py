@@ -23,18 +23,38 @@ checkpoint: {save_strategy: none}
 
 
 def test_two_ranks_are_looked_at(tmp_path: Path) -> None:
-    """Every line of the list is there; a variable that does nothing is marked; nothing is left behind."""
+    """Every line of the list is there; a variable that does nothing is marked; nothing is left
+    behind.
+    """
     ended = lockstep(
-        tmp_path, "doctor", "--nproc-per-node", "2", "--json", "--output-dir", "runs", NCCL_TIMEOUT="60"
-    )  # fmt: skip
+        tmp_path,
+        "doctor",
+        "--nproc-per-node",
+        "2",
+        "--json",
+        "--output-dir",
+        "runs",
+        NCCL_TIMEOUT="60",
+    )
     assert ended.code == 0, ended.err
     told = json.loads(ended.out)
     assert told["good"] is True
     lines = {line["name"]: line for line in told["lines"]}
     assert set(lines) >= {
-        "versions", "code", "variables", "GPUs", "open files", "shared memory", "CPU", "disk", "own name",
-        "rendezvous", "ports", "clocks", "all-reduce",
-    }  # fmt: skip
+        "versions",
+        "code",
+        "variables",
+        "GPUs",
+        "open files",
+        "shared memory",
+        "CPU",
+        "disk",
+        "own name",
+        "rendezvous",
+        "ports",
+        "clocks",
+        "all-reduce",
+    }
     assert "torch 2." in lines["versions"]["found"]
     assert "on all 2 ranks" in lines["versions"]["found"]
     assert "NCCL_TIMEOUT does nothing in torch" in lines["variables"]["found"]
@@ -50,16 +70,34 @@ def test_a_run_directory_that_cannot_be_written_is_a_line(tmp_path: Path) -> Non
     exchange = doctor.RankExchange(dist.HashStore(), 0, 1)
     facts = {"local_rank": 0, "machine": "m", "host": "h", "rank": 0, "disk": None}
     line = next(verdicts.disk([facts | doctor.disk(place, exchange, rank_of_machine=True)]))
-    assert (line.status, line.found) == (BAD, f"the run directory can't be written: Not a directory: {place}")
+    assert (line.status, line.found) == (
+        BAD,
+        f"the run directory can't be written: Not a directory: {place}",
+    )
 
 
 @pytest.mark.parametrize(
     ("sizes", "machines", "status", "found"),
     [
         ({"strategy": "ddp", "tensor_size": 2}, "aabb", GOOD, "ddp:2*tensor:2"),
-        ({"strategy": "ddp", "tensor_size": 2}, "aaabbb", WARN, "2 ranks that exchange activations in every layer"),
-        ({"strategy": "ddp", "context_size": 2, "tensor_size": 2}, "aabb", WARN, "4 ranks that exchange activations"),
-        ({"strategy": "ddp", "tensor_size": 3}, "aabb", BAD, "tensor_size=3 does not divide the number of ranks, 4"),
+        (
+            {"strategy": "ddp", "tensor_size": 2},
+            "aaabbb",
+            WARN,
+            "2 ranks that exchange activations in every layer",
+        ),
+        (
+            {"strategy": "ddp", "context_size": 2, "tensor_size": 2},
+            "aabb",
+            WARN,
+            "4 ranks that exchange activations",
+        ),
+        (
+            {"strategy": "ddp", "tensor_size": 3},
+            "aabb",
+            BAD,
+            "tensor_size=3 does not divide the number of ranks, 4",
+        ),
     ],
 )
 def test_axes_that_send_in_every_layer_stay_on_a_machine(
@@ -90,11 +128,21 @@ def test_a_different_config_on_one_machine_is_found_at_start(tmp_path: Path) -> 
     options = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     processes = [
         start(
-            tmp_path, "train", "tiny.yaml", f"training.learning_rate={rate}", *options, "--node-rank", str(node),
-            "--nproc-per-node", "1", "--output-dir", f"runs/{node}", OMP_NUM_THREADS="1",
+            tmp_path,
+            "train",
+            "tiny.yaml",
+            f"training.learning_rate={rate}",
+            *options,
+            "--node-rank",
+            str(node),
+            "--nproc-per-node",
+            "1",
+            "--output-dir",
+            f"runs/{node}",
+            OMP_NUM_THREADS="1",
         )
         for node, rate in enumerate(("0.1", "0.2"))
-    ]  # fmt: skip
+    ]
     for ended in [finish(process, tmp_path) for process in processes]:
         assert ended.code == 2, ended.err
         assert "lockstep: the config differs: " in ended.err
@@ -103,7 +151,9 @@ def test_a_different_config_on_one_machine_is_found_at_start(tmp_path: Path) -> 
         assert "Traceback" not in ended.err
 
 
-def test_the_digest_of_the_code_follows_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_of_the_code_follows_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine").mkdir()
     file = tmp_path / "mine" / "__init__.py"
     file.write_text("x = 1\n")

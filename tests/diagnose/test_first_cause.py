@@ -1,4 +1,6 @@
-"""The launcher prints the cause and the mend of the first rank that failed, whether it raised or was killed."""
+"""The launcher prints the cause and the mend of the first rank that failed, whether it raised or
+was killed.
+"""
 
 from pathlib import Path
 
@@ -27,9 +29,24 @@ def one_fault(folder: Path, launch: object, fault: str) -> Ended:  # noqa: F811
 @pytest.mark.parametrize(
     ("fault", "what", "why", "do"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL", "mostly the kernel or the container", "dmesg"),
-        ("ctypes.string_at(0)", "killed by SIGSEGV", "a compiled library crashed", "lockstep doctor"),
-        ("open('/dev/full', 'w', buffering=1).write('x\\n')", "No space left", "the disk or the quota is full", "free"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "killed by SIGKILL",
+            "mostly the kernel or the container",
+            "dmesg",
+        ),
+        (
+            "ctypes.string_at(0)",
+            "killed by SIGSEGV",
+            "a compiled library crashed",
+            "lockstep doctor",
+        ),
+        (
+            "open('/dev/full', 'w', buffering=1).write('x\\n')",
+            "No space left",
+            "the disk or the quota is full",
+            "free",
+        ),
         (
             "os.write(2, b'terminate called: op.preamble.length <= op.nbytes'); os.abort()",
             "killed by SIGABRT",
@@ -75,7 +92,9 @@ raise RuntimeError("[unbound_buffer.cc:78] Timed out waiting 3000ms for recv ope
 """,
     )
     ended: Ended = launch("--nproc-per-node", "2", "script.py")  # type: ignore[operator]
-    assert ended.err.startswith("lockstep: rank 1 of 2 failed: IndexError: Target 7 is out of bounds."), ended.err
+    assert ended.err.startswith(
+        "lockstep: rank 1 of 2 failed: IndexError: Target 7 is out of bounds."
+    ), ended.err
     assert "classes above the largest label" in ended.err
 
 

@@ -1,4 +1,6 @@
-"""Each known error that a machine with a CPU can have is provoked with the real library, and recognised."""
+"""Each known error that a machine with a CPU can have is provoked with the real library, and
+recognised.
+"""
 
 import json
 import os
@@ -47,7 +49,8 @@ def provoked(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
         try:
             _, error = alone.communicate(timeout=150)
             break
-        except subprocess.TimeoutExpired:  # seen beside other load, perhaps a thread that was refused memory
+        except subprocess.TimeoutExpired:
+            # seen beside other load, perhaps a thread that was refused memory
             os.killpg(alone.pid, signal.SIGKILL)  # what it has started, too
             alone.communicate()
             assert again, "the program that provokes errors stood still three times"
@@ -60,9 +63,12 @@ def _alone(folder: Path) -> "subprocess.Popen[bytes]":
     """A process that provokes what one process can have, and writes it down."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.diagnose.provoke", str(folder / "alone.json")],
-        cwd=REPOSITORY, env=environment(OMP_NUM_THREADS="1"), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        cwd=REPOSITORY,
+        env=environment(OMP_NUM_THREADS="1"),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         start_new_session=True,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="about a CPU build of torch")
@@ -99,17 +105,28 @@ def test_messages_of_the_five_guides_are_there() -> None:
         "NCCL error: unhandled system error": "NCCL: unhandled system error",
         "Mismatch in world size": "world size mismatch",
         "RuntimeError: Expected to have finished reduction": "expected to have finished reduction",
-        "RuntimeError: CUDA error: invalid configuration argument": "invalid configuration argument",
-        "Expected all tensors to be on the same device, but found at least two devices": "tensors on different devices",
+        "RuntimeError: CUDA error: invalid configuration argument": (
+            "invalid configuration argument"
+        ),
+        "Expected all tensors to be on the same device, but found at least two devices": (
+            "tensors on different devices"
+        ),
         "Watchdog caught collective operation timeout": "NCCL: timeout of a collective",
-        "unable to open shared memory object </torch_12> in read-write mode": "shared memory is full",
+        "unable to open shared memory object </torch_12> in read-write mode": (
+            "shared memory is full"
+        ),
     }
     assert unrecognised((name, text) for text, name in words.items()) == []
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "ValueError: the disk is full of errors", "step 12/100  loss 1.2", "UserWarning: something is deprecated"],
+    [
+        "",
+        "ValueError: the disk is full of errors",
+        "step 12/100  loss 1.2",
+        "UserWarning: something is deprecated",
+    ],
 )
 def test_other_texts_are_not_taken_for_one(text: str) -> None:
     assert recognise(text) is None
@@ -117,9 +134,14 @@ def test_other_texts_are_not_taken_for_one(text: str) -> None:
 
 def test_keys_that_the_mends_name_exist() -> None:
     known = set(_keys(Config().model_dump()))
-    texts = [error.fix for error in table()] + PAGE.read_text().partition("## Symptoms")[2].splitlines()
+    texts = [error.fix for error in table()] + PAGE.read_text().partition("## Symptoms")[
+        2
+    ].splitlines()
     pattern = r"\b((?:model|data|training|precision|distributed|checkpoint|monitor)\.[a-z_]+(?:\.[a-z_]+)*)"
-    named = {key for text in texts for key in re.findall(pattern, text)} - {"model.module", "model.parameters"}
+    named = {key for text in texts for key in re.findall(pattern, text)} - {
+        "model.module",
+        "model.parameters",
+    }
     assert named
     assert named - known == set()
 
@@ -139,5 +161,8 @@ def test_the_page_of_the_documentation_is_a_copy() -> None:
 def test_recognising_needs_no_torch() -> None:
     code = "import sys, lockstep.diagnose as k; k.recognise('x'); sys.exit('torch' in sys.modules)"
     assert (
-        subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment()}, check=False).returncode == 0
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **environment()}, check=False
+        ).returncode
+        == 0
     )

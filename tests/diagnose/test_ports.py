@@ -10,9 +10,16 @@ import torch.distributed as dist
 from lockstep.diagnose import BAD, GOOD, doctor
 
 
-def test_trap_36_an_ephemeral_port_that_is_closed_one_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The meeting port is open, and the others are not: NCCL and gloo would wait for the whole timeout."""
-    facts = [{"rank": rank, "host": f"host{rank}", "machine": f"m{rank}", "local_rank": 0} for rank in (0, 1)]
+def test_trap_36_an_ephemeral_port_that_is_closed_one_way_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The meeting port is open, and the others are not: NCCL and gloo would wait for the whole
+    timeout.
+    """
+    facts = [
+        {"rank": rank, "host": f"host{rank}", "machine": f"m{rank}", "local_rank": 0}
+        for rank in (0, 1)
+    ]
     found: dict[int, list[Any]] = {}
     store = dist.HashStore()
     closed = threading.local()
@@ -31,7 +38,10 @@ def test_trap_36_an_ephemeral_port_that_is_closed_one_way_is_named(monkeypatch: 
 
     for firewall in (False, True):
         threads = [
-            threading.Thread(target=rank, args=(i,), kwargs={"behind_firewall": firewall and i == 1}) for i in (0, 1)
+            threading.Thread(
+                target=rank, args=(i,), kwargs={"behind_firewall": firewall and i == 1}
+            )
+            for i in (0, 1)
         ]
         store = dist.HashStore()
         for thread in threads:
@@ -41,11 +51,17 @@ def test_trap_36_an_ephemeral_port_that_is_closed_one_way_is_named(monkeypatch: 
         assert found[0] == found[1]
         (line,) = found[0]
         assert line.status == (BAD if firewall else GOOD)
-        assert not firewall or "host1 127.0.0.1 does not reach host0 127.0.0.1 on an ephemeral port" in line.found
+        assert (
+            not firewall
+            or "host1 127.0.0.1 does not reach host0 127.0.0.1 on an ephemeral port" in line.found
+        )
 
 
 def test_a_machine_without_an_address_is_named() -> None:
-    facts = [{"rank": rank, "host": f"host{rank}", "machine": f"m{rank}", "local_rank": 0} for rank in (0, 1)]
+    facts = [
+        {"rank": rank, "host": f"host{rank}", "machine": f"m{rank}", "local_rank": 0}
+        for rank in (0, 1)
+    ]
     store, found = dist.HashStore(), dict[int, list[Any]]()
 
     def rank(number: int, address: str | None) -> None:

@@ -1,16 +1,18 @@
 """The code blocks of README.md and docs/, with what is said about each.
 
-A block is ```bash, ```python, ```yaml or ```diff. An HTML comment in the line above says what is special about it:
+A block is ```bash, ```python, ```yaml or ```diff. An HTML comment in the line above says what is
+special about it:
 
     <!-- file: NAME -->        it is the file NAME, which the blocks after it may use
     <!-- beside -->            (bash) it runs beside the next block, as in a second terminal
     <!-- run by: TEST -->      that test runs it
     <!-- needs: PACKAGE -->    (python) it runs where the package is installed; else the test says that it did not
 
-What can't run here is only parsed, and its reader sees why: a line `*Not run by the tests: WHY.*` is above it.
+What can't run here is only parsed, and its reader sees why: a line `*Not run by the tests: WHY.*`
+is above it.
 
-Blocks of a page run in their order in one empty folder; python blocks without a file share their names. A page that
-goes on from the tutorial has its files, by `<!-- uses: run.yaml, text.txt -->`.
+Blocks of a page run in their order in one empty folder; python blocks without a file share their
+names. A page that goes on from the tutorial has its files, by `<!-- uses: run.yaml, text.txt -->`.
 """
 
 import re
@@ -59,9 +61,13 @@ class Page:
     uses: list[str] = field(default_factory=list)
 
     def prepare(self, folder: Path) -> None:
-        """Put what the page uses into an empty folder, and the repository's examples, as after a checkout."""
+        """Put what the page uses into an empty folder, and the repository's examples, as after a
+        checkout.
+        """
         (folder / "examples").symlink_to(REPOSITORY / "examples")
-        tutorial = {b.text: b.body for b in blocks_in(REPOSITORY / "docs/tutorial.md") if b.mark == "file"}
+        tutorial = {
+            b.text: b.body for b in blocks_in(REPOSITORY / "docs/tutorial.md") if b.mark == "file"
+        }
         for name in self.uses:
             (folder / name).write_text(_some_text() if name == "text.txt" else tutorial[name])
 
@@ -69,7 +75,9 @@ class Page:
 def pages() -> list[Page]:
     """README.md and every page of docs/ that has blocks."""
     files = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
-    found = [Page(str(path.relative_to(REPOSITORY)), blocks_in(path), _uses(path)) for path in files]
+    found = [
+        Page(str(path.relative_to(REPOSITORY)), blocks_in(path), _uses(path)) for path in files
+    ]
     return [page for page in found if page.blocks]
 
 
@@ -91,7 +99,13 @@ def blocks_in(path: Path) -> list[Block]:
         mark, language = NOT_RUN if match["why"] else match["mark"] or "", match["language"]
         line = text.count("\n", 0, match.start()) + 1
         if language in LANGUAGES:
-            found.append(Block(name, line, language, match["body"], mark, match["why"] or match["text"] or ""))
+            found.append(
+                Block(
+                    name, line, language, match["body"], mark, match["why"] or match["text"] or ""
+                )
+            )
         else:
-            assert language == "text" or not language, f"{name}:{line}: ```{language} is not one of {LANGUAGES}, text"
+            assert language == "text" or not language, (
+                f"{name}:{line}: ```{language} is not one of {LANGUAGES}, text"
+            )
     return found

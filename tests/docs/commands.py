@@ -13,7 +13,8 @@ RUN = ("config", "completion", "init", "new-model")
 
 
 def commands_in(script: str) -> Iterator[list[str]]:
-    """The words of each `lockstep …` in a shell script, also behind a launcher (`torchrun … -m lockstep …`).
+    """The words of each `lockstep …` in a shell script, also behind a launcher (`torchrun … -m
+    lockstep …`).
 
     A loop's variable stands for its first value, any other variable for 1.
     """
@@ -99,10 +100,16 @@ def _train(path: Path, overrides: list[str], options: Any, **_rest: Any) -> int:
     config = load_config(path, overrides)
     require_runnable(config)
     ranks = str(getattr(options, "nproc_per_node", None) or "1")
-    if ranks.isdecimal() and getattr(options, "nnodes", "") == "1" and config.distributed.device == "auto":
+    if (
+        ranks.isdecimal()
+        and getattr(options, "nnodes", "") == "1"
+        and config.distributed.device == "auto"
+    ):
         named = config
         if config.distributed.strategy == AUTO:
-            named = config.replaced({"distributed.strategy": REPLICAS if int(ranks) > 1 else SINGLE})
+            named = config.replaced(
+                {"distributed.strategy": REPLICAS if int(ranks) > 1 else SINGLE}
+            )
         layout = resolve(named.distributed, int(ranks), int(ranks))
         require_equation(named.training, layout.batch_shares)
     return 0

@@ -1,4 +1,6 @@
-"""The table of daily tasks: each cell of ours runs, and takes no more lines than the leanest of the others."""
+"""The table of daily tasks: each cell of ours runs, and takes no more lines than the leanest of the
+others.
+"""
 
 import re
 from pathlib import Path

@@ -1,7 +1,9 @@
-"""Every code block of README.md and docs/ is checked, and in the full run every one that can run here runs.
+"""Every code block of README.md and docs/ is checked, and in the full run every one that can run
+here runs.
 
-By default python blocks run, configs are checked as `lockstep config check` does, and command lines are read by the
-real parsers (with `bash -n`); the full run carries out each page's blocks in order, as a reader would.
+By default python blocks run, configs are checked as `lockstep config check` does, and command lines
+are read by the real parsers (with `bash -n`); the full run carries out each page's blocks in order,
+as a reader would.
 """
 
 import ast
@@ -46,7 +48,8 @@ def test_every_block_is_right(page: Page, folder: Path, monkeypatch: pytest.Monk
         except BaseException as error:
             error.add_note(f"in the block {block}")
             raise
-    for module in set(sys.modules) - before:  # the page's own files; another page may have files of the same names
+    # the page's own files; another page may have files of the same names
+    for module in set(sys.modules) - before:
         if str(getattr(sys.modules[module], "__file__", "")).startswith(str(folder)):
             del sys.modules[module]
     _tell_what_did_not_run(page)
@@ -59,7 +62,9 @@ def _tell_what_did_not_run(page: Page) -> None:
         pytest.skip(f"NOT RUN: {', '.join(missing)}; all other blocks ran")
 
 
-def _check(block: Block, folder: Path, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def _check(
+    block: Block, folder: Path, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if block.mark == "run by":
         test = (REPOSITORY / block.text).read_text()
         assert Path(block.page).name in test, f"{block.text} does not name {block.page}"
@@ -80,7 +85,9 @@ def _check(block: Block, folder: Path, names: dict[str, Any], monkeypatch: pytes
 def _check_config(block: Block, folder: Path) -> None:
     """A config, whole or a part; anything else only has to be YAML."""
     template = block.body.startswith("-- ")
-    if block.mark == NOT_RUN or not (template or set(yaml.safe_load(block.body)) <= {*children(""), "extends"}):
+    if block.mark == NOT_RUN or not (
+        template or set(yaml.safe_load(block.body)) <= {*children(""), "extends"}
+    ):
         return
     path = folder / (block.text if block.mark == "file" else f"line-{block.line}.yaml")
     path.write_text(block.body)

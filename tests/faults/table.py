@@ -1,7 +1,9 @@
-"""The table of faults: what the tests that carry the marker `fault` promise. `python -m tests.faults.table` writes it.
+"""The table of faults: what the tests that carry the marker `fault` promise. `python -m
+tests.faults.table` writes it.
 
-A test says `@pytest.mark.fault(name, what_happens, promise)`, in literals; a name is "kind: fault". In the same way
-`@pytest.mark.promise(words)` quotes what docs/security.md promises: the last section of that page names the tests.
+A test says `@pytest.mark.fault(name, what_happens, promise)`, in literals; a name is "kind: fault".
+In the same way `@pytest.mark.promise(words)` quotes what docs/security.md promises: the last
+section of that page names the tests.
 """
 
 import ast
@@ -58,7 +60,9 @@ def read_promises() -> dict[str, list[str]]:
     """Words of the page of security → the tests that keep them, in the order of the page."""
     found: dict[str, list[str]] = {}
     for path, test, mark in _marks("promise"):
-        found.setdefault(ast.literal_eval(mark.args[0]), []).append(f"{path.relative_to(TESTS.parent)}::{test}")
+        found.setdefault(ast.literal_eval(mark.args[0]), []).append(
+            f"{path.relative_to(TESTS.parent)}::{test}"
+        )
     text = " ".join(security_text().split())
     return dict(sorted(found.items(), key=lambda pair: text.find(pair[0])))
 
@@ -70,10 +74,16 @@ def security_text() -> str:
 
 def security_page() -> str:
     """The page of security, with that section."""
-    rows = [f"| {words.replace('|', chr(92) + '|')} | {', '.join(f'`{test}`' for test in tests)} |"
-            for words, tests in read_promises().items()]  # fmt: skip
+    rows = [
+        f"| {words.replace('|', chr(92) + '|')} | {', '.join(f'`{test}`' for test in tests)} |"
+        for words, tests in read_promises().items()
+    ]
     made = "Made from the tests by `python -m tests.faults.table`."
-    return security_text() + "\n".join([KEPT, "", made, "", "| promise | test |", "|---|---|", *rows]) + "\n"
+    return (
+        security_text()
+        + "\n".join([KEPT, "", made, "", "| promise | test |", "|---|---|", *rows])
+        + "\n"
+    )
 
 
 def _marks(name: str) -> Iterator[tuple[Path, str, ast.Call]]:

@@ -14,14 +14,18 @@ Fresh = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[Fresh]:
-    """Call a function in another process: a launcher is forked there, and forks of one with threads, as this, hang."""
+    """Call a function in another process: a launcher is forked there, and forks of one with
+    threads, as this, hang.
+    """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         yield lambda function, *args, **more: pool.submit(function, *args, **more).result()
 
 
 @pytest.fixture(scope="module")
 def expected(fresh: Fresh, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    digests: dict[str, str] = fresh(undisturbed, tmp_path_factory.mktemp("whole"), ("fsdp",), forked, 30)
+    digests: dict[str, str] = fresh(
+        undisturbed, tmp_path_factory.mktemp("whole"), ("fsdp",), forked, 30
+    )
     return digests
 
 
@@ -30,7 +34,11 @@ IN_TURN = ("sharded, async", "full, sync", "local, async")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case), marks=() if str(case) in IN_TURN else pytest.mark.full) for case in CASES]
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=() if str(case) in IN_TURN else pytest.mark.full)
+        for case in CASES
+    ],
 )
 def test_a_few_kills_lose_nothing(case: Case, expected: dict[str, str], fresh: Fresh) -> None:
     report = fresh(bench, 1, 7, case, kills=1, steps=30, strategies=("fsdp",), expected=expected)

@@ -22,14 +22,19 @@ from tests.report.shared import write_run
     "it was deleted, or made anew, while the shell was in it",
     "one message with what to do, exit code 2; a run that has begun goes on",
 )
-def test_a_working_directory_that_is_gone_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_working_directory_that_is_gone_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
     for command in (["train", "trainers/ddp.yaml"], ["report", str(tmp_path)], ["--help"]):
         ended = subprocess.run(
-            [sys.executable, "-m", "lockstep", *command], capture_output=True, text=True, env=environment()
+            [sys.executable, "-m", "lockstep", *command],
+            capture_output=True,
+            text=True,
+            env=environment(),
         )
         assert ended.returncode == 2
         assert "the working directory is gone" in ended.stderr
@@ -45,16 +50,39 @@ def test_a_working_directory_that_is_gone_is_one_message(tmp_path: Path, monkeyp
     "a container or a sandbox without a network; the ranks of one machine meet at 127.0.0.1",
     "one message with what to do, exit code 2, at once",
 )
-@pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="needs root and unshare")
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or os.geteuid() != 0, reason="needs root and unshare"
+)
 def test_a_machine_without_a_network_is_one_message(tmp_path: Path) -> None:
     config = tmp_path / "tiny.yaml"
-    config.write_text('model: {name: "tests.faults.tiny:Net"}\ndata: {name: "tests.faults.tiny:Points"}\n')
-    command = ["train", str(config), "--nproc-per-node", "2", "--max-steps=1", "distributed.device=cpu"]
+    config.write_text(
+        'model: {name: "tests.faults.tiny:Net"}\ndata: {name: "tests.faults.tiny:Points"}\n'
+    )
+    command = [
+        "train",
+        str(config),
+        "--nproc-per-node",
+        "2",
+        "--max-steps=1",
+        "distributed.device=cpu",
+    ]
     began = time.monotonic()
     ended = subprocess.run(
-        ["unshare", "-n", sys.executable, "-m", "lockstep", *command, "--output-dir", str(tmp_path / "run")],
-        capture_output=True, text=True, env=environment(OMP_NUM_THREADS="1"), timeout=120,
-    )  # fmt: skip
+        [
+            "unshare",
+            "-n",
+            sys.executable,
+            "-m",
+            "lockstep",
+            *command,
+            "--output-dir",
+            str(tmp_path / "run"),
+        ],
+        capture_output=True,
+        text=True,
+        env=environment(OMP_NUM_THREADS="1"),
+        timeout=120,
+    )
     if "unshare" in ended.stderr:
         pytest.skip("this container makes no network namespaces")
     assert ended.returncode == 2, ended.stderr
@@ -65,7 +93,9 @@ def test_a_machine_without_a_network_is_one_message(tmp_path: Path) -> None:
 
 @pytest.mark.promise("answers on 127.0.0.1, and only who asks for this machine by that name.")
 def test_the_live_page_is_for_this_machine(tmp_path: Path) -> None:
-    """Another site whose name resolves to 127.0.0.1 must not read the run: the name that was asked for is compared."""
+    """Another site whose name resolves to 127.0.0.1 must not read the run: the name that was asked
+    for is compared.
+    """
     server = make_server([write_run(tmp_path / "run", steps=20).path])
     threading.Thread(target=server.serve_forever, daemon=True).start()
     port = server.server_address[1]
@@ -80,8 +110,19 @@ def test_the_live_page_is_for_this_machine(tmp_path: Path) -> None:
     try:
         for host in ("127.0.0.1", f"127.0.0.1:{port}", "localhost", f"LOCALHOST:{port}"):
             assert answer(host) == "200", host
-        for other in (None, "", ":", f":{port}", "evil.com", f"evil.com:{port}", "127.0.0.1:evil.com", "127.0.0.1.com",
-                      "evil.com:127.0.0.1", "x@127.0.0.1", "0.0.0.0"):  # fmt: skip
+        for other in (
+            None,
+            "",
+            ":",
+            f":{port}",
+            "evil.com",
+            f"evil.com:{port}",
+            "127.0.0.1:evil.com",
+            "127.0.0.1.com",
+            "evil.com:127.0.0.1",
+            "x@127.0.0.1",
+            "0.0.0.0",
+        ):
             assert answer(other) == "403", other
     finally:
         server.shutdown()

@@ -1,4 +1,6 @@
-"""Any layout goes on from what any other wrote: the same losses after, model and optimizer and random numbers."""
+"""Any layout goes on from what any other wrote: the same losses after, model and optimizer and
+random numbers.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,12 @@ def trainer(layout: dict[str, Any]) -> Trainer:
         "training.max_steps": BEFORE + AFTER,
         "precision.mode": "fp32",
     }
-    return unchecked(Trainer(language_model("transformer", tie_embeddings=True), config=config_from(common | settings)))
+    return unchecked(
+        Trainer(
+            language_model("transformer", tie_embeddings=True),
+            config=config_from(common | settings),
+        )
+    )
 
 
 def losses(run: Trainer, number: int) -> list[float]:
@@ -63,7 +70,9 @@ def sources(name: str, *, whole: bool) -> list[str]:
     return NAMES if whole else [NAMES[(NAMES.index(name) + step) % len(NAMES)] for step in (1, 3)]
 
 
-def read(layouts: dict[str, dict[str, Any]], folder: str, whole: bool) -> dict[str, list[float] | str]:
+def read(
+    layouts: dict[str, dict[str, Any]], folder: str, whole: bool
+) -> dict[str, list[float] | str]:
     """Each layout: goes on from others' checkpoints."""
     after: dict[str, list[float] | str] = {}
     for name, layout in layouts.items():
@@ -96,8 +105,12 @@ def test_every_layout_trains_alike(written: dict[str, list[float]]) -> None:
         assert written[name] == pytest.approx(written["single"], rel=1e-5), name
 
 
-def test_trap_25_every_layout_writes_the_same_names_once(written: dict[str, list[float]], folder: Path) -> None:
-    """Stages that name their parameters alike overwrite each other, or only one rank's optimizer is saved."""
+def test_trap_25_every_layout_writes_the_same_names_once(
+    written: dict[str, list[float]], folder: Path
+) -> None:
+    """Stages that name their parameters alike overwrite each other, or only one rank's optimizer is
+    saved.
+    """
     assert written
     found = {}
     for name in NAMES:
@@ -115,7 +128,9 @@ def test_trap_25_every_layout_writes_the_same_names_once(written: dict[str, list
 def test_every_layout_goes_on_from_others(
     written: dict[str, list[float]], folder: Path, ranks: int, whole: bool
 ) -> None:
-    """All 49 pairs, or 14 in which each layout writes and reads twice; all differences are told at once."""
+    """All 49 pairs, or 14 in which each layout writes and reads twice; all differences are told at
+    once.
+    """
     results = run_ranks(read, ranks, LAYOUTS[ranks], str(folder), whole)[0]
     assert len(results) == len(sources(NAMES[0], whole=whole)) * len(LAYOUTS[ranks])
     wrong = {

@@ -17,7 +17,10 @@ from tests.hosts import Host
 from tests.launch.shared import alive, environment, finish, lockstep, wait_for
 from tests.launch.test_machines import two_namespaces  # noqa: F401
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+]
 
 
 @pytest.fixture
@@ -38,24 +41,49 @@ class Hosts:
 
     def start_on(self, number: int, nodes: str, *options: str) -> subprocess.Popen[str]:
         """Start the launcher of one host."""
-        command = ["train", "tiny.yaml", "--nproc-per-node", "1", "--nnodes", nodes, "--output-dir", "run", *options,
-                   "--rdzv-endpoint", "10.77.0.1:29500"]  # fmt: skip
+        command = [
+            "train",
+            "tiny.yaml",
+            "--nproc-per-node",
+            "1",
+            "--nnodes",
+            nodes,
+            "--output-dir",
+            "run",
+            *options,
+            "--rdzv-endpoint",
+            "10.77.0.1:29500",
+        ]
         process = Forked(
-            [sys.executable, "-m", "lockstep", *command], host=Host(self.names[number], ""),
-            cwd=self.folder, env=environment(OMP_NUM_THREADS="1"), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            [sys.executable, "-m", "lockstep", *command],
+            host=Host(self.names[number], ""),
+            cwd=self.folder,
+            env=environment(OMP_NUM_THREADS="1"),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         self.processes.append(process)
         return process
 
     def start(self, *options: str) -> None:
         for number in (0, 1):
             self.start_on(number, "2", *options)
-        wait_for(lambda: events(self.folder / "run", "save") or any(p.poll() is not None for p in self.processes), 200)
-        assert all(p.poll() is None for p in self.processes), [p.communicate() for p in self.processes]
+        wait_for(
+            lambda: (
+                events(self.folder / "run", "save")
+                or any(p.poll() is not None for p in self.processes)
+            ),
+            200,
+        )
+        assert all(p.poll() is None for p in self.processes), [
+            p.communicate() for p in self.processes
+        ]
 
     def link(self, state: str) -> None:
-        subprocess.run(["ip", "-n", self.names[0], "link", "set", f"lsa{os.getpid()}", state], check=True)
+        subprocess.run(
+            ["ip", "-n", self.names[0], "link", "set", f"lsa{os.getpid()}", state], check=True
+        )
 
 
 @pytest.mark.fault(
@@ -78,16 +106,22 @@ def test_a_link_cut_for_a_second(hosts: Hosts) -> None:
 @pytest.mark.fault(
     "process: a host of several is killed, `--nnodes MIN:MAX`",
     "a machine loses power; later it comes back, and the command is started there again",
-    "the hosts that are left notice it (15 s without a sign of life), start again by themselves from the newest "
-    "checkpoint after waiting 30 s for more hosts, and take it back when it returns; every loss is that of a run that "
-    "was never disturbed. The host of the meeting point (`--rdzv-endpoint`) can't be spared",
+    "the hosts that are left notice it (15 s without a sign of life), start again by themselves"
+    " from the newest checkpoint after waiting 30 s for more hosts, and take it back when it"
+    " returns; every loss is that of a run that was never disturbed. The host of the meeting point"
+    " (`--rdzv-endpoint`) can't be spared",
 )
 def test_a_host_that_is_killed_is_done_without_and_taken_back(hosts: Hosts) -> None:
     run = hosts.folder / "run"
     options = (
-        "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=8",
-        "training.max_steps=200", "data.args.seconds=0.05", "distributed.reproducible=true",
-    )  # fmt: skip
+        "--max-restarts",
+        "3",
+        "--rdzv-conf",
+        "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=8",
+        "training.max_steps=200",
+        "data.args.seconds=0.05",
+        "distributed.reproducible=true",
+    )
 
     def started_with(ranks: int, times: int) -> None:
         def there() -> bool:
@@ -112,10 +146,20 @@ def test_a_host_that_is_killed_is_done_without_and_taken_back(hosts: Hosts) -> N
     (hosts.folder / "hurry").touch()
     ended = [finish(process, hosts.folder, timeout=300) for process in (first, returned)]
     assert [e.code for e in ended] == [0, 0], ended
-    alone = lockstep(hosts.folder, "train", "tiny.yaml", "--output-dir", "alone", *options[4:], OMP_NUM_THREADS="1")
+    alone = lockstep(
+        hosts.folder,
+        "train",
+        "tiny.yaml",
+        "--output-dir",
+        "alone",
+        *options[4:],
+        OMP_NUM_THREADS="1",
+    )
     assert alone.code == 0, alone.err
-    losses = [{row["step"]: row["loss"] for row in RunDirectory(hosts.folder / name).read_metrics()}
-              for name in ("run", "alone")]  # fmt: skip
+    losses = [
+        {row["step"]: row["loss"] for row in RunDirectory(hosts.folder / name).read_metrics()}
+        for name in ("run", "alone")
+    ]
     assert losses[0] == losses[1]
     assert steps(run) == list(range(1, 201)), "each step once"
 
@@ -124,8 +168,9 @@ def test_a_host_that_is_killed_is_done_without_and_taken_back(hosts: Hosts) -> N
 @pytest.mark.fault(
     "network: the link between two hosts is cut for ever",
     "no packet arrives any more, and no connection is reset",
-    "the ranks give up after `distributed.timeout_seconds`, or are found to hang; every launcher ends with exit code "
-    "1 and one message, at most two minutes later; what was committed is whole",
+    "the ranks give up after `distributed.timeout_seconds`, or are found to hang; every launcher"
+    " ends with exit code 1 and one message, at most two minutes later; what was committed is"
+    " whole",
 )
 def test_a_link_cut_for_ever(hosts: Hosts) -> None:
     hosts.start("distributed.timeout_seconds=10")
@@ -134,7 +179,10 @@ def test_a_link_cut_for_ever(hosts: Hosts) -> None:
     ended = [finish(process, hosts.folder, timeout=240) for process in hosts.processes]
     assert [e.code for e in ended] == [1, 1], ended
     assert all("Traceback" not in e.err for e in ended), ended
-    assert all(len([line for line in e.err.splitlines() if line.startswith("lockstep: ")]) == 3 for e in ended), ended
+    assert all(
+        len([line for line in e.err.splitlines() if line.startswith("lockstep: ")]) == 3
+        for e in ended
+    ), ended
     assert not any(alive(process) for process in ranks)
     found = checkpoint.list_checkpoints(hosts.folder / "run/checkpoints")
     assert found

@@ -16,14 +16,20 @@ BAD = samples_of(7)
 
 
 def skipping(**more: object) -> dict[str, object]:
-    return {"max_steps": 12, "batch_size": 4, "global_batch_size": 8, "eval_steps": None, "bad_numbers": more}
+    return {
+        "max_steps": 12,
+        "batch_size": 4,
+        "global_batch_size": 8,
+        "eval_steps": None,
+        "bad_numbers": more,
+    }
 
 
 @pytest.mark.fault(
     "numbers: a loss of NaN, `action: stop`",
     "a sample holds NaN; so does the loss of its step",
-    "the run stops before the update with exit code 1, names the step, and lists the samples of the global batch in "
-    "events.jsonl; the checkpoints before are good",
+    "the run stops before the update with exit code 1, names the step, and lists the samples of the"
+    " global batch in events.jsonl; the checkpoints before are good",
 )
 def test_nan_stops(tmp_path: Path) -> None:
     run = trainer(tmp_path)
@@ -33,14 +39,16 @@ def test_nan_stops(tmp_path: Path) -> None:
     assert event["samples"] == BAD
     assert event["step"] == 7
     assert all(torch.isfinite(p).all() for p in run.placed.parameters.values())
-    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == [f"step-{s:08}" for s in (2, 4, 6)]
+    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == [
+        f"step-{s:08}" for s in (2, 4, 6)
+    ]
 
 
 @pytest.mark.fault(
     "numbers: a loss of NaN, `action: skip`",
     "a sample holds NaN",
-    "no rank makes an update from that step, running statistics are put back, the step is in the list of skipped "
-    "ones, its samples in events.jsonl; the schedule does not move",
+    "no rank makes an update from that step, running statistics are put back, the step is in the"
+    " list of skipped ones, its samples in events.jsonl; the schedule does not move",
 )
 def test_nan_is_skipped(tmp_path: Path) -> None:
     run = trainer(tmp_path, training=skipping(action="skip"))
@@ -49,14 +57,17 @@ def test_nan_is_skipped(tmp_path: Path) -> None:
     assert (run.step.progress.step, run.step.progress.updates) == (12, 11)
     assert steps(tmp_path) == list(range(1, 13))
     assert events(tmp_path, "bad_numbers")[0]["samples"] == BAD
-    assert all(torch.isfinite(t).all() for t in [*run.placed.parameters.values(), *run.placed.buffers.values()])
+    assert all(
+        torch.isfinite(t).all()
+        for t in [*run.placed.parameters.values(), *run.placed.buffers.values()]
+    )
 
 
 @pytest.mark.fault(
     "numbers: a loss of NaN, `action: rollback`",
     "a sample holds NaN",
-    "the run goes back to the newest checkpoint, later metrics and checkpoints are set aside, that step's data are "
-    "passed over; the result is that of `skip`",
+    "the run goes back to the newest checkpoint, later metrics and checkpoints are set aside, that"
+    " step's data are passed over; the result is that of `skip`",
 )
 def test_nan_rolls_back(tmp_path: Path) -> None:
     back = trainer(tmp_path / "back", training=skipping(action="rollback"))
@@ -77,13 +88,16 @@ def test_nan_rolls_back(tmp_path: Path) -> None:
 )
 def test_nothing_to_go_back_to(tmp_path: Path) -> None:
     with pytest.raises(BadNumbersError, match="step 1 is nan"):
-        trainer(tmp_path, training=skipping(action="rollback")).train(Points(nan=(samples_of(1)[0][0],)))
+        trainer(tmp_path, training=skipping(action="rollback")).train(
+            Points(nan=(samples_of(1)[0][0],))
+        )
 
 
 @pytest.mark.fault(
     "numbers: a spike of the loss",
     "one batch's targets are ten thousand times too large; the loss is finite",
-    "with `spike_factor` set, it is handled like NaN: more than so many times the running median of the losses",
+    "with `spike_factor` set, it is handled like NaN: more than so many times the running median of"
+    " the losses",
 )
 def test_a_spike_is_skipped(tmp_path: Path) -> None:
     settings = skipping(action="skip", spike_factor=100.0, window=4)
@@ -110,19 +124,24 @@ def test_what_decides_about_spikes_is_part_of_the_state(tmp_path: Path) -> None:
 )
 def test_patience_ends(tmp_path: Path) -> None:
     with pytest.raises(BadNumbersError, match="the last of 3 bad steps in order"):
-        trainer(tmp_path, training=skipping(action="skip", patience=3)).train(Points(nan=tuple(range(96))))
+        trainer(tmp_path, training=skipping(action="skip", patience=3)).train(
+            Points(nan=tuple(range(96)))
+        )
 
 
 def test_a_bad_step_can_be_told_between_processes() -> None:
     """It travels as a pickle."""
-    error = BadNumbersError(Anomaly(7, "the loss of step 7 is nan", math.nan, 1.0), rolls_back=True, consecutive=3)
+    error = BadNumbersError(
+        Anomaly(7, "the loss of step 7 is nan", math.nan, 1.0), rolls_back=True, consecutive=3
+    )
     again = pickle.loads(pickle.dumps(error))
     assert isinstance(again, BadNumbersError)
     assert (str(again), again.rolls_back, again.consecutive) == (str(error), True, 3)
 
 
 def test_trap_61_numbers_are_read_without_waiting_for_the_device() -> None:
-    """A check that reads the loss each step stops a GPU's queue; only `action: skip`, whose update depends on it, may.
+    """A check that reads the loss each step stops a GPU's queue; only `action: skip`, whose update
+    depends on it, may.
 
     On a device that is no CPU, `look` hands back what was known of the step before.
     """

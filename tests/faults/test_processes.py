@@ -23,11 +23,20 @@ TWO = ("train", "tiny.yaml", "--nproc-per-node", "2", "--output-dir", "run")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-def begin(folder: Path, *options: str, checkpoint: int = 5) -> tuple[subprocess.Popen[str], dict[int, int]]:
-    """Start a run of two ranks in `folder`, wait for a checkpoint, and say which process is which rank."""
+def begin(
+    folder: Path, *options: str, checkpoint: int = 5
+) -> tuple[subprocess.Popen[str], dict[int, int]]:
+    """Start a run of two ranks in `folder`, wait for a checkpoint, and say which process is which
+    rank.
+    """
     (folder / "tiny.yaml").write_text(YAML)
     process = start(folder, *TWO, *options, **ONE_THREAD)
-    wait_for(lambda: process.poll() is not None or (folder / f"run/checkpoints/step-{checkpoint:08}").exists())
+    wait_for(
+        lambda: (
+            process.poll() is not None
+            or (folder / f"run/checkpoints/step-{checkpoint:08}").exists()
+        )
+    )
     assert process.poll() is None, process.communicate()
     return process, ranks_of(folder)
 
@@ -39,7 +48,9 @@ def ranks_of(folder: Path) -> dict[int, int]:
 
 @pytest.fixture(scope="module")
 def stopped_rank(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """Rank 1 is stopped in the middle of a step; later, of the new ranks, rank 0 is killed; then both are preempted."""
+    """Rank 1 is stopped in the middle of a step; later, of the new ranks, rank 0 is killed; then
+    both are preempted.
+    """
     folder = tmp_path_factory.mktemp("hang")
     process, ranks = begin(folder, "--max-restarts", "2")
     os.kill(ranks[1], signal.SIGSTOP)
@@ -59,13 +70,17 @@ def stopped_rank(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 @pytest.mark.fault(
     "hang: a rank is stopped (SIGSTOP)",
     "no step ends; the others wait for it in a collective",
-    "after `hang.factor` × the usual step, at least `hang.seconds`, every rank's stacks and last collectives go to "
-    "logs/; the launcher says which rank is behind, in which step, at which line, and starts the ranks again",
+    "after `hang.factor` × the usual step, at least `hang.seconds`, every rank's stacks and last"
+    " collectives go to logs/; the launcher says which rank is behind, in which step, at which"
+    " line, and starts the ranks again",
 )
 def test_a_stopped_rank_is_named_and_restarted(stopped_rank: Ended) -> None:
     """Either watch may be first on a busy machine: that of steps, or that of stopped processes."""
     said = stopped_rank.err
-    found = r"rank 1 of 2 failed: it hangs in step \d+: (no step for \d+ s|a signal stopped it \d+ s ago)"
+    found = (
+        r"rank 1 of 2 failed: it hangs in step \d+: (no step for \d+ s|a signal stopped it \d+ s"
+        r" ago)"
+    )
     assert re.search(found, said), said
     assert "it was stopped by a signal (SIGSTOP)" in said
     assert re.search(r"where: host \S+, \S+\.py:\d+ in \w+", said)
@@ -78,8 +93,8 @@ def test_a_stopped_rank_is_named_and_restarted(stopped_rank: Ended) -> None:
 @pytest.mark.fault(
     "process: a rank is killed (SIGKILL)",
     "as the system does when memory runs out; its peers lose their connections",
-    "the launcher names the rank, starts all ranks again (`--max-restarts`), and they go on from the newest good "
-    "checkpoint; metrics.jsonl holds each step once",
+    "the launcher names the rank, starts all ranks again (`--max-restarts`), and they go on from"
+    " the newest good checkpoint; metrics.jsonl holds each step once",
 )
 def test_a_killed_rank(stopped_rank: Ended) -> None:
     assert "rank 0 of 2 failed: killed by SIGKILL" in stopped_rank.err
@@ -100,7 +115,9 @@ def test_a_killed_rank(stopped_rank: Ended) -> None:
     "nothing more happens: one save, exit code 75",
 )
 def test_trap_55_a_signal_saves_once_at_a_step_that_all_agree_on(stopped_rank: Ended) -> None:
-    """Saving inside of the handler meets ranks in different steps. It sets a flag; the step's traffic carries it."""
+    """Saving inside of the handler meets ranks in different steps. It sets a flag; the step's
+    traffic carries it.
+    """
     assert stopped_rank.code == 75, stopped_rank.err
     run = RunDirectory(stopped_rank.folder / "run")
     *_, last = run.read_events()
@@ -113,8 +130,8 @@ def test_trap_55_a_signal_saves_once_at_a_step_that_all_agree_on(stopped_rank: E
 @pytest.mark.fault(
     "process: Ctrl-C",
     "SIGINT, to the launcher or, from a terminal, to a run without one and to its data workers",
-    "the ranks save once, at one step, and end; the exit code is 75. A second Ctrl-C ends them at once, without "
-    "saving: exit code 1",
+    "the ranks save once, at one step, and end; the exit code is 75. A second Ctrl-C ends them at"
+    " once, without saving: exit code 1",
 )
 def test_ctrl_c_saves_once_and_a_second_ends_at_once(tmp_path: Path) -> None:
     process, ranks = begin(tmp_path)
@@ -129,22 +146,39 @@ def test_ctrl_c_saves_once_and_a_second_ends_at_once(tmp_path: Path) -> None:
     assert [event["step"] for event in events(tmp_path / "run", "save")].count(last["step"]) == 1
     for times, code in ((1, 75), (2, 1)):
         alone = Forked(
-            [sys.executable, "-m", "lockstep", "train", "tiny.yaml", "data.num_workers=1",
-             "data.args.seconds=0.3", "training.max_steps=4000", "--output-dir", f"alone-{times}"],
-            cwd=tmp_path, env=environment(**ONE_THREAD), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [
+                sys.executable,
+                "-m",
+                "lockstep",
+                "train",
+                "tiny.yaml",
+                "data.num_workers=1",
+                "data.args.seconds=0.3",
+                "training.max_steps=4000",
+                "--output-dir",
+                f"alone-{times}",
+            ],
+            cwd=tmp_path,
+            env=environment(**ONE_THREAD),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             start_new_session=True,
-        )  # fmt: skip
+        )
         wait_for(lambda folder=f"alone-{times}": len(steps(tmp_path / folder)) > 1)  # type: ignore[misc]
         workers = _children(alone.pid)
         assert workers
         for _ in range(times):
-            os.killpg(alone.pid, signal.SIGINT)  # as a terminal does: to all processes of the command
+            # as a terminal does: to all processes of the command
+            os.killpg(alone.pid, signal.SIGINT)
             time.sleep(0.2)
         ended = finish(alone, tmp_path)
         assert ended.code == code, ended.err
         assert ended.err.count("a second Ctrl-C ends it at once") == 1, ended.err
         saved = events(tmp_path / f"alone-{times}", "save")
-        assert [event["step"] for event in saved] == [steps(tmp_path / f"alone-{times}")[-1]] * (times == 1)
+        assert [event["step"] for event in saved] == [steps(tmp_path / f"alone-{times}")[-1]] * (
+            times == 1
+        )
         wait_for(lambda left=workers: not any(alive(pid) for pid in left), seconds=5)  # type: ignore[misc]
 
 
@@ -173,7 +207,9 @@ def test_a_killed_launcher_and_an_early_signal(tmp_path: Path) -> None:
     early.send_signal(signal.SIGTERM)
     ended = finish(early, tmp_path)
     assert ended.code == 75, ended.err + ended.out
-    assert ended.err.count("lockstep: stopped by SIGTERM before the training began\n") == 1, ended.err
+    assert ended.err.count("lockstep: stopped by SIGTERM before the training began\n") == 1, (
+        ended.err
+    )
 
 
 def _children(pid: int) -> list[int]:
@@ -184,7 +220,8 @@ def _children(pid: int) -> list[int]:
 @pytest.mark.fault(
     "process: a rank ends with code 0 too early",
     "`os._exit(0)` in a library; its peers wait, or go on without it",
-    "the job fails with exit code 1 and names the rank: code 0 counts only from a rank whose work is done",
+    "the job fails with exit code 1 and names the rank: code 0 counts only from a rank whose work"
+    " is done",
 )
 def test_leaving_early_with_0_is_a_failure(tmp_path: Path, launch: Launch) -> None:  # noqa: F811
     script(tmp_path, "if RANK == 1:\n    os._exit(0)\ntime.sleep(3 if RANK == 0 else 0)\n")
@@ -220,10 +257,14 @@ def test_the_first_cause_is_told_and_not_what_followed(tmp_path: Path, launch: L
 @pytest.mark.fault(
     "process: the same failure again and again",
     "each start fails alike, and no checkpoint is made in between",
-    "after the third time the launcher stops, whatever `--max-restarts` allows, and says what it saw",
+    "after the third time the launcher stops, whatever `--max-restarts` allows, and says what"
+    " it saw",
 )
 def test_a_crash_loop_ends_early(tmp_path: Path, launch: Launch) -> None:  # noqa: F811
-    script(tmp_path, "open('attempts', 'a').write('x')\nraise ValueError(f'no file data-{time.time()}')\n")
+    script(
+        tmp_path,
+        "open('attempts', 'a').write('x')\nraise ValueError(f'no file data-{time.time()}')\n",
+    )
     ended = launch("--nproc-per-node", "1", "--max-restarts", "20", "script.py")
     assert ended.code == 1
     assert len((tmp_path / "attempts").read_text()) == 3
@@ -249,12 +290,14 @@ def test_progress_in_another_storage_is_no_crash_loop(tmp_path: Path) -> None:
 @pytest.mark.fault(
     "process: a rank raises",
     "an exception in the user's code",
-    "one message with rank, host, file and line, the traceback in the rank's log; the ranks are started again",
+    "one message with rank, host, file and line, the traceback in the rank's log; the ranks are"
+    " started again",
 )
 def test_a_rank_that_raises_once(tmp_path: Path, launch: Launch) -> None:  # noqa: F811
     script(
         tmp_path,
-        "if RANK == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    raise KeyError('vocab')\n",
+        "if RANK == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    raise"
+        " KeyError('vocab')\n",
     )
     ended = launch("--nproc-per-node", "2", "--max-restarts", "1", "script.py")
     assert ended.code == 0

@@ -19,16 +19,35 @@ from tests.launch.shared import environment, finish, start
 SECRET = "hunter2-and-more-of-it"
 
 
-@pytest.mark.promise("Lockstep writes no environment variable into a log, a config copy, an event or a report")
+@pytest.mark.promise(
+    "Lockstep writes no environment variable into a log, a config copy, an event or a report"
+)
 def test_no_secret_lands_in_what_a_run_writes(tmp_path: Path) -> None:
-    """Not in logs, the config copy, events, checkpoints or the report, also where the run fails with a traceback."""
+    """Not in logs, the config copy, events, checkpoints or the report, also where the run fails
+    with a traceback.
+    """
     (tmp_path / "tiny.yaml").write_text(YAML)
     (tmp_path / "hurry").touch()
-    secret = {"OMP_NUM_THREADS": "1", "WANDB_API_KEY": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET, "DB_URL": f"x:{SECRET}"}
+    secret = {
+        "OMP_NUM_THREADS": "1",
+        "WANDB_API_KEY": SECRET,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "DB_URL": f"x:{SECRET}",
+    }
     run = tmp_path / "run"
-    good = finish(start(tmp_path, "train", "tiny.yaml", "--output-dir", str(run), "--max-steps=6", **secret), tmp_path)
+    good = finish(
+        start(tmp_path, "train", "tiny.yaml", "--output-dir", str(run), "--max-steps=6", **secret),
+        tmp_path,
+    )
     assert good.code == 0, good.err
-    bad = ("train", "tiny.yaml", "--output-dir", str(run), "--max-steps=9", "data.args.nan=[0,1,2,3,4,5,6,7,8,9]")
+    bad = (
+        "train",
+        "tiny.yaml",
+        "--output-dir",
+        str(run),
+        "--max-steps=9",
+        "data.args.nan=[0,1,2,3,4,5,6,7,8,9]",
+    )
     failed = finish(start(tmp_path, *bad, "training.bad_numbers.patience=1", **secret), tmp_path)
     report = finish(start(tmp_path, "report", str(run), **secret), tmp_path)
     files = [path for path in run.rglob("*") if path.is_file()]
@@ -41,11 +60,17 @@ def test_no_secret_lands_in_what_a_run_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("Templates run in Jinja2's sandbox and `!singleton` only takes names")
-@pytest.mark.parametrize("value", [
-    "a{{ ''.__class__.__mro__[1].__subclasses__() }}", "a{{ cycler.__init__.__globals__.os.system('touch ran') }}",
-    "a{{ self._TemplateReference__context }}",
-])  # fmt: skip
-def test_a_template_reaches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "a{{ cycler.__init__.__globals__.os.system('touch ran') }}",
+        "a{{ self._TemplateReference__context }}",
+    ],
+)
+def test_a_template_reaches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(f"-- set x = 1\ndata: {{name: {value!r}}}\n")
     with pytest.raises(UsageError):
@@ -60,7 +85,8 @@ def test_a_template_reaches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.promise("`config check` does, without making any of it")
 def test_a_config_that_is_shown_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "strange.py").write_text(
-        "open('imported', 'w').close()\nclass Net:\n    def __init__(self):\n        open('made', 'w').close()\n"
+        "open('imported', 'w').close()\nclass Net:\n    def __init__(self):\n        open('made',"
+        " 'w').close()\n"
     )
     (tmp_path / "run.yaml").write_text("model: {name: 'strange:Net'}\ndata: {name: digits}\n")
     for verb, there in (("show", []), ("check", ["imported"])):
@@ -74,7 +100,9 @@ class _Runs:
         return os.mkdir, ("ran",)
 
 
-@pytest.mark.promise("Lockstep itself reads text, token files and images as data, never as pickles.")
+@pytest.mark.promise(
+    "Lockstep itself reads text, token files and images as data, never as pickles."
+)
 def test_data_are_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     hostile = pickle.dumps(_Runs(), protocol=0) * 40  # which is text
@@ -92,7 +120,9 @@ def test_data_are_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not Path("ran").exists()
 
 
-@pytest.mark.promise("Files of a run are made with mode 0644 and folders with 0755, both less your umask")
+@pytest.mark.promise(
+    "Files of a run are made with mode 0644 and folders with 0755, both less your umask"
+)
 @pytest.mark.promise("Temporary folders of the launcher are made for you alone (0700).")
 def test_modes_follow_the_umask(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(YAML)
@@ -100,9 +130,15 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     command = ("train", "tiny.yaml", "--max-steps=5", "--output-dir")
     assert finish(start(tmp_path, *command, "open", OMP_NUM_THREADS="1"), tmp_path).code == 0
-    fresh = [sys.executable, "-m", "lockstep", *command, "closed"]  # a fork has the mask of its server
+    # a fork has the mask of its server
+    fresh = [sys.executable, "-m", "lockstep", *command, "closed"]
     subprocess.run(
-        fresh, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), check=True, capture_output=True, umask=0o077
+        fresh,
+        cwd=tmp_path,
+        env=environment(OMP_NUM_THREADS="1"),
+        check=True,
+        capture_output=True,
+        umask=0o077,
     )
     before = os.umask(0o077)
     try:

@@ -26,7 +26,9 @@ def saved(folder: Path) -> list[str]:
 
 @pytest.fixture
 def in_the_way(tmp_path: Path) -> Path:
-    """A file where the folder of checkpoints should be: every save fails, as with a mount that is gone."""
+    """A file where the folder of checkpoints should be: every save fails, as with a mount that is
+    gone.
+    """
     path = tmp_path / "checkpoints"
     path.write_text("")
     return path
@@ -36,8 +38,8 @@ def in_the_way(tmp_path: Path) -> Path:
 @pytest.mark.fault(
     "storage: it refuses for a moment",
     "a save fails; half a second later the storage is back",
-    "the save is tried again after 0.5 s, 1 s, 2 s …, `checkpoint.retries` times, and said in events.jsonl; training "
-    "went on meanwhile where the save is in the background",
+    "the save is tried again after 0.5 s, 1 s, 2 s …, `checkpoint.retries` times, and said in"
+    " events.jsonl; training went on meanwhile where the save is in the background",
 )
 def test_a_passing_refusal(tmp_path: Path, in_the_way: Path, in_background: bool) -> None:
     def give_way_after_a_try() -> None:
@@ -57,7 +59,8 @@ def test_a_passing_refusal(tmp_path: Path, in_the_way: Path, in_background: bool
 @pytest.mark.fault(
     "storage: it refuses for long, `on_failure: continue`",
     "every try of a save fails, and a later save succeeds",
-    "training goes on with a warning and an event; the next save is tried as usual; the last good checkpoint stays",
+    "training goes on with a warning and an event; the next save is tried as usual; the last good"
+    " checkpoint stays",
 )
 def test_a_long_refusal_is_survived(tmp_path: Path, in_background: bool) -> None:
     class Breaking(Points):
@@ -73,7 +76,9 @@ def test_a_long_refusal_is_survived(tmp_path: Path, in_background: bool) -> None
                 (tmp_path / "gone").rename(folder)
             return super().__getitem__(index)  # type: ignore[return-value]
 
-    run = trainer(tmp_path, checkpoint={"save_steps": 2, "async": in_background, "save_total_limit": 8})
+    run = trainer(
+        tmp_path, checkpoint={"save_steps": 2, "async": in_background, "save_total_limit": 8}
+    )
     run.train(Breaking())
     failed = {event["step"] for event in events(tmp_path, "save_failed")}
     assert len(failed) >= 2
@@ -87,8 +92,12 @@ def test_a_long_refusal_is_survived(tmp_path: Path, in_background: bool) -> None
     "every try of a save fails",
     "the run stops with exit code 1 and says what the storage said",
 )
-def test_stop_when_the_config_says_so(tmp_path: Path, in_the_way: Path, in_background: bool) -> None:
-    run = trainer(tmp_path, checkpoint={"save_steps": 2, "on_failure": "stop", "async": in_background})
+def test_stop_when_the_config_says_so(
+    tmp_path: Path, in_the_way: Path, in_background: bool
+) -> None:
+    run = trainer(
+        tmp_path, checkpoint={"save_steps": 2, "on_failure": "stop", "async": in_background}
+    )
     with pytest.raises(RunError, match="the checkpoint of step 2 was not written"):
         run.train(Points(seconds=0.01))
     assert run.step.progress.step < 12
@@ -97,7 +106,8 @@ def test_stop_when_the_config_says_so(tmp_path: Path, in_the_way: Path, in_backg
 @pytest.mark.fault(
     "storage: the last save fails",
     "the storage refuses the save at the end of a run",
-    "the run fails with exit code 1, whatever `on_failure` says: nothing is called done that is not on disk",
+    "the run fails with exit code 1, whatever `on_failure` says: nothing is called done that is not"
+    " on disk",
 )
 def test_the_last_save_must_succeed(tmp_path: Path, in_the_way: Path) -> None:
     with pytest.raises(RunError, match="the checkpoint of step 12 was not written"):
@@ -118,7 +128,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.fault(
     "storage: the disk fills up while training",
     "there is room for some checkpoints and not for more",
-    "the checkpoints that are there stay whole, nothing half-written stays, training goes on and says so",
+    "the checkpoints that are there stay whole, nothing half-written stays, training goes on and"
+    " says so",
 )
 def test_a_disk_that_fills_up(small_disk: Path) -> None:
     with pytest.raises(RunError, match="No space left"):  # the last one
@@ -135,13 +146,19 @@ def test_a_disk_that_fills_up(small_disk: Path) -> None:
 @pytest.mark.fault(
     "storage: the disk of the logs is full",
     "a rank fails for it, and its log can't take the traceback",
-    "the launcher names the rank and the error as it does on an empty disk; no traceback, no second message",
+    "the launcher names the rank and the error as it does on an empty disk; no traceback, no second"
+    " message",
 )
 def test_a_full_disk_does_not_hide_its_own_message(small_disk: Path, launch: Launch) -> None:  # noqa: F811
-    """The log and the restart's event are on the full disk; so is the folder of the log at the second start."""
+    """The log and the restart's event are on the full disk; so is the folder of the log at the
+    second start.
+    """
     runs = small_disk.parent / "runs"
     runs.symlink_to(small_disk)
-    text = "if RANK == 1:\n    with open('runs/filler', 'ab', buffering=0) as file:\n        while True:\n"
+    text = (
+        "if RANK == 1:\n    with open('runs/filler', 'ab', buffering=0) as file:\n        while"
+        " True:\n"
+    )
     script(small_disk.parent, text + "            file.write(bytes(4096))\ntime.sleep(30)\n")
     ended = launch("--nproc-per-node", "2", "--max-restarts", "1", "script.py")
     assert ended.code == 1
@@ -175,9 +192,13 @@ def test_the_best_is_kept(tmp_path: Path) -> None:
     """`keep_best`: the least metric's checkpoint outlives rotation, also over a restart."""
     keep = {"save_total_limit": 1, "keep_best": "loss"}
     training = {"batch_size": 4, "global_batch_size": 8, "eval_steps": None}
-    run = trainer(tmp_path, checkpoint=keep, training=training | {"max_steps": 6, "learning_rate": 0.0})
+    run = trainer(
+        tmp_path, checkpoint=keep, training=training | {"max_steps": 6, "learning_rate": 0.0}
+    )
     run.train(Points())
-    resumed = trainer(tmp_path, checkpoint=keep, training=training | {"max_steps": 12, "learning_rate": 0.3})
+    resumed = trainer(
+        tmp_path, checkpoint=keep, training=training | {"max_steps": 12, "learning_rate": 0.3}
+    )
     resumed.resume("auto")
     resumed.train(Points(huge=tuple(range(96))))
     rows = {row["step"]: row["loss"] for row in run.run_directory.read_metrics()}  # type: ignore[union-attr]
@@ -198,8 +219,8 @@ def test_an_unknown_metric(tmp_path: Path) -> None:
 @pytest.mark.fault(
     "process: a run goes back to an earlier checkpoint",
     "`--resume PATH` names an older checkpoint than the newest, or `never`",
-    "later checkpoints are set aside under names from which no run resumes, later metrics are dropped: each step is "
-    "there once",
+    "later checkpoints are set aside under names from which no run resumes, later metrics are"
+    " dropped: each step is there once",
 )
 def test_going_back(tmp_path: Path) -> None:
     trainer(tmp_path).train(Points())
@@ -231,15 +252,18 @@ def not_shared(folder: str) -> dict[str, object]:
     full = {"format": "full", "save_steps": 6, "async": True}
     for in_background in (True, False):
         run = trainer(
-            mine / str(in_background), distributed={"device": "cpu", "strategy": "fsdp"},
+            mine / str(in_background),
+            distributed={"device": "cpu", "strategy": "fsdp"},
             checkpoint=full | {"async": in_background},
-        )  # fmt: skip
+        )
         run.train(Points())
         said[f"saved {in_background}"] = saved(mine / str(in_background))
     again = trainer(
-        mine / "True", distributed={"device": "cpu", "strategy": "fsdp"}, checkpoint=full,
+        mine / "True",
+        distributed={"device": "cpu", "strategy": "fsdp"},
+        checkpoint=full,
         training={"max_steps": 14, "batch_size": 4, "global_batch_size": 8, "eval_steps": None},
-    )  # fmt: skip
+    )
     again.resume("auto")
     said["resumed"] = again.step.progress.step
     again.train(Points())
@@ -250,8 +274,8 @@ def not_shared(folder: str) -> dict[str, object]:
 @pytest.mark.fault(
     "storage: hosts that do not share the run directory",
     "each host has a folder of its own by the same name",
-    "found at start: `format: sharded` is refused with exit code 2 and what to do; `format: full` is gathered and "
-    "written by rank 0, and handed out to the hosts on resume",
+    "found at start: `format: sharded` is refused with exit code 2 and what to do; `format: full`"
+    " is gathered and written by rank 0, and handed out to the hosts on resume",
 )
 def test_storage_that_is_not_shared(tmp_path: Path) -> None:
     first, second = run_ranks(not_shared, 2, str(tmp_path))

@@ -2,13 +2,25 @@
 
 import re
 
-from tests.faults.table import PAGE, SECURITY, page, read_faults, read_promises, security_page, security_text
+from tests.faults.table import (
+    PAGE,
+    SECURITY,
+    page,
+    read_faults,
+    read_promises,
+    security_page,
+    security_text,
+)
 
-# What the page of security says of others, asks of the reader, or only explains; all else on it is a promise.
+# What the page of security says of others, asks of the reader, or only explains; all else on it is
+# a promise.
 _NO_PROMISE = (
-    "Training runs code", "Loading, verifying", "`lockstep report`, `top`", "- **The rendezvous has no",
+    "Training runs code",
+    "Loading, verifying",
+    "`lockstep report`, `top`",
+    "- **The rendezvous has no",
     "Please report",
-)  # fmt: skip
+)
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -28,11 +40,19 @@ def test_the_page_of_security_names_its_tests() -> None:
 
 
 def test_every_promise_of_the_page_of_security_has_a_test() -> None:
-    """Each paragraph and each item of a list is quoted by a test, but for those that promise nothing."""
+    """Each paragraph and each item of a list is quoted by a test, but for those that promise
+    nothing.
+    """
     text = re.sub(r"^#.*$", "", security_text(), flags=re.MULTILINE)
-    blocks = [" ".join(block.split()) for block in re.split(r"\n\s*\n|\n(?=- )", text) if block.strip()]
+    blocks = [
+        " ".join(block.split()) for block in re.split(r"\n\s*\n|\n(?=- )", text) if block.strip()
+    ]
     promises = read_promises()
-    assert [words for words in promises if not any(words in block for block in blocks)] == [], "the page says otherwise"
+    assert [words for words in promises if not any(words in block for block in blocks)] == [], (
+        "the page says otherwise"
+    )
     kept = [block for block in blocks if any(words in block for words in promises)]
-    assert [block for block in blocks if block not in kept and not block.startswith(_NO_PROMISE)] == []
+    assert [
+        block for block in blocks if block not in kept and not block.startswith(_NO_PROMISE)
+    ] == []
     assert all(any(block.startswith(words) for block in blocks) for words in _NO_PROMISE)

@@ -19,7 +19,9 @@ class Points(Dataset[dict[str, Tensor]]):
 
     deterministic = True
 
-    def __init__(self, nan: tuple[int, ...] = (), huge: tuple[int, ...] = (), seconds: float = 0.0) -> None:
+    def __init__(
+        self, nan: tuple[int, ...] = (), huge: tuple[int, ...] = (), seconds: float = 0.0
+    ) -> None:
         self.nan, self.huge, self.seconds = nan, huge, seconds
 
     def __len__(self) -> int:
@@ -66,7 +68,9 @@ def config(**sections: dict[str, Any]) -> Config:
         "checkpoint": {"save_steps": 2, "save_total_limit": None, "retries": 0},
         "monitor": {"log_steps": 1, "sinks": ["jsonl"]},
     }
-    return Config.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
+    return Config.model_validate(
+        {name: base.get(name, {}) | sections.get(name, {}) for name in base | sections}
+    )
 
 
 def trainer(folder: Path, **sections: dict[str, Any]) -> Trainer:

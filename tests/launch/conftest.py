@@ -1,4 +1,6 @@
-"""Launches from within the tests' own process, which has loaded torch once; the ranks are processes all the same."""
+"""Launches from within the tests' own process, which has loaded torch once; the ranks are processes
+all the same.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +15,9 @@ Launch = Callable[..., Ended]
 
 
 @pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Launch:
+def launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Launch:
     """`lockstep launch ARGUMENTS` in `tmp_path`."""
     monkeypatch.chdir(tmp_path)
     for name in CLEAN:

@@ -17,24 +17,47 @@ def start_on(host: Host, folder: Path, *command: str, **more: str) -> subprocess
     """`python -m lockstep COMMAND` on a host, which has a name of its own that nobody can resolve."""
     return Forked(
         [sys.executable, "-m", "lockstep", *command],
-        host=host, host_name=f"host{host.name.rpartition('-')[2]}",
-        cwd=folder, env=environment(OMP_NUM_THREADS="1", **more), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        host=host,
+        host_name=f"host{host.name.rpartition('-')[2]}",
+        cwd=folder,
+        env=environment(OMP_NUM_THREADS="1", **more),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def launch_on(
-    folder: Path, starts: Sequence[tuple[Host, int | None, str]], *options: str, nodes: int, pause: float = 0.0
+    folder: Path,
+    starts: Sequence[tuple[Host, int | None, str]],
+    *options: str,
+    nodes: int,
+    pause: float = 0.0,
 ) -> list[Ended]:
-    """`lockstep launch script.py` on each: (host, --node-rank or None for c10d, where it is told to meet)."""
+    """`lockstep launch script.py` on each: (host, --node-rank or None for c10d, where it is told to
+    meet).
+    """
     processes = []
     for host, number, meeting in starts:
         address, _, port = meeting.rpartition(":")
-        where = ["--rdzv-endpoint", meeting] if number is None else ["--master-addr", address, "--master-port", port]
+        where = (
+            ["--rdzv-endpoint", meeting]
+            if number is None
+            else ["--master-addr", address, "--master-port", port]
+        )
         where += [] if number is None else ["--node-rank", str(number)]
         processes.append(
             start_on(
-                host, folder, "launch", "--nnodes", str(nodes), "--nproc-per-node", "1", *where, *options, "script.py"
+                host,
+                folder,
+                "launch",
+                "--nnodes",
+                str(nodes),
+                "--nproc-per-node",
+                "1",
+                *where,
+                *options,
+                "script.py",
             )
         )
         time.sleep(pause)

@@ -16,7 +16,15 @@ from pathlib import Path
 from tests.forked import Forked
 from tests.ranks import REPOSITORY
 
-CLEAN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+CLEAN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+)
 
 
 @dataclass
@@ -40,13 +48,16 @@ class Ended:
 def environment(**more: str) -> dict[str, str]:
     """This process's, without what a launcher sets."""
     kept = {name: value for name, value in os.environ.items() if name not in CLEAN}
-    # No part is empty: Python takes that for the working directory, and does not start where that is gone.
+    # No part is empty: Python takes that for the working directory, and does not start where that
+    # is gone.
     path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     return kept | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | more
 
 
 def start(folder: Path, *command: str, fresh: bool = False, **more: str) -> subprocess.Popen[str]:
-    """Start `python -m lockstep COMMAND` in `folder`, as a fork (`tests.forked`) unless it is to be a fresh process."""
+    """Start `python -m lockstep COMMAND` in `folder`, as a fork (`tests.forked`) unless it is to be
+    a fresh process.
+    """
     return (subprocess.Popen if fresh else Forked)(
         [sys.executable, "-m", "lockstep", *command],
         cwd=folder,
@@ -58,13 +69,16 @@ def start(folder: Path, *command: str, fresh: bool = False, **more: str) -> subp
 
 
 def on_a_terminal(folder: Path, *arguments: str, columns: int = 0, **more: str) -> str:
-    """What `python ARGUMENTS` writes to a terminal of so many columns (0: it does not say); it must end well."""
+    """What `python ARGUMENTS` writes to a terminal of so many columns (0: it does not say); it must
+    end well.
+    """
     primary, secondary = pty.openpty()
     fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,
-        env=environment(**{"COLUMNS": "", "LINES": "", **more}),  # else they stand for the terminal's own size
+        # else they stand for the terminal's own size
+        env=environment(**{"COLUMNS": "", "LINES": "", **more}),
         stdout=secondary,
         stderr=secondary,
     )

@@ -11,14 +11,22 @@ from tests.ranks import REPOSITORY
 
 @pytest.mark.fault(
     "process: a thread of gloo's is still at work when a rank's process ends",
-    "on a busy machine it gets a core only when the interpreter is ending, and takes the process down with it",
+    "on a busy machine it gets a core only when the interpreter is ending, and takes the process"
+    " down with it",
     "the end waits for such threads: a run that is done ends with exit code 0",
 )
 def test_trap_72_threads_of_gloo_that_are_late_do_not_abort_the_end() -> None:
-    """Without the wait one rank in five or so is killed by SIGSEGV or SIGABRT: six runs of two hardly miss it."""
+    """Without the wait one rank in five or so is killed by SIGSEGV or SIGABRT: six runs of two
+    hardly miss it.
+    """
     command = [sys.executable, "-m", "benchmarks.ends", "--late", "--runs", "6", "fsdp"]
     ended = subprocess.run(
-        command, cwd=REPOSITORY, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=180
+        command,
+        cwd=REPOSITORY,
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=180,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "| fsdp | 2 | 6 | none |" in ended.stdout

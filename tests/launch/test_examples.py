@@ -17,25 +17,48 @@ SCRIPTS = Path(REPOSITORY, "examples", "launch")
 def start(folder: Path, script: str, *arguments: str, **more: str) -> subprocess.Popen[str]:
     (folder / "tiny.yaml").write_text(TINY)
     return subprocess.Popen(
-        [str(SCRIPTS / script), *arguments], cwd=folder,
+        [str(SCRIPTS / script), *arguments],
+        cwd=folder,
         env=environment(OMP_NUM_THREADS="1", PYTHON=sys.executable, **more),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def test_each_trains(tmp_path: Path) -> None:
     port = str(free_port())
-    by_names = ("--num_nodes", "2", "--node_rank", "1", "--num_gpus", "1", "--master_addr", "127.0.0.1")
+    by_names = (
+        "--num_nodes",
+        "2",
+        "--node_rank",
+        "1",
+        "--num_gpus",
+        "1",
+        "--master_addr",
+        "127.0.0.1",
+    )
     by_names += ("--config", "tiny.yaml", "--output-dir", "runs/m")
     asked = {
         "one": ("train_distributed.sh", ("tiny.yaml", "--output-dir", "runs/one")),
-        "torchrun": ("train_dist_torchrun.sh", ("--num_gpus", "1", "--config", "tiny.yaml", "--output-dir", "runs/t")),
-        "first": ("train_multinode.sh", ("2", "0", "127.0.0.1", "tiny.yaml", "--output-dir", "runs/m")),
+        "torchrun": (
+            "train_dist_torchrun.sh",
+            ("--num_gpus", "1", "--config", "tiny.yaml", "--output-dir", "runs/t"),
+        ),
+        "first": (
+            "train_multinode.sh",
+            ("2", "0", "127.0.0.1", "tiny.yaml", "--output-dir", "runs/m"),
+        ),
         "second": ("train_multinode.sh", by_names),
     }
     for names in (["one", "torchrun"], ["first", "second"]):
-        running = [start(tmp_path, asked[n][0], *asked[n][1], NPROC="1", MASTER_PORT=port) for n in names]
-        told = {name: process.communicate(timeout=150)[0] for name, process in zip(names, running, strict=True)}
+        running = [
+            start(tmp_path, asked[n][0], *asked[n][1], NPROC="1", MASTER_PORT=port) for n in names
+        ]
+        told = {
+            name: process.communicate(timeout=150)[0]
+            for name, process in zip(names, running, strict=True)
+        }
         assert [process.returncode for process in running] == [0] * len(names), told
     for run, ranks in (("one", 1), ("t", 1), ("m", 2)):
         assert f"strategy ddp:{ranks}" in (tmp_path / f"runs/{run}/logs/rank-0.log").read_text()

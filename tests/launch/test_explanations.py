@@ -1,4 +1,6 @@
-"""Errors under plain `python`: a known one has a note, and a UsageError shows the user's lines alone."""
+"""Errors under plain `python`: a known one has a note, and a UsageError shows the user's lines
+alone.
+"""
 
 import subprocess
 import sys
@@ -31,7 +33,12 @@ def run(folder: Path, script: str, **variables: str) -> str:
     command = [sys.executable, "-m", "own"]
     variables = {"PYTHONPATH": f"{folder}:{REPOSITORY}", "OMP_NUM_THREADS": "1", **variables}
     process = Forked(
-        command, cwd=folder, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=folder,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     _, said = process.communicate(timeout=120)
     assert process.returncode == 1
@@ -39,8 +46,13 @@ def run(folder: Path, script: str, **variables: str) -> str:
 
 
 def test_a_known_error_is_explained_under_plain_python(tmp_path: Path) -> None:
-    said = run(tmp_path, SCRIPT.replace("LABELS", "torch.ones(8)").replace("LOSS", "nn.CrossEntropyLoss()"))
-    assert said.count("lockstep: labels of another dtype\n  why: labels of classes are whole numbers") == 1
+    said = run(
+        tmp_path, SCRIPT.replace("LABELS", "torch.ones(8)").replace("LOSS", "nn.CrossEntropyLoss()")
+    )
+    assert (
+        said.count("lockstep: labels of another dtype\n  why: labels of classes are whole numbers")
+        == 1
+    )
     assert "do: labels.long() in the dataset" in said
 
 

@@ -77,10 +77,12 @@ class Ranks:
             path.mkdir(exist_ok=True)
         self.watch = HangWatch(self.beats, logs, factor=3.0, seconds=0.3, patience=0.3)
         self.processes = [
-            subprocess.Popen([sys.executable, "-c", _RANK, str(self.beats), str(logs), str(rank), how],
-                             env=environment())
+            subprocess.Popen(
+                [sys.executable, "-c", _RANK, str(self.beats), str(logs), str(rank), how],
+                env=environment(),
+            )
             for rank, how in enumerate(hows)
-        ]  # fmt: skip
+        ]
 
     def found(self) -> Failure | None:
         """What the watch says once no step has ended for long."""
@@ -106,7 +108,9 @@ def ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
 
 
 def test_a_rank_that_is_stopped_while_it_is_asked_is_named(ranks: Callable[..., Ranks]) -> None:
-    """On a busy machine the others answer late, and the signal comes when the watch is already looking."""
+    """On a busy machine the others answer late, and the signal comes when the watch is already
+    looking.
+    """
     both = ranks("deaf", "well")
 
     def stop_it() -> None:
@@ -139,10 +143,14 @@ def test_one_that_goes_on_does_not_excuse_the_other(ranks: Callable[..., Ranks])
     "under `lockstep launch` a script tells no steps; its other ranks wait in a collective",
     "after a minute in which it was stopped, and others were not, it is named with its line",
 )
-def test_a_stopped_rank_of_a_script_that_tells_no_steps_is_named(ranks: Callable[..., Ranks]) -> None:
+def test_a_stopped_rank_of_a_script_that_tells_no_steps_is_named(
+    ranks: Callable[..., Ranks],
+) -> None:
     both = ranks("a script", "a script")
     pids = {rank: process.pid for rank, process in enumerate(both.processes)}
-    wait_for(lambda: all((both.watch.logs / f"rank-{rank}.stacks.txt").exists() for rank in pids), 30)
+    wait_for(
+        lambda: all((both.watch.logs / f"rank-{rank}.stacks.txt").exists() for rank in pids), 30
+    )
     found: list[Failure] = []
 
     def look() -> bool:
@@ -189,13 +197,18 @@ def found_in_time(both: Ranks, *, stop_requested: bool = False) -> Failure:
 def test_a_stopped_data_worker_is_named_as_one(ranks: Callable[..., Ranks]) -> None:
     both = ranks("a data worker", "a step")
     both.watch.patience = 1000.0
-    wait_for(lambda: len(list(both.beats.glob("worker-*"))) == 1 and len(read_beats(both.beats)) == 2)
+    wait_for(
+        lambda: len(list(both.beats.glob("worker-*"))) == 1 and len(read_beats(both.beats)) == 2
+    )
     worker = int((both.beats / "worker-0").read_text())
     assert not look(both)
     os.kill(worker, signal.SIGSTOP)
     failure = found_in_time(both)
     assert failure.rank == 0
-    assert f"in evaluate, after step 0: a signal stopped its data worker (process {worker})" in failure.what
+    assert (
+        f"in evaluate, after step 0: a signal stopped its data worker (process {worker})"
+        in failure.what
+    )
 
 
 def test_how_long_saves_take_is_learned(ranks: Callable[..., Ranks]) -> None:
@@ -203,7 +216,9 @@ def test_how_long_saves_take_is_learned(ranks: Callable[..., Ranks]) -> None:
     both = ranks("a save", "a save")
     both.watch.patience = 1000.0
     failure = found_in_time(both)
-    assert re.search(r"in save, after step 2: no save for \d+ s, where one usually takes 0\.\d+", failure.what)
+    assert re.search(
+        r"in save, after step 2: no save for \d+ s, where one usually takes 0\.\d+", failure.what
+    )
 
 
 def _in_a_collective(folder: Path) -> None:
@@ -226,7 +241,9 @@ def test_a_rank_in_a_collective_of_its_own_is_named_with_those_that_wait_for_it(
     assert failure.why.startswith("the others wait in steps at <string>:")
 
 
-def test_ranks_that_wait_in_a_collective_do_not_hear_a_signal(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+def test_ranks_that_wait_in_a_collective_do_not_hear_a_signal(
+    ranks: Callable[..., Ranks], tmp_path: Path
+) -> None:
     _in_a_collective(tmp_path)
     both = ranks("a collective", "a collective")
     wait_for(lambda: len(read_beats(both.beats)) == 2)
@@ -238,7 +255,9 @@ def test_ranks_that_wait_in_a_collective_do_not_hear_a_signal(ranks: Callable[..
 
 
 def test_a_meeting_point_that_never_answers_stops_no_watch() -> None:
-    """Behind a link that is cut the library's question waits for ever, and so would the loop that watches the ranks."""
+    """Behind a link that is cut the library's question waits for ever, and so would the loop that
+    watches the ranks.
+    """
     cut = threading.Event()
     membership = Membership(lambda: int(cut.wait(60)))
     time.sleep(1.1)

@@ -1,4 +1,6 @@
-"""Several hosts, as network namespaces with names of their own: how they meet, and how it ends when they do not."""
+"""Several hosts, as network namespaces with names of their own: how they meet, and how it ends when
+they do not.
+"""
 
 import time
 from pathlib import Path
@@ -15,7 +17,9 @@ pytestmark = pytest.mark.root
 @pytest.mark.parametrize("numbered", [True, False], ids=["numbered", "c10d"])
 def test_hosts_start_in_any_order(four: list[Host], tmp_path: Path, numbered: bool) -> None:
     """The one where they meet comes last; those before it wait, and say so."""
-    script(tmp_path, "import socket\nsay(host=socket.gethostname(), world=os.environ['WORLD_SIZE'])\n")
+    script(
+        tmp_path, "import socket\nsay(host=socket.gethostname(), world=os.environ['WORLD_SIZE'])\n"
+    )
     meeting = f"{four[0].address}:{PORT}"
     order = [2, 1, 0]
     starts = [(four[i], i if numbered else None, meeting) for i in order]
@@ -32,7 +36,8 @@ def test_hosts_start_in_any_order(four: list[Host], tmp_path: Path, numbered: bo
 @pytest.mark.fault(
     "network: one of several machines does not come",
     "two of three are started",
-    "those that are there name the one that is missing, and end with exit code 1 when the time is up",
+    "those that are there name the one that is missing, and end with exit code 1 when the time"
+    " is up",
 )
 @pytest.mark.fault(
     "network: one of several machines does not come, `--rdzv-endpoint`",
@@ -40,10 +45,17 @@ def test_hosts_start_in_any_order(four: list[Host], tmp_path: Path, numbered: bo
     "both say how many came, and which, and end with exit code 1 when the time is up",
 )
 def test_whom_one_waits_for_is_named(four: list[Host], tmp_path: Path) -> None:
-    """Two jobs, each of three machines of which two come: with numbers, the missing one; without, those that came."""
+    """Two jobs, each of three machines of which two come: with numbers, the missing one; without,
+    those that came.
+    """
     script(tmp_path, "")
     first, other = (f"{four[i].address}:{PORT}" for i in (0, 1))
-    starts = [(four[0], 0, first), (four[2], 2, first), (four[1], None, other), (four[3], None, other)]
+    starts = [
+        (four[0], 0, first),
+        (four[2], 2, first),
+        (four[1], None, other),
+        (four[3], None, other),
+    ]
     ended = launch_on(tmp_path, starts, "--rdzv-conf", "timeout=20", nodes=3)
     assert [one.code for one in ended] == [1, 1, 1, 1], [one.err for one in ended]
     assert not any("Traceback" in one.err for one in ended)
@@ -55,13 +67,19 @@ def test_whom_one_waits_for_is_named(four: list[Host], tmp_path: Path) -> None:
         assert f"traffic between machines: {INTERFACE};" in one.err
 
 
-def test_the_one_whose_time_is_up_first_does_not_hide_who_came(four: list[Host], tmp_path: Path) -> None:
+def test_the_one_whose_time_is_up_first_does_not_hide_who_came(
+    four: list[Host], tmp_path: Path
+) -> None:
     """It closes the meeting behind it: torch tells the others no more than that."""
     script(tmp_path, "")
     meeting, started = f"{four[0].address}:{PORT}", []
     for host, seconds in ((four[0], 40), (four[1], 8)):
         options = ("--nnodes", "3", "--nproc-per-node", "1", "--rdzv-endpoint", meeting)
-        started.append(start_on(host, tmp_path, "launch", *options, "--rdzv-conf", f"timeout={seconds}", "script.py"))
+        started.append(
+            start_on(
+                host, tmp_path, "launch", *options, "--rdzv-conf", f"timeout={seconds}", "script.py"
+            )
+        )
     waited, left = (finish(process, tmp_path, timeout=100) for process in started)
     assert [waited.code, left.code] == [1, 1]
     assert f"lockstep: 2 of 3 machines came to {meeting} within 8 s" in left.err, left.err
@@ -80,7 +98,9 @@ def test_a_wrong_port_is_told_on_both_sides(four: list[Host], tmp_path: Path) ->
     starts = [(four[0], 0, f"{address}:{PORT}"), (four[1], 1, f"{address}:29501")]
     first, second = launch_on(tmp_path, starts, "--rdzv-conf", "timeout=15", nodes=2)
     assert (first.code, second.code) == (1, 1)
-    assert f"lockstep: machine 1 of 2 did not come to {address}:{PORT} within 15 s" in first.err, first.err
+    assert f"lockstep: machine 1 of 2 did not come to {address}:{PORT} within 15 s" in first.err, (
+        first.err
+    )
     assert f"lockstep: the machines did not meet at {address}:29501" in second.err, second.err
 
 
@@ -105,14 +125,17 @@ def test_two_hosts_with_one_number(four: list[Host], tmp_path: Path) -> None:
 @pytest.mark.fault(
     "network: the name of the first machine does not resolve",
     "--rdzv-endpoint no-such-host:29500",
-    "it is asked for again for 30 s, as names may come late; then exit code 2, naming it and the machine",
+    "it is asked for again for 30 s, as names may come late; then exit code 2, naming it and the"
+    " machine",
 )
 def test_a_name_that_does_not_resolve(four: list[Host], tmp_path: Path) -> None:
     script(tmp_path, "")
     starts = [(four[1], None, "no-such-host.invalid:29500")]
     (ended,) = launch_on(tmp_path, starts, "--rdzv-conf", "timeout=1", nodes=2)
     assert ended.code == 2
-    assert "lockstep: no-such-host.invalid does not resolve on this machine (host1)" in ended.err, ended.err
+    assert "lockstep: no-such-host.invalid does not resolve on this machine (host1)" in ended.err, (
+        ended.err
+    )
     assert "waiting for the name no-such-host.invalid to resolve" in ended.err
 
 
@@ -131,9 +154,22 @@ lockstep.cleanup()
     with hosts(2) as (a, b):
         for number, host in enumerate((a, b), start=1):
             _run("ip", "-n", host.name, "addr", "flush", "dev", INTERFACE)
-            _run("ip", "-n", host.name, "addr", "add", f"fd99::{number}/64", "dev", INTERFACE, "nodad")
+            _run(
+                "ip",
+                "-n",
+                host.name,
+                "addr",
+                "add",
+                f"fd99::{number}/64",
+                "dev",
+                INTERFACE,
+                "nodad",
+            )
         for numbered in (True, False):
-            starts = [(host, i if numbered else None, f"[fd99::1]:{PORT}") for i, host in enumerate((a, b))]
+            starts = [
+                (host, i if numbered else None, f"[fd99::1]:{PORT}")
+                for i, host in enumerate((a, b))
+            ]
             ended = launch_on(tmp_path, starts, "--rdzv-conf", "timeout=60", nodes=2)
             assert [e.code for e in ended] == [0, 0], [e.err for e in ended]
             assert [ended[0].said(rank)["sum"] for rank in (0, 1)] == [3, 3]

@@ -13,7 +13,16 @@ import pytest
 from lockstep.launch import options
 from lockstep.launch.options import LaunchOptions, process_count
 from tests.launch.conftest import Launch
-from tests.launch.shared import Ended, alive, finish, lockstep, on_a_terminal, script, start, wait_for
+from tests.launch.shared import (
+    Ended,
+    alive,
+    finish,
+    lockstep,
+    on_a_terminal,
+    script,
+    start,
+    wait_for,
+)
 from tests.ranks import free_port
 
 
@@ -34,7 +43,9 @@ ports = [c.laddr.ip for c in psutil.Process(os.getppid()).net_connections("tcp")
 say(arguments=sys.argv[1:], main=__name__, listening=ports, **{name: os.environ.get(name) for name in names})
 """,
     )
-    return lockstep(folder, "launch", "--nproc_per_node", "2", "script.py", "--nproc-per-node=9", "x_y", "--a_b")
+    return lockstep(
+        folder, "launch", "--nproc_per_node", "2", "script.py", "--nproc-per-node=9", "x_y", "--a_b"
+    )
 
 
 def test_ranks_know_their_place(went_well: Ended) -> None:
@@ -51,9 +62,14 @@ def test_variables_of_the_user_reach_the_ranks_as_they_are(
 ) -> None:
     """What a GPU or NCCL makes of them no CPU shows; the launcher changes and drops none."""
     users = {
-        "CUDA_VISIBLE_DEVICES": "3,1", "NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_DISABLE": "1",
-        "NCCL_P2P_LEVEL": "NVL", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    }  # fmt: skip
+        "CUDA_VISIBLE_DEVICES": "3,1",
+        "NCCL_DEBUG": "INFO",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_P2P_LEVEL": "NVL",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
     for name, value in users.items():
         monkeypatch.setenv(name, value)
     script(tmp_path, f"say(**{{name: os.environ.get(name) for name in {list(users)}}})\n")
@@ -67,12 +83,16 @@ def test_arguments_after_the_script_are_its_own(went_well: Ended) -> None:
 
 
 def test_trap_32_one_port_for_all_ranks_chosen_by_the_launcher(went_well: Ended) -> None:
-    """Rank 0 picks a free port that the others can't know. The launcher picks it, and all ranks are told the same."""
+    """Rank 0 picks a free port that the others can't know. The launcher picks it, and all ranks are
+    told the same.
+    """
     assert went_well.said(0)["MASTER_PORT"] == went_well.said(1)["MASTER_PORT"] != "29500"
 
 
 def test_trap_57_on_one_machine_the_launcher_answers_nobody_from_outside(went_well: Ended) -> None:
-    """Whoever reaches the store where ranks meet can run code in them; torchrun's listens on all interfaces."""
+    """Whoever reaches the store where ranks meet can run code in them; torchrun's listens on all
+    interfaces.
+    """
     listening = went_well.said(0)["listening"]
     assert isinstance(listening, list)
     assert set(listening) == {"127.0.0.1"}
@@ -95,7 +115,9 @@ def test_cores_are_shared_out(went_well: Ended) -> None:
 def test_trap_33_the_number_of_processes_is_said_and_is_never_the_number_of_cores(
     went_well: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--nproc-per-node=auto` without a GPU means the number of cores to torchrun. Here it is one, and it is said."""
+    """`--nproc-per-node=auto` without a GPU means the number of cores to torchrun. Here it is one,
+    and it is said.
+    """
     assert went_well.out.startswith("lockstep: script.py: 2 processes (as asked)\n")
     monkeypatch.setattr(options, "count_gpus", lambda: 0)
     for asked in (None, "auto"):
@@ -109,7 +131,12 @@ def test_trap_33_the_number_of_processes_is_said_and_is_never_the_number_of_core
         1,
         "strategy single is one process",
     )
-    assert process_count(LaunchOptions(nproc_per_node="4"), single_reason="strategy single is one process")[0] == 4
+    assert (
+        process_count(
+            LaunchOptions(nproc_per_node="4"), single_reason="strategy single is one process"
+        )[0]
+        == 4
+    )
 
 
 @pytest.mark.fault(
@@ -136,7 +163,9 @@ raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:64706")
     )
     ended = launch("--nproc-per-node", "2", "script.py")
     assert ended.code == 1
-    assert ended.err.startswith("lockstep: rank 1 of 2 failed: ValueError: the loss is no number\n"), ended.err
+    assert ended.err.startswith(
+        "lockstep: rank 1 of 2 failed: ValueError: the loss is no number\n"
+    ), ended.err
     assert ended.err.count("lockstep:") == 1
     assert re.search(r"where: host .*, script.py:8", ended.err)
     assert "script.py:8 in inner" in ended.err
@@ -151,7 +180,9 @@ raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:64706")
     "the mesh does not fit the ranks",
     "one message, exit code 2, no restart",
 )
-def test_a_users_error_is_one_message_and_2_and_never_restarted(tmp_path: Path, launch: Launch) -> None:
+def test_a_users_error_is_one_message_and_2_and_never_restarted(
+    tmp_path: Path, launch: Launch
+) -> None:
     script(
         tmp_path,
         """
@@ -163,10 +194,13 @@ raise UsageError("the mesh is 3 × 2, but there are 2 ranks", where="distributed
     ended = launch("--nproc-per-node", "2", "--max-restarts", "3", "script.py")
     assert ended.code == 2
     lines = (tmp_path / "script.py").read_text().splitlines()
-    raised_at = next(number for number, line in enumerate(lines, 1) if line.startswith("raise UsageError"))
-    assert ended.err == (
-        f"lockstep: the mesh is 3 × 2, but there are 2 ranks\n  where: script.py:{raised_at}, distributed\n"
-        "  do: set shard_size: 2\n"
+    raised_at = next(
+        number for number, line in enumerate(lines, 1) if line.startswith("raise UsageError")
+    )
+    assert (
+        ended.err
+        == f"lockstep: the mesh is 3 × 2, but there are 2 ranks\n  where: script.py:{raised_at},"
+        " distributed\n  do: set shard_size: 2\n"
     )
     assert len((tmp_path / "attempts").read_text()) <= 2
 
@@ -194,14 +228,16 @@ if attempt == 1:
     assert "rank 0 of 2 failed: the program left with code 7" in ended.err
     assert ended.err.count("starting the ranks again") == 2
     ports = [(tmp_path / f"port-{attempt}").read_text() for attempt in range(3)]
-    assert len(set(ports)) == 3, "ranks started anew must not read what dead ranks left in the store"
+    assert len(set(ports)) == 3, (
+        "ranks started anew must not read what dead ranks left in the store"
+    )
     events = (tmp_path / "runs/script/events.jsonl").read_text()
     assert events.count('"kind": "restart"') == 2
 
 
 def test_trap_56_preempted_ranks_may_take_their_time_and_the_code_is_75(tmp_path: Path) -> None:
-    """torchrun exits 1 though every worker has saved. And rank 1 has saved and left long before rank 0 has: rank 0 must
-    not be stopped for that, nor anything restarted.
+    """torchrun exits 1 though every worker has saved. And rank 1 has saved and left long before
+    rank 0 has: rank 0 must not be stopped for that, nor anything restarted.
     """
     script(
         tmp_path,
@@ -280,12 +316,19 @@ def test_a_port_in_use_is_one_message(tmp_path: Path, launch: Launch) -> None:
 
 def test_one_process_runs_here(tmp_path: Path) -> None:
     """Without a launcher's process in between; its error is told as any other."""
-    script(tmp_path, "say(parent=os.getppid(), world=os.environ['WORLD_SIZE'])\nprint('hello')\nraise KeyError('x')\n")
+    script(
+        tmp_path,
+        "say(parent=os.getppid(), world=os.environ['WORLD_SIZE'])\nprint('hello')\nraise"
+        " KeyError('x')\n",
+    )
     process = start(tmp_path, "launch", "script.py")
     ended = finish(process, tmp_path)
     assert ended.said(0) == {"parent": os.getpid(), "world": "1"}
     assert ended.code == 1
-    assert ended.out == ("lockstep: script.py: 1 process (no GPU is visible; --nproc-per-node N starts more)\nhello\n")
+    assert (
+        ended.out == "lockstep: script.py: 1 process (no GPU is visible; --nproc-per-node N starts"
+        " more)\nhello\n"
+    )
     assert ended.err.startswith("lockstep: KeyError: 'x'\n"), ended.err
     assert "hello" in ended.log(0)
 
@@ -293,7 +336,9 @@ def test_one_process_runs_here(tmp_path: Path) -> None:
 def test_rank_0_has_the_terminal(tmp_path: Path) -> None:
     """A live display needs one, and must not fill the log."""
     script(tmp_path, "print('terminal', sys.stdout.isatty(), flush=True)\n")
-    shown = on_a_terminal(tmp_path, "-m", "lockstep", "launch", "--nproc-per-node", "2", "script.py")
+    shown = on_a_terminal(
+        tmp_path, "-m", "lockstep", "launch", "--nproc-per-node", "2", "script.py"
+    )
     assert "terminal True" in shown
     assert shown.count("terminal") == 1
     assert "terminal False" in (tmp_path / "runs/script/logs/rank-1.log").read_text()

@@ -27,9 +27,16 @@ def start_two(folder: Path, *options: str, numbered: bool) -> list[subprocess.Po
 
 
 def test_trap_30_a_rank_is_no_machine_number(tmp_path: Path) -> None:
-    """RANK taken for the machine's number: two worlds with the same ranks. rank = node_rank · nproc + local rank."""
-    script(tmp_path, "say(**{name: os.environ[name] for name in ('GROUP_RANK', 'LOCAL_RANK', 'WORLD_SIZE')})\n")
-    ended = two_machines(tmp_path, "--master-addr", "127.0.0.1", "--master-port", str(free_port()), numbered=True)
+    """RANK taken for the machine's number: two worlds with the same ranks. rank = node_rank · nproc
+    + local rank.
+    """
+    script(
+        tmp_path,
+        "say(**{name: os.environ[name] for name in ('GROUP_RANK', 'LOCAL_RANK', 'WORLD_SIZE')})\n",
+    )
+    ended = two_machines(
+        tmp_path, "--master-addr", "127.0.0.1", "--master-port", str(free_port()), numbered=True
+    )
     assert [e.code for e in ended] == [0, 0], ended
     for rank in range(4):
         expected = {"GROUP_RANK": str(rank // 2), "LOCAL_RANK": str(rank % 2), "WORLD_SIZE": "4"}
@@ -44,7 +51,9 @@ def test_trap_30_a_rank_is_no_machine_number(tmp_path: Path) -> None:
     "every launcher names the rank that failed first",
 )
 def test_the_first_cause_is_told_where_it_was_not_too(tmp_path: Path) -> None:
-    """A rank fails on one machine; the other's launcher, which only sees a lost connection, names it too."""
+    """A rank fails on one machine; the other's launcher, which only sees a lost connection, names
+    it too.
+    """
     script(
         tmp_path,
         """
@@ -69,11 +78,17 @@ raise RuntimeError("Connection reset by peer")
     "the launcher of the other machine waits for this one's ranks to end",
     "it hears that they failed, says so, and ends with exit code 1 at once",
 )
-def test_a_machine_whose_ranks_are_done_does_not_wait_for_one_whose_ranks_failed(tmp_path: Path) -> None:
-    """The library lets it wait for 300 s: the test of two hosts hung where a rank died after its work was done."""
+def test_a_machine_whose_ranks_are_done_does_not_wait_for_one_whose_ranks_failed(
+    tmp_path: Path,
+) -> None:
+    """The library lets it wait for 300 s: the test of two hosts hung where a rank died after its
+    work was done.
+    """
     script(tmp_path, "if RANK == 3:\n    time.sleep(2)\n    os._exit(3)\n")
     since = time.monotonic()
-    ended = two_machines(tmp_path, "--master-addr", "127.0.0.1", "--master-port", str(free_port()), numbered=True)
+    ended = two_machines(
+        tmp_path, "--master-addr", "127.0.0.1", "--master-port", str(free_port()), numbered=True
+    )
     assert time.monotonic() - since < 60
     assert [e.code for e in ended] == [1, 1], ended
     assert "rank 3 of 4 failed: the program left with code 3" in ended[1].err, ended
@@ -81,12 +96,15 @@ def test_a_machine_whose_ranks_are_done_does_not_wait_for_one_whose_ranks_failed
 
 
 @pytest.mark.fault(
-    "process: a rank fails on the machine that hosts the store, when those of another machine are done",
+    "process: a rank fails on the machine that hosts the store, when those of another machine are"
+    " done",
     "that machine leaves before the other one has read how its ranks ended",
     "it waits until the other one has read it: both say that ranks failed, with exit code 1",
 )
 @pytest.mark.parametrize("code", [0, 3])
-def test_the_end_of_the_machine_with_the_store_is_read_by_a_slow_one(tmp_path: Path, code: int) -> None:
+def test_the_end_of_the_machine_with_the_store_is_read_by_a_slow_one(
+    tmp_path: Path, code: int
+) -> None:
     """The other one's launcher is stopped until the first one's ranks have ended for a while."""
     script(
         tmp_path,
@@ -119,16 +137,30 @@ if RANK == 0 and {code}:
     "one launcher waits for the others",
     "it says for whom, and ends with exit code 1 when the time is up",
 )
-def test_trap_35_a_machine_that_waits_for_another_says_so_and_ends(tmp_path: Path, launch: Launch) -> None:
+def test_trap_35_a_machine_that_waits_for_another_says_so_and_ends(
+    tmp_path: Path, launch: Launch
+) -> None:
     """A shell that starts node 0 and then node 1 never gets to node 1. Node 0 says so, and ends."""
     script(tmp_path, "")
     port = str(free_port())
     ended = launch(
-        "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port,
-        "--rdzv-conf", "timeout=2", "script.py",
-    )  # fmt: skip
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "0",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        port,
+        "--rdzv-conf",
+        "timeout=2",
+        "script.py",
+    )
     assert ended.code == 1
-    assert f"waiting for 2 machines at 127.0.0.1:{port}; start this command on each of them" in ended.err
+    assert (
+        f"waiting for 2 machines at 127.0.0.1:{port}; start this command on each of them"
+        in ended.err
+    )
     assert f"lockstep: machine 1 of 2 did not come to 127.0.0.1:{port} within 2 s" in ended.err
     assert "Traceback" not in ended.err
 
@@ -146,7 +178,20 @@ def two_namespaces() -> Iterator[tuple[str, str]]:
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("link", "add", links[0], "netns", names[0], "type", "veth", "peer", "name", links[1], "netns", names[1])
+        ip(
+            "link",
+            "add",
+            links[0],
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            links[1],
+            "netns",
+            names[1],
+        )
         for number, (name, link) in enumerate(zip(names, links, strict=True), start=1):
             ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", link)
             ip("-n", name, "link", "set", link, "up")
@@ -159,8 +204,12 @@ def two_namespaces() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-def test_trap_37_a_namespace_knows_its_own_address(tmp_path: Path, two_namespaces: tuple[str, str]) -> None:
-    """The library compares the endpoint with what the host's name resolves to, and in a namespace finds no host."""
+def test_trap_37_a_namespace_knows_its_own_address(
+    tmp_path: Path, two_namespaces: tuple[str, str]
+) -> None:
+    """The library compares the endpoint with what the host's name resolves to, and in a namespace
+    finds no host.
+    """
     script(
         tmp_path,
         """
@@ -171,12 +220,31 @@ say(world=os.environ["WORLD_SIZE"], gloo=os.environ["GLOO_SOCKET_IFNAME"])
     )
     processes = [
         subprocess.Popen(
-            ["ip", "netns", "exec", name, sys.executable, "-m", "lockstep", "launch", "--nproc-per-node", "1",
-             "--nnodes", "2", "--rdzv-endpoint", "10.77.0.1:29500", "script.py"],
-            cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                sys.executable,
+                "-m",
+                "lockstep",
+                "launch",
+                "--nproc-per-node",
+                "1",
+                "--nnodes",
+                "2",
+                "--rdzv-endpoint",
+                "10.77.0.1:29500",
+                "script.py",
+            ],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for name in two_namespaces
-    ]  # fmt: skip
+    ]
     ended = [finish(process, tmp_path, timeout=60) for process in processes]
     assert [e.code for e in ended] == [0, 0], ended
     said = [ended[0].said(rank) for rank in (0, 1)]

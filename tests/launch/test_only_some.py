@@ -1,4 +1,6 @@
-"""Calls that only some ranks make: an error at once, or as soon as the watch looks, with the lines of both."""
+"""Calls that only some ranks make: an error at once, or as soon as the watch looks, with the lines
+of both.
+"""
 
 import re
 import subprocess
@@ -39,15 +41,18 @@ def line_of(text: str, code: str) -> int:
     "whichever comes second raises at once: exit code 2, one message with the lines of both",
 )
 def test_trap_79_saving_on_rank_0_alone_is_an_error_at_once(tmp_path: Path) -> None:
-    text = _BEGIN + (
-        "for record in trainer.steps(data):\n"
+    text = (
+        _BEGIN + "for record in trainer.steps(data):\n"
         "    if trainer.is_main_process and record.step == 2:\n"
         "        trainer.save_checkpoint('saved')\n"
     )
     (tmp_path / "own.py").write_text(text)
     ended = lockstep(tmp_path, "launch", "--nproc-per-node", "2", "own.py", OMP_NUM_THREADS="1")
     assert ended.code == 2, ended.err
-    assert "the ranks do not make the same calls: rank 0 calls save_checkpoint, rank 1 calls steps" in ended.err
+    assert (
+        "the ranks do not make the same calls: rank 0 calls save_checkpoint, rank 1 calls steps"
+        in ended.err
+    )
     saving, stepping = line_of(text, "trainer.save_checkpoint"), line_of(text, "for record in")
     assert f"rank 0 at own.py:{saving}, rank 1 at own.py:{stepping}" in ended.err
     assert "Traceback" not in ended.err
@@ -56,11 +61,12 @@ def test_trap_79_saving_on_rank_0_alone_is_an_error_at_once(tmp_path: Path) -> N
 @pytest.mark.fault(
     "hang: a metric is reduced under `if is_main_process:`",
     "a collective of torch's own, in a script: rank 0 waits in it, and the others in the next step",
-    "after `hang.seconds` the rank is named with its line and the line where the others wait; exit code 1",
+    "after `hang.seconds` the rank is named with its line and the line where the others wait; exit"
+    " code 1",
 )
 def test_trap_79_a_collective_of_torch_on_rank_0_alone_is_found(tmp_path: Path) -> None:
-    text = _BEGIN + (
-        "alone = dist.new_group([0, 1])\n"
+    text = (
+        _BEGIN + "alone = dist.new_group([0, 1])\n"
         "for record in trainer.steps(data):\n"
         "    if trainer.is_main_process and record.step == 2:\n"
         "        dist.all_reduce(torch.ones(1), group=alone)\n"
@@ -69,7 +75,10 @@ def test_trap_79_a_collective_of_torch_on_rank_0_alone_is_found(tmp_path: Path) 
     since = time.monotonic()
     ended = lockstep(tmp_path, "launch", "--nproc-per-node", "2", "own.py", OMP_NUM_THREADS="1")
     assert ended.code == 1, ended.err
-    assert "rank 0 of 2 failed: it hangs: it waits in a collective which the others have not entered" in ended.err
+    assert (
+        "rank 0 of 2 failed: it hangs: it waits in a collective which the others have not entered"
+        in ended.err
+    )
     assert re.search(rf"own\.py:{line_of(text, 'dist.all_reduce')} in <module>", ended.err)
     assert f"the others wait in steps at own.py:{line_of(text, 'for record in')}" in ended.err
     assert time.monotonic() - since < 120
@@ -78,39 +87,57 @@ def test_trap_79_a_collective_of_torch_on_rank_0_alone_is_found(tmp_path: Path) 
 _OTHERS = {
     "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "own.py"),
     "lockstep.spawn": ("-c", "import lockstep, own; lockstep.spawn(own.train, nprocs=2)"),
-    "mp.spawn": ("-c", "import torch.multiprocessing as mp, own; mp.spawn(own.in_a_group, nprocs=2)"),
+    "mp.spawn": (
+        "-c",
+        "import torch.multiprocessing as mp, own; mp.spawn(own.in_a_group, nprocs=2)",
+    ),
 }
 
 
 @pytest.mark.fault(
     "hang: a checkpoint is saved under `if is_main_process:`, without Lockstep's launcher",
     "under torchrun, `lockstep.spawn` or `mp.spawn`, where nobody watches the ranks",
-    "the ranks of a machine compare their calls all the same: whichever comes second raises at once",
+    "the ranks of a machine compare their calls all the same: whichever comes second raises at"
+    " once",
 )
 @pytest.mark.parametrize(
-    "launcher", ["torchrun", *(pytest.param(name, marks=pytest.mark.full) for name in ("lockstep.spawn", "mp.spawn"))]
+    "launcher",
+    [
+        "torchrun",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("lockstep.spawn", "mp.spawn")),
+    ],
 )
-def test_trap_79_saving_on_rank_0_alone_under_other_launchers(tmp_path: Path, launcher: str) -> None:
+def test_trap_79_saving_on_rank_0_alone_under_other_launchers(
+    tmp_path: Path, launcher: str
+) -> None:
     """The rank that waits hears of it as its peer leaves; it would wait for `timeout_seconds`."""
     begin, train = _BEGIN.split("config =")
-    train = "config =" + train + (
-        "for record in trainer.steps(data):\n"
+    train = (
+        "config =" + train + "for record in trainer.steps(data):\n"
         "    if trainer.is_main_process and record.step == 2:\n"
         "        trainer.save_checkpoint('saved')\n"
-    )  # fmt: skip
-    text = f"{begin}def train():\n    {train.replace(chr(10), chr(10) + '    ')}\n" + (
-        "def in_a_group(rank):\n"
-        "    dist.init_process_group('gloo', init_method=f'file://{os.getcwd()}/meet', rank=rank, world_size=2)\n"
-        "    train()\n"
-        "if __name__ == '__main__':\n    train()\n"
+    )
+    text = (
+        f"{begin}def train():\n    {train.replace(chr(10), chr(10) + '    ')}\n"
+        + "def in_a_group(rank):\n    dist.init_process_group('gloo',"
+        " init_method=f'file://{os.getcwd()}/meet', rank=rank, world_size=2)\n    train()\nif"
+        " __name__ == '__main__':\n    train()\n"
     )
     (tmp_path / "own.py").write_text(text)
     command = [sys.executable, *_OTHERS[launcher]]
     ended = subprocess.run(
-        command, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=300
+        command,
+        cwd=tmp_path,
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert ended.returncode != 0
-    assert "the ranks do not make the same calls: rank 0 calls save_checkpoint, rank 1 calls steps" in ended.stderr
+    assert (
+        "the ranks do not make the same calls: rank 0 calls save_checkpoint, rank 1 calls steps"
+        in ended.stderr
+    )
     saving, stepping = line_of(text, "trainer.save_checkpoint"), line_of(text, "for record in")
     assert f"rank 0 at own.py:{saving}, rank 1 at own.py:{stepping}" in ended.stderr
 
@@ -129,9 +156,11 @@ _CALLS = {
 
 
 def call_at_the_end(call: str, rank: int, late: int | None = None) -> str:
-    """The text of a script in which one rank makes a call after the others' end; `late` is a rank that waits before."""
-    return _BEGIN + (
-        "import lockstep, time\n"
+    """The text of a script in which one rank makes a call after the others' end; `late` is a rank
+    that waits before.
+    """
+    return (
+        _BEGIN + "import lockstep, time\n"
         "for record in trainer.steps(data):\n"
         "    pass\n"
         f"if lockstep.rank() == {late}:\n"
@@ -145,22 +174,31 @@ def assert_named(said: str, text: str, call: str, rank: int, script: str = "own.
     other = 1 - rank
     assert f"rank {rank} calls {call}, and rank {other} has ended without it" in said, said
     line, last = line_of(text, _CALLS[call]), line_of(text, "for record in")
-    assert f"rank {rank} at {script}:{line}, rank {other} ended after steps at {script}:{last}" in said
+    assert (
+        f"rank {rank} at {script}:{line}, rank {other} ended after steps at {script}:{last}" in said
+    )
     assert "call it on every rank, before `if is_main_process:`" in said
 
 
 @pytest.mark.fault(
     "hang: what a run has learned is kept under `if is_main_process:` at the end of a script",
-    "rank 0 alone calls `state_dict`, `evaluate`, `save_checkpoint` …, and the others come to the end of the script",
-    "an error at once: exit code 2, one message with the call, the lines of both, and the rank that has ended",
+    "rank 0 alone calls `state_dict`, `evaluate`, `save_checkpoint` …, and the others come to the"
+    " end of the script",
+    "an error at once: exit code 2, one message with the call, the lines of both, and the rank that"
+    " has ended",
 )
 @pytest.mark.parametrize(
     ("call", "rank", "late"),
     [
-        ("state_dict", 0, None),  # it waits when the other one ends, or comes first: as the machine has it
+        # it waits when the other one ends, or comes first: as the machine has it
+        ("state_dict", 0, None),
         ("evaluate", 1, 1),  # the other one has ended before
         ("torch.distributed.all_reduce", 0, 1),
-        *(pytest.param(call, rank, late, marks=pytest.mark.full) for call in _CALLS for rank, late in ((0, 1), (1, 1))),
+        *(
+            pytest.param(call, rank, late, marks=pytest.mark.full)
+            for call in _CALLS
+            for rank, late in ((0, 1), (1, 1))
+        ),
     ],
 )
 def test_a_call_that_one_rank_makes_when_the_others_have_ended(
@@ -176,11 +214,16 @@ def test_a_call_that_one_rank_makes_when_the_others_have_ended(
 
 @pytest.mark.root
 @pytest.mark.fault(
-    "hang: what a run has learned is kept under `if is_main_process:` at the end of a script, on several machines",
-    "rank 0 alone calls `state_dict`, `evaluate` …; a rank of another machine has come to the end of the script",
-    "the same error at once on each machine: the call, the lines of both, and the rank that has ended; exit code 2",
+    "hang: what a run has learned is kept under `if is_main_process:` at the end of a script, on"
+    " several machines",
+    "rank 0 alone calls `state_dict`, `evaluate` …; a rank of another machine has come to the end"
+    " of the script",
+    "the same error at once on each machine: the call, the lines of both, and the rank that has"
+    " ended; exit code 2",
 )
-@pytest.mark.parametrize("call", ["state_dict", pytest.param("torch.distributed.barrier", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "call", ["state_dict", pytest.param("torch.distributed.barrier", marks=pytest.mark.full)]
+)
 def test_a_call_that_one_rank_makes_when_those_of_another_machine_have_ended(
     four: list[Host], tmp_path: Path, call: str
 ) -> None:
@@ -194,22 +237,31 @@ def test_a_call_that_one_rank_makes_when_those_of_another_machine_have_ended(
 
 
 @pytest.mark.root
-def test_a_call_that_one_rank_makes_at_the_end_under_torchrun_on_two_machines(four: list[Host], tmp_path: Path) -> None:
+def test_a_call_that_one_rank_makes_at_the_end_under_torchrun_on_two_machines(
+    four: list[Host], tmp_path: Path
+) -> None:
     text = call_at_the_end("evaluate", 0, 0)
     (tmp_path / "own.py").write_text(text)
     meeting = ["--master-addr", four[0].address, "--master-port", PORT]
     command = [sys.executable, "-m", TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *meeting]
     started = [
         Forked(
-            [*command, "--node-rank", str(number), "-m", "own"], host=host, host_name=f"host{number}", cwd=tmp_path,
+            [*command, "--node-rank", str(number), "-m", "own"],
+            host=host,
+            host_name=f"host{number}",
+            cwd=tmp_path,
             env=environment(
-                OMP_NUM_THREADS="1", PYTHONPATH=f"{tmp_path}:{REPOSITORY}",
-                GLOO_SOCKET_IFNAME=INTERFACE, TP_SOCKET_IFNAME=INTERFACE,
+                OMP_NUM_THREADS="1",
+                PYTHONPATH=f"{tmp_path}:{REPOSITORY}",
+                GLOO_SOCKET_IFNAME=INTERFACE,
+                TP_SOCKET_IFNAME=INTERFACE,
             ),
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for number, host in enumerate(four[:2])
-    ]  # fmt: skip
+    ]
     said = [process.communicate(timeout=300)[1] for process in started]
     assert started[0].returncode != 0
     assert_named(said[0], text, "evaluate", 0)
@@ -222,9 +274,13 @@ def test_a_call_that_one_rank_makes_at_the_end_under_torchrun(tmp_path: Path, ca
     (tmp_path / "own.py").write_text(text)
     command = [sys.executable, "-m", TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "own"]
     torchrun = Forked(
-        command, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1", PYTHONPATH=f"{tmp_path}:{REPOSITORY}"),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        command,
+        cwd=tmp_path,
+        env=environment(OMP_NUM_THREADS="1", PYTHONPATH=f"{tmp_path}:{REPOSITORY}"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     _, said = torchrun.communicate(timeout=300)
     assert torchrun.returncode != 0
     assert_named(said, text, call, 0)
@@ -232,30 +288,45 @@ def test_a_call_that_one_rank_makes_at_the_end_under_torchrun(tmp_path: Path, ca
 
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_call_that_one_rank_makes_at_the_end_without_a_launcher(tmp_path: Path, rank: int) -> None:
+def test_a_call_that_one_rank_makes_at_the_end_without_a_launcher(
+    tmp_path: Path, rank: int
+) -> None:
     text = call_at_the_end("state_dict", rank)
     (tmp_path / "own.py").write_text(text)
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     started = [
         subprocess.Popen(
-            [sys.executable, "own.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "own.py"],
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
             env=environment(**place, RANK=str(one), LOCAL_RANK=str(one)),
         )
         for one in (0, 1)
-    ]  # fmt: skip
+    ]
     said = [process.communicate(timeout=300)[1] for process in started]
     assert [process.returncode for process in started] == [1 - rank, rank]
     assert_named(said[rank], text, "state_dict", rank)
 
 
 @pytest.mark.fault(
-    "hang: a checkpoint is saved under `if is_main_process:`, and the others wait in torch's own `barrier`",
+    "hang: a checkpoint is saved under `if is_main_process:`, and the others wait in torch's own"
+    " `barrier`",
     "rank 0 waits for the others' parts, and they wait for rank 0",
-    "all ranks of one machine wait in collectives, and use no core: found after about 5 s, with the lines of both",
+    "all ranks of one machine wait in collectives, and use no core: found after about 5 s, with the"
+    " lines of both",
 )
-def test_ranks_that_wait_for_each_other_in_different_collectives_are_found_soon(tmp_path: Path) -> None:
-    text = _BEGIN.replace('"hang": {"factor": 5, "seconds": 2}', '"hang": {"seconds": 600}') + (
-        "for record in trainer.steps(data):\n"
+def test_ranks_that_wait_for_each_other_in_different_collectives_are_found_soon(
+    tmp_path: Path,
+) -> None:
+    text = (
+        _BEGIN.replace('"hang": {"factor": 5, "seconds": 2}', '"hang": {"seconds": 600}')
+        + "for record in trainer.steps(data):\n"
         "    if record.step == 2:\n"
         "        if trainer.is_main_process:\n"
         "            trainer.save_checkpoint('saved')\n"
@@ -265,6 +336,12 @@ def test_ranks_that_wait_for_each_other_in_different_collectives_are_found_soon(
     since = time.monotonic()
     ended = lockstep(tmp_path, "launch", "--nproc-per-node", "2", "own.py", OMP_NUM_THREADS="1")
     assert ended.code == 1, ended.err
-    assert "rank 1 of 2 failed: it hangs: it waits in a collective which the others have not entered" in ended.err
-    assert f"the others wait in save_checkpoint at own.py:{line_of(text, 'trainer.save_checkpoint')}" in ended.err
+    assert (
+        "rank 1 of 2 failed: it hangs: it waits in a collective which the others have not entered"
+        in ended.err
+    )
+    assert (
+        f"the others wait in save_checkpoint at own.py:{line_of(text, 'trainer.save_checkpoint')}"
+        in ended.err
+    )
     assert time.monotonic() - since < 120

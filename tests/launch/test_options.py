@@ -29,7 +29,9 @@ from lockstep.launch.options import LaunchOptions
         ({"rdzv_conf": {"is_host": "maybe"}}, "is_host=maybe"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_by_name(options: dict[str, object], word: str) -> None:
+def test_options_that_make_no_sense_are_refused_by_name(
+    options: dict[str, object], word: str
+) -> None:
     with pytest.raises(UsageError) as refused:
         LaunchOptions(**options).check()  # type: ignore[arg-type]
     assert word in str(refused.value)

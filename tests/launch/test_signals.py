@@ -22,7 +22,9 @@ def listens(pid: int) -> bool:
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
-def told(process: "subprocess.Popen[str]", folder: Path, number: signal.Signals) -> tuple[Ended, float]:
+def told(
+    process: "subprocess.Popen[str]", folder: Path, number: signal.Signals
+) -> tuple[Ended, float]:
     since = time.monotonic()
     process.send_signal(number)
     return finish(process, folder, timeout=30), time.monotonic() - since
@@ -30,9 +32,10 @@ def told(process: "subprocess.Popen[str]", folder: Path, number: signal.Signals)
 
 @pytest.mark.fault(
     "process: a signal at any moment of a start",
-    "SIGTERM or Ctrl-C comes while the launcher loads its libraries, a machine waits for the others, or a rank waits "
-    "for its peers inside of the library",
-    "all end within seconds with exit code 75 and one line; the next start finds no temporary files",
+    "SIGTERM or Ctrl-C comes while the launcher loads its libraries, a machine waits for the"
+    " others, or a rank waits for its peers inside of the library",
+    "all end within seconds with exit code 75 and one line; the next start finds no temporary"
+    " files",
 )
 def test_signals_while_a_run_starts(tmp_path: Path) -> None:
     script(tmp_path, "time.sleep(60)\n")
@@ -43,12 +46,29 @@ def test_signals_while_a_run_starts(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     own = {"TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
     port = str(free_port())
-    alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    rank = start(tmp_path, "train", "tiny.yaml", **own, **alone, MASTER_PORT=port)  # rank 1 never comes
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    # rank 1 never comes
+    rank = start(tmp_path, "train", "tiny.yaml", **own, **alone, MASTER_PORT=port)
     waiting = start(
-        tmp_path, "launch", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1",
-        "--master-port", str(free_port()), "script.py", **own,
-    )  # fmt: skip
+        tmp_path,
+        "launch",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "0",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        "script.py",
+        **own,
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         early = start(tmp_path, "launch", "--nproc-per-node", "2", "script.py", fresh=True, **own)
         wait_for(lambda pid=early.pid: listens(pid))  # type: ignore[misc]
@@ -79,13 +99,30 @@ def test_signals_while_a_run_starts(tmp_path: Path) -> None:
 )
 def test_a_run_under_nohup_does_not_hear_that_its_terminal_is_closed(tmp_path: Path) -> None:
     script(tmp_path, "open('ready', 'w')\nwhile not os.path.exists('go'):\n    time.sleep(0.05)\n")
-    command = ["nohup", sys.executable, "-m", "lockstep", "launch", "--nproc-per-node", "1", "script.py"]
+    command = [
+        "nohup",
+        sys.executable,
+        "-m",
+        "lockstep",
+        "launch",
+        "--nproc-per-node",
+        "1",
+        "script.py",
+    ]
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        command,
+        cwd=tmp_path,
+        env=environment(OMP_NUM_THREADS="1"),
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     wait_for((tmp_path / "ready").exists)
-    for member in [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]:
+    for member in [
+        process.pid,
+        *(child.pid for child in psutil.Process(process.pid).children(recursive=True)),
+    ]:
         os.kill(member, signal.SIGHUP)
     time.sleep(0.5)
     (tmp_path / "go").touch()
@@ -93,13 +130,21 @@ def test_a_run_under_nohup_does_not_hear_that_its_terminal_is_closed(tmp_path: P
     assert ended.code == 0, ended.err
 
 
-def test_what_a_killed_process_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_process_left_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
-    program = "from lockstep import scratch; print(scratch.scratch_folder('launch'), flush=True); input()"
+    program = (
+        "from lockstep import scratch; print(scratch.scratch_folder('launch'), flush=True); input()"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=REPOSITORY, env=environment(TMPDIR=str(tmp_path)), text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        env=environment(TMPDIR=str(tmp_path)),
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert process.stdout is not None
     theirs = Path(process.stdout.readline().strip())
     own = scratch.scratch_folder("launch")

@@ -1,4 +1,6 @@
-"""Real ranks on a slow disk: saves, evaluations, steps and data that go forward do not hang, however long they take."""
+"""Real ranks on a slow disk: saves, evaluations, steps and data that go forward do not hang,
+however long they take.
+"""
 
 import re
 import time
@@ -20,7 +22,8 @@ distributed: {device: cpu, strategy: ddp, hang: {factor: 1.5, seconds: 1.5}, tim
 checkpoint: {save_steps: 4, async: ASYNC, storage: {name: "slowness:Slow", args: {root: run/checkpoints}}}
 monitor: {log_steps: 1, sinks: [jsonl]}
 """
-# The first save, the first evaluation and the first steps are fast: from them the launcher learns what is usual.
+# The first save, the first evaluation and the first steps are fast: from them the launcher learns
+# what is usual.
 _SLOWNESS = """
 import os, time
 from contextlib import contextmanager
@@ -85,9 +88,11 @@ os.fsync = late(os.fsync, 0.05)
 
 @pytest.mark.fault(
     "storage: a disk on which a save takes far longer than before",
-    "each operation on files is slow, and goes forward; so may be an evaluation, or the samples of a step",
-    "nothing is taken for a hang while bytes are written, samples read or micro-batches run; a write that has "
-    "not gone forward for `hang.seconds`, and `hang.factor` × what a whole one usually takes, is one",
+    "each operation on files is slow, and goes forward; so may be an evaluation, or the samples of"
+    " a step",
+    "nothing is taken for a hang while bytes are written, samples read or micro-batches run; a"
+    " write that has not gone forward for `hang.seconds`, and `hang.factor` × what a whole one"
+    " usually takes, is one",
 )
 @pytest.mark.parametrize("in_background", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_what_goes_forward_does_not_hang(tmp_path: Path, in_background: bool) -> None:
@@ -95,18 +100,26 @@ def test_what_goes_forward_does_not_hang(tmp_path: Path, in_background: bool) ->
     (tmp_path / "slowness.py").write_text(_SLOWNESS)
     (tmp_path / "tiny.yaml").write_text(_CONFIG.replace("ASYNC", str(in_background).lower()))
     options = ("--nproc-per-node", "2", "--max-restarts", "1", "--output-dir", "run")
-    ended = finish(start(tmp_path, "train", "tiny.yaml", *options, OMP_NUM_THREADS="1"), tmp_path, timeout=240)
+    ended = finish(
+        start(tmp_path, "train", "tiny.yaml", *options, OMP_NUM_THREADS="1"), tmp_path, timeout=240
+    )
     assert ended.code == 0, ended.err
     (restart,) = events(tmp_path / "run", "restart")
-    assert re.search(r"rank 0 of 2 failed: it hangs in save, after step 12: ", restart["reason"]), restart["reason"]
-    assert ("the write of the checkpoint has not gone forward" in restart["reason"]) == in_background
+    assert re.search(r"rank 0 of 2 failed: it hangs in save, after step 12: ", restart["reason"]), (
+        restart["reason"]
+    )
+    assert (
+        "the write of the checkpoint has not gone forward" in restart["reason"]
+    ) == in_background
     assert "if it was only slow, raise distributed.hang.seconds above 1.5" in restart["reason"]
     assert steps(tmp_path / "run") == [*range(1, 13)]
     assert [event["step"] for event in events(tmp_path / "run", "save")] == [4, 8, 12]
 
 
 def test_ranks_of_another_machine_that_go_forward_are_waited_for() -> None:
-    """Two launchers share a store. What is written in the background counts only for who waits for it."""
+    """Two launchers share a store. What is written in the background counts only for who waits for
+    it.
+    """
     store = HashStore()
     here, there = OtherMachines(store, 0, 2), OtherMachines(store, 1, 2)
     try:

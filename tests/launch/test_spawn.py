@@ -1,4 +1,6 @@
-"""`lockstep.spawn` from scripts, from a notebook's kind of process, and on what counts as several machines."""
+"""`lockstep.spawn` from scripts, from a notebook's kind of process, and on what counts as several
+machines.
+"""
 
 import json
 import re
@@ -82,7 +84,9 @@ def test_ranks_of_a_script_know_their_place(said: Ended) -> None:
 
 def test_trap_32_spawned_ranks_share_one_port(said: Ended) -> None:
     """The parent holds the port; a rank that picks its own is alone there."""
-    ports = {json.loads((said.folder / f"one/{rank}").read_text())["MASTER_PORT"] for rank in (0, 1)}
+    ports = {
+        json.loads((said.folder / f"one/{rank}").read_text())["MASTER_PORT"] for rank in (0, 1)
+    }
     assert len(ports) == 1
     assert ports != {"29500"}
 
@@ -94,9 +98,16 @@ def test_the_first_error_is_raised_once(said: Ended) -> None:
     assert text.startswith("rank 1 of 2 failed: ValueError: the loss is no number")
     assert "script.py:11" in text
     assert told["dies"][1].startswith("rank 1 of 2 failed: the program left with code 3")
-    assert told["refuses"][:2] == ["UsageError", "bad mesh\n  where: script.py:20\n  do: a better one"]
-    assert all(seconds < 40 for _, _, seconds in told.values()), "peers, which would sleep for 60 s, are not waited for"
-    assert said.err.count("Traceback") == 2, "of the errors that are no messages to the user, one each"
+    assert told["refuses"][:2] == [
+        "UsageError",
+        "bad mesh\n  where: script.py:20\n  do: a better one",
+    ]
+    assert all(seconds < 40 for _, _, seconds in told.values()), (
+        "peers, which would sleep for 60 s, are not waited for"
+    )
+    assert said.err.count("Traceback") == 2, (
+        "of the errors that are no messages to the user, one each"
+    )
 
 
 def test_one_rank_runs_here(said: Ended) -> None:
@@ -130,9 +141,15 @@ lockstep.spawn(train, nprocs=2)
 def test_from_a_notebook(tmp_path: Path) -> None:
     """The function lives in no file, so ranks are forks; torch's threads don't survive that."""
     ended = subprocess.run(
-        [sys.executable, "-"], input=_NOTEBOOK, cwd=tmp_path, env=environment(), capture_output=True, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-"],
+        input=_NOTEBOOK,
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "sum 2\n"
 
@@ -151,13 +168,21 @@ if __name__ == "__main__":
 
 
 def test_trap_30_a_spawned_rank_is_no_machine_number(tmp_path: Path) -> None:
-    """mp.spawn's index taken for the rank: two machines are two conflicting worlds. rank = node · nprocs + index."""
+    """mp.spawn's index taken for the rank: two machines are two conflicting worlds. rank = node ·
+    nprocs + index.
+    """
     (tmp_path / "script.py").write_text(_TWO_MACHINES)
     machines = [
-        subprocess.Popen([sys.executable, "script.py", str(node)], cwd=tmp_path, env=environment()) for node in (0, 1)
+        subprocess.Popen([sys.executable, "script.py", str(node)], cwd=tmp_path, env=environment())
+        for node in (0, 1)
     ]
     assert [machine.wait(100) for machine in machines] == [0, 0]
-    assert [(tmp_path / str(rank)).read_text() for rank in range(4)] == ["0 4 0 7", "1 4 0 7", "0 4 1 7", "1 4 1 7"]
+    assert [(tmp_path / str(rank)).read_text() for rank in range(4)] == [
+        "0 4 0 7",
+        "1 4 0 7",
+        "0 4 1 7",
+        "1 4 1 7",
+    ]
 
 
 def test_numbers_that_do_not_fit_are_refused() -> None:
@@ -200,7 +225,9 @@ def test_arguments_in_the_wrong_places_are_an_error_with_the_call(
 def test_trap_30_variables_of_another_world_are_refused(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
 ) -> None:
-    """`WORLD_SIZE=4 RANK=0 python train.py` on each of two machines: two worlds of two ranks, without a word."""
+    """`WORLD_SIZE=4 RANK=0 python train.py` on each of two machines: two worlds of two ranks,
+    without a word.
+    """
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="but spawn would start ranks 0 to 1 of 2"):
@@ -209,7 +236,9 @@ def test_trap_30_variables_of_another_world_are_refused(
 
 @pytest.mark.parametrize("rank", ["1", "2"])
 def test_variables_of_the_same_world_are_right(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
-    """RANK as the machine's number of as many machines, or as this machine's first rank of as many ranks."""
+    """RANK as the machine's number of as many machines, or as this machine's first rank of as many
+    ranks.
+    """
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", {"1": "2", "2": "4"}[rank])
     _check_environment(nprocs=2, nnodes=2, node_rank=1)
@@ -253,11 +282,17 @@ if __name__ == "__main__":
 
 
 def test_ranks_that_are_started_again_are_forks_of_one_server(tmp_path: Path) -> None:
-    """With the variables of now, and a world of their own each time; the first error is raised once."""
+    """With the variables of now, and a world of their own each time; the first error is raised
+    once.
+    """
     ended = run_script(tmp_path, _AGAIN)
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[-1] == "bad mesh"
-    seen = [json.loads((tmp_path / f"{number}-{rank}.json").read_text()) for number in (2, 3) for rank in range(number)]
+    seen = [
+        json.loads((tmp_path / f"{number}-{rank}.json").read_text())
+        for number in (2, 3)
+        for rank in range(number)
+    ]
     assert len({one["parent"] for one in seen}) == 1, "one server"
     assert [(one["variable"], one["world"]) for one in seen] == [("2", 2)] * 2 + [("3", 3)] * 3
     assert {one["threads"] for one in seen} == {1}
@@ -276,19 +311,30 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("threads", ["", "2,1", "many"])
-def test_a_number_of_threads_that_is_none_is_no_reason_to_stop(tmp_path: Path, threads: str) -> None:
-    """OpenMP warns of it, and takes its own default; its lists, as 2,1, are numbers for nested regions."""
+def test_a_number_of_threads_that_is_none_is_no_reason_to_stop(
+    tmp_path: Path, threads: str
+) -> None:
+    """OpenMP warns of it, and takes its own default; its lists, as 2,1, are numbers for nested
+    regions.
+    """
     (tmp_path / "script.py").write_text(_FORKS)
     ended = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment(OMP_NUM_THREADS=threads), check=False,
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=environment(OMP_NUM_THREADS=threads),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert ended.returncode == 0, ended.stderr
 
 
 def test_they_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_AGAIN)
-    process = subprocess.Popen([sys.executable, "script.py", "killed"], cwd=tmp_path, env=environment())
+    process = subprocess.Popen(
+        [sys.executable, "script.py", "killed"], cwd=tmp_path, env=environment()
+    )
     files = [tmp_path / f"pid-{rank}" for rank in range(2)]
     wait_for(lambda: all(file.exists() and file.read_text() for file in files))
     process.kill()

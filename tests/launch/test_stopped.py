@@ -1,4 +1,6 @@
-"""Real ranks that a signal stops where no step has told yet how long it takes: each is named within seconds."""
+"""Real ranks that a signal stops where no step has told yet how long it takes: each is named within
+seconds.
+"""
 
 import json
 import re
@@ -62,17 +64,25 @@ os.fsync = sync
 @pytest.mark.fault(
     "hang: a rank is stopped (SIGSTOP) in the first step, an evaluation or a save",
     "nobody knows yet how long these take; the others wait in a collective",
-    "after `hang.seconds` it is named, with what it was doing and its line, and the ranks are started again",
+    "after `hang.seconds` it is named, with what it was doing and its line, and the ranks are"
+    " started again",
 )
 def test_a_rank_that_is_stopped_is_named_soon_whatever_it_does(tmp_path: Path) -> None:
     (tmp_path / "moments.py").write_text(_MOMENTS)
     (tmp_path / "tiny.yaml").write_text(_CONFIG)
     options = ("--nproc-per-node", "2", "--max-restarts", "3", "--output-dir", "run")
-    ended = finish(start(tmp_path, "train", "tiny.yaml", *options, OMP_NUM_THREADS="1"), tmp_path, timeout=240)
+    ended = finish(
+        start(tmp_path, "train", "tiny.yaml", *options, OMP_NUM_THREADS="1"), tmp_path, timeout=240
+    )
     assert ended.code == 0, ended.err
-    found = re.findall(r"rank (\d) of 2 failed: it hangs in (\w+).*?: a signal stopped (\S+)", ended.err)
+    found = re.findall(
+        r"rank (\d) of 2 failed: it hangs in (\w+).*?: a signal stopped (\S+)", ended.err
+    )
     assert found == [("1", "step", "it"), ("0", "evaluate", "it"), ("1", "save", "it")], ended.err
     restarts = events(tmp_path / "run", "restart")
-    took = [r["time"] - json.loads((tmp_path / f"stopped-{n}.json").read_text()) for n, r in enumerate(restarts)]
+    took = [
+        r["time"] - json.loads((tmp_path / f"stopped-{n}.json").read_text())
+        for n, r in enumerate(restarts)
+    ]
     assert len(took) == 3
     assert max(took) < 30, took  # seconds, on a busy machine

@@ -68,8 +68,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def long_options() -> list[str]:
     """torchrun's options, as the installed torch has them."""
-    actions = [action for action in get_args_parser()._actions if action.option_strings and action.dest != "help"]
-    return [max(action.option_strings, key=lambda name: (len(name), "-" in name[2:])) for action in actions]
+    actions = [
+        action
+        for action in get_args_parser()._actions
+        if action.option_strings and action.dest != "help"
+    ]
+    return [
+        max(action.option_strings, key=lambda name: (len(name), "-" in name[2:]))
+        for action in actions
+    ]
 
 
 def test_the_table_is_that_of_the_installed_torch() -> None:
@@ -84,7 +91,17 @@ def test_each_option_of_torchrun_works_or_says_why_not(
     if isinstance(entry, list):
         for spelling in (entry, [entry[0].replace("-", "_").replace("__", "--", 1), *entry[1:]]):
             launched.clear()
-            assert main(["launch", *(spelling if spelling[0][1] in "-_" else entry), "script.py", "--tee"]) == 0
+            assert (
+                main(
+                    [
+                        "launch",
+                        *(spelling if spelling[0][1] in "-_" else entry),
+                        "script.py",
+                        "--tee",
+                    ]
+                )
+                == 0
+            )
             assert launched["arguments"] == ["--tee"], "what follows the script is its own"
         return
     value = [] if option == "--virtual-local-rank" else ["value"]
@@ -94,9 +111,16 @@ def test_each_option_of_torchrun_works_or_says_why_not(
     assert entry in said
 
 
-def test_variables_stand_for_options(launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_stand_for_options(
+    launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PET_* is how job operators speak to torchrun; the command line is stronger."""
-    for name, value in {"NPROC_PER_NODE": "3", "MAX_RESTARTS": "2", "NO_PYTHON": "1", "TEE": "3"}.items():
+    for name, value in {
+        "NPROC_PER_NODE": "3",
+        "MAX_RESTARTS": "2",
+        "NO_PYTHON": "1",
+        "TEE": "3",
+    }.items():
         monkeypatch.setenv(f"PET_{name}", value)
     assert main(["launch", "--max-restarts", "5", "./program"]) == 0
     assert launched["options"].nproc_per_node == "3"
@@ -124,17 +148,23 @@ def test_one_process_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
         (ConsoleOutput(only="1"), [(False, False), (True, True)]),
     ],
 )
-def test_which_output_the_console_shows(shown: ConsoleOutput, expected: list[tuple[bool, bool]]) -> None:
+def test_which_output_the_console_shows(
+    shown: ConsoleOutput, expected: list[tuple[bool, bool]]
+) -> None:
     assert [shown.streams(rank, is_main=rank == 0) for rank in (0, 1)] == expected
 
 
-@pytest.mark.parametrize("wrong", [ConsoleOutput(tee="5"), ConsoleOutput(redirects="0:x"), ConsoleOutput(only="a")])
+@pytest.mark.parametrize(
+    "wrong", [ConsoleOutput(tee="5"), ConsoleOutput(redirects="0:x"), ConsoleOutput(only="a")]
+)
 def test_what_can_not_be_read_is_refused(wrong: ConsoleOutput) -> None:
     with pytest.raises(UsageError):
         wrong.check()
 
 
-def test_options_reach_the_ranks(tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_the_ranks(
+    tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script(
         tmp_path,
         """
@@ -154,7 +184,18 @@ main()
 """,
     )
     monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
-    options = ("--role", "trainer", "--log-dir", "lg", "--tee", "1:1", "--redirects", "0:2", "--master-port", "0")
+    options = (
+        "--role",
+        "trainer",
+        "--log-dir",
+        "lg",
+        "--tee",
+        "1:1",
+        "--redirects",
+        "0:2",
+        "--master-port",
+        "0",
+    )
     ended = launch(*options, "script.py")
     assert ended.code == 1
     assert "rank 1 of 2 failed: ValueError: recorded" in ended.err
@@ -180,9 +221,12 @@ def test_a_program_of_any_kind(tmp_path: Path, launch: Launch) -> None:
     program = tmp_path / "program"
     program.write_text(
         '#!/bin/sh\necho "program $RANK of $WORLD_SIZE: $1"\ntouch said-$RANK\n'
-        "until [ -e said-0 ]; do sleep 0.1; done\nexit $RANK\n"  # rank 1's failure ends rank 0, which may start late
+        # rank 1's failure ends rank 0, which may start late
+        "until [ -e said-0 ]; do sleep 0.1; done\nexit $RANK\n"
     )
-    assert launch("--nproc-per-node", "2", "--no-python", "./program", "--word").code == 2, "not executable"
+    assert launch("--nproc-per-node", "2", "--no-python", "./program", "--word").code == 2, (
+        "not executable"
+    )
     program.chmod(0o755)
     ended = launch("--nproc-per-node", "2", "--no-python", "./program", "--word")
     assert "program 0 of 2: --word" in ended.out
@@ -192,7 +236,9 @@ def test_a_program_of_any_kind(tmp_path: Path, launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["2", None])
-def test_a_script_that_handles_the_signal_and_ends_with_0_is_not_done(tmp_path: Path, ranks: str | None) -> None:
+def test_a_script_that_handles_the_signal_and_ends_with_0_is_not_done(
+    tmp_path: Path, ranks: str | None
+) -> None:
     """Its scheduler would take the job for finished."""
     script(
         tmp_path,
@@ -204,15 +250,21 @@ while not stop:
     time.sleep(0.01)
 """,
     )
-    process = start(tmp_path, "launch", *(("--nproc-per-node", ranks) if ranks else ()), "script.py")
-    wait_for(lambda: all((tmp_path / f"said-{rank}.json").exists() for rank in range(int(ranks or 1))))
+    process = start(
+        tmp_path, "launch", *(("--nproc-per-node", ranks) if ranks else ()), "script.py"
+    )
+    wait_for(
+        lambda: all((tmp_path / f"said-{rank}.json").exists() for rank in range(int(ranks or 1)))
+    )
     process.send_signal(signal.SIGTERM)
     ended = finish(process, tmp_path)
     assert ended.code == 75, ended.err
 
 
 def test_one_machine_of_one_to_two_is_enough(tmp_path: Path, launch: Launch) -> None:
-    """The time for the last call was longer than that for the meeting, which then failed with enough machines."""
+    """The time for the last call was longer than that for the meeting, which then failed with
+    enough machines.
+    """
     script(tmp_path, "say(world=os.environ['WORLD_SIZE'])\n")
     endpoint = f"127.0.0.1:{free_port()}"
     conf = ("--rdzv-endpoint", endpoint, "--rdzv-conf", "timeout=2")

@@ -1,4 +1,6 @@
-"""Configs of the Hugging Face library with every field away from its default, generated from the fields themselves."""
+"""Configs of the Hugging Face library with every field away from its default, generated from the
+fields themselves.
+"""
 
 import functools
 import warnings
@@ -12,8 +14,16 @@ from tests.models.decoders import decoder, sizes, transformers
 from tests.parity.toy import VOCAB
 
 LENGTH = 12
-# What changes nothing of a forward pass without a cache, or is not the chain's: caches, initial values, other heads.
-_OTHERS = ("use_cache", "initializer_range", "is_decoder", "pad_token_id", "bos_token_id", "eos_token_id")
+# What changes nothing of a forward pass without a cache, or is not the chain's: caches, initial
+# values, other heads.
+_OTHERS = (
+    "use_cache",
+    "initializer_range",
+    "is_decoder",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+)
 # With these a pipeline refuses a model.
 _REFUSED = ("output_router_logits", "add_cross_attention")
 _ROPES: list[dict[str, Any]] = [
@@ -21,10 +31,13 @@ _ROPES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 3.0},
     {"rope_type": "dynamic", "factor": 3.0},
     {
-        "rope_type": "llama3", "factor": 3.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
+        "rope_type": "llama3",
+        "factor": 3.0,
+        "original_max_position_embeddings": 16,
+        "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
     },
-]  # fmt: skip
+]
 
 
 def fields(family: str) -> dict[str, Any]:
@@ -67,7 +80,9 @@ def _other_ropes(value: dict[str, Any] | None) -> list[Any]:
     if value is None:  # of versions before 5
         return _ROPES
     if "rope_type" not in value:  # one for each kind of layer
-        first = {kind: {**rope, "rope_theta": 300.0} for kind, rope in zip(value, _ROPES, strict=False)}
+        first = {
+            kind: {**rope, "rope_theta": 300.0} for kind, rope in zip(value, _ROPES, strict=False)
+        }
         return [first]
     kept = {key: value[key] for key in ("partial_rotary_factor",) if key in value}
     return [{**kept, **rope, "rope_theta": 300.0} for rope in _ROPES]
@@ -108,7 +123,8 @@ def single_changes(family: str) -> Iterator[tuple[str, Any]]:
 def all_changes(family: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Fields with other values, all at once, and the names of those that change the outputs.
 
-    Each field takes the first value with which the outputs differ; if there is none, one that the library takes.
+    Each field takes the first value with which the outputs differ; if there is none, one that the
+    library takes.
     """
     args: dict[str, Any] = {}
     telling: list[str] = []

@@ -11,23 +11,48 @@ from tests.parity.toy import VOCAB
 transformers = pytest.importorskip("transformers")
 
 _SIZES: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 64, "attention_dropout": 0.1,
-    "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
-_GPT2: dict[str, Any] = {
-    "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB, "bos_token_id": 0,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
     "eos_token_id": 0,
-}  # fmt: skip
+}
+_GPT2: dict[str, Any] = {
+    "n_embd": 16,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    "vocab_size": VOCAB,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 _HEADS: dict[str, Any] = {"head_dim": 8}
 _MORE: dict[str, dict[str, Any]] = {
-    "gemma": _HEADS, "gemma2": {**_HEADS, "sliding_window": 4}, "glm4": _HEADS, "qwen3": _HEADS,
-    "gemma3_text": {**_HEADS, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma": _HEADS,
+    "gemma2": {**_HEADS, "sliding_window": 4},
+    "glm4": _HEADS,
+    "qwen3": _HEADS,
+    "gemma3_text": {
+        **_HEADS,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "gpt_oss": {**_HEADS, "num_local_experts": 4, "sliding_window": 4},
     "mistral": {"sliding_window": 4},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {**_HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
-}  # fmt: skip
+    "qwen3_moe": {
+        **_HEADS,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+    },
+}
 
 
 def sizes(family: str, **args: Any) -> dict[str, Any]:

@@ -24,11 +24,15 @@ def tied_transformer(**args: object) -> nn.Module:
 
 
 def free_transformer(**args: object) -> nn.Module:
-    return get_model("free_transformer")(**{**SMALL, "latent_bits": 5, "mlp_hidden": 24, "kappa": 0.0, **args})
+    return get_model("free_transformer")(
+        **{**SMALL, "latent_bits": 5, "mlp_hidden": 24, "kappa": 0.0, **args}
+    )
 
 
 def mixture(**args: object) -> nn.Module:
-    return get_model("mixture")(**{**SMALL, "n_expert": 4, "expert_hidden": 8, "n_shared": 1, **args})
+    return get_model("mixture")(
+        **{**SMALL, "n_expert": 4, "expert_hidden": 8, "n_shared": 1, **args}
+    )
 
 
 def vae(**args: object) -> nn.Module:
@@ -56,7 +60,10 @@ def texts(batch: int = 3, length: int = 8, *, seed: int = 0) -> dict[str, Tensor
 
 def images(batch: int = 3, size: int = 16, *, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {"image": torch.rand(batch, 1, size, size, generator=generator), "label": torch.zeros(batch).long()}
+    return {
+        "image": torch.rand(batch, 1, size, size, generator=generator),
+        "label": torch.zeros(batch).long(),
+    }
 
 
 def batch_for(family: str) -> dict[str, Tensor]:

@@ -13,15 +13,21 @@ def test_the_default_size_is_the_published_one() -> None:
         model = BDH()
     assert sum(p.numel() for p in model.parameters()) == 25_296_896
     assert [name for name, _ in model.named_parameters()] == [
-        "encoder", "encoder_v", "decoder", "embed.weight", "head.weight",
-    ]  # fmt: skip
+        "encoder",
+        "encoder_v",
+        "decoder",
+        "embed.weight",
+        "head.weight",
+    ]
 
 
 def test_layers_own_nothing_and_borrow_three_weights() -> None:
     model = bdh()
     assert all(not list(layer.parameters()) for _, layer in model.blocks())
     assert set(model.shared_parameters()) == {"layers.0", "layers.1", "layers.2"}
-    assert model.shared_parameters()["layers.1"] == {n: n for n in ("encoder", "encoder_v", "decoder")}
+    assert model.shared_parameters()["layers.1"] == {
+        n: n for n in ("encoder", "encoder_v", "decoder")
+    }
 
 
 def by_the_book(model: BDH, ids: Tensor) -> Tensor:
@@ -76,7 +82,9 @@ def test_products_over_neurons_do_not_overflow(dtype: torch.dtype) -> None:
     assert attended.isfinite().all()
     assert attended.abs().max() > 65504
     exact = attend_to_past(s.float(), x.expand(s.shape[0], *x.shape), PastAttention())
-    torch.testing.assert_close(attended.float(), exact, rtol=0.05, atol=0.02 * exact.abs().max().item())
+    torch.testing.assert_close(
+        attended.float(), exact, rtol=0.05, atol=0.02 * exact.abs().max().item()
+    )
 
 
 def test_dropout_acts_on_neurons_in_training() -> None:
@@ -87,5 +95,7 @@ def test_dropout_acts_on_neurons_in_training() -> None:
 
 
 def test_neurons_must_come_out_whole_and_even() -> None:
-    with pytest.raises(UsageError, match=r"mlp_multiplier·n_embd=45 is not a multiple of 2·n_head=6"):
+    with pytest.raises(
+        UsageError, match=r"mlp_multiplier·n_embd=45 is not a multiple of 2·n_head=6"
+    ):
         BDH(n_embd=15, n_head=3, mlp_multiplier=3)

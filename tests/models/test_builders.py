@@ -44,7 +44,9 @@ def test_facts_fill_what_the_config_leaves_unset() -> None:
     model = build_model(Section("transformer", {"n_layer": 1, "n_embd": 8, "n_head": 2}), facts)
     assert model.embed.weight.shape == (50, 8)
     assert model.block_size == 64
-    model = build_model(Section("transformer", {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 60}), facts)
+    model = build_model(
+        Section("transformer", {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 60}), facts
+    )
     assert model.embed.weight.shape == (60, 8)
 
 
@@ -57,8 +59,15 @@ def test_models_are_built_on_the_default_device() -> None:
 def test_a_builder_takes_a_config_or_keywords() -> None:
     from lockstep.config import Config
 
-    config = Config.model_validate({"model": {"name": "vae", "args": {"image_size": 16, "channels": 1}}})
-    assert get_model("vae")(config)(torch.rand(1, 1, 16, 16))["reconstruction"].shape == (1, 1, 16, 16)
+    config = Config.model_validate(
+        {"model": {"name": "vae", "args": {"image_size": 16, "channels": 1}}}
+    )
+    assert get_model("vae")(config)(torch.rand(1, 1, 16, 16))["reconstruction"].shape == (
+        1,
+        1,
+        16,
+        16,
+    )
     assert get_model("vae")(config, latent_dim=3).latent.mu.out_features == 3
     assert get_model("bdh")(**SMALL).head.out_features == SMALL["vocab_size"]
 
@@ -72,18 +81,30 @@ def test_classes_of_the_users_own() -> None:
 @pytest.mark.parametrize(
     ("name", "args", "says"),
     [
-        ("transfomer", {}, r"no model 'transfomer'; did you mean 'transformer'\?[\s\S]*free_transformer"),
-        ("bdh", {"n_layers": 3}, r"bdh takes no argument 'n_layers'; did you mean 'n_layer'\?[\s\S]*mlp_multiplier"),
+        (
+            "transfomer",
+            {},
+            r"no model 'transfomer'; did you mean 'transformer'\?[\s\S]*free_transformer",
+        ),
+        (
+            "bdh",
+            {"n_layers": 3},
+            r"bdh takes no argument 'n_layers'; did you mean 'n_layer'\?[\s\S]*mlp_multiplier",
+        ),
         (
             "free_transformer",
             {"vocab_size": 50, "hidden_dim": 64, "num_layers": 2, "num_heads": 2, "latent_dim": 8},
             r"no argument 'hidden_dim' and no 'num_layers' and no [\s\S]*"
-            "write n_embd for hidden_dim; n_layer for num_layers; n_head for num_heads; latent_bits for latent_dim$",
+            "write n_embd for hidden_dim; n_layer for num_layers; n_head for num_heads; latent_bits"
+            " for latent_dim$",
         ),
         (
             "transformer",
             {"num_hidden_layers": 2, "what": 1},
-            r"model\.args\.num_hidden_layers, model\.args\.what[\s\S]*write n_layer for num_hidden_layers; it takes",
+            (
+                r"model\.args\.num_hidden_layers, model\.args\.what[\s\S]*write n_layer for"
+                r" num_hidden_layers; it takes"
+            ),
         ),
         ("no.such.module:Model", {}, r"there is no module 'no', needed by no\.such\.module:Model"),
         (f"{HERE}:Missing", {}, r"has no Missing"),
@@ -108,7 +129,9 @@ def test_only_the_family_asked_for_is_imported() -> None:
 
 
 def test_a_wrapper_that_names_no_argument_gets_a_dict_by_keyword() -> None:
-    """`forward(*args, **kwargs)` hands on to a model that names them; `forward(batch)` takes the dict itself."""
+    """`forward(*args, **kwargs)` hands on to a model that names them; `forward(batch)` takes the
+    dict itself.
+    """
 
     class HandsOn(nn.Module):
         def forward(self, *args: object, **kwargs: object) -> object:
@@ -131,13 +154,21 @@ def test_samples_are_counted_in_the_first_tensor_wherever_it_lies() -> None:
 
 
 def test_classes_come_last_in_text_and_second_in_pictures() -> None:
-    """[B, T, V] against [B, T]; but [B, C, H, W] against [B, H, W], also where C, H and W are equal."""
+    """[B, T, V] against [B, T]; but [B, C, H, W] against [B, H, W], also where C, H and W are
+    equal.
+    """
     loss = nn.CrossEntropyLoss()
     generator = torch.Generator().manual_seed(0)
     objective = objective_of(nn.Linear(2, 2), loss)
-    logits, targets = torch.randn(2, 4, 4, generator=generator), torch.randint(4, (2, 4), generator=generator)
+    logits, targets = (
+        torch.randn(2, 4, 4, generator=generator),
+        torch.randint(4, (2, 4), generator=generator),
+    )
     of_text = objective.summed(logits, (None, targets)) / objective.count((None, targets))
     torch.testing.assert_close(of_text, loss(logits.flatten(0, 1), targets.flatten()))
-    logits, targets = torch.randn(2, 4, 4, 4, generator=generator), torch.randint(4, (2, 4, 4), generator=generator)
+    logits, targets = (
+        torch.randn(2, 4, 4, 4, generator=generator),
+        torch.randint(4, (2, 4, 4), generator=generator),
+    )
     of_a_picture = objective.summed(logits, (None, targets)) / objective.count((None, targets))
     torch.testing.assert_close(of_a_picture, loss(logits, targets))

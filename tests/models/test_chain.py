@@ -10,7 +10,9 @@ from lockstep.models.chain import run_segment
 
 def test_a_segment_that_does_not_accept_the_batchs_keys_is_told_what_to_write() -> None:
     batch = ((), {"input_ids": torch.zeros(1, 2, dtype=torch.int64)})
-    with pytest.raises(UsageError, match=r"Embedding, does not accept(.|\n)*'input_ids'(.|\n)*inputs\(batch\)"):
+    with pytest.raises(
+        UsageError, match=r"Embedding, does not accept(.|\n)*'input_ids'(.|\n)*inputs\(batch\)"
+    ):
         run_segment(nn.Embedding(2, 2), *batch, batch)
 
 

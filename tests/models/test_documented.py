@@ -13,12 +13,16 @@ from lockstep.config import config_from
 from lockstep.launch.spawn import spawn_again
 from lockstep.verify import Subject, verify
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/models.md").read_text(), re.DOTALL)
+BLOCKS = re.findall(
+    r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/models.md").read_text(), re.DOTALL
+)
 KINDS = ("outputs and a loss function", "its own loss", "an auxiliary loss", "cut")
 
 
 def losses(place: int, batch: int) -> list[float]:
-    """Of two steps of 8 samples, in micro-batches of `batch`; examples take their imports from the first one."""
+    """Of two steps of 8 samples, in micro-batches of `batch`; examples take their imports from the
+    first one.
+    """
     torch.manual_seed(0)
     names: dict[str, Any] = {"BATCH": batch}
     for block in dict.fromkeys((BLOCKS[0], BLOCKS[place])):
@@ -36,8 +40,12 @@ def test_each_kind_of_model_has_one_loss_however_the_batch_is_cut(place: int) ->
     assert len(BLOCKS) == len(KINDS)
 
 
-def test_the_model_that_says_how_it_is_cut_is_the_same_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lockstep.verify, "_spawn", partial(spawn_again, preload=["tests.preloaded"]))
+def test_the_model_that_says_how_it_is_cut_is_the_same_when_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        lockstep.verify, "_spawn", partial(spawn_again, preload=["tests.preloaded"])
+    )
     settings = config_from({"training.batch_size": 2, "training.global_batch_size": 8})
     assert verify(cut_model, ["pipeline:2", "tensor:2"], config=settings, steps=1).passed
 

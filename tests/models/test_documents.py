@@ -1,4 +1,6 @@
-"""Sequences of several documents, which do not see each other and count their positions from their own begin."""
+"""Sequences of several documents, which do not see each other and count their positions from their
+own begin.
+"""
 
 from itertools import pairwise
 from typing import Any
@@ -33,10 +35,16 @@ def test_a_document_among_others_is_as_if_alone(name: str) -> None:
     model, batch = filled(name), Packed()[3]
     ids, documents = batch["input_ids"][None], batch["document_ids"][None]
     together = logits(model(ids, documents))
-    edges = [0, *((documents[0, 1:] != documents[0, :-1]).nonzero().flatten() + 1).tolist(), documents.shape[1]]
+    edges = [
+        0,
+        *((documents[0, 1:] != documents[0, :-1]).nonzero().flatten() + 1).tolist(),
+        documents.shape[1],
+    ]
     assert len(edges) == 4
     for begin, end in pairwise(edges):
-        torch.testing.assert_close(together[:, begin:end], logits(model(ids[:, begin:end])), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            together[:, begin:end], logits(model(ids[:, begin:end])), rtol=1e-4, atol=1e-5
+        )
     assert not torch.allclose(together, logits(model(ids)), rtol=1e-1, atol=1e-1)
 
 

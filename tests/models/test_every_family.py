@@ -29,7 +29,9 @@ def as_tuple(outputs: object) -> tuple[Tensor, ...]:
 
 @families
 def test_first_values_are_filled_one_by_one(family: str) -> None:
-    """Placement fills a model parameter by parameter: with all others on meta, each must still get its values."""
+    """Placement fills a model parameter by parameter: with all others on meta, each must still get
+    its values.
+    """
     with torch.device("meta"):
         model = ALL[family]()
     for module in model.modules():
@@ -46,7 +48,9 @@ def test_first_values_are_filled_one_by_one(family: str) -> None:
 
 @families
 def test_trap_47_first_values_do_not_depend_on_what_else_is_there(family: str) -> None:
-    """A parameter's value must be the same whether or not the others are real: they draw nothing on meta."""
+    """A parameter's value must be the same whether or not the others are real: they draw nothing on
+    meta.
+    """
     with torch.device("meta"):
         model = ALL[family]()
     name, parameter = list(model.named_parameters())[-1]
@@ -97,25 +101,34 @@ def test_segments_have_canonical_names_and_hold_the_blocks_and_every_parameter(f
     assert all(model.get_submodule(name) is module for name, module in segments)
     assert [item for item in segments if item[0] in dict(model.blocks())] == model.blocks()
     reached = {id(p) for _, module in segments for p in module.parameters()}
-    reached |= {id(model.get_parameter(n)) for names in shared_parameters_of(model).values() for n in names.values()}
+    reached |= {
+        id(model.get_parameter(n))
+        for names in shared_parameters_of(model).values()
+        for n in names.values()
+    }
     assert reached == {id(p) for p in model.parameters()}
 
 
 @families
 def test_no_parameter_has_two_owners(family: str) -> None:
     model = ALL[family]()
-    assert len(list(model.named_parameters(remove_duplicate=False))) == len(list(model.parameters()))
+    assert len(list(model.named_parameters(remove_duplicate=False))) == len(
+        list(model.parameters())
+    )
 
 
 @families
 def test_trap_26_segments_can_be_stages(family: str) -> None:
-    """Pipelines detach outputs in place and send gradients as they are: no views, no inputs, nothing strided."""
+    """Pipelines detach outputs in place and send gradients as they are: no views, no inputs,
+    nothing strided.
+    """
     model = ALL[family]()
     values = model.inputs(batch_for(family))
     edges = []
     for name, segment in model.segments():
         taken = tuple(
-            v.detach().requires_grad_(v.is_floating_point() and name != model.segments()[0][0]) for v in values
+            v.detach().requires_grad_(v.is_floating_point() and name != model.segments()[0][0])
+            for v in values
         )
         edges.append(taken)
         outputs = segment(*taken, **lent(model, shared_parameters_of(model).get(name, {})))
@@ -133,7 +146,9 @@ def test_trap_26_segments_can_be_stages(family: str) -> None:
 
 @families
 def test_gradients_of_each_use_add_up(family: str) -> None:
-    """Lending each segment a leaf of its own takes the gradient of a shared parameter apart, by use."""
+    """Lending each segment a leaf of its own takes the gradient of a shared parameter apart, by
+    use.
+    """
     model = ALL[family]()
     loss_of(model, family).backward()
     whole = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -144,12 +159,18 @@ def test_gradients_of_each_use_add_up(family: str) -> None:
     torch.manual_seed(1)
     for name, segment in model.segments():
         names = shared_parameters_of(model).get(name, {})
-        leaves = {keyword: model.get_parameter(n).detach().requires_grad_() for keyword, n in names.items()}
+        leaves = {
+            keyword: model.get_parameter(n).detach().requires_grad_()
+            for keyword, n in names.items()
+        }
         uses += [(names[keyword], leaf) for keyword, leaf in leaves.items()]
         outputs = segment(*values, **leaves)
         values = outputs if isinstance(outputs, tuple) else (outputs,)
     model.loss(outputs, batch).backward()
-    total = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
+    total = {
+        name: p.grad if p.grad is not None else torch.zeros_like(p)
+        for name, p in model.named_parameters()
+    }
     for name, leaf in uses:
         total[name] = total[name] + leaf.grad
     for name, gradient in whole.items():
@@ -158,7 +179,9 @@ def test_gradients_of_each_use_add_up(family: str) -> None:
 
 @families
 def test_parameters_are_looked_up_at_each_call(family: str) -> None:
-    """FSDP2 swaps parameters around a forward pass: a model that keeps them aside computes with old ones."""
+    """FSDP2 swaps parameters around a forward pass: a model that keeps them aside computes with old
+    ones.
+    """
     model = ALL[family]()
     loss_of(model, family)
     inputs = model.inputs(batch_for(family))
@@ -195,7 +218,9 @@ def test_trap_28_recomputed_blocks_draw_the_same(family: str) -> None:
     model.zero_grad()
     for _, block in model.blocks():
         forward = block.forward
-        block.forward = lambda *a, forward=forward, **k: checkpoint(forward, *a, use_reentrant=False, **k)
+        block.forward = lambda *a, forward=forward, **k: checkpoint(
+            forward, *a, use_reentrant=False, **k
+        )
     loss_of(model, family).backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain, strict=True))
 
@@ -236,7 +261,8 @@ def test_one_batch_can_be_learnt(family: str) -> None:
         loss.backward()
         optimizer.step()
         first = loss.item() if first is None else first
-    assert loss.item() < first / (1.5 if family == "vae" else 4)  # what is left of an image of noise is noise
+    # what is left of an image of noise is noise
+    assert loss.item() < first / (1.5 if family == "vae" else 4)
 
 
 @language_families
@@ -256,7 +282,11 @@ def test_trap_15_targets_are_taken_as_they_come(family: str) -> None:
     valid = batch["targets"] != -100
     expected = -log_p[valid].gather(-1, batch["targets"][valid][:, None]).sum()
     has_terms = hasattr(model, "loss_terms")
-    ce = model.loss_terms(outputs, batch)["cross_entropy"] if has_terms else model.loss(outputs, batch)
+    ce = (
+        model.loss_terms(outputs, batch)["cross_entropy"]
+        if has_terms
+        else model.loss(outputs, batch)
+    )
     torch.testing.assert_close(ce, expected)
 
 
@@ -264,7 +294,11 @@ def test_trap_15_targets_are_taken_as_they_come(family: str) -> None:
 def test_the_future_does_not_reach_the_past(family: str) -> None:
     model, ids = LANGUAGE[family]().eval(), texts()["input_ids"]
     # The Free Transformer's encoder reads the whole text; given the latent, it is causal, too.
-    given = {"mode": "inference", "codes": torch.zeros_like(ids)} if family == "free_transformer" else {}
+    given = (
+        {"mode": "inference", "codes": torch.zeros_like(ids)}
+        if family == "free_transformer"
+        else {}
+    )
     changed = ids.clone()
     changed[:, 5] = (changed[:, 5] + 1) % VOCABULARY
     before, after = logits_in(model(ids, **given)), logits_in(model(changed, **given))
@@ -273,7 +307,8 @@ def test_the_future_does_not_reach_the_past(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "block"), [("bdh", "layers.0"), ("transformer", "layers.0"), ("free_transformer", "latent")]
+    ("family", "block"),
+    [("bdh", "layers.0"), ("transformer", "layers.0"), ("free_transformer", "latent")],
 )
 def test_a_block_compiles_into_one_graph(family: str, block: str) -> None:
     model = ALL[family]()
@@ -283,4 +318,5 @@ def test_a_block_compiles_into_one_graph(family: str, block: str) -> None:
     compiled = loss_of(model, family)
     compiled.backward()
     torch._dynamo.reset()
-    torch.testing.assert_close(compiled, eager, rtol=0.02, atol=0)  # compiled code may draw other bits
+    # compiled code may draw other bits
+    torch.testing.assert_close(compiled, eager, rtol=0.02, atol=0)

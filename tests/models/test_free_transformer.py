@@ -7,7 +7,13 @@ from torch.distributions import Bernoulli, kl_divergence
 
 from lockstep.errors import UsageError
 from lockstep.models import free_transformer as family
-from lockstep.models.free_transformer import FreeTransformer, _ThroughCodes, code_halves, draw_codes, kl_from_fair_coins
+from lockstep.models.free_transformer import (
+    FreeTransformer,
+    _ThroughCodes,
+    code_halves,
+    draw_codes,
+    kl_from_fair_coins,
+)
 from tests.models.samples import VOCABULARY, free_transformer, texts
 
 
@@ -32,7 +38,9 @@ def test_the_two_halves_make_all_codes(bits: int) -> None:
 
 
 def test_a_code_is_exact_in_every_dtype() -> None:
-    """A sum of powers of two in bf16, which has 8 significant bits, is wrong for nearly all codes of 16 bits."""
+    """A sum of powers of two in bf16, which has 8 significant bits, is wrong for nearly all codes
+    of 16 bits.
+    """
     codes = torch.arange(2**16)
     bits = codes[:, None] >> torch.arange(16) & 1
     for dtype in (torch.float32, torch.bfloat16):
@@ -65,7 +73,9 @@ def test_the_gradient_is_that_of_the_straight_through_estimator(
     g = all_probabilities(z_logits)
     z = torch.nn.functional.one_hot(codes, 2**bits) + g - g.detach()
     expected = z @ post
-    r = _ThroughCodes.apply(torch.nn.functional.embedding(codes, post), *code_halves(z_logits), post)
+    r = _ThroughCodes.apply(
+        torch.nn.functional.embedding(codes, post), *code_halves(z_logits), post
+    )
     torch.testing.assert_close(r, expected)
     assert torch.equal(r, post[codes])
 
@@ -96,7 +106,9 @@ def test_nothing_of_the_size_of_all_codes_is_kept_for_the_backward_pass() -> Non
 def test_the_divergence_is_that_from_fair_coins() -> None:
     z_logits = torch.randn(3, 4, 7) * 4
     fair = Bernoulli(torch.full_like(z_logits, 0.5))
-    torch.testing.assert_close(kl_from_fair_coins(z_logits), kl_divergence(Bernoulli(logits=z_logits), fair).sum(-1))
+    torch.testing.assert_close(
+        kl_from_fair_coins(z_logits), kl_divergence(Bernoulli(logits=z_logits), fair).sum(-1)
+    )
     extreme = torch.tensor([[200.0, -200.0, 0.0]], requires_grad=True)
     kl = kl_from_fair_coins(extreme)
     torch.testing.assert_close(kl, torch.tensor([2 * math.log(2)]))
@@ -123,7 +135,9 @@ def test_the_divergence_has_the_mask_and_the_denominator_of_the_cross_entropy() 
 
 
 def test_kappa_is_half_a_bit_in_nats() -> None:
-    assert FreeTransformer(n_layer=2, n_embd=8, n_head=2, latent_bits=2).kappa == pytest.approx(0.3466, abs=1e-4)
+    assert FreeTransformer(n_layer=2, n_embd=8, n_head=2, latent_bits=2).kappa == pytest.approx(
+        0.3466, abs=1e-4
+    )
 
 
 def test_the_loss_of_the_latent_reaches_the_encoder_from_the_end_of_the_model() -> None:
@@ -168,7 +182,9 @@ def test_inference_draws_codes_uniformly(monkeypatch: pytest.MonkeyPatch) -> Non
     model, ids = free_transformer(), torch.zeros(40, 8, dtype=torch.int64)
     seen: list[Tensor] = []
     forward = model.latent.forward
-    monkeypatch.setattr(model.latent, "forward", lambda x, codes: (seen.append(codes), forward(x, codes=codes))[1])
+    monkeypatch.setattr(
+        model.latent, "forward", lambda x, codes: (seen.append(codes), forward(x, codes=codes))[1]
+    )
     assert isinstance(model(ids, mode="inference"), Tensor)
     assert seen[0].shape == ids.shape
     assert seen[0].unique().numel() == 32

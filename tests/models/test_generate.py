@@ -21,7 +21,12 @@ def test_a_text_is_continued() -> None:
 
 def test_the_model_sees_no_more_than_a_window() -> None:
     seen: list[int] = []
-    generate(lambda ids: (seen.append(ids.shape[1]), counting(ids))[1], torch.tensor([[1, 2]]), 5, block_size=4)
+    generate(
+        lambda ids: (seen.append(ids.shape[1]), counting(ids))[1],
+        torch.tensor([[1, 2]]),
+        5,
+        block_size=4,
+    )
     assert seen == [2, 3, 4, 4, 4]
 
 
@@ -40,8 +45,16 @@ def test_top_k_and_temperature() -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]]).expand(500, 4)
     generator = torch.Generator().manual_seed(0)
     assert set(draw_token(logits, generator, temperature=1.0, top_k=2).flatten().tolist()) == {1, 2}
-    assert set(draw_token(logits, generator, temperature=1.0, top_k=9).flatten().tolist()) == {0, 1, 2, 3}
-    hot, cold = (draw_token(logits, generator, temperature=t, top_k=None).eq(1).float().mean() for t in (5.0, 0.2))
+    assert set(draw_token(logits, generator, temperature=1.0, top_k=9).flatten().tolist()) == {
+        0,
+        1,
+        2,
+        3,
+    }
+    hot, cold = (
+        draw_token(logits, generator, temperature=t, top_k=None).eq(1).float().mean()
+        for t in (5.0, 0.2)
+    )
     assert cold > 0.97
     assert hot < 0.5
 

@@ -28,14 +28,25 @@ transformers = pytest.importorskip("transformers")
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": VOCABULARY, "initializer_range": 0.2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "initializer_range": 0.2,
     },
     "gpt2": {
-        "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 16, "vocab_size": VOCABULARY, "bos_token_id": 0,
-        "eos_token_id": 0, "initializer_range": 0.2,
+        "n_embd": 16,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 16,
+        "vocab_size": VOCABULARY,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "initializer_range": 0.2,
     },
-}  # fmt: skip
+}
 cut_families = pytest.mark.parametrize("family", SIZES)
 ties = pytest.mark.parametrize("tied", [False, True])
 
@@ -75,21 +86,36 @@ def test_the_chain_of_segments_is_the_librarys_forward(family: str, tied: bool) 
     "rope",
     [
         {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 8, "rope_theta": 1000.0},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 1000.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "rope_theta": 1000.0,
+        },
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "rope_theta": 1000.0,
+        },
         {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1000.0},
     ],
-)  # fmt: skip
+)
 def test_llamas_with_stretched_positions(rope: dict[str, Any]) -> None:
     if hasattr(transformers.LlamaConfig(), "rope_parameters"):
         args: dict[str, Any] = {"rope_parameters": rope}
     else:  # before version 5
-        args = {"rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"}, "rope_theta": rope["rope_theta"]}
+        args = {
+            "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"},
+            "rope_theta": rope["rope_theta"],
+        }
     ours, theirs = pair("llama", max_position_embeddings=32, **args)
     ids = texts(length=20)["input_ids"]
     torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
-    assert hasattr(ours, "segments") == (rope["rope_type"] != "dynamic")  # its angles depend on the length
+    # its angles depend on the length
+    assert hasattr(ours, "segments") == (rope["rope_type"] != "dynamic")
 
 
 @cut_families
@@ -114,7 +140,9 @@ def test_each_segment_runs_on_its_own(family: str) -> None:
 @cut_families
 @ties
 def test_trap_19_tied_weights_stay_tied(family: str, tied: bool) -> None:
-    """On meta → to_empty the library's two registrations become two parameters; ours has one registration."""
+    """On meta → to_empty the library's two registrations become two parameters; ours has one
+    registration.
+    """
     with torch.device("meta"):
         model = get_model(f"hf:{family}")(tie_word_embeddings=tied, **SIZES[family])
     assert all(p.is_meta for p in model.parameters())
@@ -139,7 +167,9 @@ def test_trap_19_tied_weights_stay_tied(family: str, tied: bool) -> None:
 
 @cut_families
 def test_trap_47_first_values_are_filled_one_by_one(family: str) -> None:
-    """With all other parameters on meta each must still get its values, as the library would draw them."""
+    """With all other parameters on meta each must still get its values, as the library would draw
+    them.
+    """
     with torch.device("meta"):
         model = get_model(f"hf:{family}")(**SIZES[family])
     for module in model.modules():
@@ -159,7 +189,9 @@ def test_trap_47_first_values_are_filled_one_by_one(family: str) -> None:
     mine = dict(ours.named_parameters())
     for name, parameter in theirs.named_parameters():
         for statistic in (torch.mean, torch.std):
-            torch.testing.assert_close(statistic(mine[name]), statistic(parameter), rtol=0.2, atol=0.03)
+            torch.testing.assert_close(
+                statistic(mine[name]), statistic(parameter), rtol=0.2, atol=0.03
+            )
 
 
 @cut_families
@@ -199,7 +231,9 @@ def test_weights_in_low_precision_become_float32(tmp_path: Path) -> None:
 def test_weights_that_do_not_fill_the_model_are_refused(tmp_path: Path) -> None:
     _, theirs = pair("llama")
     theirs.save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=r"do not fill 9 of the model's parameters[\s\S]*at random"):
+    with pytest.raises(
+        UsageError, match=r"do not fill 9 of the model's parameters[\s\S]*at random"
+    ):
         get_model(f"hf:{tmp_path}")(num_hidden_layers=4)
 
 
@@ -213,17 +247,26 @@ def test_a_config_file_makes_a_model_with_random_values(tmp_path: Path) -> None:
 
 def test_facts_fill_the_config_of_a_type() -> None:
     args = {key: value for key, value in SIZES["gpt2"].items() if key != "vocab_size"}
-    model = build_model(Section("hf:gpt2", args), {"vocab_size": 31, "block_size": 40, "image_size": 8})
+    model = build_model(
+        Section("hf:gpt2", args), {"vocab_size": 31, "block_size": 40, "image_size": 8}
+    )
     assert model.config.vocab_size == 31
     assert model.config.n_positions == 16  # what args say stands
     args.pop("n_positions")
-    model = build_model(Section("hf:gpt2", {**args, "vocab_size": 33}), {"vocab_size": 31, "block_size": 1500})
+    model = build_model(
+        Section("hf:gpt2", {**args, "vocab_size": 33}), {"vocab_size": 31, "block_size": 1500}
+    )
     assert model.config.vocab_size == 33
     assert model.config.n_positions == 1500
 
 
 def test_another_family_trains_without_segments() -> None:
-    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}
+    sizes = {
+        "hidden_size": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "attention_types": [[["global", "local"], 1]],
+    }
     with torch.device("meta"):
         model = get_model("hf:gpt_neo")(vocab_size=VOCABULARY, **sizes)
     batch = texts()
@@ -251,7 +294,11 @@ def test_a_copy_shares_nothing_and_text_is_continued(family: str) -> None:
     ("name", "args", "says"),
     [
         ("hf:lama", {}, r"'lama' is neither[\s\S]*hf:l?lama"),
-        ("hf:llama", {"num_layers": 3}, r"the config of a llama has no 'num_layers'[\s\S]*num_hidden_layers"),
+        (
+            "hf:llama",
+            {"num_layers": 3},
+            r"the config of a llama has no 'num_layers'[\s\S]*num_hidden_layers",
+        ),
         ("hf:gpt2", {"n_embd": 30, "n_head": 4}, r"can't build a gpt2[\s\S]*divisible"),
         ("hf:.", {}, r"config.json is not the config"),
     ],
@@ -267,12 +314,23 @@ def test_a_text_longer_than_gpt2s_positions_is_refused() -> None:
 
 
 EXPERTS: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "initializer_range": 0.2, "router_aux_loss_coef": 0.5,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "initializer_range": 0.2,
+    "router_aux_loss_coef": 0.5,
+}
 MIXTURES = {
     "mixtral": {**EXPERTS, "num_local_experts": 4},
-    "qwen3_moe": {**EXPERTS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    "qwen3_moe": {
+        **EXPERTS,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+    },
 }
 
 
@@ -297,20 +355,26 @@ def test_experts_are_balanced_as_their_author_wrote_it(family: str) -> None:
 def test_the_oldest_version_of_transformers_is_the_one_that_is_promised() -> None:
     from lockstep.models.hf import OLDEST
 
-    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert extras["transformers"] == ["transformers>=" + ".".join(map(str, OLDEST))]
 
 
 @pytest.mark.parametrize("family", sorted({*SIZES, *ATTENDING}))
 def test_every_field_of_the_config_counts(family: str) -> None:
-    """Also where the library's attention is exchanged for one that other ranks take part in, or that is refused."""
+    """Also where the library's attention is exchanged for one that other ranks take part in, or
+    that is refused.
+    """
     changes, _ = all_changes(family)
     args = {**sizes(family), **changes}
     ours, theirs = (get_model(f"hf:{family}")(**args).eval(), decoder(family, **changes).eval())
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    ours.load_state_dict({key: value for key, value in theirs.state_dict().items() if key in ours.state_dict()})
+    ours.load_state_dict(
+        {key: value for key, value in theirs.state_dict().items() if key in ours.state_dict()}
+    )
     ids = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-6, atol=1e-6)
     if "sliding_window" in args or family == "gpt2":
@@ -326,19 +390,33 @@ def test_angles_that_depend_on_the_length_are_refused_where_sequences_are_cut() 
     """The part of a rank may be shorter than where the library changes them."""
     for family in ("llama", "qwen3"):
         rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
-        name = "rope_parameters" if int(transformers.__version__.split(".")[0]) >= 5 else "rope_scaling"
-        model: Any = get_model(f"hf:{family}")(**sizes(family, attention_dropout=0.0), **{name: rotary})
-        with pytest.raises(UsageError, match=r"its angles \(dynamic\) depend on the length of a text"):
+        name = (
+            "rope_parameters"
+            if int(transformers.__version__.split(".")[0]) >= 5
+            else "rope_scaling"
+        )
+        model: Any = get_model(f"hf:{family}")(
+            **sizes(family, attention_dropout=0.0), **{name: rotary}
+        )
+        with pytest.raises(
+            UsageError, match=r"its angles \(dynamic\) depend on the length of a text"
+        ):
             model.context_plan()
 
 
-@pytest.mark.parametrize(("family", "axis"), [("qwen3", "context"), ("llama", "context"), ("gemma", "tensor")])
-def test_a_refusal_of_the_librarys_object_names_what_can_be_cut(family: str, axis: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "axis"), [("qwen3", "context"), ("llama", "context"), ("gemma", "tensor")]
+)
+def test_a_refusal_of_the_librarys_object_names_what_can_be_cut(
+    family: str, axis: str, tmp_path: Path
+) -> None:
     """The advice is followed: the same model, built by name."""
     plan_of: Any = context.plan_of if axis == "context" else checked_plan
     model: Any = decoder(family, attention_dropout=0.0)
     if axis == "tensor" and not hasattr(model.get_input_embeddings(), "embed_scale"):
-        pytest.skip("before transformers 5 Gemma scales outside of its embedding: the object itself is cut")
+        pytest.skip(
+            "before transformers 5 Gemma scales outside of its embedding: the object itself is cut"
+        )
     with pytest.raises(UsageError, match=r"do: let Lockstep build it by name: [\s\S]*hf:folder"):
         plan_of(model)
     model.save_pretrained(tmp_path)
@@ -346,7 +424,9 @@ def test_a_refusal_of_the_librarys_object_names_what_can_be_cut(family: str, axi
 
 
 def test_a_refusal_of_another_family_names_those_whose_sequences_can_be_cut() -> None:
-    with pytest.raises(UsageError, match=r"do: write context_size: 1, or use one of hf:llama, hf:mistral"):
+    with pytest.raises(
+        UsageError, match=r"do: write context_size: 1, or use one of hf:llama, hf:mistral"
+    ):
         context.plan_of(decoder("mixtral"))
 
 
@@ -354,7 +434,9 @@ def test_a_refusal_of_another_family_names_those_whose_sequences_can_be_cut() ->
 def test_a_library_that_computes_something_else_than_the_chain_is_refused(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a later version might: it scales what its embedding looks up, outside of the modules of the chain."""
+    """As a later version might: it scales what its embedding looks up, outside of the modules of
+    the chain.
+    """
     causal = {"llama": transformers.LlamaForCausalLM, "gpt2": transformers.GPT2LMHeadModel}[family]
     forward = causal.forward
 

@@ -1,4 +1,6 @@
-"""Decoders of transformers whose blocks are recomputed: no cache of keys and values is filled a second time."""
+"""Decoders of transformers whose blocks are recomputed: no cache of keys and values is filled a
+second time.
+"""
 
 from typing import Any
 
@@ -16,7 +18,9 @@ from tests.parity.test_foreign import Samples, settings_of
 
 def losses(model: nn.Module, mode: str) -> list[float]:
     settings = settings_of("single", False).replaced({"training.gradient_checkpointing": mode})
-    return [float(record.loss) for record in Trainer(model, config=settings).steps(Samples(padded_text))]
+    return [
+        float(record.loss) for record in Trainer(model, config=settings).steps(Samples(padded_text))
+    ]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "gemma2", "llama"])
@@ -28,9 +32,18 @@ def test_a_recomputed_decoder_has_the_losses_of_one_that_is_not(family: str) -> 
 
 def test_a_recomputed_encoder_and_decoder_has_the_losses_of_one_that_is_not() -> None:
     make = library(
-        "AutoModelForSeq2SeqLM", "t5", vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4,
-        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        "AutoModelForSeq2SeqLM",
+        "t5",
+        vocab_size=VOCAB,
+        d_model=16,
+        d_kv=4,
+        d_ff=24,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
     assert losses(make(), "full") == losses(make(), "none")
 
 
@@ -54,10 +67,14 @@ def test_the_cache_is_off_in_steps_and_evaluations_unless_it_is_asked_for() -> N
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_decoder_that_can_be_cut_is_trained_and_evaluated_without_a_cache(family: str) -> None:
-    """By its own object, and by PEFT's around it; a forward pass by hand, after training, has its cache."""
+    """By its own object, and by PEFT's around it; a forward pass by hand, after training, has its
+    cache.
+    """
     model: Any = decoder(family, vocab_size=VOCAB)
     seen: list[bool] = []
-    model.register_forward_hook(lambda _m, _a, outputs: seen.append(outputs.past_key_values is not None))
+    model.register_forward_hook(
+        lambda _m, _a, outputs: seen.append(outputs.past_key_values is not None)
+    )
     trainer = Trainer(model, config=settings_of("single", False))
     for _ in trainer.steps(Samples(padded_text)):
         trainer.evaluate(Samples(padded_text))

@@ -1,4 +1,6 @@
-"""Every family that is cut: segment by segment it computes the bits of the library's own forward pass."""
+"""Every family that is cut: segment by segment it computes the bits of the library's own forward
+pass.
+"""
 
 import copy
 from collections import Counter
@@ -43,7 +45,10 @@ def batches() -> list[dict[str, Tensor]]:
     mask = torch.ones_like(ids)
     mask[0, 9:], mask[1, 5:] = 0, 0
     labels = ids.masked_fill(mask == 0, -100)
-    return [{"input_ids": ids, "labels": ids}, {"input_ids": ids, "labels": labels, "attention_mask": mask}]
+    return [
+        {"input_ids": ids, "labels": ids},
+        {"input_ids": ids, "labels": labels, "attention_mask": mask},
+    ]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -52,30 +57,45 @@ def test_the_chain_is_the_librarys_forward_pass(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_chain_is_the_librarys_forward_pass_with_every_field_of_the_config_changed(family: str) -> None:
+def test_the_chain_is_the_librarys_forward_pass_with_every_field_of_the_config_changed(
+    family: str,
+) -> None:
     changes, _ = all_changes(family)
     check_chain(built(family, **changes))
 
 
 def test_the_changes_of_a_config_tell() -> None:
     """They are generated from a config's fields; these are known to count."""
-    multipliers = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
+    multipliers = (
+        "embedding_multiplier",
+        "logits_scaling",
+        "residual_multiplier",
+        "attention_multiplier",
+    )
     assert {*multipliers, "attention_bias"} <= set(all_changes("granite")[1])
-    assert {"final_logit_softcapping", "query_pre_attn_scalar", "layer_types"} <= set(all_changes("gemma2")[1])
+    assert {"final_logit_softcapping", "query_pre_attn_scalar", "layer_types"} <= set(
+        all_changes("gemma2")[1]
+    )
     assert {"no_rope_layers", "layer_types"} <= set(all_changes("smollm3")[1])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_chain_is_the_librarys_forward_pass_with_each_field_of_the_config_changed(family: str) -> None:
+def test_the_chain_is_the_librarys_forward_pass_with_each_field_of_the_config_changed(
+    family: str,
+) -> None:
     for field, value in single_changes(family):
         if outputs(family, {field: value}) is not None:
             check_chain(built(family, **{field: value}))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_layers_that_are_cut_are_the_librarys_with_every_field_of_the_config_changed(family: str) -> None:
-    """In blocks on one process, as each rank computes its own; or there is no plan, and the axis is refused."""
+def test_layers_that_are_cut_are_the_librarys_with_every_field_of_the_config_changed(
+    family: str,
+) -> None:
+    """In blocks on one process, as each rank computes its own; or there is no plan, and the axis is
+    refused.
+    """
     changes, _ = all_changes(family)
     exact = config_from({"distributed.reproducible": True, "distributed.tensor_blocks": 2})
     for args in ({}, changes):
@@ -84,7 +104,9 @@ def test_layers_that_are_cut_are_the_librarys_with_every_field_of_the_config_cha
         model = meet_protocol(model)
         if hf_tensor_plan(model) is not None:
             apply_tensor(model, None, exact)
-            torch.testing.assert_close(model(batches()[0]["input_ids"]), expected, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(
+                model(batches()[0]["input_ids"]), expected, rtol=1e-5, atol=1e-4
+            )
 
 
 def check_chain(whole: nn.Module) -> None:
@@ -93,7 +115,11 @@ def check_chain(whole: nn.Module) -> None:
     cut = copy.deepcopy(whole)
     assert segments_of(whole) is None  # one process runs the library's own pass
     blocks = blocks_of(cut)
-    assert [name for name, _ in require_segments(cut)] == ["inputs", *(name for name, _ in blocks), "outputs"]
+    assert [name for name, _ in require_segments(cut)] == [
+        "inputs",
+        *(name for name, _ in blocks),
+        "outputs",
+    ]
     random_states = [RandomState(7, torch.device("cpu")) for _ in range(2)]
     key_model(whole, random_states[0], blocks_of(whole))
     key_model(cut, random_states[1], blocks, cut=True)
@@ -124,13 +150,17 @@ class Products(TorchDispatchMode):
         self.seen: Counter[Any] = Counter()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = func.overloadpacket.__name__
         if name in ("mm", "bmm", "addmm", "baddbmm", "convolution") or "attention" in name:
             given = [(tuple(t.shape), t.stride()) for t in args if isinstance(t, Tensor)]
-            # Positions times frequencies, before transformers 5: each segment makes the table anew. A sum of one
-            # product has the same bits wherever it lies.
+            # Positions times frequencies, before transformers 5: each segment makes the table anew.
+            # A sum of one product has the same bits wherever it lies.
             if name != "bmm" or given[0][0][-1] != 1:
                 self.seen[name, tuple(given)] += 1
         return func(*args, **(kwargs or {}))
@@ -138,10 +168,13 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_chain_multiplies_what_lies_alike_in_memory(family: str) -> None:
-    """On some CPUs the bits of a product follow from its operands' strides, which here nobody sees in the results."""
+    """On some CPUs the bits of a product follow from its operands' strides, which here nobody sees
+    in the results.
+    """
     for attention in ("sdpa", "eager"):
         # As many heads of keys as of queries: fewer are copied for each query, and lie alike then.
-        # Without dropout: before transformers 5 shapes follow from the experts that are chosen, by what was drawn.
+        # Without dropout: before transformers 5 shapes follow from the experts that are chosen, by
+        # what was drawn.
         sizes = {"num_hidden_layers": 2, "num_key_value_heads": 4, "attention_dropout": 0.0}
         heads = {} if family == "gpt2" else sizes
         whole = decoder(family, **heads)
@@ -152,7 +185,10 @@ def test_the_chain_multiplies_what_lies_alike_in_memory(family: str) -> None:
         for batch in batches():
             seen = []
             for model in (whole, cut):
-                with Products() as products, RandomState(0, torch.device("cpu")).running("train", 0):
+                with (
+                    Products() as products,
+                    RandomState(0, torch.device("cpu")).running("train", 0),
+                ):
                     outputs = folded(model, batch) if model is cut else model(**batch)
                     outputs.loss.backward()
                 seen.append(products.seen)
@@ -178,14 +214,19 @@ def test_each_layer_belongs_to_one_segment_and_nothing_else_does_twice(family: s
                 owners.setdefault(parameter, []).append(name)
     assert set(owners) == {name for name, _ in model.named_parameters()}
     assert all(len(segments) == 1 for segments in owners.values())
-    assert require_segments(model)[1][1] is require_segments(model)[1][1]  # the hooks of one are the hooks of the other
+    # the hooks of one are the hooks of the other
+    assert require_segments(model)[1][1] is require_segments(model)[1][1]
 
 
 def test_a_model_of_peft_is_cut_where_its_adapters_are_in_the_layers() -> None:
     """LoRA, DoRA and IA3 are; prompts that stand before a text are in no layer."""
     peft = pytest.importorskip("peft")
     task = {"task_type": "CAUSAL_LM"}
-    chosen = {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"], "lora_dropout": 0.1}
+    chosen = {
+        "target_modules": ["q_proj", "embed_tokens"],
+        "modules_to_save": ["lm_head"],
+        "lora_dropout": 0.1,
+    }
     scaled = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
     for family, config in {
         "llama": peft.LoraConfig(**task, **chosen, init_lora_weights=False),
@@ -194,7 +235,9 @@ def test_a_model_of_peft_is_cut_where_its_adapters_are_in_the_layers() -> None:
         "qwen3": peft.IA3Config(**task, **scaled),
     }.items():
         check_chain(peft.get_peft_model(decoder(family), config))
-    prompted = peft.get_peft_model(decoder("llama"), peft.PromptTuningConfig(**task, num_virtual_tokens=4))
+    prompted = peft.get_peft_model(
+        decoder("llama"), peft.PromptTuningConfig(**task, num_virtual_tokens=4)
+    )
     with pytest.raises(UsageError, match=r"PeftModelForCausalLM can't be cut into stages"):
         require_segments(prompted)
 
@@ -203,7 +246,9 @@ def test_parameters_that_no_stage_would_run_are_refused() -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(decoder("llama"), peft.LoraConfig(target_modules=["q_proj"]))
     model.value_head = nn.Linear(16, 1)
-    with pytest.raises(UsageError, match=r"value_head.weight, value_head.bias of PeftModel are not among the parts"):
+    with pytest.raises(
+        UsageError, match=r"value_head.weight, value_head.bias of PeftModel are not among the parts"
+    ):
         require_segments(model)
 
 

@@ -1,6 +1,7 @@
 """Losses of transformers' models are counted as each model's own forward pass computes them.
 
-The reference is the author's own loop in plain PyTorch: the loss and gradient of `model(**batch)` for the whole batch.
+The reference is the author's own loop in plain PyTorch: the loss and gradient of `model(**batch)`
+for the whole batch.
 """
 
 import warnings
@@ -32,12 +33,18 @@ EQUAL = {
     "GPT2LMHeadModel": ("gpt2", "CAUSAL_LM", "labels that are not -100, shifted by the model"),
     "LlamaForCausalLM": ("llama", "CAUSAL_LM", "labels that are not -100, shifted by the model"),
     "Qwen3ForCausalLM": ("qwen3", "CAUSAL_LM", "labels that are not -100, shifted by the model"),
-    "MixtralForCausalLM": ("mixtral", "CAUSAL_LM", "labels that are not -100, shifted by the model"),
+    "MixtralForCausalLM": (
+        "mixtral",
+        "CAUSAL_LM",
+        "labels that are not -100, shifted by the model",
+    ),
     "MambaForCausalLM": ("mamba", "CAUSAL_LM", "labels that are not -100, shifted by the model"),
 }
 REFUSED = {
-    "CLIPModel": ("clip", "ZERO_SHOT_IMAGE_CLASSIFICATION"),  # a sample's loss depends on the others
-    "BertForPreTraining": ("bert", "PRETRAINING"),  # the mean over masked words plus the mean over samples
+    # a sample's loss depends on the others
+    "CLIPModel": ("clip", "ZERO_SHOT_IMAGE_CLASSIFICATION"),
+    # the mean over masked words plus the mean over samples
+    "BertForPreTraining": ("bert", "PRETRAINING"),
 }
 
 
@@ -63,7 +70,8 @@ ONE_OF_EACH_TASK = {
     if row.outcome == outcome
 }
 as_recorded = pytest.mark.skipif(
-    any(row.version != transformers.__version__ for row in RECORDED.values()), reason="another version was recorded"
+    any(row.version != transformers.__version__ for row in RECORDED.values()),
+    reason="another version was recorded",
 )
 
 
@@ -95,7 +103,12 @@ def test_no_class_of_any_mapping_is_counted_worse_than_recorded() -> None:
 def test_the_page_holds_what_was_walked() -> None:
     rows = families.recorded()
     assert families.PAGE.read_text() == families.page(rows)
-    assert {row.outcome for row in rows} <= {families.EQUAL, families.REFUSED, families.NO_LOSS, families.NOT_BUILT}
+    assert {row.outcome for row in rows} <= {
+        families.EQUAL,
+        families.REFUSED,
+        families.NO_LOSS,
+        families.NOT_BUILT,
+    }
 
 
 @as_recorded
@@ -127,11 +140,16 @@ def first_step(
     with torch.no_grad():
         expected = float(model(**batch).loss)
     trainer = Trainer(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), strategy=strategy, batch_size=batch_size,
-        global_batch_size=4, max_steps=2,
-    )  # fmt: skip
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        strategy=strategy,
+        batch_size=batch_size,
+        global_batch_size=4,
+        max_steps=2,
+    )
     first, second = trainer.steps(Rows(batch), epochs=2)
-    assert float(second.loss) == pytest.approx(float(first.loss), rel=1e-5)  # another order, the same samples
+    # another order, the same samples
+    assert float(second.loss) == pytest.approx(float(first.loss), rel=1e-5)
     return float(first.loss), expected
 
 
@@ -140,14 +158,18 @@ def on_ranks() -> dict[str, Any]:
     for strategy in ("ddp", "fsdp"):
         for name in ("T5ForConditionalGeneration", "ViTForImageClassification", "BertForMaskedLM"):
             model_type, task, _ = EQUAL[name]
-            found[f"{strategy} {name}"] = [first_step(name, model_type, task, strategy, size) for size in (1, 2)]
+            found[f"{strategy} {name}"] = [
+                first_step(name, model_type, task, strategy, size) for size in (1, 2)
+            ]
         try:
             first_step("BertForPreTraining", "bert", "PRETRAINING", strategy, 1)
         except UsageError as error:
             found[f"{strategy} refused"] = str(error)
     name = "LlamaForCausalLM"
     model_type, task, _ = EQUAL[name]
-    found[f"pipeline {name}"] = [first_step(name, model_type, task, "pipeline", size) for size in (1, 2)]
+    found[f"pipeline {name}"] = [
+        first_step(name, model_type, task, "pipeline", size) for size in (1, 2)
+    ]
     return found
 
 
@@ -170,14 +192,19 @@ def test_the_balance_of_experts_is_neither_dropped_nor_divided_by_the_tokens() -
     model.config.output_router_logits = True
     batch = batch_for(model, task)
     with torch.no_grad():
-        halves = [model(**{key: value[at : at + 2] for key, value in batch.items()}) for at in (0, 2)]
+        halves = [
+            model(**{key: value[at : at + 2] for key, value in batch.items()}) for at in (0, 2)
+        ]
     counts = [float((batch["labels"][at : at + 2, 1:] != -100).sum()) for at in (0, 2)]
     assert halves[0].aux_loss > 1
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", "the model is in evaluation mode")  # as the plain loop's, without dropout
+        # as the plain loop's, without dropout
+        warnings.filterwarnings("ignore", "the model is in evaluation mode")
         cut, _ = first_step(name, model_type, task, "single", 2, **args)
-    mean = sum(float(half.loss) * count for half, count in zip(halves, counts, strict=True)) / sum(counts)
+    mean = sum(float(half.loss) * count for half, count in zip(halves, counts, strict=True)) / sum(
+        counts
+    )
     assert cut == pytest.approx(mean, rel=1e-6)
 
 
@@ -196,7 +223,9 @@ def test_a_model_that_is_refused_trains_with_a_count_of_its_own() -> None:
 
 
 class TwoMeans(nn.Module):
-    """A mean over words plus one over texts; every word and text has the same loss before the first step."""
+    """A mean over words plus one over texts; every word and text has the same loss before the first
+    step.
+    """
 
     config, _no_split_modules, loss_function = None, (), None  # as a model of the library has them
 
@@ -210,8 +239,12 @@ class TwoMeans(nn.Module):
 
 
 @pytest.mark.parametrize("alike", [False, True])
-def test_a_sum_of_means_with_other_proportions_in_each_cut_is_refused_however_close_its_losses_are(alike: bool) -> None:
-    """AlbertForPreTraining: a fresh model has nearly one loss for all words, so a comparison sees no difference."""
+def test_a_sum_of_means_with_other_proportions_in_each_cut_is_refused_however_close_its_losses_are(
+    alike: bool,
+) -> None:
+    """AlbertForPreTraining: a fresh model has nearly one loss for all words, so a comparison sees
+    no difference.
+    """
     ids = torch.arange(24).view(4, 6) % 8
     labels = ids % 3
     for row in range(4):
@@ -221,7 +254,9 @@ def test_a_sum_of_means_with_other_proportions_in_each_cut_is_refused_however_cl
     model = TwoMeans()
     placed = lockstep.place(model, "single")
     if alike:
-        assert float(placed.backward(*halves)) == pytest.approx(float(model(**batch)["loss"].detach()), rel=1e-6)
+        assert float(placed.backward(*halves)) == pytest.approx(
+            float(model(**batch)["loss"].detach()), rel=1e-6
+        )
     else:
         with pytest.raises(UsageError, match="does not add up"):
             placed.backward(*halves)

@@ -1,4 +1,6 @@
-"""The mixture of experts against the same sums written token by token, and what keeps its experts in use."""
+"""The mixture of experts against the same sums written token by token, and what keeps its experts
+in use.
+"""
 
 from typing import Any
 
@@ -29,7 +31,9 @@ def by_hand(layer: MixtureLayer, token: Tensor) -> tuple[Tensor, list[int]]:
     chosen = ranked.argsort(descending=True)[: router.top_k].tolist()
     total = sum(scores[e] for e in chosen) if router.top_k > 1 else 1.0
     y = sum(
-        scores[e] / total * (experts.down[e] @ (F.silu(experts.gate[e] @ token) * (experts.up[e] @ token)))
+        scores[e]
+        / total
+        * (experts.down[e] @ (F.silu(experts.gate[e] @ token) * (experts.up[e] @ token)))
         for e in chosen
     )
     return y + (layer.shared(token) if layer.shared is not None else 0), chosen
@@ -37,13 +41,19 @@ def by_hand(layer: MixtureLayer, token: Tensor) -> tuple[Tensor, list[int]]:
 
 @pytest.mark.parametrize(
     "args",
-    [{}, {"router": "sigmoid", "top_k": 3}, {"top_k": 1, "n_shared": 0}, {"n_shared": 2, "bias_rate": 0.1}],
+    [
+        {},
+        {"router": "sigmoid", "top_k": 3},
+        {"top_k": 1, "n_shared": 0},
+        {"n_shared": 2, "bias_rate": 0.1},
+    ],
     ids=str,
 )
 def test_each_token_goes_through_its_experts_and_none_is_dropped(args: dict[str, Any]) -> None:
     layer = layer_of(**args)
     if "bias_rate" in args:
-        layer.router.bias.copy_(torch.tensor([9.0, 0.0, 0.0, 0.0]))  # all tokens to one expert, however unlikely
+        # all tokens to one expert, however unlikely
+        layer.router.bias.copy_(torch.tensor([9.0, 0.0, 0.0, 0.0]))
     x = torch.randn(2, 5, 16, requires_grad=True)
     y, terms = layer(x)
     made = [by_hand(layer, token) for token in x.flatten(0, 1)]
@@ -51,14 +61,21 @@ def test_each_token_goes_through_its_experts_and_none_is_dropped(args: dict[str,
     torch.testing.assert_close(y, expected)
     weights = torch.randn_like(y)
     parameters = [x, *layer.parameters()]
-    found, wanted = (torch.autograd.grad((out * weights).sum(), parameters, retain_graph=True) for out in (y, expected))
+    found, wanted = (
+        torch.autograd.grad((out * weights).sum(), parameters, retain_graph=True)
+        for out in (y, expected)
+    )
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     if "bias_rate" in args:
         assert all(0 in chosen for _, chosen in made)
     counts = torch.bincount(torch.tensor([e for _, chosen in made for e in chosen]), minlength=4)
     logits = F.linear(x.flatten(0, 1), layer.router.weight)
-    scores = logits.softmax(-1) if layer.router.score == "softmax" else F.normalize(logits.sigmoid(), p=1, dim=-1)
+    scores = (
+        logits.softmax(-1)
+        if layer.router.score == "softmax"
+        else F.normalize(logits.sigmoid(), p=1, dim=-1)
+    )
     balance = 4 * (counts / counts.sum() * scores.mean(0)).sum()
     torch.testing.assert_close(terms, torch.stack([balance, logits.logsumexp(-1).square().mean()]))
 
@@ -74,7 +91,9 @@ def test_the_loss_is_that_of_its_terms_and_plain_in_evaluation() -> None:
     model.eval()
     outputs = model(batch["input_ids"])
     assert torch.equal(outputs[1], torch.zeros(2))
-    assert torch.equal(model.loss(outputs, batch), model.loss_terms(outputs, batch)["cross_entropy"])
+    assert torch.equal(
+        model.loss(outputs, batch), model.loss_terms(outputs, batch)["cross_entropy"]
+    )
 
 
 def test_the_load_of_a_step_moves_the_bias_and_is_in_the_next_steps_balance() -> None:
@@ -112,9 +131,13 @@ def test_a_bias_evens_out_loads() -> None:
 
 
 def test_a_transformer_of_equal_activated_parameters() -> None:
-    """As `ready/transformer.yaml` is to `ready/mixture.yaml`: its layers are as wide as a token's experts together."""
+    """As `ready/transformer.yaml` is to `ready/mixture.yaml`: its layers are as wide as a token's
+    experts together.
+    """
     sizes = {"n_layer": 2, "n_embd": 48, "n_head": 4, "vocab_size": 24}
-    sparse: Mixture = get_model("mixture")(**sizes, n_expert=8, top_k=2, n_shared=1, expert_hidden=40)  # type: ignore[assignment]
+    sparse: Mixture = get_model("mixture")(
+        **sizes, n_expert=8, top_k=2, n_shared=1, expert_hidden=40
+    )  # type: ignore[assignment]
     dense = get_model("transformer")(**sizes, mlp_hidden=3 * 40)
     routed = sum(p.numel() for _, module in sparse.experts() for p in module.parameters())
     routers = sum(layer.mlp.router.weight.numel() for layer in sparse.layers)  # type: ignore[union-attr]

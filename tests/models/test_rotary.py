@@ -39,5 +39,7 @@ def test_trap_20_angles_stay_float32(dtype: torch.dtype) -> None:
         turned = rotate(torch.ones(300, 8, dtype=dtype), cos, sin)
     assert cos.dtype == sin.dtype == torch.float32
     assert turned.dtype == dtype
-    exact = (torch.arange(300, dtype=torch.float64)[:, None] * 10_000.0 ** (-torch.arange(0, 8, 2) / 8)).cos()
+    exact = (
+        torch.arange(300, dtype=torch.float64)[:, None] * 10_000.0 ** (-torch.arange(0, 8, 2) / 8)
+    ).cos()
     torch.testing.assert_close(cos.double(), exact, rtol=0, atol=3e-5)

@@ -14,7 +14,12 @@ from tests.ranks import run_ranks
 
 def _models() -> dict[str, nn.Module]:
     made = {family: build() for family, build in ALL.items()}
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     made["llama"] = get_model("hf:llama")(vocab_size=24, tie_word_embeddings=True, **sizes)
     return made
 
@@ -46,7 +51,9 @@ def compare_with_one_process() -> list[str]:
         sharded.backward()
         if not torch.allclose(sharded, loss, rtol=1e-6):
             wrong.append(f"{family}: loss {sharded.item()} instead of {loss.item()}")
-        for (name, mine), (_, other) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        for (name, mine), (_, other) in zip(
+            model.named_parameters(), whole.named_parameters(), strict=True
+        ):
             expected = other.grad * dist.get_world_size()
             if not torch.allclose(mine.grad.full_tensor(), expected, rtol=1e-4, atol=1e-5):
                 wrong.append(f"{family}: {name}")

@@ -21,7 +21,9 @@ def run(form: Any, q: Tensor, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(("length", "chunk"), [(1, 4), (4, 4), (5, 4), (16, 4), (23, 8), (23, 64)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_chunks_give_what_the_table_of_scores_gives(length: int, chunk: int, dtype: torch.dtype) -> None:
+def test_chunks_give_what_the_table_of_scores_gives(
+    length: int, chunk: int, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(length)
     q = torch.rand(3, length, 10, generator=generator).to(dtype)
     x = torch.randn(3, length, 6, generator=generator).to(dtype)
@@ -32,11 +34,15 @@ def test_chunks_give_what_the_table_of_scores_gives(length: int, chunk: int, dty
         assert (there - here.double()).norm() <= allowed * (there.norm() + 1e-9)
 
 
-def test_the_form_that_takes_fewer_multiplications_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_form_that_takes_fewer_multiplications_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """BDH's sizes, N = 8192 neurons a head and D = 256: direct up to 624 positions."""
     taken = []
     monkeypatch.setattr(bdh, "direct", lambda q, x: taken.append("direct"))
     monkeypatch.setattr(bdh, "chunked", lambda q, x: taken.append("chunked"))
     for length in (512, 624, 625, 1024):
-        bdh.sum_over_past(torch.empty(1, length, 8192, device="meta"), torch.empty(1, length, 256, device="meta"))
+        bdh.sum_over_past(
+            torch.empty(1, length, 8192, device="meta"), torch.empty(1, length, 256, device="meta")
+        )
     assert taken == ["direct", "direct", "chunked", "chunked"]

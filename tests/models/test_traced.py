@@ -1,4 +1,6 @@
-"""A chain that torch's tracer makes computes what the model computes, in every bit, with its parameters."""
+"""A chain that torch's tracer makes computes what the model computes, in every bit, with its
+parameters.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,11 @@ def test_a_traced_model_computes_the_same(training: bool) -> None:
     model = NoChain()
     chain = trace(model, ids(2)).train(training)
     model.train(training)
-    assert [name for name, _ in chain.segments()] == ["inputs", *(f"layers.{i}" for i in range(7)), "outputs"]
+    assert [name for name, _ in chain.segments()] == [
+        "inputs",
+        *(f"layers.{i}" for i in range(7)),
+        "outputs",
+    ]
     assert [n for n, _ in chain.named_parameters()] == [n for n, _ in model.named_parameters()]
     assert set(chain.state_dict()) == set(model.state_dict())
     for samples in (2, 5, 1):
@@ -35,16 +41,23 @@ def test_a_traced_model_computes_the_same(training: bool) -> None:
             model.zero_grad()
             outputs = each(batch)
             outputs.square().sum().backward()
-            results.append((outputs, [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+            results.append(
+                (outputs, [p.grad.clone() for p in model.parameters() if p.grad is not None])
+            )
         (one, gradients), (other, others) = results
         assert torch.equal(one, other)
-        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(gradients, others, strict=True))
+        assert all(
+            torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+            for a, b in zip(gradients, others, strict=True)
+        )
 
 
 class Running(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -60,7 +73,9 @@ class Branching(Running):
 class Again(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in (*self.layers, *self.layers):
@@ -83,13 +98,17 @@ def test_what_can_not_be_traced_is_said(model: type[nn.Module], message: str) ->
 
 
 class Drawing(nn.Module):
-    """Draws before, in, between and behind its blocks; the second and third have nothing between them."""
+    """Draws before, in, between and behind its blocks; the second and third have nothing between
+    them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.embedding = nn.Embedding(VOCAB, 16)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3)) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3)) for _ in range(4)
+        )
         self.head, self.dropout = nn.Linear(16, VOCAB), nn.Dropout(0.3)
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, None]:
@@ -102,7 +121,9 @@ class Drawing(nn.Module):
 
 
 def test_a_traced_model_draws_what_the_model_draws() -> None:
-    """Law 1: keyed by micro-batch and block, cut by the tracer or not, the same dropout, the same bits."""
+    """Law 1: keyed by micro-batch and block, cut by the tracer or not, the same dropout, the same
+    bits.
+    """
     batch, results = ids(3), []
     for cut in (False, True):
         model: nn.Module = Drawing()
@@ -123,8 +144,15 @@ def test_a_traced_model_draws_what_the_model_draws() -> None:
 def test_what_comes_between_blocks_is_a_segment_where_it_draws() -> None:
     names = [name for name, _ in trace(Drawing(), ids(2)).segments()]
     assert names == [
-        "inputs", "layers.0", "layers.0.after", "layers.1", "layers.2", "layers.2.after", "layers.3", "outputs",
-    ]  # fmt: skip
+        "inputs",
+        "layers.0",
+        "layers.0.after",
+        "layers.1",
+        "layers.2",
+        "layers.2.after",
+        "layers.3",
+        "outputs",
+    ]
 
 
 class Dictionary(nn.Module):
@@ -147,9 +175,11 @@ def test_outputs_keep_their_structure_and_samples_of_another_shape_are_refused()
     assert torch.equal(one["more"][0], other["more"][0])
     assert other["more"][1:] == (None, 3)
     with pytest.raises(
-        UsageError, match=r"traced with samples of the shapes \[\(4,\)\], and gets samples of \[\(5,\)\]"
+        UsageError,
+        match=r"traced with samples of the shapes \[\(4,\)\], and gets samples of \[\(5,\)\]",
     ):
-        found(torch.randn(3, 5))  # a graph holds lengths as constants: masks and positions would be of the traced one
+        # a graph holds lengths as constants: masks and positions would be of the traced one
+        found(torch.randn(3, 5))
 
 
 class Logits(nn.Module):
@@ -165,12 +195,15 @@ class Logits(nn.Module):
 def test_decoders_of_the_library_that_are_wrapped_for_logits() -> None:
     """Their angles are computed without gradients and without autocast: graphs within the graph."""
     model = Logits(decoder("mixtral", attention_dropout=0.0))
-    if int(transformers.__version__.partition(".")[0]) < 5:  # its experts loop over those that were chosen
+    # its experts loop over those that were chosen
+    if int(transformers.__version__.partition(".")[0]) < 5:
         with pytest.raises(UsageError, match="torch can't export Logits"):
             trace(model, ids(2))
         return
     chain = trace(model, ids(2))
-    assert [name for name, _ in chain.segments()][1:-1] == [f"model.model.layers.{i}" for i in range(3)]
+    assert [name for name, _ in chain.segments()][1:-1] == [
+        f"model.model.layers.{i}" for i in range(3)
+    ]
     batch = ids(3)
     for precision in (torch.float32, torch.bfloat16):
         with torch.autocast("cpu", precision, enabled=precision != torch.float32):
@@ -178,18 +211,25 @@ def test_decoders_of_the_library_that_are_wrapped_for_logits() -> None:
 
 
 class OwnLoss(nn.Module):
-    """Returns its loss, a mean over the targets that are not -1; its list of blocks is named as a method is."""
+    """Returns its loss, a mean over the targets that are not -1; its list of blocks is named as a
+    method is.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.blocks = nn.Embedding(VOCAB, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.embed, self.blocks = (
+            nn.Embedding(VOCAB, 8),
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(2)),
+        )
         self.head = nn.Linear(8, VOCAB)
 
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(idx)
         for block in self.blocks:
             x = block(x).tanh()
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return nn.functional.cross_entropy(
+            self.head(x).flatten(0, 1), targets.flatten(), ignore_index=-1
+        )
 
 
 def test_a_loss_in_the_graph_tells_what_it_is_a_mean_over() -> None:

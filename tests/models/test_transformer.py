@@ -17,7 +17,9 @@ def by_the_book(attention: Attention, x: Tensor) -> Tensor:
         return linear(x).view(length, -1, width).transpose(0, 1)
 
     def turned(y: Tensor) -> Tensor:
-        return torch.view_as_real(torch.view_as_complex(y.reshape(*y.shape[:-1], -1, 2)) * turn).flatten(-2)
+        return torch.view_as_real(
+            torch.view_as_complex(y.reshape(*y.shape[:-1], -1, 2)) * turn
+        ).flatten(-2)
 
     q, k, v = turned(heads(attention.query)), turned(heads(attention.key)), heads(attention.value)
     out = torch.empty(length, q.shape[0], width)
@@ -35,11 +37,15 @@ def by_the_book(attention: Attention, x: Tensor) -> Tensor:
 def test_attention_is_its_definition(n_kv_head: int, causal: bool) -> None:
     torch.manual_seed(0)
     attention, x = Attention(16, 4, n_kv_head, causal=causal), torch.randn(6, 16)
-    torch.testing.assert_close(attention(x[None], x[None])[0], by_the_book(attention, x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        attention(x[None], x[None])[0], by_the_book(attention, x), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_trap_19_a_tied_head_has_no_weight_of_its_own() -> None:
-    """Tied weights held twice are untied by whoever wraps, moves or fills them apart; here there is one parameter."""
+    """Tied weights held twice are untied by whoever wraps, moves or fills them apart; here there is
+    one parameter.
+    """
     tied, untied = tied_transformer(), transformer()
     sizes = [sum(p.numel() for p in m.parameters()) for m in (untied, tied)]
     assert sizes[0] - sizes[1] == tied.embed.weight.numel()
@@ -64,7 +70,9 @@ def test_dropout_acts_on_the_embedding_and_on_both_branches_in_training() -> Non
 def test_branches_start_smaller_in_deeper_models() -> None:
     torch.manual_seed(0)
     deep = Transformer(n_layer=18, n_embd=64, n_head=2)
-    torch.testing.assert_close(deep.layers[0].mlp.down.weight.std().item(), 0.02 / 6, rtol=0.05, atol=0)
+    torch.testing.assert_close(
+        deep.layers[0].mlp.down.weight.std().item(), 0.02 / 6, rtol=0.05, atol=0
+    )
     torch.testing.assert_close(deep.layers[0].mlp.up.weight.std().item(), 0.02, rtol=0.05, atol=0)
 
 

@@ -51,5 +51,7 @@ def test_the_latent_is_drawn_around_mu() -> None:
 
 @pytest.mark.parametrize("size", [8, 28, 40])
 def test_sizes_that_four_halvings_do_not_divide_are_refused(size: int) -> None:
-    with pytest.raises(UsageError, match=rf"image_size={size} is not a multiple of 16[\s\S]*resize the images to"):
+    with pytest.raises(
+        UsageError, match=rf"image_size={size} is not a multiple of 16[\s\S]*resize the images to"
+    ):
         vae(image_size=size)

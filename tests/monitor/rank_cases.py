@@ -47,12 +47,21 @@ def run_with(
         rows and events of the run, and the wall seconds of rank 0.
     """
     figures.SECONDS_BETWEEN = 0.0
-    config = config_from({
-        "training.batch_size": 2, "training.global_batch_size": 8, "training.max_steps": steps,
-        "precision.mode": "fp32",
-        "training.eval_steps": None, "distributed.strategy": strategy, "checkpoint.save_strategy": "none",
-        "monitor.sinks": ["jsonl"], "monitor.log_steps": 1, "training.warmup_steps": 1, **settings,
-    })  # fmt: skip
+    config = config_from(
+        {
+            "training.batch_size": 2,
+            "training.global_batch_size": 8,
+            "training.max_steps": steps,
+            "precision.mode": "fp32",
+            "training.eval_steps": None,
+            "distributed.strategy": strategy,
+            "checkpoint.save_strategy": "none",
+            "monitor.sinks": ["jsonl"],
+            "monitor.log_steps": 1,
+            "training.warmup_steps": 1,
+            **settings,
+        }
+    )
     trainer = Trainer(language_model("transformer"), config=config, output_dir=folder)
     if slow == "forward_backward" and dist.get_rank() == 1:
         trainer.placed.parts[0].register_forward_pre_hook(lambda *_: time.sleep(seconds / 2))
@@ -68,7 +77,11 @@ def all_cases(folder: str) -> dict[str, dict[str, Any]]:
     # A slow rank is far slower than the other one, which may be slow itself on a busy machine.
     usual = [row["step_seconds"] for row in cases["ddp None"]["rows"][1:]]
     seconds = max(_LEAST_SLOW_SECONDS, 3 * median(usual))
-    for strategy, slow in (("ddp", "forward_backward"), ("fsdp", "forward_backward"), ("ddp", "data")):
+    for strategy, slow in (
+        ("ddp", "forward_backward"),
+        ("fsdp", "forward_backward"),
+        ("ddp", "data"),
+    ):
         case = run_with(f"{folder}/{strategy}-{slow}", strategy, slow, 8, seconds)
         cases[f"{strategy} {slow}"] = case | {"slow seconds": seconds}
     settings = {"monitor.gradient_norms": True, "monitor.profile": {"ranks": []}}

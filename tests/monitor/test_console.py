@@ -15,7 +15,14 @@ from lockstep.monitor.console import Console, bar_line, duration, number, step_l
 from lockstep.monitor.sinks import SinkContext
 from tests.launch.shared import on_a_terminal
 
-_ROW = {"step": 10, "loss": 2.34567, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 12345.6, "step_seconds": 0.25}
+_ROW = {
+    "step": 10,
+    "loss": 2.34567,
+    "grad_norm": 0.5,
+    "lr": 1e-3,
+    "tokens_per_second": 12345.6,
+    "step_seconds": 0.25,
+}
 
 
 def test_a_plain_line_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +41,12 @@ def test_a_plain_line_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_numbers_and_times() -> None:
     assert [duration(s) for s in (5, 65, 3661)] == ["0:05", "1:05", "1:01:01"]
-    assert [number(n) for n in (1, 0.12345, float("inf"), "nan")] == ["1.0000", "0.1235", "inf", "nan"]
+    assert [number(n) for n in (1, 0.12345, float("inf"), "nan")] == [
+        "1.0000",
+        "0.1235",
+        "inf",
+        "nan",
+    ]
     assert step_line(_ROW, None, None).startswith("step 10  ")
     images = {**_ROW, "tokens_per_second": None, "samples_per_second": 1234.5}
     assert "  1,234 samples/s  " in step_line(images, None, None)
@@ -44,7 +56,9 @@ def test_numbers_and_times() -> None:
 def test_a_line_drops_what_does_not_fit() -> None:
     row = {**_ROW, "memory_bytes": 3 * 2**29, "samples_per_second": 5.0}
     narrow = bar_line(row, 300, 65.0, 80)
-    assert narrow == "step 10/300  ━───────────────  loss 2.3457  12,346 tokens/s  1.5 GiB  1:05 left"
+    assert (
+        narrow == "step 10/300  ━───────────────  loss 2.3457  12,346 tokens/s  1.5 GiB  1:05 left"
+    )
     wide = bar_line(row, 300, 65.0, 200)
     assert wide.endswith("  lr 0.001  12,346 tokens/s  0.25 s/step  1.5 GiB  1:05 left")
     assert wide.count("━") == 1
@@ -101,19 +115,33 @@ with to_log(Path("rank-0.log"), on_console=(True, True), descriptors=True):
 def test_a_terminal_gets_a_bar_and_the_log_plain_lines(columns: int, tmp_path: Path) -> None:
     text = on_a_terminal(tmp_path, "-c", _LIVE.replace("600", "20"), columns=columns, TERM="xterm")
     lines, bars = screen(text, columns)
-    said = [line for step in (1, 2, 3, 4) for line in (f"the program says {step}", f"warns {step}", "and goes on")]
+    said = [
+        line
+        for step in (1, 2, 3, 4)
+        for line in (f"the program says {step}", f"warns {step}", "and goes on")
+    ]
     log = (tmp_path / "rank-0.log").read_text().splitlines()
     assert [line for line in lines if not line.startswith("step")] == [*said, "afterwards", ""]
     shown = [line for line in lines if line.startswith("step") and "said" not in line]
     assert [line.split()[1] for line in shown] == ["1/4", "2/4", "4/4"], "the history stays"
     assert all(("grad" in line) == (columns == 200) for line in shown[1:])
     assert {bar.split()[1] for bar in bars} == {"1/4", "2/4", "3/4", "4/4"}, "it moves each step"
-    assert any(bar.startswith("step 3/4  ━") and "loss 1.5" in bar for bar in bars), "a step that is not logged"
-    assert all(word in bars[-1] for word in ("tokens/s", "left", "MiB" if columns == 200 else "loss"))
-    assert [line for line in log if line.startswith("step") and "said" not in line][1].endswith(" left")
-    assert all("grad 1.0000" in line for line in log if "tokens/s" in line), "the log has whole lines"
+    assert any(bar.startswith("step 3/4  ━") and "loss 1.5" in bar for bar in bars), (
+        "a step that is not logged"
+    )
+    assert all(
+        word in bars[-1] for word in ("tokens/s", "left", "MiB" if columns == 200 else "loss")
+    )
+    assert [line for line in log if line.startswith("step") and "said" not in line][1].endswith(
+        " left"
+    )
+    assert all("grad 1.0000" in line for line in log if "tokens/s" in line), (
+        "the log has whole lines"
+    )
     assert "━" not in "".join(log)
-    assert [line for line in log if not line.startswith("step")].count("goes on") + log.count("and goes on") >= 4
+    assert [line for line in log if not line.startswith("step")].count("goes on") + log.count(
+        "and goes on"
+    ) >= 4
 
 
 _STEPS = """
@@ -135,7 +163,9 @@ def own_loop(progress: bool | None) -> None:
     print("after")
 
 
-def test_the_callers_own_loop_has_the_bar_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_callers_own_loop_has_the_bar_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mine = [*(f"mine {step}" for step in range(1, 6)), "after"]
     lines, bars = screen(on_a_terminal(tmp_path, "-c", _STEPS, columns=80, TERM="xterm"), 80)
     assert lines == [*mine, "and without", *mine, ""], "the loop's own lines stay alone"

@@ -20,7 +20,12 @@ from tests.parity.toy import Tokens, language_model
 def test_phases_add_up_to_the_time_there_was() -> None:
     now = [0.0]
     clock = PhaseClock(clock=lambda: now[0])
-    for phase, seconds in (("data", 1.0), ("forward_backward", 4.0), ("optimizer", 2.0), ("data", 0.5)):
+    for phase, seconds in (
+        ("data", 1.0),
+        ("forward_backward", 4.0),
+        ("optimizer", 2.0),
+        ("data", 0.5),
+    ):
         clock.enter(phase)
         now[0] += seconds
     with clock.during("evaluation"):
@@ -86,15 +91,22 @@ def test_figures_are_gathered_about_once_a_second() -> None:
 def table(**columns: list[float]) -> dict[str, list[float]]:
     ranks = len(next(iter(columns.values())))
     full = {name: columns.get(name, [0.0] * ranks) for name in STEP_PHASES}
-    own = [sum(full[name][rank] for name in STEP_PHASES if name != "communication") for rank in range(ranks)]
+    own = [
+        sum(full[name][rank] for name in STEP_PHASES if name != "communication")
+        for rank in range(ranks)
+    ]
     return full | {"own": own}
 
 
 def test_a_slow_rank_is_named_once_it_stays_slow() -> None:
     watch = StragglerWatch(StragglerConfig(threshold=1.3, patience=3))
-    slow = table(forward_backward=[0.1, 0.1, 0.2, 0.1], communication=[0.1, 0.1, 0.0, 0.1], data=[0.01] * 4)
+    slow = table(
+        forward_backward=[0.1, 0.1, 0.2, 0.1], communication=[0.1, 0.1, 0.0, 0.1], data=[0.01] * 4
+    )
     even = table(forward_backward=[0.1, 0.11, 0.12, 0.1])
-    assert [len(watch.look(t)) for t in (slow, slow, even, slow, slow)] == [0] * 5, "not persistently"
+    assert [len(watch.look(t)) for t in (slow, slow, even, slow, slow)] == [0] * 5, (
+        "not persistently"
+    )
     (named,) = watch.look(slow)
     assert (named.rank, named.phase) == (2, "forward_backward")
     assert named.ratio == pytest.approx(0.21 / 0.11)
@@ -102,16 +114,26 @@ def test_a_slow_rank_is_named_once_it_stays_slow() -> None:
     assert "rank 2 on node7 is slow" in named.sentence("node7")
     tiny = table(data=[1e-5, 9e-5])
     assert [watch.look(tiny) for _ in range(5)] == [[]] * 5, "clocks differ by as much"
-    assert StragglerWatch(StragglerConfig(patience=1)).look(table(data=[1.0])) == [], "one rank has nobody to wait for"
+    assert StragglerWatch(StragglerConfig(patience=1)).look(table(data=[1.0])) == [], (
+        "one rank has nobody to wait for"
+    )
 
 
-def test_memory_that_is_nearly_full_or_uneven_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_is_nearly_full_or_uneven_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     events: list[str] = []
     monitor = ResourceMonitor(0.9, True, lambda kind, **_: events.append(kind))
 
     def look(peaks: list[float]) -> None:
-        memory = {"peak": spread(peaks), "total": spread([100.0] * len(peaks)), "reserved": spread(peaks)}
-        monitor(StepRecord(step=1, loss=1.0, grad_norm=1.0, lr=0.1, samples=1, tokens=1, memory=memory))
+        memory = {
+            "peak": spread(peaks),
+            "total": spread([100.0] * len(peaks)),
+            "reserved": spread(peaks),
+        }
+        monitor(
+            StepRecord(step=1, loss=1.0, grad_norm=1.0, lr=0.1, samples=1, tokens=1, memory=memory)
+        )
 
     with caplog.at_level(logging.WARNING, "lockstep"):
         look([50.0, 52.0])
@@ -138,8 +160,12 @@ def test_flops_are_those_of_the_products_and_change_no_bit() -> None:
     assert figures.flops == 2 * 8 * 16 * 4 * 2, "of the first step only"
 
     def losses(counted: bool) -> list[float]:
-        settings = {"training.batch_size": 2, "training.global_batch_size": 8, "training.max_steps": 3,
-                    "precision.mode": "fp32"}  # fmt: skip
+        settings = {
+            "training.batch_size": 2,
+            "training.global_batch_size": 8,
+            "training.max_steps": 3,
+            "precision.mode": "fp32",
+        }
         trainer = Trainer(language_model("transformer"), config=config_from(settings))
         if counted:
             trainer.around_step = first_step_counted(Figures(PhaseClock()))

@@ -21,9 +21,13 @@ from lockstep.records import RunDirectory
 from lockstep.report.read import read_run
 
 VALUES: dict[str, Any] = {
-    "accuracy": torch.tensor(0.75), "count": 3, "said": "so it <goes>", "weights": torch.linspace(-1, 1, 64),
-    "digits": torch.rand(3, 1, 4, 5), "map": np.eye(6),
-}  # fmt: skip
+    "accuracy": torch.tensor(0.75),
+    "count": 3,
+    "said": "so it <goes>",
+    "weights": torch.linspace(-1, 1, 64),
+    "digits": torch.rand(3, 1, 4, 5),
+    "map": np.eye(6),
+}
 
 
 def pixels(png: bytes) -> np.ndarray[Any, Any]:
@@ -40,11 +44,18 @@ def pixels(png: bytes) -> np.ndarray[Any, Any]:
 
 
 def test_values_are_told_apart_by_what_they_are() -> None:
-    numbers, media = sorted_values({**VALUES, "colours": torch.zeros(3, 2, 7), "bytes": np.full((2, 2, 3), 200)})
+    numbers, media = sorted_values(
+        {**VALUES, "colours": torch.zeros(3, 2, 7), "bytes": np.full((2, 2, 3), 200)}
+    )
     assert numbers == {"accuracy": 0.75, "count": 3.0}
     assert {name: one.kind for name, one in media.items()} == {
-        "said": "text", "weights": "histogram", "digits": "image", "map": "image", "colours": "image", "bytes": "image",
-    }  # fmt: skip
+        "said": "text",
+        "weights": "histogram",
+        "digits": "image",
+        "map": "image",
+        "colours": "image",
+        "bytes": "image",
+    }
     assert media["colours"].size == (7, 2)
     assert (pixels(media["bytes"].png) == 200).all()
     expected = (torch.cat(list(VALUES["digits"]), -1)[0].numpy() * 255 + 0.5).astype(np.uint8)
@@ -54,7 +65,8 @@ def test_values_are_told_apart_by_what_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "message"), [(object(), "is a object"), (torch.zeros(5, 5, 5), "not an image"), ({"a": 1}, "is a dict")]
+    ("value", "message"),
+    [(object(), "is a object"), (torch.zeros(5, 5, 5), "not an image"), ({"a": 1}, "is a dict")],
 )
 def test_what_cannot_be_logged_is_refused(value: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
@@ -70,10 +82,14 @@ def data() -> TensorDataset:
 
 def trainer(folder: Path | None, **settings: Any) -> Trainer:
     torch.manual_seed(0)
-    return Trainer(nn.Linear(2, 1), loss_fn=nn.MSELoss(), batch_size=4, output_dir=folder, **settings)
+    return Trainer(
+        nn.Linear(2, 1), loss_fn=nn.MSELoss(), batch_size=4, output_dir=folder, **settings
+    )
 
 
-def test_a_loop_of_ones_own_logs_to_the_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_of_ones_own_logs_to_the_run_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = trainer(tmp_path)
     for record in run.steps(data()):
         if record.step % 3 == 0:
@@ -85,7 +101,7 @@ def test_a_loop_of_ones_own_logs_to_the_run_directory(tmp_path: Path, capsys: py
     directory = RunDirectory(tmp_path)
     rows = directory.read_metrics()
     assert [row["step"] for row in rows if "accuracy" in row] == [3, 6]
-    (first, _) = [row["media"] for row in rows if "media" in row]
+    first, _ = [row["media"] for row in rows if "media" in row]
     assert first["said"] == {"kind": "text", "text": "so it <goes>"}
     assert sum(first["weights"]["counts"]) == 64
     assert pixels((tmp_path / first["digits"]["file"]).read_bytes()).shape == (4, 15, 1)
@@ -116,9 +132,13 @@ def test_within_a_run_it_goes_where_the_run_is_recorded(tmp_path: Path) -> None:
     found: list[dict[str, Any]] = []
 
     def look(updates: int) -> None:
-        run.log({"half": updates / 2, "note": "even"} if updates % 2 == 0 else {"half": updates / 2})
+        run.log(
+            {"half": updates / 2, "note": "even"} if updates % 2 == 0 else {"half": updates / 2}
+        )
 
-    run = trainer(tmp_path, after_update=look, sinks=["jsonl", "tests.monitor.test_log:Numbers"], max_steps=4)
+    run = trainer(
+        tmp_path, after_update=look, sinks=["jsonl", "tests.monitor.test_log:Numbers"], max_steps=4
+    )
     Numbers.rows = found
     run.train(data(), data())
     assert [row["half"] for row in found if "half" in row] == [0.5, 1.0, 1.5, 2.0]
@@ -127,7 +147,9 @@ def test_within_a_run_it_goes_where_the_run_is_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["steps", "training_step", "train"])
-def test_values_that_nothing_takes_are_told_of_once(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_that_nothing_takes_are_told_of_once(
+    way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without an output_dir numbers and texts are printed, and nothing else is kept."""
     run = trainer(None, max_steps=4)
 
@@ -139,7 +161,11 @@ def test_values_that_nothing_takes_are_told_of_once(way: str, capsys: pytest.Cap
         with pytest.warns(NoEffectWarning) as told:
             run.train(data())
     else:
-        loop = run.steps(data()) if way == "steps" else (run.training_step(data()[:4]) for _ in range(4))
+        loop = (
+            run.steps(data())
+            if way == "steps"
+            else (run.training_step(data()[:4]) for _ in range(4))
+        )
         with pytest.warns(NoEffectWarning) as told:
             deque(log() for _ in loop)
     assert "mine 1.0000" in capsys.readouterr().out
@@ -168,7 +194,9 @@ class Numbers:
 
 
 @pytest.mark.parametrize("kind", ["wandb", "mlflow"])
-def test_servers_libraries_take_all_of_it(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_libraries_take_all_of_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip(kind, reason=f"{kind} IS NOT TESTED: pip install {kind}")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -84,11 +84,21 @@ def test_trap_46_numbers_are_read_on_logged_steps_only(run: RunDirectory) -> Non
     OnDevice.waits = 0
     monitor = Monitor(config(), run, is_main=True, total_steps=35)
     for step in range(1, 36):
-        monitor.on_step(record(step, loss=OnDevice(step), grad_norm=OnDevice(1.0), tokens=OnDevice(64)))
+        monitor.on_step(
+            record(step, loss=OnDevice(step), grad_norm=OnDevice(1.0), tokens=OnDevice(64))
+        )
     monitor.close()
     rows = run.read_metrics()
-    assert [row["step"] for row in rows] == [1, 10, 20, 30, 35], "every tenth, the first and the last"
-    assert OnDevice.waits == len(rows) * 5, "loss, norm, tokens of the step, tokens and targets of the interval"
+    assert [row["step"] for row in rows] == [
+        1,
+        10,
+        20,
+        30,
+        35,
+    ], "every tenth, the first and the last"
+    assert OnDevice.waits == len(rows) * 5, (
+        "loss, norm, tokens of the step, tokens and targets of the interval"
+    )
 
 
 def test_trap_46_no_graph_is_kept_alive(run: RunDirectory) -> None:
@@ -130,7 +140,9 @@ def test_other_ranks_write_nothing_and_read_nothing(run: RunDirectory) -> None:
 def test_rows_hold_what_the_interval_was_like(run: RunDirectory) -> None:
     monitor = Monitor(config(), run, is_main=True)
     for step in range(1, 11):
-        monitor.on_step(record(step, tokens=64, tokens_read=torch.tensor(96), loss=torch.tensor(float("nan"))))
+        monitor.on_step(
+            record(step, tokens=64, tokens_read=torch.tensor(96), loss=torch.tensor(float("nan")))
+        )
     monitor.on_eval({"step": 10, "eval_loss": 1.5})
     monitor.close()
     *_, last, evaluation = run.read_metrics()
@@ -164,11 +176,16 @@ def test_memory_is_this_ranks_own() -> None:
 
 
 def test_memory_is_not_that_of_the_process_which_started_the_rank() -> None:
-    child = "from lockstep.monitor.meters import memory_of_this_rank; print(memory_of_this_rank().peak)"
-    start = (
-        "import subprocess, sys; held = b'x' * 2**30; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+    child = (
+        "from lockstep.monitor.meters import memory_of_this_rank; print(memory_of_this_rank().peak)"
     )
-    done = subprocess.run([sys.executable, "-c", start, child], capture_output=True, text=True, check=True)
+    start = (
+        "import subprocess, sys; held = b'x' * 2**30; subprocess.run([sys.executable, '-c',"
+        " sys.argv[1]], check=True)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", start, child], capture_output=True, text=True, check=True
+    )
     assert 10_000_000 < int(done.stdout) < 2**30
 
 
@@ -184,7 +201,9 @@ def test_a_sink_that_fails_is_said_once_and_stops_nothing(
         seen.append((step.step, step.loss))
 
     user_module(monkeypatch, broken=broken, working=working)
-    monitor = Monitor(config(log_steps=1, callbacks=["users_own:broken", "users_own:working"]), run, is_main=True)
+    monitor = Monitor(
+        config(log_steps=1, callbacks=["users_own:broken", "users_own:working"]), run, is_main=True
+    )
     with caplog.at_level(logging.WARNING, "lockstep"):
         for step in range(1, 5):
             monitor.on_step(record(step, loss=torch.tensor(0.5)))
@@ -221,7 +240,9 @@ def test_a_callback_that_cannot_be_had_is_refused_before_the_run(
             Monitor(config(callbacks=[name]), run, is_main=True)
 
 
-def test_a_class_is_made_with_its_arguments_and_closed(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_is_made_with_its_arguments_and_closed(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = []
 
     class Watcher:
@@ -247,15 +268,24 @@ def test_a_class_is_made_with_its_arguments_and_closed(run: RunDirectory, monkey
 
 
 @pytest.mark.parametrize(
-    ("rank", "rank_filter", "writes"), [(0, 0, True), (1, 0, False), (1, [0, 1], True), (2, None, True)]
+    ("rank", "rank_filter", "writes"),
+    [(0, 0, True), (1, 0, False), (1, [0, 1], True), (2, None, True)],
 )
 def test_json_logger_writes_on_the_ranks_of_its_filter(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, rank_filter: Any, writes: bool
+    run: RunDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    rank: int,
+    rank_filter: Any,
+    writes: bool,
 ) -> None:
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "4")
     path = tmp_path / "own/records-{rank}.jsonl"
-    spec = {"name": "lockstep.monitor:JsonLogger", "args": {"path": str(path), "name": "a", "rank_filter": rank_filter}}
+    spec = {
+        "name": "lockstep.monitor:JsonLogger",
+        "args": {"path": str(path), "name": "a", "rank_filter": rank_filter},
+    }
     monitor = Monitor(config(log_steps=1, sinks=[], callbacks=[spec]), run, is_main=rank == 0)
     monitor.on_step(record(1, loss=torch.tensor(0.25)))
     monitor.close()
@@ -267,11 +297,16 @@ def test_json_logger_writes_on_the_ranks_of_its_filter(
 
 
 def test_json_logger_writes_into_the_run_directory(run: RunDirectory) -> None:
-    callbacks = ["lockstep.monitor:JsonLogger", {"name": "lockstep.monitor:JsonLogger", "args": {"path": "a/b.jsonl"}}]
+    callbacks = [
+        "lockstep.monitor:JsonLogger",
+        {"name": "lockstep.monitor:JsonLogger", "args": {"path": "a/b.jsonl"}},
+    ]
     monitor = Monitor(config(log_steps=1, sinks=[], callbacks=callbacks), run, is_main=True)
     monitor.on_step(record(1))
     monitor.close()
-    assert [len(list(read_lines(run.path / name))) for name in ("metrics-0.jsonl", "a/b.jsonl")] == [1, 1]
+    assert [
+        len(list(read_lines(run.path / name))) for name in ("metrics-0.jsonl", "a/b.jsonl")
+    ] == [1, 1]
 
 
 class OnStepEnd:
@@ -320,7 +355,9 @@ def test_tensorboard_has_each_point_once_after_a_resume_and_a_rollback(run: RunD
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def write(start: int, steps: Iterable[int]) -> None:
-        sink = Monitor(config(sinks=["tensorboard"], log_steps=1), run, is_main=True, start_step=start)
+        sink = Monitor(
+            config(sinks=["tensorboard"], log_steps=1), run, is_main=True, start_step=start
+        )
         for step in steps:
             sink.on_step(record(step, loss=float(step)))
             sink.on_eval({"step": step, "eval_loss": float(step)})
@@ -350,7 +387,9 @@ def test_a_missing_tensorboard_is_one_warning(
     assert len(run.read_metrics()) == 1
 
 
-def test_without_a_run_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_run_directory_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monitor = Monitor(config(sinks=["jsonl", "tensorboard"]), None, is_main=True)
     monitor.on_step(record(10))
@@ -365,14 +404,27 @@ def test_metrics_are_one_object_a_line(run: RunDirectory) -> None:
         monitor.on_step(record(step, loss_scale=1024.0))
     monitor.close()
     lines = run.metrics.read_text().splitlines()
-    names = {"step", "loss", "grad_norm", "lr", "samples", "tokens", "step_seconds", "tokens_per_second"}
+    names = {
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "samples",
+        "tokens",
+        "step_seconds",
+        "tokens_per_second",
+    }
     assert names | {"memory_bytes", "loss_scale", "time"} <= set(json.loads(lines[1]))
 
 
 def test_the_start_tells_the_workers_of_the_loader_that_is_read(run: RunDirectory) -> None:
     data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
     trainer = Trainer(
-        torch.nn.Linear(4, 1), loss_fn=torch.nn.MSELoss(), max_steps=1, sinks=["jsonl"], output_dir=run.path
+        torch.nn.Linear(4, 1),
+        loss_fn=torch.nn.MSELoss(),
+        max_steps=1,
+        sinks=["jsonl"],
+        output_dir=run.path,
     )
     list(trainer.steps(torch.utils.data.DataLoader(data, 8, num_workers=1)))
     trainer._close_run()
@@ -406,9 +458,14 @@ def test_functions_and_objects_are_callbacks_in_every_way_to_train(way: str) -> 
     data = torch.utils.data.TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
     seen, losses = Seen(), list[float]()
     trainer = Trainer(
-        torch.nn.Linear(4, 1), loss_fn=torch.nn.MSELoss(), batch_size=8, max_steps=3, log_steps=1, sinks=[],
+        torch.nn.Linear(4, 1),
+        loss_fn=torch.nn.MSELoss(),
+        batch_size=8,
+        max_steps=3,
+        log_steps=1,
+        sinks=[],
         callbacks=[lambda record: losses.append(record.loss), seen],
-    )  # fmt: skip
+    )
     if way == "train":
         trainer.train(data, data)
     elif way == "steps":
@@ -430,8 +487,10 @@ def test_a_callback_that_waits_in_vain_is_refused() -> None:
         def on_epoch_end(self, *_: Any, **more: Any) -> None: ...
 
     for callback, message in (
-        (Late(), "on_epoch_end is never called"), (Seen, "Seen is a class"), (7, "int can't be called"),
-    ):  # fmt: skip
+        (Late(), "on_epoch_end is never called"),
+        (Seen, "Seen is a class"),
+        (7, "int can't be called"),
+    ):
         with pytest.raises(UsageError, match=message):
             Trainer(torch.nn.Linear(4, 1), loss_fn=torch.nn.MSELoss(), callbacks=[callback])
 
@@ -446,7 +505,12 @@ def test_a_callback_of_transformers_is_called_for_the_events_that_it_has() -> No
 
     data = torch.utils.data.TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
     trainer = Trainer(
-        torch.nn.Linear(4, 1), loss_fn=torch.nn.MSELoss(), batch_size=8, log_steps=1, sinks=[], callbacks=[Mine()]
+        torch.nn.Linear(4, 1),
+        loss_fn=torch.nn.MSELoss(),
+        batch_size=8,
+        log_steps=1,
+        sinks=[],
+        callbacks=[Mine()],
     )
     list(trainer.steps(data))
     assert steps == [1, 2, 3]
@@ -455,7 +519,8 @@ def test_a_callback_of_transformers_is_called_for_the_events_that_it_has() -> No
 @pytest.mark.fault(
     "storage: metrics or events can't be written for a while",
     "a write of a row fails, as on a disk that is full, and later ones succeed",
-    "rows and events wait, and are written in their order once there is room: none is lost, none is there twice",
+    "rows and events wait, and are written in their order once there is room: none is lost, none is"
+    " there twice",
 )
 def test_rows_and_events_wait_for_room(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monitor = Monitor(config(sinks=["jsonl"], log_steps=1), run, is_main=True)

@@ -62,7 +62,9 @@ def events(case: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_that_computes_slowly_is_named(launch: Launch, strategy: str) -> None:
     """All ranks take equally long for a step; what tells the slow one apart is its own time."""
-    in_three_launches(launch, lambda cases: slow_rank_is_named(cases[f"{strategy} forward_backward"]))
+    in_three_launches(
+        launch, lambda cases: slow_rank_is_named(cases[f"{strategy} forward_backward"])
+    )
 
 
 def slow_rank_is_named(case: dict[str, Any]) -> None:
@@ -107,13 +109,19 @@ def test_rows_hold_figures_of_all_ranks(cases: dict[str, dict[str, Any]]) -> Non
     assert rank in (0, 1)
     assert row["flops_per_second"] > 0
     assert 0 < row["mfu"] < 1.5
-    step = sum(row["phases"][name][1] for name in ("data", "forward_backward", "communication", "optimizer", "other")
-               if name in row["phases"])  # fmt: skip
+    step = sum(
+        row["phases"][name][1]
+        for name in ("data", "forward_backward", "communication", "optimizer", "other")
+        if name in row["phases"]
+    )
     assert step == pytest.approx(row["step_seconds"], rel=0.5), "phases add up to the step"
 
 
 def test_top_shows_every_rank(
-    cases: dict[str, dict[str, Any]], folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    cases: dict[str, dict[str, Any]],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     run = folder / "ddp-None"
     assert main(["top", str(run), "--once"]) == 0
@@ -127,7 +135,9 @@ def test_top_shows_every_rank(
         assert found["host"] == socket.gethostname()
         assert found["device"].startswith("CPU")
         assert " of " in found["memory"]
-        assert sum(int(value[:-1]) for value in found.values() if value.endswith("%")) in range(96, 105)
+        assert sum(int(value[:-1]) for value in found.values() if value.endswith("%")) in range(
+            96, 105
+        )
     assert main(["top", str(tmp_path), "--once"]) == 2
     assert "is not a run directory" in capsys.readouterr().err
     shown = on_a_terminal(tmp_path, "-m", "lockstep", "top", str(run), columns=40, TERM="xterm")
@@ -135,7 +145,9 @@ def test_top_shows_every_rank(
     assert all(len(line) <= 40 for line in shown.removeprefix("\x1b[H\x1b[2J").splitlines())
 
 
-def test_a_profile_traces_the_same_steps_on_every_rank(cases: dict[str, dict[str, Any]], folder: Path) -> None:
+def test_a_profile_traces_the_same_steps_on_every_rank(
+    cases: dict[str, dict[str, Any]], folder: Path
+) -> None:
     """A profiler's schedule advances only with `prof.step()`."""
     case = cases["profiled"]
     assert {"summary.md", "summary.json"} <= set(case["files"])

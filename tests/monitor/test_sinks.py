@@ -1,4 +1,6 @@
-"""Sinks beyond files: W&B and MLflow offline, Prometheus on loopback, and that none of them stops a run."""
+"""Sinks beyond files: W&B and MLflow offline, Prometheus on loopback, and that none of them stops a
+run.
+"""
 
 import json
 import logging
@@ -22,12 +24,15 @@ from lockstep.records import RunDirectory, StepRecord
 
 _GATHERED = {
     "phases": {"data": [0.1, 0.2, 0.4, 3], "optimizer": [0.01, 0.01, 0.01, 0]},
-    "memory": {"peak": [1.0, 2.0, 5.0, 1]}, "gradient_norms": {"layers.0": 0.5},
-}  # fmt: skip
+    "memory": {"peak": [1.0, 2.0, 5.0, 1]},
+    "gradient_norms": {"layers.0": 0.5},
+}
 
 
 def record(step: int, **fields: Any) -> StepRecord:
-    return StepRecord(step=step, loss=2.0 / step, grad_norm=1.0, lr=1e-3, samples=8, tokens=64, **fields)
+    return StepRecord(
+        step=step, loss=2.0 / step, grad_norm=1.0, lr=1e-3, samples=8, tokens=64, **fields
+    )
 
 
 @pytest.fixture
@@ -52,7 +57,9 @@ def test_a_record_as_scalars() -> None:
     assert not {"step", "time", "skipped"} & set(found)
 
 
-def test_wandb_offline_goes_to_the_run_directory(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_goes_to_the_run_directory(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="W&B IS NOT TESTED: pip install wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monitor = Monitor(config(sinks=["wandb"]), run, is_main=True)
@@ -67,7 +74,9 @@ def test_wandb_offline_goes_to_the_run_directory(run: RunDirectory, monkeypatch:
         assert name in content
 
 
-def test_mlflow_without_a_server_goes_to_the_run_directory(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_without_a_server_goes_to_the_run_directory(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mlflow = pytest.importorskip("mlflow", reason="MLFLOW IS NOT TESTED: pip install mlflow-skinny")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monitor = Monitor(config(sinks=["mlflow"], experiment="ours"), run, is_main=True)
@@ -82,14 +91,20 @@ def test_mlflow_without_a_server_goes_to_the_run_directory(run: RunDirectory, mo
     assert found.info.status == "FINISHED"
     assert found.data.params["training.max_steps"] == "3"
     assert [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, "loss")] == [
-        (1, 2.0), (2, 1.0), (3, 2 / 3)
-    ]  # fmt: skip
+        (1, 2.0),
+        (2, 1.0),
+        (3, 2 / 3),
+    ]
     assert found.data.metrics["eval_loss"] == 0.5
 
 
 @pytest.mark.parametrize(("sink", "package"), [("wandb", "wandb"), ("mlflow", "mlflow-skinny")])
 def test_a_missing_library_is_one_warning(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, sink: str, package: str
+    run: RunDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    sink: str,
+    package: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, sink, None)
     with caplog.at_level(logging.WARNING, "lockstep"):
@@ -101,8 +116,12 @@ def test_a_missing_library_is_one_warning(
     assert len(run.read_metrics()) == 1
 
 
-@pytest.mark.promise("`/metrics` for Prometheus is off unless asked for, and then answers on 127.0.0.1")
-def test_prometheus_serves_the_newest_record_on_loopback(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.promise(
+    "`/metrics` for Prometheus is off unless asked for, and then answers on 127.0.0.1"
+)
+def test_prometheus_serves_the_newest_record_on_loopback(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("prometheus_client")
     monitor = Monitor(config(sinks=["console"], prometheus={"port": 0}), run, is_main=True)
     try:
@@ -133,7 +152,9 @@ def test_a_port_that_is_taken_is_the_users_to_choose(run: RunDirectory) -> None:
     with pytest.raises(UsageError, match=r"monitor\.prometheus"):
         Monitor(config(prometheus={"port": port}), run, is_main=True)
     first.close()
-    assert Monitor(config(prometheus={"port": port}), None, is_main=False) is not None, "rank 0 serves, nobody else"
+    assert Monitor(config(prometheus={"port": port}), None, is_main=False) is not None, (
+        "rank 0 serves, nobody else"
+    )
 
 
 def test_a_folder_of_tensorboard_that_is_gone_stops_nothing(
@@ -210,9 +231,12 @@ def test_a_disk_that_is_full_stops_nothing_and_leaves_whole_lines(run: RunDirect
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     done = subprocess.run(
-        [sys.executable, "-c", _FILLING, str(run.path)], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", _FILLING, str(run.path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert "full 3" in done.stdout, "just under the limit"
     failed = [event["sink"] for event in run.read_events() if event["kind"] == "sink_failed"]
@@ -253,13 +277,22 @@ monitor.close()
 def test_wandb_that_is_down_stops_nothing(run: RunDirectory) -> None:
     """The real library, told to use a server that nobody is behind."""
     pytest.importorskip("wandb", reason="W&B IS NOT TESTED: pip install wandb")
-    away = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_MODE": "online"}
+    away = {
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+        "WANDB_API_KEY": "0" * 40,
+        "WANDB_MODE": "online",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", _WANDB_DOWN, str(run.path)], capture_output=True, text=True, timeout=200,
+        [sys.executable, "-c", _WANDB_DOWN, str(run.path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
         env={**os.environ, **away, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.partition("steps took ")[2].split()[0]) < 2, "the steps do not wait for it"
+    assert float(done.stdout.partition("steps took ")[2].split()[0]) < 2, (
+        "the steps do not wait for it"
+    )
     assert [event["sink"] for event in run.read_events()] == ["the sink wandb"]
     assert done.stderr.count("lockstep: warning") + done.stderr.count("the sink wandb") >= 1
     assert len(run.read_metrics()) == 50

@@ -25,7 +25,9 @@ class Normalised(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
+        self.layers = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.layers(x)
@@ -70,7 +72,11 @@ def data_for(model: str) -> Any:
 
 def finished(trainer: Trainer, records: list[Any], model: str) -> Run:
     numbers = [(float(r.loss).hex(), float(r.grad_norm).hex()) for r in records]
-    return digest_tensors(trainer.placed.kept().items()), numbers, trainer.evaluate(data_for(model)).hex()
+    return (
+        digest_tensors(trainer.placed.kept().items()),
+        numbers,
+        trainer.evaluate(data_for(model)).hex(),
+    )
 
 
 def run(settings: dict[str, Any], model: str = "transformer") -> Run:
@@ -80,7 +86,9 @@ def run(settings: dict[str, Any], model: str = "transformer") -> Run:
 
 
 def interrupted(folder: str, at: int, settings: dict[str, Any], model: str = "transformer") -> Run:
-    """A run that saves after `at` steps, evaluates, and goes on; then another that goes on from there."""
+    """A run that saves after `at` steps, evaluates, and goes on; then another that goes on from
+    there.
+    """
     first = trainer_for(settings, model)
     before = list(islice(first.steps(data_for(model)), at))
     first.save_checkpoint(folder)
@@ -88,14 +96,17 @@ def interrupted(folder: str, at: int, settings: dict[str, Any], model: str = "tr
     return resumed(folder, before, settings, model)
 
 
-def resumed(folder: str, before: list[Any], settings: dict[str, Any], model: str = "transformer") -> Run:
+def resumed(
+    folder: str, before: list[Any], settings: dict[str, Any], model: str = "transformer"
+) -> Run:
     second = trainer_for(settings, model)
     second.load_checkpoint(folder)
     return finished(second, [*before, *second.steps(data_for(model))], model)
 
 
 def bytes_a_step(cases: dict[str, tuple[dict[str, Any], int]]) -> dict[str, float]:
-    """Bytes that this host puts on its link per step, over the second `steps` of a run, and the model's size.
+    """Bytes that this host puts on its link per step, over the second `steps` of a run, and the
+    model's size.
 
     An empty dictionary where this process is on no host with a link of its own.
     """
@@ -104,7 +115,9 @@ def bytes_a_step(cases: dict[str, tuple[dict[str, Any], int]]) -> dict[str, floa
     found: dict[str, float] = {}
     few = {"training.global_batch_size": 2, "training.batch_size": 1, "training.warmup_steps": 0}
     for name, (settings, steps) in cases.items():
-        trainer = trainer_for({**few, "training.max_steps": 2 * steps + 1, **settings}, n_embd=256, n_layer=2)
+        trainer = trainer_for(
+            {**few, "training.max_steps": 2 * steps + 1, **settings}, n_embd=256, n_layer=2
+        )
         found["parameters"] = trainer.placed.num_parameters
         loop = iter(trainer.steps(Tokens()))
         for _ in range(steps):
@@ -123,9 +136,15 @@ def _settled() -> int:
 
 
 def step_by_step(steps: int) -> tuple[str, str]:
-    """A run of whole steps, and the same one through `training_step`, a micro-batch at a time: digests."""
+    """A run of whole steps, and the same one through `training_step`, a micro-batch at a time:
+    digests.
+    """
     settings = {"training.global_batch_size": None, "training.gradient_accumulation_steps": 4}
-    settings |= {"training.warmup_steps": 0, "training.lr_schedule": "constant", "training.max_steps": steps}
+    settings |= {
+        "training.warmup_steps": 0,
+        "training.lr_schedule": "constant",
+        "training.max_steps": steps,
+    }
     whole = trainer_for(settings)
     for _ in whole.steps(Tokens()):
         pass
@@ -140,7 +159,10 @@ def step_by_step(steps: int) -> tuple[str, str]:
 
 
 def all_of(
-    cases: dict[str, tuple[Any, ...]], folder: str, saved: tuple[Any, ...], sent: dict[str, tuple[dict[str, Any], int]]
+    cases: dict[str, tuple[Any, ...]],
+    folder: str,
+    saved: tuple[Any, ...],
+    sent: dict[str, tuple[dict[str, Any], int]],
 ) -> dict[str, Any]:
     """All that is looked at on these ranks, in one launch."""
     return {

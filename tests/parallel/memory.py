@@ -1,4 +1,6 @@
-"""What tensors a process holds, and how much memory the kernel lets it have; functions here run on ranks."""
+"""What tensors a process holds, and how much memory the kernel lets it have; functions here run on
+ranks.
+"""
 
 import ctypes
 import gc
@@ -19,7 +21,8 @@ from tests.parity.toy import Tokens, language_model, unchecked
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 UNIT = {"n_embd": 64, "mlp_hidden": 256, "n_layer": 4}
 LARGE = {"n_embd": 512, "mlp_hidden": 1536, "n_layer": 8}
-HEADROOM = 230 * 2**20  # above what a process has before it builds the model; 48 of it are stacks of gloo's threads
+# above what a process has before it builds the model; 48 of it are stacks of gloo's threads
+HEADROOM = 230 * 2**20
 
 
 def held_bytes() -> int:
@@ -40,7 +43,9 @@ def held_bytes() -> int:
 
 def trainer_with(settings: dict[str, Any], model: dict[str, Any]) -> Trainer:
     common = {"training.batch_size": 1, "training.max_steps": 50, "precision.mode": "fp32"}
-    return unchecked(Trainer(language_model("transformer", **model), config=config_from({**common, **settings})))
+    return unchecked(
+        Trainer(language_model("transformer", **model), config=config_from({**common, **settings}))
+    )
 
 
 def batch() -> dict[str, Tensor]:
@@ -48,9 +53,12 @@ def batch() -> dict[str, Tensor]:
 
 
 def held_while_training(settings: dict[str, Any]) -> dict[str, Any]:
-    """What is held at the loss and after each of three micro-batches, and before the update, in a run's third step."""
+    """What is held at the loss and after each of three micro-batches, and before the update, in a
+    run's third step.
+    """
     gc.collect()
-    gc.freeze()  # a look at each of the million objects that imports have made takes longer than the steps
+    # a look at each of the million objects that imports have made takes longer than the steps
+    gc.freeze()
     before = held_bytes()
     trainer = trainer_with({**settings, "training.gradient_accumulation_steps": 3}, UNIT)
     at_update: list[int] = []
@@ -65,7 +73,9 @@ def held_while_training(settings: dict[str, Any]) -> dict[str, Any]:
         held.append(held_bytes() - before)
     sizes = {name: p.numel() * 4 for name, p in trainer.placed.parameters.items()}
     blocks = range(UNIT["n_layer"])
-    unit = max(sum(size for name, size in sizes.items() if name.startswith(f"layers.{i}.")) for i in blocks)
+    unit = max(
+        sum(size for name, size in sizes.items() if name.startswith(f"layers.{i}.")) for i in blocks
+    )
     return {
         "between": held[-3:-1],
         "at loss": at_loss[-3],
@@ -76,11 +86,18 @@ def held_while_training(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_one_launch(cases: list[dict[str, Any]], limited: dict[str, Any]) -> dict[str, Any]:
-    return {"held": [held_while_training(case) for case in cases], "limited": train_within_a_limit(limited)}
+    return {
+        "held": [held_while_training(case) for case in cases],
+        "limited": train_within_a_limit(limited),
+    }
 
 
 def _kib(field: str) -> int:
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
+    [line] = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{field}:")
+    ]
     return int(line.split()[1])
 
 
@@ -90,7 +107,8 @@ def train_within_a_limit(settings: dict[str, Any]) -> dict[str, Any]:
     Returns:
         the losses, or the error; and the bytes of data that the process came to have.
     """
-    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 131072)  # else glibc keeps freed memory, which the kernel counts as used
+    # else glibc keeps freed memory, which the kernel counts as used
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 131072)
     warm_up = trainer_with({"distributed.strategy": settings["distributed.strategy"]}, {})
     warm_up.training_step(batch())  # starts threads, fills caches
     gc.collect()

@@ -50,7 +50,9 @@ def steps_of(trainer: Trainer, data: Dataset[Any]) -> Steps:
 def worst(one: Steps, other: Steps) -> float:
     assert len(one) == len(other)
     return max(
-        abs(a - b) / max(abs(b), 1e-12) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
+        abs(a - b) / max(abs(b), 1e-12)
+        for x, y in zip(one, other, strict=True)
+        for a, b in zip(x, y, strict=True)
     )
 
 
@@ -63,7 +65,9 @@ class TextsOfAllLengths(Dataset[dict[str, Tensor]]):
         return 40
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = torch.randint(0, VOCAB, (3 + index * 7 % 11,), generator=torch.Generator().manual_seed(index))
+        ids = torch.randint(
+            0, VOCAB, (3 + index * 7 % 11,), generator=torch.Generator().manual_seed(index)
+        )
         return {"input_ids": ids[:-1], "targets": ids[1:]}
 
 
@@ -83,7 +87,9 @@ class Start(nn.Module):
 
 
 class Middle(nn.Module):
-    """(x, ids, auxiliary) → the same; looks at the ids again, returns one input as it came and one as a view."""
+    """(x, ids, auxiliary) → the same; looks at the ids again, returns one input as it came and one
+    as a view.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +112,9 @@ class End(nn.Module):
 
 
 class Carrying(nn.Module):
-    """An auxiliary loss is born in every stage and summed at the end; the gradient of a sum is not contiguous."""
+    """An auxiliary loss is born in every stage and summed at the end; the gradient of a sum is not
+    contiguous.
+    """
 
     def __init__(self, middles: int = 6) -> None:
         super().__init__()
@@ -130,7 +138,10 @@ class Carrying(nn.Module):
     def loss(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
         logits, targets = outputs["logits"].flatten(0, 1), batch["targets"].flatten()
         assert torch.equal(outputs["ids"], batch["input_ids"])
-        return nn.functional.cross_entropy(logits, targets, reduction="sum") + outputs["auxiliary"].sum() * 16
+        return (
+            nn.functional.cross_entropy(logits, targets, reduction="sum")
+            + outputs["auxiliary"].sum() * 16
+        )
 
     def count(self, batch: dict[str, Tensor]) -> int:
         return int((batch["targets"] != -100).sum())
@@ -166,7 +177,9 @@ class DeafEnd(End):
 
 
 class Twofold(Carrying):
-    """What torch's halves of a backward pass are fussy about: see `Backward`. An input of the last stage is unused."""
+    """What torch's halves of a backward pass are fussy about: see `Backward`. An input of the last
+    stage is unused.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,27 +197,43 @@ class Drifting(Carrying):
 
     def _drift(self, _module: nn.Module, _args: Any, outputs: Any) -> Any:
         self.calls += 1
-        return tuple(t[:, :-1].contiguous() if t.ndim > 1 else t for t in outputs) if self.calls > 4 else outputs
+        return (
+            tuple(t[:, :-1].contiguous() if t.ndim > 1 else t for t in outputs)
+            if self.calls > 4
+            else outputs
+        )
 
 
 def recurring() -> nn.Module:
     """One module, with weights and dropout, in three places of the chain."""
     torch.manual_seed(7)
     again = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.Tanh())
-    return nn.Sequential(nn.Linear(16, 16), again, nn.Linear(16, 16), again, nn.LayerNorm(16), again, nn.Linear(16, 16))
+    return nn.Sequential(
+        nn.Linear(16, 16),
+        again,
+        nn.Linear(16, 16),
+        again,
+        nn.LayerNorm(16),
+        again,
+        nn.Linear(16, 16),
+    )
 
 
 def normalised() -> nn.Module:
     """Batch normalisation in every stage."""
     torch.manual_seed(9)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16, momentum=0.3)) for _ in range(4)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16, momentum=0.3)) for _ in range(4))
+    )
 
 
 def frozen() -> nn.Module:
     """Nothing trains in the first stages."""
     model = Carrying()
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith(("start", "middle.0", "middle.1", "middle.2", "middle.3")))
+        parameter.requires_grad_(
+            not name.startswith(("start", "middle.0", "middle.1", "middle.2", "middle.3"))
+        )
     return model
 
 
@@ -227,14 +256,20 @@ def shallow() -> nn.Module:
 # ---- what is run ----
 
 
-def train(make: str, settings: dict[str, Any], data: str = "Tokens", args: dict[str, Any] | None = None) -> Steps:
+def train(
+    make: str, settings: dict[str, Any], data: str = "Tokens", args: dict[str, Any] | None = None
+) -> Steps:
     """Train `make()` on `data()`, both named here."""
     loss_fn = nn.CrossEntropyLoss() if data == "Points" else None
     trainer = trainer_of(globals()[make](**(args or {})), settings, loss_fn)
     return steps_of(trainer, DATA[data]())
 
 
-DATA: dict[str, Any] = {"Tokens": Tokens, "TextsOfAllLengths": TextsOfAllLengths, "Points": pipelines.Points}
+DATA: dict[str, Any] = {
+    "Tokens": Tokens,
+    "TextsOfAllLengths": TextsOfAllLengths,
+    "Points": pipelines.Points,
+}
 
 
 def train_all(cases: Sequence[tuple[Any, ...]]) -> list[Steps]:
@@ -266,7 +301,9 @@ def look(settings: dict[str, Any], model: str, **args: Any) -> dict[str, Any]:
         "first": before,
         "then": whole_values(trainer),
         "optimizer": len(trainer.optimizer.state),
-        "on_meta": [n for part in trainer.placed.parts for n, b in part.named_buffers() if b.is_meta],
+        "on_meta": [
+            n for part in trainer.placed.parts for n, b in part.named_buffers() if b.is_meta
+        ],
         "counted": trainer.placed.counted,
         "wants_data": trainer.placed.wants_data,
         "sample": trainer.forward(ids),
@@ -293,7 +330,8 @@ def overflow(settings: dict[str, Any]) -> list[tuple[bool, float, float]]:
 
 
 def running_statistics(settings: dict[str, Any]) -> dict[str, Tensor]:
-    still = {"training.batch_size": 4, "training.learning_rate": 1e-9}  # small batches make training ill-conditioned
+    # small batches make training ill-conditioned
+    still = {"training.batch_size": 4, "training.learning_rate": 1e-9}
     trainer = trainer_of(normalised(), {**still, **settings}, nn.CrossEntropyLoss())
     steps_of(trainer, pipelines.Points())
     return {name: buffer.clone() for name, buffer in trainer.placed.buffers.items()}
@@ -340,7 +378,10 @@ def reductions(settings: dict[str, Any]) -> dict[str, int]:
         counts["runs"] += 1
         run(self, *args, **kwargs)
 
-    with patch.object(stage_sync, "reduce_gradients", counted_reduce), patch.object(Executor, "run", counted_run):
+    with (
+        patch.object(stage_sync, "reduce_gradients", counted_reduce),
+        patch.object(Executor, "run", counted_run),
+    ):
         next(iter(trainer.steps(Tokens())))
     return counts
 

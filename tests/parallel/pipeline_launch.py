@@ -1,4 +1,5 @@
-"""All that the tests of pipelines run on 2 and on 4 ranks, in one launch each: starting ranks costs more than the rest.
+"""All that the tests of pipelines run on 2 and on 4 ranks, in one launch each: starting ranks costs
+more than the rest.
 
 A launch is made when the first test asks for a result of it.
 """
@@ -29,16 +30,23 @@ def beside(kind: str, schedule: str = "1F1B", **more: Any) -> dict[str, Any]:
     return settings
 
 
-# Each schedule with recomputed blocks; `test_every_schedule_recomputes_rightly` has those that are not in turn.
-RECOMPUTED: dict[str, tuple[Any, ...]] = {name: ("deep", {**piped(name), **CHECKPOINTED}) for name in SCHEDULES}
+# Each schedule with recomputed blocks; `test_every_schedule_recomputes_rightly` has those that are
+# not in turn.
+RECOMPUTED: dict[str, tuple[Any, ...]] = {
+    name: ("deep", {**piped(name), **CHECKPOINTED}) for name in SCHEDULES
+}
 RECOMPUTED_IN_TURN = ("1F1B", "InterleavedZeroBubble", "DualPipeV")
 
-# ---- trainings that are compared with the same training in one process: model, settings, data … ----
+# ---- trainings that are compared with the same training in one process: model, settings, data …
+# ----
 
 ON_TWO: dict[str, tuple[Any, ...]] = {
     "several runs": ("deep", piped("1F1B", pipeline__n_microbatches=2)),
     "runs that are filled up": ("deep", piped("ZBVZeroBubble", pipeline__n_microbatches=5)),
-    "fewer micro-batches than stages": ("deep", {**piped("DualPipeV"), "training.global_batch_size": 2}),
+    "fewer micro-batches than stages": (
+        "deep",
+        {**piped("DualPipeV"), "training.global_batch_size": 2},
+    ),
     "every length": ("deep", {**piped("1F1B"), **ONE_AT_A_TIME}, "TextsOfAllLengths"),
     "every length, V": ("deep", {**piped("DualPipeV"), **ONE_AT_A_TIME}, "TextsOfAllLengths"),
     "carried, 1F1B": ("Carrying", piped("1F1B")),
@@ -50,24 +58,40 @@ ON_TWO: dict[str, tuple[Any, ...]] = {
     "spare parameter": ("with_spare", piped("1F1B")),
     "recurring module": ("recurring", piped("1F1B"), "Points"),
     "recurring module, split": ("recurring", piped("InterleavedZeroBubble"), "Points"),
-    "clip by value": ("deep", {**piped(), "training.gradient_clip": {"strategy": "value", "value": 1e-3}}),
-    "clip hard": ("deep", {**piped(), "training.gradient_clip": {"strategy": "norm", "value": 1e-2}}),
+    "clip by value": (
+        "deep",
+        {**piped(), "training.gradient_clip": {"strategy": "value", "value": 1e-3}},
+    ),
+    "clip hard": (
+        "deep",
+        {**piped(), "training.gradient_clip": {"strategy": "norm", "value": 1e-2}},
+    ),
     "split_spec": ("deep", piped("1F1B", pipeline__split_spec={"layers.0": "end"})),
     "selective": ("deep", {**piped(), "training.gradient_checkpointing": "selective"}),
     "every_n": ("deep", {**piped(), "training.gradient_checkpointing": "every_n"}),
     "sequential": ("deep", {**piped("LoopedBFS"), "training.gradient_checkpointing": "sequential"}),
     **{f"checkpointed, {name}": RECOMPUTED[name] for name in RECOMPUTED_IN_TURN},
-    "checkpointed latent": ("deep", {**piped("DualPipeV"), **CHECKPOINTED}, "Tokens", {"name": "free_transformer"}),
+    "checkpointed latent": (
+        "deep",
+        {**piped("DualPipeV"), **CHECKPOINTED},
+        "Tokens",
+        {"name": "free_transformer"},
+    ),
     "bf16": ("deep", {**piped(), "precision.mode": "bf16"}),
     "compiled": ("shallow", {**piped("Interleaved1F1B"), "training.compile": True}),
 }
 
 # The same with another schedule as one above, of another kind; `test_other_schedules` has them.
 OTHER_SCHEDULES = (
-    "every length, V", "carried, InterleavedZeroBubble", "frozen, split", "recurring module, split", "every_n",
-)  # fmt: skip
+    "every length, V",
+    "carried, InterleavedZeroBubble",
+    "frozen, split",
+    "recurring module, split",
+    "every_n",
+)
 
-# Of the schedules: 5 micro-batches for two pipelines, in runs of two; one of the pipelines runs a dummy at the end.
+# Of the schedules: 5 micro-batches for two pipelines, in runs of two; one of the pipelines runs a
+# dummy at the end.
 SIDE_BY_SIDE: dict[str, tuple[Any, ...]] = {
     f"{schedule}, {kind}": (
         "deep",
@@ -78,7 +102,8 @@ SIDE_BY_SIDE: dict[str, tuple[Any, ...]] = {
     for schedule in SCHEDULES
     for kind in ("ddp", "fsdp")
 }
-# One of each kind of schedule, beside one of the two in turn; `test_every_schedule_beside_the_other` has the rest.
+# One of each kind of schedule, beside one of the two in turn;
+# `test_every_schedule_beside_the_other` has the rest.
 IN_TURN = ("1F1B, fsdp", "Interleaved1F1B, ddp", "ZBVZeroBubble, fsdp", "DualPipeV, ddp")
 
 ON_FOUR: dict[str, tuple[Any, ...]] = {
@@ -100,10 +125,14 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline:2*fsdp:2": (4, beside("fsdp")),
     "pipeline:2*ddp:2, ZBVZeroBubble": (4, beside("ddp", "ZBVZeroBubble")),
 }
-# From a pipeline beside shards to each, and from one process to some: loading looks at what it needs, not at who saved.
+# From a pipeline beside shards to each, and from one process to some: loading looks at what it
+# needs, not at who saved.
 GOES_ON = [
     *(("pipeline", topology) for topology in (*TOPOLOGIES, "single")),
-    *(("single", topology) for topology in ("pipeline:2, DualPipeV", "pipeline:2*fsdp:2", "single")),
+    *(
+        ("single", topology)
+        for topology in ("pipeline:2, DualPipeV", "pipeline:2*fsdp:2", "single")
+    ),
 ]
 
 
@@ -121,7 +150,11 @@ def case_name(case: Case) -> str:
 
 def calls_on(ranks: int) -> Calls:
     """Name → (function of `pipeline_cases`, its arguments)."""
-    cases = {name: case for name, case in ON_TWO.items() if name not in OTHER_SCHEDULES} if ranks == 2 else ON_FOUR
+    cases = (
+        {name: case for name, case in ON_TWO.items() if name not in OTHER_SCHEDULES}
+        if ranks == 2
+        else ON_FOUR
+    )
     trainings = {name: ("train", case) for name, case in cases.items()}
     parity: Calls = {case_name(case): ("parity", (case,)) for case in grid(ranks, whole=False)}
     goes_on: Calls = {
@@ -137,9 +170,15 @@ def calls_on(ranks: int) -> Calls:
             **parity,
             **goes_on,
             "evaluated": ("evaluation", (beside("fsdp"), "TextsOfAllLengths")),
-            "reductions": ("reductions", (beside("ddp", "Interleaved1F1B", pipeline__n_microbatches=2),)),
+            "reductions": (
+                "reductions",
+                (beside("ddp", "Interleaved1F1B", pipeline__n_microbatches=2),),
+            ),
             "statistics": ("running_statistics", (beside("ddp", "Interleaved1F1B"),)),
-            "refused": ("message_of", ("deep", piped("ZBVZeroBubble", pipeline_size=2, shard_size=2))),
+            "refused": (
+                "message_of",
+                ("deep", piped("ZBVZeroBubble", pipeline_size=2, shard_size=2)),
+            ),
         }
     one_too_many = {"middle.1": "end", "end": "beginning"}
     return {
@@ -153,7 +192,10 @@ def calls_on(ranks: int) -> Calls:
         "statistics": ("running_statistics", (piped("1F1B"),)),
         "statistics, V": ("running_statistics", (piped("DualPipeV"),)),
         "statistics, recomputed": ("running_statistics", ({**piped("1F1B"), **CHECKPOINTED},)),
-        "too many stages": ("message_of", ("Carrying", piped("1F1B", pipeline__split_spec=one_too_many))),
+        "too many stages": (
+            "message_of",
+            ("Carrying", piped("1F1B", pipeline__split_spec=one_too_many)),
+        ),
         "drifting": ("message_of", ("Drifting", piped("1F1B"))),  # the last one: its ranks part
     }
 

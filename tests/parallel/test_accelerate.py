@@ -36,15 +36,39 @@ def test_under_accelerate_launch_it_is_the_run_of_one_process(tmp_path: Path) ->
     """Its launcher may ask for bf16 and accumulation: what the config says holds."""
     config = tmp_path / "a.yaml"
     config.write_text(CONFIG)
-    # With --cpu it starts one process, unless MPI is there; with --multi_gpu it is torchrun, which asks for no GPU.
+    # With --cpu it starts one process, unless MPI is there; with --multi_gpu it is torchrun, which
+    # asks for no GPU.
     command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
-        "--num_machines", "1", "--mixed_precision", "bf16", "--gradient_accumulation_steps", "3",
-        "--dynamo_backend", "no", "--main_process_port", "0",
-        "-m", "lockstep", "train", str(config), "--output-dir", str(tmp_path / "two"),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "bf16",
+        "--gradient_accumulation_steps",
+        "3",
+        "--dynamo_backend",
+        "no",
+        "--main_process_port",
+        "0",
+        "-m",
+        "lockstep",
+        "train",
+        str(config),
+        "--output-dir",
+        str(tmp_path / "two"),
+    ]
     done = subprocess.run(
-        command, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=200, check=False
+        command,
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     alone = load_config(config, ["distributed.strategy=single"])
@@ -66,18 +90,44 @@ def test_two_machines_train_one_model_or_are_refused(tmp_path: Path) -> None:
     def start(kind: str, machine: int, machines: list[Host]) -> subprocess.Popen[str]:
         host = machines[machine]
         command = [
-            *host.command, sys.executable, "-m", "accelerate.commands.launch", kind, "--num_processes", "2",
-            "--num_machines", "2", "--machine_rank", str(machine), "--main_process_ip", machines[0].address,
-            "--main_process_port", "29500", "--mixed_precision", "no", "--dynamo_backend", "no",
-            "-m", "lockstep", "train", "a.yaml", "--output-dir", "run",
-        ]  # fmt: skip
+            *host.command,
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            kind,
+            "--num_processes",
+            "2",
+            "--num_machines",
+            "2",
+            "--machine_rank",
+            str(machine),
+            "--main_process_ip",
+            machines[0].address,
+            "--main_process_port",
+            "29500",
+            "--mixed_precision",
+            "no",
+            "--dynamo_backend",
+            "no",
+            "-m",
+            "lockstep",
+            "train",
+            "a.yaml",
+            "--output-dir",
+            "run",
+        ]
         variables = environment(OMP_NUM_THREADS="1", **host.environment)
         output = subprocess.PIPE
-        return subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=output, stderr=output, text=True)
+        return subprocess.Popen(
+            command, cwd=tmp_path, env=variables, stdout=output, stderr=output, text=True
+        )
 
     with hosts(2) as machines:
         said = {
-            kind: [process.communicate(timeout=200) for process in [start(kind, i, machines) for i in (0, 1)]]
+            kind: [
+                process.communicate(timeout=200)
+                for process in [start(kind, i, machines) for i in (0, 1)]
+            ]
             for kind in ("--cpu", "--multi_gpu")
         }
     for _, errors in said["--cpu"]:
@@ -88,7 +138,9 @@ def test_two_machines_train_one_model_or_are_refused(tmp_path: Path) -> None:
     assert began["layout"] == "accelerate:2"
 
 
-@pytest.mark.parametrize(("name", "instead"), [("FSDP", "strategy: fsdp"), ("MEGATRON_LM", "strategy: pipeline")])
+@pytest.mark.parametrize(
+    ("name", "instead"), [("FSDP", "strategy: fsdp"), ("MEGATRON_LM", "strategy: pipeline")]
+)
 def test_other_engines_of_accelerate_launch_are_refused(
     name: str, instead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,6 @@
-"""Each mode of activation checkpointing recomputes the blocks that it says, keeps what it says, and changes no bit."""
+"""Each mode of activation checkpointing recomputes the blocks that it says, keeps what it says, and
+changes no bit.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -24,7 +26,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.narrow, self.dropout = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH), nn.Dropout(0.3)
+        self.wide, self.narrow, self.dropout = (
+            nn.Linear(WIDTH, INNER),
+            nn.Linear(INNER, WIDTH),
+            nn.Dropout(0.3),
+        )
         self.calls = 0
 
     def forward(self, x: Tensor, scale: float, *, shift: Tensor) -> Tensor:
@@ -124,7 +130,9 @@ def trained(model: nn.Module, mode: str, every: int) -> tuple[list[Tensor], list
 def test_blocks_that_are_recomputed_and_what_is_kept(
     make: type[nn.Module], mode: str, every: int, twice: Any, inputs: int | None
 ) -> None:
-    """Of each run one input is kept: of the first block the model's own, which nobody has to keep anew."""
+    """Of each run one input is kept: of the first block the model's own, which nobody has to keep
+    anew.
+    """
     plain, once, everything = trained(make(), "none", 2)
     gradients, calls, kept = trained(make(), mode, every)
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True))
@@ -172,7 +180,9 @@ class Codebooks(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", "sequential"])
-def test_recomputation_begins_with_the_buffers_of_the_forward_pass_and_leaves_them_alone(mode: str) -> None:
+def test_recomputation_begins_with_the_buffers_of_the_forward_pass_and_leaves_them_alone(
+    mode: str,
+) -> None:
     def of(mode: str) -> tuple[list[Tensor], dict[str, Tensor]]:
         model, random_state = Codebooks(), RandomState(7, torch.device("cpu"))
         key_segments(random_state, blocks_of(model), chain=False)
@@ -182,7 +192,9 @@ def test_recomputation_begins_with_the_buffers_of_the_forward_pass_and_leaves_th
             for micro_batch in range(2):
                 random_state.at(micro_batch)
                 model(x).square().sum().backward()
-        return [p.grad for p in model.parameters() if p.grad is not None], dict(model.named_buffers())
+        return [p.grad for p in model.parameters() if p.grad is not None], dict(
+            model.named_buffers()
+        )
 
     (plain, left), (gradients, buffers) = of("none"), of(mode)
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True))

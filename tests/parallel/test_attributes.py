@@ -27,7 +27,11 @@ def built() -> nn.Sequential:
 
 def by_attributes(parameters: Any) -> torch.optim.Optimizer:
     groups = [
-        {"params": [p], "lr": 0.01 * p.rate_factor, "weight_decay": 0.0 if getattr(p, "no_decay", False) else 0.3}
+        {
+            "params": [p],
+            "lr": 0.01 * p.rate_factor,
+            "weight_decay": 0.0 if getattr(p, "no_decay", False) else 0.3,
+        }
         for p in parameters
     ]
     return torch.optim.SGD(groups)
@@ -41,7 +45,12 @@ def data() -> TensorDataset:
 def trained(strategies: list[str]) -> list[dict[str, Tensor]]:
     found = []
     for strategy in strategies:
-        settings: Any = {"strategy": strategy, "batch_size": 4, "global_batch_size": 8, "shuffle": False}
+        settings: Any = {
+            "strategy": strategy,
+            "batch_size": 4,
+            "global_batch_size": 8,
+            "shuffle": False,
+        }
         trainer = Trainer(built(), by_attributes, nn.MSELoss(), **settings)
         list(trainer.steps(data()))
         found.append(trainer.state_dict())
@@ -60,13 +69,20 @@ def plain() -> dict[str, Tensor]:
 
 def test_groups_by_attributes_are_those_of_plain_pytorch() -> None:
     expected = plain()
-    for state in [*trained(["single", "dp"]), *run_ranks(trained, 2, ["ddp", "fsdp", "pipeline"])[0]]:
-        assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in expected.items())
+    for state in [
+        *trained(["single", "dp"]),
+        *run_ranks(trained, 2, ["ddp", "fsdp", "pipeline"])[0],
+    ]:
+        assert all(
+            torch.allclose(state[name], value, atol=1e-6) for name, value in expected.items()
+        )
 
 
 def of_texts() -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = get_model("transformer")(vocab_size=32, block_size=8, n_embd=16, n_head=4, n_layer=1)
+    model: nn.Module = get_model("transformer")(
+        vocab_size=32, block_size=8, n_embd=16, n_head=4, n_layer=1
+    )
     return model
 
 
@@ -81,13 +97,19 @@ def normed(how: str) -> nn.Module:
 
 def with_cut_layers() -> list[Any]:
     for how in NORMS:
-        with pytest.raises(UsageError, match=r"layers\.0\.attention\.query\.weight is computed from other parameters"):
+        with pytest.raises(
+            UsageError,
+            match=r"layers\.0\.attention\.query\.weight is computed from other parameters",
+        ):
             lockstep.place(normed(how), strategy="tensor")
     model = of_texts()
     for name, parameter in model.named_parameters():
         parameter.own_name = name
     placed = lockstep.place(model, strategy="tensor")
-    return [(name, getattr(parameter, "own_name", None)) for name, parameter in placed.named_parameters()]
+    return [
+        (name, getattr(parameter, "own_name", None))
+        for name, parameter in placed.named_parameters()
+    ]
 
 
 def test_attributes_survive_where_layers_are_cut() -> None:
@@ -130,7 +152,12 @@ def hooked(strategy: str, where: str) -> int:
 def hooks_of_all() -> list[int]:
     with pytest.raises(UsageError, match="Sequential has a hook that a pipeline does not call"):
         hooked("pipeline", "root")
-    return [hooked("ddp", "root"), hooked("fsdp", "root"), hooked("fsdp", "last"), hooked("pipeline", "last")]
+    return [
+        hooked("ddp", "root"),
+        hooked("fsdp", "root"),
+        hooked("fsdp", "last"),
+        hooked("pipeline", "last"),
+    ]
 
 
 def test_hooks_on_modules_run_or_are_refused() -> None:

@@ -1,4 +1,6 @@
-"""A backward pass in two halves: the gradients, and the bits, of the pass at once, and no more memory."""
+"""A backward pass in two halves: the gradients, and the bits, of the pass at once, and no more
+memory.
+"""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,7 +27,9 @@ class Weights(nn.Module):
         torch.manual_seed(0)
         self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
-        self.images = nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3), nn.GroupNorm(2, WIDTH), nn.BatchNorm2d(WIDTH))
+        self.images = nn.Sequential(
+            nn.Conv2d(WIDTH, WIDTH, 3), nn.GroupNorm(2, WIDTH), nn.BatchNorm2d(WIDTH)
+        )
         self.alone = nn.Parameter(torch.randn(WIDTH))
         self.unused = nn.Parameter(torch.randn(WIDTH))
         self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
@@ -83,7 +87,9 @@ def without_weights(w: Weights, x: Tensor) -> tuple[Tensor, ...]:
 
 def channels_together(w: Weights, x: Tensor) -> tuple[Tensor, ...]:
     """Convolutions and norms of images in `channels_last`."""
-    images = x.view(3, WIDTH, 1, 1).expand(3, WIDTH, 4, 4).contiguous(memory_format=torch.channels_last)
+    images = (
+        x.view(3, WIDTH, 1, 1).expand(3, WIDTH, 4, 4).contiguous(memory_format=torch.channels_last)
+    )
     return (w.images(images),)
 
 
@@ -114,7 +120,9 @@ def at_once(outputs: Sequence[Tensor], gradients: Any, x: Tensor) -> Tensor | No
 def gradients_of(
     run: Run, way: Callable[..., Tensor | None]
 ) -> tuple[Tensor | None, dict[str, Tensor | None], list[str]]:
-    """Of two micro-batches: the last one's gradient of x, those of the weights, and whose hooks were called."""
+    """Of two micro-batches: the last one's gradient of x, those of the weights, and whose hooks
+    were called.
+    """
     w, called = Weights(), []
     for name, parameter in w.named_parameters():
         if parameter.requires_grad:
@@ -138,7 +146,9 @@ def test_both_halves_have_the_bits_of_the_pass_at_once(run: Run) -> None:
     for name, gradient in weights.items():
         found = weights_in_halves[name]
         assert (gradient is None) == (found is None), name
-        assert gradient is None or (torch.equal(gradient, found) and gradient.stride() == found.stride()), name  # type: ignore[arg-type, union-attr]
+        assert gradient is None or (
+            torch.equal(gradient, found) and gradient.stride() == found.stride()
+        ), name  # type: ignore[arg-type, union-attr]
     assert called == called_in_halves
 
 

@@ -1,4 +1,6 @@
-"""Running statistics are those of one process that sees the micro-batches in order, whatever the number of ranks."""
+"""Running statistics are those of one process that sees the micro-batches in order, whatever the
+number of ranks.
+"""
 
 import re
 from typing import Any
@@ -30,7 +32,9 @@ class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(index)
         scale = 1.0 + index % 7  # micro-batches differ much, so that their order shows
-        return torch.randn(FEATURES, generator=generator) * scale + index / 10, torch.tensor(index % 3)
+        return torch.randn(FEATURES, generator=generator) * scale + index / 10, torch.tensor(
+            index % 3
+        )
 
 
 class Block(nn.Module):
@@ -44,7 +48,8 @@ class Block(nn.Module):
 
 
 class Normalised(nn.Module):
-    """A norm in a repeated block, one that runs twice in a pass, one with a cumulative average, and a frozen one.
+    """A norm in a repeated block, one that runs twice in a pass, one with a cumulative average, and
+    a frozen one.
 
     With `recomputes` it recomputes its blocks by itself.
     """
@@ -88,17 +93,24 @@ def train(model: nn.Module, settings: dict[str, Any], *, whole: bool = False) ->
     common = {
         "training.batch_size": 4,
         "training.global_batch_size": 16,
-        "training.optimizer": "sgd",  # Adam would blow up what rounding leaves of a gradient of zero
+        # Adam would blow up what rounding leaves of a gradient of zero
+        "training.optimizer": "sgd",
         "training.num_train_epochs": 1,
         "training.learning_rate": 1e-2,
         "training.weight_decay": 0.1,
         "training.gradient_clip": 1.0,
         "precision.mode": "fp32",
     }
-    trainer = Trainer(model.train(), loss_fn=nn.CrossEntropyLoss(), config=config_from({**common, **settings}))
+    trainer = Trainer(
+        model.train(), loss_fn=nn.CrossEntropyLoss(), config=config_from({**common, **settings})
+    )
     for _ in trainer.steps(Points()):
         pass
-    return trainer.state_dict() if whole else {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return (
+        trainer.state_dict()
+        if whole
+        else {name: buffer.clone() for name, buffer in model.named_buffers()}
+    )
 
 
 def normalised(settings: dict[str, Any]) -> dict[str, Tensor]:
@@ -133,10 +145,12 @@ def plain_process(recomputes: bool = False) -> dict[str, Tensor]:
 
 
 def test_running_statistics_do_not_depend_on_ranks_and_count_each_micro_batch_once() -> None:
-    """1 rank × 4 micro-batches, 2 × 2 and 4 × 1 (with dummies in the short step) under ddp and fsdp; recomputation too.
+    """1 rank × 4 micro-batches, 2 × 2 and 4 × 1 (with dummies in the short step) under ddp and
+    fsdp; recomputation too.
 
-    Left to themselves, 1×4 and 4×1 give other variances, and activation checkpointing counts each micro-batch twice. So
-    does PyTorch where a model recomputes by itself, and its statistics are then those of PyTorch.
+    Left to themselves, 1×4 and 4×1 give other variances, and activation checkpointing counts each
+    micro-batch twice. So does PyTorch where a model recomputes by itself, and its statistics are
+    then those of PyTorch.
     """
     plain = plain_process()
     alone = normalised({})
@@ -145,11 +159,17 @@ def test_running_statistics_do_not_depend_on_ranks_and_count_each_micro_batch_on
     assert_same(alone, plain)
     recomputed = {"training.gradient_checkpointing": "full"}
     assert_same(normalised(recomputed), plain)
-    cases = [more | {"distributed.strategy": strategy} for strategy in ("ddp", "fsdp") for more in ({}, recomputed)]
+    cases = [
+        more | {"distributed.strategy": strategy}
+        for strategy in ("ddp", "fsdp")
+        for more in ({}, recomputed)
+    ]
     twice = plain_process(recomputes=True)
     assert twice["layers.0.norm.num_batches_tracked"] == 44
     assert_same(normalised({"recomputes": True}), twice)
-    cases += [{"distributed.strategy": strategy, "recomputes": True} for strategy in ("ddp", "fsdp")]
+    cases += [
+        {"distributed.strategy": strategy, "recomputes": True} for strategy in ("ddp", "fsdp")
+    ]
     for ranks in (2, 4):
         for buffers_of_cases in run_ranks(normalised_in_all, ranks, cases):
             for case, buffers in zip(cases, buffers_of_cases, strict=True):
@@ -163,7 +183,10 @@ class Recomputing(nn.Sequential):
 
 def piped(topology: str, settings: dict[str, Any]) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    stages = [Recomputing(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES, momentum=m)) for m in (0.3, None)]
+    stages = [
+        Recomputing(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES, momentum=m))
+        for m in (0.3, None)
+    ]
     model = nn.Sequential(*stages, *stages[:0], nn.Linear(FEATURES, 3))
     return train(model, {"distributed.strategy": topology, **settings}, whole=True)
 
@@ -174,11 +197,16 @@ def piped_in_all(cases: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
 
 def test_stages_record_what_their_modules_recompute_as_one_process_does() -> None:
     plain = piped("single", {})
-    zero_bubble = {"distributed.pipeline.schedule": "InterleavedZeroBubble", "distributed.pipeline.stages_per_rank": 1}
+    zero_bubble = {
+        "distributed.pipeline.schedule": "InterleavedZeroBubble",
+        "distributed.pipeline.stages_per_rank": 1,
+    }
     assert plain["0.1.num_batches_tracked"] == 44
     for ours in run_ranks(piped_in_all, 2, [{}, zero_bubble])[0]:
         for name, value in plain.items():
-            torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, at=name: f"{at}: {m}")
+            torch.testing.assert_close(
+                ours[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, at=name: f"{at}: {m}"
+            )
 
 
 class Pictured(Normalised):
@@ -202,17 +230,25 @@ def in_rows_in_all(cases: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
 
 
 def test_statistics_over_rows_of_ranks_are_those_of_one_process_with_that_micro_batch() -> None:
-    """Rows of 2 and of 4 of four ranks; the short step leaves dummies in a row. Weights and running statistics."""
+    """Rows of 2 and of 4 of four ranks; the short step leaves dummies in a row. Weights and running
+    statistics.
+    """
     alone = {samples: in_rows({"training.batch_size": samples}) for samples in (4, 8, 16)}
-    assert max((alone[16][name] - alone[4][name]).abs().max() for name in alone[4]) > 1e-2, "it matters"
+    assert max((alone[16][name] - alone[4][name]).abs().max() for name in alone[4]) > 1e-2, (
+        "it matters"
+    )
     hybrid = {"distributed.shard_size": 2, "distributed.replicate_size": 2}
     cases: list[dict[str, Any]] = [
         {"distributed.strategy": "ddp", "training.batch_norm_samples": 8},
         {"distributed.strategy": "ddp", "training.batch_norm_samples": 16},
-        {"distributed.strategy": "fsdp", "training.batch_norm_samples": 16, "training.gradient_checkpointing": "full"},
+        {
+            "distributed.strategy": "fsdp",
+            "training.batch_norm_samples": 16,
+            "training.gradient_checkpointing": "full",
+        },
         {"distributed.strategy": "fsdp", "training.batch_norm_samples": 8, **hybrid},
     ]
-    (first, *_) = run_ranks(in_rows_in_all, 4, cases)
+    first, *_ = run_ranks(in_rows_in_all, 4, cases)
     for case, ours in zip(cases, first, strict=True):
         plain = alone[case["training.batch_norm_samples"]]
         assert ours.keys() == plain.keys()
@@ -225,23 +261,43 @@ def test_statistics_over_rows_of_ranks_are_those_of_one_process_with_that_micro_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "takes 2 ranks that run micro-batches of 4 at the same time, which strategy single does not offer"),
+        (
+            {},
+            (
+                "takes 2 ranks that run micro-batches of 4 at the same time, which strategy single"
+                " does not offer"
+            ),
+        ),
         ({"distributed.strategy": "pipeline"}, "which strategy pipeline does not offer"),
-        ({"distributed.strategy": "ddp"}, "takes rows of 2 ranks, and there are 1.*write batch_size: 8, or"),
-        ({"training.batch_norm_samples": 6}, "micro-batches of 4 don't make the 6 samples.*divides 6: 2, 3, 6"),
-        ({"distributed.strategy": "ddp", "distributed.reproducible": True}, "is not offered with reproducible"),
+        (
+            {"distributed.strategy": "ddp"},
+            "takes rows of 2 ranks, and there are 1.*write batch_size: 8, or",
+        ),
+        (
+            {"training.batch_norm_samples": 6},
+            "micro-batches of 4 don't make the 6 samples.*divides 6: 2, 3, 6",
+        ),
+        (
+            {"distributed.strategy": "ddp", "distributed.reproducible": True},
+            "is not offered with reproducible",
+        ),
     ],
 )
 def test_rows_that_can_not_be_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as error:
-        train(Pictured(), {"training.batch_norm_samples": 8, "training.global_batch_size": None, **settings})
+        train(
+            Pictured(),
+            {"training.batch_norm_samples": 8, "training.global_batch_size": None, **settings},
+        )
     assert re.search(message, str(error.value), re.DOTALL), str(error.value)
 
 
 def assert_same(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
     assert ours.keys() == plain.keys()
     for name, value in plain.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            ours[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
     torch.testing.assert_close(ours["frozen.running_var"], torch.ones(FEATURES))
 
 
@@ -259,7 +315,9 @@ def counting() -> list[Any]:
     return run_ranks(counting_ranks, 2)
 
 
-def test_a_buffer_of_whole_numbers_that_differs_between_ranks_is_rank_0s_on_all(counting: list[Any]) -> None:
+def test_a_buffer_of_whole_numbers_that_differs_between_ranks_is_rank_0s_on_all(
+    counting: list[Any],
+) -> None:
     assert [agreed for _, agreed in counting] == [(False, 0, True)] * 2
 
 

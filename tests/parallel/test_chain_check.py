@@ -1,4 +1,6 @@
-"""A chain of segments that computes something else than the model's forward pass is refused, and leaves no trace."""
+"""A chain of segments that computes something else than the model's forward pass is refused, and
+leaves no trace.
+"""
 
 import contextlib
 import io
@@ -27,7 +29,9 @@ class Tower(nn.Module):
         super().__init__()
         self.forgets, self.last_only, self.calls = forgets, last_only, 0
         self.tokens, self.places = nn.Embedding(VOCAB, WIDTH), Places()
-        self.rungs = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(3))
+        self.rungs = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)) for _ in range(3)
+        )
         self.scores = nn.Linear(WIDTH, VOCAB)
         self.rungs[1].eval()  # frozen by its owner
 
@@ -96,7 +100,11 @@ class Pictures(nn.Module):
     def __init__(self, *, forgets: bool) -> None:
         super().__init__()
         self.forgets = forgets
-        self.filters, self.norm, self.head = nn.Conv2d(3, 4, 3, stride=4), nn.BatchNorm2d(4), nn.LazyLinear(5)
+        self.filters, self.norm, self.head = (
+            nn.Conv2d(3, 4, 3, stride=4),
+            nn.BatchNorm2d(4),
+            nn.LazyLinear(5),
+        )
         self(torch.randn(2, 3, 32, 32))
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -104,22 +112,33 @@ class Pictures(nn.Module):
 
     def segments(self) -> list[tuple[str, nn.Module]]:
         between = [] if self.forgets else [("relu", nn.ReLU())]
-        return [("filters", self.filters), ("norm", self.norm), *between, ("flat", nn.Flatten()), ("head", self.head)]
+        return [
+            ("filters", self.filters),
+            ("norm", self.norm),
+            *between,
+            ("flat", nn.Flatten()),
+            ("head", self.head),
+        ]
 
 
 def test_a_chain_that_forgets_a_part_is_refused_with_the_first_segment_that_differs() -> None:
     with pytest.raises(
-        UsageError, match=r"segments of Tower .*computes something else[\s\S]*from the segment rungs.0 on"
+        UsageError,
+        match=r"segments of Tower .*computes something else[\s\S]*from the segment rungs.0 on",
     ):
         check_chain(Tower(forgets=True))
-    with pytest.raises(UsageError, match=r"from the segment head on[\s\S]*let segments\(\) list all"):
+    with pytest.raises(
+        UsageError, match=r"from the segment head on[\s\S]*let segments\(\) list all"
+    ):
         check_chain(Pictures(forgets=True))
 
 
 def test_a_sequential_with_a_forward_pass_of_its_own_is_compared() -> None:
     with pytest.raises(UsageError, match="segments of Scaled computes something else"):
         check_chain(Scaled(nn.Linear(3, 4), nn.Linear(4, 2)))
-    with pytest.raises(UsageError, match=r"Scaled is an nn.Sequential with a forward pass of its own"):
+    with pytest.raises(
+        UsageError, match=r"Scaled is an nn.Sequential with a forward pass of its own"
+    ):
         check_chain(Scaled(nn.Bilinear(3, 3, 2)))
     check_chain(Loop(nn.Linear(3, 4), nn.Linear(4, 2)))
     check_chain(nn.Sequential(nn.Linear(3, 4)))
@@ -137,7 +156,9 @@ NOT_COMPARED = "the chain of segments was not compared with the model"
         (Noisy(), "it draws random numbers in evaluation mode"),
     ],
 )
-def test_what_is_equal_or_can_not_be_compared_is_not_refused(model: nn.Module, reason: str | None) -> None:
+def test_what_is_equal_or_can_not_be_compared_is_not_refused(
+    model: nn.Module, reason: str | None
+) -> None:
     """What can't be compared is told."""
     lines = check_chain(model)
     assert lines == [] if reason is None else f"{NOT_COMPARED} ({reason}" in lines[0]
@@ -148,7 +169,10 @@ def _said_in_each_way() -> dict[str, str]:
     found = {}
     for way in ("train", "steps", "place"):
         settings: Any = {"strategy": "pipeline", "loss_fn": nn.MSELoss()}
-        with contextlib.redirect_stdout(io.StringIO()) as out, warnings.catch_warnings(record=True) as seen:
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            warnings.catch_warnings(record=True) as seen,
+        ):
             warnings.simplefilter("always")
             if way == "place":
                 lockstep.place(Sounds(), **settings)
@@ -156,7 +180,11 @@ def _said_in_each_way() -> dict[str, str]:
                 trainer = lockstep.Trainer(Sounds(), batch_size=4, **settings)
                 data = TensorDataset(torch.randn(8, 3, 5), torch.randn(8, 2, 5))
                 for epochs in (1, 2):  # a second loop does not say it again
-                    trainer.train(data, epochs=2) if way == "train" else list(trainer.steps(data, epochs=epochs))
+                    (
+                        trainer.train(data, epochs=2)
+                        if way == "train"
+                        else list(trainer.steps(data, epochs=epochs))
+                    )
         found[way] = out.getvalue() + "".join(str(one.message) for one in seen)
     return found
 
@@ -184,7 +212,9 @@ def test_the_comparison_leaves_no_trace() -> None:
 
 
 def test_a_decoder_of_transformers_that_its_owner_has_changed_is_compared() -> None:
-    """A subclass adds what the adapter knows nothing of: the embeddings, once more, after the last norm."""
+    """A subclass adds what the adapter knows nothing of: the embeddings, once more, after the last
+    norm.
+    """
     transformers = pytest.importorskip("transformers")
 
     class Model(transformers.LlamaModel):  # type: ignore[misc, name-defined]
@@ -193,10 +223,17 @@ def test_a_decoder_of_transformers_that_its_owner_has_changed_is_compared() -> N
             found.last_hidden_state = 3 * found.last_hidden_state
             return found
 
-    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = transformers.LlamaConfig(vocab_size=VOCAB, **sizes)
     model = transformers.LlamaForCausalLM(config)
     assert check_chain(model) == []
     model.model = Model(config)
-    with pytest.raises(UsageError, match=r"LlamaForCausalLM computes something else[\s\S]*strategy: ddp or fsdp"):
+    with pytest.raises(
+        UsageError, match=r"LlamaForCausalLM computes something else[\s\S]*strategy: ddp or fsdp"
+    ):
         check_chain(model)

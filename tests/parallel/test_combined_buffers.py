@@ -1,4 +1,6 @@
-"""Buffers that a forward pass writes become those of the whole batch, however a step is cut (`distributed.buffers`)."""
+"""Buffers that a forward pass writes become those of the whole batch, however a step is cut
+(`distributed.buffers`).
+"""
 
 import re
 from collections.abc import Callable
@@ -19,9 +21,16 @@ from lockstep.errors import UsageError
 from lockstep.trainer import Trainer
 from tests.ranks import run_ranks
 
-SAMPLES, BATCH, EACH, WIDTH, SLOTS = 44, 8, 2, 5, 24  # 5 full steps of 4 micro-batches and a short one of 2
+# 5 full steps of 4 micro-batches and a short one of 2
+SAMPLES, BATCH, EACH, WIDTH, SLOTS = 44, 8, 2, 5, 24
 
-WAYS = {"*.keys*": "gather", "3.bank": "gather", "1.offset": "mean", "1.*r": "mean", "1.first": "rank0"}
+WAYS = {
+    "*.keys*": "gather",
+    "3.bank": "gather",
+    "1.offset": "mean",
+    "1.*r": "mean",
+    "1.first": "rank0",
+}
 
 
 class Numbered(Dataset[tuple[Tensor, Tensor]]):
@@ -141,11 +150,22 @@ class Chain(nn.Module):
 
 def trainer_of(model: nn.Module, settings: dict[str, Any], **more: Any) -> Trainer:
     common = {
-        "training.batch_size": EACH, "training.global_batch_size": BATCH, "training.optimizer": "sgd",
-        "training.learning_rate": 0.1, "training.weight_decay": 0.0, "training.num_train_epochs": 1,
-        "training.optimizer_args": {"momentum": 0.0}, "precision.mode": "fp32", "distributed.buffers": WAYS,
-    }  # fmt: skip
-    return Trainer(model.train(), loss_fn=nn.CrossEntropyLoss(), config=config_from({**common, **settings}), **more)
+        "training.batch_size": EACH,
+        "training.global_batch_size": BATCH,
+        "training.optimizer": "sgd",
+        "training.learning_rate": 0.1,
+        "training.weight_decay": 0.0,
+        "training.num_train_epochs": 1,
+        "training.optimizer_args": {"momentum": 0.0},
+        "precision.mode": "fp32",
+        "distributed.buffers": WAYS,
+    }
+    return Trainer(
+        model.train(),
+        loss_fn=nn.CrossEntropyLoss(),
+        config=config_from({**common, **settings}),
+        **more,
+    )
 
 
 def remembered(settings: dict[str, Any]) -> dict[str, Tensor]:
@@ -175,13 +195,17 @@ def whole_batches() -> dict[str, Tensor]:
 
 
 def test_buffers_are_those_of_the_whole_batch_on_any_number_of_ranks() -> None:
-    """In one process to rounding; then with one digest under `reproducible`, and to rounding without it."""
+    """In one process to rounding; then with one digest under `reproducible`, and to rounding
+    without it.
+    """
     plain, alone = whole_batches(), remembered({})
     exact = remembered({"distributed.reproducible": True})
     assert plain["2.keys_ptr"] == 20, "round the end, and half a step further"
     by_micro_batch = ("1.first", "1.coarser")
     for name in plain.keys() - set(by_micro_batch):
-        torch.testing.assert_close(alone[name], plain[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            alone[name], plain[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
     torch.testing.assert_close(alone["1.coarser"], plain["1.coarser"], rtol=0.05, atol=0.05)
     assert (alone["1.first"] - plain["1.first"]).abs().max() > 1e-3
     for ranks, strategies in ((2, ("ddp", "fsdp", "pipeline")), (3, ("ddp", "fsdp"))):
@@ -198,17 +222,26 @@ def test_buffers_are_those_of_the_whole_batch_on_any_number_of_ranks() -> None:
                 else:
                     tolerance = 0.02 if tensor.dtype == torch.bfloat16 else 1e-5
                     torch.testing.assert_close(
-                        tensor, alone[name], rtol=tolerance, atol=tolerance, msg=lambda m, at=(case, name): f"{at}: {m}"
+                        tensor,
+                        alone[name],
+                        rtol=tolerance,
+                        atol=tolerance,
+                        msg=lambda m, at=(case, name): f"{at}: {m}",
                     )
 
 
 def test_each_way_to_train_combines_them() -> None:
     """Also a buffer that two modules share, under its second name."""
     whole = remembered({})
-    trainer = trainer_of(Chain(remembering()), {"training.max_steps": 9, "training.num_train_epochs": None})
+    trainer = trainer_of(
+        Chain(remembering()), {"training.max_steps": 9, "training.num_train_epochs": None}
+    )
     order = SampleOrder(SAMPLES, EACH, BATCH, seed=1337)
     steps = [
-        [default_collate([Numbered()[index] for index in indices]) for indices in order.window(step).micro_batches]
+        [
+            default_collate([Numbered()[index] for index in indices])
+            for indices in order.window(step).micro_batches
+        ]
         for step in range(order.steps_per_epoch)
     ]
     ways = {**{name: way for name, way in WAYS.items() if name != "1.offset"}, "4.offset": "mean"}
@@ -226,7 +259,9 @@ def test_each_way_to_train_combines_them() -> None:
     assert not torch.equal(early["1.offset"], whole["1.offset"])
     for name, tensor in early.items():
         assert torch.equal(trainer.state_dict()[name], tensor), name
-        torch.testing.assert_close(placed.state_dict()[name], tensor, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            placed.state_dict()[name], tensor, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 class Idle(nn.Module):
@@ -247,7 +282,9 @@ class Recomputing(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.recomputes = recomputes
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH + 1, WIDTH + 1), Level()) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH + 1, WIDTH + 1), Level()) for _ in range(2)
+        )
         self.head = nn.Linear(WIDTH + 1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -271,7 +308,11 @@ class Level(nn.Module):
 
 def test_a_pass_that_is_recomputed_starts_from_the_same_buffers() -> None:
     found = []
-    for recomputes, more in ((False, {}), (True, {}), (False, {"training.gradient_checkpointing": "full"})):
+    for recomputes, more in (
+        (False, {}),
+        (True, {}),
+        (False, {"training.gradient_checkpointing": "full"}),
+    ):
         settings = {"distributed.buffers": {"*.level": "mean"}, **more}
         trainer = trainer_of(Recomputing(recomputes), settings)
         list(trainer.steps(Numbered()))
@@ -284,7 +325,11 @@ def test_a_pass_that_is_recomputed_starts_from_the_same_buffers() -> None:
 def test_a_run_that_resumes_goes_on_in_the_same_bits(tmp_path: Path) -> None:
     whole = remembered({})
     for steps in (3, 6):
-        settings = {"training.max_steps": steps, "training.num_train_epochs": None, "checkpoint.save_steps": 3}
+        settings = {
+            "training.max_steps": steps,
+            "training.num_train_epochs": None,
+            "checkpoint.save_steps": 3,
+        }
         trainer = trainer_of(Chain(remembering()), settings, output_dir=tmp_path)
         trainer.train(Numbered())
     for name, tensor in trainer.state_dict().items():
@@ -344,7 +389,10 @@ class Writing(nn.Module):
     [
         ({"banks": "gather"}, "banks names no buffer of the model; did you mean 'bank'"),
         ({"linear.*": "mean"}, r"linear\.\* names no buffer.*names, or patterns with \*, of bank"),
-        ({"norm.running_*": "mean"}, "names norm.running_mean, norm.running_var .*alone, which the step itself keeps"),
+        (
+            {"norm.running_*": "mean"},
+            "names norm.running_mean, norm.running_var .*alone, which the step itself keeps",
+        ),
         ({"passing": "mean"}, "names passing, which no checkpoint has.*persistent=False"),
         ({"b*": "gather", "*k": "mean"}, r"bank is named twice, by b\*: gather and by \*k: mean"),
         ({"average": "gather"}, "average is one number, which has no rows.*average: mean"),
@@ -361,13 +409,17 @@ def test_names_that_mean_nothing_are_refused(ways: dict[str, str], message: str)
 
 
 @pytest.mark.parametrize(
-    ("axis", "text"), [("context", "sequences"), ("tensor", "layers"), ("expert", "experts"), ("diloco", "worker")]
+    ("axis", "text"),
+    [("context", "sequences"), ("tensor", "layers"), ("expert", "experts"), ("diloco", "worker")],
 )
 def test_axes_along_which_ranks_share_a_micro_batch_are_refused(axis: str, text: str) -> None:
     size = {} if axis == "diloco" else {f"distributed.{axis}_size": 2}
     strategy = axis if axis == "diloco" else "ddp"
     with pytest.raises(UsageError, match=f"(?s){text}.*leave buffers out"):
-        trainer_of(Writing(), {"distributed.buffers": {"bank": "gather"}, "distributed.strategy": strategy, **size})
+        trainer_of(
+            Writing(),
+            {"distributed.buffers": {"bank": "gather"}, "distributed.strategy": strategy, **size},
+        )
 
 
 def shift(model: Writing, out: Tensor) -> None:
@@ -391,14 +443,26 @@ def grow(model: Writing, out: Tensor) -> None:
 @pytest.mark.parametrize(
     ("write", "ways", "message"),
     [
-        (shift, {"bank": "gather"}, "two micro-batches of a step write the same elements of bank.*bank_ptr: gather"),
-        (beside_pointer, {"bank": "gather", "number": "gather"}, "writes bank .*outside of the slots that its pointer"),
+        (
+            shift,
+            {"bank": "gather"},
+            "two micro-batches of a step write the same elements of bank.*bank_ptr: gather",
+        ),
+        (
+            beside_pointer,
+            {"bank": "gather", "number": "gather"},
+            "writes bank .*outside of the slots that its pointer",
+        ),
         (
             count_down,
             {"number": "gather"},
             "gather: the forward pass takes .*number from 0 to -1.*number: rank0, or mean",
         ),
-        (grow, {"average": "mean"}, r"the forward pass changes the shape of .*average, \[\] → \[3\]"),
+        (
+            grow,
+            {"average": "mean"},
+            r"the forward pass changes the shape of .*average, \[\] → \[3\]",
+        ),
     ],
 )
 def test_writes_that_do_not_combine_are_refused_in_the_first_step(
@@ -415,9 +479,13 @@ def count_up(model: Writing, out: Tensor) -> None:
     model.number_of_calls += 1
 
 
-def test_counts_are_added_up_and_what_is_never_written_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_counts_are_added_up_and_what_is_never_written_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ways = {"number*": "gather", "bank": "mean"}
-    trainer = trainer_of(Writing(count_up), {"distributed.buffers": ways, "distributed.reproducible": True})
+    trainer = trainer_of(
+        Writing(count_up), {"distributed.buffers": ways, "distributed.reproducible": True}
+    )
     for _ in trainer.steps(Numbered()):
         pass
     assert trainer.state_dict()["number"] == SAMPLES

@@ -1,4 +1,6 @@
-"""Compressed gradients: what is sent, that replicas stay equal, and that an overflow leaves no trace."""
+"""Compressed gradients: what is sent, that replicas stay equal, and that an overflow leaves no
+trace.
+"""
 
 from typing import Any
 
@@ -30,7 +32,9 @@ def in_one_launch() -> dict[str, Any]:
     for kind in ("fp16", "bf16"):
         found[kind] = losses({**DDP, KIND: kind})
     found["powersgd"] = losses(POWERSGD)
-    found["powersgd without memory"] = losses({**POWERSGD, "distributed.ddp.compression.error_feedback": False})
+    found["powersgd without memory"] = losses(
+        {**POWERSGD, "distributed.ddp.compression.error_feedback": False}
+    )
     found["full rank"] = losses({**POWERSGD, "distributed.ddp.compression.rank": 8}, steps=6)
     found["equal"] = replicas_stay_equal()
     found["overflow"] = overflow()
@@ -45,7 +49,9 @@ def trainer_with(settings: dict[str, Any], **more: Any) -> Trainer:
         "training.max_steps": 50,
         "precision.mode": "fp32",
     }
-    return Trainer(language_model("transformer"), config=config_from({**common, **settings}), **more)
+    return Trainer(
+        language_model("transformer"), config=config_from({**common, **settings}), **more
+    )
 
 
 def parameters_equal(trainer: Trainer) -> bool:
@@ -65,7 +71,9 @@ def replicas_stay_equal() -> bool:
 
 def overflow() -> dict[str, Any]:
     """fp16 with PowerSGD; in step 4 one rank's gradient has an inf."""
-    trainer = trainer_with({**POWERSGD, "precision.mode": "fp16", "precision.loss_scale.initial_scale": 1024.0})
+    trainer = trainer_with(
+        {**POWERSGD, "precision.mode": "fp16", "precision.loss_scale.initial_scale": 1024.0}
+    )
     planted = next(iter(trainer.placed.parameters.values()))
 
     def plant(gradient: Tensor) -> Tensor:
@@ -124,7 +132,9 @@ def found() -> dict[str, Any]:
 
 
 def test_trap_29_half_precision_on_gloo_trains_as_well(found: dict[str, Any]) -> None:
-    """torch's bf16 hook refuses gloo. Ours differs from fp32 by bf16's 3 digits in the gradient, fp16 by less."""
+    """torch's bf16 hook refuses gloo. Ours differs from fp32 by bf16's 3 digits in the gradient,
+    fp16 by less.
+    """
     assert 0 < worst(found["fp16"], found["plain"]) < 2e-2
     assert 0 < worst(found["bf16"], found["plain"]) < 5e-2
     for kind in ("fp16", "bf16"):
@@ -134,8 +144,10 @@ def test_trap_29_half_precision_on_gloo_trains_as_well(found: dict[str, Any]) ->
 def test_trap_62_powersgd_compresses_from_its_start_step_and_its_memory_makes_up_for_what_is_lost(
     found: dict[str, Any],
 ) -> None:
-    """torch's hook needs start step ≥ 2 with error feedback, as buckets are cut anew after the first step, and its
-    default is 1000, so that short runs compress nothing. Here memory lies with parameters, and the start is said."""
+    """torch's hook needs start step ≥ 2 with error feedback, as buckets are cut anew after the
+    first step, and its default is 1000, so that short runs compress nothing. Here memory lies with
+    parameters, and the start is said.
+    """
     powersgd, plain = found["powersgd"], found["plain"]
     assert worst(powersgd[:2], plain[:2]) < 1e-5  # whole until the start step
     assert abs(powersgd[2][1] - plain[2][1]) > 1e-3 * plain[2][1]  # then the gradient is another
@@ -148,7 +160,9 @@ def test_replicas_stay_equal_under_powersgd(found: dict[str, Any]) -> None:
 
 
 def test_trap_09_an_inf_on_one_rank_leaves_no_trace_in_the_memory(found: dict[str, Any]) -> None:
-    """One inf would poison the error feedback for ever, and a change of scale would give it another weight."""
+    """One inf would poison the error feedback for ever, and a change of scale would give it another
+    weight.
+    """
     got = found["overflow"]
     assert got["skipped"] == [4]
     assert got["scales"][4] == 1024.0
@@ -173,7 +187,9 @@ def test_trap_09_a_resumed_run_takes_up_the_memory(found: dict[str, Any]) -> Non
 def test_trap_62_a_compression_that_backward_hides_is_dropped_after_its_trial(
     gain: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half the bytes need not be half the time: fp16 on gloo takes 2.6 times as long per byte. A clock by hand."""
+    """Half the bytes need not be half the time: fp16 on gloo takes 2.6 times as long per byte. A
+    clock by hand.
+    """
     import lockstep.parallel.comm.compression as trial_module
 
     now, said = 0.0, list[str]()
@@ -194,7 +210,13 @@ def test_trap_62_a_compression_that_backward_hides_is_dropped_after_its_trial(
 
 
 def test_what_is_sent() -> None:
-    shapes = {"w": (100, 300), "conv": (64, 32, 3, 3), "heads": (4, 64, 128), "bias": (300,), "small": (3, 4)}
+    shapes = {
+        "w": (100, 300),
+        "conv": (64, 32, 3, 3),
+        "heads": (4, 64, 128),
+        "bias": (300,),
+        "small": (3, 4),
+    }
     assert matrix_of((64, 32, 3, 3), 1) == (64, 288)
     assert matrix_of((4, 64, 128), 1) == (256, 128)
     assert matrix_of((300,), 1) is None

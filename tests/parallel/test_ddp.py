@@ -1,4 +1,6 @@
-"""DDP's options, what it says when the loss does not depend on a parameter, and streams that end at different times."""
+"""DDP's options, what it says when the loss does not depend on a parameter, and streams that end at
+different times.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -86,8 +88,14 @@ TOGETHER = [(0, 1, 10, 11), (2, 12, 13), (14, 15), (16, 17), (18,)]
 def uneven(settings: dict[str, Any]) -> list[tuple[float, int]]:
     """(loss, samples of all ranks) of each step over streams of unequal length."""
     torch.manual_seed(0)
-    common = {"training.batch_size": 2, "training.lr_schedule": "constant", "training.warmup_steps": 0}
-    config = config_from({**common, "precision.mode": "fp32", "training.num_train_epochs": 1, **settings})
+    common = {
+        "training.batch_size": 2,
+        "training.lr_schedule": "constant",
+        "training.warmup_steps": 0,
+    }
+    config = config_from(
+        {**common, "precision.mode": "fp32", "training.num_train_epochs": 1, **settings}
+    )
     model = nn.Linear(4, 2)
     trainer = Trainer(model, nn_sgd, nn.CrossEntropyLoss(), config=config)
     return [(float(record.loss), int(record.tokens)) for record in trainer.steps(Stream())]
@@ -120,7 +128,9 @@ STRATEGIES = ("ddp", "fsdp", "accelerate")
 
 def messages() -> dict[str, Any]:
     found: dict[str, Any] = {"options": run_all(OPTIONS)}
-    found["uneven"] = {strategy: uneven({"distributed.strategy": strategy}) for strategy in STRATEGIES}
+    found["uneven"] = {
+        strategy: uneven({"distributed.strategy": strategy}) for strategy in STRATEGIES
+    }
     found |= {
         "never": message(False, {}),
         "sometimes": message(True, {}),
@@ -146,14 +156,18 @@ def test_options_of_ddp_change_nothing_in_what_is_trained(ranks: list[dict[str, 
 def test_trap_63_streams_of_unequal_length_end_together_and_each_sample_counts_once(
     ranks: list[dict[str, Any]], strategy: str
 ) -> None:
-    """Accelerate's `join_uneven_inputs` deadlocks outside of GPU DDP; a mean over ranks weighs lonely samples twice."""
+    """Accelerate's `join_uneven_inputs` deadlocks outside of GPU DDP; a mean over ranks weighs
+    lonely samples twice.
+    """
     for rank in ranks:
         losses, samples = zip(*rank["uneven"][strategy], strict=True)
         assert list(samples) == [len(step) for step in TOGETHER]
         assert losses == pytest.approx(by_hand(), rel=1e-5)
 
 
-def test_trap_60_parameters_without_a_gradient_are_named_in_the_same_step(ranks: list[dict[str, Any]]) -> None:
+def test_trap_60_parameters_without_a_gradient_are_named_in_the_same_step(
+    ranks: list[dict[str, Any]],
+) -> None:
     """DDP says "expected to have finished reduction" in the next step, and names no parameter."""
     alone = message(False, {"distributed.strategy": "single"})
     for found in ranks:

@@ -23,7 +23,9 @@ def begin_again(folder: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size
+    )
 
 
 def train_and_differ(folder: str) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Workers that train by themselves: the same run wherever they are, resumed anywhere, few bytes, steps by hand."""
+"""Workers that train by themselves: the same run wherever they are, resumed anywhere, few bytes,
+steps by hand.
+"""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,7 +25,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "two workers": ({},),
     "int8, fragments": (INT8,),
     "int4": (INT4,),
-    "four workers, of whom some get nothing at an epoch's end": ({"distributed.diloco.workers": 4},),
+    "four workers, of whom some get nothing at an epoch's end": (
+        {"distributed.diloco.workers": 4},
+    ),
     "running statistics": ({}, "normalised"),
 }
 SAVED = (6, INT8)  # in the middle of a round of 4
@@ -78,7 +82,11 @@ def test_a_run_resumed_in_the_middle_of_a_round_ends_as_the_undisturbed_one(
         assert rank["interrupted"] == alone["int8, fragments"]
     assert interrupted(str(tmp_path / "bn"), 6, {}, "normalised") == alone["running statistics"]
     here = resumed(str(saved), [], INT8)  # saved by two ranks, taken up by one
-    assert (here[0], here[1], here[2]) == (alone["int8, fragments"][0], alone["int8, fragments"][1][6:], here[2])
+    assert (here[0], here[1], here[2]) == (
+        alone["int8, fragments"][0],
+        alone["int8, fragments"][1][6:],
+        here[2],
+    )
 
 
 def test_training_step_by_step_is_the_same_run(on_two: tuple[list[dict[str, Any]], Path]) -> None:
@@ -92,7 +100,8 @@ def test_bytes_on_the_link_are_those_of_theory_and_a_hundredth_of_ddps(
     require_root()
     for rank in on_two[0]:
         sent = rank["bytes"]
-        # 2 (W - 1) / W of the parameters, as fp32, and what Ethernet, TCP and the step's own small all-reduce add.
+        # 2 (W - 1) / W of the parameters, as fp32, and what Ethernet, TCP and the step's own small
+        # all-reduce add.
         assert sent["ddp"] / (4 * sent["parameters"]) == pytest.approx(1, abs=0.03)
         assert sent["fp32"] * 3 / (4 * sent["parameters"]) == pytest.approx(1, abs=0.03)
         assert sent["ddp"] > 100 * sent["int8"]
@@ -100,10 +109,24 @@ def test_bytes_on_the_link_are_those_of_theory_and_a_hundredth_of_ddps(
 
 
 def test_the_outer_step_is_sgd_with_nesterovs_momentum_on_the_mean_change() -> None:
-    """Against torch.optim.SGD, with two models that are trained by hand on the workers' micro-batches."""
-    settings = {"training.warmup_steps": 0, "training.lr_schedule": "constant", "training.max_steps": 100}
-    settings |= {"training.optimizer": "sgd", "training.weight_decay": 0.0, "training.learning_rate": 0.5}
-    settings |= {"model.args.dropout": 0.0, "training.gradient_clip.value": 0.3, "data.shuffle": False}
+    """Against torch.optim.SGD, with two models that are trained by hand on the workers'
+    micro-batches.
+    """
+    settings = {
+        "training.warmup_steps": 0,
+        "training.lr_schedule": "constant",
+        "training.max_steps": 100,
+    }
+    settings |= {
+        "training.optimizer": "sgd",
+        "training.weight_decay": 0.0,
+        "training.learning_rate": 0.5,
+    }
+    settings |= {
+        "model.args.dropout": 0.0,
+        "training.gradient_clip.value": 0.3,
+        "data.shuffle": False,
+    }
     trainer = trainer_for(settings, dropout=0.0)
     common = [p.detach().clone() for p in trainer.placed.parameters.values()]
     outer = torch.optim.SGD(common, lr=0.7, momentum=0.9, nesterov=True)
@@ -118,10 +141,14 @@ def test_the_outer_step_is_sgd_with_nesterovs_momentum_on_the_mean_change() -> N
         for _ in range(4):
             next(records)
         for value, (name, mine) in zip(common, trainer.placed.kept().items(), strict=False):
-            torch.testing.assert_close(mine, value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                mine, value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
-def by_hand(trainer: Trainer, start: list[torch.Tensor], worker: int, step: int) -> list[torch.Tensor]:
+def by_hand(
+    trainer: Trainer, start: list[torch.Tensor], worker: int, step: int
+) -> list[torch.Tensor]:
     """Four plain steps of SGD, clipped, on the half of each global batch that is the worker's."""
     model = language_model("transformer", dropout=0.0).to_empty(device="cpu")
     model.load_state_dict(trainer.placed.parts[0].state_dict())  # buffers
@@ -143,7 +170,9 @@ def by_hand(trainer: Trainer, start: list[torch.Tensor], worker: int, step: int)
 
 
 def samples_of(step: int, worker: int) -> list[int]:
-    """Without shuffling; the sixth step ends an epoch of 83 with two micro-batches of which the last holds one."""
+    """Without shuffling; the sixth step ends an epoch of 83 with two micro-batches of which the
+    last holds one.
+    """
     place = step % 6
     samples = list(range(83))[16 * place : 16 * place + 16]
     half = 2 * ((len(samples) + 1) // 2 // 2)
@@ -158,7 +187,13 @@ def test_what_travels_is_near_to_what_was_sent(kind: str) -> None:
     assert coded.numel() == values.numel() * bytes_each(kind)
     got_through = decode(coded, kind)
     error = (got_through - values).abs().max() / values.abs().max()
-    half = {"fp32": 0.0, "fp16": 1e-3, "bf16": 4e-3, "int8": 0.5 / 127 * 1.001, "int4": 0.5 / 7 * 1.001}[kind]
+    half = {
+        "fp32": 0.0,
+        "fp16": 1e-3,
+        "bf16": 4e-3,
+        "int8": 0.5 / 127 * 1.001,
+        "int4": 0.5 / 7 * 1.001,
+    }[kind]
     assert error <= half
     mean, lost = QuantizedAllReduce(kind, None).mean(values[:, :300])
     assert (mean.shape, lost.shape) == ((300,), (3, 300))
@@ -166,15 +201,22 @@ def test_what_travels_is_near_to_what_was_sent(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_what_is_rounded_away_comes_with_the_next_exchanges(kind: str) -> None:
-    """With error feedback the sum of the means keeps up with the mean of the changes, on the way there and back."""
-    wire, errors, sent = QuantizedAllReduce(kind, None), torch.zeros(2, 3 * BLOCK), torch.zeros(3 * BLOCK)
+    """With error feedback the sum of the means keeps up with the mean of the changes, on the way
+    there and back.
+    """
+    wire, errors, sent = (
+        QuantizedAllReduce(kind, None),
+        torch.zeros(2, 3 * BLOCK),
+        torch.zeros(3 * BLOCK),
+    )
     changes = torch.randn(2, 3 * BLOCK, generator=torch.Generator().manual_seed(1))
     for _ in range(50):
         mean, errors = wire.mean(changes + errors)
         sent += mean
     at_once = (wire.mean(changes)[0] - changes.mean(0)).abs().max()
     assert (sent / 50 - changes.mean(0)).abs().max() < 0.06 * at_once
-    torch.testing.assert_close(sent + errors.mean(0), 50 * changes.mean(0), rtol=1e-4, atol=1e-4)  # nothing is lost
+    # nothing is lost
+    torch.testing.assert_close(sent + errors.mean(0), 50 * changes.mean(0), rtol=1e-4, atol=1e-4)
 
 
 def test_workers_may_begin_where_a_synchronous_run_ended(tmp_path: Path) -> None:
@@ -205,21 +247,34 @@ def test_another_number_of_workers_can_not_go_on(tmp_path: Path) -> None:
 
 
 def diloco(**settings: Any) -> Config:
-    return config_from({"distributed.strategy": "diloco", **{key.replace("__", "."): v for key, v in settings.items()}})
+    return config_from(
+        {
+            "distributed.strategy": "diloco",
+            **{key.replace("__", "."): v for key, v in settings.items()},
+        }
+    )
 
 
 def test_what_is_refused() -> None:
     layout = resolve(diloco(distributed__diloco__workers=8).distributed, 4)
     assert (str(layout), layout.workers) == ("diloco:4 (8 workers)", 8)
     assert str(resolve(diloco().distributed, 4)) == "diloco:4"
-    with pytest.raises(UsageError, match=r"6 = 1 × 4 \+ 2(.|\n)*start 3 ranks, or set workers to 8"):
+    with pytest.raises(
+        UsageError, match=r"6 = 1 × 4 \+ 2(.|\n)*start 3 ranks, or set workers to 8"
+    ):
         resolve(diloco(distributed__diloco__workers=6).distributed, 4)
     with pytest.raises(UsageError, match="whole on one rank"):
         resolve(diloco(distributed__shard_size=2).distributed, 4)
     with pytest.raises(UsageError, match="5 fragments can't be spread over 4 steps"):
         check(diloco(distributed__diloco__fragments=5, distributed__diloco__inner_steps=4))
     with pytest.raises(UsageError, match="fewer than the 8 workers"):
-        check(diloco(distributed__diloco__workers=8, training__batch_size=4, training__global_batch_size=16))
+        check(
+            diloco(
+                distributed__diloco__workers=8,
+                training__batch_size=4,
+                training__global_batch_size=16,
+            )
+        )
     with pytest.raises(UsageError, match="send_as"):
         check(diloco(distributed__ddp__compression__kind="bf16"))
     with pytest.raises(UsageError, match="where workers share a rank"):

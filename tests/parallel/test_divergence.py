@@ -33,7 +33,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int | None, str]] = {
 def stopped(topology: str, settings: dict[str, Any], rank: int | None, name: str) -> str:
     """What a run says in which one bit of one parameter flips on one rank after the third step.
 
-    A bit in the middle of the mantissa: the next update may round the last one away, and all is well again.
+    A bit in the middle of the mantissa: the next update may round the last one away, and all is
+    well again.
     """
     trainer = trainer_for(topology, "transformer", {"training.max_steps": 6, **settings})
     try:
@@ -87,7 +88,9 @@ def test_a_flipped_bit_is_put_back_if_asked(ranks: list[Any]) -> None:
 def test_replicas_of_shards_are_compared_shard_by_shard(ranks: list[Any]) -> None:
     """Two replicas can't outvote each other: both are named, on the ranks of the other shard, too."""
     for said, _ in ranks:
-        assert said["hybrid"].startswith("step 4: the replicas on ranks 1, 3 differ from each other in embed.weight\n")
+        assert said["hybrid"].startswith(
+            "step 4: the replicas on ranks 1, 3 differ from each other in embed.weight\n"
+        )
 
 
 def test_the_guard_costs_next_to_nothing(ranks: list[Any]) -> None:
@@ -96,7 +99,9 @@ def test_the_guard_costs_next_to_nothing(ranks: list[Any]) -> None:
         assert check / 100 < 0.01 * step, f"a check takes {check:.2g} s, a step {step:.2g} s"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+)
 def test_a_fingerprint_sees_one_bit(dtype: torch.dtype) -> None:
     tensor = torch.zeros(33, dtype=dtype)
     before = fingerprint(tensor)
@@ -107,5 +112,10 @@ def test_a_fingerprint_sees_one_bit(dtype: torch.dtype) -> None:
 
 
 def test_one_replica_has_nothing_to_be_compared_with() -> None:
-    trainer = trainer_for("single", "transformer", {"training.max_steps": 1, "training.warmup_steps": 0, **PLAIN})
-    assert "warning: divergence_check_steps: one replica, nothing to compare" in trainer.placed.log_lines
+    trainer = trainer_for(
+        "single", "transformer", {"training.max_steps": 1, "training.warmup_steps": 0, **PLAIN}
+    )
+    assert (
+        "warning: divergence_check_steps: one replica, nothing to compare"
+        in trainer.placed.log_lines
+    )

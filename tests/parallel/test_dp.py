@@ -22,7 +22,12 @@ def wrapped(monkeypatch: pytest.MonkeyPatch, **settings: object) -> tuple[nn.Mod
     monkeypatch.setattr(data_parallel, "num_gpus", lambda _device: 2)
     log_lines: list[str] = []
     config = config_from({"distributed.strategy": "dp", **settings}).step
-    return data_parallel.apply_dp(nn.Linear(2, 2), config, RandomState(1, torch.device("cpu")), log_lines), log_lines
+    return (
+        data_parallel.apply_dp(
+            nn.Linear(2, 2), config, RandomState(1, torch.device("cpu")), log_lines
+        ),
+        log_lines,
+    )
 
 
 def test_it_says_that_ddp_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,8 +37,12 @@ def test_it_says_that_ddp_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ddp is faster" in line
 
 
-@pytest.mark.parametrize("setting", [{"training.compile": True}, {"training.gradient_checkpointing": "full"}])
-def test_what_its_copies_would_share_is_refused(monkeypatch: pytest.MonkeyPatch, setting: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "setting", [{"training.compile": True}, {"training.gradient_checkpointing": "full"}]
+)
+def test_what_its_copies_would_share_is_refused(
+    monkeypatch: pytest.MonkeyPatch, setting: dict[str, object]
+) -> None:
     with pytest.raises(UsageError, match="dp does not work with") as error:
         wrapped(monkeypatch, **setting)
     assert "strategy: ddp" in str(error.value)
@@ -45,7 +54,11 @@ class ReturnsItsLoss(nn.Linear):
         self.loss_reduction = reduction
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
-        return {"loss": F.cross_entropy(super().forward(x), y, reduction=self.loss_reduction, ignore_index=-1)}
+        return {
+            "loss": F.cross_entropy(
+                super().forward(x), y, reduction=self.loss_reduction, ignore_index=-1
+            )
+        }
 
 
 class ReturnsANumber(ReturnsItsLoss):
@@ -65,7 +78,9 @@ def of_two_parts(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("make", [ReturnsItsLoss, ReturnsANumber])
-def test_a_mean_of_each_gpus_part_is_refused_and_a_sum_adds_up(make: Callable[[str], nn.Module]) -> None:
+def test_a_mean_of_each_gpus_part_is_refused_and_a_sum_adds_up(
+    make: Callable[[str], nn.Module],
+) -> None:
     model = make("mean")
     objective = objective_of(model)
     refuse_mean_losses(model, objective, 1)

@@ -40,12 +40,16 @@ def test_many_small_gradients_beside_a_large_one_are_not_lost() -> None:
     """In one fixed-point number, squares below its unit would vanish."""
     gradients = torch.full((1 << 20,), 2.0**-13)
     gradients[0] = 1.0
-    assert exact_norm([gradients], [], CPU, 1 << 30).item() == pytest.approx(math.sqrt(1 + (2**20 - 1) * 2**-26))
+    assert exact_norm([gradients], [], CPU, 1 << 30).item() == pytest.approx(
+        math.sqrt(1 + (2**20 - 1) * 2**-26)
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_is_seen(bad: float) -> None:
-    assert not math.isfinite(exact_norm([torch.ones(3), torch.tensor([1.0, bad])], [], CPU, 5).item())
+    assert not math.isfinite(
+        exact_norm([torch.ones(3), torch.tensor([1.0, bad])], [], CPU, 5).item()
+    )
 
 
 def test_nothing_has_the_norm_zero() -> None:

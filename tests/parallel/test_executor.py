@@ -26,7 +26,9 @@ class Writes(AroundMicroBatch):
 
     def _write(self, what: str, run: MicroBatchPass) -> None:
         self.passes.add(id(run))
-        self.log.append(f"{self.name} {what} {run.stage}.{run.position}{' last' if run.last else ''}")
+        self.log.append(
+            f"{self.name} {what} {run.stage}.{run.position}{' last' if run.last else ''}"
+        )
 
     def before(self, run: MicroBatchPass) -> None:
         self._write("before", run)
@@ -101,8 +103,20 @@ def test_a_model_that_is_one_stage_runs_forward_and_backward_in_turn() -> None:
     outer, inner = Writes("outer", log), Writes("inner", log)
     executor = Executor([one_stage(Two(), [outer, inner])], random_state())
     executor.in_order(batches(2), HostLossAccumulator(2, shared=False), 1.0)
-    first = ["outer before", "inner before", "inner after_forward", "outer after_forward", "outer before_backward"]
-    first += ["inner before_backward", "inner after_backward", "outer after_backward", "inner after", "outer after"]
+    first = [
+        "outer before",
+        "inner before",
+        "inner after_forward",
+        "outer after_forward",
+        "outer before_backward",
+    ]
+    first += [
+        "inner before_backward",
+        "inner after_backward",
+        "outer after_backward",
+        "inner after",
+        "outer after",
+    ]
     expected = [f"{each} 0.0" for each in first] + [f"{each} 0.0 last" for each in first]
     assert log == [*expected, "inner after_step 2", "outer after_step 2"]
 
@@ -119,10 +133,15 @@ def test_stages_have_the_gradients_of_the_model_in_every_bit(text: str) -> None:
     by_hand = HostLossAccumulator(2, shared=False)
     Executor([one_stage(whole)], random_state()).in_order(mine, by_hand, 0.5)
     accumulator = HostLossAccumulator(2, shared=False)
-    Executor(two_stages(model), random_state()).run(program(text), mine, accumulator, 0.5, last=True)
+    Executor(two_stages(model), random_state()).run(
+        program(text), mine, accumulator, 0.5, last=True
+    )
     assert accumulator.totals() == by_hand.totals()
     assert len(gradients(model)) == 4
-    assert all(torch.equal(one, other) for one, other in zip(gradients(model), gradients(whole), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(gradients(model), gradients(whole), strict=True)
+    )
 
 
 def test_around_a_pass_in_two_halves_gradients_are_there_after_the_second() -> None:
@@ -130,12 +149,22 @@ def test_around_a_pass_in_two_halves_gradients_are_there_after_the_second() -> N
     writes = Writes("it", log)
     executor = Executor(two_stages(Two(), [writes]), random_state())
     executor.run(
-        program("F0.0 F1.0 I1.0 I0.0 W1.0 W0.0"), batches(1), HostLossAccumulator(1, shared=False), 1.0, last=True
+        program("F0.0 F1.0 I1.0 I0.0 W1.0 W0.0"),
+        batches(1),
+        HostLossAccumulator(1, shared=False),
+        1.0,
+        last=True,
     )
     of_last = [line.removeprefix("it ") for line in log if line.endswith("1.0 last")]
     assert [line.split()[0] for line in of_last] == [
-        "before", "after_forward", "before_backward", "after_backward", "before_backward", "after_backward", "after",
-    ]  # fmt: skip
+        "before",
+        "after_forward",
+        "before_backward",
+        "after_backward",
+        "before_backward",
+        "after_backward",
+        "after",
+    ]
     assert len(writes.passes) == 2  # one object for all passes of a micro-batch on a stage
     assert log[-2:] == ["it after_step 1", "it after_step 1"]
 
@@ -143,10 +172,20 @@ def test_around_a_pass_in_two_halves_gradients_are_there_after_the_second() -> N
 def test_where_halves_are_not_wanted_the_first_does_all() -> None:
     model, log = Two(), list[str]()
     executor = Executor(two_stages(model, [Writes("it", log)]), random_state(), halves=False)
-    executor.run(program("F0.0 F1.0 I1.0 I0.0"), batches(1), HostLossAccumulator(1, shared=False), 1.0, last=False)
+    executor.run(
+        program("F0.0 F1.0 I1.0 I0.0"),
+        batches(1),
+        HostLossAccumulator(1, shared=False),
+        1.0,
+        last=False,
+    )
     assert len(gradients(model)) == 4
     executor.run(
-        program("F0.0 F1.0 I1.0 I0.0 W1.0 W0.0"), batches(1), HostLossAccumulator(1, shared=False), 1.0, last=False
+        program("F0.0 F1.0 I1.0 I0.0 W1.0 W0.0"),
+        batches(1),
+        HostLossAccumulator(1, shared=False),
+        1.0,
+        last=False,
     )
     assert sum(line.startswith("it after 1.0") for line in log) == 2
     assert not any("after_step" in line for line in log)  # neither was the last run of the step
@@ -154,7 +193,9 @@ def test_where_halves_are_not_wanted_the_first_does_all() -> None:
 
 def test_a_loss_is_weighted_by_the_gradient_with_which_its_backward_pass_starts() -> None:
     plain, weighted, mine = Two(), Two(), batches(2)
-    Executor([one_stage(plain)], random_state()).in_order(mine[:1], HostLossAccumulator(2, shared=False), 1.0)
+    Executor([one_stage(plain)], random_state()).in_order(
+        mine[:1], HostLossAccumulator(2, shared=False), 1.0
+    )
     dummy = MicroBatch(1, mine[1].batch, real=False)
     accumulator = HostLossAccumulator(2, shared=False)
     executor = Executor([one_stage(weighted)], random_state(), multiplier=2.0)
@@ -206,7 +247,10 @@ def test_what_does_nothing_is_not_called() -> None:
             """Override one of them."""
 
     stage = one_stage(Two(), [Counts(), AroundMicroBatch()])
-    assert [len(getattr(stage, name)) for name in ("before", "after_forward", "before_backward", "after")] == [
+    assert [
+        len(getattr(stage, name))
+        for name in ("before", "after_forward", "before_backward", "after")
+    ] == [
         0,
         0,
         0,

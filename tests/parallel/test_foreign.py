@@ -1,4 +1,6 @@
-"""Models of others under sharding: what FSDP2 alone crashes on or hangs in trains as in one process, or is refused."""
+"""Models of others under sharding: what FSDP2 alone crashes on or hangs in trains as in one
+process, or is refused.
+"""
 
 import os
 from collections.abc import Callable
@@ -22,7 +24,9 @@ def linear() -> nn.Linear:
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
-    """Rows of 8 numbers; the sign of the first one, by which some models route, changes with each micro-batch of 2."""
+    """Rows of 8 numbers; the sign of the first one, by which some models route, changes with each
+    micro-batch of 2.
+    """
 
     deterministic = True
 
@@ -66,7 +70,9 @@ class Containers(Stack):
     """Its blocks are lists of modules, which can't be called, as x-transformers has them."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: nn.ModuleList([nn.LayerNorm(8), linear(), nn.ParameterList([torch.ones(8)])]))
+        super().__init__(
+            lambda: nn.ModuleList([nn.LayerNorm(8), linear(), nn.ParameterList([torch.ones(8)])])
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for norm, inner, scales in self.layers:  # type: ignore[misc]
@@ -97,7 +103,9 @@ class BesideItsBlocks(Stack):
 
 
 class Experts(nn.Module):
-    """Routes by the sign of a sample's first number, which stays as it is: a micro-batch uses one of two experts."""
+    """Routes by the sign of a sample's first number, which stays as it is: a micro-batch uses one
+    of two experts.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,8 +175,16 @@ UNUSED: dict[str, Any] = {"distributed.ddp.find_unused_parameters": True}
 
 # What trains as in one process.
 ALIKE: list[tuple[str, str, dict[str, Any]]] = [
-    *(("fsdp:2", model, more) for model in ("containers", "scalars", "experts") for more in ({}, EXACT)),
-    ("fsdp:2", "scalars", {"training.optimizer": "sgd", "distributed.fsdp.accumulate": "unsharded"}),
+    *(
+        ("fsdp:2", model, more)
+        for model in ("containers", "scalars", "experts")
+        for more in ({}, EXACT)
+    ),
+    (
+        "fsdp:2",
+        "scalars",
+        {"training.optimizer": "sgd", "distributed.fsdp.accumulate": "unsharded"},
+    ),
     ("fsdp:2", "beside its blocks", {POLICY: ["Linear"]}),
     ("fsdp:2", "experts", {POLICY: ["Block"]}),
     ("fsdp:2", "sometimes short", {}),
@@ -181,7 +197,12 @@ ALIKE: list[tuple[str, str, dict[str, Any]]] = [
 ]
 # What is refused: (topology, model, settings, what the message says).
 REFUSED: list[tuple[str, str, dict[str, Any], list[str]]] = [
-    ("fsdp:2", "beside its blocks", {}, ["layers.0 are used, but its forward() is not called", "[Linear]"]),
+    (
+        "fsdp:2",
+        "beside its blocks",
+        {},
+        ["layers.0 are used, but its forward() is not called", "[Linear]"],
+    ),
     ("fsdp:2", "complex", {}, ["phases is complex", "view_as_complex"]),
     ("ddp:2", "complex", EXACT, ["phases is complex", "view_as_complex"]),
     ("fsdp:2", "without elements", {}, ["nothing has no elements", "write strategy: ddp"]),
@@ -191,7 +212,9 @@ REFUSED: list[tuple[str, str, dict[str, Any], list[str]]] = [
 ]
 
 
-def trained(topology: str, model: str, more: dict[str, Any]) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+def trained(
+    topology: str, model: str, more: dict[str, Any]
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """(loss, norm) of each step, and the parameters after the last one."""
     torch.manual_seed(0)
     values, _ = parse_topology(topology)
@@ -207,7 +230,9 @@ def trained(topology: str, model: str, more: dict[str, Any]) -> tuple[list[tuple
     }
     trainer = Trainer(MODELS[model](), config=config_from(settings), loss_fn=nn.MSELoss())
     steps = [(float(record.loss), float(record.grad_norm)) for record in trainer.steps(Rows())]
-    return steps, {name: whole(parameter).clone() for name, parameter in trainer.placed.parameters.items()}
+    return steps, {
+        name: whole(parameter).clone() for name, parameter in trainer.placed.parameters.items()
+    }
 
 
 def message(topology: str, model: str, more: dict[str, Any]) -> str:
@@ -231,13 +256,20 @@ def gone_on(strategy: str, checkpoint: str) -> list[float]:
     """Losses after a checkpoint of SGD, whose kernels are fused in one process."""
     trainer = Trainer(
         Stack(),
-        config=config_from({
-            "training.batch_size": 2, "training.max_steps": 4, "training.optimizer": "sgd", "precision.mode": "fp32",
-            "training.optimizer_args": {"momentum": 0.9}, "training.global_batch_size": 8,
-            "distributed.strategy": strategy, "data.shuffle": False,
-        }),
+        config=config_from(
+            {
+                "training.batch_size": 2,
+                "training.max_steps": 4,
+                "training.optimizer": "sgd",
+                "precision.mode": "fp32",
+                "training.optimizer_args": {"momentum": 0.9},
+                "training.global_batch_size": 8,
+                "distributed.strategy": strategy,
+                "data.shuffle": False,
+            }
+        ),
         loss_fn=nn.MSELoss(),
-    )  # fmt: skip
+    )
     steps = trainer.steps(Rows())
     if os.path.exists(checkpoint):
         trainer.load_checkpoint(checkpoint)
@@ -262,22 +294,34 @@ def ranks(checkpoint: tuple[str, list[float]]) -> list[dict[str, Any]]:
 def test_trap_76_units_that_cannot_be_called_scalars_and_experts_train_as_in_one_process(
     ranks: list[dict[str, Any]],
 ) -> None:
-    """Containers, parameters without a dim, experts that no rank or only some use in a step, and complex ones."""
+    """Containers, parameters without a dim, experts that no rank or only some use in a step, and
+    complex ones.
+    """
     for place, (topology, model, more) in enumerate(ALIKE):
         steps, parameters = trained("single", model, more)
         for rank in ranks:
             found, values = rank["alike"][place]
             exact = more.get("distributed.reproducible")
-            assert found == steps if exact else found == [pytest.approx(pair, rel=1e-5) for pair in steps], (
+            assert (
+                found == steps
+                if exact
+                else found == [pytest.approx(pair, rel=1e-5) for pair in steps]
+            ), (
                 model,
                 more,
             )
             for name, value in parameters.items():
-                same = torch.equal(values[name], value) if exact else torch.allclose(values[name], value, atol=1e-5)
+                same = (
+                    torch.equal(values[name], value)
+                    if exact
+                    else torch.allclose(values[name], value, atol=1e-5)
+                )
                 assert same, (topology, model, more, name)
 
 
-def test_what_cannot_be_sharded_is_one_error_with_what_to_write(ranks: list[dict[str, Any]]) -> None:
+def test_what_cannot_be_sharded_is_one_error_with_what_to_write(
+    ranks: list[dict[str, Any]],
+) -> None:
     for rank in ranks:
         for (_, model, more, parts), said in zip(REFUSED, rank["refused"], strict=True):
             assert all(part in said for part in parts), (model, more, said)
@@ -290,8 +334,12 @@ def test_trap_75_shards_go_on_from_an_sgd_checkpoint_of_one_process(
         assert rank["gone on"] == pytest.approx(checkpoint[1], rel=1e-5)
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="another torch may survive it")
-def test_ddp_under_debug_detail_is_refused_where_torch_dies_of_it(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."), reason="another torch may survive it"
+)
+def test_ddp_under_debug_detail_is_refused_where_torch_dies_of_it(
+    ranks: list[dict[str, Any]],
+) -> None:
     for rank in ranks:
         assert "segmentation fault" in rank["detail"]
 
@@ -304,4 +352,10 @@ def test_lazy_modules_sparse_gradients_and_closures_are_one_error_each() -> None
         Trainer(nn.Sequential(nn.Embedding(4, 4, sparse=True)), config=config, loss_fn=nn.MSELoss())
     model = linear()
     with pytest.raises(UsageError, match="LBFGS evaluates the loss again"):
-        next(iter(Trainer(model, torch.optim.LBFGS(model.parameters()), nn.MSELoss(), config=config).steps(Rows())))
+        next(
+            iter(
+                Trainer(
+                    model, torch.optim.LBFGS(model.parameters()), nn.MSELoss(), config=config
+                ).steps(Rows())
+            )
+        )

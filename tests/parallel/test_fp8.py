@@ -1,4 +1,6 @@
-"""Linears in float8: which ones, what they compute, the same step under every strategy, and what is refused."""
+"""Linears in float8: which ones, what they compute, the same step under every strategy, and what is
+refused.
+"""
 
 import sys
 from importlib.util import find_spec
@@ -22,8 +24,9 @@ needs_torchao = pytest.mark.skipif(
 CPU = torch.device("cpu")
 EMULATED = {"precision.fp8": "emulated"}
 STEPS = 4
-# All numbers of the first step, whose weights are the same in every bit; and of later ones, before which a sum that
-# ended in another bit made something round to the next number of float8, an eighth of itself away.
+# All numbers of the first step, whose weights are the same in every bit; and of later ones, before
+# which a sum that ended in another bit made something round to the next number of float8, an eighth
+# of itself away.
 FIRST, LATER = 1e-6, 2e-3
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
@@ -80,7 +83,9 @@ def test_linears_inside_blocks_are_taken_and_keep_their_parameters() -> None:
     model.eval()
     (notice,) = apply_fp8(model, blocks_of(model), "emulated", CPU)
     assert notice.startswith("fp8: 3 of 10 linears, emulated, torchao ")
-    taken = [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
+    taken = [
+        name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"
+    ]
     assert taken == ["layers.0.first", "layers.0.second", "layers.1.first"]
     assert model.layers[1].second is model.layers[0].second is not shared
     after = dict(model.named_parameters())
@@ -113,7 +118,9 @@ def test_products_are_of_numbers_rounded_to_float8() -> None:
     assert not torch.allclose(y.detach(), x.detach() @ weight.detach().T + bias.detach(), **close)
 
 
-def in_one_launch(modes: dict[str, tuple[str, ...]]) -> dict[tuple[str, str], list[tuple[float, ...]]]:
+def in_one_launch(
+    modes: dict[str, tuple[str, ...]],
+) -> dict[tuple[str, str], list[tuple[float, ...]]]:
     return {
         (name, mode): losses({**TOPOLOGIES[name], **EMULATED, "precision.mode": mode}, steps=STEPS)
         for mode, names in modes.items()
@@ -122,9 +129,13 @@ def in_one_launch(modes: dict[str, tuple[str, ...]]) -> dict[tuple[str, str], li
 
 
 @needs_torchao
-@pytest.mark.parametrize("modes", [MODES, pytest.param(ALL_MODES, marks=pytest.mark.full)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "modes", [MODES, pytest.param(ALL_MODES, marks=pytest.mark.full)], ids=["some", "all"]
+)
 def test_every_strategy_takes_the_step_of_one_process(modes: dict[str, tuple[str, ...]]) -> None:
-    """Loss and gradient norm, dropout and uneven masks on; in the first step far closer than float8 comes to fp32."""
+    """Loss and gradient norm, dropout and uneven masks on; in the first step far closer than float8
+    comes to fp32.
+    """
     found = run_ranks(in_one_launch, 2, modes)
     for mode, names in modes.items():
         alone = losses({**EMULATED, "precision.mode": mode}, steps=STEPS)
@@ -139,15 +150,22 @@ def test_every_strategy_takes_the_step_of_one_process(modes: dict[str, tuple[str
 @needs_torchao
 def test_it_is_said_at_start_and_checkpoints_know_nothing_of_it() -> None:
     trainers = [
-        Trainer(language_model("transformer"), config=config_from({"training.max_steps": 1, **more}))
+        Trainer(
+            language_model("transformer"), config=config_from({"training.max_steps": 1, **more})
+        )
         for more in (EMULATED, {})
     ]
     for trainer in trainers:
         list(trainer.steps(Tokens()))
-    assert any(notice.startswith("fp8: 14 of 14 linears") for notice in trainers[0].placed.log_lines)
+    assert any(
+        notice.startswith("fp8: 14 of 14 linears") for notice in trainers[0].placed.log_lines
+    )
     assert not any("fp8" in notice for notice in trainers[1].placed.log_lines)
     with_it, without = (
-        [(name, tensor.shape, tensor.dtype) for name, tensor in trainer.placed.parts[0].state_dict().items()]
+        [
+            (name, tensor.shape, tensor.dtype)
+            for name, tensor in trainer.placed.parts[0].state_dict().items()
+        ]
         for trainer in trainers
     )
     assert with_it == without
@@ -190,7 +208,8 @@ def test_hardware_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
     assert "this is NVIDIA A100" in refusal(Stack(), "linears", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 9))
-    assert "multiples of 16" in refusal(language_model("bdh"), "linears", torch.device("cuda"))  # the next question
+    # the next question
+    assert "multiples of 16" in refusal(language_model("bdh"), "linears", torch.device("cuda"))
 
 
 def test_without_torchao_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""FSDP2's options: what is gathered as one unit, that ties survive it, what is sharded, and in which types."""
+"""FSDP2's options: what is gathered as one unit, that ties survive it, what is sharded, and in
+which types.
+"""
 
 import warnings
 from functools import partial
@@ -24,7 +26,16 @@ STEPS = 3
 POLICIES: dict[str, dict[str, Any]] = {
     "transformer": {},
     "size": {"auto_wrap_policy": "size", "min_num_params": 500},
-    "classes": {"auto_wrap_policy": ["Linear", "Embedding", "Head", "BDHLayer", "LlamaDecoderLayer", "LlamaRMSNorm"]},
+    "classes": {
+        "auto_wrap_policy": [
+            "Linear",
+            "Embedding",
+            "Head",
+            "BDHLayer",
+            "LlamaDecoderLayer",
+            "LlamaRMSNorm",
+        ]
+    },
     "function": {"auto_wrap_policy": "tests.parallel.test_fsdp:has_a_matrix"},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -53,7 +64,11 @@ def cases() -> list[Case]:
         for model in ("tied", ("hf", "bdh")[place % 2])
     ]
     options = [Case("tied", "fsdp", 3, "full", fsdp(option), STEPS) for option in OPTIONS.values()]
-    return [*policies, *options, *(Case("tied", "fsdp", 3, mode, fsdp({}), STEPS) for mode in ("selective", "every_n"))]
+    return [
+        *policies,
+        *options,
+        *(Case("tied", "fsdp", 3, mode, fsdp({}), STEPS) for mode in ("selective", "every_n")),
+    ]
 
 
 def placed(model: str, options: dict[str, Any], **more: Any) -> Trainer:
@@ -82,7 +97,9 @@ def in_one_launch() -> dict[str, Any]:
                 "log_lines": trainer.placed.log_lines,
             }
     found["rotary"] = rotary_under_bf16()
-    found["reduced in bf16"] = run_all([Case("transformer", "fsdp", 1, "none", fsdp({"reduce_dtype": "bf16"}))])
+    found["reduced in bf16"] = run_all(
+        [Case("transformer", "fsdp", 1, "none", fsdp({"reduce_dtype": "bf16"}))]
+    )
     found["warnings"] = what_torch_warns_of()
     found["sometimes"] = with_a_layer_used_sometimes("fsdp")
     return found
@@ -101,7 +118,9 @@ class Sometimes(nn.Module):
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
-    """Eight rows; the first numbers of the first half, the first micro-batches of two ranks, are positive."""
+    """Eight rows; the first numbers of the first half, the first micro-batches of two ranks, are
+    positive.
+    """
 
     deterministic = True
 
@@ -117,23 +136,33 @@ def with_a_layer_used_sometimes(strategy: str) -> list[tuple[float, float]]:
     """(loss, norm) of three steps of four micro-batches."""
     torch.manual_seed(0)
     settings = {
-        "training.batch_size": 2, "training.global_batch_size": 8, "training.max_steps": 3, "data.shuffle": False,
-        "training.optimizer": "sgd", "training.learning_rate": 0.01, "precision.mode": "fp32",
-        "distributed.strategy": strategy, "distributed.fsdp.auto_wrap_policy": ["Sometimes"],
-    }  # fmt: skip
+        "training.batch_size": 2,
+        "training.global_batch_size": 8,
+        "training.max_steps": 3,
+        "data.shuffle": False,
+        "training.optimizer": "sgd",
+        "training.learning_rate": 0.01,
+        "precision.mode": "fp32",
+        "distributed.strategy": strategy,
+        "distributed.fsdp.auto_wrap_policy": ["Sometimes"],
+    }
     model = nn.Sequential(Sometimes(), nn.Linear(4, 4))
     trainer = Trainer(model, config=config_from(settings), loss_fn=nn.MSELoss())
     return [(float(record.loss), float(record.grad_norm)) for record in trainer.steps(Rows())]
 
 
 def rotary_under_bf16() -> dict[str, Any]:
-    """A rotary buffer of a model whose parameters are gathered in bf16, and where its user asks for bf16 buffers."""
+    """A rotary buffer of a model whose parameters are gathered in bf16, and where its user asks for
+    bf16 buffers.
+    """
     kept = placed("hf", {}, **{"precision.param_dtype": "bf16"})
     cast = placed("hf", {"buffer_dtype": "bf16"})
     next(kept.steps(Tokens()))
 
     def dtypes(trainer: Trainer) -> set[torch.dtype]:
-        return {b.dtype for n, b in trainer.placed.parts[0].named_buffers() if n.endswith("inv_freq")}
+        return {
+            b.dtype for n, b in trainer.placed.parts[0].named_buffers() if n.endswith("inv_freq")
+        }
 
     return {"kept": dtypes(kept), "cast": dtypes(cast), "said": cast.placed.log_lines}
 
@@ -142,13 +171,21 @@ def what_torch_warns_of() -> list[str]:
     """Deprecations during a step under each strategy."""
     said = []
     exact = {"distributed.reproducible": True}
-    for strategy, more in (("ddp", {}), ("fsdp", {}), ("accelerate", {}), ("ddp", exact), ("fsdp", exact)):
+    for strategy, more in (
+        ("ddp", {}),
+        ("fsdp", {}),
+        ("accelerate", {}),
+        ("ddp", exact),
+        ("fsdp", exact),
+    ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer = placed("tied", {}, **{"distributed.strategy": strategy, **more})
             next(trainer.steps(Tokens()))
         said += [
-            f"{strategy}: {w.message}" for w in caught if issubclass(w.category, FutureWarning | DeprecationWarning)
+            f"{strategy}: {w.message}"
+            for w in caught
+            if issubclass(w.category, FutureWarning | DeprecationWarning)
         ]
     return said
 
@@ -169,7 +206,10 @@ def test_trap_19_ties_and_counts_survive_every_wrap_policy(ranks: list[dict[str,
             assert result.num_parameters == expected.num_parameters
         for (policy, model), seen in rank["policies"].items():
             if model == "hf":
-                assert seen["aliases"] == {"model.embed_tokens.weight": ["lm_head.weight"]} or not seen["aliases"]
+                assert (
+                    seen["aliases"] == {"model.embed_tokens.weight": ["lm_head.weight"]}
+                    or not seen["aliases"]
+                )
             assert "" in seen["units"]
             assert len(seen["units"]) > 1 or model == "bdh", (policy, model, seen["units"])
 
@@ -190,7 +230,9 @@ def test_bdh_is_sharded_and_says_that_it_is_gathered_whole(ranks: list[dict[str,
         assert any("belong to no block" in line for line in seen["log_lines"])
 
 
-def test_trap_20_rotary_phases_stay_fp32_unless_the_user_says_otherwise(ranks: list[dict[str, Any]]) -> None:
+def test_trap_20_rotary_phases_stay_fp32_unless_the_user_says_otherwise(
+    ranks: list[dict[str, Any]],
+) -> None:
     """In bf16, positions above 256 have the phases of their neighbours."""
     for rank in ranks:
         assert rank["rotary"]["kept"] == {torch.float32}
@@ -205,12 +247,16 @@ def test_gradients_may_be_reduced_in_bf16(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_trap_64_no_deprecated_name_of_torch_is_used(ranks: list[dict[str, Any]]) -> None:
-    """2.13 renames `all_gather_into_tensor`, `reduce_scatter_tensor`, DDP's `broadcast_buffers`; 2.11 has the old."""
+    """2.13 renames `all_gather_into_tensor`, `reduce_scatter_tensor`, DDP's `broadcast_buffers`;
+    2.11 has the old.
+    """
     for rank in ranks:
         assert not rank["warnings"]
 
 
-def test_a_layer_that_later_micro_batches_leave_out_keeps_its_gradient(ranks: list[dict[str, Any]]) -> None:
+def test_a_layer_that_later_micro_batches_leave_out_keeps_its_gradient(
+    ranks: list[dict[str, Any]],
+) -> None:
     alone = with_a_layer_used_sometimes("single")
     for rank in ranks:
         for (loss, norm), (its_loss, its_norm) in zip(rank["sometimes"], alone, strict=True):
@@ -263,15 +309,28 @@ def test_a_module_whose_parameter_is_used_outside_is_no_unit() -> None:
             out: Tensor = self.head(self.body(self.embed(ids)))
             return out
 
-    names = [name for name, _ in units_of(Tied(), FSDPConfig(auto_wrap_policy="size", min_num_params=1), [])]
+    names = [
+        name
+        for name, _ in units_of(Tied(), FSDPConfig(auto_wrap_policy="size", min_num_params=1), [])
+    ]
     assert names == ["body"]
 
 
 @pytest.mark.parametrize(
     ("says", "raises"),
-    [("aten.mm: got mixed torch.Tensor and DTensor, need to convert", UsageError), ("out of memory", RuntimeError)],
+    [
+        ("aten.mm: got mixed torch.Tensor and DTensor, need to convert", UsageError),
+        ("out of memory", RuntimeError),
+    ],
 )
-def test_a_parameter_that_is_used_while_it_is_sharded_is_explained(says: str, raises: type[Exception]) -> None:
-    with pytest.raises(raises) as found, explained([partial(explain_mixing, explanation=used_elsewhere)]):
+def test_a_parameter_that_is_used_while_it_is_sharded_is_explained(
+    says: str, raises: type[Exception]
+) -> None:
+    with (
+        pytest.raises(raises) as found,
+        explained([partial(explain_mixing, explanation=used_elsewhere)]),
+    ):
         raise RuntimeError(says)
-    assert ("outside of the module that it belongs to" in str(found.value)) == (raises is UsageError)
+    assert ("outside of the module that it belongs to" in str(found.value)) == (
+        raises is UsageError
+    )

@@ -1,4 +1,5 @@
-"""Data decide which units of FSDP2 a forward pass calls: ranks that leave one out join its messages.
+"""Data decide which units of FSDP2 a forward pass calls: ranks that leave one out join its
+messages.
 
 Right is what one process computes. What can't be joined is one error, soon.
 """
@@ -51,11 +52,15 @@ class Model(nn.Module):
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         lists = {"first": self.first, "second": self.second, "text": self.text}
-        return [(f"{name}.{i}", part) for name, parts in lists.items() for i, part in enumerate(parts)]
+        return [
+            (f"{name}.{i}", part) for name, parts in lists.items() for i, part in enumerate(parts)
+        ]
 
     def forward(self, x: Tensor, image: Tensor, kind: Tensor) -> Tensor:
         seen = {int(each) for each in kind}
-        way: Callable[[Tensor, Tensor, set[int]], Tensor] = getattr(self, self.way.replace(" ", "_"))
+        way: Callable[[Tensor, Tensor, set[int]], Tensor] = getattr(
+            self, self.way.replace(" ", "_")
+        )
         x = way(x, image, seen)
         return self.head(x if self.way == "everything recomputed" else in_row(self.text, x))
 
@@ -77,7 +82,9 @@ class Model(nn.Module):
         return x
 
     def recomputed_text(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
-        """Recompute the text's parts at once, which all ranks call, beside towers that some leave out."""
+        """Recompute the text's parts at once, which all ranks call, beside towers that some leave
+        out.
+        """
         return checkpoint(in_row, self.text, self.towers(x, image, seen), use_reentrant=False)
 
     def recomputed_towers(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
@@ -94,11 +101,17 @@ class Model(nn.Module):
 
     def everything_recomputed(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
         """Leave out a tower within a checkpoint that is around all parts."""
-        return checkpoint(lambda y: in_row(self.text, self.towers(y, image, seen)), x, use_reentrant=False)
+        return checkpoint(
+            lambda y: in_row(self.text, self.towers(y, image, seen)), x, use_reentrant=False
+        )
 
     def recomputed_further(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
         """Recompute more than the unit: it is gathered before its own backward pass."""
-        return x + checkpoint(lambda y: torch.tanh(self.first[0](y)), image, use_reentrant=False) if 0 in seen else x
+        return (
+            x + checkpoint(lambda y: torch.tanh(self.first[0](y)), image, use_reentrant=False)
+            if 0 in seen
+            else x
+        )
 
     def recomputed_at_times(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
         """Call parts in a checkpoint in each second step, on all ranks alike."""
@@ -106,7 +119,9 @@ class Model(nn.Module):
         return checkpoint(in_row, parts, x, use_reentrant=False) if self.step % 2 else x
 
     def late(self, x: Tensor, image: Tensor, seen: set[int]) -> Tensor:
-        """Run the towers on what the text's parts made, and the text's parts once more: no unit is called twice."""
+        """Run the towers on what the text's parts made, and the text's parts once more: no unit is
+        called twice.
+        """
         x = self.second[0](x)
         return self.second[1](x) if 1 in seen else self.first[0](x)
 
@@ -147,7 +162,12 @@ class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index)
         x, image = torch.randn(2, WIDTH, generator=generator)
-        return {"x": x, "image": image, "kind": torch.tensor(int(self.kinds[index // 2])), "y": x.sum(0, keepdim=True)}
+        return {
+            "x": x,
+            "image": image,
+            "kind": torch.tensor(int(self.kinds[index // 2])),
+            "y": x.sum(0, keepdim=True),
+        }
 
 
 KINDS = "001101220221201222110022"  # 0, 1: the first, the second tower; 2: none
@@ -157,19 +177,30 @@ NONE_FIRST = "222222220122021022110022"
 Case = tuple[str, str, str, dict[str, Any]]  # (topology, way, kinds, settings)
 
 
-def train(topology: str, way: str, kinds: str, settings: dict[str, Any]) -> list[tuple[float, float]]:
+def train(
+    topology: str, way: str, kinds: str, settings: dict[str, Any]
+) -> list[tuple[float, float]]:
     values, _ = parse_topology(topology)
     common = {
-        "training.batch_size": 2, "training.global_batch_size": 8, "training.num_train_epochs": 1,
-        "training.learning_rate": 1e-2, "training.optimizer": "adamw", "precision.mode": "fp32", "data.shuffle": False,
-    }  # fmt: skip
-    config = config_from({**common, **{f"distributed.{key}": value for key, value in values.items()}, **settings})
+        "training.batch_size": 2,
+        "training.global_batch_size": 8,
+        "training.num_train_epochs": 1,
+        "training.learning_rate": 1e-2,
+        "training.optimizer": "adamw",
+        "precision.mode": "fp32",
+        "data.shuffle": False,
+    }
+    config = config_from(
+        {**common, **{f"distributed.{key}": value for key, value in values.items()}, **settings}
+    )
     model = Model(way).train()
     trainer, rows = Trainer(model, loss_fn=nn.MSELoss(), config=config), []
     for record in trainer.steps(torch.utils.data.DataLoader(Samples(kinds), batch_size=2)):
         rows.append((float(record.loss), float(record.grad_norm)))
         model.step = record.step
-    rows.append((float(trainer.evaluate(torch.utils.data.DataLoader(Samples(kinds), batch_size=2))), 0.0))
+    rows.append(
+        (float(trainer.evaluate(torch.utils.data.DataLoader(Samples(kinds), batch_size=2))), 0.0)
+    )
     return rows
 
 
@@ -212,18 +243,37 @@ def test_ranks_join_under_each_setting() -> None:
         {"training.global_batch_size": 4},
         {"distributed.reproducible": True, "training.global_batch_size": 4},
     ]
-    cases: list[Case] = [("fsdp:2", "towers", kinds, more) for more in settings for kinds in (KINDS, NONE_FIRST)]
+    cases: list[Case] = [
+        ("fsdp:2", "towers", kinds, more) for more in settings for kinds in (KINDS, NONE_FIRST)
+    ]
     cases += [("fsdp:2", way, KINDS, {}) for way in ("late", "backwards")]
     assert_like_one_process(cases, run_ranks(train_all, 2, cases)[0])
     hybrid: list[Case] = [
-        ("hybrid:2x2", way, kinds, {}) for way in ("towers", "dropped") for kinds in (KINDS, NONE_FIRST)
+        ("hybrid:2x2", way, kinds, {})
+        for way in ("towers", "dropped")
+        for kinds in (KINDS, NONE_FIRST)
     ]
-    hybrid += [("hybrid:2x2", "towers", KINDS, {"distributed.reproducible": True}), ("fsdp:4", "towers", KINDS, {})]
+    hybrid += [
+        ("hybrid:2x2", "towers", KINDS, {"distributed.reproducible": True}),
+        ("fsdp:4", "towers", KINDS, {}),
+    ]
     no_shard: dict[str, Any] = {
-        "distributed.fsdp.sharding_strategy": "no_shard", "distributed.shard_size": 1, "distributed.replicate_size": 4,
-    }  # fmt: skip
-    hybrid += [("fsdp:4", "towers", KINDS, no_shard | more) for more in ({}, {"distributed.reproducible": True})]
-    hybrid += [("hybrid:2x2", "dropped", KINDS, {"distributed.reproducible": True, "training.global_batch_size": 6})]
+        "distributed.fsdp.sharding_strategy": "no_shard",
+        "distributed.shard_size": 1,
+        "distributed.replicate_size": 4,
+    }
+    hybrid += [
+        ("fsdp:4", "towers", KINDS, no_shard | more)
+        for more in ({}, {"distributed.reproducible": True})
+    ]
+    hybrid += [
+        (
+            "hybrid:2x2",
+            "dropped",
+            KINDS,
+            {"distributed.reproducible": True, "training.global_batch_size": 6},
+        )
+    ]
     assert_like_one_process(hybrid, run_ranks(train_all, 4, hybrid)[0])
 
 
@@ -235,7 +285,9 @@ def refused(case: Case) -> str:
 
 
 def test_a_unit_that_ranks_call_another_number_of_times_is_an_error() -> None:
-    """In the first step, where all ranks know, and later, where the one that leaves out a call does."""
+    """In the first step, where all ranks know, and later, where the one that leaves out a call
+    does.
+    """
     for text in run_ranks(refused, 2, ("fsdp:2", "repeated", "0101" * 6, {})):
         assert "leave out a call of first.0" in text
     texts = run_ranks(refused, 2, ("fsdp:2", "repeated", "0000" + "01" * 10, {}))
@@ -286,7 +338,9 @@ class Chained(nn.Module):
 class Chain(nn.Sequential):
     def blocks(self) -> list[tuple[str, nn.Module]]:
         segments = [(name, s) for name, s in self.named_children() if isinstance(s, Chained)]
-        return [(f"{name}.parts.{i}", part) for name, s in segments for i, part in enumerate(s.parts)]
+        return [
+            (f"{name}.parts.{i}", part) for name, s in segments for i, part in enumerate(s.parts)
+        ]
 
 
 def refused_in_stages() -> str:
@@ -294,7 +348,9 @@ def refused_in_stages() -> str:
     model = Chain(nn.Linear(WIDTH, WIDTH), Chained(True), Chained(True), nn.Linear(WIDTH, 1))
     values, _ = parse_topology("pipeline:2*fsdp:2")
     settings = {"training.batch_size": 2, "training.global_batch_size": 8, "training.max_steps": 4}
-    config = config_from({**{f"distributed.{key}": value for key, value in values.items()}, **settings})
+    config = config_from(
+        {**{f"distributed.{key}": value for key, value in values.items()}, **settings}
+    )
     x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(7))
     fsdp_order._PATIENCE = 2.0
     with pytest.raises((UsageError, RuntimeError)) as error:

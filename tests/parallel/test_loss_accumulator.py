@@ -1,4 +1,6 @@
-"""Losses and counts of a step: the same numbers, however a loss is reduced and wherever it is written down."""
+"""Losses and counts of a step: the same numbers, however a loss is reduced and wherever it is
+written down.
+"""
 
 import math
 
@@ -27,20 +29,27 @@ def test_the_host_rounds_as_the_device_does(times: int) -> None:
     assert totals(HostLossAccumulator(50, shared=False), losses) == totals(
         LossAccumulator(50, CPU, shared=False), losses
     )
-    assert totals(HostLossAccumulator(50, shared=False), losses)[0] == sum((value * times).item() for value in values)
+    assert totals(HostLossAccumulator(50, shared=False), losses)[0] == sum(
+        (value * times).item() for value in values
+    )
 
 
 @pytest.mark.parametrize("value", [3e38, math.inf, math.nan])
 def test_what_overflows_is_seen(value: float) -> None:
     losses = [Loss(torch.tensor(value), 8, 8)]
-    for accumulator in (HostLossAccumulator(1, shared=False), LossAccumulator(1, CPU, shared=False)):
+    for accumulator in (
+        HostLossAccumulator(1, shared=False),
+        LossAccumulator(1, CPU, shared=False),
+    ):
         assert not math.isfinite(totals(accumulator, losses)[0])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_factors_multiply_to_the_sum(reduction: str) -> None:
     model = nn.Linear(3, 3)
-    objective = objective_of(model, nn.MSELoss(reduction=reduction) if reduction != "none" else per_sample)
+    objective = objective_of(
+        model, nn.MSELoss(reduction=reduction) if reduction != "none" else per_sample
+    )
     batch = (torch.randn(4, 3), torch.randn(4, 3))
     outputs = model(batch[0])
     loss, times, count = objective.factors(outputs, batch)

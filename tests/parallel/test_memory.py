@@ -1,4 +1,6 @@
-"""What a rank holds under FSDP, counted; and a model that does not fit into one process but into four."""
+"""What a rank holds under FSDP, counted; and a model that does not fit into one process but into
+four.
+"""
 
 from typing import Any
 
@@ -24,9 +26,11 @@ def ranks() -> list[dict[str, Any]]:
 
 
 def test_a_rank_holds_its_share_and_one_gathered_unit(ranks: list[dict[str, Any]]) -> None:
-    """Parameters, gradients and AdamW's two states: 16 bytes a parameter, over the ranks; gradients too, in between.
+    """Parameters, gradients and AdamW's two states: 16 bytes a parameter, over the ranks; gradients
+    too, in between.
 
-    Without reduction of each micro-batch's gradients (`accumulate: unsharded`) a rank holds those of the whole model.
+    Without reduction of each micro-batch's gradients (`accumulate: unsharded`) a rank holds those
+    of the whole model.
     """
     for rank in ranks:
         sharded, unsharded, replica, *_ = rank["held"]
@@ -38,20 +42,31 @@ def test_a_rank_holds_its_share_and_one_gathered_unit(ranks: list[dict[str, Any]
         assert replica["at update"] > 3.95 * parameters
 
 
-def test_the_order_of_strategies_by_memory_is_the_documented_one(ranks: list[dict[str, Any]]) -> None:
-    """`shard_grad_op` gathers the parameters for the forward and backward pass, `full_shard` a unit at a time."""
+def test_the_order_of_strategies_by_memory_is_the_documented_one(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """`shard_grad_op` gathers the parameters for the forward and backward pass, `full_shard` a unit
+    at a time.
+    """
     for rank in ranks:
         full, _, replica, gathered, unsharded = rank["held"]
         parameters = full["parameters"]
         assert full["at loss"] < 0.25 * 3 * parameters + 2.5 * full["unit"], full
         assert full["at loss"] + 0.5 * parameters < gathered["at loss"], (full, gathered)
         for replicas in (unsharded, replica):
-            assert gathered["at loss"] + 0.5 * parameters < replicas["at loss"], (gathered, replicas)
+            assert gathered["at loss"] + 0.5 * parameters < replicas["at loss"], (
+                gathered,
+                replicas,
+            )
             assert gathered["at update"] < 0.3 * replicas["at update"], (gathered, replicas)
 
 
-def test_fsdp_trains_what_one_process_can_not(ranks: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    """A limit on each process's data: 100 MB of parameters take 400 MB to train, and each process may have 230 more."""
+def test_fsdp_trains_what_one_process_can_not(
+    ranks: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit on each process's data: 100 MB of parameters take 400 MB to train, and each process
+    may have 230 more.
+    """
     [alone] = run_ranks(train_within_a_limit, 1, {"distributed.strategy": "single"})
     assert "alloc" in alone["error"] or "memory" in alone["error"], alone
     for rank in (found["limited"] for found in ranks):
@@ -62,4 +77,7 @@ def test_fsdp_trains_what_one_process_can_not(ranks: list[dict[str, Any]], capsy
     shown = ranks[0]["limited"]
     resident = ", ".join(f"{bytes_ / 2**20:.0f}" for bytes_ in shown["resident"])
     with capsys.disabled():
-        print(f"\nfsdp:4 trains {shown['parameters']:,} parameters in {resident} MiB per rank, beside the interpreter")
+        print(
+            f"\nfsdp:4 trains {shown['parameters']:,} parameters in {resident} MiB per rank, beside"
+            " the interpreter"
+        )

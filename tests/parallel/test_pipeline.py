@@ -46,7 +46,9 @@ def off(name: str, ranks: int = 2) -> float:
 
 
 def test_trap_05_gradients_are_not_divided_by_the_number_of_micro_batches() -> None:
-    """torch's default, `scale_grads=True`, divides by it, and again for each run of the schedule in a step."""
+    """torch's default, `scale_grads=True`, divides by it, and again for each run of the schedule in
+    a step.
+    """
     assert off("several runs") < TOLERANCE
     assert off("runs that are filled up") < TOLERANCE
 
@@ -60,7 +62,9 @@ def test_trap_07_the_norm_is_that_of_all_stages_and_the_same_on_all_ranks(name: 
 
 
 def test_trap_08_all_stages_skip_the_same_steps() -> None:
-    """fp16: an overflow that only the stage sees in which it happens makes the stages part for ever."""
+    """fp16: an overflow that only the stage sees in which it happens makes the stages part for
+    ever.
+    """
     steps, others = on_ranks("overflow")
     assert steps == others
     skipped = [skip for skip, _, _ in steps]
@@ -78,11 +82,16 @@ def test_trap_23_a_schedule_gets_the_number_of_micro_batches_that_it_needs() -> 
 
 def test_trap_23_cuts_that_do_not_fit_stop_every_rank_before_the_start() -> None:
     for message in on_ranks("too many stages"):
-        assert "UsageError: 2 cuts + 1 = 3 stages, but 2 pipeline ranks × 1 stages_per_rank = 2" in message
+        assert (
+            "UsageError: 2 cuts + 1 = 3 stages, but 2 pipeline ranks × 1 stages_per_rank = 2"
+            in message
+        )
 
 
 @pytest.mark.parametrize("name", ["carried, 1F1B", "carried, DualPipeV"])
-def test_trap_26_an_auxiliary_loss_of_an_early_stage_travels_and_its_gradient_comes_back(name: str) -> None:
+def test_trap_26_an_auxiliary_loss_of_an_early_stage_travels_and_its_gradient_comes_back(
+    name: str,
+) -> None:
     """V-shaped schedules take tuples only, and the gradient of a sum, which is not contiguous, makes gloo's peer wait
     for ever. Integers that are carried have no gradient at all."""
     assert off(name) < TOLERANCE
@@ -95,7 +104,9 @@ def test_the_first_half_of_a_backward_pass_asks_only_for_gradients_that_there_ar
 
 
 def test_trap_27_names_are_those_of_the_unsplit_model_whatever_wraps_it() -> None:
-    """`_orig_mod.`, `_checkpoint_wrapped_module.` or a stage's own prefixes would make checkpoints unreadable."""
+    """`_orig_mod.`, `_checkpoint_wrapped_module.` or a stage's own prefixes would make checkpoints
+    unreadable.
+    """
     first, second = map(set, on_ranks("wrapped"))
     assert first | second == {name for name, _ in deep().named_parameters()}
     assert not first & second
@@ -128,7 +139,9 @@ def test_trap_47_first_values_are_those_of_one_process(name: str) -> None:
     """Each stage is filled on its own; no value depends on where the model is cut."""
     expected = look({}, name)["first"]
     found = [rank["first"] for rank in on_ranks(name)]
-    assert all(torch.equal(value, expected[key]) for values in found for key, value in values.items())
+    assert all(
+        torch.equal(value, expected[key]) for values in found for key, value in values.items()
+    )
     assert {key for values in found for key in values} == set(expected)
 
 
@@ -144,7 +157,9 @@ def test_what_is_shared_stays_equal_is_counted_once_and_is_optimised_where_it_is
     assert both == {"encoder", "encoder_v", "decoder"}
     assert all(torch.equal(first["then"][name], second["then"][name]) for name in both)
     assert not first["counted"] & second["counted"]
-    assert first["counted"] | second["counted"] == {name for name, _ in deep("bdh").named_parameters()}
+    assert first["counted"] | second["counted"] == {
+        name for name, _ in deep("bdh").named_parameters()
+    }
     assert first["num_parameters"] == sum(p.numel() for p in deep("bdh").parameters())
     assert [rank["optimizer"] for rank in (first, second)] == [5, 3]
 
@@ -171,7 +186,9 @@ def test_running_statistics_are_those_of_one_process(name: str) -> None:
         torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["every length", "frozen", "spare parameter", "split_spec", "compiled"])
+@pytest.mark.parametrize(
+    "name", ["every length", "frozen", "spare parameter", "split_spec", "compiled"]
+)
 def test_odd_models_and_data(name: str) -> None:
     assert off(name) < TOLERANCE
 
@@ -184,7 +201,9 @@ def test_other_schedules() -> None:
     for place, (model, settings, *rest) in enumerate(cases):
         alone = {key: value for key, value in settings.items() if not key.startswith("distributed")}
         reference = train(model, alone, *rest)
-        assert max(worst(of_rank[place], reference) for of_rank in results) < TOLERANCE, OTHER_SCHEDULES[place]
+        assert max(worst(of_rank[place], reference) for of_rank in results) < TOLERANCE, (
+            OTHER_SCHEDULES[place]
+        )
 
 
 def test_bf16_autocast() -> None:

@@ -1,9 +1,19 @@
-"""Pipelines beside replicas and shards, on 4 ranks, and checkpoints that go from one layout to another."""
+"""Pipelines beside replicas and shards, on 4 ranks, and checkpoints that go from one layout to
+another.
+"""
 
 import pytest
 import torch
 
-from tests.parallel.pipeline_cases import evaluation, go_on, piped, running_statistics, several, train, worst
+from tests.parallel.pipeline_cases import (
+    evaluation,
+    go_on,
+    piped,
+    running_statistics,
+    several,
+    train,
+    worst,
+)
 from tests.parallel.pipeline_launch import (
     GOES_ON,
     IN_TURN,
@@ -22,8 +32,10 @@ TOLERANCE = 1e-5
 
 @pytest.mark.parametrize("name", IN_TURN)
 def test_trap_22_every_schedule_is_right_beside_replicas_and_shards(name: str) -> None:
-    """Stages wrapped in DDP: gradients of zero-bubble schedules are wrong up to 1.4 times, GPipe dies in step 2. Here
-    over several steps, with several runs of the schedule in each, tied weights across stages, and dummies."""
+    """Stages wrapped in DDP: gradients of zero-bubble schedules are wrong up to 1.4 times, GPipe
+    dies in step 2. Here over several steps, with several runs of the schedule in each, tied weights
+    across stages, and dummies.
+    """
     assert off(name, 4) < TOLERANCE
 
 
@@ -41,7 +53,9 @@ def test_every_schedule_beside_the_other() -> None:
 
 @pytest.mark.parametrize("name", ["bdh", "lengths", "lengths, V"])
 def test_shared_weights_are_sharded_and_pipelines_may_see_different_shapes(name: str) -> None:
-    """FSDP2's collectives need all pipelines to do the same, also when only one of them meets a new shape."""
+    """FSDP2's collectives need all pipelines to do the same, also when only one of them meets a new
+    shape.
+    """
     assert off(name, 4) < TOLERANCE
 
 
@@ -65,7 +79,9 @@ def test_running_statistics_are_those_of_one_process() -> None:
 
 
 def test_full_shard_is_refused_where_it_would_be_silently_wrong() -> None:
-    """A zero-bubble schedule needs parameters that full_shard has freed: gradients are None or 25 % off."""
+    """A zero-bubble schedule needs parameters that full_shard has freed: gradients are None or 25 %
+    off.
+    """
     for rank in launched(4):
         assert "UsageError" in rank["refused"]
         assert "shard_grad_op" in rank["refused"]
@@ -73,8 +89,10 @@ def test_full_shard_is_refused_where_it_would_be_silently_wrong() -> None:
 
 @pytest.mark.parametrize(("origin", "topology"), GOES_ON)
 def test_trap_25_a_checkpoint_goes_on_in_every_other_layout(origin: str, topology: str) -> None:
-    """Names of parameters are those of the unsplit model, so stages do not overwrite each other's; each rank saves
-    the optimizer of what it holds; what is saved under pipeline × fsdp trains on anywhere with the same losses."""
+    """Names of parameters are those of the unsplit model, so stages do not overwrite each other's;
+    each rank saves the optimizer of what it holds; what is saved under pipeline × fsdp trains on
+    anywhere with the same losses.
+    """
     rest = uninterrupted()[2:]
     launched(4)
     if topology == "single":
@@ -88,7 +106,9 @@ def test_trap_25_no_buffer_stays_on_meta() -> None:
     """Buffers that several stages use are forgotten by whoever fills only parameters."""
     for ranks in (2, 4):
         for rank in launched(ranks):
-            looks = [value for value in rank.values() if isinstance(value, dict) and "on_meta" in value]
+            looks = [
+                value for value in rank.values() if isinstance(value, dict) and "on_meta" in value
+            ]
             assert all(not look["on_meta"] for look in looks)
 
 

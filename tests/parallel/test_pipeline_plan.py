@@ -14,7 +14,14 @@ from lockstep.config import config_from
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from lockstep.models import get_model
-from lockstep.parallel.pipeline.plan import Partition, balanced_cuts, cuts_of, partition, plan_of, table
+from lockstep.parallel.pipeline.plan import (
+    Partition,
+    balanced_cuts,
+    cuts_of,
+    partition,
+    plan_of,
+    table,
+)
 from lockstep.parallel.pipeline.runner import cut_into_runs
 from lockstep.parallel.pipeline.schedules import SCHEDULES, actions, picture, rank_of, timeline
 
@@ -23,12 +30,19 @@ ONE_OR_TWO = [(name, facts.stages_per_rank or 2) for name, facts in SCHEDULES.it
 
 
 def cut(
-    ranks: int = 2, stages_per_rank: int = 1, spec: dict[str, str] | None = None, costs: list[float] | None = None
+    ranks: int = 2,
+    stages_per_rank: int = 1,
+    spec: dict[str, str] | None = None,
+    costs: list[float] | None = None,
 ) -> Partition:
     return partition(
-        NAMES, costs or [1.0] * len(NAMES), ranks=ranks, stages_per_rank=stages_per_rank, split_spec=spec or {},
+        NAMES,
+        costs or [1.0] * len(NAMES),
+        ranks=ranks,
+        stages_per_rank=stages_per_rank,
+        split_spec=spec or {},
         v_shaped=False,
-    )  # fmt: skip
+    )
 
 
 # ---- where the chain is cut ----
@@ -37,9 +51,13 @@ def cut(
 def test_trap_24_end_leaves_the_named_layer_and_all_before_it_in_the_stage() -> None:
     """`layers.4: end` is read as "four layers" by some: five of them are in the first stage."""
     first = [NAMES[i] for i in cut(spec={"layers.4": "end"}).stages[0]]
-    assert [name for name in first if name.startswith("layers")] == [f"layers.{i}" for i in range(5)]
+    assert [name for name in first if name.startswith("layers")] == [
+        f"layers.{i}" for i in range(5)
+    ]
     beginning = [NAMES[i] for i in cut(spec={"layers.4": "beginning"}).stages[0]]
-    assert [name for name in beginning if name.startswith("layers")] == [f"layers.{i}" for i in range(4)]
+    assert [name for name in beginning if name.startswith("layers")] == [
+        f"layers.{i}" for i in range(4)
+    ]
 
 
 def test_cuts_may_be_given_in_any_order() -> None:
@@ -54,7 +72,8 @@ def test_trap_23_cuts_stages_and_ranks_that_disagree_are_one_error_with_the_sum(
     assert "1 cut + 1 = 2 stages, but 2 pipeline ranks × 2 stages_per_rank = 4" in str(error.value)
     assert "stages of 6, 6 segments" in str(error.value)
     with pytest.raises(
-        UsageError, match="8 pipeline ranks × 2 stages_per_rank = 16 stages, but the model is a chain of 12"
+        UsageError,
+        match="8 pipeline ranks × 2 stages_per_rank = 16 stages, but the model is a chain of 12",
     ):
         cut(ranks=8, stages_per_rank=2)
 
@@ -83,7 +102,9 @@ def test_the_most_expensive_stage_is_as_cheap_as_can_be(costs: list[int], stages
 
     found = tuple(balanced_cuts([float(c) for c in costs], stages))
     assert len(found) == stages - 1
-    assert largest(found) == min(largest(cuts) for cuts in combinations(range(1, len(costs)), stages - 1))
+    assert largest(found) == min(
+        largest(cuts) for cuts in combinations(range(1, len(costs)), stages - 1)
+    )
 
 
 def test_the_partition_as_a_table() -> None:
@@ -138,7 +159,10 @@ def test_a_model_that_is_no_chain_is_told_what_to_offer() -> None:
 def test_a_stage_without_parameters_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
     config = config_from(
-        {"distributed.strategy": "pipeline", "distributed.pipeline.split_spec": {"1": "beginning", "2": "beginning"}}
+        {
+            "distributed.strategy": "pipeline",
+            "distributed.pipeline.split_spec": {"1": "beginning", "2": "beginning"},
+        }
     )
     with pytest.raises(UsageError, match=r"stage 1 \(1\) has no parameters"):
         plan_of(model, 3, config.step)
@@ -159,7 +183,9 @@ def test_a_segment_that_borrows_what_is_not_there() -> None:
 def test_trap_23_every_number_of_micro_batches_is_filled_up_to_one_that_the_schedule_takes(
     name: str, stages_per_rank: int, ranks: int
 ) -> None:
-    """1F1B and DualPipeV need as many micro-batches as stages, interleaved ones a multiple of the ranks."""
+    """1F1B and DualPipeV need as many micro-batches as stages, interleaved ones a multiple of the
+    ranks.
+    """
     for wanted in range(1, 14):
         count = SCHEDULES[name].padded(wanted, ranks, ranks * stages_per_rank)
         assert wanted <= count < wanted + ranks * stages_per_rank
@@ -174,13 +200,18 @@ def test_trap_23_every_number_of_micro_batches_is_filled_up_to_one_that_the_sche
                 assert sorted(computed) == [(s, i) for s in sorted(held) for i in range(count)]
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("1F1B", 2), ("GPipe", 2), ("ZBVZeroBubble", 1), ("DualPipeV", 3)])
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("1F1B", 2), ("GPipe", 2), ("ZBVZeroBubble", 1), ("DualPipeV", 3)]
+)
 def test_trap_23_stages_per_rank_that_a_schedule_does_not_take(name: str, wrong: int) -> None:
     with pytest.raises(UsageError, match=rf"{name} takes . stages? a rank, not {wrong}"):
-        config_from({
-            "distributed.strategy": "pipeline", "distributed.pipeline.schedule": name,
-            "distributed.pipeline.stages_per_rank": wrong,
-        })  # fmt: skip
+        config_from(
+            {
+                "distributed.strategy": "pipeline",
+                "distributed.pipeline.schedule": name,
+                "distributed.pipeline.stages_per_rank": wrong,
+            }
+        )
 
 
 def test_runs_are_filled_up_with_copies_of_no_weight() -> None:
@@ -196,14 +227,20 @@ def test_runs_are_filled_up_with_copies_of_no_weight() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 16), (8, 16)])
-def test_trap_45_gpipe_and_1f1b_wait_alike_and_stages_divide_the_wait(ranks: int, micro_batches: int) -> None:
-    """GPipe is called bubble-minimal: it is not. (p-1)/(m+p-1) for both, (p-1)/(V·m+p-1) with V stages a rank."""
+def test_trap_45_gpipe_and_1f1b_wait_alike_and_stages_divide_the_wait(
+    ranks: int, micro_batches: int
+) -> None:
+    """GPipe is called bubble-minimal: it is not. (p-1)/(m+p-1) for both, (p-1)/(V·m+p-1) with V
+    stages a rank.
+    """
     p, m = ranks, micro_batches
     for name in ("GPipe", "1F1B"):
         assert timeline(name, p, 1, m).bubble == pytest.approx(float(Fraction(p - 1, m + p - 1)))
     for laps in (2, 3):
         for name in ("Interleaved1F1B", "LoopedBFS"):
-            assert timeline(name, p, laps, m).bubble == pytest.approx(float(Fraction(p - 1, laps * m + p - 1)))
+            assert timeline(name, p, laps, m).bubble == pytest.approx(
+                float(Fraction(p - 1, laps * m + p - 1))
+            )
     assert max(timeline("GPipe", p, 1, m).kept()) == m
     assert timeline("1F1B", p, 1, m).kept() == [p - rank for rank in range(p)]
 
@@ -232,9 +269,18 @@ def test_a_picture_of_every_schedule(name: str, stages_per_rank: int) -> None:
     assert max(len(line) for line in text.splitlines()) < 300
 
 
-def test_the_command_line_draws_the_schedule_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["training.global_batch_size=32", "training.batch_size=2", "distributed.pipeline_size=4"]
-    assert main(["config", "show", "trainers/pipeline.yaml", "--schedule", "--ranks", "8", *sizes]) == EXIT_DONE
+def test_the_command_line_draws_the_schedule_of_a_config(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = [
+        "training.global_batch_size=32",
+        "training.batch_size=2",
+        "distributed.pipeline_size=4",
+    ]
+    assert (
+        main(["config", "show", "trainers/pipeline.yaml", "--schedule", "--ranks", "8", *sizes])
+        == EXIT_DONE
+    )
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("1F1B, 4 ranks, 8 micro-batches")  # on each of two pipelines
     assert sum(line.startswith("rank ") for line in shown) == 4

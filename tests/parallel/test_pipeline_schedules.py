@@ -1,4 +1,6 @@
-"""What schedules of pipelines promise, measured on four ranks: activations that are kept, and the time of a step."""
+"""What schedules of pipelines promise, measured on four ranks: activations that are kept, and the
+time of a step.
+"""
 
 from functools import cache
 from typing import Any
@@ -35,12 +37,23 @@ class Saved:
 
 
 def kept_while_training(schedule: str) -> float:
-    """The most bytes of activations that this rank keeps in a step, in those of one micro-batch on one stage."""
+    """The most bytes of activations that this rank keeps in a step, in those of one micro-batch on
+    one stage.
+    """
     outputs = [WIDTH] * (SEGMENTS - 1) + [1]  # so that the loss keeps next to nothing
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, width)) for width in outputs]
-    sizes = {"training.batch_size": 1, "training.global_batch_size": MICRO_BATCHES, "training.max_steps": 2}
+    layers = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, width))
+        for width in outputs
+    ]
+    sizes = {
+        "training.batch_size": 1,
+        "training.global_batch_size": MICRO_BATCHES,
+        "training.max_steps": 2,
+    }
     trainer = trainer_of(nn.Sequential(*layers), {**piped(schedule), **sizes}, nn.MSELoss())
-    weights = {parameter.untyped_storage().data_ptr() for parameter in trainer.placed.parameters.values()}
+    weights = {
+        parameter.untyped_storage().data_ptr() for parameter in trainer.placed.parameters.values()
+    }
 
     def pack(tensor: Tensor) -> Any:
         return tensor if tensor.untyped_storage().data_ptr() in weights else Saved(tensor)
@@ -48,13 +61,17 @@ def kept_while_training(schedule: str) -> float:
     steps = trainer.steps(TensorDataset(torch.ones(32, WIDTH), torch.ones(32, 1)))
     next(steps)
     Saved.most, Saved.total = Saved.alive, 0
-    with saved_tensors_hooks(pack, lambda packed: packed.tensor if isinstance(packed, Saved) else packed):
+    with saved_tensors_hooks(
+        pack, lambda packed: packed.tensor if isinstance(packed, Saved) else packed
+    ):
         next(steps)
     return Saved.most / (Saved.total / (MICRO_BATCHES * KEPT[schedule]))
 
 
 def seconds_of_a_step(schedule: str, repeats: int = 3) -> float:
-    """The shortest step of a model that sleeps as long on each rank, however many stages that holds."""
+    """The shortest step of a model that sleeps as long on each rank, however many stages that
+    holds.
+    """
     stages = KEPT[schedule]
     return min(one(Case(schedule, RANKS, stages, RANKS), SECONDS / stages, repeats))
 
@@ -78,11 +95,17 @@ def test_ranks_keep_the_activations_that_config_show_says(schedule: str) -> None
     assert schedule != "GPipe" or said == [8, 8, 8, 8]
     assert schedule != "1F1B" or said == [4, 3, 2, 1]
     for rank, found in enumerate(measured()):
-        assert found["kept"][schedule] == pytest.approx(said[rank], abs=0.3), (rank, found["kept"], said)
+        assert found["kept"][schedule] == pytest.approx(said[rank], abs=0.3), (
+            rank,
+            found["kept"],
+            said,
+        )
 
 
 def test_interleaved_stages_make_the_same_step_shorter() -> None:
     """In theory 16.5 for 21 times a rank's forward pass, of four micro-batches on four ranks."""
-    slowest = {schedule: max(found["seconds"][schedule] for found in measured()) for schedule in KEPT}
+    slowest = {
+        schedule: max(found["seconds"][schedule] for found in measured()) for schedule in KEPT
+    }
     assert slowest["Interleaved1F1B"] < 0.93 * slowest["1F1B"], slowest
     assert slowest["1F1B"] == pytest.approx(slowest["GPipe"], rel=0.1), slowest

@@ -1,4 +1,6 @@
-"""A step that a processor has computed wrongly is computed again, and the run goes on as if nothing had been."""
+"""A step that a processor has computed wrongly is computed again, and the run goes on as if nothing
+had been.
+"""
 
 import socket
 from typing import Any
@@ -29,7 +31,12 @@ class WrongProcessor:
         self.times, self.backward, self.broken = times, backward, False
 
     def __call__(self, module: nn.Module, _args: Any, output: Any) -> Any:
-        if not self.broken or not self.times or not isinstance(module, nn.Linear) or not output.requires_grad:
+        if (
+            not self.broken
+            or not self.times
+            or not isinstance(module, nn.Linear)
+            or not output.requires_grad
+        ):
             return None
         self.times -= 1
         if not self.backward:
@@ -38,8 +45,12 @@ class WrongProcessor:
         return None
 
 
-def run(topology: str, settings: dict[str, Any], times: int, *, backward: bool = False) -> tuple[str, list[Any], Any]:
-    """Train while a processor computes wrongly; return digest, what records say of it, and the error."""
+def run(
+    topology: str, settings: dict[str, Any], times: int, *, backward: bool = False
+) -> tuple[str, list[Any], Any]:
+    """Train while a processor computes wrongly; return digest, what records say of it, and the
+    error.
+    """
     trainer = trainer_for(topology, "transformer", settings)
     wrong = WrongProcessor(times, backward=backward)
     hook = register_module_forward_hook(wrong)
@@ -60,13 +71,18 @@ def on_ranks() -> dict[str, Any]:
     for topology in TOPOLOGIES:
         found[topology] = [
             run(topology, settings, times, backward=backward)
-            for settings, times, backward in ((RECOMPUTED, 0, False), (RECOMPUTED, 1, False), (RECOMPUTED, 1, True))
+            for settings, times, backward in (
+                (RECOMPUTED, 0, False),
+                (RECOMPUTED, 1, False),
+                (RECOMPUTED, 1, True),
+            )
         ]
     for start in POWERSGD:
         compressed = {
-            **RECOMPUTED, "distributed.reproducible": False,
+            **RECOMPUTED,
+            "distributed.reproducible": False,
             "distributed.ddp.compression": {"kind": "powersgd", "start_step": start},
-        }  # fmt: skip
+        }
         found[f"powersgd {start}"] = run("ddp:2", compressed, 0), run("ddp:2", compressed, 1)
     found["bad data"] = run("ddp:2", RECOMPUTED, 10**6), run("ddp:2", SKIPPED, 10**6)
     return found
@@ -80,19 +96,27 @@ def ranks() -> list[dict[str, Any]]:
 @pytest.mark.fault(
     "numbers: a processor computes wrongly, `recompute: true`",
     "on one rank the output of a layer, or its gradient, is NaN once",
-    "the step is computed again before its update, the rank and host of a wrong forward pass are named, and the run "
-    "ends in the bits of one that never failed; what is bad again is left to `action`",
+    "the step is computed again before its update, the rank and host of a wrong forward pass are"
+    " named, and the run ends in the bits of one that never failed; what is bad again is left to"
+    " `action`",
 )
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_the_run_ends_in_the_bits_of_one_that_never_failed(ranks: list[dict[str, Any]], topology: str) -> None:
-    """The rank of a wrong forward pass is named; that of a wrong backward pass is not known, and not guessed."""
+def test_the_run_ends_in_the_bits_of_one_that_never_failed(
+    ranks: list[dict[str, Any]], topology: str
+) -> None:
+    """The rank of a wrong forward pass is named; that of a wrong backward pass is not known, and
+    not guessed.
+    """
     for found in ranks:
         (right, nothing, _), (forward, said, _), (backward, said_backward, _) = found[topology]
         assert nothing == []
         assert right == forward == backward
         ((step, what, skipped),) = said
         assert (step, skipped) == (STEP, False)
-        assert f"the loss of step {STEP} is nan; computed again from the same weights and samples, its loss is " in what
+        assert (
+            f"the loss of step {STEP} is nan; computed again from the same weights and samples, its"
+            " loss is " in what
+        )
         assert f"rank {RANK} ({socket.gethostname()})" in what
         assert f"rank 0 ({socket.gethostname()})" not in what or topology == "pipeline:2"
         ((_, what, _),) = said_backward
@@ -101,7 +125,9 @@ def test_the_run_ends_in_the_bits_of_one_that_never_failed(ranks: list[dict[str,
 
 
 @pytest.mark.parametrize("start", POWERSGD)
-def test_what_powersgd_remembers_and_counts_is_that_of_one_computation(ranks: list[dict[str, Any]], start: int) -> None:
+def test_what_powersgd_remembers_and_counts_is_that_of_one_computation(
+    ranks: list[dict[str, Any]], start: int
+) -> None:
     for found in ranks:
         (right, _, _), (again, said, _) = found[f"powersgd {start}"]
         assert right == again

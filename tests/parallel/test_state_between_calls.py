@@ -1,4 +1,6 @@
-"""State that a model keeps from one forward pass to the next is noticed; what is only left behind is not."""
+"""State that a model keeps from one forward pass to the next is noticed; what is only left behind
+is not.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -50,12 +52,18 @@ class Recurrent(nn.Module):
         return self.head(after * self.cache[len(x)])  # type: ignore[no-any-return]
 
 
-def train(kind: str, strategy: str, reproducible: bool, make: Callable[[str], nn.Module] = Recurrent) -> None:
+def train(
+    kind: str, strategy: str, reproducible: bool, make: Callable[[str], nn.Module] = Recurrent
+) -> None:
     x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2)
+    data = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2
+    )
     model = make(kind).train()
     optimizer, more = torch.optim.SGD(model.parameters(), lr=0.01), {"reproducible": reproducible}
-    trainer = Trainer(model, optimizer, nn.MSELoss(), strategy=strategy, global_batch_size=4, max_steps=3, **more)  # type: ignore[arg-type]
+    trainer = Trainer(
+        model, optimizer, nn.MSELoss(), strategy=strategy, global_batch_size=4, max_steps=3, **more
+    )  # type: ignore[arg-type]
     list(trainer.steps(data))
 
 
@@ -71,7 +79,9 @@ def test_what_is_left_behind_or_cached_is_no_state() -> None:
 
 
 class Scaled(nn.Module):
-    """Keeps numbers in the way that `kind` says; all of them go on from what they were, but the last ones."""
+    """Keeps numbers in the way that `kind` says; all of them go on from what they were, but the
+    last ones.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -88,7 +98,9 @@ class Scaled(nn.Module):
         if self.kind == "attribute":
             gain = self.gain = 0.9 * self.gain + 0.1 * seen
         elif self.kind == "late":
-            gain = self.late_gain = seen if self.late_gain is None else 0.9 * self.late_gain + 0.1 * seen
+            gain = self.late_gain = (
+                seen if self.late_gain is None else 0.9 * self.late_gain + 0.1 * seen
+            )
         elif self.kind == "array":
             self.array = 0.9 * self.array + 0.1 * seen
             gain = float(self.array[0])
@@ -101,7 +113,9 @@ class Scaled(nn.Module):
         elif self.kind == "nested":
             self.nested["inner"]["gain"] = gain = 0.9 * self.nested["inner"]["gain"] + 0.1 * seen
         elif self.kind == "lazy buffer":
-            self.lazy = x.abs().mean() if self.lazy is None else 0.9 * self.lazy + 0.1 * x.abs().mean()
+            self.lazy = (
+                x.abs().mean() if self.lazy is None else 0.9 * self.lazy + 0.1 * x.abs().mean()
+            )
             gain = self.lazy
         # For others to look at.
         self.last_gain = self.kept["last"] = self.series[1] = self.tracker.last = seen
@@ -118,9 +132,14 @@ class SimpleTracker:
 
 
 KEPT = {
-    "attribute": "gain", "late": "late_gain", "array": "array", "dict": r"kept\['gain'\]", "list": r"series\[0\]",
-    "object": r"tracker\.value", "lazy buffer": "lazy",
-}  # fmt: skip
+    "attribute": "gain",
+    "late": "late_gain",
+    "array": "array",
+    "dict": r"kept\['gain'\]",
+    "list": r"series\[0\]",
+    "object": r"tracker\.value",
+    "lazy buffer": "lazy",
+}
 
 
 @pytest.mark.parametrize("kind", KEPT)
@@ -169,9 +188,15 @@ def train_late(kind: str, strategy: str, reproducible: bool) -> Tensor:
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = Trainer(
-        model, optimizer, nn.MSELoss(), strategy=strategy, batch_size=2, global_batch_size=4, max_steps=4,
+        model,
+        optimizer,
+        nn.MSELoss(),
+        strategy=strategy,
+        batch_size=2,
+        global_batch_size=4,
+        max_steps=4,
         reproducible=reproducible,
-    )  # fmt: skip
+    )
     for step, _ in enumerate(trainer.steps(data), start=1):
         model.step = step
     return trainer.placed.buffers["level"].clone()
@@ -181,7 +206,9 @@ def train_late(kind: str, strategy: str, reproducible: bool) -> Tensor:
 def test_a_buffer_is_noticed_in_the_step_in_which_it_is_first_written(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also one written through `.data`, which hides it from versions; a checkpoint has what it became."""
+    """Also one written through `.data`, which hides it from versions; a checkpoint has what it
+    became.
+    """
     first = f", first {WHEN[kind]}" if kind in WHEN else ""
     with pytest.raises(UsageError, match=f"changes the buffer level{first}\\n"):
         train_late(kind, "single", True)
@@ -204,7 +231,12 @@ def test_a_buffer_that_evaluations_write_is_refused_there() -> None:
     x = torch.randn(8, WIDTH)
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
     trainer = Trainer(
-        Evaluated(), loss_fn=nn.MSELoss(), batch_size=2, global_batch_size=4, max_steps=1, reproducible=True
+        Evaluated(),
+        loss_fn=nn.MSELoss(),
+        batch_size=2,
+        global_batch_size=4,
+        max_steps=1,
+        reproducible=True,
     )
     list(trainer.steps(data))
     with pytest.raises(UsageError, match="changes the buffer evaluated in evaluation, too"):
@@ -248,7 +280,9 @@ def test_ranks_refuse_it_together() -> None:
 
 
 class Balancing(nn.Module):
-    """Counts in forward passes, and writes another buffer by `end_step`, in the way that `kind` says."""
+    """Counts in forward passes, and writes another buffer by `end_step`, in the way that `kind`
+    says.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()

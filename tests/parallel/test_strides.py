@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.strides import copied_to, laid_out, lay_gradients, lay_out, lay_states, lies_row_by_row
+from lockstep.parallel.strides import (
+    copied_to,
+    laid_out,
+    lay_gradients,
+    lay_out,
+    lay_states,
+    lies_row_by_row,
+)
 from lockstep.trainer import Trainer
 from tests.parity.foreign import seeded
 from tests.parity.foreign_kinds import photo, strided
@@ -54,14 +61,16 @@ def test_a_module_computes_with_the_format_in_which_it_came() -> None:
 
 
 def test_what_lies_strided_keeps_its_values() -> None:
-    model = nn.ParameterDict({
-        "transposed": nn.Parameter(torch.randn(3, 5).t()),
-        "second": nn.Parameter(torch.randn(8)[::2]),
-        "frozen": nn.Parameter(torch.randn(1, 4).expand(3, 4), requires_grad=False),
-        "plain": nn.Parameter(torch.randn(3, 4)),
-        "scalar": nn.Parameter(torch.tensor(2.0)),
-        "empty": nn.Parameter(torch.empty(0, 3)),
-    })  # fmt: skip
+    model = nn.ParameterDict(
+        {
+            "transposed": nn.Parameter(torch.randn(3, 5).t()),
+            "second": nn.Parameter(torch.randn(8)[::2]),
+            "frozen": nn.Parameter(torch.randn(1, 4).expand(3, 4), requires_grad=False),
+            "plain": nn.Parameter(torch.randn(3, 4)),
+            "scalar": nn.Parameter(torch.tensor(2.0)),
+            "empty": nn.Parameter(torch.empty(0, 3)),
+        }
+    )
     model.register_buffer("crossed", torch.randn(4, 4).t())
     model.register_buffer("levels", torch.rand(1, 4).expand(3, 4))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -71,14 +80,20 @@ def test_what_lies_strided_keeps_its_values() -> None:
         assert torch.equal(tensor, before[name]), name
         assert lies_row_by_row(tensor), name
     assert {name for name, p in model.named_parameters() if p.data_ptr() == places[name]} == {
-        "plain", "scalar", "empty",
-    }  # fmt: skip
+        "plain",
+        "scalar",
+        "empty",
+    }
 
 
 def test_pieces_of_one_memory_are_no_shared_memory() -> None:
-    """As `nn.RNN` lays its weights on a GPU, and readers of files theirs; two names of one parameter neither."""
+    """As `nn.RNN` lays its weights on a GPU, and readers of files theirs; two names of one
+    parameter neither.
+    """
     whole = torch.randn(4, 6)
-    model = nn.ParameterDict({"left": nn.Parameter(whole[:, :3]), "right": nn.Parameter(whole[:, 3:])})
+    model = nn.ParameterDict(
+        {"left": nn.Parameter(whole[:, :3]), "right": nn.Parameter(whole[:, 3:])}
+    )
     model["again"] = model["left"]
     lay_out(model)
     assert torch.equal(torch.cat([model["left"], model["right"]], 1), whole)
@@ -95,8 +110,12 @@ def shared() -> dict[str, dict[str, Any]]:
         "encoder and decoder are": {"encoder": weight, "decoder": nn.Parameter(weight.data.t())},
         "weight and rows are": {"weight": weight, "rows": nn.Parameter(weight.data[1:3])},
         "weight and mirror are": {"weight": weight, "mirror": weight.data.view(6, 4)},
-        "elements of the parameter wide lie": {"wide": nn.Parameter(torch.randn(1, 4).expand(3, 4))},
-        "elements of the parameter windows lie": {"windows": nn.Parameter(torch.randn(9).unfold(0, 3, 2))},
+        "elements of the parameter wide lie": {
+            "wide": nn.Parameter(torch.randn(1, 4).expand(3, 4))
+        },
+        "elements of the parameter windows lie": {
+            "windows": nn.Parameter(torch.randn(9).unfold(0, 3, 2))
+        },
     }
 
 
@@ -104,7 +123,9 @@ def shared() -> dict[str, dict[str, Any]]:
 def test_shared_memory_is_refused(what: str) -> None:
     model = nn.Module()
     for name, tensor in shared()[what].items():
-        register = model.register_parameter if isinstance(tensor, nn.Parameter) else model.register_buffer
+        register = (
+            model.register_parameter if isinstance(tensor, nn.Parameter) else model.register_buffer
+        )
         register(name, tensor)
     with pytest.raises(UsageError, match=re.escape(what)):
         lay_out(model)
@@ -141,9 +162,15 @@ class Photos(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 def trainer_of(strategy: str, model: nn.Module, **settings: Any) -> Trainer:
     return Trainer(
-        model, "adamw", nn.CrossEntropyLoss(), strategy=strategy, batch_size=2, global_batch_size=8,
-        learning_rate=1e-2, **settings,
-    )  # fmt: skip
+        model,
+        "adamw",
+        nn.CrossEntropyLoss(),
+        strategy=strategy,
+        batch_size=2,
+        global_batch_size=8,
+        learning_rate=1e-2,
+        **settings,
+    )
 
 
 def relay(strategies: list[str], folder: str) -> str:
@@ -161,17 +188,23 @@ def relay(strategies: list[str], folder: str) -> str:
 
 
 def without_the_tree(strategy: str, *, strides: bool) -> list[float]:
-    """The losses of strategies that promise no bits, of the strided model or of its twin that lies row by row."""
+    """The losses of strategies that promise no bits, of the strided model or of its twin that lies
+    row by row.
+    """
     model = seeded(strided)()
     if not strides:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-    return [float(record.loss) for record in islice(trainer_of(strategy, model).steps(Photos(), epochs=9), 3)]
+    return [
+        float(record.loss)
+        for record in islice(trainer_of(strategy, model).steps(Photos(), epochs=9), 3)
+    ]
 
 
 def on_a_rank(folder: str) -> tuple[str, list[list[list[float]]]]:
     both = [
-        [without_the_tree(strategy, strides=it_is) for it_is in (True, False)] for strategy in ("diloco", "accelerate")
+        [without_the_tree(strategy, strides=it_is) for it_is in (True, False)]
+        for strategy in ("diloco", "accelerate")
     ]
     return relay(["ddp", "fsdp", "pipeline"], folder), both
 
@@ -191,17 +224,23 @@ def test_ranks_must_agree_on_formats() -> None:
 
 
 def test_other_strategies_and_changes_between_them(tmp_path: Path) -> None:
-    """`tests/parity/test_foreign.py` compares this model with plain PyTorch under ddp, fsdp and pipelines."""
+    """`tests/parity/test_foreign.py` compares this model with plain PyTorch under ddp, fsdp and
+    pipelines.
+    """
     wanted = relay(["single"] * 3, str(tmp_path / "one"))
     for found, pairs in run_ranks(on_a_rank, 2, str(tmp_path / "two")):
         assert found == wanted
         for one, other in pairs:
             assert one == pytest.approx(other, rel=1e-5)
-    assert without_the_tree("dp", strides=True) == pytest.approx(without_the_tree("dp", strides=False), rel=1e-5)
+    assert without_the_tree("dp", strides=True) == pytest.approx(
+        without_the_tree("dp", strides=False), rel=1e-5
+    )
 
 
 class Filters(nn.Module):
-    """A convolution, a norm and a shift; their outputs are `strided` like photos whose channels lie together."""
+    """A convolution, a norm and a shift; their outputs are `strided` like photos whose channels lie
+    together.
+    """
 
     def __init__(self, channels: int, *, strided: bool) -> None:
         super().__init__()
@@ -210,11 +249,15 @@ class Filters(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.norm(self.conv(x)) + self.shift
-        return made.flatten(2).mT.contiguous().mT.view_as(made) if self.strided else made.contiguous()
+        return (
+            made.flatten(2).mT.contiguous().mT.view_as(made) if self.strided else made.contiguous()
+        )
 
 
 class Turned(Filters):
-    """Begins with a copy in another memory format, so that a gradient lies so, and its input does not."""
+    """Begins with a copy in another memory format, so that a gradient lies so, and its input does
+    not.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.contiguous(memory_format=torch.channels_last))
@@ -244,10 +287,17 @@ PICTURED = ("outputs", "gradients", "expanded")
 def of_pictures(kind: str, strategy: str, schedule: str = "1F1B") -> tuple[str, float]:
     x = torch.randn(24, 3, 9, 9, generator=torch.Generator().manual_seed(1))
     data = torch.utils.data.TensorDataset(x, x.flatten(1)[:, :2])
-    settings: Any = {"batch_size": 3, "global_batch_size": 12, "shuffle": False, "reproducible": True}
+    settings: Any = {
+        "batch_size": 3,
+        "global_batch_size": 12,
+        "shuffle": False,
+        "reproducible": True,
+    }
     if strategy == "pipeline":
         settings |= {"schedule": schedule, "stages_per_rank": 1 if schedule == "1F1B" else 2}
-    trainer = Trainer(pictured(kind), "sgd", nn.MSELoss(), strategy=strategy, learning_rate=0.05, **settings)
+    trainer = Trainer(
+        pictured(kind), "sgd", nn.MSELoss(), strategy=strategy, learning_rate=0.05, **settings
+    )
     list(trainer.steps(data))
     return digest(trainer), trainer.evaluate(data)
 
@@ -257,9 +307,15 @@ def pictures_in_stages(kinds: list[tuple[str, str]]) -> list[tuple[str, float]]:
 
 
 def test_what_stages_exchange_keeps_its_strides() -> None:
-    """In every bit the same as on one process: kernels round otherwise where a tensor lies otherwise."""
+    """In every bit the same as on one process: kernels round otherwise where a tensor lies
+    otherwise.
+    """
     cases = [(kind, "1F1B") for kind in PICTURED]
-    cases += [("outputs", "ZBVZeroBubble"), ("gradients", "InterleavedZeroBubble"), ("expanded", "Interleaved1F1B")]
+    cases += [
+        ("outputs", "ZBVZeroBubble"),
+        ("gradients", "InterleavedZeroBubble"),
+        ("expanded", "Interleaved1F1B"),
+    ]
     alone = {kind: of_pictures(kind, "single") for kind in PICTURED}
     for found in run_ranks(pictures_in_stages, 2, cases):
         for case, run in zip(cases, found, strict=True):
@@ -268,7 +324,12 @@ def test_what_stages_exchange_keeps_its_strides() -> None:
 
 def test_a_copy_has_the_strides_that_are_asked_for() -> None:
     values = torch.randn(4, 6)
-    for like in (values.t().contiguous().t(), torch.empty(4, 12)[:, ::2], values[:1].expand(4, 6), values):
+    for like in (
+        values.t().contiguous().t(),
+        torch.empty(4, 12)[:, ::2],
+        values[:1].expand(4, 6),
+        values,
+    ):
         whole = values[:1].expand(4, 6) if like.stride(0) == 0 else values
         copy = copied_to(whole, like.stride())
         assert copy.stride() == like.stride()

@@ -35,7 +35,9 @@ def trainer_with(settings: dict[str, Any], accumulation: int = 1) -> Trainer:
         "precision.mode": "fp32",
         "distributed.strategy": "ddp",
     }
-    return Trainer(language_model("transformer", **SIZE), config=config_from({**common, **settings}))
+    return Trainer(
+        language_model("transformer", **SIZE), config=config_from({**common, **settings})
+    )
 
 
 def settled() -> int:
@@ -56,14 +58,18 @@ def bytes_per_step(kind: str) -> dict[str, float]:
     dist.barrier()
     sent = (settled() - before) / MEASURED
     ranks = dist.get_world_size()
-    return {"sent": sent, "calculated": 4 * sent_numbers(shapes, kind, RANK) * 2 * (ranks - 1) / ranks}
+    return {
+        "sent": sent,
+        "calculated": 4 * sent_numbers(shapes, kind, RANK) * 2 * (ranks - 1) / ranks,
+    }
 
 
 def bytes_by_micro_batch(settings: dict[str, Any]) -> dict[str, Any]:
     """Bytes that this host sends in each call of an accumulated step, the second step of a run."""
     trainer = trainer_with({**settings, "training.batch_size": 2}, accumulation=3)
     trainer.loss_check.skip()  # it gathers parameters in the first three steps
-    first = 2 * dist.get_rank()  # samples of its own, as a loop with a DistributedSampler brings them
+    # samples of its own, as a loop with a DistributedSampler brings them
+    first = 2 * dist.get_rank()
     items = [Tokens()[first + i] for i in range(2)]
     batch: dict[str, Tensor] = {key: torch.stack([item[key] for item in items]) for key in items[0]}
     sent = []
@@ -77,7 +83,9 @@ def bytes_by_micro_batch(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def bytes_of_samples(accumulation: int) -> int:
-    """Bytes that this host sends while both train 24 samples, one at a time, in steps of so many micro-batches each."""
+    """Bytes that this host sends while both train 24 samples, one at a time, in steps of so many
+    micro-batches each.
+    """
     trainer = trainer_with({}, accumulation)
     trainer.loss_check.skip()
     steps = trainer.steps(Tokens())
@@ -92,7 +100,9 @@ def bytes_of_samples(accumulation: int) -> int:
 
 
 def on_two_ranks() -> dict[str, Any]:
-    found: dict[str, Any] = {kind: bytes_per_step(kind) for kind in ("none", "fp16", "bf16", "powersgd")}
+    found: dict[str, Any] = {
+        kind: bytes_per_step(kind) for kind in ("none", "fp16", "bf16", "powersgd")
+    }
     found["samples"] = {accumulation: bytes_of_samples(accumulation) for accumulation in (1, 4)}
     found["ddp"] = bytes_by_micro_batch({})
     found["accelerate"] = bytes_by_micro_batch({"distributed.strategy": "accelerate"})
@@ -104,7 +114,10 @@ def on_two_ranks() -> dict[str, Any]:
 
 def on_four_ranks() -> dict[str, Any]:
     """Shards within a host, replicas over the link."""
-    settings = {"distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": "hybrid_shard"}
+    settings = {
+        "distributed.strategy": "fsdp",
+        "distributed.fsdp.sharding_strategy": "hybrid_shard",
+    }
     return bytes_by_micro_batch({**settings, "distributed.shard_size": 2})
 
 
@@ -126,7 +139,9 @@ def found() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["none", "fp16", "bf16", "powersgd"])
-def test_trap_62_a_compression_sends_the_bytes_that_it_is_calculated_to(found: list[dict[str, Any]], kind: str) -> None:
+def test_trap_62_a_compression_sends_the_bytes_that_it_is_calculated_to(
+    found: list[dict[str, Any]], kind: str
+) -> None:
     """Headers of TCP and IP, and the small all-reduces of loss and norm, come on top."""
     for rank in found:
         sent, calculated = rank[kind]["sent"], rank[kind]["calculated"]
@@ -138,7 +153,9 @@ def test_trap_62_auto_compresses_on_a_slow_link() -> None:
     require_root()
     with hosts(2, rate="100mbit") as both:
         for lines in run_ranks(what_auto_chooses, 2, on=both):
-            assert any("compression auto: the first 13 steps take turns" in line for line in lines), lines
+            assert any(
+                "compression auto: the first 13 steps take turns" in line for line in lines
+            ), lines
             assert any("compression auto: bf16, as a step takes" in line for line in lines), lines
 
 
@@ -151,20 +168,32 @@ def test_compressions_send_less(found: list[dict[str, Any]]) -> None:
 def test_accumulation_divides_what_a_sample_costs_the_link(found: list[dict[str, Any]]) -> None:
     """Four micro-batches a step: a quarter of the steps for as many samples, and of the bytes."""
     for rank in found:
-        assert rank["samples"][4] == pytest.approx(rank["samples"][1] / 4, rel=0.05), rank["samples"]
+        assert rank["samples"][4] == pytest.approx(rank["samples"][1] / 4, rel=0.05), rank[
+            "samples"
+        ]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "accelerate"])
-def test_trap_02_no_gradient_is_sent_before_the_last_micro_batch(found: list[dict[str, Any]], strategy: str) -> None:
+def test_trap_02_no_gradient_is_sent_before_the_last_micro_batch(
+    found: list[dict[str, Any]], strategy: str
+) -> None:
     """Synchronising on each of k micro-batches sends k times the bytes."""
     for rank in found:
         *early, last = rank[strategy]["sent"]
         assert max(early) < 20_000, early
-        assert LEAST * rank[strategy]["gradients"] <= last < 1.05 * rank[strategy]["gradients"] + 20_000
+        assert (
+            LEAST * rank[strategy]["gradients"]
+            <= last
+            < 1.05 * rank[strategy]["gradients"] + 20_000
+        )
 
 
-def test_fsdp_unsharded_gathers_parameters_each_time_and_reduces_gradients_once(found: list[dict[str, Any]]) -> None:
-    """Two ranks: a gather of the parameters sends half of them, and blocks are gathered for forward and backward."""
+def test_fsdp_unsharded_gathers_parameters_each_time_and_reduces_gradients_once(
+    found: list[dict[str, Any]],
+) -> None:
+    """Two ranks: a gather of the parameters sends half of them, and blocks are gathered for forward
+    and backward.
+    """
     for rank in found:
         *early, last = rank["unsharded"]["sent"]
         gradients = rank["unsharded"]["gradients"]
@@ -182,9 +211,11 @@ def test_trap_02_replicas_of_shards_send_nothing_before_the_last_micro_batch() -
 
 
 def test_the_same_bits_cost_no_traffic() -> None:
-    """An all-to-all and an all-gather send what an all-reduce does; pipelines send what they always do.
+    """An all-to-all and an all-gather send what an all-reduce does; pipelines send what they always
+    do.
 
-    Shards send less than in plain mode here: gloo's reduce-scatter is an all-reduce of which a part is kept.
+    Shards send less than in plain mode here: gloo's reduce-scatter is an all-reduce of which a part
+    is kept.
     """
     require_root()
     topologies = ["ddp:2", "fsdp:2", "pipeline:2"]

@@ -1,4 +1,6 @@
-"""Messages between stages: their order can't deadlock, and what carries them loses, mixes up and piles up nothing."""
+"""Messages between stages: their order can't deadlock, and what carries them loses, mixes up and
+piles up nothing.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,15 +39,20 @@ def stages_of(name: str) -> int:
 def cases(name: str) -> list[tuple[int, int]]:
     """(ranks, micro-batches that the schedule takes), each once."""
     facts = SCHEDULES[name]
-    found = {(r, facts.padded(count, r, r * stages_of(name))): None for r in RANKS for count in MICRO_BATCHES}
+    found = {
+        (r, facts.padded(count, r, r * stages_of(name))): None
+        for r in RANKS
+        for count in MICRO_BATCHES
+    }
     return list(found)
 
 
 def all_get_through(of_ranks: Programs, rank_of: Sequence[int]) -> bool:
     """Run programs whose sends and receives block their rank until the other side is at them, too.
 
-    Nothing that serialises messages is stricter: one communicator for all, one for each pair of ranks, one queue a
-    rank. A pass whose message is not there has no program to blame but its own: that is an error at once.
+    Nothing that serialises messages is stricter: one communicator for all, one for each pair of
+    ranks, one queue a rank. A pass whose message is not there has no program to blame but its own:
+    that is an error at once.
     """
     stages, at = len(rank_of), [0] * len(of_ranks)
     there: set[tuple[Message, int]] = set()  # messages, and the ranks that have them
@@ -62,7 +69,11 @@ def all_get_through(of_ranks: Programs, rank_of: Sequence[int]) -> bool:
                     there |= set() if made is None else {(made, rank)}
                 else:
                     theirs = of_ranks[each.peer][at[each.peer] : at[each.peer] + 1]
-                    wanted = Receive(each.message, rank) if isinstance(each, Send) else Send(each.message, rank)
+                    wanted = (
+                        Receive(each.message, rank)
+                        if isinstance(each, Send)
+                        else Send(each.message, rank)
+                    )
                     if list(theirs) != [wanted]:
                         break  # the other rank is elsewhere: wait for it
                     there.add((each.message, each.peer if isinstance(each, Send) else rank))
@@ -72,8 +83,12 @@ def all_get_through(of_ranks: Programs, rank_of: Sequence[int]) -> bool:
     return all(place == len(program) for place, program in zip(at, of_ranks, strict=True))
 
 
-def just_in_time(orders: Sequence[Sequence[ScheduledPass]], rank_of: Sequence[int]) -> list[list[Instruction]]:
-    """Broken on purpose: receive right before the pass that needs a message, send right after the one that makes it."""
+def just_in_time(
+    orders: Sequence[Sequence[ScheduledPass]], rank_of: Sequence[int]
+) -> list[list[Instruction]]:
+    """Broken on purpose: receive right before the pass that needs a message, send right after the
+    one that makes it.
+    """
     found = []
     for rank, order in enumerate(orders):
         program: list[Instruction] = []
@@ -89,7 +104,9 @@ def just_in_time(orders: Sequence[Sequence[ScheduledPass]], rank_of: Sequence[in
     return found
 
 
-def made(name: str, ranks: int, count: int, make: Callable[..., Any] = programs) -> tuple[Programs, list[int]]:
+def made(
+    name: str, ranks: int, count: int, make: Callable[..., Any] = programs
+) -> tuple[Programs, list[int]]:
     rank_of = holders(name, ranks, stages_of(name))
     return make(actions(name, ranks, stages_of(name), count), rank_of), rank_of
 
@@ -102,7 +119,9 @@ def test_no_schedule_deadlocks_though_every_send_waits_for_its_receiver(name: st
 
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_the_simulation_finds_the_deadlocks_of_another_order(name: str) -> None:
-    broken = [case for case in cases(name) if not all_get_through(*made(name, *case, make=just_in_time))]
+    broken = [
+        case for case in cases(name) if not all_get_through(*made(name, *case, make=just_in_time))
+    ]
     assert len(broken) > len(cases(name)) // 2
 
 
@@ -121,13 +140,17 @@ def test_a_program_has_the_passes_of_its_schedule_and_each_message_once(name: st
     for program, order in zip(of_ranks, actions(name, 4, stages_of(name), 8), strict=True):
         assert [each for each in program if isinstance(each, ScheduledPass)] == order
     sent = [each.message for program in of_ranks for each in program if isinstance(each, Send)]
-    received = [each.message for program in of_ranks for each in program if isinstance(each, Receive)]
+    received = [
+        each.message for program in of_ranks for each in program if isinstance(each, Receive)
+    ]
     assert sorted(sent) == sorted(received)
     assert len(set(sent)) == len(sent)
 
 
 def test_the_example_of_the_module_is_what_programs_are() -> None:
-    """Two stages on two ranks, 1F1B of two micro-batches: `lockstep/parallel/transport.py` shows them."""
+    """Two stages on two ranks, 1F1B of two micro-batches: `lockstep/parallel/transport.py` shows
+    them.
+    """
 
     def text(each: Instruction) -> str:
         if isinstance(each, ScheduledPass):
@@ -144,7 +167,10 @@ def test_the_example_of_the_module_is_what_programs_are() -> None:
 def test_forward_passes_alone_do_not_deadlock(name: str) -> None:
     for ranks in RANKS:
         for count in (1, 2, ranks, 2 * ranks + 1):
-            of_ranks = [forward_program_of(name, ranks, stages_of(name), count, rank) for rank in range(ranks)]
+            of_ranks = [
+                forward_program_of(name, ranks, stages_of(name), count, rank)
+                for rank in range(ranks)
+            ]
             assert all_get_through(of_ranks, holders(name, ranks, stages_of(name))), (ranks, count)
 
 
@@ -164,7 +190,9 @@ class OfTwo:
         return message.micro_batch == 0
 
     def note_strides(self, message: Message, strides: Sequence[tuple[int, ...]]) -> None:
-        self.metas = [replace(meta, strides=own) for meta, own in zip(self.metas, strides, strict=True)]
+        self.metas = [
+            replace(meta, strides=own) for meta, own in zip(self.metas, strides, strict=True)
+        ]
 
 
 def two_ranks() -> dict[str, Any]:
@@ -199,7 +227,8 @@ def test_tensors_arrive_under_their_message_and_are_let_go_once_they_are_through
     sender, receiver = run_ranks(two_ranks, 2)
     assert receiver["taken"] == [1.0, 0.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert receiver["described"] == ([3.0, 3.0], True, [7], False)
-    assert receiver["strides"] == [(4, 1), *[(1, 3)] * 7]  # those of the second message were not known yet
+    # those of the second message were not known yet
+    assert receiver["strides"] == [(4, 1), *[(1, 3)] * 7]
     assert sender["kept"] == [
         3,
         5,

@@ -26,7 +26,9 @@ RANKS = st.integers(1, 9)
 def leaf(index: int) -> Tensor:
     """Numbers of unequal sizes, so that another order of additions gives other bits."""
     generator = torch.Generator().manual_seed(index)
-    return torch.randn(64, generator=generator) * 10.0 ** torch.randint(-4, 4, (64,), generator=generator)
+    return torch.randn(64, generator=generator) * 10.0 ** torch.randint(
+        -4, 4, (64,), generator=generator
+    )
 
 
 def written_out(node: Node) -> Tensor:
@@ -40,7 +42,9 @@ def written_out(node: Node) -> Tensor:
 @settings(deadline=None, max_examples=40)
 @given(COUNTS, RANKS)
 def test_every_micro_batch_is_run_once_and_evenly(micro_batches: int, ranks: int) -> None:
-    shares = [[i for i, real in assign_tree(micro_batches, rank, ranks) if real] for rank in range(ranks)]
+    shares = [
+        [i for i, real in assign_tree(micro_batches, rank, ranks) if real] for rank in range(ranks)
+    ]
     assert sorted(i for mine in shares for i in mine) == list(range(micro_batches))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert shares[0][0] == 0
@@ -52,19 +56,28 @@ def test_every_micro_batch_is_run_once_and_evenly(micro_batches: int, ranks: int
 @settings(deadline=None, max_examples=40)
 @given(COUNTS, st.sampled_from([1, 2, 4, 8, 16]))
 def test_a_rank_of_two_to_the_n_runs_one_node(micro_batches: int, ranks: int) -> None:
-    """So it sends one partial sum, whatever the number of micro-batches: the bytes of any all-reduce."""
-    assert all(len(nodes) == 1 or micro_batches < ranks for nodes in tree_assignment(micro_batches, ranks))
+    """So it sends one partial sum, whatever the number of micro-batches: the bytes of any
+    all-reduce.
+    """
+    assert all(
+        len(nodes) == 1 or micro_batches < ranks for nodes in tree_assignment(micro_batches, ranks)
+    )
     assert max(map(len, tree_assignment(micro_batches, ranks))) == 1
 
 
 @settings(deadline=None, max_examples=40)
 @given(COUNTS, st.integers(1, 4), st.integers(1, 5))
-def test_shards_of_a_replica_run_as_many_rounds(micro_batches: int, replicas: int, shards: int) -> None:
+def test_shards_of_a_replica_run_as_many_rounds(
+    micro_batches: int, replicas: int, shards: int
+) -> None:
     """They meet in a collective each round."""
     seen = []
     for replica in range(replicas):
         first, ranks = replica * shards, replicas * shards
-        mine = [assign_in_groups(micro_batches, first + shard, ranks, replicas) for shard in range(shards)]
+        mine = [
+            assign_in_groups(micro_batches, first + shard, ranks, replicas)
+            for shard in range(shards)
+        ]
         assert len({len(shares) for shares in mine}) == 1
         run = [index for shares in mine for index, real in shares if real]
         assert sorted(run) == leaves_of(tree_assignment(micro_batches, replicas)[replica])
@@ -108,8 +121,12 @@ def test_another_order_gives_other_bits() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(COUNTS, st.data())
-def test_a_missing_leaf_is_left_out_or_stands_as_zero(micro_batches: int, data: st.DataObject) -> None:
-    """Both give the same bits after `clear_zero_signs`: buffers with a place for a missing gradient hold +0 there."""
+def test_a_missing_leaf_is_left_out_or_stands_as_zero(
+    micro_batches: int, data: st.DataObject
+) -> None:
+    """Both give the same bits after `clear_zero_signs`: buffers with a place for a missing gradient
+    hold +0 there.
+    """
     present = data.draw(st.sets(st.integers(0, micro_batches - 1), min_size=1))
     out, zero = Partials(micro_batches), Partials(micro_batches)
     for index in range(micro_batches):
@@ -172,4 +189,10 @@ def test_stages_hand_on_the_gradient_of_a_shared_weight(cut: int) -> None:
 
 def test_on_powers_of_two_each_rank_has_one_partial_sum_to_send() -> None:
     """As measured between hosts: tests/parallel/test_traffic.py."""
-    assert [max(map(len, tree_assignment(8, ranks))) for ranks in (1, 2, 3, 4, 8)] == [1, 1, 2, 1, 1]
+    assert [max(map(len, tree_assignment(8, ranks))) for ranks in (1, 2, 3, 4, 8)] == [
+        1,
+        1,
+        2,
+        1,
+        1,
+    ]

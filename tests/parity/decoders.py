@@ -1,4 +1,5 @@
-"""The table of decoders in docs/families.md: what came out of each strategy for each family with an adapter.
+"""The table of decoders in docs/families.md: what came out of each strategy for each family with an
+adapter.
 
 python -m tests.parity.decoders --write
 """
@@ -14,14 +15,20 @@ from tests.models.decoders import sizes
 from tests.parity.foreign import VOCAB, Foreign, as_it_is, library, named, padded_text
 
 PAGE = Path(__file__).parents[2] / "docs/families.md"
-BEGIN, END = "<!-- table of decoders: python -m tests.parity.decoders --write -->", "<!-- end of the table -->"
+BEGIN, END = (
+    "<!-- table of decoders: python -m tests.parity.decoders --write -->",
+    "<!-- end of the table -->",
+)
 TOPOLOGIES = ("ddp:2", "fsdp:2", "pipeline:2", "tensor:2", "context:2")
-COLUMNS = [(topology, "object:") for topology in TOPOLOGIES] + [(topology, "hf:") for topology in TOPOLOGIES[2:]]
+COLUMNS = [(topology, "object:") for topology in TOPOLOGIES] + [
+    (topology, "hf:") for topology in TOPOLOGIES[2:]
+]
 _WITHOUT_DROPOUT = {"attention_dropout": 0.0}
 _OF_GPT2 = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
 
-_UNNAMED = {"ernie4_5": "attention_dropout", "qwen3_moe": "head_dim"}  # no field of the config of this family
+# no field of the config of this family
+_UNNAMED = {"ernie4_5": "attention_dropout", "qwen3_moe": "head_dim"}
 
 
 def _config(family: str) -> dict[str, Any]:
@@ -33,7 +40,10 @@ def _config(family: str) -> dict[str, Any]:
 DECODERS: dict[str, Foreign] = {
     **{
         f"object:{family}": Foreign(
-            family, library("AutoModelForCausalLM", family, **_config(family)), padded_text, piped=as_it_is
+            family,
+            library("AutoModelForCausalLM", family, **_config(family)),
+            padded_text,
+            piped=as_it_is,
         )
         for family in sorted(FAMILIES)
     },
@@ -74,21 +84,30 @@ def table() -> str:
 
 def rows(families: Sequence[str]) -> list[str]:
     found = outcomes(families)
-    cells = {family: [found[f"{kind}{family}", topology] for topology, kind in COLUMNS] for family in families}
+    cells = {
+        family: [found[f"{kind}{family}", topology] for topology, kind in COLUMNS]
+        for family in families
+    }
     return ["| " + " | ".join([f"`{family}`", *cells[family]]) + " |" for family in families]
 
 
 def in_page(text: str) -> str:
     """The page with the table as it should be."""
     made = f"{BEGIN}\n{table()}\n{END}"
-    new, found = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: made, text, flags=re.DOTALL)
+    new, found = re.subn(
+        f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: made, text, flags=re.DOTALL
+    )
     assert found == 1, f"{PAGE.name} lacks the lines {BEGIN} and {END}"
     return new
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into docs/families.md; else it is printed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="into docs/families.md; else it is printed"
+    )
     if parser.parse_args().write:
         PAGE.write_text(in_page(PAGE.read_text()))
     else:

@@ -1,7 +1,8 @@
-"""Models as others write them, each in the shape of its family: none offers anything to Lockstep but its loss.
+"""Models as others write them, each in the shape of its family: none offers anything to Lockstep
+but its loss.
 
-Nothing draws random numbers, so that the reference is the author's own loop: the loss of the whole batch, in plain
-PyTorch. Targets are masked unevenly wherever a family masks them.
+Nothing draws random numbers, so that the reference is the author's own loop: the loss of the whole
+batch, in plain PyTorch. Targets are masked unevenly wherever a family masks them.
 """
 
 import math
@@ -32,12 +33,16 @@ class Foreign(NamedTuple):
         title: what docs/parity.md calls it.
         make: the model, always with the same values.
         sample: number → a sample, by the names of the arguments of forward.
-        loss: of a whole batch, in the author's own loop; None where it depends on which samples are together.
+        loss: of a whole batch, in the author's own loop; None where it depends on which samples are
+            together.
         loss_fn: what is handed to the trainer beside the model.
-        piped: the model → what a pipeline is given; None where a pipeline refuses it, and names segments().
-        refused: what the message names where every topology refuses the model, for a step has several micro-batches.
+        piped: the model → what a pipeline is given; None where a pipeline refuses it, and names
+            segments().
+        refused: what the message names where every topology refuses the model, for a step has
+            several micro-batches.
         refused_by: strategy → what its message names, where not all refuse the model.
-        reference: the model of the author's own loop, with the same values, where it is not what `make` makes.
+        reference: the model of the author's own loop, with the same values, where it is not what
+            `make` makes.
         settings: what its author has to say in the config.
     """
 
@@ -93,7 +98,11 @@ def text(index: int) -> Sample:
 def padded_text(index: int) -> Sample:
     mask = torch.ones(LENGTH, dtype=torch.int64)
     mask[LENGTH - index % 5 :] = 0
-    return {"input_ids": ids(index), "attention_mask": mask, "labels": ids(index).masked_fill(mask == 0, -100)}
+    return {
+        "input_ids": ids(index),
+        "attention_mask": mask,
+        "labels": ids(index).masked_fill(mask == 0, -100),
+    }
 
 
 def pair(index: int, ignored: int = -1) -> Sample:
@@ -114,7 +123,9 @@ class NanoBlock(nn.Module):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.size()
@@ -128,7 +139,9 @@ class NanoBlock(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """Tied weights, learned positions; returns (logits, loss), and without targets the last position alone."""
+    """Tied weights, learned positions; returns (logits, loss), and without targets the last
+    position alone.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,21 +165,30 @@ class NanoGPT(nn.Module):
         if targets is None:
             return self.lm_head(x[:, [-1], :]), None
         logits = self.lm_head(x)
-        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+        return logits, F.cross_entropy(
+            logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1
+        )
 
 
 class NanochatBlock(nn.Module):
-    """Rotary positions, normalised queries and keys, one key head for two query heads, squared ReLU, no biases."""
+    """Rotary positions, normalised queries and keys, one key head for two query heads, squared
+    ReLU, no biases.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(WIDTH, n * 4, bias=False) for n in (HEADS, 2, 2))
         self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.up, self.down = (
+            nn.Linear(WIDTH, 4 * WIDTH, bias=False),
+            nn.Linear(4 * WIDTH, WIDTH, bias=False),
+        )
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
         h = F.rms_norm(x, (WIDTH,))
-        q, k, v = (each(h).unflatten(-1, (-1, 4)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (
+            each(h).unflatten(-1, (-1, 4)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
         q, k = (F.rms_norm(self.turned(each, *turn), (4,)) for each in (q, k))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.proj(y.transpose(1, 2).flatten(2))
@@ -209,8 +231,13 @@ class DragonHatchling(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.ln = nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH, elementwise_affine=False, bias=False)
-        self.encoder, self.encoder_v = (nn.Parameter(torch.randn(HEADS, WIDTH, 8) * 0.2) for _ in range(2))
+        self.embed, self.ln = (
+            nn.Embedding(VOCAB, WIDTH),
+            nn.LayerNorm(WIDTH, elementwise_affine=False, bias=False),
+        )
+        self.encoder, self.encoder_v = (
+            nn.Parameter(torch.randn(HEADS, WIDTH, 8) * 0.2) for _ in range(2)
+        )
         self.decoder = nn.Parameter(torch.randn(HEADS * 8, WIDTH) * 0.2)
         self.lm_head = nn.Parameter(torch.randn(WIDTH, VOCAB) * 0.2)
 
@@ -221,7 +248,9 @@ class DragonHatchling(nn.Module):
             sparse = F.relu(x @ self.encoder)
             scores = (sparse @ sparse.mT).tril(diagonal=-1)
             gated = sparse * F.relu(self.ln(scores @ x) @ self.encoder_v)
-            x = self.ln(x + self.ln(gated.transpose(1, 2).reshape(batch, 1, length, -1) @ self.decoder))
+            x = self.ln(
+                x + self.ln(gated.transpose(1, 2).reshape(batch, 1, length, -1) @ self.decoder)
+            )
         logits = x.view(batch, length, WIDTH) @ self.lm_head
         if targets is None:
             return logits, None
@@ -236,11 +265,18 @@ class Residual(nn.Module):
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.to_qkv, self.to_out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.to_qkv, self.to_out = (
+            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.to_qkv(x).chunk(3, -1))
-        return self.to_out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.to_qkv(x).chunk(3, -1)
+        )
+        return self.to_out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class XTransformer(nn.Module):
@@ -248,8 +284,13 @@ class XTransformer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.token_emb, self.pos_emb = nn.Embedding(VOCAB, WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
-        feed_forward = [nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(2)]
+        self.token_emb, self.pos_emb = (
+            nn.Embedding(VOCAB, WIDTH),
+            nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1),
+        )
+        feed_forward = [
+            nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(2)
+        ]
         self.layers = nn.ModuleList(
             nn.ModuleList([nn.LayerNorm(WIDTH), layer, Residual()])
             for pair in zip([Attention(), Attention()], feed_forward, strict=True)
@@ -265,7 +306,9 @@ class XTransformer(nn.Module):
 
 
 class GCN(nn.Module):
-    """Kipf and Welling's, on many small graphs: classes of nodes, of which a mask says which are for training."""
+    """Kipf and Welling's, on many small graphs: classes of nodes, of which a mask says which are
+    for training.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +334,10 @@ class LSTM(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.lstm, self.head = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True), nn.Linear(WIDTH, 5)
+        self.lstm, self.head = (
+            nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True),
+            nn.Linear(WIDTH, 5),
+        )
 
     def forward(self, idx: Tensor) -> Tensor:
         return self.head(self.lstm(self.embedding(idx))[0][:, -1])
@@ -302,7 +348,10 @@ class VAE(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encode, self.decode = nn.Linear(64, 2 * 4), nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 64))
+        self.encode, self.decode = (
+            nn.Linear(64, 2 * 4),
+            nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 64)),
+        )
 
     def forward(self, x: Tensor, noise: Tensor) -> Sample:
         mean, log_variance = self.encode(x).chunk(2, -1)
@@ -340,14 +389,25 @@ def library(auto_class: str, model_type: str, **config: Any) -> Callable[[], nn.
 
 
 SIZES: dict[str, Any] = {
-    "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": HEADS,
-    "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1,
+    "hidden_size": WIDTH,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
+}
 _VISION: dict[str, Any] = {
-    "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": HEADS,
-    "image_size": 16, "patch_size": 8,
-}  # fmt: skip
+    "hidden_size": WIDTH,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "image_size": 16,
+    "patch_size": 8,
+}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -372,12 +432,27 @@ def lora() -> nn.Module:
 
 def whisper() -> Callable[[], nn.Module]:
     return library(
-        "AutoModelForSpeechSeq2Seq", "whisper", d_model=WIDTH, encoder_layers=2, decoder_layers=2,
-        encoder_attention_heads=HEADS, decoder_attention_heads=HEADS, encoder_ffn_dim=24, decoder_ffn_dim=24,
-        vocab_size=VOCAB, num_mel_bins=8, max_source_positions=16, max_target_positions=16, dropout=0.0,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None,
+        "AutoModelForSpeechSeq2Seq",
+        "whisper",
+        d_model=WIDTH,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=HEADS,
+        decoder_attention_heads=HEADS,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        vocab_size=VOCAB,
+        num_mel_bins=8,
+        max_source_positions=16,
+        max_target_positions=16,
+        dropout=0.0,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        suppress_tokens=None,
         begin_suppress_tokens=None,
-    )  # fmt: skip
+    )
 
 
 def clip() -> Callable[[], nn.Module]:
@@ -394,7 +469,10 @@ class Contrastive(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, pixel_values: Tensor) -> Any:
         return self.clip(
-            input_ids=input_ids, attention_mask=attention_mask, pixel_values=pixel_values, return_loss=True
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            pixel_values=pixel_values,
+            return_loss=True,
         )
 
     def count(self, batch: Sample) -> int:
@@ -402,7 +480,10 @@ class Contrastive(nn.Module):
 
 
 def captioned(index: int) -> Sample:
-    return {**{k: v for k, v in padded_text(index).items() if k != "labels"}, "pixel_values": image(index)}
+    return {
+        **{k: v for k, v in padded_text(index).items() if k != "labels"},
+        "pixel_values": image(index),
+    }
 
 
 def clip_of_the_library() -> nn.Module:
@@ -431,7 +512,9 @@ class Maker(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 64), nn.Sigmoid())
+        self.layers = nn.Sequential(
+            nn.Linear(4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 64), nn.Sigmoid()
+        )
         self.scoring: list[nn.Module] = []
 
     def forward(self, noise: Tensor) -> Tensor:
@@ -452,7 +535,10 @@ def gan() -> tuple[Judge, Maker]:
 
 
 def noisy(index: int) -> Sample:
-    return {"x": torch.rand(64, generator=drawn(index)), "noise": torch.randn(4, generator=drawn(index + 100))}
+    return {
+        "x": torch.rand(64, generator=drawn(index)),
+        "noise": torch.randn(4, generator=drawn(index + 100)),
+    }
 
 
 def traced_pair(model: nn.Module) -> nn.Module:
@@ -473,7 +559,9 @@ def as_it_is(model: nn.Module) -> nn.Module:
 
 
 def _cross_entropy_of(key: str) -> Callable[[nn.Module, Sample], Tensor]:
-    return lambda model, batch: F.cross_entropy(model(batch["idx"]).flatten(0, -2), batch[key].flatten())
+    return lambda model, batch: F.cross_entropy(
+        model(batch["idx"]).flatten(0, -2), batch[key].flatten()
+    )
 
 
 def _classes(index: int) -> Sample:
@@ -489,13 +577,17 @@ def shifted_by_name(index: int) -> Sample:
     return {"input_ids": inputs, "targets": targets}
 
 
-def named(title: str, model_type: str, refused_by: Mapping[str, str] = WITHOUT_PLANS, **config: Any) -> Foreign:
+def named(
+    title: str, model_type: str, refused_by: Mapping[str, str] = WITHOUT_PLANS, **config: Any
+) -> Foreign:
     """A model of the library that Lockstep builds, against the library's own."""
     return Foreign(
         title,
         by_name(model_type, **config),
         shifted_by_name,
-        lambda m, b: F.cross_entropy(m(b["input_ids"]).logits.flatten(0, 1), b["targets"].flatten()),
+        lambda m, b: F.cross_entropy(
+            m(b["input_ids"]).logits.flatten(0, 1), b["targets"].flatten()
+        ),
         piped=as_it_is,
         refused_by=refused_by,
         reference=library("AutoModelForCausalLM", model_type, **config),
@@ -505,7 +597,9 @@ def named(title: str, model_type: str, refused_by: Mapping[str, str] = WITHOUT_P
 MODELS: dict[str, Foreign] = {
     "nanogpt": Foreign("nanoGPT", seeded(NanoGPT), pair, lambda m, b: m(**b)[1], piped=traced_pair),
     "nanochat": Foreign("nanochat", seeded(Nanochat), pair, lambda m, b: m(**b), piped=traced_pair),
-    "bdh": Foreign("BDH as its authors publish it", seeded(DragonHatchling), pair, lambda m, b: m(**b)[1]),
+    "bdh": Foreign(
+        "BDH as its authors publish it", seeded(DragonHatchling), pair, lambda m, b: m(**b)[1]
+    ),
     "x_transformers": Foreign(
         "in the style of x-transformers",
         seeded(XTransformer),
@@ -532,7 +626,9 @@ MODELS: dict[str, Foreign] = {
         padded_text,
     ),
     "bert": Foreign(
-        "BERT, masked language", library("AutoModelForMaskedLM", "bert", **SIZES, **_NO_DROPOUT), padded_text
+        "BERT, masked language",
+        library("AutoModelForMaskedLM", "bert", **SIZES, **_NO_DROPOUT),
+        padded_text,
     ),
     "vit": Foreign(
         "ViT",
@@ -541,7 +637,10 @@ MODELS: dict[str, Foreign] = {
     ),
     "clip": Foreign("CLIP, its count declared", seeded(Contrastive), captioned, loss=None),
     "clip_of_the_library": Foreign(
-        "CLIP as the library's own", clip_of_the_library, captioned, refused="batch_size is part of what is learned"
+        "CLIP as the library's own",
+        clip_of_the_library,
+        captioned,
+        refused="batch_size is part of what is learned",
     ),
     "bert_pretraining": Foreign(
         "BERT, two losses",
@@ -552,11 +651,16 @@ MODELS: dict[str, Foreign] = {
     "whisper": Foreign(
         "Whisper",
         whisper(),
-        lambda i: {"input_features": torch.randn(8, 32, generator=drawn(i)), "labels": text(i)["labels"]},
+        lambda i: {
+            "input_features": torch.randn(8, 32, generator=drawn(i)),
+            "labels": text(i)["labels"],
+        },
     ),
     "mixtral": Foreign(
         "Mixtral",
-        library("AutoModelForCausalLM", "mixtral", **SIZES, num_local_experts=4, num_experts_per_tok=2),
+        library(
+            "AutoModelForCausalLM", "mixtral", **SIZES, num_local_experts=4, num_experts_per_tok=2
+        ),
         padded_text,
         piped=as_it_is,
         refused_by=WITHOUT_CONTEXT,
@@ -596,7 +700,11 @@ MODELS: dict[str, Foreign] = {
     "qwen3_by_name": named("Qwen 3 (`hf:`)", "qwen3", {}, **SIZES, head_dim=8),
     "gcn": Foreign("GCN on small graphs", seeded(GCN), graph, lambda m, b: m(**b)["loss"]),
     "lstm": Foreign(
-        "LSTM", seeded(LSTM), _classes, lambda m, b: F.cross_entropy(m(b["idx"]), b["label"]), nn.CrossEntropyLoss()
+        "LSTM",
+        seeded(LSTM),
+        _classes,
+        lambda m, b: F.cross_entropy(m(b["idx"]), b["label"]),
+        nn.CrossEntropyLoss(),
     ),
     "vae": Foreign("VAE", seeded(VAE), noisy, lambda m, b: m(**b)["loss"]),
 }

@@ -1,4 +1,6 @@
-"""Foreign models, one for each kind of mistake that was once made with such a model; and all foreign models."""
+"""Foreign models, one for each kind of mistake that was once made with such a model; and all
+foreign models.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,9 @@ def adapted() -> nn.Module:
     """A model of PEFT, whose adapters are in the layers of another."""
     import peft
 
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], init_lora_weights=False
+    )
     return peft.get_peft_model(library("AutoModelForCausalLM", "mistral", **SIZES)(), config)
 
 
@@ -44,7 +48,9 @@ class Frames(nn.Module):
 
 
 class Projection(nn.Module):
-    """Its weight is transposed, its gains are every second of a row, its bias begins within other numbers."""
+    """Its weight is transposed, its gains are every second of a row, its bias begins within other
+    numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,9 +67,15 @@ class Projection(nn.Module):
 
 def strided() -> nn.Module:
     convolutions = nn.Sequential(
-        nn.Conv2d(6, 10, 3, stride=2), nn.GELU(), nn.Conv2d(10, 10, 3, groups=10), nn.Conv2d(10, 10, 1), nn.GELU()
+        nn.Conv2d(6, 10, 3, stride=2),
+        nn.GELU(),
+        nn.Conv2d(10, 10, 3, groups=10),
+        nn.Conv2d(10, 10, 1),
+        nn.GELU(),
     ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return nn.Sequential(Frames(), *convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), Projection())
+    return nn.Sequential(
+        Frames(), *convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), Projection()
+    )
 
 
 # ---- buffers that forward passes write ----
@@ -84,7 +96,9 @@ class Whitening(nn.Module):
 
 
 class Negatives(nn.Module):
-    """Compares with the samples of earlier steps, in the manner of MoCo; rows of a ring, and where it goes on."""
+    """Compares with the samples of earlier steps, in the manner of MoCo; rows of a ring, and where
+    it goes on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +109,9 @@ class Negatives(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         query = F.normalize(self.to_key(features), dim=1)
         key = F.normalize(query.detach() + 0.2 * features.detach()[:, :6], dim=1)
-        scores = torch.cat([(query * key).sum(1, keepdim=True), query @ self.memory.clone().T], 1) / 0.2
+        scores = (
+            torch.cat([(query * key).sum(1, keepdim=True), query @ self.memory.clone().T], 1) / 0.2
+        )
         if self.training:
             begin = int(self.memory_at)
             self.memory[begin : begin + len(key)] = key
@@ -104,7 +120,9 @@ class Negatives(nn.Module):
 
 
 def remembering() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 12), Whitening(), nn.Tanh(), Negatives())
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(3 * 16 * 16, 12), Whitening(), nn.Tanh(), Negatives()
+    )
 
 
 def unlabelled(index: int) -> Sample:

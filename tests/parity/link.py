@@ -1,4 +1,6 @@
-"""What the same bits cost on a link: plain and reproducible trainers step in turn; functions here run on ranks."""
+"""What the same bits cost on a link: plain and reproducible trainers step in turn; functions here
+run on ranks.
+"""
 
 import time
 from statistics import median
@@ -28,7 +30,8 @@ def plain_and_reproducible(topology: str, rounds: int, steps: int, layers: int) 
     """Steps of a plain and of a reproducible trainer, in turn.
 
     Returns:
-        bytes that this host sent per step (medians of the rounds), seconds per step, and the ratio of each round.
+        bytes that this host sent per step (medians of the rounds), seconds per step, and the ratio
+        of each round.
     """
     length = WARM_UP + rounds * steps
     sides = []
@@ -61,6 +64,8 @@ def plain_and_reproducible(topology: str, rounds: int, steps: int, layers: int) 
     }
 
 
-def all_of(topologies: list[str], rounds: int, steps: int, layers: int = SIZE["n_layer"]) -> list[dict[str, Any]]:
+def all_of(
+    topologies: list[str], rounds: int, steps: int, layers: int = SIZE["n_layer"]
+) -> list[dict[str, Any]]:
     """`plain_and_reproducible` for each, one after the other."""
     return [plain_and_reproducible(topology, rounds, steps, layers) for topology in topologies]

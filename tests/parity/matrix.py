@@ -1,4 +1,6 @@
-"""Models and data-parallel strategies that are compared with one process, and what runs a case of it."""
+"""Models and data-parallel strategies that are compared with one process, and what runs a case of
+it.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +17,8 @@ from tests.parity.toy import RECIPE, SAMPLES, VOCAB, Tokens, language_model, unc
 
 STEPS = 5
 
-# From torch 2.14 on, code that is compiled and recomputed draws by the eager generator, not by the compiler's own.
+# From torch 2.14 on, code that is compiled and recomputed draws by the eager generator, not by the
+# compiler's own.
 COMPILED_RECOMPUTATION_DRAWS_ANEW = torch.__version__ >= "2.14"
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -36,7 +39,10 @@ class Images(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index)
-        return {"image": torch.rand(1, 16, 16, generator=generator), "label": torch.tensor(index % 10)}
+        return {
+            "image": torch.rand(1, 16, 16, generator=generator),
+            "label": torch.tensor(index % 10),
+        }
 
 
 def tied() -> nn.Module:
@@ -49,10 +55,19 @@ def vae() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
     with torch.device("meta"):
         return get_model("hf:llama")(
-            vocab_size=VOCAB, block_size=16, attention_dropout=0.1, tie_word_embeddings=True, **sizes
+            vocab_size=VOCAB,
+            block_size=16,
+            attention_dropout=0.1,
+            tie_word_embeddings=True,
+            **sizes,
         )
 
 
@@ -97,15 +112,18 @@ def run(case: Case, micro_batches: int) -> Result:
         "training.max_steps": case.steps,
         "training.gradient_checkpointing": case.checkpointing,
         "precision.mode": "fp32",
-        # Where a gradient is zero but for rounding, Adam divides noise by noise. In the VAE that moves weights enough
-        # for a ReLU to open in one run and not in the other: its loss is the same to 1e-8, its gradient is not.
+        # Where a gradient is zero but for rounding, Adam divides noise by noise. In the VAE that
+        # moves weights enough for a ReLU to open in one run and not in the other: its loss is the
+        # same to 1e-8, its gradient is not.
         "training.optimizer_args": {"eps": 1e-5} if case.model == "vae" else {},
         **STRATEGIES.get(case.strategy, {"distributed.strategy": case.strategy}),
         **dict(case.more),
     }
     trainer = unchecked(Trainer(make(), config=config_from(settings)))
     steps = [(float(r.loss), float(r.grad_norm), float(r.tokens)) for r in trainer.steps(data())]
-    return Result(steps, str(trainer.layout), trainer.placed.num_parameters, trainer.placed.log_lines)
+    return Result(
+        steps, str(trainer.layout), trainer.placed.num_parameters, trainer.placed.log_lines
+    )
 
 
 def run_all(cases: list[Case]) -> list[Result | str]:
@@ -121,10 +139,14 @@ def run_all(cases: list[Case]) -> list[Result | str]:
 
 
 def reference(case: Case, micro_batches: int) -> Result:
-    """What one process makes of it, without checkpointing, or with it where that changes what is drawn."""
+    """What one process makes of it, without checkpointing, or with it where that changes what is
+    drawn.
+    """
     compiled = ("training.compile", True) in case.more
     checkpointing = case.checkpointing if compiled and COMPILED_RECOMPUTATION_DRAWS_ANEW else "none"
-    return _alone(Case(case.model, "single", 1, checkpointing, case.more, case.steps), micro_batches)
+    return _alone(
+        Case(case.model, "single", 1, checkpointing, case.more, case.steps), micro_batches
+    )
 
 
 @cache
@@ -134,5 +156,9 @@ def _alone(case: Case, micro_batches: int) -> Result:
 
 def difference(one: Result, other: Result) -> float:
     """The largest relative difference of a loss, a norm or a count."""
-    pairs = [(a, b) for x, y in zip(one.steps, other.steps, strict=True) for a, b in zip(x, y, strict=True)]
+    pairs = [
+        (a, b)
+        for x, y in zip(one.steps, other.steps, strict=True)
+        for a, b in zip(x, y, strict=True)
+    ]
     return max(abs(a - b) / abs(b) for a, b in pairs)

@@ -1,4 +1,6 @@
-"""Models that recompute parts of their forward pass themselves, in each way that PyTorch's users know."""
+"""Models that recompute parts of their forward pass themselves, in each way that PyTorch's users
+know.
+"""
 
 import random
 from collections.abc import Callable, Iterable
@@ -30,14 +32,19 @@ class Layer(nn.Module):
         self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.drop = nn.Dropout(0.3)
         self.inner = False  # recompute a part of the block
-        self.depth_by_python = False  # draw from Python's generator, too, which PyTorch does not restore
+        # draw from Python's generator, too, which PyTorch does not restore
+        self.depth_by_python = False
 
     def perceptron(self, x: Tensor) -> Tensor:
         return self.drop(self.narrow(torch.relu(self.wide(x))))
 
     def forward(self, x: Tensor) -> Tensor:
         kept = random.random() < 0.7 if self.depth_by_python else True  # stochastic depth
-        added = checkpoint(self.perceptron, x, use_reentrant=False) if self.inner else self.perceptron(x)
+        added = (
+            checkpoint(self.perceptron, x, use_reentrant=False)
+            if self.inner
+            else self.perceptron(x)
+        )
         return self.drop(x) + kept * added
 
 
@@ -62,7 +69,9 @@ def in_row(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
 
 
 def all_at_once(layers: nn.ModuleList, x: Tensor, *, reentrant: bool) -> Tensor:
-    return checkpoint(lambda y: torch.dropout(in_row(layers, y), 0.2, True), x, use_reentrant=reentrant)
+    return checkpoint(
+        lambda y: torch.dropout(in_row(layers, y), 0.2, True), x, use_reentrant=reentrant
+    )
 
 
 def nested(layers: nn.ModuleList, x: Tensor, *, reentrant: bool) -> Tensor:
@@ -82,10 +91,14 @@ def of_parts(layers: nn.ModuleList, x: Tensor) -> Tensor:
 
 
 class Reversible(torch.autograd.Function):
-    """Computes y1 = x1 + f(x2), y2 = x2 + g(y1), keeps y alone, and runs g and f again to come back to x."""
+    """Computes y1 = x1 + f(x2), y2 = x2 + g(y1), keeps y alone, and runs g and f again to come back
+    to x.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, f: nn.Module, g: nn.Module, draws: Callable[[], Any], *_weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, f: nn.Module, g: nn.Module, draws: Callable[[], Any], *_weights: Tensor
+    ) -> Tensor:
         ctx.f, ctx.g, ctx.at = f, g, draws()
         x1, x2 = x.chunk(2, dim=-1)
         with torch.no_grad():
@@ -149,8 +162,14 @@ WAYS: dict[str, tuple[Way, Way]] = {
     "each, reentrant": (partial(each, use_reentrant=True), in_row),
     "each, selective": (partial(each, context_fn=selective), in_row),
     "each, generator not restored": (partial(each, preserve_rng_state=False), in_row),
-    "sequential": (lambda ls, x: checkpoint_sequential(list(ls), 2, x, use_reentrant=False), in_row),
-    "sequential, reentrant": (lambda ls, x: checkpoint_sequential(list(ls), 2, x, use_reentrant=True), in_row),
+    "sequential": (
+        lambda ls, x: checkpoint_sequential(list(ls), 2, x, use_reentrant=False),
+        in_row,
+    ),
+    "sequential, reentrant": (
+        lambda ls, x: checkpoint_sequential(list(ls), 2, x, use_reentrant=True),
+        in_row,
+    ),
     "pairs": (in_pairs, in_row),
     "nested": (partial(nested, reentrant=False), in_row),
     "nested in reentrant": (partial(nested, reentrant=True), in_row),
@@ -159,14 +178,19 @@ WAYS: dict[str, tuple[Way, Way]] = {
     "shared": (shared, shared_without),
     "shared, reentrant": (partial(shared, use_reentrant=True), shared_without),
     "shared, generator not restored": (partial(shared, preserve_rng_state=False), shared_without),
-    "repeated at once": (partial(repeated_at_once, recompute=True), partial(repeated_at_once, recompute=False)),
+    "repeated at once": (
+        partial(repeated_at_once, recompute=True),
+        partial(repeated_at_once, recompute=False),
+    ),
     "lambda": (
-        partial(all_at_once, reentrant=False), lambda ls, x: torch.dropout(in_row(ls, x), 0.2, True)
+        partial(all_at_once, reentrant=False),
+        lambda ls, x: torch.dropout(in_row(ls, x), 0.2, True),
     ),
     "lambda, reentrant": (
-        partial(all_at_once, reentrant=True), lambda ls, x: torch.dropout(in_row(ls, x), 0.2, True)
+        partial(all_at_once, reentrant=True),
+        lambda ls, x: torch.dropout(in_row(ls, x), 0.2, True),
     ),
-}  # fmt: skip
+}
 
 
 class Net(nn.Module):
@@ -221,7 +245,11 @@ def chain(way: Way) -> nn.Sequential:
 
 def chain_of_recomputed(reentrant: bool | None, **options: Any) -> nn.Sequential:
     torch.manual_seed(0)
-    parts = [nn.Linear(FEATURES, WIDTH), *(Recomputed(reentrant, **options) for _ in range(4)), nn.Linear(WIDTH, 1)]
+    parts = [
+        nn.Linear(FEATURES, WIDTH),
+        *(Recomputed(reentrant, **options) for _ in range(4)),
+        nn.Linear(WIDTH, 1),
+    ]
     return nn.Sequential(*parts)
 
 
@@ -235,12 +263,15 @@ def train(model: nn.Module, topology: str, settings: dict[str, Any], data: Any =
         "training.learning_rate": 0.01,
         "precision.mode": "fp32",
     }
-    config = config_from({**common, **{f"distributed.{key}": value for key, value in values.items()}, **settings})
+    config = config_from(
+        {**common, **{f"distributed.{key}": value for key, value in values.items()}, **settings}
+    )
     loss_fn = nn.MSELoss() if data is None else None
     if data is None:
         x = torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(7))
         data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
     trainer = Trainer(model.train(), loss_fn=loss_fn, config=config)
     records = [(float(r.loss).hex(), float(r.grad_norm).hex()) for r in trainer.steps(data)]
-    total = sum((float(value.double().sum()) for value in trainer.state_dict().values()), 0.0)  # on the first rank
+    # on the first rank
+    total = sum((float(value.double().sum()) for value in trainer.state_dict().values()), 0.0)
     return records, total.hex()

@@ -1,7 +1,9 @@
-"""The parity matrix of data-parallel strategies: which cases there are, and how far they may be from one process.
+"""The parity matrix of data-parallel strategies: which cases there are, and how far they may be
+from one process.
 
-`whole=False` is what `make test` runs, a selection in which strategies, models, accumulation and checkpointing take
-turns; `whole=True` is every combination, run by `make test-full` and recorded by `python -m tests.parity.record`.
+`whole=False` is what `make test` runs, a selection in which strategies, models, accumulation and
+checkpointing take turns; `whole=True` is every combination, run by `make test-full` and recorded by
+`python -m tests.parity.record`.
 """
 
 from collections.abc import Sequence
@@ -10,8 +12,11 @@ from typing import NamedTuple
 from tests.parity.matrix import MODELS, STEPS, STRATEGIES, Case, Result, reference, run_all
 from tests.ranks import run_ranks
 
-VARIANTS = [(accumulation, checkpointing) for checkpointing in ("none", "full") for accumulation in (3, 1)]
-ON_ONE_RANK = ("dp", *(name for name in STRATEGIES if name != "hybrid_shard"))  # which needs two, and says so
+VARIANTS = [
+    (accumulation, checkpointing) for checkpointing in ("none", "full") for accumulation in (3, 1)
+]
+# which needs two, and says so
+ON_ONE_RANK = ("dp", *(name for name in STRATEGIES if name != "hybrid_shard"))
 HALF_MODES = ("bf16", "fp16")
 FIRST_SCALE = ("precision.loss_scale.initial_scale", 1024.0)
 COMPILED = (("training.compile", True),)
@@ -27,14 +32,16 @@ class Limits(NamedTuple):
 
 # fp32: sums in another order, over 5 steps of AdamW.
 EXACT = Limits(1e-5, 1e-5, 1e-5)
-# Where a ReLU opens, as in the VAE, a last digit of a parameter is a jump of the gradient: hybrid_shard on 4 ranks, the
-# fifth step, 1.9e-4 of its norm, with losses that are 2e-8 apart. In float64 that run is within 5e-8 of one process.
-# BDH has ReLUs, too: `accelerate` on 2 ranks is 4.2e-4 of a norm off, with losses that are 4e-8 apart.
+# Where a ReLU opens, as in the VAE, a last digit of a parameter is a jump of the gradient:
+# hybrid_shard on 4 ranks, the fifth step, 1.9e-4 of its norm, with losses that are 2e-8 apart. In
+# float64 that run is within 5e-8 of one process. BDH has ReLUs, too: `accelerate` on 2 ranks is
+# 4.2e-4 of a norm off, with losses that are 4e-8 apart.
 EXACT_OF_RELUS = Limits(1e-5, 1e-5, 1e-3)
-# Autocast rounds activations at the same places under every strategy, over the same fp32 parameters: the first step is
-# the same to the order of an fp32 sum. From then on parameters differ in their last digits, so that now and then an
-# activation rounds to its other neighbour, 2^-8 (bf16) or 2^-11 (fp16) away; and where a ReLU opens, as in the VAE, the
-# gradient jumps. One rounding to the other side moves a loss by up to 4e-5 in these models; bf16 itself moves it by
+# Autocast rounds activations at the same places under every strategy, over the same fp32
+# parameters: the first step is the same to the order of an fp32 sum. From then on parameters differ
+# in their last digits, so that now and then an activation rounds to its other neighbour, 2^-8
+# (bf16) or 2^-11 (fp16) away; and where a ReLU opens, as in the VAE, the gradient jumps. One
+# rounding to the other side moves a loss by up to 4e-5 in these models; bf16 itself moves it by
 # more than 1e-4, so that a run in the wrong precision is out of bounds.
 HALF = Limits(5e-6, 1e-4, 2e-2)
 HALF_OF_IMAGES = Limits(5e-6, 1e-3, 5e-2)
@@ -74,7 +81,9 @@ def outcome(case: Case, ranks: int, results: Sequence[Result | str]) -> Outcome:
         if isinstance(result, str):
             return Outcome(case, None, f"rank {rank} of {ranks}, {case}: {result}")
         if result.num_parameters != expected.num_parameters:
-            return Outcome(case, None, f"rank {rank} of {ranks}, {case}: {result.num_parameters} parameters")
+            return Outcome(
+                case, None, f"rank {rank} of {ranks}, {case}: {result.num_parameters} parameters"
+            )
         worst = Limits(*map(max, worst, deviation(result, expected)))
     allowed = limits(case)
     far = any(found > most for found, most in zip(worst, allowed, strict=True))
@@ -91,15 +100,25 @@ class Part(NamedTuple):
     def run(self, timeout: float = 900) -> list[Outcome]:
         results = run_ranks(run_all, self.ranks, self.cases, timeout=timeout)
         of_cases = zip(*results, strict=True)
-        return [outcome(case, self.ranks, of_ranks) for case, of_ranks in zip(self.cases, of_cases, strict=True)]
+        return [
+            outcome(case, self.ranks, of_ranks)
+            for case, of_ranks in zip(self.cases, of_cases, strict=True)
+        ]
 
 
 def one_rank(*, whole: bool) -> list[Case]:
     """What each strategy makes of a single process."""
     if whole:
-        return [Case(model, s, *variant) for s in ON_ONE_RANK for model in MODELS for variant in VARIANTS]
+        return [
+            Case(model, s, *variant)
+            for s in ON_ONE_RANK
+            for model in MODELS
+            for variant in VARIANTS
+        ]
     return [
-        Case(model, s, 3, "full") for s in ON_ONE_RANK for model in (MODELS if s == "full_shard" else ["transformer"])
+        Case(model, s, 3, "full")
+        for s in ON_ONE_RANK
+        for model in (MODELS if s == "full_shard" else ["transformer"])
     ]
 
 
@@ -117,11 +136,20 @@ def exact(ranks: int, *, whole: bool) -> list[Case]:
 
 
 def half(*, whole: bool) -> list[Case]:
-    """bf16 and fp16, with accumulation and checkpointing; unless `whole`, models and strategies take turns."""
+    """bf16 and fp16, with accumulation and checkpointing; unless `whole`, models and strategies
+    take turns.
+    """
     models = tuple(MODELS) if whole else ("transformer", "bdh", "vae")
     strategies = tuple(STRATEGIES) if whole else ("ddp", "full_shard")
     return [
-        Case(model, strategy, 3, "full", (("precision.mode", mode), FIRST_SCALE), STEPS if whole else 3)
+        Case(
+            model,
+            strategy,
+            3,
+            "full",
+            (("precision.mode", mode), FIRST_SCALE),
+            STEPS if whole else 3,
+        )
         for i, mode in enumerate(HALF_MODES)
         for j, model in enumerate(models)
         for k, strategy in enumerate(strategies)
@@ -134,7 +162,10 @@ def compiled(*, whole: bool) -> list[Case]:
     chosen = [("ddp", "selective"), ("full_shard", "full")]
     if whole:
         chosen += [(strategy, "none") for strategy in STRATEGIES]
-    return [Case("transformer", strategy, 3, checkpointing, COMPILED) for strategy, checkpointing in chosen]
+    return [
+        Case("transformer", strategy, 3, checkpointing, COMPILED)
+        for strategy, checkpointing in chosen
+    ]
 
 
 def parts(*, whole: bool) -> list[Part]:
@@ -146,5 +177,11 @@ def parts(*, whole: bool) -> list[Part]:
         Part("compiled", 4 if whole else 2, compiled(whole=whole)),
     ]
     if whole:
-        found.append(Part("fp32, one model", 8, [case for case in exact(8, whole=True) if case.model == "tied"]))
+        found.append(
+            Part(
+                "fp32, one model",
+                8,
+                [case for case in exact(8, whole=True) if case.model == "tied"],
+            )
+        )
     return found

@@ -1,4 +1,6 @@
-"""The grid on which pipelines are compared with one process, and what runs a case of it on every rank."""
+"""The grid on which pipelines are compared with one process, and what runs a case of it on every
+rank.
+"""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -19,9 +21,14 @@ from tests.parity.toy import SAMPLES, VOCAB, Tokens, language_model, unchecked
 STEPS, OF_A_RUN = 3, 43  # steps of 20 samples: the third holds three of them, in two micro-batches
 
 SCHEDULES = {
-    "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "LoopedBFS": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
     "DualPipeV": 2,
-}  # fmt: skip
+}
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -46,15 +53,36 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
 
 
 def sequential() -> nn.Module:
-    """A user's own: built whole, one weight in three of its modules, one activation and one dropout for all layers."""
+    """A user's own: built whole, one weight in three of its modules, one activation and one dropout
+    for all layers.
+    """
     torch.manual_seed(3)
     act, drop = nn.Tanh(), nn.Dropout(0.1)
     linears = [nn.Linear(16, 16) for _ in range(8)]
     linears[1].weight = linears[3].weight = linears[0].weight
     return nn.Sequential(
-        linears[0], act, drop, nn.LayerNorm(16), linears[1], act, drop, linears[2], nn.LayerNorm(16), act, drop,
-        linears[3], act, linears[4], nn.LayerNorm(16), linears[5], act, drop, linears[6], nn.LayerNorm(16), linears[7],
-    )  # fmt: skip
+        linears[0],
+        act,
+        drop,
+        nn.LayerNorm(16),
+        linears[1],
+        act,
+        drop,
+        linears[2],
+        nn.LayerNorm(16),
+        act,
+        drop,
+        linears[3],
+        act,
+        linears[4],
+        nn.LayerNorm(16),
+        linears[5],
+        act,
+        drop,
+        linears[6],
+        nn.LayerNorm(16),
+        linears[7],
+    )
 
 
 def vae() -> nn.Module:
@@ -69,9 +97,14 @@ def hugging_face(name: str, **sizes: Any) -> nn.Module:
 
 def llama() -> nn.Module:
     return hugging_face(
-        "hf:llama", hidden_size=16, intermediate_size=24, num_hidden_layers=5, num_attention_heads=2,
-        attention_dropout=0.1, tie_word_embeddings=True,
-    )  # fmt: skip
+        "hf:llama",
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=5,
+        num_attention_heads=2,
+        attention_dropout=0.1,
+        tie_word_embeddings=True,
+    )
 
 
 def gpt2() -> nn.Module:
@@ -86,7 +119,8 @@ class Family(NamedTuple):
     make: Callable[[], nn.Module]
     data: type[Dataset[Any]]
     loss_fn: Callable[[], Any] = lambda: None
-    # At 3e-3 the VAE's loss rises in the first step, and rounding grows to 2 % in five, under ddp:2 as under pipelines.
+    # At 3e-3 the VAE's loss rises in the first step, and rounding grows to 2 % in five, under ddp:2
+    # as under pipelines.
     learning_rate: float = 3e-3
 
 
@@ -108,7 +142,9 @@ class Layer(nn.Module):
 
 
 class NoChain(nn.Module):
-    """Written with no thought of pipelines: a mask for all layers, a skip over all of them, tied weights, a buffer."""
+    """Written with no thought of pipelines: a mask for all layers, a skip over all of them, tied
+    weights, a buffer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,12 +221,15 @@ def trainer_of(model: str, settings: dict[str, Any]) -> Trainer:
         "precision.mode": "fp32",
     }
     made = MODELS[model]
-    return unchecked(Trainer(made.make(), loss_fn=made.loss_fn(), config=config_from({**common, **settings})))
+    return unchecked(
+        Trainer(made.make(), loss_fn=made.loss_fn(), config=config_from({**common, **settings}))
+    )
 
 
 def run(model: str, settings: dict[str, Any]) -> Result:
     """A few steps and an evaluation on this rank."""
-    alone = not any("_size" in key for key in settings)  # under FSDP2 parameters are of another class
+    # under FSDP2 parameters are of another class
+    alone = not any("_size" in key for key in settings)
     before = {id(p) for p in parameters_alive()} if alone else set()
     trainer = trainer_of(model, settings)
     alive = sum(p.numel() for p in parameters_alive() if id(p) not in before) if alone else 0
@@ -224,7 +263,8 @@ def run_all(cases: list[Case]) -> list[Result]:
 
 
 def grid(ranks: int, *, whole: bool) -> Iterator[Case]:
-    """Models × schedules × layouts of so many ranks; unless `whole`, every model and every schedule once or twice.
+    """Models × schedules × layouts of so many ranks; unless `whole`, every model and every schedule
+    once or twice.
 
     The traced one takes seconds on each rank; `tests/parity/test_foreign.py` has one on two ranks.
     """
@@ -243,5 +283,9 @@ def grid(ranks: int, *, whole: bool) -> Iterator[Case]:
 
 def difference(one: Result, other: Result) -> float:
     """The largest relative difference of a loss, a norm or a count."""
-    pairs = [(a, b) for x, y in zip(one.steps, other.steps, strict=True) for a, b in zip(x, y, strict=True)]
+    pairs = [
+        (a, b)
+        for x, y in zip(one.steps, other.steps, strict=True)
+        for a, b in zip(x, y, strict=True)
+    ]
     return max(abs(a - b) / abs(b) for a, b in [*pairs, (one.eval_loss, other.eval_loss)])

@@ -31,7 +31,9 @@ class Row(NamedTuple):
         allowed = limits(self.outcomes[0].case)
         good = sum(not one.problem for one in self.outcomes)
         cells = [f"{a:.1e} / {b:.0e}" for a, b in zip(worst, allowed, strict=True)]
-        return f"| {self.name} | {self.ranks} | {len(self.outcomes)} | {good} | {' | '.join(cells)} |"
+        return (
+            f"| {self.name} | {self.ranks} | {len(self.outcomes)} | {good} | {' | '.join(cells)} |"
+        )
 
 
 def rows_of(name: str, ranks: int, outcomes: list[Outcome]) -> list[Row]:
@@ -52,13 +54,24 @@ def page(rows: list[Row], command: str, seconds: float) -> str:
     lines = [
         "# Data-parallel strategies against one process",
         "",
-        f"`{command}`: {len(cases)} cases, {len(cases) - len(problems)} within their limits, {seconds:.0f} s; torch "
-        f"{torch.__version__}, {os.cpu_count()} cores (load {os.getloadavg()[1]:.1f}), "
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC.",
+        (
+            f"`{command}`: {len(cases)} cases, {len(cases) - len(problems)} within their limits,"
+            f" {seconds:.0f} s; torch {torch.__version__}, {os.cpu_count()} cores (load"
+            f" {os.getloadavg()[1]:.1f}), {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC."
+        ),
         "",
-        f"Losses, gradient norms and counts of valid targets of {STEPS} steps, on every rank, with dropout, against a",
-        "single process without checkpointing that takes the same micro-batches. Each cell is the largest relative",
-        "difference that was found, and what is allowed; the reasons for the limits stand in `tests/parity/parts.py`.",
+        (
+            f"Losses, gradient norms and counts of valid targets of {STEPS} steps, on every rank,"
+            " with dropout, against a"
+        ),
+        (
+            "single process without checkpointing that takes the same micro-batches. Each cell is"
+            " the largest relative"
+        ),
+        (
+            "difference that was found, and what is allowed; the reasons for the limits stand in"
+            " `tests/parity/parts.py`."
+        ),
         "",
         "| cases | ranks | run | within limits | first step | losses | gradient norms |",
         "|---|---|---|---|---|---|---|",
@@ -69,7 +82,9 @@ def page(rows: list[Row], command: str, seconds: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     output: Path = parser.parse_args().output
     rows: list[Row] = []
@@ -78,8 +93,13 @@ def main() -> int:
         since = time.perf_counter()
         new = rows_of(part.name, part.ranks, part.run(timeout=2400))
         rows += new
-        print("\n".join(row.text() for row in new), f"{time.perf_counter() - since:.0f} s", flush=True)
-        output.write_text(page(rows, "python -m tests.parity.record", time.perf_counter() - begin), encoding="utf-8")
+        print(
+            "\n".join(row.text() for row in new), f"{time.perf_counter() - since:.0f} s", flush=True
+        )
+        output.write_text(
+            page(rows, "python -m tests.parity.record", time.perf_counter() - begin),
+            encoding="utf-8",
+        )
     return 1 if any(one.problem for row in rows for one in row.outcomes) else 0
 
 

@@ -24,7 +24,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest(trainer: Trainer) -> str:
-    """SHA-256 of all parameters and their optimizer state, unsharded, by canonical name. All ranks call it."""
+    """SHA-256 of all parameters and their optimizer state, unsharded, by canonical name. All ranks
+    call it.
+    """
     tensors = {}
     for name, parameter in trainer.placed.parameters.items():
         tensors[name] = whole(parameter)
@@ -44,8 +46,12 @@ def digest(trainer: Trainer) -> str:
 
 
 def trainer_for(
-    topology: str, model: str | nn.Module, settings: dict[str, Any], loss_fn: Any = None, **args: Any
-) -> Trainer:  # fmt: skip
+    topology: str,
+    model: str | nn.Module,
+    settings: dict[str, Any],
+    loss_fn: Any = None,
+    **args: Any,
+) -> Trainer:
     values, _ = parse_topology(topology)
     common = {
         "training.batch_size": 2,
@@ -56,12 +62,16 @@ def trainer_for(
         "precision.mode": "fp32",
         "distributed.reproducible": True,
     }
-    config = config_from({**common, **{f"distributed.{key}": value for key, value in values.items()}, **settings})
+    config = config_from(
+        {**common, **{f"distributed.{key}": value for key, value in values.items()}, **settings}
+    )
     built = language_model(model, **args) if isinstance(model, str) else model
     return unchecked(Trainer(built, config=config, loss_fn=loss_fn))
 
 
-def bits(topology: str, model: str, settings: dict[str, Any] | None = None, steps: int = 8, **args: Any) -> Bits:
+def bits(
+    topology: str, model: str, settings: dict[str, Any] | None = None, steps: int = 8, **args: Any
+) -> Bits:
     """Train from scratch; on samples of several documents with `packed`."""
     data = Packed() if args.pop("packed", False) else Tokens()
     settings = {"training.max_steps": steps, **(settings or {})}
@@ -79,17 +89,24 @@ _of_one_process: dict[str, Bits] = {}
 
 
 def of_one_process(rest: Sequence[Any]) -> Bits:
-    """`bits` of (model, settings, steps, model arguments) on one process, trained once for all tests of a worker."""
+    """`bits` of (model, settings, steps, model arguments) on one process, trained once for all
+    tests of a worker.
+    """
     if (key := repr(rest)) not in _of_one_process:
         _of_one_process[key] = many([("single", *rest)])[0]
     return _of_one_process[key]
 
 
 def relay(
-    folder: str, model: str, settings: dict[str, Any], topologies: list[str], steps: int,
+    folder: str,
+    model: str,
+    settings: dict[str, Any],
+    topologies: list[str],
+    steps: int,
     vocabulary: int = VOCAB,
-) -> Bits:  # fmt: skip
-    """A run that changes its topology at checkpoints, `steps` steps on each; it goes on from `folder` if one is there.
+) -> Bits:
+    """A run that changes its topology at checkpoints, `steps` steps on each; it goes on from
+    `folder` if one is there.
 
     Returns:
         digest and records of this part of the run.

@@ -14,7 +14,10 @@ from tests.parity.matrix import STRATEGIES, Case
 from tests.parity.parts import Part, parts
 
 PAGE = Path(__file__).parents[2] / "docs/parity.md"
-BEGIN, END = "<!-- table of {}: python -m tests.parity.table --write -->", "<!-- end of the table -->"
+BEGIN, END = (
+    "<!-- table of {}: python -m tests.parity.table --write -->",
+    "<!-- end of the table -->",
+)
 NAMES = {
     **{kind: f"`fsdp`, `{kind}`" for kind in STRATEGIES if "shard" in kind},
     "tied": "transformer with tied embeddings",
@@ -27,7 +30,15 @@ NAMES = {
     "free_transformer": "Free Transformer",
     "vae": "VAE",
 }
-HEADER = ["strategy", "ranks", "precision", "accumulation", "checkpointing", "compiled", "cases: `make test`, all"]
+HEADER = [
+    "strategy",
+    "ranks",
+    "precision",
+    "accumulation",
+    "checkpointing",
+    "compiled",
+    "cases: `make test`, all",
+]
 
 
 class Cell(NamedTuple):
@@ -49,15 +60,23 @@ def data_parallel(part: Part) -> list[Cell]:
 def _cell(case: Case, ranks: int) -> Cell:
     more: dict[str, Any] = dict(case.more)
     return Cell(
-        case.strategy, case.model, ranks, more.get("precision.mode", "fp32"), str(case.accumulation),
-        case.checkpointing, bool(more.get("training.compile")),
-    )  # fmt: skip
+        case.strategy,
+        case.model,
+        ranks,
+        more.get("precision.mode", "fp32"),
+        str(case.accumulation),
+        case.checkpointing,
+        bool(more.get("training.compile")),
+    )
 
 
 def of_pipelines(*, whole: bool) -> list[Cell]:
     """Ten micro-batches a step, of one pipeline or shared by two."""
     cases = [case for ranks in (2, 4) for case in pipelines.grid(ranks, whole=whole)]
-    return [Cell("pipeline", c.model, c.ranks, "fp32", "5" if "*" in c.layout else "10", "none", False) for c in cases]
+    return [
+        Cell("pipeline", c.model, c.ranks, "fp32", "5" if "*" in c.layout else "10", "none", False)
+        for c in cases
+    ]
 
 
 def cells(*, whole: bool) -> list[Cell]:
@@ -87,7 +106,9 @@ def table() -> str:
 def models(everything: list[Cell]) -> list[str]:
     """Two lines; where a strategy lacks a model, it says so."""
     of = {
-        strategy: listed(NAMES.get(cell.model, cell.model) for cell in everything if cell.strategy == strategy)
+        strategy: listed(
+            NAMES.get(cell.model, cell.model) for cell in everything if cell.strategy == strategy
+        )
         for strategy in ("dp", *STRATEGIES, "pipeline")
     }
     piped = of.pop("pipeline")
@@ -106,7 +127,10 @@ FOREIGN = ("ddp", "fsdp", "hybrid", "pipeline", "tensor", "context")
 
 def of_foreign_models() -> str:
     """In Markdown: a row for each foreign model, a column for each strategy."""
-    lines = ["| model | " + " | ".join(f"`{name}`" for name in FOREIGN) + " |", "|" + "---|" * (len(FOREIGN) + 1)]
+    lines = [
+        "| model | " + " | ".join(f"`{name}`" for name in FOREIGN) + " |",
+        "|" + "---|" * (len(FOREIGN) + 1),
+    ]
     for model in foreign_kinds.MODELS.values():
         columns = [named(model.refusal(f"{strategy}:2")) for strategy in FOREIGN]
         lines.append("| " + " | ".join([model.title, *columns]) + " |")
@@ -130,8 +154,12 @@ def in_page(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into docs/parity.md; else it is printed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="into docs/parity.md; else it is printed"
+    )
     if parser.parse_args().write:
         PAGE.write_text(in_page(PAGE.read_text()))
     else:

@@ -1,4 +1,6 @@
-"""A reproducible run may change its topology at any checkpoint, and ends in the bits of the run that never changed."""
+"""A reproducible run may change its topology at any checkpoint, and ends in the bits of the run
+that never changed.
+"""
 
 from pathlib import Path
 
@@ -11,7 +13,8 @@ SMALL_STEPS = {"training.global_batch_size": 8, "training.lr_schedule": "cosine"
 
 
 @pytest.mark.parametrize(
-    ("model", "precision"), [("transformer", "fp32"), pytest.param("bdh", "bf16", marks=pytest.mark.full)]
+    ("model", "precision"),
+    [("transformer", "fp32"), pytest.param("bdh", "bf16", marks=pytest.mark.full)],
 )
 def test_single_ddp_hybrid_pipeline_and_back(tmp_path: Path, model: str, precision: str) -> None:
     settings = {**SMALL_STEPS, "training.max_steps": 12, "precision.mode": precision}
@@ -38,11 +41,17 @@ def test_a_run_that_is_cut_over_the_axis_tensor_for_a_while(tmp_path: Path) -> N
 
 def test_a_run_whose_sequences_are_cut_over_the_axis_context_for_a_while(tmp_path: Path) -> None:
     """One key, `open_axes`, keeps both axes open."""
-    settings = {**SMALL_STEPS, "training.max_steps": 7, "distributed.open_axes": ["tensor", "context"]}
+    settings = {
+        **SMALL_STEPS,
+        "training.max_steps": 7,
+        "distributed.open_axes": ["tensor", "context"],
+    }
     reference, records = bits("single", "transformer", settings, vocab_size=64)
     four = ["fsdp:2*context:2", "context:4", "context:2*tensor:2", "pipeline:2*context:2"]
     first = run_ranks(relay, 4, str(tmp_path), "transformer", settings, four, 1, 64)[0][1]
-    second = run_ranks(relay, 2, str(tmp_path), "transformer", settings, ["context:2", "tensor:2"], 1, 64)[0][1]
+    second = run_ranks(
+        relay, 2, str(tmp_path), "transformer", settings, ["context:2", "tensor:2"], 1, 64
+    )[0][1]
     digest, last = relay(str(tmp_path), "transformer", settings, ["single"], 1, 64)
     assert first + second + last == records
     assert digest == reference

@@ -15,7 +15,12 @@ from tests.ranks import run_ranks
 CASES = compiled(whole=False)
 OTHER_MODELS = [
     Case(model, strategy, 3, "none", COMPILED)
-    for model, strategy in (("bdh", "full_shard"), ("tied", "shard_grad_op"), ("vae", "ddp"), ("hf", "full_shard"))
+    for model, strategy in (
+        ("bdh", "full_shard"),
+        ("tied", "shard_grad_op"),
+        ("vae", "ddp"),
+        ("hf", "full_shard"),
+    )
 ]
 
 
@@ -35,10 +40,14 @@ def ranks() -> list[dict[str, Any]]:
 
 
 def test_compiled_runs_are_the_same_under_every_strategy(ranks: list[dict[str, Any]]) -> None:
-    """Dropout is on: a block's seed is set outside of its compiled code, once for forward and recomputation."""
+    """Dropout is on: a block's seed is set outside of its compiled code, once for forward and
+    recomputation.
+    """
     assert not problems(CASES, [rank["results"] for rank in ranks])
     eager = run(Case("transformer", "single", 1, "none"), 6)
-    assert difference(reference(CASES[0], 6), eager) < 0.05, "other random numbers, the same training"
+    assert difference(reference(CASES[0], 6), eager) < 0.05, (
+        "other random numbers, the same training"
+    )
 
 
 @pytest.mark.full
@@ -47,7 +56,9 @@ def test_other_models_compiled() -> None:
 
 
 def state() -> dict[str, Any]:
-    """Names of everything that is saved, under compilation, checkpointing and the strategy's wrapper."""
+    """Names of everything that is saved, under compilation, checkpointing and the strategy's
+    wrapper.
+    """
     settings = {
         "training.batch_size": 2,
         "training.global_batch_size": 8,
@@ -56,12 +67,16 @@ def state() -> dict[str, Any]:
         "training.gradient_checkpointing": "full",
         "distributed.strategy": "ddp" if torch.distributed.is_initialized() else "single",
     }
-    trainer = Trainer(language_model("transformer", tie_embeddings=True), config=config_from(settings))
+    trainer = Trainer(
+        language_model("transformer", tie_embeddings=True), config=config_from(settings)
+    )
     next(trainer.steps(Tokens()))
     return {"names": sorted(trainer.placed.parameters)}
 
 
-def test_trap_27_names_are_canonical_whatever_wraps_a_parameter(ranks: list[dict[str, Any]]) -> None:
+def test_trap_27_names_are_canonical_whatever_wraps_a_parameter(
+    ranks: list[dict[str, Any]],
+) -> None:
     """torch.compile adds `_orig_mod.`, checkpointing `_checkpoint_wrapped_module.`, DDP `module.`."""
     plain = language_model("transformer", tie_embeddings=True)
     expected = sorted(name for name, _ in plain.named_parameters())

@@ -1,4 +1,6 @@
-"""Sequences cut over the axis `context`: one process's losses, and its bits where they count, on products of axes."""
+"""Sequences cut over the axis `context`: one process's losses, and its bits where they count, on
+products of axes.
+"""
 
 from typing import Any
 
@@ -26,7 +28,13 @@ from tests.ranks import run_ranks
 
 TOPOLOGIES = {
     2: ("context:2",),
-    4: ("context:4", "ddp:2*context:2", "fsdp:2*context:2", "pipeline:2*context:2", "context:2*tensor:2"),
+    4: (
+        "context:4",
+        "ddp:2*context:2",
+        "fsdp:2*context:2",
+        "pipeline:2*context:2",
+        "context:2*tensor:2",
+    ),
 }
 SMALL = {"n_layer": 2, "vocab_size": 64}
 GROUPED = {**SMALL, "n_kv_head": 2}
@@ -55,7 +63,11 @@ for family in ("llama", "qwen3"):  # one that runs as a chain of segments, one t
     EXACT_CASES[f"hf:{family}"] = (f"hf:{family}", EXACT, {"vocab_size": 64})
 PLAIN_CASES: dict[str, Model] = {
     "tied": ("transformer", PLAIN, TIED),
-    "recomputed in bf16": ("transformer", {**PLAIN, **RECOMPUTED, "precision.mode": "bf16"}, GROUPED),
+    "recomputed in bf16": (
+        "transformer",
+        {**PLAIN, **RECOMPUTED, "precision.mode": "bf16"},
+        GROUPED,
+    ),
     "bdh": ("bdh", PLAIN, SMALL),
     "latent": ("free_transformer", PLAIN, {**SMALL, **PACKED}),
     "mixture": ("mixture", PLAIN, SMALL),
@@ -80,13 +92,16 @@ def in_turn(ranks: int, steps: int) -> list[tuple[Any, ...]]:
     for exact, cases in ((True, EXACT_CASES), (False, PLAIN_CASES)):
         some = [case for name, case in cases.items() if name not in FULL[exact]]
         for place, (model, settings, args) in enumerate(some[ranks == 4 :: 2], 3 * exact):
-            chosen.append((TOPOLOGIES[ranks][place % len(TOPOLOGIES[ranks])], model, settings, steps, args))
+            chosen.append(
+                (TOPOLOGIES[ranks][place % len(TOPOLOGIES[ranks])], model, settings, steps, args)
+            )
     return chosen
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_same_training(ranks: int) -> None:
-    alone = [(f"context:{ranks}", *EXACT_CASES["latent"][:2], 2, SMALL)]  # of 4 ranks each has one chunk, not a slice
+    # of 4 ranks each has one chunk, not a slice
+    alone = [(f"context:{ranks}", *EXACT_CASES["latent"][:2], 2, SMALL)]
     check_against_one_process(ranks, uneven([*in_turn(ranks, steps=2), *alone]))
 
 
@@ -94,7 +109,9 @@ def test_the_same_training(ranks: int) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_model_on_every_product_of_axes(ranks: int) -> None:
-    check_against_one_process(ranks, every(TOPOLOGIES[ranks], [*EXACT_CASES.values(), *PLAIN_CASES.values()]))
+    check_against_one_process(
+        ranks, every(TOPOLOGIES[ranks], [*EXACT_CASES.values(), *PLAIN_CASES.values()])
+    )
 
 
 @pytest.mark.full
@@ -103,7 +120,11 @@ def test_three_axes() -> None:
     """2 × 2 × 2 of pipeline, shards or replicas, tensor, and context."""
     cases = [
         (topology, model, settings, 5, args)
-        for topology in ("pipeline:2*fsdp:2*context:2", "hybrid:2x2*context:2", "fsdp:2*context:2*tensor:2")
+        for topology in (
+            "pipeline:2*fsdp:2*context:2",
+            "hybrid:2x2*context:2",
+            "fsdp:2*context:2*tensor:2",
+        )
         for model, settings, args in EXACT_CASES.values()
     ]
     check(8, cases, timeout=5400)
@@ -143,13 +164,17 @@ class Own(nn.Module):
 
 
 def test_a_model_that_can_not_be_cut_is_refused() -> None:
-    with pytest.raises(UsageError, match="sequences of Linear can't be cut over ranks: it does not say how"):
+    with pytest.raises(
+        UsageError, match="sequences of Linear can't be cut over ranks: it does not say how"
+    ):
         plan_of(nn.Linear(2, 2))
     model = nn.Linear(2, 2)
     model.context_plan = lambda: {"x": 1}  # type: ignore[assignment]
     with pytest.raises(UsageError, match=r"it has no lockstep\.models\.attention\.Attend"):
         plan_of(model)
-    with pytest.raises(UsageError, match="the model, a Own, owns parameters, and can't run chunk by chunk"):
+    with pytest.raises(
+        UsageError, match="the model, a Own, owns parameters, and can't run chunk by chunk"
+    ):
         apply_context(Own(), Context(None, 4))
 
 
@@ -160,51 +185,100 @@ def test_a_ring_merges_softmax_only() -> None:
 
 def test_a_mean_is_refused() -> None:
     with pytest.raises(UsageError, match="a loss that is a mean over some positions"):
-        cut_objective(objective_of(nn.Linear(2, 2), nn.CrossEntropyLoss()), Context(None, 4), {"x": 1})
+        cut_objective(
+            objective_of(nn.Linear(2, 2), nn.CrossEntropyLoss()), Context(None, 4), {"x": 1}
+        )
 
 
 def test_what_does_not_divide_or_does_not_go_together() -> None:
     with pytest.raises(UsageError, match="context_size=3 does not divide the number of ranks, 4"):
-        resolve(config_from({"distributed.strategy": "ddp", "distributed.context_size": 3}).distributed, 4)
-    assert resolve(config_from({"distributed.strategy": "context"}).distributed, 4) == Layout("context", context=4)
+        resolve(
+            config_from({"distributed.strategy": "ddp", "distributed.context_size": 3}).distributed,
+            4,
+        )
+    assert resolve(config_from({"distributed.strategy": "context"}).distributed, 4) == Layout(
+        "context", context=4
+    )
     for settings, says in (
         ({"strategy": "diloco"}, "sequences can't be cut over 2 ranks under strategy diloco"),
-        ({"reproducible": True}, r"reproducible cuts sequences into 1 chunk\(s\), which 2 ranks can't share"),
-        ({"reproducible": True, "context_blocks": 4, "tensor_size": 2}, "sequence_parallel cuts across the chunks"),
-        ({"reproducible": True, "context_blocks": 2, "context_method": "ring"}, "ring merges the parts of a softmax"),
+        (
+            {"reproducible": True},
+            r"reproducible cuts sequences into 1 chunk\(s\), which 2 ranks can't share",
+        ),
+        (
+            {"reproducible": True, "context_blocks": 4, "tensor_size": 2},
+            "sequence_parallel cuts across the chunks",
+        ),
+        (
+            {"reproducible": True, "context_blocks": 2, "context_method": "ring"},
+            "ring merges the parts of a softmax",
+        ),
     ):
         with pytest.raises(UsageError, match=says):
-            config_from({"distributed.context_size": 2, **{f"distributed.{k}": v for k, v in settings.items()}})
+            config_from(
+                {
+                    "distributed.context_size": 2,
+                    **{f"distributed.{k}": v for k, v in settings.items()},
+                }
+            )
 
 
 def test_one_key_opens_the_axes_that_a_run_may_enter() -> None:
     """Whatever is missing, the first error names it, and what it says is enough."""
-    entered = [{"context_size": 2}, {"context_size": 2, "tensor_size": 2}, {"context_size": 4, "context_blocks": 6}]
+    entered = [
+        {"context_size": 2},
+        {"context_size": 2, "tensor_size": 2},
+        {"context_size": 4, "context_blocks": 6},
+    ]
     entered += [{"tensor_size": 2, "open_axes": []}, {"tensor_size": 2, "open_axes": ["context"]}]
     entered += [{"context_size": 2, "tensor_size": 2, "context_blocks": 4}]
-    entered += [{"context_size": 2, "tensor_size": 2, "context_blocks": 4, "sequence_parallel": True}]
+    entered += [
+        {"context_size": 2, "tensor_size": 2, "context_blocks": 4, "sequence_parallel": True}
+    ]
     for settings in entered:
-        flat = {f"distributed.{key}": value for key, value in {"reproducible": True, **settings}.items()}
+        flat = {
+            f"distributed.{key}": value for key, value in {"reproducible": True, **settings}.items()
+        }
         with pytest.raises(UsageError, match=r"write open_axes: \[tensor, context\]") as found:
             config_from(flat)
         assert str(found.value).count("open_axes: [") == 1
-        left_out = [key for key in flat if f"leave {key.removeprefix('distributed.')} out" in str(found.value)]
+        left_out = [
+            key
+            for key in flat
+            if f"leave {key.removeprefix('distributed.')} out" in str(found.value)
+        ]
         config_from({key: v for key, v in flat.items() if key not in left_out} | OPEN)
     with pytest.raises(UsageError, match="write context_blocks: 32"):
         config_from({"distributed.reproducible": True, "distributed.context_size": 16, **OPEN})
-    default, both = config_from({}).distributed, config_from({"distributed.reproducible": True, **OPEN}).distributed
-    assert (default.blocks_of_layers, default.chunks_of_sequences, default.cuts_sequences_between_layers) == (
+    default, both = (
+        config_from({}).distributed,
+        config_from({"distributed.reproducible": True, **OPEN}).distributed,
+    )
+    assert (
+        default.blocks_of_layers,
+        default.chunks_of_sequences,
+        default.cuts_sequences_between_layers,
+    ) == (
         8,
         1,
         True,
     )
-    assert (both.blocks_of_layers, both.chunks_of_sequences, both.cuts_sequences_between_layers) == (8, 8, False)
-    assert config_from({"distributed.context_blocks": 4, **OPEN}).distributed.chunks_of_sequences == 4
+    assert (
+        both.blocks_of_layers,
+        both.chunks_of_sequences,
+        both.cuts_sequences_between_layers,
+    ) == (8, 8, False)
+    assert (
+        config_from({"distributed.context_blocks": 4, **OPEN}).distributed.chunks_of_sequences == 4
+    )
 
 
 def test_families_whose_attention_does_more_are_refused() -> None:
     for family, says in (
-        ("gemma2", "sequences of hf:gemma2 can't be cut over ranks: its attention or its loss does more"),
+        (
+            "gemma2",
+            "sequences of hf:gemma2 can't be cut over ranks: its attention or its loss does more",
+        ),
         ("mistral", "it attends within a window"),
     ):
         with pytest.raises(UsageError, match=says):
@@ -216,7 +290,9 @@ def test_families_whose_attention_does_more_are_refused() -> None:
 def refused(length: int, settings: dict[str, Any], **args: Any) -> str:
     settings = {**PLAIN, "training.max_steps": 1, **settings}
     with pytest.raises(UsageError) as found:
-        list(trainer_for("context:2", "transformer", settings, **SMALL, **args).steps(Tokens(length)))
+        list(
+            trainer_for("context:2", "transformer", settings, **SMALL, **args).steps(Tokens(length))
+        )
     return str(found.value)
 
 
@@ -240,7 +316,9 @@ def sent_in_a_step(settings: dict[str, Any]) -> int:
 
 
 def kept_by_attention(method: str) -> int:
-    """Bytes that one attention to 64 positions keeps for its backward pass, on a rank that has 32 of them."""
+    """Bytes that one attention to 64 positions keeps for its backward pass, on a rank that has 32
+    of them.
+    """
     context = Context(dist.group.WORLD, None, method)
     attend, kept = Attend(), {}
     cut_attention(attend, context)
@@ -263,13 +341,19 @@ def measured() -> tuple[list[str], list[int], list[int]]:
 
 def test_lengths_and_heads_are_refused_and_bytes_are_those_of_theory() -> None:
     head, loss = 2 * 16 * 8 * 4, 2 * 4  # [B, T, width] of one head
-    gathered = 2 * 2 * (2 + 2) * head  # two layers: keys and values of two heads gathered, their gradients summed
-    exchanged = 2 * 2 * (4 + 2 + 2 + 4) * head // 2  # queries, keys, values and results, there and back, of one part
-    around = 2 * (1 + 1 + 2) * 2 * head  # two layers: half of the keys and values, twice, and their gradients
+    # two layers: keys and values of two heads gathered, their gradients summed
+    gathered = 2 * 2 * (2 + 2) * head
+    # queries, keys, values and results, there and back, of one part
+    exchanged = 2 * 2 * (4 + 2 + 2 + 4) * head // 2
+    # two layers: half of the keys and values, twice, and their gradients
+    around = 2 * (1 + 1 + 2) * 2 * head
     part = 2 * 4 * 32 * 8 * 4  # queries, keys, values or results of four heads
     for (length, heads), found, (gathered_kept, ring_kept) in run_ranks(measured, 2):
         assert "2 ranks along the axis context can't share a sequence of 15" in length
-        assert "4 heads of queries and 1 of keys and values can't be exchanged between 2 ranks" in heads
+        assert (
+            "4 heads of queries and 1 of keys and values can't be exchanged between 2 ranks"
+            in heads
+        )
         assert found == [(each + loss) // 2 for each in (gathered, exchanged, 2 * around)]
         assert ring_kept == 4 * part + part // 8  # and the logarithm of each query's sum
         assert gathered_kept >= 6 * part
@@ -289,8 +373,13 @@ class LearnedPositions(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.positions(self.attend.positions(ids.shape[1], ids.device))
-        q, k, v = (each.transpose(1, 2) for each in self.qkv(self.norm(x)).view(*x.shape[:2], 3, 4, 8).unbind(2))
-        logits: Tensor = self.head(x + self.dropout(self.attend(q, k, v).transpose(1, 2).flatten(2)))
+        q, k, v = (
+            each.transpose(1, 2)
+            for each in self.qkv(self.norm(x)).view(*x.shape[:2], 3, 4, 8).unbind(2)
+        )
+        logits: Tensor = self.head(
+            x + self.dropout(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        )
         return logits
 
     def inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
@@ -310,11 +399,17 @@ def own_model(topology: str) -> tuple[list[float], str]:
     """Losses in the plain mode; digest of a reproducible run."""
     values, _ = parse_topology(topology)
     settings = {f"distributed.{key}": value for key, value in values.items()} | {
-        "training.batch_size": 2, "training.global_batch_size": 8, "training.max_steps": 3, "precision.mode": "fp32",
-    }  # fmt: skip
+        "training.batch_size": 2,
+        "training.global_batch_size": 8,
+        "training.max_steps": 3,
+        "precision.mode": "fp32",
+    }
     exact = {"distributed.reproducible": True, "distributed.context_blocks": 4}
     torch.manual_seed(0)
-    losses = [float(r.loss) for r in Trainer(LearnedPositions(), config=config_from(settings)).steps(Tokens())]
+    losses = [
+        float(r.loss)
+        for r in Trainer(LearnedPositions(), config=config_from(settings)).steps(Tokens())
+    ]
     torch.manual_seed(0)
     trainer = Trainer(LearnedPositions(), config=config_from(settings | exact))
     list(trainer.steps(Tokens()))

@@ -21,7 +21,9 @@ def test_every_strategy_and_model_in_turn_with_accumulation_and_checkpointing(ra
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", parts(whole=True), ids=lambda part: f"{part.name} on {part.ranks}")
 def test_the_whole_matrix(part: Part) -> None:
-    """Strategies × models × 1, 2, 4 ranks × accumulation × checkpointing; half precision; compiled; 8 ranks."""
+    """Strategies × models × 1, 2, 4 ranks × accumulation × checkpointing; half precision; compiled;
+    8 ranks.
+    """
     check(part, timeout=3600)
 
 

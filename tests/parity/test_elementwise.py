@@ -1,4 +1,6 @@
-"""What the step computes of a summed gradient is the same on shards and on whole parameters, in every bit."""
+"""What the step computes of a summed gradient is the same on shards and on whole parameters, in
+every bit.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,10 +12,18 @@ from torch.optim import Optimizer
 from lockstep.errors import UsageError
 from lockstep.optim import _ELEMENTWISE, build_optimizer, unfuse
 
-CUTS: list[list[int]] = [[1], [7], [519], [3, 260, 261, 777], [100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]]
+CUTS: list[list[int]] = [
+    [1],
+    [7],
+    [519],
+    [3, 260, 261, 777],
+    [100, 200, 300, 400, 500, 600, 700, 800, 900, 1000],
+]
 
 
-def trained(make: Callable[[list[torch.nn.Parameter]], Optimizer], cuts: Sequence[int]) -> torch.Tensor:
+def trained(
+    make: Callable[[list[torch.nn.Parameter]], Optimizer], cuts: Sequence[int]
+) -> torch.Tensor:
     """20 updates of 1037 elements that are cut as a sharded parameter would be."""
     generator = torch.Generator().manual_seed(0)
     pieces = torch.tensor_split(torch.randn(1037, generator=generator), list(cuts))
@@ -22,7 +32,9 @@ def trained(make: Callable[[list[torch.nn.Parameter]], Optimizer], cuts: Sequenc
     for _ in range(20):
         sizes = 10.0 ** torch.randint(-6, 2, (1037,), generator=generator)
         gradient = torch.randn(1037, generator=generator) * sizes
-        for parameter, piece in zip(parameters, torch.tensor_split(gradient, list(cuts)), strict=True):
+        for parameter, piece in zip(
+            parameters, torch.tensor_split(gradient, list(cuts)), strict=True
+        ):
             parameter.grad = piece.clone()
         optimizer.step()
     return torch.cat([parameter.detach() for parameter in parameters])
@@ -56,6 +68,11 @@ def test_fused_kernels_are_switched_off_because_they_round_shards_differently() 
 def test_fused_is_refused_where_the_config_asks_for_it() -> None:
     with pytest.raises(UsageError, match="fused"):
         build_optimizer(
-            "adamw", [torch.nn.Parameter(torch.ones(1))], learning_rate=1e-3, weight_decay=0.0, args={"fused": True},
-            device=torch.device("cpu"), reproducible=True,
-        )  # fmt: skip
+            "adamw",
+            [torch.nn.Parameter(torch.ones(1))],
+            learning_rate=1e-3,
+            weight_decay=0.0,
+            args={"fused": True},
+            device=torch.device("cpu"),
+            reproducible=True,
+        )

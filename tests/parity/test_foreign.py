@@ -1,4 +1,6 @@
-"""Models as others write them: the author's own losses, and one digest, under every topology; or a clear refusal."""
+"""Models as others write them: the author's own losses, and one digest, under every topology; or a
+clear refusal.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -29,7 +31,8 @@ TOPOLOGIES = {
     2: ("ddp:2", "fsdp:2", "pipeline:2", "tensor:2", "context:2"),
     4: ("ddp:4", "fsdp:4", "hybrid:2x2", "pipeline:2*ddp:2"),
 }
-TRACED = ("nanochat", "x_transformers")  # takes seconds on each rank: in CI only nanogpt is traced for a pipeline
+# takes seconds on each rank: in CI only nanogpt is traced for a pipeline
+TRACED = ("nanochat", "x_transformers")
 GAN = "gan"  # two models and two optimizers: no Trainer has them
 
 MADE = {**MODELS, **DECODERS}
@@ -39,11 +42,18 @@ Case = tuple[str, str, bool]
 """(model, topology, reproducible)."""
 
 TORCH_STEP = {
-    "training.optimizer": "sgd", "training.optimizer_args": {"momentum": 0.0}, "training.weight_decay": 0.0,
-    "training.learning_rate": LEARNING_RATE, "training.lr_schedule": "constant", "training.warmup_steps": 0,
-    "training.gradient_clip": {"strategy": "none"}, "training.max_steps": STEPS, "precision.mode": "fp32",
-    "training.batch_size": 2, "training.global_batch_size": SAMPLES,
-}  # fmt: skip
+    "training.optimizer": "sgd",
+    "training.optimizer_args": {"momentum": 0.0},
+    "training.weight_decay": 0.0,
+    "training.learning_rate": LEARNING_RATE,
+    "training.lr_schedule": "constant",
+    "training.warmup_steps": 0,
+    "training.gradient_clip": {"strategy": "none"},
+    "training.max_steps": STEPS,
+    "precision.mode": "fp32",
+    "training.batch_size": 2,
+    "training.global_batch_size": SAMPLES,
+}
 
 
 class Samples(Dataset[Sample]):
@@ -75,12 +85,14 @@ class Run(NamedTuple):
 
 def settings_of(
     topology: str, reproducible: bool, like: str = "", own: Mapping[str, Any] = MappingProxyType({})
-) -> Config:  # fmt: skip
+) -> Config:
     """Settings of a topology, with the bits of runs that are `like` another."""
     values, _ = parse_topology(topology)
     distributed = {f"distributed.{key}": value for key, value in values.items()}
     exact = IN_CHUNKS if reproducible and "context" in (like or topology) else {}
-    return config_from({**TORCH_STEP, **own, **distributed, **exact, "distributed.reproducible": reproducible})
+    return config_from(
+        {**TORCH_STEP, **own, **distributed, **exact, "distributed.reproducible": reproducible}
+    )
 
 
 def run(name: str, topology: str, reproducible: bool = True, like: str = "") -> Run:
@@ -91,7 +103,11 @@ def run(name: str, topology: str, reproducible: bool = True, like: str = "") -> 
     if topology.startswith("pipeline") and made.piped is not None:
         model = made.piped(model)
     try:
-        trainer = Trainer(model, loss_fn=made.loss_fn, config=settings_of(topology, reproducible, like, made.settings))
+        trainer = Trainer(
+            model,
+            loss_fn=made.loss_fn,
+            config=settings_of(topology, reproducible, like, made.settings),
+        )
         losses = [float(record.loss) for record in trainer.steps(Samples(made.sample))]
     except UsageError as error:
         return Run([], "", str(error))
@@ -136,7 +152,9 @@ def run_all(cases: Sequence[Case]) -> list[Run | str]:
 
 @cache
 def own_loop(name: str) -> list[float]:
-    """The author's: all samples at once, in plain PyTorch; of CLIP, that depends on micro-batches, one process's."""
+    """The author's: all samples at once, in plain PyTorch; of CLIP, that depends on micro-batches,
+    one process's.
+    """
     if name == GAN:
         models, losses_of = list(gan()), [lambda m, b: m(**b), lambda m, b: m(b["noise"])]
         batch = default_collate([noisy(index) for index in range(SAMPLES)])
@@ -145,7 +163,10 @@ def own_loop(name: str) -> list[float]:
     else:
         models, losses_of = [(MADE[name].reference or MADE[name].make)()], [MADE[name].loss]
         batch = default_collate([MADE[name].sample(index) for index in range(SAMPLES)])
-    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=LEARNING_RATE) for m in models]
+    optimizers = [
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=LEARNING_RATE)
+        for m in models
+    ]
     losses = []
     for _ in range(STEPS):
         for model, optimizer, loss_of in zip(models, optimizers, losses_of, strict=True):
@@ -184,21 +205,34 @@ def problem(case: Case, result: Run | str) -> str:
     if (distance := apart(result.losses, own_loop(name))) > TOLERANCE:
         return f"{distance:.1e} away from the author's loop"
     like = topology if topology.startswith("context") else ""
-    return "another digest than one process" if reproducible and result.digest != alone(name, like).digest else ""
+    return (
+        "another digest than one process"
+        if reproducible and result.digest != alone(name, like).digest
+        else ""
+    )
 
 
 def problems(cases: Sequence[Case], results: Sequence[Run | str]) -> list[str]:
     found = zip(cases, map(problem, cases, results), strict=True)
-    return [f"{name} on {topology}, {reproducible=}: {text}" for (name, topology, reproducible), text in found if text]
+    return [
+        f"{name} on {topology}, {reproducible=}: {text}"
+        for (name, topology, reproducible), text in found
+        if text
+    ]
 
 
 def pairs_of(ranks: int) -> list[tuple[str, str]]:
     """(model, topology)."""
-    return [*((name, topology) for name in MODELS for topology in TOPOLOGIES[ranks]), (GAN, f"ddp:{ranks}")]
+    return [
+        *((name, topology) for name in MODELS for topology in TOPOLOGIES[ranks]),
+        (GAN, f"ddp:{ranks}"),
+    ]
 
 
 def require(ranks: int, cases: list[Case], timeout: float) -> None:
-    found = [problems(cases, results) for results in run_ranks(run_all, ranks, cases, timeout=timeout)]
+    found = [
+        problems(cases, results) for results in run_ranks(run_all, ranks, cases, timeout=timeout)
+    ]
     assert not any(found), "\n".join(found[0] or next(filter(None, found)))
 
 
@@ -211,7 +245,11 @@ def test_one_process_takes_the_steps_of_the_authors_own_loop(name: str) -> None:
 
 def test_two_ranks_take_the_steps_of_the_authors_own_loop() -> None:
     """With the digest of one process; or the model is refused, and the message says what to do."""
-    pairs = [(name, topology) for name, topology in pairs_of(2) if topology != "pipeline:2" or name not in TRACED]
+    pairs = [
+        (name, topology)
+        for name, topology in pairs_of(2)
+        if topology != "pipeline:2" or name not in TRACED
+    ]
     require(2, [*((*pair, True) for pair in pairs), (GAN, "ddp:2", False)], timeout=300)
 
 

@@ -1,4 +1,6 @@
-"""A step is a function of (config, seed, step): not of the number of ranks, nor of how the global batch is cut."""
+"""A step is a function of (config, seed, step): not of the number of ranks, nor of how the global
+batch is cut.
+"""
 
 import pytest
 import torch
@@ -16,22 +18,31 @@ def test_trap_01_the_loss_is_the_sum_over_all_valid_targets_however_the_batch_is
     pieces = losses({"training.batch_size": 2, "training.global_batch_size": 8}, dropout=0.0)
     assert worst(pieces, whole) < TOLERANCE
     accumulated = losses(
-        {"training.batch_size": 2, "training.global_batch_size": None, "training.gradient_accumulation_steps": 4},
+        {
+            "training.batch_size": 2,
+            "training.global_batch_size": None,
+            "training.gradient_accumulation_steps": 4,
+        },
         dropout=0.0,
     )
     assert accumulated == pieces
 
 
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (2, 4))])
+@pytest.mark.parametrize(
+    "ranks", [3, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (2, 4))]
+)
 def test_the_number_of_ranks_changes_nothing(ranks: int) -> None:
     """1 rank × 12 micro-batches, 2 × 6, 3 × 4, 4 × 3, dropout on, uneven masks, short last batches."""
-    cases = [({"distributed.strategy": s}, m) for s in ("ddp", "fsdp") for m in ("transformer", "bdh")]
+    cases = [
+        ({"distributed.strategy": s}, m) for s in ("ddp", "fsdp") for m in ("transformer", "bdh")
+    ]
     reference = {model: losses({}, model) for model in ("transformer", "bdh")}
     for results in run_ranks(many, ranks, cases):
         for (settings, model), result in zip(cases, results, strict=True):
             expected = reference[model]
             assert worst(losses_of(result), losses_of(expected)) < TOLERANCE, (settings, model)
-            # A norm jumps where a rounding error carries a ReLU over its kink, so it is held to its first steps.
+            # A norm jumps where a rounding error carries a ReLU over its kink, so it is held to its
+            # first steps.
             assert worst(result[:5], expected[:5]) < TOLERANCE, (settings, model)
 
 
@@ -48,7 +59,9 @@ def test_trap_03_a_step_is_one_update_whatever_the_accumulation() -> None:
 
 
 def test_trap_04_the_last_window_of_an_epoch_is_trained_on_and_weighted_by_what_it_holds() -> None:
-    """83 samples in steps of 24: the fourth step holds 11 of them, and is neither dropped nor weighed as 24."""
+    """83 samples in steps of 24: the fourth step holds 11 of them, and is neither dropped nor
+    weighed as 24.
+    """
     records = losses({}, steps=8)
     tokens = [count for *_, count in records]
     assert tokens[3] < tokens[0] / 2
@@ -65,7 +78,9 @@ def test_trap_04_an_incomplete_window_of_training_step_is_flushed() -> None:
 
     def trainer(accumulation: int) -> Trainer:
         model = language_model("transformer", dropout=0.0)
-        return Trainer(model, gradient_accumulation_steps=accumulation, batch_size=2, warmup_steps=0)
+        return Trainer(
+            model, gradient_accumulation_steps=accumulation, batch_size=2, warmup_steps=0
+        )
 
     flushed, exact = trainer(4), trainer(2)
     for one in (flushed, exact):
@@ -75,19 +90,25 @@ def test_trap_04_an_incomplete_window_of_training_step_is_flushed() -> None:
     assert exact.step.progress.updates == 1
     flushed.flush()
     assert flushed.step.progress.updates == 1
-    for a, b in zip(flushed.placed.parameters.values(), exact.placed.parameters.values(), strict=True):
+    for a, b in zip(
+        flushed.placed.parameters.values(), exact.placed.parameters.values(), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_trap_47_first_values_depend_on_seed_and_name_only() -> None:
-    """FSDP2's usual recipe, `reset_parameters` on shards, gives other weights on another number of ranks."""
+    """FSDP2's usual recipe, `reset_parameters` on shards, gives other weights on another number of
+    ranks.
+    """
     reference = first_values("single")
     for values in run_ranks(first_values_of_all, 3):
         for strategy, theirs in values.items():
             assert theirs.keys() == reference.keys()
             assert all(torch.equal(theirs[name], reference[name]) for name in reference), strategy
     other_seed = first_values("single", seed=2)
-    assert not torch.equal(other_seed["layers.0.attention.query.weight"], reference["layers.0.attention.query.weight"])
+    assert not torch.equal(
+        other_seed["layers.0.attention.query.weight"], reference["layers.0.attention.query.weight"]
+    )
 
 
 def first_values(strategy: str, seed: int = 1) -> dict[str, torch.Tensor]:
@@ -95,7 +116,9 @@ def first_values(strategy: str, seed: int = 1) -> dict[str, torch.Tensor]:
 
     trainer = Trainer(language_model("transformer"), strategy=strategy, seed=seed)
     parameters = trainer.placed.parameters.items()
-    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in parameters}
+    return {
+        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in parameters
+    }
 
 
 def first_values_of_all() -> dict[str, dict[str, torch.Tensor]]:

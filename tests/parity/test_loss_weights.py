@@ -1,6 +1,7 @@
 """A loss function with weights of its own trains as in plain PyTorch, under every strategy.
 
-The reference is a loop over whole batches, with one optimizer over the weights of model and loss function.
+The reference is a loop over whole batches, with one optimizer over the weights of model and loss
+function.
 """
 
 from collections.abc import Callable
@@ -55,7 +56,9 @@ class Similar(nn.Module):
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(SAMPLES, 4, generator=generator), torch.arange(SAMPLES) % CLASSES)
+    return TensorDataset(
+        torch.randn(SAMPLES, 4, generator=generator), torch.arange(SAMPLES) % CLASSES
+    )
 
 
 def built(loss: type[nn.Module] = Proxies) -> tuple[nn.Sequential, nn.Module]:
@@ -88,8 +91,15 @@ def plain(kind: type[nn.Module] = Proxies) -> tuple[Rows, dict[str, Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
         rows.append((loss.item(), norm.item()))
-    state = {**model.state_dict(), **{f"loss_fn.{name}": value for name, value in loss_fn.state_dict().items()}}
-    return rows, {name: value.detach() for name, value in state.items() if "frozen" not in name and "inner" not in name}
+    state = {
+        **model.state_dict(),
+        **{f"loss_fn.{name}": value for name, value in loss_fn.state_dict().items()},
+    }
+    return rows, {
+        name: value.detach()
+        for name, value in state.items()
+        if "frozen" not in name and "inner" not in name
+    }
 
 
 def with_all_in_one(model: nn.Module, loss: nn.Module) -> Any:
@@ -108,7 +118,12 @@ def with_a_group_of_their_own(_model: nn.Module, loss: nn.Module) -> Any:
     return lambda parameters: adamw([{"params": parameters}, {"params": trained(loss)}])
 
 
-SETTINGS: Any = {"batch_size": 2, "global_batch_size": BATCH, "gradient_clip": 0.5, "shuffle": False}
+SETTINGS: Any = {
+    "batch_size": 2,
+    "global_batch_size": BATCH,
+    "gradient_clip": 0.5,
+    "shuffle": False,
+}
 
 
 def run(
@@ -117,7 +132,9 @@ def run(
     model, loss = built(kind)
     loss_fn = loss if kind is Proxies else WholeBatch(loss)
     trainer = Trainer(model, optimizer(model, loss), loss_fn, **{**SETTINGS, **settings})
-    rows = [(float(record.loss), float(record.grad_norm)) for record in trainer.steps(data(), epochs=2)]
+    rows = [
+        (float(record.loss), float(record.grad_norm)) for record in trainer.steps(data(), epochs=2)
+    ]
     return rows, trainer.state_dict()
 
 
@@ -134,7 +151,9 @@ def check(cases: list[Case], found: list[tuple[Rows, dict[str, Tensor]]]) -> Non
         expected, final = plain(kind)
         assert torch.tensor(rows).sub(torch.tensor(expected)).abs().max() < 1e-5, case
         assert state.keys() == final.keys(), case
-        assert all(torch.allclose(state[name], value, atol=1e-5) for name, value in final.items()), case
+        assert all(
+            torch.allclose(state[name], value, atol=1e-5) for name, value in final.items()
+        ), case
 
 
 def digest_of(state: dict[str, Tensor]) -> str:
@@ -142,20 +161,30 @@ def digest_of(state: dict[str, Tensor]) -> str:
 
 
 EXACT = {"reproducible": True}
-PLAIN_OUTER_STEP = {"workers": 1, "inner_steps": 100, "outer_momentum": 0.0, "outer_learning_rate": 1.0}
+PLAIN_OUTER_STEP = {
+    "workers": 1,
+    "inner_steps": 100,
+    "outer_momentum": 0.0,
+    "outer_learning_rate": 1.0,
+}
 OF_ONE: list[Case] = [
-    (with_all_in_one, Proxies, {}), (with_function, Proxies, EXACT),
-    (with_function_that_adds_them, Proxies, {"strategy": "dp"}), (with_a_group_of_their_own, Proxies, {}),
+    (with_all_in_one, Proxies, {}),
+    (with_function, Proxies, EXACT),
+    (with_function_that_adds_them, Proxies, {"strategy": "dp"}),
+    (with_a_group_of_their_own, Proxies, {}),
     (with_function, Similar, {}),
     (with_function, Proxies, {"strategy": "diloco", "diloco": PLAIN_OUTER_STEP}),
-]  # fmt: skip
+]
 OF_TWO: list[Case] = [
-    (with_all_in_one, Proxies, {"strategy": "ddp"}), (with_function, Proxies, {**EXACT, "strategy": "ddp"}),
+    (with_all_in_one, Proxies, {"strategy": "ddp"}),
+    (with_function, Proxies, {**EXACT, "strategy": "ddp"}),
     (with_function_that_adds_them, Proxies, {"strategy": "fsdp"}),
     (with_a_group_of_their_own, Proxies, {**EXACT, "strategy": "fsdp"}),
-    (with_all_in_one, Proxies, {"strategy": "pipeline"}), (with_function, Proxies, {**EXACT, "strategy": "pipeline"}),
-    (with_function, Similar, {"strategy": "ddp"}), (with_function, Similar, {"strategy": "pipeline"}),
-]  # fmt: skip
+    (with_all_in_one, Proxies, {"strategy": "pipeline"}),
+    (with_function, Proxies, {**EXACT, "strategy": "pipeline"}),
+    (with_function, Similar, {"strategy": "ddp"}),
+    (with_function, Similar, {"strategy": "pipeline"}),
+]
 HYBRID = {"strategy": "fsdp", "fsdp": {"sharding_strategy": "hybrid_shard"}, "shard_size": 2}
 SCHEDULES = ("InterleavedZeroBubble", "GPipe")
 GRID: list[tuple[int, dict[str, Any]]] = [
@@ -186,9 +215,14 @@ def test_they_train_on_two_ranks_as_in_one_process() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_they_train_on_every_layout(ranks: int) -> None:
-    cases: list[Case] = [(with_function, Proxies, settings) for size, settings in GRID if size == ranks]
+    cases: list[Case] = [
+        (with_function, Proxies, settings) for size, settings in GRID if size == ranks
+    ]
     if ranks == 2:
-        cases += [(with_function, Similar, {**EXACT, "strategy": name}) for name in ("ddp", "fsdp", "pipeline")]
+        cases += [
+            (with_function, Similar, {**EXACT, "strategy": name})
+            for name in ("ddp", "fsdp", "pipeline")
+        ]
     found = run_ranks(all_of, ranks, cases)[0]
     check(cases, found)
     for case, (_, state) in zip(cases, found, strict=True):
@@ -203,7 +237,10 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.temperature, self.bias = nn.Parameter(torch.tensor(0.2)), nn.Parameter(torch.linspace(-0.1, 0.1, 32))
+        self.temperature, self.bias = (
+            nn.Parameter(torch.tensor(0.2)),
+            nn.Parameter(torch.linspace(-0.1, 0.1, 32)),
+        )
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         scores = logits * self.temperature.exp() + self.bias
@@ -225,8 +262,18 @@ def texts(cases: list[dict[str, Any]]) -> list[tuple[Rows, str]]:
     found = []
     for settings in cases:
         torch.manual_seed(0)
-        model = get_model("transformer")(vocab_size=32, block_size=8, n_embd=16, n_head=4, n_layer=2)
-        trainer = Trainer(model, "adamw", Scaled(), batch_size=2, global_batch_size=8, gradient_clip=0.5, **settings)
+        model = get_model("transformer")(
+            vocab_size=32, block_size=8, n_embd=16, n_head=4, n_layer=2
+        )
+        trainer = Trainer(
+            model,
+            "adamw",
+            Scaled(),
+            batch_size=2,
+            global_batch_size=8,
+            gradient_clip=0.5,
+            **settings,
+        )
         rows = [(float(record.loss), float(record.grad_norm)) for record in trainer.steps(Texts())]
         state = trainer.state_dict()
         found.append((rows, digest_of(state)))
@@ -236,8 +283,10 @@ def texts(cases: list[dict[str, Any]]) -> list[tuple[Rows, str]]:
 
 def test_they_train_where_sequences_and_layers_are_cut() -> None:
     cases: list[dict[str, Any]] = [
-        {"strategy": "tensor", "reproducible": True}, {"strategy": "tensor"}, {"strategy": "context"},
-    ]  # fmt: skip
+        {"strategy": "tensor", "reproducible": True},
+        {"strategy": "tensor"},
+        {"strategy": "context"},
+    ]
     (expected, exact), (rows, _) = texts([{"reproducible": True}, {}])
     assert torch.allclose(torch.tensor(rows), torch.tensor(expected), atol=1e-5)
     found = run_ranks(texts, 2, cases)[0]
@@ -247,7 +296,9 @@ def test_they_train_where_sequences_and_layers_are_cut() -> None:
 
 
 def test_they_are_refused_where_sums_are_over_chunks() -> None:
-    with pytest.raises(UsageError, match=r"the loss function has weights of its own: loss_fn\.temperature"):
+    with pytest.raises(
+        UsageError, match=r"the loss function has weights of its own: loss_fn\.temperature"
+    ):
         texts([{"reproducible": True, "context_blocks": 4}])
 
 
@@ -277,7 +328,9 @@ def saved_and_resumed(strategies: list[str], folder: str) -> dict[str, Tensor]:
     for place, strategy in enumerate(strategies, 1):
         model, loss = built()
         steps = STEPS * place // len(strategies)
-        trainer = Trainer(model, adamw, loss, strategy=strategy, output_dir=folder, max_steps=steps, **SETTINGS)
+        trainer = Trainer(
+            model, adamw, loss, strategy=strategy, output_dir=folder, max_steps=steps, **SETTINGS
+        )
         trainer.train(data())
     return trainer.state_dict()
 
@@ -291,14 +344,17 @@ def test_they_are_saved_and_resumed_under_another_strategy(tmp_path: Path) -> No
     model.load_state_dict(checkpoint.weights(path))
     loss.load_state_dict(checkpoint.loss_weights(path), strict=False)
     assert torch.allclose(loss.proxies.detach(), expected["loss_fn.proxies"], atol=1e-5)  # type: ignore[arg-type]
-    plain_model = Trainer(built()[0], adamw, F.cross_entropy, **SETTINGS)  # whoever evaluates needs no loss function
+    # whoever evaluates needs no loss function
+    plain_model = Trainer(built()[0], adamw, F.cross_entropy, **SETTINGS)
     with pytest.raises(UsageError, match="does not fit"):
         plain_model.load_checkpoint(path)  # its optimizer has other parameters
 
 
 def test_what_the_optimizer_forgets_is_told() -> None:
     model, loss = built()
-    with pytest.warns(UserWarning, match=r"loss_fn\.temperature, loss_fn\.proxies is in no group of the optimizer"):
+    with pytest.warns(
+        UserWarning, match=r"loss_fn\.temperature, loss_fn\.proxies is in no group of the optimizer"
+    ):
         Trainer(model, adamw(model.parameters()), loss, **SETTINGS)
 
 
@@ -311,7 +367,9 @@ def test_weights_in_a_closure_are_refused() -> None:
     model = built()[0]
     with pytest.raises(UsageError, match=r"write a loss function with weights as an nn\.Module"):
         Trainer(model, adamw([*model.parameters(), scale]), loss_fn, **SETTINGS)
-    with pytest.raises(UsageError, match="the loss function trains a parameter that it holds in a closure"):
+    with pytest.raises(
+        UsageError, match="the loss function trains a parameter that it holds in a closure"
+    ):
         next(Trainer(built()[0], "adamw", loss_fn, **SETTINGS).steps(data()))
     teacher = nn.Linear(4, CLASSES)  # asked without a graph, so that nothing in it trains
 
@@ -335,13 +393,18 @@ def test_what_the_loss_shares_with_a_model_that_is_cut_is_refused() -> None:
 
 
 def test_a_config_names_one() -> None:
-    config = config_from({"loss_fn": {"name": f"{__name__}:Proxies"}, "training.learning_rate": 0.05})
+    config = config_from(
+        {"loss_fn": {"name": f"{__name__}:Proxies"}, "training.learning_rate": 0.05}
+    )
     torch.manual_seed(3)
     trainer = Trainer(built()[0], config=config, **SETTINGS)
     before = trainer.state_dict()["loss_fn.proxies"].clone()
     next(trainer.steps(data()))
     assert not torch.equal(trainer.state_dict()["loss_fn.proxies"], before)
-    assert trainer.placed.num_parameters == sum(p.numel() for p in built()[0].parameters()) + 6 * CLASSES + 1
+    assert (
+        trainer.placed.num_parameters
+        == sum(p.numel() for p in built()[0].parameters()) + 6 * CLASSES + 1
+    )
 
 
 def test_evaluation_leaves_them_and_their_buffers() -> None:

@@ -1,4 +1,6 @@
-"""Mixtures of experts: one process's losses, and its bits where they count, on every composition of axes."""
+"""Mixtures of experts: one process's losses, and its bits where they count, on every composition of
+axes.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "softmax": ({}, {"n_layer": 2, "vocab_size": 64}),
     "sigmoid, over the step": (
         {"training.global_batch_size": 22, "training.gradient_checkpointing": "full"},
-        {"n_layer": 2, "vocab_size": 64, "router": "sigmoid", "balance": "step", "top_k": 3, "tie_embeddings": True},
+        {
+            "n_layer": 2,
+            "vocab_size": 64,
+            "router": "sigmoid",
+            "balance": "step",
+            "top_k": 3,
+            "tie_embeddings": True,
+        },
     ),
     "one expert a token": (
         {"training.gradient_checkpointing": "selective"},
@@ -33,7 +42,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"distributed.context_blocks": 4, "distributed.sequence_parallel": False},
         {"n_layer": 2, "vocab_size": 64},
     ),
-    "six experts": ({"training.global_batch_size": 22}, {"n_layer": 2, "vocab_size": 64, "n_expert": 6}),
+    "six experts": (
+        {"training.global_batch_size": 22},
+        {"n_layer": 2, "vocab_size": 64, "n_expert": 6},
+    ),
 }
 
 
@@ -46,32 +58,63 @@ def cases_of(topologies: dict[str, tuple[str, ...]], steps: int = 5) -> list[tup
 
 
 def test_the_same_training() -> None:
-    check_against_one_process(4, by_turns(uneven(cases_of({
-        "pipeline:2*fsdp:2": ("sigmoid, over the step",),
-        "fsdp:2*tensor:2": ("sigmoid, over the step",),
-        "ddp:4*expert:2": ("softmax",),
-        "fsdp:4*expert:2": ("one expert a token",),
-        "fsdp:4*expert:4": ("bf16",),
-        "fsdp:2*context:2*expert:2": ("in chunks",),
-        "hybrid:2x2*expert:2": ("sigmoid, over the step",),
-        "ddp:2*tensor:2*expert:2": ("sigmoid, over the step",),
-        "fsdp:2*tensor:2*expert:2": ("softmax",),
-        "pipeline:2*fsdp:2*expert:2": ("sigmoid, over the step",),
-    }, steps=2))))  # fmt: skip
+    check_against_one_process(
+        4,
+        by_turns(
+            uneven(
+                cases_of(
+                    {
+                        "pipeline:2*fsdp:2": ("sigmoid, over the step",),
+                        "fsdp:2*tensor:2": ("sigmoid, over the step",),
+                        "ddp:4*expert:2": ("softmax",),
+                        "fsdp:4*expert:2": ("one expert a token",),
+                        "fsdp:4*expert:4": ("bf16",),
+                        "fsdp:2*context:2*expert:2": ("in chunks",),
+                        "hybrid:2x2*expert:2": ("sigmoid, over the step",),
+                        "ddp:2*tensor:2*expert:2": ("sigmoid, over the step",),
+                        "fsdp:2*tensor:2*expert:2": ("softmax",),
+                        "pipeline:2*fsdp:2*expert:2": ("sigmoid, over the step",),
+                    },
+                    steps=2,
+                )
+            )
+        ),
+    )
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 def test_every_model_on_every_composition_of_axes() -> None:
     topologies = (
-        "ddp:4", "fsdp:4", "hybrid:2x2", "pipeline:2*ddp:2", "pipeline:2*fsdp:2", "pipeline:2*tensor:2",
-        "ddp:2*tensor:2", "fsdp:2*tensor:2", "ddp:4*expert:2", "ddp:4*expert:4", "fsdp:4*expert:2", "fsdp:4*expert:4",
-        "hybrid:2x2*expert:2", "hybrid:2x2*expert:4", "ddp:2*tensor:2*expert:2", "fsdp:2*tensor:2*expert:2",
-        "pipeline:2*ddp:2*expert:2", "pipeline:2*fsdp:2*expert:2",
-    )  # fmt: skip
-    models = [("mixture", *CASES[name]) for name in ("softmax", "sigmoid, over the step", "one expert a token")]
-    # In bf16 a rounding now and then sends a token to another expert: after 20 steps a norm is 1.2e-3 off.
-    check_both(4, every(topologies, models) + uneven(cases_of(dict.fromkeys(topologies, ("bf16",)), steps=5)))
+        "ddp:4",
+        "fsdp:4",
+        "hybrid:2x2",
+        "pipeline:2*ddp:2",
+        "pipeline:2*fsdp:2",
+        "pipeline:2*tensor:2",
+        "ddp:2*tensor:2",
+        "fsdp:2*tensor:2",
+        "ddp:4*expert:2",
+        "ddp:4*expert:4",
+        "fsdp:4*expert:2",
+        "fsdp:4*expert:4",
+        "hybrid:2x2*expert:2",
+        "hybrid:2x2*expert:4",
+        "ddp:2*tensor:2*expert:2",
+        "fsdp:2*tensor:2*expert:2",
+        "pipeline:2*ddp:2*expert:2",
+        "pipeline:2*fsdp:2*expert:2",
+    )
+    models = [
+        ("mixture", *CASES[name])
+        for name in ("softmax", "sigmoid, over the step", "one expert a token")
+    ]
+    # In bf16 a rounding now and then sends a token to another expert: after 20 steps a norm is
+    # 1.2e-3 off.
+    check_both(
+        4,
+        every(topologies, models) + uneven(cases_of(dict.fromkeys(topologies, ("bf16",)), steps=5)),
+    )
 
 
 # ---- experts over ranks ----
@@ -80,7 +123,9 @@ SMALL = {"n_layer": 2, "vocab_size": 64}
 
 
 def bytes_sent(topology: str) -> tuple[int, int]:
-    """Bytes of rows that this rank sends in a second step, and four times those that go to experts elsewhere."""
+    """Bytes of rows that this rank sends in a second step, and four times those that go to experts
+    elsewhere.
+    """
     sent: list[int] = []
     elsewhere: list[int] = []
     first = PlacedExperts.__init__
@@ -92,7 +137,8 @@ def bytes_sent(topology: str) -> tuple[int, int]:
 
     def chosen(router: Router, _args: Any, outputs: tuple[Tensor, ...]) -> None:
         (experts,), of = made, made[0].mesh["tensor"]
-        each = router.weight.shape[0] // of.size()  # experts of a rank along the axis tensor, which has all rows
+        # experts of a rank along the axis tensor, which has all rows
+        each = router.weight.shape[0] // of.size()
         within = outputs[0] - of.get_local_rank() * each
         mine = (within >= 0) & (within < each)
         elsewhere.append(int((mine & (within * experts.ranks // each != experts.rank)).sum()))
@@ -132,12 +178,23 @@ def refused(topology: str, model: str, args: dict[str, Any]) -> str:
 
 REFUSED = {
     "does not say which of its modules are experts": ("ddp:4*expert:2", "transformer", SMALL),
-    "gate has 6 experts, which 4 ranks can't share": ("fsdp:4*expert:4", "mixture", {**SMALL, "n_expert": 6}),
-    "6 experts, which 4 ranks (2 along expert × 2 along tensor) can't share": (
-        "fsdp:2*tensor:2*expert:2", "mixture", {**SMALL, "n_expert": 6},
+    "gate has 6 experts, which 4 ranks can't share": (
+        "fsdp:4*expert:4",
+        "mixture",
+        {**SMALL, "n_expert": 6},
     ),
-}  # fmt: skip
-TOPOLOGIES = ("ddp:4*expert:2", "hybrid:2x2*expert:4", "fsdp:2*tensor:2*expert:2", "pipeline:2*fsdp:2*expert:2")
+    "6 experts, which 4 ranks (2 along expert × 2 along tensor) can't share": (
+        "fsdp:2*tensor:2*expert:2",
+        "mixture",
+        {**SMALL, "n_expert": 6},
+    ),
+}
+TOPOLOGIES = (
+    "ddp:4*expert:2",
+    "hybrid:2x2*expert:4",
+    "fsdp:2*tensor:2*expert:2",
+    "pipeline:2*fsdp:2*expert:2",
+)
 
 
 def on_four_ranks(folder: str) -> tuple[list[tuple[int, int]], list[float], list[str], Bits]:
@@ -145,12 +202,16 @@ def on_four_ranks(folder: str) -> tuple[list[tuple[int, int]], list[float], list
         [bytes_sent(topology) for topology in TOPOLOGIES],
         [evaluated(topology) for topology in TOPOLOGIES[1:]],
         [refused(*case) for case in REFUSED.values()],
-        relay(folder, "mixture", {"training.max_steps": 10}, list(TOPOLOGIES), 2, SMALL["vocab_size"]),
+        relay(
+            folder, "mixture", {"training.max_steps": 10}, list(TOPOLOGIES), 2, SMALL["vocab_size"]
+        ),
     )
 
 
 def test_bytes_evaluation_refusals_and_checkpoints(tmp_path: Path) -> None:
-    """A checkpoint of one composition loads on any other, and the run ends in the bits of one process."""
+    """A checkpoint of one composition loads on any other, and the run ends in the bits of one
+    process.
+    """
     results = run_ranks(on_four_ranks, 4, str(tmp_path))
     for place in range(len(TOPOLOGIES)):
         sent, expected = (sum(of_rank[0][place][what] for of_rank in results) for what in (0, 1))
@@ -160,7 +221,14 @@ def test_bytes_evaluation_refusals_and_checkpoints(tmp_path: Path) -> None:
         for expected_text, text in zip(REFUSED, of_rank[2], strict=True):
             assert expected_text in text
     digest, reference = (
-        relay(str(folder), "mixture", {"training.max_steps": 10}, ["single"], steps, SMALL["vocab_size"])[0]
+        relay(
+            str(folder),
+            "mixture",
+            {"training.max_steps": 10},
+            ["single"],
+            steps,
+            SMALL["vocab_size"],
+        )[0]
         for folder, steps in ((tmp_path, 2), (tmp_path / "other", 10))
     )
     assert digest == reference
@@ -170,19 +238,32 @@ def test_bytes_evaluation_refusals_and_checkpoints(tmp_path: Path) -> None:
     ("settings", "says"),
     [
         ({"strategy": "diloco"}, "experts can't be spread over 2 ranks under strategy diloco"),
-        ({"strategy": "ddp", "ddp.compression.kind": "bf16"}, "compression.kind is bf16, and experts are spread"),
+        (
+            {"strategy": "ddp", "ddp.compression.kind": "bf16"},
+            "compression.kind is bf16, and experts are spread",
+        ),
     ],
 )
 def test_what_does_not_go_together(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        config_from({"distributed.expert_size": 2, **{f"distributed.{k}": v for k, v in settings.items()}})
+        config_from(
+            {"distributed.expert_size": 2, **{f"distributed.{k}": v for k, v in settings.items()}}
+        )
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 def test_odd_numbers_of_ranks() -> None:
-    """Six ranks run nodes of which no two are halves of one: the ranks of an expert send several sums."""
-    topologies = ("ddp:6*expert:2", "fsdp:6*expert:2", "ddp:6*expert:3", "hybrid:2x3*expert:2", "hybrid:3x2*expert:6")
+    """Six ranks run nodes of which no two are halves of one: the ranks of an expert send several
+    sums.
+    """
+    topologies = (
+        "ddp:6*expert:2",
+        "fsdp:6*expert:2",
+        "ddp:6*expert:3",
+        "hybrid:2x3*expert:2",
+        "hybrid:3x2*expert:6",
+    )
     check_both(6, cases_of(dict.fromkeys(topologies, ("six experts",))))
 
 
@@ -191,11 +272,18 @@ def test_odd_numbers_of_ranks() -> None:
 def test_three_axes() -> None:
     """2 × 2 × 2 of pipeline, shards or replicas, context, tensor and experts."""
     topologies = (
-        "pipeline:2*fsdp:2*tensor:2*expert:2", "pipeline:2*ddp:2*tensor:2*expert:2", "pipeline:2*ddp:4*expert:2",
-        "pipeline:2*hybrid:2x2*expert:4", "hybrid:2x2*tensor:2*expert:2",
-    )  # fmt: skip
+        "pipeline:2*fsdp:2*tensor:2*expert:2",
+        "pipeline:2*ddp:2*tensor:2*expert:2",
+        "pipeline:2*ddp:4*expert:2",
+        "pipeline:2*hybrid:2x2*expert:4",
+        "hybrid:2x2*tensor:2*expert:2",
+    )
     cases = cases_of(dict.fromkeys(topologies, ("softmax", "sigmoid, over the step")))
-    cut = ("fsdp:2*context:2*tensor:2*expert:2", "pipeline:2*ddp:2*context:2*expert:2", "ddp:4*context:2*expert:4")
+    cut = (
+        "fsdp:2*context:2*tensor:2*expert:2",
+        "pipeline:2*ddp:2*context:2*expert:2",
+        "ddp:4*context:2*expert:4",
+    )
     check_both(8, cases + cases_of(dict.fromkeys(cut, ("in chunks",))))
 
 
@@ -203,4 +291,6 @@ def test_three_axes() -> None:
 @pytest.mark.timeout(7200)
 def test_all_axes() -> None:
     """Sixteen ranks: pipeline × shards × context × tensor, and experts over the shards."""
-    check_both(16, cases_of({"pipeline:2*fsdp:2*context:2*tensor:2*expert:2": ("in chunks",)}, steps=3))
+    check_both(
+        16, cases_of({"pipeline:2*fsdp:2*context:2*tensor:2*expert:2": ("in chunks",)}, steps=3)
+    )

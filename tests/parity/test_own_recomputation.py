@@ -1,6 +1,8 @@
-"""A model that recomputes parts of its forward pass itself trains like the same model that does not.
+"""A model that recomputes parts of its forward pass itself trains like the same model that does
+not.
 
-It draws random numbers (dropout, stochastic depth), and a repeated forward pass has to draw those of the first one.
+It draws random numbers (dropout, stochastic depth), and a repeated forward pass has to draw those
+of the first one.
 """
 
 from typing import Any
@@ -10,13 +12,26 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from tests.parity.own_recomputation import WAYS, Net, Numbers, chain, chain_of_recomputed, each, in_row, train
+from tests.parity.own_recomputation import (
+    WAYS,
+    Net,
+    Numbers,
+    chain,
+    chain_of_recomputed,
+    each,
+    in_row,
+    train,
+)
 from tests.ranks import run_ranks
 
 REPRODUCIBLE = {"distributed.reproducible": True}
-ONE_USE = [name for name in WAYS if name not in ("reversible", "shared, reentrant")]  # DDP and FSDP2 refuse the others
+# DDP and FSDP2 refuse the others
+ONE_USE = [name for name in WAYS if name not in ("reversible", "shared, reentrant")]
 PIPED = ("each", "each, reentrant", "each, selective", "lambda", "nested", "parts")
-ZERO_BUBBLE = {"distributed.pipeline.schedule": "ZBVZeroBubble", "distributed.pipeline.stages_per_rank": 2}
+ZERO_BUBBLE = {
+    "distributed.pipeline.schedule": "ZBVZeroBubble",
+    "distributed.pipeline.stages_per_rank": 2,
+}
 
 Case = tuple[str, str, dict[str, Any]]  # (topology, way, settings)
 
@@ -47,7 +62,9 @@ _plain: dict[Any, Numbers] = {}
 
 
 def without(way: str | None, *, piped: bool = False) -> Numbers:
-    """Return the numbers of one process that recomputes nothing; `way` None: of a chain of segments."""
+    """Return the numbers of one process that recomputes nothing; `way` None: of a chain of
+    segments.
+    """
     key = "segments" if way is None else (WAYS[way][1], piped)
     if key not in _plain:
         if way is None:
@@ -60,7 +77,11 @@ def without(way: str | None, *, piped: bool = False) -> Numbers:
 
 def assert_equal(found: Numbers, expected: Numbers, name: str) -> None:
     rows = zip(found[0], expected[0], strict=True)
-    values = [(float.fromhex(a), float.fromhex(b)) for one, other in rows for a, b in zip(one, other, strict=True)]
+    values = [
+        (float.fromhex(a), float.fromhex(b))
+        for one, other in rows
+        for a, b in zip(one, other, strict=True)
+    ]
     for mine, right in [*values, (float.fromhex(found[1]), float.fromhex(expected[1]))]:
         assert mine == pytest.approx(right, rel=1e-5, abs=1e-6), name
 
@@ -109,10 +130,17 @@ def test_segments_that_recompute_themselves_draw_again_what_they_drew() -> None:
 
 @pytest.mark.full
 def test_each_way_under_each_strategy() -> None:
-    reproducible: list[Case] = [(top, way, REPRODUCIBLE) for top in ("ddp:2", "fsdp:2") for way in ONE_USE]
-    own = [{"training.gradient_checkpointing": mode} for mode in ("full", "selective", "sequential", "every_n")]
+    reproducible: list[Case] = [
+        (top, way, REPRODUCIBLE) for top in ("ddp:2", "fsdp:2") for way in ONE_USE
+    ]
+    own = [
+        {"training.gradient_checkpointing": mode}
+        for mode in ("full", "selective", "sequential", "every_n")
+    ]
     both: list[Case] = [("fsdp:2", way, mode) for mode in own for way in ONE_USE]
-    unsharded: list[Case] = [("fsdp:2", "shared, reentrant", {"distributed.fsdp.accumulate": "unsharded"})]
+    unsharded: list[Case] = [
+        ("fsdp:2", "shared, reentrant", {"distributed.fsdp.accumulate": "unsharded"})
+    ]
     cases = [*reproducible, *both, *unsharded]
     for case, numbers in zip(cases, run_ranks(of_nets, 2, cases, timeout=900)[0], strict=True):
         assert_equal(numbers, without(case[1]), f"{case}")
@@ -125,7 +153,8 @@ def test_each_way_under_each_strategy() -> None:
 @pytest.mark.full
 def test_the_bits_are_those_of_one_process() -> None:
     cases: list[Case] = [
-        ("fsdp:2", way, REPRODUCIBLE) for way in ("each", "each, reentrant", "nested", "repeated at once")
+        ("fsdp:2", way, REPRODUCIBLE)
+        for way in ("each", "each, reentrant", "nested", "repeated at once")
     ]
     for case, numbers in zip(cases, run_ranks(of_nets, 2, cases)[0], strict=True):
         assert numbers[0] == of_nets([("single", *case[1:])])[0][0], f"{case}"
@@ -159,7 +188,14 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def test_a_hugging_face_model_that_checkpoints_trains_like_one_that_does_not() -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 31, "n_positions": 8, "use_cache": False}
+    sizes = {
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "vocab_size": 31,
+        "n_positions": 8,
+        "use_cache": False,
+    }
 
     def trained(options: dict[str, Any] | None) -> Numbers:
         torch.manual_seed(0)
@@ -182,6 +218,10 @@ def test_a_backward_pass_within_a_forward_pass_changes_no_draw() -> None:
             hidden = self.stem(x).detach().requires_grad_()
             first = self.way(self.layers, hidden)
             (pull,) = torch.autograd.grad(first.sum(), hidden)
-            return self.head(self.way(self.layers, self.stem(x))) + pull.square().sum(1, keepdim=True)
+            return self.head(self.way(self.layers, self.stem(x))) + pull.square().sum(
+                1, keepdim=True
+            )
 
-    assert_equal(train(Penalised(each), "single", {}), train(Penalised(in_row), "single", {}), "penalty")
+    assert_equal(
+        train(Penalised(each), "single", {}), train(Penalised(in_row), "single", {}), "penalty"
+    )

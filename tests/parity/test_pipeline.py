@@ -1,4 +1,6 @@
-"""Pipelines take the step of one process: models × schedules × layouts, dropout on, uneven masks, short steps."""
+"""Pipelines take the step of one process: models × schedules × layouts, dropout on, uneven masks,
+short steps.
+"""
 
 from functools import cache
 
@@ -16,7 +18,9 @@ def alone(model: str) -> Result:
     return run(model, {})
 
 
-@pytest.mark.parametrize("case", [c for ranks in (2, 4) for c in grid(ranks, whole=False)], ids=case_name)
+@pytest.mark.parametrize(
+    "case", [c for ranks in (2, 4) for c in grid(ranks, whole=False)], ids=case_name
+)
 def test_a_model_a_schedule_and_a_layout(case: Case) -> None:
     expected = alone(case.model)
     for rank in launched(case.ranks):
@@ -27,7 +31,12 @@ def test_a_model_a_schedule_and_a_layout(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [c for ranks in (2, 4) for c in grid(ranks, whole=False) if c.layout in ("pipeline:2", "pipeline:4")],
+    [
+        c
+        for ranks in (2, 4)
+        for c in grid(ranks, whole=False)
+        if c.layout in ("pipeline:2", "pipeline:4")
+    ],
     ids=case_name,
 )
 def test_no_rank_holds_another_stages_parameters(case: Case) -> None:
@@ -38,7 +47,10 @@ def test_no_rank_holds_another_stages_parameters(case: Case) -> None:
         assert result.alive == sum(result.held.values())
         assert result.alive < result.num_parameters or case.model == "bdh"
     everywhere = {name for result in results for name in result.held}
-    assert sum(max(r.held.get(name, 0) for r in results) for name in everywhere) == results[0].num_parameters
+    assert (
+        sum(max(r.held.get(name, 0) for r in results) for name in everywhere)
+        == results[0].num_parameters
+    )
 
 
 @pytest.mark.full

@@ -1,4 +1,6 @@
-"""bf16 and fp16 under every strategy; overflows that all ranks agree on; parameters gathered in bf16."""
+"""bf16 and fp16 under every strategy; overflows that all ranks agree on; parameters gathered in
+bf16.
+"""
 
 from typing import Any
 
@@ -23,7 +25,10 @@ def in_one_launch() -> dict[str, Any]:
     strategies = {"ddp": {}, "fsdp": {"distributed.fsdp.accumulate": "unsharded"}}
     return {
         "modes": run_all(CASES),
-        "overflow": {name: overflow({"distributed.strategy": name, **more}) for name, more in strategies.items()},
+        "overflow": {
+            name: overflow({"distributed.strategy": name, **more})
+            for name, more in strategies.items()
+        },
     }
 
 
@@ -43,20 +48,32 @@ def overflow(settings: dict[str, Any]) -> dict[str, Any]:
 
     def plant(gradient: Tensor) -> Tensor:
         here = dist.is_initialized() and dist.get_rank() == 1
-        return torch.full_like(gradient, torch.inf) if trainer.step.progress.step == 2 and here else gradient
+        return (
+            torch.full_like(gradient, torch.inf)
+            if trainer.step.progress.step == 2 and here
+            else gradient
+        )
 
     block.register_forward_hook(lambda _m, _a, output: output.register_hook(plant) and None)
     records = []
     for record in trainer.steps(Tokens()):
-        records.append((record.loss_scale, record.skipped, trainer.step.progress.updates, record.lr))
+        records.append(
+            (record.loss_scale, record.skipped, trainer.step.progress.updates, record.lr)
+        )
         if len(records) == 6:
             break
-    local = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.placed.parameters.values()]
+    local = [
+        p.to_local() if hasattr(p, "to_local") else p for p in trainer.placed.parameters.values()
+    ]
     return {
         "records": records,
         "skipped": trainer.step.progress.skipped,
         "finite": all(bool(p.isfinite().all()) for p in local),
-        "values": torch.cat([p.detach().flatten() for p in local]) if settings["distributed.strategy"] == "ddp" else 0,
+        "values": (
+            torch.cat([p.detach().flatten() for p in local])
+            if settings["distributed.strategy"] == "ddp"
+            else 0
+        ),
     }
 
 
@@ -74,14 +91,24 @@ def test_half_precision_is_the_same_under_every_strategy(found: list[dict[str, A
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_trap_08_an_overflow_on_one_rank_is_skipped_by_all(found: list[dict[str, Any]], strategy: str) -> None:
+def test_trap_08_an_overflow_on_one_rank_is_skipped_by_all(
+    found: list[dict[str, Any]], strategy: str
+) -> None:
     """Replicas of which one skips a step differ for ever."""
     results = [rank["overflow"][strategy] for rank in found]
     for result in results:
         assert result["skipped"] == [2]
-        assert [skipped for _, skipped, _, _ in result["records"]] == [False, False, True, False, False, False]
+        assert [skipped for _, skipped, _, _ in result["records"]] == [
+            False,
+            False,
+            True,
+            False,
+            False,
+            False,
+        ]
         scales = [scale for scale, *_ in result["records"]]
-        assert scales == [1024.0, 1024.0, 2048.0, 1024.0, 1024.0, 2048.0]  # grows after two quiet steps, then falls
+        # grows after two quiet steps, then falls
+        assert scales == [1024.0, 1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
         assert result["finite"]
     if strategy == "ddp":
         assert torch.equal(results[0]["values"], results[1]["values"])
@@ -123,7 +150,10 @@ def test_parameters_in_bf16_are_refused_where_nothing_is_gathered(strategy: str)
 
 def test_cpu_offload_on_the_cpu_is_refused() -> None:
     with pytest.raises(UsageError, match="nothing to offload"):
-        run(Case("transformer", "full_shard", 1, "none", (("distributed.fsdp.cpu_offload", True),)), 1)
+        run(
+            Case("transformer", "full_shard", 1, "none", (("distributed.fsdp.cpu_offload", True),)),
+            1,
+        )
 
 
 def test_tf32_is_switched_for_products_and_convolutions() -> None:

@@ -15,8 +15,12 @@ TOPOLOGIES = {
 }
 
 
-def grid(ranks: int, samples: int, layers: int, steps: int, *, whole: bool = True) -> list[tuple[Any, ...]]:
-    """So many steps of so many samples; unless `whole`, each model and each topology is in both precisions by turns."""
+def grid(
+    ranks: int, samples: int, layers: int, steps: int, *, whole: bool = True
+) -> list[tuple[Any, ...]]:
+    """So many steps of so many samples; unless `whole`, each model and each topology is in both
+    precisions by turns.
+    """
     return [
         (topology, model, setting, steps, {"n_layer": layers})
         for i, model in enumerate(MODELS)
@@ -36,14 +40,18 @@ def check(ranks: int, cases: list[tuple[Any, ...]], timeout: float = 300) -> Non
     for results in run_ranks(many, ranks, cases, timeout=timeout):
         for (topology, *rest), (digest, records) in zip(cases, results, strict=True):
             model, settings, *others = rest
-            reference, reference_records = of_one_process((model, without_pipeline(settings), *others))
+            reference, reference_records = of_one_process(
+                (model, without_pipeline(settings), *others)
+            )
             assert records == reference_records, (topology, rest)
             assert digest == reference, (topology, rest)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_one_digest(ranks: int) -> None:
-    """Dropout, clipping; after 4 steps parameters, optimizer state, losses and norms are equal in every bit."""
+    """Dropout, clipping; after 4 steps parameters, optimizer state, losses and norms are equal in
+    every bit.
+    """
     check(ranks, grid(ranks, samples=8, layers=2, steps=4, whole=False))
 
 
@@ -57,7 +65,8 @@ def test_one_digest_of_more_and_larger_steps(ranks: int) -> None:
 
 
 def test_ragged_steps_and_odd_numbers_of_ranks() -> None:
-    """83 samples in steps of 11 or 12 micro-batches, on 3 ranks, tied weights: extra partial sums, the same bits.
+    """83 samples in steps of 11 or 12 micro-batches, on 3 ranks, tied weights: extra partial sums,
+    the same bits.
 
     The fourth step is the epoch's short one.
     """
@@ -67,7 +76,14 @@ def test_ragged_steps_and_odd_numbers_of_ranks() -> None:
     ]
     unsharded = {"distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": "no_shard"}
     cases.append(("ddp:3", "bdh", unsharded, 3))
-    cases.append(("ddp:3", "transformer", {"precision.mode": "fp16", "training.gradient_checkpointing": "full"}, 3))
+    cases.append(
+        (
+            "ddp:3",
+            "transformer",
+            {"precision.mode": "fp16", "training.gradient_checkpointing": "full"},
+            3,
+        )
+    )
     cases.append(("fsdp:3", "transformer", {"training.gradient_checkpointing": "selective"}, 3))
     check(3, cases)
 
@@ -76,7 +92,9 @@ SCHEDULE, STAGES = "distributed.pipeline.schedule", "distributed.pipeline.stages
 
 
 def test_pipelines_and_weights_that_stages_share() -> None:
-    """BDH's layers and tied embeddings: a running sum of gradients goes from stage to stage with each micro-batch."""
+    """BDH's layers and tied embeddings: a running sum of gradients goes from stage to stage with
+    each micro-batch.
+    """
     tied = {"tie_embeddings": True}
     cases: list[tuple[Any, ...]] = [
         ("pipeline:2", "transformer", {}, 3, tied),
@@ -84,18 +102,37 @@ def test_pipelines_and_weights_that_stages_share() -> None:
         ("pipeline:2", "bdh", {SCHEDULE: "Interleaved1F1B", STAGES: 2}, 3),
         ("pipeline:2", "transformer", {SCHEDULE: "Interleaved1F1B", STAGES: 2}, 3, tied),
         ("pipeline:2", "transformer", {SCHEDULE: "ZBVZeroBubble", STAGES: 2}, 3),
-        ("pipeline:2", "transformer", {"training.gradient_checkpointing": "full", "precision.mode": "fp16"}, 3),
+        (
+            "pipeline:2",
+            "transformer",
+            {"training.gradient_checkpointing": "full", "precision.mode": "fp16"},
+            3,
+        ),
     ]
     check(2, cases)
 
 
 def test_pipelines_side_by_side() -> None:
-    """Replicated or sharded, with numbers of micro-batches that they can't share out evenly, or over four stages."""
+    """Replicated or sharded, with numbers of micro-batches that they can't share out evenly, or
+    over four stages.
+    """
     cases: list[tuple[Any, ...]] = [
         ("pipeline:2*fsdp:2", "bdh", {}, 3),
         ("pipeline:2*fsdp:2", "free_transformer", {}, 3),
-        ("pipeline:2*fsdp:2", "transformer", {"training.global_batch_size": 22}, 4, {"tie_embeddings": True}),
-        ("pipeline:2*ddp:2", "transformer", {"training.global_batch_size": 22}, 4, {"tie_embeddings": True}),
+        (
+            "pipeline:2*fsdp:2",
+            "transformer",
+            {"training.global_batch_size": 22},
+            4,
+            {"tie_embeddings": True},
+        ),
+        (
+            "pipeline:2*ddp:2",
+            "transformer",
+            {"training.global_batch_size": 22},
+            4,
+            {"tie_embeddings": True},
+        ),
         ("pipeline:4", "transformer", {}, 3, {"tie_embeddings": True}),
     ]
     check(4, cases)
@@ -103,7 +140,9 @@ def test_pipelines_side_by_side() -> None:
 
 def test_another_seed_has_other_bits() -> None:
     """Else one digest would prove nothing."""
-    assert bits("single", "transformer", {"training.seed": 2}, 4) != bits("single", "transformer", {}, 4)
+    assert bits("single", "transformer", {"training.seed": 2}, 4) != bits(
+        "single", "transformer", {}, 4
+    )
 
 
 def test_plain_sums_have_other_bits() -> None:

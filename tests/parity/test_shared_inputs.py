@@ -1,4 +1,6 @@
-"""Reproducible runs of models in which one activation is used by many blocks, or whose parameters are not float32."""
+"""Reproducible runs of models in which one activation is used by many blocks, or whose parameters
+are not float32.
+"""
 
 from typing import Any
 
@@ -76,15 +78,25 @@ def t5() -> nn.Module:
 
     sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2}
     layers = {"num_layers": 2, "num_decoder_layers": 3}
-    return T5ForConditionalGeneration(T5Config(**sizes, **layers, decoder_start_token_id=0, pad_token_id=0))
+    return T5ForConditionalGeneration(
+        T5Config(**sizes, **layers, decoder_start_token_id=0, pad_token_id=0)
+    )
 
 
 def whisper() -> nn.Module:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     half = {"layers": 2, "attention_heads": 2, "ffn_dim": 32}
-    halves = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in half.items()}
-    sizes = {"vocab_size": 64, "num_mel_bins": 8, "d_model": 16, "max_source_positions": 20, "max_target_positions": 16}
+    halves = {
+        f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in half.items()
+    }
+    sizes = {
+        "vocab_size": 64,
+        "num_mel_bins": 8,
+        "d_model": 16,
+        "max_source_positions": 20,
+        "max_target_positions": 16,
+    }
     tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     return WhisperForConditionalGeneration(WhisperConfig(**halves, **sizes, **tokens, dropout=0.1))
 

@@ -1,4 +1,6 @@
-"""Layers cut over the axis `tensor`: one process's losses, and its bits where they count, on every product of axes."""
+"""Layers cut over the axis `tensor`: one process's losses, and its bits where they count, on every
+product of axes.
+"""
 
 import copy
 import warnings
@@ -29,24 +31,38 @@ TOPOLOGIES = {
     2: ("tensor:2",),
     4: ("tensor:4", "ddp:2*tensor:2", "fsdp:2*tensor:2", "pipeline:2*tensor:2"),
 }
-# name → (model, settings, model arguments). Two heads of keys and values: on four ranks fewer than ranks.
+# name → (model, settings, model arguments). Two heads of keys and values: on four ranks fewer than
+# ranks.
 GROUPED = {"n_layer": 2, "n_kv_head": 2, "vocab_size": 64}
-TIED, WHOLE_SEQUENCES = {**GROUPED, "tie_embeddings": True}, {"distributed.sequence_parallel": False}
+TIED, WHOLE_SEQUENCES = (
+    {**GROUPED, "tie_embeddings": True},
+    {"distributed.sequence_parallel": False},
+)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "grouped": ("transformer", {}, GROUPED),
-    "tied": ("transformer", {"training.global_batch_size": 22, "training.gradient_checkpointing": "full"}, TIED),
+    "tied": (
+        "transformer",
+        {"training.global_batch_size": 22, "training.gradient_checkpointing": "full"},
+        TIED,
+    ),
     "whole sequences": ("transformer", WHOLE_SEQUENCES, TIED),
     "products kept": ("transformer", {"training.gradient_checkpointing": "selective"}, GROUPED),
     "bf16": ("transformer", {"precision.mode": "bf16"}, GROUPED),
     "bdh": ("bdh", {}, {"n_layer": 2, "vocab_size": 64}),
     "free": ("free_transformer", {}, GROUPED),
-    "llama": ("hf:llama", {"precision.mode": "bf16"}, {"vocab_size": 64, "tie_word_embeddings": True}),
+    "llama": (
+        "hf:llama",
+        {"precision.mode": "bf16"},
+        {"vocab_size": 64, "tie_word_embeddings": True},
+    ),
     "qwen2": ("hf:qwen2", {}, {"vocab_size": 64}),  # with biases
     "qwen3": ("hf:qwen3", {}, {"vocab_size": 64, "head_dim": 8}),  # with norms of heads
-    "gpt2": ("hf:gpt2", {}, {"vocab_size": 64, "attn_pdrop": 0.0}),  # queries, keys and values in one weight; tied
+    # queries, keys and values in one weight; tied
+    "gpt2": ("hf:gpt2", {}, {"vocab_size": 64, "attn_pdrop": 0.0}),
     "mixtral": ("hf:mixtral", {}, {"vocab_size": 64, "num_local_experts": 4}),
-    "gemma": ("hf:gemma", {}, {"vocab_size": 64, "head_dim": 8}),  # a scaled embedding, which is tied
+    # a scaled embedding, which is tied
+    "gemma": ("hf:gemma", {}, {"vocab_size": 64, "head_dim": 8}),
     "phi3": ("hf:phi3", {}, {"vocab_size": 64, "num_key_value_heads": 4, "pad_token_id": 0}),
     "qwen3_moe": ("hf:qwen3_moe", {}, {"vocab_size": 64, **EXPERTS}),
 }
@@ -55,12 +71,20 @@ ONLY_FULL = ("qwen2", "gemma", "phi3", "qwen3_moe")
 
 def in_turn(ranks: int, steps: int) -> list[tuple[Any, ...]]:
     """One half of the models on two ranks, the other on four, where products of axes take turns."""
-    tops, models = TOPOLOGIES[ranks], [case for name, case in CASES.items() if name not in ONLY_FULL][ranks == 4 :: 2]
-    return [(tops[place % len(tops)], model, s, steps, args) for place, (model, s, args) in enumerate(models)]
+    tops, models = (
+        TOPOLOGIES[ranks],
+        [case for name, case in CASES.items() if name not in ONLY_FULL][ranks == 4 :: 2],
+    )
+    return [
+        (tops[place % len(tops)], model, s, steps, args)
+        for place, (model, s, args) in enumerate(models)
+    ]
 
 
 def check_both(ranks: int, cases: list[tuple[Any, ...]]) -> None:
-    plain = [(t, model, {**s, "distributed.reproducible": False}, *rest) for t, model, s, *rest in cases]
+    plain = [
+        (t, model, {**s, "distributed.reproducible": False}, *rest) for t, model, s, *rest in cases
+    ]
     check_against_one_process(ranks, cases + plain)
 
 
@@ -82,11 +106,16 @@ def test_families_of_hugging_face() -> None:
     """All whose plan Lockstep follows, and which are not among the cases above."""
     small = {"vocab_size": 64, "pad_token_id": 0}
     further: dict[str, dict[str, Any]] = {
-        "ernie4_5": {"head_dim": 8}, "gemma2": {"head_dim": 8}, "gemma3_text": {"head_dim": 8},
-        "phi": {"num_key_value_heads": 4}, "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
+        "ernie4_5": {"head_dim": 8},
+        "gemma2": {"head_dim": 8},
+        "gemma3_text": {"head_dim": 8},
+        "phi": {"num_key_value_heads": 4},
+        "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
         **{name: {} for name in ("cohere", "granite", "mistral", "smollm3")},
-    }  # fmt: skip
-    check_both(2, [("tensor:2", f"hf:{name}", {}, 2, small | args) for name, args in further.items()])
+    }
+    check_both(
+        2, [("tensor:2", f"hf:{name}", {}, 2, small | args) for name, args in further.items()]
+    )
 
 
 @pytest.mark.full
@@ -95,7 +124,11 @@ def test_three_axes() -> None:
     """2 × 2 × 2 of pipeline, shards or replicas, and tensor."""
     cases = [
         (topology, model, settings, 5, args)
-        for topology in ("pipeline:2*fsdp:2*tensor:2", "pipeline:2*ddp:2*tensor:2", "hybrid:2x2*tensor:2")
+        for topology in (
+            "pipeline:2*fsdp:2*tensor:2",
+            "pipeline:2*ddp:2*tensor:2",
+            "hybrid:2x2*tensor:2",
+        )
         for model, settings, args in (CASES["grouped"], CASES["tied"], CASES["bdh"], CASES["qwen3"])
     ]
     check(8, cases, timeout=5400)
@@ -112,7 +145,11 @@ COMPILED = {
 
 
 def compiled(topology: str, model: str, args: dict[str, Any]) -> list[tuple[float, float]]:
-    settings = {"training.compile": True, "distributed.reproducible": False, "training.max_steps": 3}
+    settings = {
+        "training.compile": True,
+        "distributed.reproducible": False,
+        "training.max_steps": 3,
+    }
     trainer = trainer_for(topology, model, {**settings, "training.global_batch_size": 8}, **args)
     return [(float(r.loss), float(r.grad_norm)) for r in trainer.steps(Tokens())]
 
@@ -130,12 +167,23 @@ def test_compiled_blocks(ranks: int) -> None:
             assert worst(found, compiled("single", *case)) < 1e-5, topology
 
 
-BALANCED = {"vocab_size": 64, "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 1.0}
+BALANCED = {
+    "vocab_size": 64,
+    "num_local_experts": 4,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 1.0,
+}
 
 
 def own_balance(topology: str) -> list[tuple[float, float]]:
-    """Steps of a mixture of Hugging Face with its own balance term, a large one; micro-batches have unequal targets."""
-    settings = {"training.max_steps": 3, "distributed.reproducible": False, "training.global_batch_size": 8}
+    """Steps of a mixture of Hugging Face with its own balance term, a large one; micro-batches have
+    unequal targets.
+    """
+    settings = {
+        "training.max_steps": 3,
+        "distributed.reproducible": False,
+        "training.global_batch_size": 8,
+    }
     trainer = trainer_for(topology, "hf:mixtral", settings, **BALANCED)
     return [(float(record.loss), float(record.grad_norm)) for record in trainer.steps(Tokens())]
 
@@ -145,7 +193,9 @@ def own_balances() -> list[list[tuple[float, float]]]:
 
 
 def test_a_mixture_of_hugging_face_with_its_own_balance_term() -> None:
-    """Weighed by valid targets, like the mean loss to which the library adds it: by hand, and on every strategy."""
+    """Weighed by valid targets, like the mean loss to which the library adds it: by hand, and on
+    every strategy.
+    """
     expected = own_balance("single")
     for found in run_ranks(own_balances, 2):
         for steps in found:
@@ -163,8 +213,18 @@ def test_the_balance_term_of_the_library_by_hand() -> None:
     for batch in micro_batches:
         targets = batch["targets"]
         counts.append(int((targets != -100).sum()))
-        means.append(float(library(input_ids=batch["input_ids"], labels=targets, shift_labels=targets).loss.detach()))
-    settings = {"distributed.reproducible": False, "training.global_batch_size": 4, "training.max_steps": 1}
+        means.append(
+            float(
+                library(
+                    input_ids=batch["input_ids"], labels=targets, shift_labels=targets
+                ).loss.detach()
+            )
+        )
+    settings = {
+        "distributed.reproducible": False,
+        "training.global_batch_size": 4,
+        "training.max_steps": 1,
+    }
     trainer = trainer_for("single", model, settings)
     for batch in micro_batches:
         trainer.training_step(batch)
@@ -177,7 +237,11 @@ def test_the_balance_term_of_the_library_by_hand() -> None:
 
 
 def one_rank(model: nn.Module, **distributed: Any) -> None:
-    apply_tensor(model, None, config_from({f"distributed.{key}": value for key, value in distributed.items()}).step)
+    apply_tensor(
+        model,
+        None,
+        config_from({f"distributed.{key}": value for key, value in distributed.items()}).step,
+    )
 
 
 def test_a_copy_of_a_cut_model_runs_its_own_parameters() -> None:
@@ -222,15 +286,28 @@ def test_a_plan_that_can_not_be_followed(model: nn.Module, says: str) -> None:
 
 def test_what_does_not_divide_or_does_not_go_together() -> None:
     with pytest.raises(UsageError, match="tensor_size=3 does not divide the number of ranks, 4"):
-        resolve(config_from({"distributed.strategy": "ddp", "distributed.tensor_size": 3}).distributed, 4)
-    assert resolve(config_from({"distributed.strategy": "tensor"}).distributed, 4) == Layout("tensor", tensor=4)
+        resolve(
+            config_from({"distributed.strategy": "ddp", "distributed.tensor_size": 3}).distributed,
+            4,
+        )
+    assert resolve(config_from({"distributed.strategy": "tensor"}).distributed, 4) == Layout(
+        "tensor", tensor=4
+    )
     for settings, says in (
         ({"strategy": "diloco"}, "layers can't be cut over 2 ranks under strategy diloco"),
         ({"reproducible": True, "tensor_blocks": 3}, "2 ranks can't share the 3 blocks"),
-        ({"strategy": "fsdp", "fsdp.cpu_offload": True}, "cpu_offload is True, and layers are cut over 2 ranks"),
+        (
+            {"strategy": "fsdp", "fsdp.cpu_offload": True},
+            "cpu_offload is True, and layers are cut over 2 ranks",
+        ),
     ):
         with pytest.raises(UsageError, match=says):
-            config_from({"distributed.tensor_size": 2, **{f"distributed.{k}": v for k, v in settings.items()}})
+            config_from(
+                {
+                    "distributed.tensor_size": 2,
+                    **{f"distributed.{k}": v for k, v in settings.items()},
+                }
+            )
 
 
 def refused(topology: str, model: str, args: dict[str, Any], length: int) -> str:
@@ -255,7 +332,8 @@ def test_models_that_ranks_can_not_share() -> None:
             {"vocab_size": 64, "num_key_value_heads": 1, "pad_token_id": 0},
             16,
         ),
-        "the loss of step 1 is nan": ("transformer", {**GROUPED, "vocab_size": 32}, 16),  # ids up to 60
+        # ids up to 60
+        "the loss of step 1 is nan": ("transformer", {**GROUPED, "vocab_size": 32}, 16),
         "has attention_dropout=0.1": ("hf:llama", {"vocab_size": 64, "attention_dropout": 0.1}, 16),
     }
     found = run_ranks(refusals, 2, [("tensor:2", *case) for case in cases.values()])
@@ -297,7 +375,9 @@ class WidestOutput(TorchDispatchMode):
 
 
 def sent_and_widest(loss_fn: Any = None) -> tuple[int, int, int]:
-    """Bytes that this rank's cut layers send in one step of one micro-batch, those of theory, and the widest tensor."""
+    """Bytes that this rank's cut layers send in one step of one micro-batch, those of theory, and
+    the widest tensor.
+    """
     sent: list[int] = []
     first = Cut.__init__
 
@@ -306,14 +386,20 @@ def sent_and_widest(loss_fn: Any = None) -> tuple[int, int, int]:
         self.on_send = sent.append
 
     Cut.__init__ = counted  # type: ignore[method-assign]
-    settings = {"distributed.reproducible": False, "training.max_steps": 1, "training.global_batch_size": 2}
+    settings = {
+        "distributed.reproducible": False,
+        "training.max_steps": 1,
+        "training.global_batch_size": 2,
+    }
     args = {"n_layer": 3, "n_kv_head": 4, "vocab_size": 1024}
     with WidestOutput() as seen:
         list(trainer_for("tensor:4", "transformer", settings, loss_fn, **args).steps(Tokens(16)))
     Cut.__init__ = first  # type: ignore[method-assign]
     activation, positions = 2 * 16 * 32 * 4, 2 * 16
-    logits = positions * 2 * 4 * 4 if loss_fn is None else positions * 1024 * 4  # two numbers of each rank; or whole
-    per_layer = 8 * activation  # forward and backward: an all-gather and a reduce-scatter each, of both halves
+    # two numbers of each rank; or whole
+    logits = positions * 2 * 4 * 4 if loss_fn is None else positions * 1024 * 4
+    # forward and backward: an all-gather and a reduce-scatter each, of both halves
+    per_layer = 8 * activation
     ends = 2 * activation + 2 * activation + logits  # embedding; entering the head; the loss
     return sum(sent), (3 * per_layer + ends) * 3 // 4, seen.widest
 
@@ -323,8 +409,12 @@ def sent_and_widest_of_both() -> list[tuple[int, int, int]]:
 
 
 def test_bytes_of_a_step_are_those_of_theory_and_no_rank_has_whole_logits() -> None:
-    """Four all-reduces a layer, as halves; logits are gathered for a loss function that Lockstep does not know."""
-    for (sent, expected, widest), (sent_whole, expected_whole, widest_whole) in run_ranks(sent_and_widest_of_both, 4):
+    """Four all-reduces a layer, as halves; logits are gathered for a loss function that Lockstep
+    does not know.
+    """
+    for (sent, expected, widest), (sent_whole, expected_whole, widest_whole) in run_ranks(
+        sent_and_widest_of_both, 4
+    ):
         assert (sent, widest) == (expected, 1024 // 4)
         assert (sent_whole, widest_whole) == (expected_whole, 1024)
 
@@ -342,7 +432,9 @@ class WithLogitPenalty(Transformer):
 
 
 def trained_and_evaluated(topology: str, kind: str, exact: bool) -> list[float]:
-    """Losses of three steps, then that of an evaluation, and the most likely tokens' sum outside of the step."""
+    """Losses of three steps, then that of an evaluation, and the most likely tokens' sum outside of
+    the step.
+    """
     settings = {"training.max_steps": 3, "distributed.reproducible": exact}
     args = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 64, "dropout": 0.1}
     loss_fn = nn.CrossEntropyLoss() if kind == "function" else None
@@ -358,11 +450,15 @@ def trained_and_evaluated(topology: str, kind: str, exact: bool) -> list[float]:
 
 def train_and_evaluate_all(topology: str) -> list[list[float]]:
     kinds = ("own", "function", "overridden")
-    return [trained_and_evaluated(topology, kind, exact) for kind in kinds for exact in (True, False)]
+    return [
+        trained_and_evaluated(topology, kind, exact) for kind in kinds for exact in (True, False)
+    ]
 
 
 def test_losses_evaluation_and_logits_outside_of_the_step() -> None:
-    """A model's own loss takes cut logits; a loss function, or one that a subclass brings, takes whole ones."""
+    """A model's own loss takes cut logits; a loss function, or one that a subclass brings, takes
+    whole ones.
+    """
     expected = train_and_evaluate_all("single")
     for found in run_ranks(train_and_evaluate_all, 2, "tensor:2"):
         assert found[::2] == expected[::2]
@@ -386,5 +482,7 @@ def test_cut_losses_of_one_rank(blocks: int | None, dtype: torch.dtype) -> None:
 
 
 def test_a_target_outside_of_the_vocabulary_is_no_silent_zero() -> None:
-    losses = cut_token_losses(torch.zeros(1, 2, 8), torch.tensor([[3, 8]]), Cut(None, 2, sequence=False))
+    losses = cut_token_losses(
+        torch.zeros(1, 2, 8), torch.tensor([[3, 8]]), Cut(None, 2, sequence=False)
+    )
     assert losses.isnan().tolist() == [False, True]

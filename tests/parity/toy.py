@@ -1,4 +1,6 @@
-"""Small data and models on which strategies are compared; functions here run on every rank of a test."""
+"""Small data and models on which strategies are compared; functions here run on every rank of a
+test.
+"""
 
 from typing import Any
 
@@ -14,11 +16,17 @@ from lockstep.trainer import Trainer
 VOCAB, LENGTH, SAMPLES = 61, 16, 83
 
 # What the configs that ship train with, so that comparisons cover schedules, decay and clipping.
-RECIPE = {"training.lr_schedule": "cosine", "training.weight_decay": 0.1, "training.gradient_clip": 1.0}
+RECIPE = {
+    "training.lr_schedule": "cosine",
+    "training.weight_decay": 0.1,
+    "training.gradient_clip": 1.0,
+}
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """83 samples whose first 0 to 6 targets do not count, so that micro-batches hold unequal numbers of them."""
+    """83 samples whose first 0 to 6 targets do not count, so that micro-batches hold unequal
+    numbers of them.
+    """
 
     deterministic = True
 
@@ -48,24 +56,45 @@ class Packed(Tokens):
 def language_model(name: str, **args: Any) -> nn.Module:
     """A tiny model of the family, on meta; of the Hugging Face library by `hf:llama`."""
     if name.startswith("hf:"):
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
         grouped = {"num_key_value_heads": 2, "block_size": LENGTH, "vocab_size": VOCAB}
         if name == "hf:gpt2":  # has other names, and no grouped heads
-            sizes, grouped = {"n_embd": 32, "n_layer": 2, "n_head": 4}, {"block_size": LENGTH, "vocab_size": VOCAB}
+            sizes, grouped = (
+                {"n_embd": 32, "n_layer": 2, "n_head": 4},
+                {
+                    "block_size": LENGTH,
+                    "vocab_size": VOCAB,
+                },
+            )
         torch.manual_seed(0)  # some families have no values on meta
         with torch.device("meta"):
             return get_model(name)(**{**sizes, **grouped, **args})
     common = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": VOCAB, "dropout": 0.1}
     family = {
-        "bdh": {"mlp_multiplier": 4}, "transformer": {"n_kv_head": 2}, "free_transformer": {"latent_bits": 4},
-        "mixture": {"n_kv_head": 2, "n_expert": 4, "expert_hidden": 24, "n_shared": 1, "bias_rate": 1e-3},
-    }  # fmt: skip
+        "bdh": {"mlp_multiplier": 4},
+        "transformer": {"n_kv_head": 2},
+        "free_transformer": {"latent_bits": 4},
+        "mixture": {
+            "n_kv_head": 2,
+            "n_expert": 4,
+            "expert_hidden": 24,
+            "n_shared": 1,
+            "bias_rate": 1e-3,
+        },
+    }
     with torch.device("meta"):
         return get_model(name)(**{**common, **family[name], **args})
 
 
 def unchecked(trainer: Trainer) -> Trainer:
-    """Leave out the check of the loss in the first steps: it takes a tenth of a short run, and has tests of its own."""
+    """Leave out the check of the loss in the first steps: it takes a tenth of a short run, and has
+    tests of its own.
+    """
     trainer.loss_check.skip()
     return trainer
 
@@ -73,7 +102,9 @@ def unchecked(trainer: Trainer) -> Trainer:
 def losses(
     settings: dict[str, Any], model: str = "transformer", steps: int = 20, **args: Any
 ) -> list[tuple[float, ...]]:
-    """(loss, gradient norm, learning rate, tokens) of each step under `settings`, dotted keys of the config."""
+    """(loss, gradient norm, learning rate, tokens) of each step under `settings`, dotted keys of
+    the config.
+    """
     common = {
         "training.batch_size": 2,
         "training.global_batch_size": 24,
@@ -83,7 +114,9 @@ def losses(
         "training.max_steps": steps,
         "precision.mode": "fp32",
     }
-    trainer = unchecked(Trainer(language_model(model, **args), config=config_from({**common, **settings})))
+    trainer = unchecked(
+        Trainer(language_model(model, **args), config=config_from({**common, **settings}))
+    )
     records = trainer.steps(Tokens())
     return [(float(r.loss), float(r.grad_norm), r.lr, float(r.tokens)) for r in records]
 
@@ -97,7 +130,9 @@ def worst(one: list[tuple[float, ...]], other: list[tuple[float, ...]]) -> float
     """The largest relative difference between two runs."""
     assert len(one) == len(other)
     return max(
-        abs(a - b) / max(abs(b), 1e-12) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
+        abs(a - b) / max(abs(b), 1e-12)
+        for x, y in zip(one, other, strict=True)
+        for a, b in zip(x, y, strict=True)
     )
 
 

@@ -39,14 +39,20 @@ class Images(Dataset[dict[str, Tensor]]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"image": torch.full((1, 32, 32), index / SAMPLES), "label": torch.tensor(index % 10)}
+        return {
+            "image": torch.full((1, 32, 32), index / SAMPLES),
+            "label": torch.tensor(index % 10),
+        }
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Dataset[Any]]] = {
     "bdh": (lambda: get_model("bdh")(**{**COMMON, "n_embd": 64}, mlp_multiplier=16), Tokens()),
     "transformer": (lambda: get_model("transformer")(**COMMON), Tokens()),
     "free_transformer": (lambda: get_model("free_transformer")(**COMMON, latent_bits=8), Tokens()),
-    "mixture": (lambda: get_model("mixture")(**COMMON, router="sigmoid", bias_rate=0.01, n_shared=1), Tokens()),
+    "mixture": (
+        lambda: get_model("mixture")(**COMMON, router="sigmoid", bias_rate=0.01, n_shared=1),
+        Tokens(),
+    ),
     "vae": (lambda: get_model("vae")(image_size=32, channels=1, latent_dim=32), Images()),
 }
 FSDP = ("full_shard", "shard_grad_op", "no_shard")
@@ -63,11 +69,20 @@ class Case(NamedTuple):
     def config(self) -> Config:
         settings: dict[str, Any] = {"distributed.strategy": "ddp"}
         if ":" in self.strategy:
-            settings = {f"distributed.{key}": value for key, value in parse_topology(self.strategy)[0].items()}
+            settings = {
+                f"distributed.{key}": value
+                for key, value in parse_topology(self.strategy)[0].items()
+            }
         elif self.strategy in FSDP:
-            settings = {"distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": self.strategy}
+            settings = {
+                "distributed.strategy": "fsdp",
+                "distributed.fsdp.sharding_strategy": self.strategy,
+            }
         elif self.strategy != "ddp":
-            settings = {"distributed.strategy": "pipeline", "distributed.pipeline.schedule": self.strategy}
+            settings = {
+                "distributed.strategy": "pipeline",
+                "distributed.pipeline.schedule": self.strategy,
+            }
         return config_from(
             {
                 **settings,
@@ -114,12 +129,20 @@ def predict(case: Case, ranks: int) -> list[int]:
     if layout.strategy == "pipeline":
         return [
             rehearse_rank(
-                work, config, layout, rank * layout.pipeline // ranks, micro_batches=case.accumulation,
+                work,
+                config,
+                layout,
+                rank * layout.pipeline // ranks,
+                micro_batches=case.accumulation,
                 device_type="cpu",
             ).peak.total
             for rank in range(ranks)
-        ]  # fmt: skip
-    return [rehearse(work, config, layout, micro_batches=case.accumulation, device_type="cpu").peak.total] * ranks
+        ]
+    return [
+        rehearse(
+            work, config, layout, micro_batches=case.accumulation, device_type="cpu"
+        ).peak.total
+    ] * ranks
 
 
 def errors_of(case: Case, predicted: list[int], measured: list[int]) -> list[float]:
@@ -132,21 +155,40 @@ def errors_of(case: Case, predicted: list[int], measured: list[int]) -> list[flo
 # On four ranks: which models are cut how.
 AXES = {
     "transformer": (
-        "tensor:4", "ddp:2*tensor:2", "fsdp:2*tensor:2", "pipeline:2*tensor:2", "context:4", "ddp:2*context:2",
-        "fsdp:2*context:2", "pipeline:2*context:2", "context:2*tensor:2",
+        "tensor:4",
+        "ddp:2*tensor:2",
+        "fsdp:2*tensor:2",
+        "pipeline:2*tensor:2",
+        "context:4",
+        "ddp:2*context:2",
+        "fsdp:2*context:2",
+        "pipeline:2*context:2",
+        "context:2*tensor:2",
     ),
     "mixture": (
-        "ddp:4*expert:2", "ddp:4*expert:4", "fsdp:4*expert:2", "fsdp:4*expert:4", "hybrid:2x2*expert:2",
-        "fsdp:2*tensor:2*expert:2", "pipeline:2*ddp:2*expert:2", "pipeline:2*fsdp:2*expert:2", "fsdp:2*tensor:2",
+        "ddp:4*expert:2",
+        "ddp:4*expert:4",
+        "fsdp:4*expert:2",
+        "fsdp:4*expert:4",
+        "hybrid:2x2*expert:2",
+        "fsdp:2*tensor:2*expert:2",
+        "pipeline:2*ddp:2*expert:2",
+        "pipeline:2*fsdp:2*expert:2",
+        "fsdp:2*tensor:2",
     ),
-}  # fmt: skip
+}
 
 
 def grid(ranks: int) -> list[Case]:
     """Every model under every strategy; on four ranks, models cut along tensor, context and expert."""
     strategies = dict.fromkeys(MODELS, ("ddp", *FSDP, *PIPELINES)) if ranks == 2 else AXES
     return [
-        Case(model, strategy, checkpointing, 4 if strategy in PIPELINES or "pipeline" in strategy else 2)
+        Case(
+            model,
+            strategy,
+            checkpointing,
+            4 if strategy in PIPELINES or "pipeline" in strategy else 2,
+        )
         for model, these in strategies.items()
         for strategy in these
         for checkpointing in ("none", "full")

@@ -15,7 +15,12 @@ LARGE = {"n_layer": 24, "n_embd": 2560, "n_head": 20, "vocab_size": 32000, "bloc
 
 def config(args: dict[str, int]):  # type: ignore[no-untyped-def]
     return config_from(
-        {"model.name": "transformer", "model.args": args, "training.batch_size": 1, "precision.mode": "bf16"}
+        {
+            "model.name": "transformer",
+            "model.args": args,
+            "training.batch_size": 1,
+            "precision.mode": "bf16",
+        }
     )
 
 
@@ -37,15 +42,24 @@ def test_a_loss_that_the_config_names_is_rehearsed() -> None:
     """Without it both members of a pair would be the model's arguments."""
     named = {"model.name": "torch.nn:Linear", "model.args": {"in_features": 2, "out_features": 2}}
     named |= {"data.name": "tests.plan.test_auto:pairs", "loss_fn": "torch.nn:CrossEntropyLoss"}
-    assert choose(config_from({**named, "training.batch_size": 2}), 2, 2).config.distributed.strategy == "ddp"
+    assert (
+        choose(config_from({**named, "training.batch_size": 2}), 2, 2).config.distributed.strategy
+        == "ddp"
+    )
 
 
 class OwnLoss(nn.Module):
-    """Returns its own loss, as torch computes it; with `reads`, a forward pass that looks at its batch."""
+    """Returns its own loss, as torch computes it; with `reads`, a forward pass that looks at its
+    batch.
+    """
 
     def __init__(self, vocab_size: int, reads: bool = False) -> None:
         super().__init__()
-        self.reads, self.embed, self.head = reads, nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)
+        self.reads, self.embed, self.head = (
+            reads,
+            nn.Embedding(vocab_size, 8),
+            nn.Linear(8, vocab_size),
+        )
 
     def forward(self, input_ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
         if self.reads and int(input_ids.max()) < 0:
@@ -71,7 +85,15 @@ def test_a_model_that_does_not_fit_is_sharded_and_why_is_said() -> None:
 
 
 def test_numbers_that_contradict_each_other_are_no_reason_for_another_layout() -> None:
-    """Two ranks take 2 × 4 × 2 = 16 samples a step, and the config says 8: it took a pipeline, and said "ddp needs"."""
-    numbers = {"training.batch_size": 2, "training.gradient_accumulation_steps": 4, "training.global_batch_size": 8}
-    with pytest.raises(UsageError, match="batch_size 2 × gradient_accumulation_steps 4 × data-parallel size 2 = 16"):
+    """Two ranks take 2 × 4 × 2 = 16 samples a step, and the config says 8: it took a pipeline, and
+    said "ddp needs".
+    """
+    numbers = {
+        "training.batch_size": 2,
+        "training.gradient_accumulation_steps": 4,
+        "training.global_batch_size": 8,
+    }
+    with pytest.raises(
+        UsageError, match="batch_size 2 × gradient_accumulation_steps 4 × data-parallel size 2 = 16"
+    ):
         choose(config(SMALL).replaced(numbers), 2, 2)

@@ -17,21 +17,32 @@ SIZES = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 8192, "block_siz
 PIECES = Pieces(12, 20e6, 50e6, 0.1, 0.2)
 
 
-def said(kind: str, interconnect: str | None, per_node: int, micro_batches: int = 1, **more: object) -> list[str]:
+def said(
+    kind: str, interconnect: str | None, per_node: int, micro_batches: int = 1, **more: object
+) -> list[str]:
     settings = {"distributed.strategy": "ddp", "distributed.ddp.compression.kind": kind, **more}
     config = config_from(settings)
     cluster = cluster_of(GPUS, "A100-80GB", interconnect, per_node=per_node)
-    return compression_advice(PIECES, config, resolve(config.distributed, GPUS, per_node), cluster, micro_batches)
+    return compression_advice(
+        PIECES, config, resolve(config.distributed, GPUS, per_node), cluster, micro_batches
+    )
 
 
 @pytest.mark.parametrize(
     ("interconnect", "per_node", "pays"),
-    [("Ethernet 1G", 1, True), ("Ethernet 10G", 1, True), ("InfiniBand NDR", 1, False), (None, 8, False)],
+    [
+        ("Ethernet 1G", 1, True),
+        ("Ethernet 10G", 1, True),
+        ("InfiniBand NDR", 1, False),
+        (None, 8, False),
+    ],
 )
 def test_trap_62_a_plan_advises_compression_only_where_it_pays(
     interconnect: str | None, per_node: int, pays: bool
 ) -> None:
-    """Published studies find gains in few set-ups: within a node, and on fast links, backward hides what is sent."""
+    """Published studies find gains in few set-ups: within a node, and on fast links, backward hides
+    what is sent.
+    """
     lines = said("none", interconnect, per_node)
     assert len(lines) == pays
     assert all("compression.kind: bf16 would take" in line for line in lines)
@@ -53,17 +64,30 @@ def test_where_bits_are_fixed_or_nothing_is_replicated_nothing_is_advised() -> N
 def test_low_rank_is_planned_as_it_is_sent() -> None:
     sent = {}
     for kind in ("none", "powersgd"):
-        settings = {"model.name": "transformer", "model.args": SIZES, "distributed.ddp.compression.kind": kind}
+        settings = {
+            "model.name": "transformer",
+            "model.args": SIZES,
+            "distributed.ddp.compression.kind": kind,
+        }
         config = config_from(settings)
-        cluster, work = cluster_of(GPUS, "A100-80GB", "Ethernet 1G", per_node=1), workload_of(config)
-        step = evaluate_layout(work, config, cluster, {"distributed.strategy": "ddp"}, model_size_of(work, config)).step
+        cluster, work = (
+            cluster_of(GPUS, "A100-80GB", "Ethernet 1G", per_node=1),
+            workload_of(config),
+        )
+        step = evaluate_layout(
+            work, config, cluster, {"distributed.strategy": "ddp"}, model_size_of(work, config)
+        ).step
         assert step is not None
         sent[kind] = step.between
     assert 0 < sent["powersgd"] < 0.1 * sent["none"]
 
 
 def test_the_advice_is_in_what_a_plan_says() -> None:
-    config = config_from({"model.name": "transformer", "model.args": SIZES, "training.batch_size": 1})
+    config = config_from(
+        {"model.name": "transformer", "model.args": SIZES, "training.batch_size": 1}
+    )
     cluster, work = cluster_of(GPUS, "A100-80GB", "Ethernet 1G", per_node=1), workload_of(config)
-    found = evaluate_layout(work, config, cluster, {"distributed.strategy": "ddp"}, model_size_of(work, config))
+    found = evaluate_layout(
+        work, config, cluster, {"distributed.strategy": "ddp"}, model_size_of(work, config)
+    )
     assert any("bf16 would take" in line for line in why([found]))

@@ -23,7 +23,9 @@ def test_what_is_sent_and_held() -> None:
     ddp = judged(distributed__strategy="ddp")
     local = judged(distributed__strategy="diloco", distributed__diloco__inner_steps=50)
     int8 = judged(
-        distributed__strategy="diloco", distributed__diloco__inner_steps=50, distributed__diloco__send_as="int8"
+        distributed__strategy="diloco",
+        distributed__diloco__inner_steps=50,
+        distributed__diloco__send_as="int8",
     )
     assert ddp.step is not None
     assert local.step is not None

@@ -14,16 +14,27 @@ from lockstep.plan.layouts import layout_of, layouts, model_size_of
 from lockstep.plan.workload import workload_of
 
 LARGE = {
-    "n_layer": 80, "n_embd": 8192, "n_head": 64, "n_kv_head": 8, "mlp_hidden": 28672, "vocab_size": 128256,
+    "n_layer": 80,
+    "n_embd": 8192,
+    "n_head": 64,
+    "n_kv_head": 8,
+    "mlp_hidden": 28672,
+    "vocab_size": 128256,
     "block_size": 8192,
-}  # fmt: skip
+}
 SMALL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 128, "block_size": 32}
 
 
 def proposed(model: str, args: dict[str, Any], gpus: int, **settings: Any) -> set[str]:
-    config = config_from({
-        "model.name": model, "model.args": args, "training.batch_size": 1, "precision.mode": "bf16", **settings
-    })  # fmt: skip
+    config = config_from(
+        {
+            "model.name": model,
+            "model.args": args,
+            "training.batch_size": 1,
+            "precision.mode": "bf16",
+            **settings,
+        }
+    )
     work, cluster = workload_of(config), cluster_of(gpus, "H100")
     found = layouts(work, model_size_of(work, config), config, cluster, low=True, pipelines=True)
     return {str(layout_of(config, cluster, changes)) for changes in found}
@@ -37,8 +48,13 @@ def test_axes_are_proposed_where_they_serve() -> None:
     assert {"fsdp:32*context:16", "fsdp:4*context:16*tensor:8"} <= long
     mixture = proposed("mixture", {**SMALL, "n_expert": 16}, 16)
     assert {"ddp:16", "ddp:16*expert:8", "fsdp:16*expert:16"} <= mixture
-    assert not any("*" in name for name in proposed("transformer", SMALL, 8) if "pipeline" not in name)
-    assert all("tensor:2" in name for name in proposed("transformer", SMALL, 8, **{"distributed.tensor_size": 2}))
+    assert not any(
+        "*" in name for name in proposed("transformer", SMALL, 8) if "pipeline" not in name
+    )
+    assert all(
+        "tensor:2" in name
+        for name in proposed("transformer", SMALL, 8, **{"distributed.tensor_size": 2})
+    )
 
 
 def test_time_and_bytes_along_axes() -> None:
@@ -46,28 +62,42 @@ def test_time_and_bytes_along_axes() -> None:
     inside, between = cluster.inside.bandwidth * 0.7, cluster.between.bandwidth * 0.7
     tensor = along_axes(Cost(tensor=7_000_000_000), Layout("fsdp", shard=2, tensor=8), cluster)
     assert tensor == pytest.approx((7 / inside, 7e9, 0))
-    expert = along_axes(Cost(expert=15_000_000_000), Layout("ddp", replicate=16, expert=16), cluster)
+    expert = along_axes(
+        Cost(expert=15_000_000_000), Layout("ddp", replicate=16, expert=16), cluster
+    )
     assert expert == pytest.approx((max(7 / inside, 8 / between), 7e9, 8e9))
     config = config_from({"model.name": "mixture", "model.args": SMALL, "training.batch_size": 1})
     size = model_size_of(workload_of(config), config)
     assert size.expert_parameters == 2 * 8 * 3 * 64 * 88
     sums = sums_of_experts(size, Layout("ddp", replicate=16, expert=8), cluster)
-    assert sums.between == pytest.approx(2 * 4 * size.expert_parameters / 8 / 2)  # an all-reduce of two ranks
+    # an all-reduce of two ranks
+    assert sums.between == pytest.approx(2 * 4 * size.expert_parameters / 8 / 2)
 
 
 def test_what_experts_over_ranks_save_and_send() -> None:
-    config = config_from({
-        "model.name": "mixture", "model.args": SMALL, "training.batch_size": 2, "precision.mode": "fp32"
-    })  # fmt: skip
+    config = config_from(
+        {
+            "model.name": "mixture",
+            "model.args": SMALL,
+            "training.batch_size": 2,
+            "precision.mode": "fp32",
+        }
+    )
     work, cluster = workload_of(config), cluster_of(4, "A100-80GB")
     size = model_size_of(work, config)
 
     def judged(**changes: Any) -> Any:
-        return evaluate_layout(work, config, cluster, {f"distributed.{k}": v for k, v in changes.items()}, size)
+        return evaluate_layout(
+            work, config, cluster, {f"distributed.{k}": v for k, v in changes.items()}, size
+        )
 
     plain, spread = judged(strategy="ddp"), judged(strategy="ddp", expert_size=4)
     held = 4 * (size.parameters - size.expert_parameters * 3 / 4)
-    assert abs(spread.memory["optimizer"] / (2 * held) - 1) < 0.01 > abs(spread.memory["parameters"] / held - 1)
+    assert (
+        abs(spread.memory["optimizer"] / (2 * held) - 1)
+        < 0.01
+        > abs(spread.memory["parameters"] / held - 1)
+    )
     assert spread.needed < plain.needed
     # passes × exchanges × positions × top_k × samples × bytes × layers, of which 3 of 4 leave
     rows = 2 * 2 * 32 * 2 * 2 * (64 * 4) * 2 * 3 / 4
@@ -78,4 +108,8 @@ def test_what_experts_over_ranks_save_and_send() -> None:
 def test_experts_that_do_not_divide_are_refused() -> None:
     config = config_from({"model.name": "mixture", "model.args": SMALL, "training.batch_size": 2})
     with pytest.raises(UsageError, match="expert_size=3 does not divide the data-parallel size, 4"):
-        layout_of(config, cluster_of(4, "H100"), {"distributed.strategy": "ddp", "distributed.expert_size": 3})
+        layout_of(
+            config,
+            cluster_of(4, "H100"),
+            {"distributed.strategy": "ddp", "distributed.expert_size": 3},
+        )

@@ -30,14 +30,20 @@ REST = [
 ]
 
 
-@pytest.mark.parametrize("cases", [PART, pytest.param(REST, marks=pytest.mark.full)], ids=["some", "the others"])
+@pytest.mark.parametrize(
+    "cases", [PART, pytest.param(REST, marks=pytest.mark.full)], ids=["some", "the others"]
+)
 def test_predicted_peaks_are_within_5_percent_of_tracked_ones(cases: list[Case]) -> None:
     found = run_ranks(measure, 2, cases)
     for index, case in enumerate(cases):
         measured = [rank[index] for rank in found]
         assert all(isinstance(peak, int) for peak in measured), measured
         predicted = predict(case, 2)
-        assert all(abs(error) < 0.05 for error in errors_of(case, predicted, measured)), (case, predicted, measured)
+        assert all(abs(error) < 0.05 for error in errors_of(case, predicted, measured)), (
+            case,
+            predicted,
+            measured,
+        )
 
 
 class Centred(nn.Module):
@@ -54,10 +60,14 @@ def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), Centred(), nn.ReLU(), nn.Linear(8, 2))
 
 
-@pytest.mark.parametrize("layout", [Layout("ddp", 1, 2), Layout("fsdp", 1, 1, 2), Layout("fsdp", 1, 2, 2)])
+@pytest.mark.parametrize(
+    "layout", [Layout("ddp", 1, 2), Layout("fsdp", 1, 1, 2), Layout("fsdp", 1, 2, 2)]
+)
 def test_a_model_with_running_statistics_is_rehearsed_on_several_ranks(layout: Layout) -> None:
     """Ranks gather a record of each micro-batch: there must be room for those of all ranks."""
-    work = Workload(normalised, (torch.zeros(8), torch.zeros((), dtype=torch.int64)), nn.CrossEntropyLoss())
+    work = Workload(
+        normalised, (torch.zeros(8), torch.zeros((), dtype=torch.int64)), nn.CrossEntropyLoss()
+    )
     named = {"distributed.buffers": {"*.centre": "mean"}, "distributed.reproducible": True}
     for settings in ({}, named):
         config = config_from({"training.batch_size": 4, **settings})
@@ -65,7 +75,9 @@ def test_a_model_with_running_statistics_is_rehearsed_on_several_ranks(layout: L
 
 
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
-def test_a_long_chain_of_equal_blocks_is_planned_from_a_few_of_them(monkeypatch, device_type: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_long_chain_of_equal_blocks_is_planned_from_a_few_of_them(
+    monkeypatch, device_type: str
+) -> None:  # type: ignore[no-untyped-def]
     ids = torch.zeros(16, dtype=torch.int64)
     work = Workload(
         lambda: get_model("transformer")(n_layer=8, n_embd=32, n_head=2, vocab_size=64),
@@ -89,7 +101,10 @@ def test_a_long_stage_is_planned_from_some_of_its_blocks(monkeypatch, checkpoint
         lambda: get_model("transformer")(n_layer=20, n_embd=32, n_head=2, vocab_size=64),
         {"input_ids": ids, "targets": ids},
     )
-    settings = {"distributed.strategy": "pipeline", "distributed.fsdp.sharding_strategy": "shard_grad_op"}
+    settings = {
+        "distributed.strategy": "pipeline",
+        "distributed.fsdp.sharding_strategy": "shard_grad_op",
+    }
     config = config_from(
         {
             **settings,

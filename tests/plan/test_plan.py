@@ -62,7 +62,10 @@ def test_the_table_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyP
     config, cluster = load_config(tmp_path / "c.yaml"), cluster_of(4, "A100-40GB")
     work = workload_of(config)
     changes = [{"distributed.strategy": "ddp"}, {"distributed.strategy": "fsdp"}]
-    found = [evaluate_layout(work, config, cluster, change, model_size_of(work, config)) for change in changes]
+    found = [
+        evaluate_layout(work, config, cluster, change, model_size_of(work, config))
+        for change in changes
+    ]
     for columns, shown in ((80, "fits"), (200, "exposed")):
         monkeypatch.setenv("COLUMNS", str(columns))
         lines = as_text(found, cluster, tokens_per_sample=32, steps=10, price=None).splitlines()
@@ -74,17 +77,32 @@ def test_the_table_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_size_alone_is_enough() -> None:
-    said = lockstep("--params", "7e9", "--seq-length", "2048", "--batch-size", "4", "--headroom", "0.5", "--gpus", "8")
+    said = lockstep(
+        "--params",
+        "7e9",
+        "--seq-length",
+        "2048",
+        "--batch-size",
+        "4",
+        "--headroom",
+        "0.5",
+        "--gpus",
+        "8",
+    )
     assert "fsdp full_shard" in said
 
 
 @pytest.mark.full
-def test_70_billion_parameters_on_512_gpus_take_less_than_a_minute_and_8_gib(tmp_path: Path) -> None:
+def test_70_billion_parameters_on_512_gpus_take_less_than_a_minute_and_8_gib(
+    tmp_path: Path,
+) -> None:
     """On two cores: measured in seconds of a core, because others may use these."""
     config = tmp_path / "c.yaml"
     config.write_text(LARGE)
     before, since = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    layouts = json.loads(lockstep(str(config), "--gpus", "512", "--gpu-type", "H100", "--json"))["layouts"]
+    layouts = json.loads(lockstep(str(config), "--gpus", "512", "--gpu-type", "H100", "--json"))[
+        "layouts"
+    ]
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert layouts[0]["fits"]
     computed = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -18,6 +18,8 @@ def test_published_figures_are_reproduced(figure: Figure) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("figure", [f for f in figures() if f not in QUICK], ids=lambda figure: figure.what)
+@pytest.mark.parametrize(
+    "figure", [f for f in figures() if f not in QUICK], ids=lambda figure: figure.what
+)
 def test_published_runs_are_reproduced(figure: Figure) -> None:
     assert figure.predicted() == pytest.approx(figure.published, rel=figure.within)

@@ -23,7 +23,9 @@ def test_trap_42_activations_are_not_batch_times_sequence_times_parameters() -> 
         needs.shape.layers * 5 * needs.shape.heads * 2048**2 * 4
     )
     recomputed = calculate_resources(7e9, 2048, 4, checkpointing=True)
-    assert recomputed.activations == pytest.approx(needs.shape.layers * 2 * 2048 * 4 * needs.shape.width + layer)
+    assert recomputed.activations == pytest.approx(
+        needs.shape.layers * 2 * 2048 * 4 * needs.shape.width + layer
+    )
     assert calculate_resources(7e9, 2048, 4, gpus=8).optimizer == pytest.approx(8 * 7e9 / 8)
     assert calculate_resources(7e9, 2048, 4, headroom=0.5).total == pytest.approx(1.5 * needs.total)
 
@@ -47,16 +49,21 @@ def test_a_size_below_one_is_refused() -> None:
 
 
 def test_trap_45_gpipe_and_1f1b_have_the_same_bubble() -> None:
-    """(p−1)/(m+p−1) for both: GPipe is not "bubble-minimal"; V interleaved stages have (p−1)/(V·m+p−1)."""
+    """(p−1)/(m+p−1) for both: GPipe is not "bubble-minimal"; V interleaved stages have
+    (p−1)/(V·m+p−1).
+    """
     from lockstep.parallel.pipeline.schedules import actions
 
     p, m = 4, 8
     for name, per_rank in (("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)):
         orders = [
-            [ScheduledPass(a.kind, a.stage, a.micro_batch) for a in order] for order in actions(name, p, per_rank, m)
+            [ScheduledPass(a.kind, a.stage, a.micro_batch) for a in order]
+            for order in actions(name, p, per_rank, m)
         ]
         stages = p * per_rank
-        seconds = {("F", s): 1 / per_rank for s in range(stages)} | {("B", s): 2 / per_rank for s in range(stages)}
+        seconds = {("F", s): 1 / per_rank for s in range(stages)} | {
+            ("B", s): 2 / per_rank for s in range(stages)
+        }
         line = pipeline(orders, seconds, [0.0] * stages, rank_of=[s % p for s in range(stages)])
         bubble = 1 - line.busy(("compute", 0)) / line.end
         assert bubble == pytest.approx((p - 1) / (per_rank * m + p - 1), abs=0.005), name

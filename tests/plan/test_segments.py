@@ -26,7 +26,9 @@ class Slow(nn.Module):
 
 def chain() -> nn.Sequential:
     """Many parameters in front, much time behind."""
-    return nn.Sequential(*(Slow(s, w) for s, w in [(0, 1000), (0, 1000), (0.01, 1), (0.02, 1), (0.01, 1)]))
+    return nn.Sequential(
+        *(Slow(s, w) for s, w in [(0, 1000), (0, 1000), (0.01, 1), (0.02, 1), (0.01, 1)])
+    )
 
 
 def test_stages_are_of_equal_time_not_of_equal_size() -> None:
@@ -36,7 +38,8 @@ def test_stages_are_of_equal_time_not_of_equal_size() -> None:
     assert [one.name for one in measured] == list("01234")
     assert [one.parameters for one in measured] == [1072, 1072, 73, 73, 73]
     assert measured[3].forward > 0.02
-    assert 2 * 4 * 8 * 4 >= measured[1].kept >= 4 * 8 * 4  # the input and tanh's result, of four samples
+    # the input and tanh's result, of four samples
+    assert 2 * 4 * 8 * 4 >= measured[1].kept >= 4 * 8 * 4
     parts, spec = equal_stages(measured, 2)
     assert [list(span) for span in parts.stages] in ([[0, 1, 2], [3, 4]], [[0, 1, 2, 3], [4]])
     assert list(spec.values()) == ["beginning"]
@@ -45,9 +48,16 @@ def test_stages_are_of_equal_time_not_of_equal_size() -> None:
 
 
 def test_the_command_prints_a_split_spec(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["model.args.n_layer=3", "model.args.n_embd=16", "model.args.n_head=2", "training.batch_size=1"]
+    small = [
+        "model.args.n_layer=3",
+        "model.args.n_embd=16",
+        "model.args.n_head=2",
+        "training.batch_size=1",
+    ]
     assert main(["plan", "ready/transformer.yaml", "--stages", "2", *small]) == 0
     shown = capsys.readouterr().out
-    spec = yaml.safe_load(shown[shown.index("distributed:") :])["distributed"]["pipeline"]["split_spec"]
+    spec = yaml.safe_load(shown[shown.index("distributed:") :])["distributed"]["pipeline"][
+        "split_spec"
+    ]
     assert len(spec) == 1
     assert "layers.1" in shown

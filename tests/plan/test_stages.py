@@ -1,4 +1,6 @@
-"""What a stage's passes cost: the two halves of a backward pass are measured, and the time of a step follows."""
+"""What a stage's passes cost: the two halves of a backward pass are measured, and the time of a
+step follows.
+"""
 
 from typing import Any
 
@@ -26,7 +28,9 @@ def workload(n_layer: int = 8, name: str = "transformer", **more: Any) -> Worklo
 
 
 def stages_of(work: Workload, settings: dict[str, Any], rank: int = 1) -> dict[int, Work]:
-    return rehearse_rank(work, config_from(settings), LAYOUT, rank, micro_batches=4, device_type="cpu").stages
+    return rehearse_rank(
+        work, config_from(settings), LAYOUT, rank, micro_batches=4, device_type="cpu"
+    ).stages
 
 
 def together(work: Work) -> Cost:
@@ -43,20 +47,30 @@ def test_two_halves_cost_what_the_pass_at_once_does_where_each_weight_is_used_on
 
 
 def test_two_halves_cost_more_than_the_pass_at_once_where_layers_share_weights() -> None:
-    """The second half goes all the way from the outputs again, and makes products of the first anew."""
+    """The second half goes all the way from the outputs again, and makes products of the first
+    anew.
+    """
     for work in stages_of(workload(name="bdh", mlp_multiplier=4), SPLIT).values():
         assert 1.3 < together(work).flops / work.backward.flops < 2.0
         assert 1.3 < together(work).moved / work.backward.moved < 2.0
 
 
 def test_a_schedule_without_halves_has_none() -> None:
-    schedule = {**SPLIT, "distributed.pipeline.schedule": "1F1B", "distributed.pipeline.stages_per_rank": 1}
+    schedule = {
+        **SPLIT,
+        "distributed.pipeline.schedule": "1F1B",
+        "distributed.pipeline.stages_per_rank": 1,
+    }
     assert all(work.halves is None for work in stages_of(workload(), schedule).values())
 
 
 def test_where_the_halves_run_together_the_first_costs_all() -> None:
-    """Recomputed blocks would be recomputed twice: the executor computes all gradients with those of inputs."""
-    for work in stages_of(workload(), {**SPLIT, "training.gradient_checkpointing": "full"}).values():
+    """Recomputed blocks would be recomputed twice: the executor computes all gradients with those
+    of inputs.
+    """
+    for work in stages_of(
+        workload(), {**SPLIT, "training.gradient_checkpointing": "full"}
+    ).values():
         assert work.halves == (work.backward, Cost())
 
 
@@ -64,7 +78,9 @@ def test_blocks_that_are_left_out_of_the_rehearsal_cost_as_much_in_halves() -> N
     long, longer = (stages_of(workload(n_layer), SPLIT) for n_layer in (24, 40))
     for stage, work in long.items():
         ratio = together(work).moved / work.backward.moved
-        assert together(longer[stage]).moved / longer[stage].backward.moved == pytest.approx(ratio, rel=0.1)
+        assert together(longer[stage]).moved / longer[stage].backward.moved == pytest.approx(
+            ratio, rel=0.1
+        )
         assert longer[stage].backward.moved > 1.3 * work.backward.moved
 
 
@@ -74,4 +90,5 @@ def test_a_step_takes_the_time_of_both_halves() -> None:
     as_equal = pipeline_step(plain, config.step, LAYOUT, cluster, 8)
     measured = [StageTime(1.0, 2.0, 0.0, 0.0, (1.5, 1.25)) for _ in range(4)]
     found = pipeline_step(measured, config.step, LAYOUT, cluster, 8)
-    assert found.compute == pytest.approx(as_equal.compute + 8 * 2 * 0.75)  # 8 micro-batches on 2 stages of a rank
+    # 8 micro-batches on 2 stages of a rank
+    assert found.compute == pytest.approx(as_equal.compute + 8 * 2 * 0.75)

@@ -1,4 +1,6 @@
-"""Steps of a model that sleeps where others compute, timed on real ranks, and what the simulation says of them."""
+"""Steps of a model that sleeps where others compute, timed on real ranks, and what the simulation
+says of them.
+"""
 
 import time
 from typing import Any, NamedTuple
@@ -14,7 +16,8 @@ from lockstep.parallel.pipeline.plan import StageTime, pipeline_step
 from lockstep.strategy import resolve, strategy_named
 from lockstep.trainer import Trainer
 
-WIDTH, BLOCKS, FORWARD, BACKWARD = 512, 4, 0.03, 0.06  # a MiB of parameters a block; seconds a micro-batch
+# a MiB of parameters a block; seconds a micro-batch
+WIDTH, BLOCKS, FORWARD, BACKWARD = 512, 4, 0.03, 0.06
 LATENCY = 1e-3  # gloo's, over a link
 
 
@@ -86,14 +89,22 @@ CASES = [
     Case("pipeline GPipe", 4, 64, (_PIPELINE, ("distributed.pipeline.schedule", "GPipe"))),
     Case("pipeline 1F1B", 4, 64, (_PIPELINE, ("distributed.pipeline.schedule", "1F1B"))),
     Case(
-        "pipeline Interleaved1F1B", 4, 64,
-        (_PIPELINE, ("distributed.pipeline.schedule", "Interleaved1F1B"), ("distributed.pipeline.stages_per_rank", 2)),
+        "pipeline Interleaved1F1B",
+        4,
+        64,
+        (
+            _PIPELINE,
+            ("distributed.pipeline.schedule", "Interleaved1F1B"),
+            ("distributed.pipeline.stages_per_rank", 2),
+        ),
     ),
-]  # fmt: skip
+]
 
 
 def measure(cases: list[Case], steps: int = 8) -> list[float]:
-    """On every rank: seconds of a step of each case, the fastest after the third: others use these cores."""
+    """On every rank: seconds of a step of each case, the fastest after the third: others use these
+    cores.
+    """
     found = []
     for case in cases:
         torch.manual_seed(0)
@@ -115,15 +126,23 @@ def predict(case: Case, ranks: int, megabits: float) -> StepTime:
     config = case.config()
     gpu = Gpu("sleeps", 1, 1, 1, 1, "", "none")
     link = Link("shaped", megabits / 8e3, LATENCY, "tc")
-    cluster = GpuCluster(gpu, ranks, 1, link, link, Efficiency(links=0.95))  # what TCP's headers leave
+    # what TCP's headers leave
+    cluster = GpuCluster(gpu, ranks, 1, link, link, Efficiency(links=0.95))
     layout = resolve(config.distributed, ranks, 1)
     block = 4.0 * WIDTH * WIDTH
     if layout.strategy == "pipeline":
         per_rank = config.distributed.pipeline.stages_per_rank
         each = BLOCKS / (ranks * per_rank)
         sent = 4.0 * WIDTH * case.samples
-        stages = [StageTime(each * FORWARD, each * BACKWARD, sent, each * block) for _ in range(ranks * per_rank)]
+        stages = [
+            StageTime(each * FORWARD, each * BACKWARD, sent, each * block)
+            for _ in range(ranks * per_rank)
+        ]
         return pipeline_step(stages, config.step, layout, cluster, case.micro_batches)
     low_rank = 4.0 * BLOCKS * 2 * WIDTH  # which only PowerSGD's cases send
-    pieces = Pieces(BLOCKS, block, 0.0, BLOCKS * FORWARD, BLOCKS * BACKWARD, low_rank_bytes=low_rank)
-    return strategy_named(layout.strategy).step_time(pieces, config.step, layout, cluster, case.micro_batches)
+    pieces = Pieces(
+        BLOCKS, block, 0.0, BLOCKS * FORWARD, BLOCKS * BACKWARD, low_rank_bytes=low_rank
+    )
+    return strategy_named(layout.strategy).step_time(
+        pieces, config.step, layout, cluster, case.micro_batches
+    )

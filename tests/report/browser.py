@@ -1,4 +1,6 @@
-"""Headless Chromium, driven over the DevTools protocol through a pipe: what a page says, and what it asks for."""
+"""Headless Chromium, driven over the DevTools protocol through a pipe: what a page says, and what
+it asks for.
+"""
 
 import json
 import os
@@ -11,11 +13,21 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _QUIET = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-default-apps", "--disable-extensions",
-    "--disable-sync", "--disable-features=OptimizationHints,MediaRouter,Translate", "--no-default-browser-check",
-    "--remote-debugging-pipe", "--force-device-scale-factor=1",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-default-apps",
+    "--disable-extensions",
+    "--disable-sync",
+    "--disable-features=OptimizationHints,MediaRouter,Translate",
+    "--no-default-browser-check",
+    "--remote-debugging-pipe",
+    "--force-device-scale-factor=1",
+)
 
 
 def browser() -> str | None:
@@ -24,7 +36,9 @@ def browser() -> str | None:
 
 
 class Page:
-    """One page. `requests` are the addresses that it asked for, `complaints` what its console said in anger."""
+    """One page. `requests` are the addresses that it asked for, `complaints` what its console said
+    in anger.
+    """
 
     def __init__(self, width: int = 1280, height: int = 900, *, dark: bool = False) -> None:
         self._home = tempfile.mkdtemp(prefix="chromium-")
@@ -40,9 +54,12 @@ class Page:
         program = browser()
         assert program is not None
         self._process = subprocess.Popen(
-            [program, *_QUIET, f"--user-data-dir={self._home}", "about:blank"], preexec_fn=connect,
-            close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [program, *_QUIET, f"--user-data-dir={self._home}", "about:blank"],
+            preexec_fn=connect,
+            close_fds=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(to_browser)
         os.close(from_browser)
         self._number, self._buffer = 0, b""
@@ -51,7 +68,9 @@ class Page:
         targets = self._call("Target.getTargets")["targetInfos"]
         target = next(t["targetId"] for t in targets if t["type"] == "page")
         self._session: str | None = None
-        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Network", "Runtime", "Log"):
             self._call(f"{domain}.enable")
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
@@ -70,7 +89,11 @@ class Page:
 
     def resize(self, width: int, height: int = 900) -> None:
         self._call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
 
     def open(self, address: str, drawn: str = "document.documentElement?.dataset.drawn") -> None:
@@ -90,7 +113,9 @@ class Page:
 
     def ask(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page."""
-        result = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        result = self._call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
@@ -123,8 +148,17 @@ class Page:
         if event.get("method") == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
         elif event.get("method") == "Runtime.exceptionThrown":
-            self.complaints.append(str(params["exceptionDetails"].get("exception", {}).get("description", params)))
-        elif event.get("method") == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.complaints.append(
+                str(params["exceptionDetails"].get("exception", {}).get("description", params))
+            )
+        elif event.get("method") == "Runtime.consoleAPICalled" and params["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.complaints.append(str([argument.get("value") for argument in params["args"]]))
-        elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+        elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] in (
+            "error",
+            "warning",
+        ):
             self.complaints.append(params["entry"]["text"])

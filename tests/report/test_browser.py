@@ -18,14 +18,21 @@ from lockstep.report.read import read_run
 from tests.report.browser import Page, browser
 from tests.report.shared import BEGUN, step_row, write_profile, write_run
 
-pytestmark = pytest.mark.skipif(browser() is None, reason="NO BROWSER: install chromium, or pages are not tested")
+pytestmark = pytest.mark.skipif(
+    browser() is None, reason="NO BROWSER: install chromium, or pages are not tested"
+)
 if browser() is None:
-    warnings.warn("no Chromium here: the report is NOT tested in a browser (apt-get install chromium)", stacklevel=1)
+    warnings.warn(
+        "no Chromium here: the report is NOT tested in a browser (apt-get install chromium)",
+        stacklevel=1,
+    )
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages of a whole run, of one that crashed at once, of one that crashed, and of three compared."""
+    """Pages of a whole run, of one that crashed at once, of one that crashed, and of three
+    compared.
+    """
     folder = tmp_path_factory.mktemp("pages")
     rich = write_run(folder / "rich", killed_at=268)
     write_profile(rich)
@@ -35,8 +42,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     begun.metrics.write_text('{"step": 1, "loss": "nan", "lr": 0')
     begun.config.write_text("name: <script>throw new Error('markup was run')</script>\n")
     made = {}
-    for name, runs in {"rich": ["rich"], "crashed": ["crashed"], "begun": ["begun"],
-                       "compared": ["rich", "other", "crashed"]}.items():  # fmt: skip
+    for name, runs in {
+        "rich": ["rich"],
+        "crashed": ["crashed"],
+        "begun": ["begun"],
+        "compared": ["rich", "other", "crashed"],
+    }.items():
         made[name] = folder / f"{name}.html"
         write(render(page_data([read_run(folder / run) for run in runs])), made[name])
     return made
@@ -59,7 +70,9 @@ shown.charts.filter((chart) => {
 
 
 def only_itself(page: Page, address: str) -> None:
-    outside = [asked for asked in page.requests if asked != address and not asked.startswith("data:")]
+    outside = [
+        asked for asked in page.requests if asked != address and not asked.startswith("data:")
+    ]
     assert outside == [], "no request leaves the page"
     assert page.complaints == []
 
@@ -72,7 +85,9 @@ def only_itself(page: Page, address: str) -> None:
         pytest.param(390, False, id="phone"),
     ],
 )
-def test_pages_draw_without_an_error_or_a_request(pages: dict[str, Path], width: int, dark: bool) -> None:
+def test_pages_draw_without_an_error_or_a_request(
+    pages: dict[str, Path], width: int, dark: bool
+) -> None:
     with Page(width, dark=dark) as page:
         for name, path in pages.items():
             page.requests.clear()
@@ -93,7 +108,10 @@ def test_the_page_follows_the_theme_while_it_is_open(pages: dict[str, Path]) -> 
         page.open(pages["rich"].as_uri())
         colour = "getComputedStyle(document.querySelector('#chart-throughput .line')).stroke"
         before = page.ask(colour)
-        page._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+        page._call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark"}],
+        )
         page.settle()
         assert page.ask(colour) != before
         assert page.complaints == []
@@ -128,10 +146,16 @@ def test_live_follows_the_run(tmp_path: Path) -> None:
 
 
 def test_texts_images_and_histograms_are_shown_and_bounded(tmp_path: Path) -> None:
-    """As `trainer.log` writes them, while the run goes on; a flood of large images does not make a large page."""
+    """As `trainer.log` writes them, while the run goes on; a flood of large images does not make a
+    large page.
+    """
     run = write_run(tmp_path / "run", steps=20, ranks=1, ends=False)
     monitor = Monitor(MonitorConfig(sinks=["jsonl"]), run, is_main=True)
-    made = {"digits": torch.rand(3, 1, 8, 8), "said": "<b>so</b> it goes", "weights": torch.randn(500)}
+    made = {
+        "digits": torch.rand(3, 1, 8, 8),
+        "said": "<b>so</b> it goes",
+        "weights": torch.randn(500),
+    }
     for step in (1, 2, 3, 4, 5, 6):
         monitor.on_log(step, made)
     monitor.flush()
@@ -141,14 +165,25 @@ def test_texts_images_and_histograms_are_shown_and_bounded(tmp_path: Path) -> No
     try:
         with Page() as page:
             page.open(address)
-            assert page.ask("[...document.querySelectorAll('.sample h3')].map((h) => h.textContent).join()") == (
-                "digits,said"
+            assert (
+                page.ask(
+                    "[...document.querySelectorAll('.sample h3')].map((h) => h.textContent).join()"
+                )
+                == "digits,said"
             )
-            assert page.ask("[...document.querySelectorAll('.sample img')].map((i) => i.naturalWidth).join()") == (
-                "24,24,24,24"
+            assert (
+                page.ask(
+                    "[...document.querySelectorAll('.sample img')].map((i) =>"
+                    " i.naturalWidth).join()"
+                )
+                == "24,24,24,24"
             )
-            assert page.ask("document.querySelector('.sample pre').textContent") == "<b>so</b> it goes"
-            assert "2 more in run/media/" in page.ask("document.querySelector('.sample').textContent")
+            assert (
+                page.ask("document.querySelector('.sample pre').textContent") == "<b>so</b> it goes"
+            )
+            assert "2 more in run/media/" in page.ask(
+                "document.querySelector('.sample').textContent"
+            )
             assert page.ask("document.querySelectorAll('#chart-histogram-0 .line').length") == 4
             monitor.on_log(7, {"said": "more"})
             monitor.close()
@@ -156,11 +191,21 @@ def test_texts_images_and_histograms_are_shown_and_bounded(tmp_path: Path) -> No
             assert page.ask("document.querySelector('.sample pre').textContent") == "more"
             for step in range(8, 40):
                 append_line(
-                    run.metrics, {"step": step, "media": {"big": {"kind": "image", "file": f"media/{step}.png"}}}
+                    run.metrics,
+                    {
+                        "step": step,
+                        "media": {"big": {"kind": "image", "file": f"media/{step}.png"}},
+                    },
                 )
                 (run.media / f"{step}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(150_000))
-            append_line(run.metrics, {"step": 40, "media": {"outside": {"kind": "image", "file": "../config.yaml"}}})
-            append_line(run.metrics, {"step": 40, "media": {"long": {"kind": "text", "text": "long " * 10**5}}})
+            append_line(
+                run.metrics,
+                {"step": 40, "media": {"outside": {"kind": "image", "file": "../config.yaml"}}},
+            )
+            append_line(
+                run.metrics,
+                {"step": 40, "media": {"long": {"kind": "text", "text": "long " * 10**5}}},
+            )
             page.requests = [asked for asked in page.requests if asked != address + "data.json"]
             only_itself(page, address)
     finally:
@@ -175,22 +220,41 @@ def test_texts_images_and_histograms_are_shown_and_bounded(tmp_path: Path) -> No
 
 
 def test_a_figure_answers_the_pointer_and_prints(pages: dict[str, Path]) -> None:
-    """Values under the pointer, names that hide, a part enlarged, and one figure drawn as wide as paper."""
+    """Values under the pointer, names that hide, a part enlarged, and one figure drawn as wide as
+    paper.
+    """
     with Page() as page:
         page.open(pages["rich"].as_uri())
 
-        def mouse(kind: str, chart: str, part: float = 0.5, mark: str = ".figure", **more: object) -> str:
-            """Move or press it over a mark of a figure, `part` of its width from its left; return what is shown."""
-            page.ask(f"document.querySelector('#chart-{chart} {mark}').scrollIntoView({{block: 'center'}})")
-            box = f"JSON.stringify(document.querySelector('#chart-{chart} {mark}').getBoundingClientRect())"
+        def mouse(
+            kind: str, chart: str, part: float = 0.5, mark: str = ".figure", **more: object
+        ) -> str:
+            """Move or press it over a mark of a figure, `part` of its width from its left; return
+            what is shown.
+            """
+            page.ask(
+                f"document.querySelector('#chart-{chart} {mark}').scrollIntoView({{block:"
+                " 'center'})"
+            )
+            box = (
+                f"JSON.stringify(document.querySelector('#chart-{chart}"
+                f" {mark}').getBoundingClientRect())"
+            )
             place = json.loads(page.ask(box))
-            page._call("Input.dispatchMouseEvent", type=kind, x=place["x"] + part * place["width"],
-                       y=place["y"] + place["height"] / 2, **more)  # fmt: skip
+            page._call(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=place["x"] + part * place["width"],
+                y=place["y"] + place["height"] / 2,
+                **more,
+            )
             tip = f"document.querySelector('#chart-{chart} .tip')"
             if kind == "mouseMoved":
                 figure = json.loads(page.ask(box.replace(mark, ".figure")))
                 beside = json.loads(page.ask(f"JSON.stringify({tip}.getBoundingClientRect())"))
-                assert figure["y"] < beside["y"] < figure["y"] + 30, "it is at the figure's upper edge"
+                assert figure["y"] < beside["y"] < figure["y"] + 30, (
+                    "it is at the figure's upper edge"
+                )
                 assert figure["x"] <= beside["x"] < beside["right"] <= figure["right"]
             return str(page.ask(f"{tip}.innerText"))
 
@@ -200,20 +264,28 @@ def test_a_figure_answers_the_pointer_and_prints(pages: dict[str, Path]) -> None
         assert "evaluation: 1." in shown
         assert "forward and backward: " in mouse("mouseMoved", "phases")
         assert "checkpoints: 3.6 s" in mouse("mouseMoved", "time", mark=".bar")
-        assert "save, step 100, step-00000100" in mouse("mouseMoved", "timeline", mark="[style*=c3]")
+        assert "save, step 100, step-00000100" in mouse(
+            "mouseMoved", "timeline", mark="[style*=c3]"
+        )
         assert re.search(r"step \d+\s+rank [12]: 1", mouse("mouseMoved", "ranks"))
         lines = "document.querySelectorAll('#chart-loss .line').length"
         assert page.ask(lines) == 3
         page.ask("document.querySelector('#chart-loss .keys button').click()")
         assert page.ask(lines) == 1, "each logged step and the mean are hidden together"
         page.ask("document.querySelector('#chart-loss .keys button').click()")
-        ticks = "[...document.querySelectorAll('#chart-loss text')].map((text) => text.textContent).join()"
+        ticks = (
+            "[...document.querySelectorAll('#chart-loss text')].map((text) =>"
+            " text.textContent).join()"
+        )
         whole = page.ask(ticks)
         mouse("mousePressed", "loss", 0.4, button="left", clickCount=1)
         mouse("mouseMoved", "loss", 0.5, button="left")
         mouse("mouseReleased", "loss", 0.5, button="left", clickCount=1)
         assert "250,255,260" in page.ask(ticks)
-        page.ask("document.querySelector('#chart-loss .figure').dispatchEvent(new MouseEvent('dblclick')) && 0")
+        page.ask(
+            "document.querySelector('#chart-loss .figure').dispatchEvent(new"
+            " MouseEvent('dblclick')) && 0"
+        )
         assert page.ask(ticks) == whole
         for event, widths in (("beforeprint", range(500, 720)), ("afterprint", range(900, 1240))):
             page.ask(f"dispatchEvent(new Event('{event}')) && 0")
@@ -238,7 +310,9 @@ def test_a_figure_answers_the_keyboard(pages: dict[str, Path]) -> None:
         steps = f"[...{focused}.querySelectorAll('text')].map((text) => text.textContent).join()"
         whole = page.ask(steps)
         press("+")
-        assert page.ask(steps) != whole, "a part is enlarged, and the figure drawn anew has the focus"
+        assert page.ask(steps) != whole, (
+            "a part is enlarged, and the figure drawn anew has the focus"
+        )
         press("Escape")
         assert page.ask(steps) == whole
         assert page.complaints == []
@@ -247,7 +321,10 @@ def test_a_figure_answers_the_keyboard(pages: dict[str, Path]) -> None:
 def test_the_page_of_a_long_and_wide_run_is_small_and_draws(tmp_path: Path) -> None:
     """100,000 logged steps of 64 ranks."""
     run = read_run(write_run(tmp_path / "run", ranks=64).path)
-    run.rows = [{**run.rows[i * len(run.rows) // 100_000], "step": i, "time": BEGUN + i} for i in range(100_000)]
+    run.rows = [
+        {**run.rows[i * len(run.rows) // 100_000], "step": i, "time": BEGUN + i}
+        for i in range(100_000)
+    ]
     write(render(page_data([run])), target := tmp_path / "report.html")
     assert 200_000 < target.stat().st_size < 1_000_000
     with Page(390) as page:
@@ -264,7 +341,10 @@ def test_ticks_are_few_and_plain_numbers(pages: dict[str, Path]) -> None:
         assert page.ask("ticksOf(1e-4, 1e3, 5, true)") == [1e-4, 1e-3, 0.01, 0.1, 1, 10, 100, 1000]
         assert page.ask("ticksOf(0.5, 2, 5, true)") == [0.5, 1, 1.5, 2]
         assert page.ask("ticksOf(0, 38, 5, false)") == [0, 10, 20, 30]
-        assert page.ask("ticksOf(0.0029, 0.0031, 5, false).map((tick) => spelled(tick, {}))")[0] == "0.0029"
+        assert (
+            page.ask("ticksOf(0.0029, 0.0031, 5, false).map((tick) => spelled(tick, {}))")[0]
+            == "0.0029"
+        )
         assert page.ask("spelled(0.0237, {percent: true})") == "2.37%"
         assert page.ask("spelled(1638400, {unit: '/s'})") == "1.638 M/s"
 
@@ -273,7 +353,8 @@ def test_a_request_would_be_noticed(tmp_path: Path) -> None:
     """The watch itself: a page that asks for something, or throws, is caught."""
     bad = tmp_path / "bad.html"
     bad.write_text(
-        "<html data-drawn=1><img src='http://127.0.0.1:9/x.png'><script>console.error('oh'); throw Error('no')</script>"
+        "<html data-drawn=1><img src='http://127.0.0.1:9/x.png'><script>console.error('oh'); throw"
+        " Error('no')</script>"
     )
     with Page() as page:
         page.open(bad.as_uri())

@@ -1,4 +1,6 @@
-"""A stranger's run directory: whatever is in it, the page is made, says what it left out, and nothing else happens."""
+"""A stranger's run directory: whatever is in it, the page is made, says what it left out, and
+nothing else happens.
+"""
 
 import json
 import os
@@ -49,7 +51,10 @@ def page_of(path: Path) -> dict[str, Any]:
     assert sketch(found)
     data = page_data([found])
     assert render(data)
-    for command in (("report", str(path), "-o", str(path.parent / "page.html")), ("top", "--once", str(path))):
+    for command in (
+        ("report", str(path), "-o", str(path.parent / "page.html")),
+        ("top", "--once", str(path)),
+    ):
         assert cli.main(command) == 0
     return data
 
@@ -61,14 +66,23 @@ def replaced(run: RunDirectory, name: str, make: Callable[[Path], object]) -> No
 
 @pytest.mark.fault(
     "hostile: links in a run directory",
-    "`config.yaml`, `metrics.jsonl`, `media/` or an image in it is a link to a file of the reader's",
+    "`config.yaml`, `metrics.jsonl`, `media/` or an image in it is a link to a file of the"
+    " reader's",
     "not followed: nothing of the file is in the page, which says what it left out",
 )
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.promise("No other link in it is followed, neither to read nor to write.")
 def test_links_are_not_followed(run: RunDirectory, tmp_path: Path, name: str) -> None:
     secret = tmp_path / "secret"
-    row = {"step": 1, "time": 1.0, "loss": 1.0, "kind": "start", "layout": SECRET, "about": SECRET, SECRET: 1.0}
+    row = {
+        "step": 1,
+        "time": 1.0,
+        "loss": 1.0,
+        "kind": "start",
+        "layout": SECRET,
+        "about": SECRET,
+        SECRET: 1.0,
+    }
     secret.write_text(json.dumps(row) + "\n")
     replaced(run, name, lambda path: path.symlink_to(secret))
     data = page_of(run.path)
@@ -123,7 +137,8 @@ def test_pipes_are_not_opened(run: RunDirectory, name: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_devices_are_not_read(run: RunDirectory, name: str) -> None:
     try:
-        replaced(run, name, lambda path: os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5)))  # /dev/zero
+        # /dev/zero
+        replaced(run, name, lambda path: os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5)))
     except PermissionError:
         pytest.skip("this container makes no devices")
     page_of(run.path)
@@ -135,10 +150,14 @@ def test_devices_are_not_read(run: RunDirectory, name: str) -> None:
     "left out, in little memory; the page is made of what is left, and says so",
 )
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("text", [DEEP, '{"a":' * 100_000, f'{{"step": 1, "time": 1, "loss": {DEEP}', BOMB, "\0" * 99])
+@pytest.mark.parametrize(
+    "text", [DEEP, '{"a":' * 100_000, f'{{"step": 1, "time": 1, "loss": {DEEP}', BOMB, "\0" * 99]
+)
 @pytest.mark.promise("of a record only so many levels")
 def test_depth_and_aliases(run: RunDirectory, name: str, text: str) -> None:
-    (run.path / name).write_text(text + "\n" + (run.path / name).read_text() if name.endswith("l") else text)
+    (run.path / name).write_text(
+        text + "\n" + (run.path / name).read_text() if name.endswith("l") else text
+    )
     data = page_of(run.path)
     if name == "config.yaml":
         assert any("config.yaml" in note for note in data["not_read"])
@@ -150,7 +169,10 @@ def test_a_line_without_end(run: RunDirectory) -> None:
     with run.metrics.open("ab") as file:
         file.truncate(run.metrics.stat().st_size + FILE_BYTES // 4)
     data = page_data([read_run(run.path)])
-    assert any(f"lines of metrics.jsonl that have more than {LINE_BYTES:,} bytes" in note for note in data["not_read"])
+    assert any(
+        f"lines of metrics.jsonl that have more than {LINE_BYTES:,} bytes" in note
+        for note in data["not_read"]
+    )
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB
     assert data["charts"]
 
@@ -161,7 +183,9 @@ def test_a_line_without_end(run: RunDirectory) -> None:
     "printed as `\\x1b`, by `top`, `report` and `checkpoint`, and in every error",
 )
 @pytest.mark.promise("in the terminal, control characters are shown as `\\x1b`.")
-def test_no_escape_reaches_the_terminal(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_escape_reaches_the_terminal(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
     ranks = [{"rank": 0, "host": ESCAPES, "device": ESCAPES}]
     run.append_event("start", layout=ESCAPES, ranks=ranks, total_steps=40, lines=[ESCAPES])
     run.append_event("restart", reason=ESCAPES, left=1)
@@ -176,27 +200,56 @@ def test_no_escape_reaches_the_terminal(run: RunDirectory, capsys: pytest.Captur
 
 
 JUNK: tuple[Any, ...] = (
-    None, True, "nan", "text", "\ud800", -1, 0, 10**400, 1e308, float("nan"), float("inf"), [], {}, [1], [[1, 2], [3]],
-    {"a": 1}, ["x"] * 4, [None] * 4, [1.0] * 4, {"x": [1, 2, 3, 4]}, [{"rank": "x"}], [{}], 2**63, "9" * 5000,
-)  # fmt: skip
+    None,
+    True,
+    "nan",
+    "text",
+    "\ud800",
+    -1,
+    0,
+    10**400,
+    1e308,
+    float("nan"),
+    float("inf"),
+    [],
+    {},
+    [1],
+    [[1, 2], [3]],
+    {"a": 1},
+    ["x"] * 4,
+    [None] * 4,
+    [1.0] * 4,
+    {"x": [1, 2, 3, 4]},
+    [{"rank": "x"}],
+    [{}],
+    2**63,
+    "9" * 5000,
+)
 
 
 @pytest.mark.fault(
     "hostile: records with anything in the place of a number",
-    "texts, lists, NaN, numbers of 400 digits, where figures, steps, dates and names belong; bytes that are no UTF-8",
+    "texts, lists, NaN, numbers of 400 digits, where figures, steps, dates and names belong; bytes"
+    " that are no UTF-8",
     "what does not fit is left out; the page is made",
 )
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.promise(
-    "What does not fit, such as a text where a number belongs, is left out. The page is made all the same"
+    "What does not fit, such as a text where a number belongs, is left out. The page is made all"
+    " the same"
 )
 def test_anything_in_the_place_of_anything(run: RunDirectory, seed: int) -> None:
     """Each round, a tenth of the values at any place of the records is replaced."""
     noise = random.Random(seed)
     files = [run.metrics, run.events]
     original = {path: [*read_lines(path)] for path in files}
-    profile = {"about": "", "verdict": "", "memory": [[0.0, 1.0]], "ranks": [{"rank": 0, "shares": {"idle": 0.1}}],
-               "operators": [{"name": "mm", "seconds": 1.0, "share": 0.1, "calls": 2.0}]}  # fmt: skip
+    profile = {
+        "about": "",
+        "verdict": "",
+        "memory": [[0.0, 1.0]],
+        "ranks": [{"rank": 0, "shares": {"idle": 0.1}}],
+        "operators": [{"name": "mm", "seconds": 1.0, "share": 0.1, "calls": 2.0}],
+    }
 
     def mutated(value: Any) -> Any:
         if noise.random() < 0.1:
@@ -209,9 +262,14 @@ def test_anything_in_the_place_of_anything(run: RunDirectory, seed: int) -> None
         for path in files:
             path.write_text("\n".join(json.dumps(mutated(row)) for row in original[path]) + "\n")
             with path.open("ab") as file:
-                file.write(b'\xff\xfe{"step": 3}\n{"step": 4, "time": 1, "kind": "\xff", "loss": 1}\n{"broken')
+                file.write(
+                    b'\xff\xfe{"step": 3}\n{"step": 4, "time": 1, "kind": "\xff", "loss":'
+                    b' 1}\n{"broken'
+                )
         (run.path / "profile" / "summary.json").write_text(json.dumps(mutated(profile)))
-        (run.path / "ranks.json").write_text(json.dumps(mutated({"step": [0.1] * 4, "data": [0.01] * 4, "peak": [1]})))
+        (run.path / "ranks.json").write_text(
+            json.dumps(mutated({"step": [0.1] * 4, "data": [0.01] * 4, "peak": [1]}))
+        )
         page_of(run.path)
 
 
@@ -246,7 +304,9 @@ def test_nothing_is_written_through_a_link(run: RunDirectory, tmp_path: Path, ca
 
 
 @pytest.mark.promise("Nothing that exists is written over, except what Lockstep itself wrote")
-def test_what_a_user_names_is_not_written_over(run: RunDirectory, tmp_path: Path, capsys: Any) -> None:
+def test_what_a_user_names_is_not_written_over(
+    run: RunDirectory, tmp_path: Path, capsys: Any
+) -> None:
     mine = tmp_path / "mine.html"
     mine.write_text("mine")
     assert cli.main(["report", str(run.path), "-o", str(mine)]) == 2

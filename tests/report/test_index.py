@@ -21,7 +21,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs at two depths, one with a name that must be escaped, one that crashed."""
     runs = tmp_path_factory.mktemp("runs")
     write_run(runs / "a", steps=200, ranks=1)
-    write_run(runs / "search" / "rate 5%25", steps=100, ranks=1, seed=1, **{"training.learning_rate": 0.5})
+    write_run(
+        runs / "search" / "rate 5%25", steps=100, ranks=1, seed=1, **{"training.learning_rate": 0.5}
+    )
     write_run(runs / "search" / "crashed", steps=300, ranks=1, ends=False, seed=2)
     (runs / "notes").mkdir()
     assert main(["report", str(runs)]) == 0
@@ -38,20 +40,32 @@ def test_each_run_has_a_row_a_line_and_a_link_to_its_report(folder: Path) -> Non
     table = data["tables"][0]
     assert [row[0]["text"] for row in table["rows"]] == names
     assert table["rows"][2][0]["href"] == "./search/rate%205%2525/report.html"
-    assert [row[table["head"].index("status")] for row in table["rows"]] == ["done", "crashed", "done"]
+    assert [row[table["head"].index("status")] for row in table["rows"]] == [
+        "done",
+        "crashed",
+        "done",
+    ]
     different = {row[0]: row[1:] for row in data["tables"][1]["rows"]}
     assert different["training.learning_rate"] == ["0.001", "0.001", "0.5"]
-    assert {chart["title"] for chart in data["charts"]} == {f"Loss against {x}" for x in ("steps", "tokens", "seconds")}
+    assert {chart["title"] for chart in data["charts"]} == {
+        f"Loss against {x}" for x in ("steps", "tokens", "seconds")
+    }
     for run in runs:
         assert (run.path / "report.html").exists()
 
 
-def test_runs_are_ordered_by_the_best_with_their_own_metrics_and_what_python_gave(tmp_path: Path) -> None:
+def test_runs_are_ordered_by_the_best_with_their_own_metrics_and_what_python_gave(
+    tmp_path: Path,
+) -> None:
     for name, lr, best in (("a", 0.1, 0.9), ("b", 0.2, 0.5), ("c", 0.3, 0.7)):
         write_run(tmp_path / name, steps=20, ranks=1)
         records = RunDirectory(tmp_path / name)
-        kept = [line for line in records.metrics.read_text().splitlines() if "eval_loss" not in line]
-        evaluation = json.dumps({"step": 20, "eval_loss": best, "eval_accuracy": 1 - best, "time": 1.0})
+        kept = [
+            line for line in records.metrics.read_text().splitlines() if "eval_loss" not in line
+        ]
+        evaluation = json.dumps(
+            {"step": 20, "eval_loss": best, "eval_accuracy": 1 - best, "time": 1.0}
+        )
         records.metrics.write_text("\n".join([*kept, evaluation, ""]))
         events = [json.loads(line) for line in records.events.read_text().splitlines()]
         for event in events:
@@ -94,17 +108,24 @@ def test_a_report_is_made_anew_when_its_run_went_on(folder: Path) -> None:
     assert report.stat().st_mtime_ns > before
 
 
-def test_a_folder_without_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_runs_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "is not a run directory, and there is none in it" in capsys.readouterr().err
     assert main(["report", str(tmp_path), "--live"]) == 2
 
 
 if browser() is None:
-    warnings.warn("no Chromium here: the index is NOT tested in a browser (apt-get install chromium)", stacklevel=1)
+    warnings.warn(
+        "no Chromium here: the index is NOT tested in a browser (apt-get install chromium)",
+        stacklevel=1,
+    )
 
 
-@pytest.mark.skipif(browser() is None, reason="NO BROWSER: install chromium, or pages are not tested")
+@pytest.mark.skipif(
+    browser() is None, reason="NO BROWSER: install chromium, or pages are not tested"
+)
 def test_it_draws_in_a_browser_and_shows_values_under_the_pointer(folder: Path) -> None:
     with Page(390) as page:
         address = (folder / "index.html").as_uri()
@@ -113,10 +134,16 @@ def test_it_draws_in_a_browser_and_shows_values_under_the_pointer(folder: Path) 
         assert page.ask("document.documentElement.scrollWidth <= innerWidth")
         page.resize(1280)
         page.settle()
-        assert page.ask("document.querySelector('.plot .figure').clientWidth") > 800, "drawn anew at another width"
-        page.ask("document.querySelector('.plot .figure').dispatchEvent(new PointerEvent('pointermove')) || 0")
+        assert page.ask("document.querySelector('.plot .figure').clientWidth") > 800, (
+            "drawn anew at another width"
+        )
+        page.ask(
+            "document.querySelector('.plot .figure').dispatchEvent(new PointerEvent('pointermove'))"
+            " || 0"
+        )
         assert "steps" in page.ask("document.querySelector('.tip').textContent")
         page.open(page.ask("document.querySelector('td a').href"))
-        assert page.ask("document.querySelector('h1').textContent") == "crashed"  # the best comes first
+        # the best comes first
+        assert page.ask("document.querySelector('h1').textContent") == "crashed"
         assert [asked for asked in page.requests if not asked.startswith(("file:", "data:"))] == []
         assert page.complaints == []

@@ -20,7 +20,9 @@ from tests.report.shared import BEGUN, write_run
 
 
 def found(path: Path) -> str:
-    return "\n".join(f"{advice.found} {advice.do} {advice.evidence}" for advice in advise(read_run(path)))
+    return "\n".join(
+        f"{advice.found} {advice.do} {advice.evidence}" for advice in advise(read_run(path))
+    )
 
 
 def test_a_run_is_read_with_its_restart(tmp_path: Path) -> None:
@@ -33,7 +35,15 @@ def test_a_run_is_read_with_its_restart(tmp_path: Path) -> None:
     assert [row["step"] for row in run.evaluations] == [100, 200, 300, 400, 500, 600]
     assert typical_step(run) == pytest.approx(0.083, abs=0.005)
     data = page_data([run])
-    assert {c["id"] for c in data["charts"]} >= {"loss", "throughput", "phases", "time", "ranks", "memory", "timeline"}
+    assert {c["id"] for c in data["charts"]} >= {
+        "loss",
+        "throughput",
+        "phases",
+        "time",
+        "ranks",
+        "memory",
+        "timeline",
+    }
     assert data["charts"][0]["rulers"] == [{"x": 200}], "the restart is marked"
 
 
@@ -80,7 +90,10 @@ def test_advice_comes_with_its_evidence(tmp_path: Path) -> None:
     quick = write_run(tmp_path / "quick", data=0.0005, slow_from=None, **{"data.num_workers": 4})
     assert "waits for data" not in found(quick.path)
     assert "keeps the others waiting" not in found(quick.path)
-    append_line(quick.events, {"kind": "sink_failed", "time": BEGUN, "sink": "the sink wandb", "reason": "away"})
+    append_line(
+        quick.events,
+        {"kind": "sink_failed", "time": BEGUN, "sink": "the sink wandb", "reason": "away"},
+    )
     append_line(quick.events, {"kind": "stop", "time": BEGUN + 99, "step": 600, "reason": "done"})
     assert "The sink wandb failed" in found(quick.path)
 
@@ -96,8 +109,16 @@ def test_advice_on_data_workers_is_about_the_loader_that_was_read(tmp_path: Path
 @pytest.mark.parametrize(
     ("sizes", "fits", "does_not"),
     [
-        ({"replicate": 4}, ["gradient_accumulation_steps", "ddp.compression"], ["fsdp.", "pipeline"]),
-        ({"shard": 4}, ["fsdp.accumulate: unsharded", "hybrid_shard"], ["ddp.", "gradient_accumulation"]),
+        (
+            {"replicate": 4},
+            ["gradient_accumulation_steps", "ddp.compression"],
+            ["fsdp.", "pipeline"],
+        ),
+        (
+            {"shard": 4},
+            ["fsdp.accumulate: unsharded", "hybrid_shard"],
+            ["ddp.", "gradient_accumulation"],
+        ),
         ({"shard": 2, "replicate": 2}, ["fsdp.accumulate: unsharded"], ["ddp.", "hybrid_shard"]),
         ({"pipeline": 4}, ["the pipeline more micro-batches"], ["ddp.", "fsdp."]),
         ({"pipeline": 2, "replicate": 2}, ["the pipeline more micro-batches"], ["ddp.", "fsdp."]),
@@ -115,17 +136,31 @@ def test_advice_on_waiting_is_about_the_runs_own_axes(
     events = [json.loads(line) for line in run.events.read_text().splitlines()]
     events[0]["sizes"] = sizes
     run.events.write_text("\n".join(json.dumps(event) for event in events) + "\n")
-    (said,) = [advice.do for advice in advise(read_run(run.path)) if "waits for other ranks" in advice.found]
+    (said,) = [
+        advice.do
+        for advice in advise(read_run(run.path))
+        if "waits for other ranks" in advice.found
+    ]
     assert all(word in said for word in fits), said
     assert not any(word in said for word in does_not), said
 
 
-@pytest.mark.parametrize(("cores", "threads", "said"), [(2, 1, "at most 2 ranks"), (8, 4, "OMP_NUM_THREADS=2")])
-def test_cores_that_ranks_share_are_named(tmp_path: Path, cores: int, threads: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("cores", "threads", "said"), [(2, 1, "at most 2 ranks"), (8, 4, "OMP_NUM_THREADS=2")]
+)
+def test_cores_that_ranks_share_are_named(
+    tmp_path: Path, cores: int, threads: int, said: str
+) -> None:
     run = write_run(tmp_path / "run", steps=40)
     events = [json.loads(line) for line in run.events.read_text().splitlines()]
     events[0]["ranks"] = [
-        {"rank": rank, "host": "laptop", "device": f"CPU, {threads} threads", "cores": cores, "threads": threads}
+        {
+            "rank": rank,
+            "host": "laptop",
+            "device": f"CPU, {threads} threads",
+            "cores": cores,
+            "threads": threads,
+        }
         for rank in range(4)
     ]
     run.events.write_text("\n".join(json.dumps(event) for event in events) + "\n")
@@ -142,7 +177,9 @@ def test_overfitting_and_numbers_that_are_none_are_seen(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=200)
     for step, loss in ((300, 1.5), (400, 1.7), (500, 2.0)):
         append_line(run.metrics, {"step": step, "eval_loss": loss, "time": BEGUN})
-    append_line(run.metrics, {"step": 501, "loss": "nan", "time": BEGUN, "lr": 0.0, "step_seconds": 0.05})
+    append_line(
+        run.metrics, {"step": 501, "loss": "nan", "time": BEGUN, "lr": 0.0, "step_seconds": 0.05}
+    )
     said = found(run.path)
     assert "has risen since step 300" in said
     assert "The loss was not a number at step 501" in said
@@ -155,7 +192,9 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     data = page_data([read_run(tmp_path / name) for name in "ab"])
     by_title = {table["title"]: table for table in data["tables"]}
     assert [row[0] for row in by_title["The runs side by side"]["rows"]] == ["a", "b"]
-    assert ["training.learning_rate", "0.001", "0.5"] in by_title["Where the configs differ"]["rows"]
+    assert ["training.learning_rate", "0.001", "0.5"] in by_title["Where the configs differ"][
+        "rows"
+    ]
     loss = next(chart for chart in data["charts"] if chart["id"] == "loss")
     assert {"a", "b"} <= {mark["name"] for mark in loss["marks"]}
 
@@ -177,7 +216,10 @@ def test_the_command_writes_the_page_without_torch(tmp_path: Path) -> None:
         " assert 'torch' not in sys.modules; sys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, "report", str(tmp_path / "run")], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, "report", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert "run: crashed, 59 steps" in done.stdout
@@ -203,7 +245,9 @@ def test_live_is_for_this_machine_only(tmp_path: Path) -> None:
         assert server.server_address[0] == "127.0.0.1"
 
         def get(path: str, host: str) -> tuple[int, bytes]:
-            connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+            connection = http.client.HTTPConnection(
+                "127.0.0.1", server.server_address[1], timeout=10
+            )
             connection.request("GET", path, headers={"Host": host})
             answer = connection.getresponse()
             return answer.status, answer.read()
@@ -211,7 +255,9 @@ def test_live_is_for_this_machine_only(tmp_path: Path) -> None:
         mine = f"127.0.0.1:{server.server_address[1]}"
         code, body = get("/data.json", mine)
         assert (code, json.loads(body)["title"]) == (200, "run")
-        assert get("/data.json", "evil.example:80")[0] == 403, "a name that was made to point here reads nothing"
+        assert get("/data.json", "evil.example:80")[0] == 403, (
+            "a name that was made to point here reads nothing"
+        )
         assert get("/../config.yaml", mine)[0] == 404
     finally:
         server.shutdown()

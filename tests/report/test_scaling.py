@@ -16,16 +16,27 @@ from tests.report.browser import Page, browser
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump({"model": {"name": "transformer"}, "data": {"name": "python-docs"},
-                                    "training": {"batch_size": 4}}))  # fmt: skip
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "model": {"name": "transformer"},
+                "data": {"name": "python-docs"},
+                "training": {"batch_size": 4},
+            }
+        )
+    )
     return path
 
 
-def test_weak_keeps_a_ranks_work_and_strong_the_whole(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weak_keeps_a_ranks_work_and_strong_the_whole(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[int, str]] = []
 
     def measured(_config: Path, overrides: list[str], ranks: int, *_: Any) -> tuple[float, float]:
-        batch = next(o.partition("=")[2] for o in overrides if o.startswith("training.global_batch_size"))
+        batch = next(
+            o.partition("=")[2] for o in overrides if o.startswith("training.global_batch_size")
+        )
         asked.append((ranks, batch))
         return 100.0 * ranks * 0.9 ** (ranks - 1), 0.1
 
@@ -42,7 +53,9 @@ def test_weak_keeps_a_ranks_work_and_strong_the_whole(config: Path, monkeypatch:
     assert scaling.EXPECTED[16] == (12.0, 14.0)
 
 
-@pytest.mark.skipif(browser() is None, reason="NO BROWSER: install chromium, or pages are not tested")
+@pytest.mark.skipif(
+    browser() is None, reason="NO BROWSER: install chromium, or pages are not tested"
+)
 def test_the_picture_draws(tmp_path: Path) -> None:
     points = [scaling.Point("weak", n, 100.0 * n * 0.95, 0.1, n * 0.95) for n in (1, 2, 4, 8)]
     path = tmp_path / "scaling.html"
@@ -68,7 +81,8 @@ def test_ranks_that_sleep_scale_though_there_are_no_cores_for_them(tmp_path: Pat
     folder = tmp_path / "runs"
     folder.mkdir()
     rates = [
-        scaling._measure(config, [f"training.global_batch_size={4 * ranks}"], ranks, 8, folder)[0] for ranks in (1, 2)
+        scaling._measure(config, [f"training.global_batch_size={4 * ranks}"], ranks, 8, folder)[0]
+        for ranks in (1, 2)
     ]
     assert 10 < rates[0] < 20.1, "4 samples of 50 ms"
     assert 1.3 < rates[1] / rates[0] < 2.1

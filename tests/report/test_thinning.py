@@ -58,4 +58,8 @@ def test_sums_over_a_thinned_run_are_exact(tmp_path: Path, monkeypatch: pytest.M
     assert typical_step(thinned) == pytest.approx(typical_step(whole), rel=0.05)
     assert min(row["loss"] for row in thinned.rows) == min(row["loss"] for row in whole.rows)
     (note,) = page_data([thinned])["not_read"]
-    assert note == f"rows of metrics.jsonl: {len(thinned.rows)} of {len(whole.rows)} are looked at, with the peaks"
+    assert (
+        note
+        == f"rows of metrics.jsonl: {len(thinned.rows)} of {len(whole.rows)} are looked at, with"
+        " the peaks"
+    )

@@ -24,7 +24,9 @@ class Outside:
         return path
 
     def lockstep(self, *words: object, code: int = 0) -> str:
-        """Run a command in the folder and return what it prints; `code` is the exit code that it must have."""
+        """Run a command in the folder and return what it prints; `code` is the exit code that it
+        must have.
+        """
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
         done = lockstep([*map(str, words)], self.folder, environment)
         assert done.returncode == code, done.stdout + done.stderr

@@ -58,7 +58,9 @@ def test_each_mistake_is_told_with_what_to_write() -> None:
     with pytest.raises(RunError, match="returned None after 3 updates"):
         Schedule(f"{HERE}:nothing", 10).factor(3)
     batch = {"input_ids": torch.zeros(2, dtype=torch.int64)}
-    with pytest.raises(UsageError, match="forward of the model has no argument named like a key of the batch"):
+    with pytest.raises(
+        UsageError, match="forward of the model has no argument named like a key of the batch"
+    ):
         objective_of(Tied(), nn.L1Loss()).of(Tied(), batch)
 
 

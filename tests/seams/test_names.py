@@ -1,4 +1,6 @@
-"""Models, data sets, optimizers, schedules, losses and sinks of another package: CONTRIBUTING.md, "Where things go"."""
+"""Models, data sets, optimizers, schedules, losses and sinks of another package: CONTRIBUTING.md,
+"Where things go".
+"""
 
 import json
 from pathlib import Path
@@ -90,8 +92,12 @@ def outside(tmp_path: Path) -> Outside:
 def test_a_run_takes_all_of_them_from_another_package(outside: Outside) -> None:
     assert "ok: theirs:Line on theirs:Points" in outside.lockstep("config", "check", "config.yaml")
     said = outside.lockstep("train", "config.yaml", "--output-dir", "run")
-    assert "the sink theirs:NeedsMore is left out: No module named 'a_library_that_nobody_has'" in said
-    rows = [json.loads(line) for line in (outside.folder / "run/metrics.jsonl").read_text().splitlines()]
+    assert (
+        "the sink theirs:NeedsMore is left out: No module named 'a_library_that_nobody_has'" in said
+    )
+    rows = [
+        json.loads(line) for line in (outside.folder / "run/metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["lr"] for row in rows] == pytest.approx([0.01, 0.005, 0.0025, 0.00125])
     assert rows[-1]["loss"] < rows[0]["loss"]
     written = (outside.folder / "run/table.txt").read_text().splitlines()
@@ -100,7 +106,10 @@ def test_a_run_takes_all_of_them_from_another_package(outside: Outside) -> None:
 
 def test_a_sink_without_a_method_is_refused_before_the_first_step(outside: Outside) -> None:
     """It ended the thread of all sinks, and with it metrics.jsonl."""
-    outside.write("short.py", "class Short:\n    def __init__(self, context): pass\n    def on_step(self, row): pass\n")
+    outside.write(
+        "short.py",
+        "class Short:\n    def __init__(self, context): pass\n    def on_step(self, row): pass\n",
+    )
     said = outside.lockstep("train", "config.yaml", "monitor.sinks=[jsonl, 'short:Short']", code=2)
     assert "short:Short has no method on_eval" in said
     assert "write def on_eval(self, row)" in said

@@ -1,4 +1,6 @@
-"""A strategy from a package outside of the repository, with no edit within it: CONTRIBUTING.md, "A strategy"."""
+"""A strategy from a package outside of the repository, with no edit within it: CONTRIBUTING.md, "A
+strategy".
+"""
 
 from pathlib import Path
 
@@ -91,11 +93,19 @@ class Tokens(Dataset):
 
 
 def test_it_takes_the_same_steps_as_one_process(outside: Outside) -> None:
-    """Up to the order of summation, and in every bit; on 2 and on 3 ranks, beside strategies that ship."""
+    """Up to the order of summation, and in every bit; on 2 and on 3 ranks, beside strategies that
+    ship.
+    """
     plain = outside.lockstep("verify", "config.yaml", "--against", f"{NAME}:2,ddp:2", "--steps", 2)
     assert f"{NAME}:2" in plain
     exact = outside.lockstep(
-        "verify", "config.yaml", "--against", f"{NAME}:3", "--steps", 2, "distributed.reproducible=true"
+        "verify",
+        "config.yaml",
+        "--against",
+        f"{NAME}:3",
+        "--steps",
+        2,
+        "distributed.reproducible=true",
     )
     assert "every bit" in exact
 
@@ -107,12 +117,16 @@ def test_a_run_under_it_ends_in_the_digest_of_one_process(outside: Outside) -> N
         same = "distributed.reproducible=true"
         said = outside.lockstep("train", "config.yaml", *more, *ranks, "--output-dir", name, same)
         assert more or f"strategy {NAME}, 2 processes" in said
-        digests.add(outside.lockstep("checkpoint", "digest", f"{name}/checkpoints/step-00000003").split()[0])
+        digests.add(
+            outside.lockstep("checkpoint", "digest", f"{name}/checkpoints/step-00000003").split()[0]
+        )
     assert len(digests) == 1
 
 
 def test_plans_and_help_know_its_name(outside: Outside) -> None:
-    rows = outside.lockstep("plan", "config.yaml", "--gpus", 4, "--gpu-type", "A100-80GB").splitlines()
+    rows = outside.lockstep(
+        "plan", "config.yaml", "--gpus", 4, "--gpu-type", "A100-80GB"
+    ).splitlines()
     assert any(f"{NAME}:4" in row for row in rows)
     assert "package.module:Name" in outside.lockstep("train", "--help")
 
@@ -122,9 +136,13 @@ def test_what_is_no_strategy_is_refused_before_ranks_start(outside: Outside) -> 
     assert "their.replicas:NotOne is not a subclass of lockstep.strategy.Strategy" in said
     said = outside.lockstep("train", "config.yaml", "--strategy", "their.replicas:NoPlace", code=2)
     assert "their.replicas:NoPlace has no method place" in said
-    said = outside.lockstep("train", "config.yaml", "--strategy", "their.replicas:OtherPlace", code=2)
+    said = outside.lockstep(
+        "train", "config.yaml", "--strategy", "their.replicas:OtherPlace", code=2
+    )
     assert "write def place(self, placement)" in said
-    said = outside.lockstep("train", "config.yaml", "--strategy", "their.replicas:PlainAllReduc", code=2)
+    said = outside.lockstep(
+        "train", "config.yaml", "--strategy", "their.replicas:PlainAllReduc", code=2
+    )
     assert "write PlainAllReduce" in said
     said = outside.lockstep("train", "config.yaml", "--strategy", "fdsp", code=2)
     assert "write fsdp" in said

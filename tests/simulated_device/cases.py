@@ -1,4 +1,6 @@
-"""What one process does on the simulated device: the step, and what copies, saves, evaluates and counts around it."""
+"""What one process does on the simulated device: the step, and what copies, saves, evaluates and
+counts around it.
+"""
 
 import os
 import traceback
@@ -16,7 +18,8 @@ from tests.simulated_device import device, mistakes
 from tests.simulated_device.device import NAME
 from tests.simulated_device.runs import SETTLED, Tokens, check_same, plain, run, trainer_on
 
-OTHER_NUMBERS = ("clipped by value", "clipped adaptively", "bf16", "scaled losses")  # than those of a plain run
+# than those of a plain run
+OTHER_NUMBERS = ("clipped by value", "clipped adaptively", "bf16", "scaled losses")
 MARK = "# host waits"
 CLIP = "training.gradient_clip"
 ALIKE: dict[str, tuple[dict[str, Any], float]] = {
@@ -33,8 +36,18 @@ ALIKE: dict[str, tuple[dict[str, Any], float]] = {
     "skipping bad numbers": ({"training.bad_numbers.action": "skip"}, 1e-4),
     "dp": ({"distributed.strategy": "dp"}, 1e-4),
 }
-WAITS_ONCE = {"plain", "fused", "clipped by value", "clipped adaptively", "bf16", "recomputed", "recomputed in runs",
-              "equal bits", "pinned batches", "dp"}  # fmt: skip
+WAITS_ONCE = {
+    "plain",
+    "fused",
+    "clipped by value",
+    "clipped adaptively",
+    "bf16",
+    "recomputed",
+    "recomputed in runs",
+    "equal bits",
+    "pinned batches",
+    "dp",
+}
 
 
 def like_on_the_cpu(name: str) -> None:
@@ -50,21 +63,31 @@ def like_on_the_cpu(name: str) -> None:
 
 
 def check_marked(waits: list[device.Wait]) -> None:
-    unmarked = [wait for wait in waits if MARK not in wait.text and not wait.where.startswith("tests")]
+    unmarked = [
+        wait for wait in waits if MARK not in wait.text and not wait.where.startswith("tests")
+    ]
     assert not unmarked, "\n".join(map(str, sorted(set(unmarked))))
 
 
 def a_whole_run(folder: Path) -> None:
-    """Evaluations, checkpoints in the background, phases, logs: the same files as on the CPU, and no race."""
+    """Evaluations, checkpoints in the background, phases, logs: the same files as on the CPU, and
+    no race.
+    """
     saved = {}
     for kind in ("cpu", NAME):
         device.forget()
         trainer = trainer_on(
-            kind, 4, folder / kind, **{"checkpoint.save_steps": 2, "training.eval_steps": 3, "monitor.log_steps": 2}
+            kind,
+            4,
+            folder / kind,
+            **{"checkpoint.save_steps": 2, "training.eval_steps": 3, "monitor.log_steps": 2},
         )
         trainer.train(Tokens(), Subset(Tokens(), range(8)))
         assert not device.races, device.races
-        saved[kind] = {step: checkpoint.weights(folder / kind / "checkpoints" / f"step-{step:08d}") for step in (2, 4)}
+        saved[kind] = {
+            step: checkpoint.weights(folder / kind / "checkpoints" / f"step-{step:08d}")
+            for step in (2, 4)
+        }
     check_marked(device.waits)
     for step, weights in saved["cpu"].items():
         for name, value in weights.items():
@@ -74,12 +97,17 @@ def a_whole_run(folder: Path) -> None:
 
 
 def resumed(folder: Path) -> None:
-    """A run that continues from a checkpoint on the device ends as the one that was not interrupted."""
+    """A run that continues from a checkpoint on the device ends as the one that was not
+    interrupted.
+    """
     settings = {"checkpoint.save_steps": 2}
     trainer_on(NAME, 4, folder / "whole", **settings).train(Tokens())
     trainer_on(NAME, 2, folder / "cut", **settings).train(Tokens())
     trainer_on(NAME, 4, folder / "cut", **settings).train(Tokens())
-    one, other = (checkpoint.weights(folder / each / "checkpoints" / "step-00000004") for each in ("whole", "cut"))
+    one, other = (
+        checkpoint.weights(folder / each / "checkpoints" / "step-00000004")
+        for each in ("whole", "cut")
+    )
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -90,7 +118,9 @@ def main(folder: str) -> dict[str, str]:
         del os.environ[name]
     device.install()
     figures._SIZE = 16  # of the matrices by which a device without a data sheet is measured
-    cases: dict[str, Callable[[], None]] = {f"as on the CPU: {n}": lambda n=n: like_on_the_cpu(n) for n in ALIKE}  # type: ignore[misc]
+    cases: dict[str, Callable[[], None]] = {
+        f"as on the CPU: {n}": lambda n=n: like_on_the_cpu(n) for n in ALIKE
+    }  # type: ignore[misc]
     cases["a whole run"] = lambda: a_whole_run(Path(folder))
     cases["resumed"] = lambda: resumed(Path(folder))
     cases |= {f"found: {mistake.__doc__}": mistake for mistake in mistakes.ALONE}

@@ -1,4 +1,6 @@
-"""Collectives of the simulated accelerator: backend `simccl`, which computes by gloo and follows NCCL's rules."""
+"""Collectives of the simulated accelerator: backend `simccl`, which computes by gloo and follows
+NCCL's rules.
+"""
 
 import hashlib
 import threading
@@ -29,7 +31,9 @@ class SimWork(dist.Work):
         return self._end.query()
 
     def get_future(self) -> Any:
-        """Return a future that is done: C++ waits for it where no stream of this file can be made to."""
+        """Return a future that is done: C++ waits for it where no stream of this file can be made
+        to.
+        """
         self.wait()
         done: Any = torch.futures.Future()
         done.set_result(self._result)
@@ -39,14 +43,17 @@ class SimWork(dist.Work):
 class SimGroup(dist.ProcessGroup):
     """A communicator with a stream of its own; tensors of the host go to gloo at once.
 
-    They go through a group of their own: on a rank whose stream is late they would overtake what is queued there.
+    They go through a group of their own: on a rank whose stream is late they would overtake what is
+    queued there.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("sim", store), rank, size, timeout)
         self._host = dist.ProcessGroupGloo(dist.PrefixStore("sim-host", store), rank, size, timeout)
-        self._checks = dist.ProcessGroupGloo(dist.PrefixStore("sim-check", store), rank, size, timeout)
+        self._checks = dist.ProcessGroupGloo(
+            dist.PrefixStore("sim-check", store), rank, size, timeout
+        )
         self._calls, self._sending = 0, []  # what is sent has to live on
         self.stream = Stream()
 
@@ -58,13 +65,21 @@ class SimGroup(dist.ProcessGroup):
         return dist.distributed_c10d._world.pg_names[self]
 
     def _queue(
-        self, name: str, read: Sequence[Tensor], written: Sequence[Tensor],
-        compute: Callable[[dist.ProcessGroupGloo], Any], result: Any, *, together: bool = True,
-    ) -> Any:  # fmt: skip
+        self,
+        name: str,
+        read: Sequence[Tensor],
+        written: Sequence[Tensor],
+        compute: Callable[[dist.ProcessGroupGloo], Any],
+        result: Any,
+        *,
+        together: bool = True,
+    ) -> Any:
         tensors = [*read, *written]
         if not any(isinstance(each, SimTensor) for each in tensors):
             return compute(self._host)
-        assert all(isinstance(each, SimTensor) for each in tensors), "NCCL takes no tensors of the host"
+        assert all(isinstance(each, SimTensor) for each in tensors), (
+            "NCCL takes no tensors of the host"
+        )
         assert all(each.is_contiguous() for each in tensors), "NCCL takes contiguous tensors only"
         self._calls += 1
         call = f"{self._calls}: {name} {[(tuple(each.shape), str(each.dtype)) for each in tensors]}"
@@ -90,7 +105,9 @@ class SimGroup(dist.ProcessGroup):
         options.reduceOp = dist.ReduceOp.MIN
         self._checks.allreduce([least], options).wait()
         if least[0] != -least[1]:
-            raise RuntimeError(f"simccl: the ranks call different collectives, and NCCL would hang; here {call}")
+            raise RuntimeError(
+                f"simccl: the ranks call different collectives, and NCCL would hang; here {call}"
+            )
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         raws = _raws(tensors)
@@ -110,18 +127,26 @@ class SimGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         raws = _raws(tensors)
-        return self._queue("broadcast", [], tensors, lambda gloo: gloo.broadcast(raws, opts), tensors)
+        return self._queue(
+            "broadcast", [], tensors, lambda gloo: gloo.broadcast(raws, opts), tensors
+        )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         raws, raw_inputs = [_raws(each) for each in outputs], _raws(inputs)
         flat = [one for each in outputs for one in each]
-        return self._queue("all_gather", inputs, flat, lambda gloo: gloo.allgather(raws, raw_inputs), outputs)
+        return self._queue(
+            "all_gather", inputs, flat, lambda gloo: gloo.allgather(raws, raw_inputs), outputs
+        )
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         to, of = _raws([output])[0], _raws([input])[0]
         pieces = list(to.view(-1).chunk(self.size()))
         return self._queue(
-            "all_gather_into_tensor", [input], [output], lambda gloo: gloo.allgather([pieces], [of.view(-1)]), output
+            "all_gather_into_tensor",
+            [input],
+            [output],
+            lambda gloo: gloo.allgather([pieces], [of.view(-1)]),
+            output,
         )
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
@@ -136,18 +161,25 @@ class SimGroup(dist.ProcessGroup):
 
         return self._queue("reduce_scatter_tensor", [input], [output], compute, output)
 
-    def all_to_all_single(self, output: Any, input: Any, out_splits: Any, in_splits: Any, opts: Any = None) -> Any:
+    def all_to_all_single(
+        self, output: Any, input: Any, out_splits: Any, in_splits: Any, opts: Any = None
+    ) -> Any:
         to, of = _raws([output])[0], _raws([input])[0]
         return self._queue(
-            "all_to_all_single", [input], [output],
-            lambda gloo: gloo.alltoall_base(to, of, out_splits, in_splits), output,
-        )  # fmt: skip
+            "all_to_all_single",
+            [input],
+            [output],
+            lambda gloo: gloo.alltoall_base(to, of, out_splits, in_splits),
+            output,
+        )
 
     alltoall_base = all_to_all_single
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
-        """Send without waiting for the receiver: NCCL starts the calls of a batch together, here they are single."""
+        """Send without waiting for the receiver: NCCL starts the calls of a batch together, here
+        they are single.
+        """
         raws = _raws(tensors)
 
         def compute(gloo: dist.ProcessGroupGloo) -> Any:
@@ -160,7 +192,9 @@ class SimGroup(dist.ProcessGroup):
 
     def recv(self, tensors: Any, of: int, tag: int = 0) -> Any:
         raws = _raws(tensors)
-        return self._queue("recv", [], tensors, lambda gloo: gloo.recv(raws, of, tag), tensors, together=False)
+        return self._queue(
+            "recv", [], tensors, lambda gloo: gloo.recv(raws, of, tag), tensors, together=False
+        )
 
     def barrier(self, opts: Any = None) -> Any:
         return self._host.barrier()

@@ -1,28 +1,31 @@
-"""A simulated accelerator, `sim`: torch's PrivateUse1 device, in memory of the host, that works late on purpose.
+"""A simulated accelerator, `sim`: torch's PrivateUse1 device, in memory of the host, that works
+late on purpose.
 
     from tests.simulated_device import device; device.install()     # once, in a process of its own
 
-As on a GPU, an operation on the device only queues work in the current stream, and returns. A stream runs in its order,
-and only when somebody waits for it: the host (`synchronize`, `.item()`, a copy to pageable memory), or another stream
-(`wait_event`, `wait_stream`). That is the latest moment that a GPU may take, so that a wait which is missing shows in
-the values at every run, not now and then. In a process group a thread runs what is older than `LATE` seconds, since
-ranks wait for one another.
+As on a GPU, an operation on the device only queues work in the current stream, and returns. A
+stream runs in its order, and only when somebody waits for it: the host (`synchronize`, `.item()`, a
+copy to pageable memory), or another stream (`wait_event`, `wait_stream`). That is the latest moment
+that a GPU may take, so that a wait which is missing shows in the values at every run, not now and
+then. In a process group a thread runs what is older than `LATE` seconds, since ranks wait for one
+another.
 
 - **Races.** Each operation knows which others are certain to be before it (vector clocks, as in
-  `torch.cuda._sanitizer`). Two that touch the same memory in no certain order, one of them to write, are in `races`,
-  whatever the values are.
+  `torch.cuda._sanitizer`). Two that touch the same memory in no certain order, one of them to
+  write, are in `races`, whatever the values are.
 - **Host waits** are in `waits`, with the line of Lockstep that waits.
-- **Memory** comes from a caching allocator: what is freed is given out again on its stream at once, while other streams
-  may still read it (`record_stream` keeps it), and what is new holds NaN.
-- **Pinned memory** of the host is copied from and to in the stream's order, late. Pageable memory is read at once, and
-  a copy into it waits, as CUDA's does.
-- **Collectives** (backend `simccl`, over gloo) run on a stream of their group, after what the current stream holds;
-  `Work.wait` makes the current stream wait, not the host. Calls that differ between ranks, which hang under NCCL,
-  raise.
+- **Memory** comes from a caching allocator: what is freed is given out again on its stream at once,
+  while other streams may still read it (`record_stream` keeps it), and what is new holds NaN.
+- **Pinned memory** of the host is copied from and to in the stream's order, late. Pageable memory
+  is read at once, and a copy into it waits, as CUDA's does.
+- **Collectives** (backend `simccl`, over gloo) run on a stream of their group, after what the
+  current stream holds; `Work.wait` makes the current stream wait, not the host. Calls that differ
+  between ranks, which hang under NCCL, raise.
 
-The values are those of the CPU's kernels. Not simulated: kernels of a GPU and their rounding, C++ that takes CUDA's
-streams by name (DDP waits for a bucket as its future is asked for, so that nothing overlaps there), a send that blocks
-until it is received, `torch.compile`, several devices in a process.
+The values are those of the CPU's kernels. Not simulated: kernels of a GPU and their rounding, C++
+that takes CUDA's streams by name (DDP waits for a bucket as its future is asked for, so that
+nothing overlaps there), a send that blocks until it is received, `torch.compile`, several devices
+in a process.
 """
 
 import itertools
@@ -84,7 +87,10 @@ def _caller() -> tuple[str, str]:
         path, line = frame.f_code.co_filename, frame.f_lineno
         mode = frame.f_code.co_name == "__torch_dispatch__"  # it passes on what another has called
         if "/lockstep/" in path and "site-packages" not in path and not mode:
-            return f"{path.rpartition('/lockstep/')[2]}:{line}", linecache.getline(path, line).strip()
+            return (
+                f"{path.rpartition('/lockstep/')[2]}:{line}",
+                linecache.getline(path, line).strip(),
+            )
         if outside is None and path != __file__ and "/torch/" not in path:
             outside = f"{path.rpartition('/')[2]}:{line}", linecache.getline(path, line).strip()
         frame = frame.f_back
@@ -243,12 +249,15 @@ class Block:
         if again:
             self.storage, self.written, self.read = again.pop()
         else:
-            self.storage = torch.empty(bytes_, dtype=torch.uint8).fill_(0xFF).untyped_storage()  # NaN in all floats
+            # NaN in all floats
+            self.storage = torch.empty(bytes_, dtype=torch.uint8).fill_(0xFF).untyped_storage()
             self.written, self.read = None, {}
 
     def __del__(self) -> None:
         if not self.recorded:
-            self.free[self.stream.number, self.storage.nbytes()].append((self.storage, self.written, self.read))
+            self.free[self.stream.number, self.storage.nbytes()].append(
+                (self.storage, self.written, self.read)
+            )
 
     def touch(self, stream: Stream, number: int, clock: Clock, writes: bool, what: str) -> None:
         """Note that an operation reads or writes, after comparing it with those before."""
@@ -258,8 +267,9 @@ class Block:
         for how, (other, count) in others:
             if other != stream.number and clock.get(other, 0) < count:
                 races.append(
-                    f"{what} on stream {stream.number} {'writes' if writes else 'reads'} memory of "
-                    f"{self.storage.nbytes()} bytes that is {how} on stream {other}, in no certain order; {_caller()}"
+                    f"{what} on stream {stream.number} {'writes' if writes else 'reads'} memory of"
+                    f" {self.storage.nbytes()} bytes that is {how} on stream {other}, in no certain"
+                    f" order; {_caller()}"
                 )
         if writes:
             self.written, self.read = (stream.number, number), {}
@@ -268,7 +278,9 @@ class Block:
 
 
 class Storage:
-    """What Python may ask of a tensor's storage. FSDP2 frees and allocates parameters by resizing it."""
+    """What Python may ask of a tensor's storage. FSDP2 frees and allocates parameters by resizing
+    it.
+    """
 
     def __init__(self, tensor: "SimTensor") -> None:
         self._tensor, self._block = tensor, tensor.block
@@ -283,7 +295,9 @@ class Storage:
         return self._block.storage.data_ptr()
 
     def resize_(self, size: int) -> "Storage":
-        """Free the memory, or allocate it again; NaN is in it then, in the order of the current stream."""
+        """Free the memory, or allocate it again; NaN is in it then, in the order of the current
+        stream.
+        """
         storage = self._block.storage
         if size != self._block.size:
             _queue(lambda: storage.fill_(0xFF), [], [self._tensor], "resize_")
@@ -301,9 +315,13 @@ class SimTensor(Tensor):
     @staticmethod
     def __new__(cls, raw: Tensor, block: Block) -> "SimTensor":
         made: SimTensor = torch.Tensor._make_wrapper_subclass(
-            cls, raw.shape, strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype,
+            cls,
+            raw.shape,
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
             device=torch.device(NAME, 0),
-        )  # fmt: skip
+        )
         made.raw, made.block = raw, block
         return made
 
@@ -342,7 +360,9 @@ class SimTensor(Tensor):
 def _new(like: Tensor) -> SimTensor:
     """Return memory for a tensor like one on meta."""
     block = Block(like.untyped_storage().nbytes())
-    return SimTensor(torch.empty(0, dtype=like.dtype).set_(block.storage, 0, like.shape, like.stride()), block)
+    return SimTensor(
+        torch.empty(0, dtype=like.dtype).set_(block.storage, 0, like.shape, like.stride()), block
+    )
 
 
 _pinned: set[int] = set()
@@ -370,7 +390,9 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if func is aten._to_copy.default:
         return _to_copy(*args, **kwargs)
     if func is aten.copy_.default:
-        return _copy(args[0], args[1], bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False)))
+        return _copy(
+            args[0], args[1], bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+        )
     if func is aten._pin_memory.default or func is aten.is_pinned.default:
         return False
     if func is aten._fused_sdp_choice.default:
@@ -381,11 +403,19 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return _view(func, args, kwargs)
     bound = [*zip(schema.arguments, args, strict=False)]
     bound += [(a, kwargs[a.name]) for a in schema.arguments[len(args) :] if a.name in kwargs]
-    written = [t for a, v in bound if a.alias_info is not None and a.alias_info.is_write for t in _tensors(v)]
+    written = [
+        t
+        for a, v in bound
+        if a.alias_info is not None and a.alias_info.is_write
+        for t in _tensors(v)
+    ]
     read = [t for a, v in bound for t in _tensors(v) if not any(t is w for w in written)]
     if torch.Tag.nondeterministic_seeded in func.tags:
         func, args, kwargs = _drawing(func, args, kwargs, schema)
-    raw_args, raw_kwargs = [_raw(each) for each in args], {key: _raw(each) for key, each in kwargs.items()}
+    raw_args, raw_kwargs = (
+        [_raw(each) for each in args],
+        {key: _raw(each) for key, each in kwargs.items()},
+    )
     name = str(schema.name)
     if written:
         _queue(lambda: func(*raw_args, **raw_kwargs), read, written, name)
@@ -396,7 +426,9 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         _host_waits(name, current_stream())
         return _pytree.tree_map_only(Tensor, _upload, func(*raw_args, **raw_kwargs))
     several = isinstance(made, list | tuple)
-    raws = [each.raw if isinstance(each, SimTensor) else None for each in (made if several else [made])]
+    raws = [
+        each.raw if isinstance(each, SimTensor) else None for each in (made if several else [made])
+    ]
 
     def work() -> None:
         results = func(*raw_args, **raw_kwargs)
@@ -425,13 +457,17 @@ def _raw(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def _queue(work: Callable[[], object], read: Sequence[SimTensor], written: Sequence[SimTensor], name: str) -> None:
+def _queue(
+    work: Callable[[], object], read: Sequence[SimTensor], written: Sequence[SimTensor], name: str
+) -> None:
     on = current_stream()
     number = on.queue(work)
     _touch(on, number, read, written, name)
 
 
-def _touch(on: Stream, number: int, read: Sequence[SimTensor], written: Sequence[SimTensor], name: str) -> None:
+def _touch(
+    on: Stream, number: int, read: Sequence[SimTensor], written: Sequence[SimTensor], name: str
+) -> None:
     for each in read:
         each.block.touch(on, number, on.clock, False, name)
     for each in written:
@@ -439,9 +475,15 @@ def _touch(on: Stream, number: int, read: Sequence[SimTensor], written: Sequence
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    block = next(each.block for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, SimTensor))
+    block = next(
+        each.block for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, SimTensor)
+    )
     made = func(*map(_raw, args), **{key: _raw(each) for key, each in kwargs.items()})
-    return SimTensor(made, block) if isinstance(made, Tensor) else [SimTensor(each, block) for each in made]
+    return (
+        SimTensor(made, block)
+        if isinstance(made, Tensor)
+        else [SimTensor(each, block) for each in made]
+    )
 
 
 def _returned(schema: Any, bound: Sequence[tuple[Any, Any]]) -> Any:
@@ -449,7 +491,11 @@ def _returned(schema: Any, bound: Sequence[tuple[Any, Any]]) -> Any:
     found = []
     for result in schema.returns:
         names = result.alias_info.before_set if result.alias_info is not None else set()
-        found += [v for a, v in bound if a.alias_info is not None and names and a.alias_info.before_set == names]
+        found += [
+            v
+            for a, v in bound
+            if a.alias_info is not None and names and a.alias_info.before_set == names
+        ]
     return None if not found else found[0] if len(found) == 1 else tuple(found)
 
 
@@ -499,12 +545,19 @@ def _drawing(func: Any, args: Any, kwargs: Any, schema: Any) -> tuple[Any, Any, 
     own = torch.Generator()
 
     def draw(generator: torch.Generator, args: Any, kwargs: Any) -> Any:
-        return func(*args, **kwargs, generator=generator) if takes else _dropout(*args, **kwargs, generator=generator)
+        return (
+            func(*args, **kwargs, generator=generator)
+            if takes
+            else _dropout(*args, **kwargs, generator=generator)
+        )
 
     draw(generator, *like)
 
     def later(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(each, Tensor) and each.is_meta for each in _pytree.tree_leaves((args, kwargs))):
+        if any(
+            isinstance(each, Tensor) and each.is_meta
+            for each in _pytree.tree_leaves((args, kwargs))
+        ):
             return func(*args, **kwargs)
         own.set_state(at)
         return draw(own, args, kwargs)
@@ -512,8 +565,12 @@ def _drawing(func: Any, args: Any, kwargs: Any, schema: Any) -> tuple[Any, Any, 
     return later, args, kwargs
 
 
-def _dropout(input: Tensor, p: float, train: bool | None, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """`native_dropout`, which takes no generator, and other threads may use the default one meanwhile."""
+def _dropout(
+    input: Tensor, p: float, train: bool | None, *, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """`native_dropout`, which takes no generator, and other threads may use the default one
+    meanwhile.
+    """
     kept = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
     return input * kept * (1 / (1 - p)), kept
 
@@ -525,16 +582,28 @@ def _upload(host: Tensor) -> SimTensor:
 
 
 def _to_copy(
-    source: Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
-    non_blocking: bool = False, memory_format: Any = None,
-) -> Tensor:  # fmt: skip
+    source: Tensor,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> Tensor:
     to_host = device is not None and torch.device(device).type == "cpu"
-    like = torch.empty_strided(source.shape, source.stride(), dtype=dtype or source.dtype, device="meta")
+    like = torch.empty_strided(
+        source.shape, source.stride(), dtype=dtype or source.dtype, device="meta"
+    )
     like = torch.empty_like(like, memory_format=memory_format or torch.preserve_format)
     if not to_host:
         made = _new(like)
     else:  # torch gives memory that is pinned where the copy need not wait
-        made = pinned(like) if non_blocking else torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        made = (
+            pinned(like)
+            if non_blocking
+            else torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        )
     return _copy(made, source, non_blocking)
 
 
@@ -545,7 +614,8 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
         _queue(lambda: to.copy_(of), [source], [target], "copy_")
     elif isinstance(target, SimTensor):
         late = non_blocking and is_pinned(source)
-        to, host = target.raw, source if late else source.clone()  # CUDA copies pageable memory aside
+        # CUDA copies pageable memory aside
+        to, host = target.raw, source if late else source.clone()
         _queue(lambda: to.copy_(host), [], [target], "copy to the device")
         if not non_blocking and source.numel():
             _host_waits("copy to the device", on)
@@ -567,7 +637,11 @@ class _Module:
     """`torch.sim`."""
 
     Stream, Event = Stream, Event
-    stream, current_stream, synchronize = staticmethod(stream), staticmethod(current_stream), staticmethod(synchronize)
+    stream, current_stream, synchronize = (
+        staticmethod(stream),
+        staticmethod(current_stream),
+        staticmethod(synchronize),
+    )
     default_generators = default_generators
 
     def is_available(self) -> bool:
@@ -624,7 +698,12 @@ def install() -> None:
 
     def empty(size: Any, *, dtype: Any = None, memory_format: Any = None, **_: Any) -> Tensor:
         return _new(
-            torch.empty(size, dtype=dtype, device="meta", memory_format=memory_format or torch.contiguous_format)
+            torch.empty(
+                size,
+                dtype=dtype,
+                device="meta",
+                memory_format=memory_format or torch.contiguous_format,
+            )
         )
 
     def empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Tensor:
@@ -636,9 +715,18 @@ def install() -> None:
     _library.impl("empty.memory_format", empty, "PrivateUse1")
     _library.impl("empty_strided", empty_strided, "PrivateUse1")
     _library.impl("_copy_from", copy_from, "PrivateUse1")
-    for name in ("arange", "arange.start", "arange.start_step", "randperm", "randperm.generator", "linspace"):
+    for name in (
+        "arange",
+        "arange.start",
+        "arange.start_step",
+        "randperm",
+        "randperm.generator",
+        "linspace",
+    ):
         packet, _, overload = name.partition(".")
-        _library.impl(name, _made_here(getattr(getattr(aten, packet), overload or "default")), "PrivateUse1")
+        _library.impl(
+            name, _made_here(getattr(getattr(aten, packet), overload or "default")), "PrivateUse1"
+        )
     _autocast()
     _pin_in_python()
 
@@ -647,7 +735,11 @@ def _made_here(operation: Any) -> Callable[..., Tensor]:
     """Return a kernel for what has no input: torch's own would resize a tensor."""
 
     def make(*args: Any, device: Any = None, generator: Any = None, **options: Any) -> Tensor:
-        draws = {"generator": generator or default_generators[0]} if operation is aten.randperm.generator else {}
+        draws = (
+            {"generator": generator or default_generators[0]}
+            if operation is aten.randperm.generator
+            else {}
+        )
         host = operation(*args, **draws, **options)
         made = _new(host.to("meta"))
         _queue(lambda: made.raw.copy_(host), [], [made], str(operation))
@@ -657,12 +749,30 @@ def _made_here(operation: Any) -> Callable[..., Tensor]:
 
 
 _IN_LOW_PRECISION = (
-    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv2d", "scaled_dot_product_attention",
-)  # fmt: skip
+    "linear",
+    "matmul",
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "conv2d",
+    "scaled_dot_product_attention",
+)
 _IN_FLOAT32 = (
-    "layer_norm", "native_layer_norm", "softmax.int", "log_softmax.int", "cross_entropy_loss", "nll_loss",
-    "nll_loss_nd", "pow.Tensor_Scalar", "rsqrt", "exp", "log", "sum", "sum.dim_IntList",
-)  # fmt: skip
+    "layer_norm",
+    "native_layer_norm",
+    "softmax.int",
+    "log_softmax.int",
+    "cross_entropy_loss",
+    "nll_loss",
+    "nll_loss_nd",
+    "pow.Tensor_Scalar",
+    "rsqrt",
+    "exp",
+    "log",
+    "sum",
+    "sum.dim_IntList",
+)
 
 
 def _autocast() -> None:
@@ -675,7 +785,12 @@ def _autocast() -> None:
         packet, _, overload = name.partition(".")
         operation = getattr(getattr(aten, packet), overload or "default")
 
-        def cast(*args: Any, operation: Any = operation, low: bool = name in _IN_LOW_PRECISION, **kwargs: Any) -> Any:
+        def cast(
+            *args: Any,
+            operation: Any = operation,
+            low: bool = name in _IN_LOW_PRECISION,
+            **kwargs: Any,
+        ) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(off):
                 dtype = torch.get_autocast_dtype(NAME) if low else torch.float32
 
@@ -693,7 +808,8 @@ def _pin_in_python() -> None:
     """Answer what torch would ask a pinned allocator in C++, which a Python backend can't bring."""
     from torch.utils._device import _device_constructors
 
-    _device_constructors()  # cached: `with torch.device("meta")` knows the function that is called below
+    # cached: `with torch.device("meta")` knows the function that is called below
+    _device_constructors()
     plain = torch.empty
 
     def empty(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:

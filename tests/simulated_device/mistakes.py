@@ -1,4 +1,6 @@
-"""Mistakes that are planted in Lockstep, or in a program beside it; each case fails unless the device finds its own."""
+"""Mistakes that are planted in Lockstep, or in a program beside it; each case fails unless the
+device finds its own.
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -60,7 +62,9 @@ def a_number_that_is_copied_in_each_step() -> None:
     """torch.tensor(number, device=…) in each step"""
 
     def copy(value: Any, on: torch.device) -> torch.Tensor:
-        return torch.as_tensor(float("inf") if value is None else 0.0, dtype=torch.float64, device=on)
+        return torch.as_tensor(
+            float("inf") if value is None else 0.0, dtype=torch.float64, device=on
+        )
 
     with replaced(bad_numbers, "_on_device", copy):
         assert {wait.kind for wait in unmarked(run().waits)} == {"copy to the device"}
@@ -86,7 +90,8 @@ def a_pinned_buffer_that_is_overwritten() -> None:
 def saved_by(change: Callable[[], Any]) -> bool:
     """Return whether a checkpoint in the background holds the values of its step.
 
-    Training goes on only when the thread is done: if it were ahead, its own waits could make a missing one good.
+    Training goes on only when the thread is done: if it were ahead, its own waits could make a
+    missing one good.
     """
     start = AsyncSaver.save
 
@@ -121,7 +126,9 @@ def an_event_that_is_recorded_too_early() -> None:
 def a_save_that_waits_for_nothing() -> None:
     """a missing synchronize before a save"""
     copy = AsyncSaver._copy
-    assert not saved_by(lambda: replaced(AsyncSaver, "_copy", lambda self, staged: (copy(self, staged)[0], None)))
+    assert not saved_by(
+        lambda: replaced(AsyncSaver, "_copy", lambda self, staged: (copy(self, staged)[0], None))
+    )
 
 
 def a_copy_that_is_read_at_once() -> None:
@@ -136,7 +143,10 @@ def a_copy_that_is_read_at_once() -> None:
         event.record()
         return event
 
-    with replaced(accelerator, "record_event", record), pytest.raises(bad_numbers.RunError, match=r"did not meet|nan"):
+    with (
+        replaced(accelerator, "record_event", record),
+        pytest.raises(bad_numbers.RunError, match=r"did not meet|nan"),
+    ):
         run()
 
 

@@ -1,4 +1,6 @@
-"""What two ranks do on the simulated device, each with one of its own: each strategy, and mistakes with others."""
+"""What two ranks do on the simulated device, each with one of its own: each strategy, and mistakes
+with others.
+"""
 
 import os
 from datetime import timedelta
@@ -28,7 +30,8 @@ def main(folder: str) -> dict[str, str]:
     rank = dist.get_rank()
     dist.barrier()  # else the other rank may still be joining
     dist.destroy_process_group()
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}  # each has its own device 0
+    # each has its own device 0
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
     device.install()
     collectives.install()
     launched = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
@@ -36,7 +39,11 @@ def main(folder: str) -> dict[str, str]:
     os.environ |= launched
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group(
-        f"cpu:gloo,{NAME}:simccl", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        f"cpu:gloo,{NAME}:simccl",
+        store=store,
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
     )
     found = {}
     for name, settings in UNDER.items():
@@ -48,7 +55,9 @@ def main(folder: str) -> dict[str, str]:
 
 
 def local_updates() -> None:
-    """Workers that train by themselves and then synchronize: no race, and no wait but the marked ones."""
+    """Workers that train by themselves and then synchronize: no race, and no wait but the marked
+    ones.
+    """
     settings = {"distributed.strategy": "diloco", "distributed.diloco.inner_steps": 2}
     there = run(**settings)
     assert not there.races, there.races
@@ -56,12 +65,16 @@ def local_updates() -> None:
 
 
 def ddp_waits(second_step: list[device.Wait]) -> list[device.Wait]:
-    """DDP copies the sizes of its buckets to the host once, after its first backward pass, in its forward."""
+    """DDP copies the sizes of its buckets to the host once, after its first backward pass, in its
+    forward.
+    """
     return [wait for wait in second_step if "model(*args, **kwargs)" in wait.text]
 
 
 def like_one_process(alone: Any, settings: dict[str, Any]) -> None:
-    """The same numbers as one process, no race, and no wait of the host but the marked ones; one in a plain step."""
+    """The same numbers as one process, no race, and no wait of the host but the marked ones; one in
+    a plain step.
+    """
     there = run(**settings)
     check_same(alone, there)
     assert not there.races, there.races

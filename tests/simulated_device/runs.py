@@ -19,7 +19,8 @@ from lockstep.trainer import Trainer
 from tests.simulated_device import device
 from tests.simulated_device.device import NAME, Wait
 
-SETTLED = 2  # steps, after which a step is like any other: in the first, optimizer and generators begin
+# steps, after which a step is like any other: in the first, optimizer and generators begin
+SETTLED = 2
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
@@ -66,7 +67,9 @@ def config_on(kind: str, steps: int, **settings: Any) -> Config:
     )
 
 
-def trainer_on(kind: str, steps: int = 1, output_dir: Path | None = None, **settings: Any) -> Trainer:
+def trainer_on(
+    kind: str, steps: int = 1, output_dir: Path | None = None, **settings: Any
+) -> Trainer:
     if not dist.is_initialized():
         cluster.cleanup()  # the next run may be on another device
     with torch.device("meta"):
@@ -85,7 +88,10 @@ def whole(value: Tensor) -> Tensor:
 
 
 def run(
-    kind: str = NAME, steps: int = SETTLED + 1, change: Callable[[Trainer], None] | None = None, **settings: Any
+    kind: str = NAME,
+    steps: int = SETTLED + 1,
+    change: Callable[[Trainer], None] | None = None,
+    **settings: Any,
 ) -> Outcome:
     """Take steps, reading nothing on the way."""
     device.forget()
@@ -109,7 +115,9 @@ plain = cache(run)  # of one kind of device
 
 def check_same(one: Outcome, other: Outcome, within: float = 1e-4) -> None:
     """The same training, but for the order of sums in kernels."""
-    torch.testing.assert_close(torch.tensor(one.numbers), torch.tensor(other.numbers), rtol=within, atol=within)
+    torch.testing.assert_close(
+        torch.tensor(one.numbers), torch.tensor(other.numbers), rtol=within, atol=within
+    )
     assert other.values
     for name, value in other.values.items():  # of a pipeline's stage, some
         torch.testing.assert_close(one.values[name], value, rtol=0, atol=20 * within)

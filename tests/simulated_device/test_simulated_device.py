@@ -1,6 +1,8 @@
-"""Lockstep on an accelerator that works late on purpose: the same training, no race, no wait that is not marked.
+"""Lockstep on an accelerator that works late on purpose: the same training, no race, no wait that
+is not marked.
 
-And it finds what is planted. `docs/hardware.md` says what is shown here, and what no simulation shows.
+And it finds what is planted. `docs/hardware.md` says what is shown here, and what no simulation
+shows.
 """
 
 import tempfile

@@ -41,9 +41,24 @@ def test_an_indexed_job_with_a_headless_service(
     config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     objects = rendered(
-        capsys, config, "training.max_steps=10", "--nnodes", "3", "--nproc-per-node", "4", "--image", "me/x:1",
-        "--claim", "runs", "--namespace", "team", "--request", "cpu=8", "--request", "memory=64Gi",
-    )  # fmt: skip
+        capsys,
+        config,
+        "training.max_steps=10",
+        "--nnodes",
+        "3",
+        "--nproc-per-node",
+        "4",
+        "--image",
+        "me/x:1",
+        "--claim",
+        "runs",
+        "--namespace",
+        "team",
+        "--request",
+        "cpu=8",
+        "--request",
+        "memory=64Gi",
+    )
     assert list(objects) == ["ConfigMap", "Service", "Job"]
     assert {one["metadata"]["name"] for one in objects.values()} == {"small-run"}
     assert {one["metadata"]["namespace"] for one in objects.values()} == {"team"}
@@ -52,30 +67,49 @@ def test_an_indexed_job_with_a_headless_service(
     assert service["clusterIP"] == "None"
     assert service["publishNotReadyAddresses"] is True
     pod = job["template"]["spec"]
-    assert pod["subdomain"] == objects["Service"]["metadata"]["name"], "pods' names resolve through the service"
+    assert pod["subdomain"] == objects["Service"]["metadata"]["name"], (
+        "pods' names resolve through the service"
+    )
     assert service["selector"] == {"job-name": objects["Job"]["metadata"]["name"]}
     (container,) = pod["containers"]
     text = command(container)
-    assert '--nnodes 3 --node-rank "$JOB_COMPLETION_INDEX" --master-addr small-run-0.small-run' in text
+    assert (
+        '--nnodes 3 --node-rank "$JOB_COMPLETION_INDEX" --master-addr small-run-0.small-run' in text
+    )
     assert f"--master-port {service['ports'][0]['port']}" in text
     assert "--output-dir /data/runs/Small_Run --nproc-per-node 4 --resume auto" in text
-    assert container["resources"] == {"requests": {"cpu": "8", "memory": "64Gi"}, "limits": {"nvidia.com/gpu": 4}}
+    assert container["resources"] == {
+        "requests": {"cpu": "8", "memory": "64Gi"},
+        "limits": {"nvidia.com/gpu": 4},
+    }
     assert {"name": "NCCL_DEBUG", "value": "WARN"} in container["env"]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     assert {"name": "shared-memory", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
     (tmp_path / "again.yaml").write_text(objects["ConfigMap"]["data"]["config.yaml"])
-    again, first = load_config(tmp_path / "again.yaml"), load_config(tmp_path / config, ["training.max_steps=10"])
+    again, first = (
+        load_config(tmp_path / "again.yaml"),
+        load_config(tmp_path / config, ["training.max_steps=10"]),
+    )
     assert again == first, "the config travels whole, overrides and all"
 
 
 def test_preemption_is_no_failure_and_a_wrong_config_is_not_retried(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = rendered(capsys, config, "--nproc-per-node", "1", "--image", "x", "distributed.device=cpu")["Job"]["spec"]
-    rules = {tuple(rule["onExitCodes"]["values"]): rule["action"] for rule in job["podFailurePolicy"]["rules"]
-             if "onExitCodes" in rule}  # fmt: skip
+    job = rendered(
+        capsys, config, "--nproc-per-node", "1", "--image", "x", "distributed.device=cpu"
+    )["Job"]["spec"]
+    rules = {
+        tuple(rule["onExitCodes"]["values"]): rule["action"]
+        for rule in job["podFailurePolicy"]["rules"]
+        if "onExitCodes" in rule
+    }
     assert rules == {(75,): "Ignore", (2,): "FailJob"}
-    assert job["template"]["spec"]["restartPolicy"] == "Never", "a policy of pod failures asks for it"
+    assert job["template"]["spec"]["restartPolicy"] == "Never", (
+        "a policy of pod failures asks for it"
+    )
     assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 120
     (container,) = job["template"]["spec"]["containers"]
     assert container["resources"] == {}
@@ -89,7 +123,11 @@ def test_an_image_is_asked_for(config: str, capsys: pytest.CaptureFixture[str]) 
 
 def test_the_published_schema_accepts_them(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of Kubernetes itself; the package holds its JSON schemas."""
-    validator = pytest.importorskip("kubernetes_validate", reason="NOT TESTED: needs `pip install kubernetes-validate`")
-    objects = rendered(capsys, config, "--nnodes", "2", "--nproc-per-node", "8", "--image", "x", "--claim", "runs")
+    validator = pytest.importorskip(
+        "kubernetes_validate", reason="NOT TESTED: needs `pip install kubernetes-validate`"
+    )
+    objects = rendered(
+        capsys, config, "--nnodes", "2", "--nproc-per-node", "8", "--image", "x", "--claim", "runs"
+    )
     for one in objects.values():
         validator.validate(one, "1.31", strict=True)

@@ -1,4 +1,5 @@
-"""The batch script in a real Slurm: munge, slurmctld and two slurmd on this machine, for these tests alone.
+"""The batch script in a real Slurm: munge, slurmctld and two slurmd on this machine, for these
+tests alone.
 
 Debian has them: apt-get install slurmctld slurmd slurm-client munge. Needs root, as slurmd does.
 """
@@ -55,9 +56,14 @@ exit 75
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    missing = [tool for tool in ("slurmctld", "slurmd", "munged", "sbatch") if shutil.which(tool) is None]
+    missing = [
+        tool for tool in ("slurmctld", "slurmd", "munged", "sbatch") if shutil.which(tool) is None
+    ]
     if os.geteuid() != 0 or missing:
-        pytest.skip(f"NOT TESTED: needs root and a Slurm on this machine (missing: {', '.join(missing) or 'root'})")
+        pytest.skip(
+            "NOT TESTED: needs root and a Slurm on this machine (missing:"
+            f" {', '.join(missing) or 'root'})"
+        )
     for folder in ("state", "spool-n0", "spool-n1"):
         (tmp_path / folder).mkdir()
     tmp_path.chmod(0o755)
@@ -66,17 +72,33 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     key.chmod(0o400)
     conf = tmp_path / "slurm.conf"
     ports = [free_port() for _ in range(3)]
-    conf.write_text(_CONF.format(host=socket.gethostname().split(".")[0], folder=tmp_path, ports=ports))
+    conf.write_text(
+        _CONF.format(host=socket.gethostname().split(".")[0], folder=tmp_path, ports=ports)
+    )
     monkeypatch.setenv("SLURM_CONF", str(conf))
     monkeypatch.chdir(tmp_path)
-    munged = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={tmp_path}/munge.socket",
-              f"--pid-file={tmp_path}/munge.pid", f"--log-file={tmp_path}/munge.log",
-              f"--seed-file={tmp_path}/seed"]  # fmt: skip
-    daemons = [munged, ["slurmctld", "-D"], ["slurmd", "-D", "-N", "n0"], ["slurmd", "-D", "-N", "n1"]]
+    munged = [
+        "munged",
+        "--foreground",
+        "--force",
+        f"--key-file={key}",
+        f"--socket={tmp_path}/munge.socket",
+        f"--pid-file={tmp_path}/munge.pid",
+        f"--log-file={tmp_path}/munge.log",
+        f"--seed-file={tmp_path}/seed",
+    ]
+    daemons = [
+        munged,
+        ["slurmctld", "-D"],
+        ["slurmd", "-D", "-N", "n0"],
+        ["slurmd", "-D", "-N", "n1"],
+    ]
     running = []
     try:
         for command in daemons:
-            log = (tmp_path / f"{'-'.join(command[:1] + command[-1:])}.out".replace("/", "_")[-60:]).open("w")
+            log = (
+                tmp_path / f"{'-'.join(command[:1] + command[-1:])}.out".replace("/", "_")[-60:]
+            ).open("w")
             running.append(subprocess.Popen(command, stdout=log, stderr=log))
             time.sleep(0.5)
         _until(lambda: output("sinfo", "-h", "-o", "%t %D") == "idle 2", 60)
@@ -121,9 +143,13 @@ def test_a_job_runs_on_two_nodes_and_goes_back_into_the_queue_when_preempted(
     job = capsys.readouterr().out.strip().rpartition(" ")[2]
     assert job.isdigit()
     said = slurm / "said"
-    _until(lambda: said.exists() and "start 1" not in said.read_text() and _state(job) == "PENDING", 60)
-    time.sleep(3.0)  # a job that starts in the second of its requeue is killed: "Job credential revoked"
-    _until(lambda: _at_once(job) in ("COMPLETED", "FAILED"), 300)  # Slurm may put it off for two minutes nevertheless
+    _until(
+        lambda: said.exists() and "start 1" not in said.read_text() and _state(job) == "PENDING", 60
+    )
+    # a job that starts in the second of its requeue is killed: "Job credential revoked"
+    time.sleep(3.0)
+    # Slurm may put it off for two minutes nevertheless
+    _until(lambda: _at_once(job) in ("COMPLETED", "FAILED"), 300)
     assert _state(job) == "COMPLETED", output("scontrol", "show", "job", job)
     lines = said.read_text().splitlines()
     host = "n0"  # the first of the allocation
@@ -131,12 +157,17 @@ def test_a_job_runs_on_two_nodes_and_goes_back_into_the_queue_when_preempted(
     assert sorted(line.partition(":")[0] for line in lines) == [
         f"node {node} of 2, start {start}" for node in (0, 1) for start in (0, 1)
     ]
-    assert all("-m lockstep train small.yaml distributed.device=cpu --output-dir runs/small" in line for line in lines)
+    assert all(
+        "-m lockstep train small.yaml distributed.device=cpu --output-dir runs/small" in line
+        for line in lines
+    )
     assert all(line.endswith(f"--resume auto --nnodes 2 {meeting}") for line in lines)
 
 
 def _at_once(job: str) -> str:
-    """The state of a job that Slurm would put off for two minutes: asked for again, for it may do so after we asked."""
+    """The state of a job that Slurm would put off for two minutes: asked for again, for it may do
+    so after we asked.
+    """
     state = _state(job)
     if state == "PENDING":
         subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], check=False)
@@ -145,4 +176,6 @@ def _at_once(job: str) -> str:
 
 def _state(job: str) -> str:
     told = output("scontrol", "show", "job", job)
-    return next((word.partition("=")[2] for word in told.split() if word.startswith("JobState=")), "")
+    return next(
+        (word.partition("=")[2] for word in told.split() if word.startswith("JobState=")), ""
+    )

@@ -34,38 +34,88 @@ def rendered(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def executed(text: str, folder: Path, *, code: int = 0) -> tuple[int, list[str], str]:
     """Run the script with an `srun` and a `scontrol` that write down what they were given."""
     tools = {
-        "srun": f'echo "srun|$NCCL_DEBUG|$GREETING" >> said; printf "%s\\n" "$@" >> words; exit {code}',
+        "srun": (
+            f'echo "srun|$NCCL_DEBUG|$GREETING" >> said; printf "%s\\n" "$@" >> words; exit {code}'
+        ),
         "scontrol": 'echo "scontrol $@" >> said; [ "$1" = show ] && printf "n0\\nn1\\n"; exit 0',
     }
     for name, body in tools.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / name).chmod(stat.S_IRWXU)
-    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[0-1]"}
+    environment = os.environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "n[0-1]",
+    }
     environment |= {"SLURM_JOB_ID": "4711"}
     done = subprocess.run(["bash"], input=text, text=True, cwd=folder, env=environment, check=False)
-    return done.returncode, (folder / "words").read_text().splitlines(), (folder / "said").read_text()
+    return (
+        done.returncode,
+        (folder / "words").read_text().splitlines(),
+        (folder / "said").read_text(),
+    )
 
 
 def test_two_nodes(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = rendered(
-        capsys, config, "training.max_steps=10", "--nnodes", "2", "--nproc-per-node", "4", "--time", "01:00:00",
-        "--partition", "gpu", "--cpus-per-task", "16", "--sbatch=--exclusive", "--setup", "export FROM_SETUP=1",
-        "--signal-seconds", "300",
-    )  # fmt: skip
+        capsys,
+        config,
+        "training.max_steps=10",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "4",
+        "--time",
+        "01:00:00",
+        "--partition",
+        "gpu",
+        "--cpus-per-task",
+        "16",
+        "--sbatch=--exclusive",
+        "--setup",
+        "export FROM_SETUP=1",
+        "--signal-seconds",
+        "300",
+    )
     lines = text.splitlines()
-    for line in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--time=01:00:00", "--partition=gpu",
-                 "--cpus-per-task=16", "--signal=USR1@300", "--requeue", "--exclusive",
-                 "--output=runs/small/slurm-%j.out"):  # fmt: skip
+    for line in (
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=4",
+        "--time=01:00:00",
+        "--partition=gpu",
+        "--cpus-per-task=16",
+        "--signal=USR1@300",
+        "--requeue",
+        "--exclusive",
+        "--output=runs/small/slurm-%j.out",
+    ):
         assert f"#SBATCH {line}" in lines
     first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
-    assert not any(line.startswith("#SBATCH") for line in lines[first_command:]), "sbatch would not read it there"
+    assert not any(line.startswith("#SBATCH") for line in lines[first_command:]), (
+        "sbatch would not read it there"
+    )
     code, words, said = executed(text, tmp_path)
     assert code == 0
     assert words[words.index("train") :] == [
-        "train", "small.yaml", "training.max_steps=10", "--output-dir", "runs/small", "--nproc-per-node", "4",
-        "--resume", "auto", "--nnodes", "2", "--rdzv-endpoint", "n0:24711", "--rdzv-id", "4711",
-    ]  # fmt: skip
-    assert "srun|WARN|it's me; rm -rf $HOME" in said, "variables reach the ranks as they were written"
+        "train",
+        "small.yaml",
+        "training.max_steps=10",
+        "--output-dir",
+        "runs/small",
+        "--nproc-per-node",
+        "4",
+        "--resume",
+        "auto",
+        "--nnodes",
+        "2",
+        "--rdzv-endpoint",
+        "n0:24711",
+        "--rdzv-id",
+        "4711",
+    ]
+    assert "srun|WARN|it's me; rm -rf $HOME" in said, (
+        "variables reach the ranks as they were written"
+    )
     assert "requeue" not in said
 
 
@@ -73,7 +123,9 @@ def test_two_nodes(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Pa
 def test_preempted_and_saved_goes_back_into_the_queue(
     config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, code: int, requeued: bool
 ) -> None:
-    ended, _, said = executed(rendered(capsys, config, "--nproc-per-node", "2"), tmp_path, code=code)
+    ended, _, said = executed(
+        rendered(capsys, config, "--nproc-per-node", "2"), tmp_path, code=code
+    )
     assert ended == code
     assert ("scontrol requeue 4711" in said) == requeued
 
@@ -83,16 +135,23 @@ def test_one_node_needs_no_meeting(config: str, capsys: pytest.CaptureFixture[st
     assert "--nproc-per-node 8" in text
     assert "rdzv" not in text
     assert "scontrol show" not in text
-    assert "--gpus-per-node" not in rendered(capsys, config, "--nproc-per-node", "2", "distributed.device=cpu")
+    assert "--gpus-per-node" not in rendered(
+        capsys, config, "--nproc-per-node", "2", "distributed.device=cpu"
+    )
 
 
 def test_containers(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     one = (capsys, config, "--nproc-per-node", "1")
-    pyxis = rendered(*one, "--container", "nvcr.io#nvidia/pytorch:25.01-py3", "--mount", "/data:/data")
+    pyxis = rendered(
+        *one, "--container", "nvcr.io#nvidia/pytorch:25.01-py3", "--mount", "/data:/data"
+    )
     assert "'--container-image=nvcr.io#nvidia/pytorch:25.01-py3'" in pyxis
     assert f"--container-mounts={Path.cwd()}:{Path.cwd()},/data:/data" in pyxis
     apptainer = rendered(*one, "--container", "torch.sif", "--mount", "/data")
-    assert "apptainer exec --nv --bind /data torch.sif python -m lockstep train small.yaml" in apptainer
+    assert (
+        "apptainer exec --nv --bind /data torch.sif python -m lockstep train small.yaml"
+        in apptainer
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +170,9 @@ def test_mistakes_are_found_before_the_queue(
     assert word in capsys.readouterr().err
 
 
-def test_no_sbatch_here(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_sbatch_here(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["submit", "slurm", config, "--nproc-per-node", "1"]) == 2
     assert "sbatch is not on this machine" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/backward_pass.py`: a node is known inside of a backward pass, and nowhere else."""
+"""`lockstep/torch_compat/backward_pass.py`: a node is known inside of a backward pass, and nowhere
+else.
+"""
 
 import torch
 

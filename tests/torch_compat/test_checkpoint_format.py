@@ -1,4 +1,6 @@
-"""The private names of torch that the format rests on: a release that moves one fails here, and says which."""
+"""The private names of torch that the format rests on: a release that moves one fails here, and
+says which.
+"""
 
 import io
 import pickle
@@ -30,7 +32,9 @@ def globals_of(data: bytes) -> set[tuple[str, str]]:
 
 def test_the_metadata_names_what_is_known(tmp_path: Path) -> None:
     data = (save(tmp_path, 1) / "model" / ".metadata").read_bytes()
-    known = {(checkpoint_format.METADATA_MODULE, name) for name in checkpoint_format.METADATA_RECORDS}
+    known = {
+        (checkpoint_format.METADATA_MODULE, name) for name in checkpoint_format.METADATA_RECORDS
+    }
     known |= {checkpoint_format.STORAGE_INFO, checkpoint_format.GET_LAYOUT, ("torch", "Size")}
     dtypes = {("torch", name) for name in ("float32", "bfloat16", "int64")}
     assert globals_of(data) <= known | dtypes
@@ -53,14 +57,23 @@ def test_stored_places_look_as_torch_has_them(tmp_path: Path) -> None:
 def test_names_that_are_called_are_there() -> None:
     assert callable(getattr(DTensor, "__create_chunk_list__"))  # noqa: B009
     assert {"path", "fs", "storage_data", "overwrite"} <= {
-        *vars(FileSystemReader(".")), *vars(FileSystemWriter(".")),
-    }  # fmt: skip
+        *vars(FileSystemReader(".")),
+        *vars(FileSystemWriter(".")),
+    }
     for method in ("write_data", "finish", "prepare_global_plan", "storage_meta"):
         assert callable(getattr(FileSystemWriter, method))
     assert callable(FileSystemReader.read_data)
     whole = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
     stored = torch.distributed.checkpoint.metadata.TensorStorageMetadata(
-        torch.distributed.checkpoint.metadata.TensorProperties(torch.float32), torch.Size([4]), [whole]
+        torch.distributed.checkpoint.metadata.TensorProperties(torch.float32),
+        torch.Size([4]),
+        [whole],
     )
-    (item,) = checkpoint_format.read_items("x", stored, ChunkStorageMetadata(torch.Size([1]), torch.Size([2])))
-    assert (item.dest_index.fqn, tuple(item.storage_offsets), tuple(item.lengths)) == ("x", (1,), (2,))
+    (item,) = checkpoint_format.read_items(
+        "x", stored, ChunkStorageMetadata(torch.Size([1]), torch.Size([2]))
+    )
+    assert (item.dest_index.fqn, tuple(item.storage_offsets), tuple(item.lengths)) == (
+        "x",
+        (1,),
+        (2,),
+    )

@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/compilation.py`: what runs to be recorded is told from what runs for its results."""
+"""`lockstep/torch_compat/compilation.py`: what runs to be recorded is told from what runs for its
+results.
+"""
 
 import torch
 from torch import Tensor

@@ -9,8 +9,9 @@ from lockstep.torch_compat.data_workers import end_workers, workers_of
 def test_workers_end_and_the_next_iteration_starts_new_ones() -> None:
     loader: DataLoader[torch.Tensor] = DataLoader(
         torch.arange(4),  # type: ignore[arg-type]
-        num_workers=1, persistent_workers=True,
-    )  # fmt: skip
+        num_workers=1,
+        persistent_workers=True,
+    )
     iterator = iter(loader)
     (worker,) = workers_of(iterator)
     assert worker.is_alive()

@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/ddp_reducer.py`: DDP measures its backward passes, and finds gradients that were not sent."""
+"""`lockstep/torch_compat/ddp_reducer.py`: DDP measures its backward passes, and finds gradients
+that were not sent.
+"""
 
 import pytest
 import torch

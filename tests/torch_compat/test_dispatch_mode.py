@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/dispatch_mode.py`: a mode sees operations of a forward and of a backward pass."""
+"""`lockstep/torch_compat/dispatch_mode.py`: a mode sees operations of a forward and of a backward
+pass.
+"""
 
 from typing import Any
 
@@ -11,7 +13,9 @@ def test_operations_of_both_passes_are_seen() -> None:
     seen = []
 
     class Calls(UntracedDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append((func.namespace, func.overloadpacket.__name__, func.is_view))
             return func(*args, **(kwargs or {}))
 

@@ -27,7 +27,9 @@ class Noting(ExtensibleAgent):
     """Notes which steps torch calls."""
 
     def __init__(self, spec: WorkerSpec, shutdown_timeout: int) -> None:
-        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=shutdown_timeout)
+        super().__init__(
+            spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=shutdown_timeout
+        )
         self.steps: list[str] = []
 
     def meet_machines(self, worker_group: WorkerGroup) -> None:
@@ -58,9 +60,19 @@ class Noting(ExtensibleAgent):
 
 
 def agent(program: str, arguments: tuple[str, ...], shutdown_timeout: int = 30) -> Noting:
-    parameters = RendezvousParameters("static", f"127.0.0.1:{free_port()}", "run", 1, 1, rank=0, timeout=30)
+    parameters = RendezvousParameters(
+        "static", f"127.0.0.1:{free_port()}", "run", 1, 1, rank=0, timeout=30
+    )
     handler = create_rdzv_handler(parameters)
-    spec = WorkerSpec("default", 1, handler, entrypoint=program, args=arguments, max_restarts=1, monitor_interval=0.05)
+    spec = WorkerSpec(
+        "default",
+        1,
+        handler,
+        entrypoint=program,
+        args=arguments,
+        max_restarts=1,
+        monitor_interval=0.05,
+    )
     return Noting(spec, shutdown_timeout)
 
 
@@ -70,7 +82,17 @@ def test_torch_calls_every_step(tmp_path: Path) -> None:
     assert noting.pids() == []
     result = noting.run()
     assert result.state == WorkerState.SUCCEEDED
-    assert noting.steps == ["run", "meet", "start", "end", "restart", "meet", "start", "end", "wait"]
+    assert noting.steps == [
+        "run",
+        "meet",
+        "start",
+        "end",
+        "restart",
+        "meet",
+        "start",
+        "end",
+        "wait",
+    ]
     assert noting.restarts_left == 0
     assert noting.worker_group.workers[0].global_rank == 0
     noting.leave_rendezvous(5.0)

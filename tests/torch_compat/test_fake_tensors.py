@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/fake_tensors.py`: tensors made inside have a device and bytes, and no memory."""
+"""`lockstep/torch_compat/fake_tensors.py`: tensors made inside have a device and bytes, and no
+memory.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -12,7 +14,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lockstep.plan.rehearsal import fake_ranks
 from lockstep.torch_compat.dispatch_mode import UntracedDispatchMode
-from lockstep.torch_compat.fake_tensors import FakeTensorMode, OutputCache, local_tensor, resizes_watched
+from lockstep.torch_compat.fake_tensors import (
+    FakeTensorMode,
+    OutputCache,
+    local_tensor,
+    resizes_watched,
+)
 
 
 def test_tensors_made_inside_hold_nothing() -> None:
@@ -40,9 +47,17 @@ class _Caching(UntracedDispatchMode):
 def _description(tensor: Tensor, base: Tensor) -> tuple[Any, ...]:
     owner = tensor.untyped_storage()._cdata == base.untyped_storage()._cdata
     return (
-        type(tensor), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device,
-        tensor.untyped_storage().nbytes(), owner, tensor is base, tensor.requires_grad,
-    )  # fmt: skip
+        type(tensor),
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.device,
+        tensor.untyped_storage().nbytes(),
+        owner,
+        tensor is base,
+        tensor.requires_grad,
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +74,9 @@ def _description(tensor: Tensor, base: Tensor) -> tuple[Any, ...]:
         lambda x: x.bfloat16(),
         lambda x: x.reshape(2, 8),
         lambda x: torch.nn.functional.layer_norm(x, (4,)),
-        lambda x: torch.nn.functional.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
+        lambda x: torch.nn.functional.scaled_dot_product_attention(
+            x[None, None], x[None, None], x[None, None]
+        ),
     ],
 )
 def test_outputs_from_the_cache_are_those_of_the_mode(run: Callable[[Tensor], Any]) -> None:
@@ -68,7 +85,9 @@ def test_outputs_from_the_cache_are_those_of_the_mode(run: Callable[[Tensor], An
         for time in range(2):
             x, before = torch.empty(4, 4), caching.unknown
             out = run(x)
-            found.append([_description(t, x) for t in (out if isinstance(out, list | tuple) else [out])])
+            found.append(
+                [_description(t, x) for t in (out if isinstance(out, list | tuple) else [out])]
+            )
             assert not time or caching.unknown == before
     assert found[0] == found[1]
 

@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/foreach.py`: each operation does to many tensors, in place, what its name says of one."""
+"""`lockstep/torch_compat/foreach.py`: each operation does to many tensors, in place, what its name
+says of one.
+"""
 
 import torch
 
@@ -18,4 +20,6 @@ def test_each_operation_gives_the_bits_of_a_loop() -> None:
     for value, other, found in zip(expected, others, values, strict=True):
         value.add_(other).add_(0.25).mul_(torch.tensor(3.0)).div_(7.0).clamp_(-0.2, 0.2)
         assert torch.equal(value, found)
-    assert [float(norm) for norm in foreach.norm(values)] == [float(value.norm()) for value in expected]
+    assert [float(norm) for norm in foreach.norm(values)] == [
+        float(value.norm()) for value in expected
+    ]

@@ -1,8 +1,14 @@
-"""`lockstep/torch_compat/gradient_hooks.py`: hooks on a gradient are listed in order, and taken off."""
+"""`lockstep/torch_compat/gradient_hooks.py`: hooks on a gradient are listed in order, and taken
+off.
+"""
 
 import torch
 
-from lockstep.torch_compat.gradient_hooks import has_hooks_after_accumulation, hooks_of, remove_hooks
+from lockstep.torch_compat.gradient_hooks import (
+    has_hooks_after_accumulation,
+    hooks_of,
+    remove_hooks,
+)
 
 
 def test_hooks_are_listed_and_taken_off() -> None:

@@ -17,7 +17,9 @@ def test_a_group_says_what_it_was_made_with(level: dist.DebugLevel) -> None:
     dist.set_debug_level(level)
     try:
         timeout = datetime.timedelta(seconds=55)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
         assert timeout_of(dist.group.WORLD, CPU) == 55.0
         assert checks_collectives(dist.group.WORLD, CPU) == (level == dist.DebugLevel.DETAIL)
         assert timeout_of(dist.group.WORLD, torch.device("meta")) is None

@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/loss_functions.py`: `torch.nn` calls loss functions by the names that are replaced."""
+"""`lockstep/torch_compat/loss_functions.py`: `torch.nn` calls loss functions by the names that are
+replaced.
+"""
 
 from typing import Any
 
@@ -19,13 +21,17 @@ def test_the_names_are_those_of_torchs_module() -> None:
 @pytest.mark.parametrize(
     ("module", "target"),
     [
-        (nn.CrossEntropyLoss(), _TARGETS), (nn.NLLLoss(), _TARGETS), (nn.MSELoss(), torch.zeros(4, 3)),
-        (nn.L1Loss(), torch.zeros(4, 3)), (nn.BCEWithLogitsLoss(), torch.zeros(4, 3)),
-        (nn.SmoothL1Loss(), torch.zeros(4, 3)), (nn.HuberLoss(), torch.zeros(4, 3)),
+        (nn.CrossEntropyLoss(), _TARGETS),
+        (nn.NLLLoss(), _TARGETS),
+        (nn.MSELoss(), torch.zeros(4, 3)),
+        (nn.L1Loss(), torch.zeros(4, 3)),
+        (nn.BCEWithLogitsLoss(), torch.zeros(4, 3)),
+        (nn.SmoothL1Loss(), torch.zeros(4, 3)),
+        (nn.HuberLoss(), torch.zeros(4, 3)),
         (nn.KLDivLoss(reduction="batchmean"), torch.zeros(4, 3)),
     ],
     ids=lambda value: type(value).__name__,
-)  # fmt: skip
+)
 def test_a_module_that_computes_a_loss_is_noted(module: nn.Module, target: Any) -> None:
     with LossCalls() as calls:
         module(_SCORES, target)

@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/memory_history.py`: torch has the functions, and they take these arguments."""
+"""`lockstep/torch_compat/memory_history.py`: torch has the functions, and they take these
+arguments.
+"""
 
 import inspect
 from pathlib import Path

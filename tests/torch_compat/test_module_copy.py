@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/module_copy.py`: children of a copy are exchanged, the original keeps its own."""
+"""`lockstep/torch_compat/module_copy.py`: children of a copy are exchanged, the original keeps its
+own.
+"""
 
 from torch import nn
 

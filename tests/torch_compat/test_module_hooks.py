@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/module_hooks.py`: hooks that were registered in torch's public ways are found."""
+"""`lockstep/torch_compat/module_hooks.py`: hooks that were registered in torch's public ways are
+found.
+"""
 
 from typing import Any
 
@@ -6,11 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.torch_compat.module_hooks import forward_hooks, forward_pre_hooks, has_hooks, remove_backward_hooks
+from lockstep.torch_compat.module_hooks import (
+    forward_hooks,
+    forward_pre_hooks,
+    has_hooks,
+    remove_backward_hooks,
+)
 
 
 @pytest.mark.parametrize(
-    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
 )
 def test_a_hook_is_found(register: str) -> None:
     module = nn.Linear(2, 2)
@@ -21,13 +29,17 @@ def test_a_hook_is_found(register: str) -> None:
 
     handle = getattr(module, register)(hook)
     assert has_hooks(module)
-    assert list(forward_pre_hooks(module)) == ([hook] if register == "register_forward_pre_hook" else [])
+    assert list(forward_pre_hooks(module)) == (
+        [hook] if register == "register_forward_pre_hook" else []
+    )
     assert list(forward_hooks(module)) == ([hook] if register == "register_forward_hook" else [])
     handle.remove()
     assert not has_hooks(module)
 
 
-@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
+)
 def test_hooks_on_gradients_are_taken_off(register: str) -> None:
     module, called = nn.Linear(2, 2), []
     getattr(module, register)(lambda *_: called.append(True))

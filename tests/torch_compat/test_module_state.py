@@ -22,10 +22,12 @@ def test_persistent_buffers_are_those_of_a_state_dict() -> None:
 @pytest.mark.parametrize(
     "register",
     [
-        "register_state_dict_pre_hook", "register_state_dict_post_hook", "register_load_state_dict_pre_hook",
+        "register_state_dict_pre_hook",
+        "register_state_dict_post_hook",
+        "register_load_state_dict_pre_hook",
         "register_load_state_dict_post_hook",
     ],
-)  # fmt: skip
+)
 def test_a_hook_is_found(register: str) -> None:
     module, calls = nn.Linear(2, 2), []
 

@@ -15,5 +15,7 @@ def test_each_batch_normalisation_is_one(kind: type[nn.Module]) -> None:
 
 def test_spectral_normalisation_keeps_two_vectors() -> None:
     model = spectral_norm(nn.Linear(2, 3))
-    (found,) = [module for module in model.modules() if isinstance(module, SpectralNormParametrization)]
+    (found,) = [
+        module for module in model.modules() if isinstance(module, SpectralNormParametrization)
+    ]
     assert sorted(tuple(buffer.shape) for buffer in found.buffers()) == [(2,), (3,)]

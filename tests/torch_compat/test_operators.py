@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/operators.py`: attention on a CPU calls these operators, and schemas say what they do."""
+"""`lockstep/torch_compat/operators.py`: attention on a CPU calls these operators, and schemas say
+what they do.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/optimizer_step.py`: hooks are seen, and torch wraps a step as it is known to."""
+"""`lockstep/torch_compat/optimizer_step.py`: hooks are seen, and torch wraps a step as it is known
+to.
+"""
 
 import torch
 from torch import nn

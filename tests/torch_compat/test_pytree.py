@@ -1,8 +1,17 @@
-"""`lockstep/torch_compat/pytree.py`: containers come apart into leaves in their order, and together again."""
+"""`lockstep/torch_compat/pytree.py`: containers come apart into leaves in their order, and together
+again.
+"""
 
 import torch
 
-from lockstep.torch_compat.pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from lockstep.torch_compat.pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
 
 def test_containers_come_apart_and_together() -> None:
@@ -16,7 +25,9 @@ def test_containers_come_apart_and_together() -> None:
 
 
 def test_equal_structures_compare_equal() -> None:
-    assert tree_flatten([1, {"a": 2}])[1] == tree_flatten([3, {"a": 4}])[1] != tree_flatten([1, 2])[1]
+    assert (
+        tree_flatten([1, {"a": 2}])[1] == tree_flatten([3, {"a": 4}])[1] != tree_flatten([1, 2])[1]
+    )
 
 
 def test_exported_programs_describe_their_inputs_by_it() -> None:

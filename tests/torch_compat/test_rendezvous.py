@@ -27,7 +27,9 @@ def machine(port: int) -> Any:
     store = TCPStore("127.0.0.1", port, is_master=False)
     minute = datetime.timedelta(seconds=60)
     timeout = RendezvousTimeout(minute, datetime.timedelta(seconds=1), minute, minute)
-    return Counting.from_backend("run", store, C10dRendezvousBackend(store, "run"), 2, 2, "127.0.0.1", timeout)
+    return Counting.from_backend(
+        "run", store, C10dRendezvousBackend(store, "run"), 2, 2, "127.0.0.1", timeout
+    )
 
 
 def test_each_round_announces_its_store() -> None:

@@ -34,7 +34,8 @@ def _observed(seen: "Queue[Any]") -> None:
     script_patches.patch_backward(backward)
     script_patches.patch_clipping(clipping)
     script_patches.patch_loaders(
-        lambda given: given.update(batch_size=2), lambda loader: found.append(("made", loader.batch_size))
+        lambda given: given.update(batch_size=2),
+        lambda loader: found.append(("made", loader.batch_size)),
     )
     model = torch.nn.Linear(1, 1, bias=False)
     (model.weight.sum() * 0 + 3).backward()

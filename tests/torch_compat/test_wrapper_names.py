@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/wrapper_names.py`: torch's wrappers still put these names into the keys of a state dict."""
+"""`lockstep/torch_compat/wrapper_names.py`: torch's wrappers still put these names into the keys of
+a state dict.
+"""
 
 import torch
 from torch import nn

@@ -1,4 +1,6 @@
-"""Models with habits that a distributed step has to respect; functions here run on every rank of a test."""
+"""Models with habits that a distributed step has to respect; functions here run on every rank of a
+test.
+"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -27,7 +29,9 @@ def data() -> TensorDataset:
 
 def chain(*modules: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)), *modules)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)), *modules
+    )
 
 
 class HostNoise(nn.Module):
@@ -43,7 +47,9 @@ class HostNoise(nn.Module):
 
 
 def hooked() -> nn.Module:
-    """Its gradients go through hooks: one that cuts elements, so it must see whole means, and one that only looks."""
+    """Its gradients go through hooks: one that cuts elements, so it must see whole means, and one
+    that only looks.
+    """
     model = chain()
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-2e-3, 1e-3))
@@ -60,7 +66,11 @@ def spectral() -> nn.Module:
 
 class Noisy(nn.Sequential):
     def blocks(self) -> list[tuple[str, nn.Module]]:
-        return [(name, module) for name, module in self.named_children() if isinstance(module, HostNoise)]
+        return [
+            (name, module)
+            for name, module in self.named_children()
+            if isinstance(module, HostNoise)
+        ]
 
 
 def noisy() -> nn.Module:
@@ -69,7 +79,9 @@ def noisy() -> nn.Module:
 
 
 class Distilled(nn.Module):
-    """A student that is pulled to a teacher, which follows it: in the forward pass, or after the update."""
+    """A student that is pulled to a teacher, which follows it: in the forward pass, or after the
+    update.
+    """
 
     def __init__(self, in_forward: bool = False, through_data: bool = False) -> None:
         super().__init__()
@@ -79,7 +91,9 @@ class Distilled(nn.Module):
 
     @torch.no_grad()
     def follow(self, _updates: int = 0) -> None:
-        for teacher, student in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+        for teacher, student in zip(
+            self.teacher.parameters(), self.student.parameters(), strict=True
+        ):
             teacher = teacher.data if self.through_data else teacher
             teacher.mul_(0.7).add_(student.data if self.through_data else student, alpha=0.3)
 
@@ -126,16 +140,24 @@ class Renormalised(nn.Module):
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "teacher": (lambda: Distilled(in_forward=True), "writes the parameter teacher.0.0.weight"),
-    "teacher by .data": (lambda: Distilled(in_forward=True, through_data=True), "writes the parameter teacher.0.0"),
+    "teacher by .data": (
+        lambda: Distilled(in_forward=True, through_data=True),
+        "writes the parameter teacher.0.0",
+    ),
     "max_norm": (Renormalised, "writes the parameter table.weight"),
     "counter": (Counted, "advances the attribute passes"),
     "generator": (OwnGenerator, "draws from a generator of the model's own, generator"),
 }
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "hooks": hooked, "spectral": spectral, "ema": chain, "swa": chain, "frozen": chain, "noise": noisy,
+    "hooks": hooked,
+    "spectral": spectral,
+    "ema": chain,
+    "swa": chain,
+    "frozen": chain,
+    "noise": noisy,
     "teacher": Distilled,
-}  # fmt: skip
+}
 
 Result = tuple[list[float], list[float]]
 """Losses of the steps; then losses over the data at the end: of the model, and of its average where there is one."""
@@ -182,10 +204,18 @@ def ours(name: str, strategy: str, **more: Any) -> Result:
     model = MODELS[name]()
     average = {"ema": WeightAverage(0.6), "swa": WeightAverage(None, start=3)}.get(name)
     trainer = Trainer(
-        model, optimizer_of(model), nn.MSELoss(), strategy=strategy, batch_size=2, global_batch_size=8, shuffle=False,
+        model,
+        optimizer_of(model),
+        nn.MSELoss(),
+        strategy=strategy,
+        batch_size=2,
+        global_batch_size=8,
+        shuffle=False,
         after_update=model.follow if isinstance(model, Distilled) else average,
-        freeze_until={"0": THAW} if name == "frozen" else None, min_num_params=1, **more,
-    )  # fmt: skip
+        freeze_until={"0": THAW} if name == "frozen" else None,
+        min_num_params=1,
+        **more,
+    )
     losses = [float(record.loss) for record in trainer.steps(data())]
     ends = [trainer.evaluate(data())]
     if average is not None:
@@ -217,9 +247,15 @@ def _refusals(strategies: list[str], reproducible: bool) -> Iterator[tuple[tuple
         for name, (make, _) in REFUSED.items():
             model = make()
             trainer = Trainer(
-                model, optimizer_of(model), nn.MSELoss(), strategy=strategy, batch_size=2, global_batch_size=8,
-                reproducible=reproducible, min_num_params=1,
-            )  # fmt: skip
+                model,
+                optimizer_of(model),
+                nn.MSELoss(),
+                strategy=strategy,
+                batch_size=2,
+                global_batch_size=8,
+                reproducible=reproducible,
+                min_num_params=1,
+            )
             try:
                 list(trainer.steps(data()))
                 yield (name, strategy), "trained"
@@ -232,9 +268,14 @@ def _thawed(strategy: str, reproducible: bool) -> str:
     model = chain()
     model[0].requires_grad_(False)
     trainer = Trainer(
-        model, optimizer_of(model), nn.MSELoss(), strategy=strategy, batch_size=2, global_batch_size=8,
+        model,
+        optimizer_of(model),
+        nn.MSELoss(),
+        strategy=strategy,
+        batch_size=2,
+        global_batch_size=8,
         reproducible=reproducible,
-    )  # fmt: skip
+    )
     try:
         for _ in trainer.steps(data()):
             model.requires_grad_(True)
@@ -249,9 +290,15 @@ def average_goes_on(folder: str, strategy: str) -> tuple[list[float], list[float
     def trainer(average: WeightAverage) -> Trainer:
         model = chain()
         return Trainer(
-            model, optimizer_of(model), nn.MSELoss(), strategy=strategy, batch_size=2, global_batch_size=8,
-            after_update=average, max_steps=STEPS,
-        )  # fmt: skip
+            model,
+            optimizer_of(model),
+            nn.MSELoss(),
+            strategy=strategy,
+            batch_size=2,
+            global_batch_size=8,
+            after_update=average,
+            max_steps=STEPS,
+        )
 
     ends: list[list[float]] = []
     saved = None
@@ -281,6 +328,9 @@ class OnRanks:
 
 def on_ranks(folder: str) -> OnRanks:
     """All of the cases of two ranks, in one launch."""
-    averages = [average_goes_on(f"{folder}/{strategy}", strategy) for strategy in ("ddp", "fsdp", "pipeline")]
+    averages = [
+        average_goes_on(f"{folder}/{strategy}", strategy)
+        for strategy in ("ddp", "fsdp", "pipeline")
+    ]
     found = refusals(["ddp", "fsdp"], reproducible=False)
     return OnRanks(all_of(["ddp", "fsdp", "pipeline"]), found, averages)

@@ -1,4 +1,6 @@
-"""What a step costs besides the model's own work, in what does not depend on the machine: calls of functions."""
+"""What a step costs besides the model's own work, in what does not depend on the machine: calls of
+functions.
+"""
 
 import sys
 from pathlib import Path
@@ -50,7 +52,8 @@ def calls_of_both(folder: Path) -> tuple[float, float]:
 
 
 def test_a_step_makes_fewer_calls_than_the_hand_written_loop(tmp_path: Path) -> None:
-    # In a process of its own: once something was compiled, torch makes 16 more calls in a step of a fused optimizer.
+    # In a process of its own: once something was compiled, torch makes 16 more calls in a step of a
+    # fused optimizer.
     (found,) = run_ranks(calls_of_both, 1, tmp_path)
     by_hand, ours = found
     assert ours <= 0.83 * by_hand, (ours, by_hand)  # 0.811 with torch 2.13

@@ -1,4 +1,6 @@
-"""How a run ends: asked to stop while it evaluates, by an error while a save is under way, and at its last step."""
+"""How a run ends: asked to stop while it evaluates, by an error while a save is under way, and at
+its last step.
+"""
 
 import json
 import os
@@ -50,9 +52,11 @@ def stopped_while_evaluating(folder: Path, first_step: int) -> dict[str, Any]:
     run.train(Points(), data)
     dist.barrier()  # rank 0 has written
     said = {
-        "stopping": run.step.stopping, "step": run.step.progress.step, "before": evaluations(folder),
+        "stopping": run.step.stopping,
+        "step": run.step.progress.step,
+        "before": evaluations(folder),
         "saved": [path.name for path in checkpoint.list_checkpoints(folder / "checkpoints")],
-    }  # fmt: skip
+    }
     again = made(folder, eval_steps=first_step)
     again.resume("auto")
     again.train(Points(), Points())
@@ -62,11 +66,16 @@ def stopped_while_evaluating(folder: Path, first_step: int) -> dict[str, Any]:
 
 def limited(folder: Path) -> list[float]:
     """The loss of the first micro-batches, by their number."""
-    return [made(folder, eval_batches=count, max_steps=1).evaluate(Points()) for count in (1, 5, 18, 24, 100)]
+    return [
+        made(folder, eval_batches=count, max_steps=1).evaluate(Points())
+        for count in (1, 5, 18, 24, 100)
+    ]
 
 
 def an_error_on_one_rank(folder: Path) -> list[str]:
-    """The last rank fails in the step after a save was begun; say what is saved when its error comes out."""
+    """The last rank fails in the step after a save was begun; say what is saved when its error
+    comes out.
+    """
 
     class Failing(Points):
         def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -81,7 +90,11 @@ def an_error_on_one_rank(folder: Path) -> list[str]:
 
     once, last = commit.write_once, dist.get_rank() == dist.get_world_size() - 1
     commit.write_once = slowly
-    run = trainer(folder, training={**TRAINING, "max_steps": 200, "eval_steps": None}, checkpoint={"save_steps": 1})
+    run = trainer(
+        folder,
+        training={**TRAINING, "max_steps": 200, "eval_steps": None},
+        checkpoint={"save_steps": 1},
+    )
     try:
         run.train(Failing(seconds=0.01))
     except (RuntimeError, RunError):  # the other rank's: its peer is gone
@@ -97,7 +110,8 @@ def each_end(name: str) -> dict[str, Any]:
     said["whole"] = evaluations(folder / "whole")
     for step in (2, 4):
         said[f"stopped {step}"] = stopped_while_evaluating(folder / f"stopped-{step}", step)
-    said["error"] = an_error_on_one_rank(folder / "error")  # the last: the other rank loses its peer
+    # the last: the other rank loses its peer
+    said["error"] = an_error_on_one_rank(folder / "error")
     return said
 
 
@@ -112,8 +126,8 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 @pytest.mark.fault(
     "process: preempted while it evaluates",
     "SIGTERM comes in an evaluation, in the middle of a run or after its last step",
-    "the ranks agree to end the evaluation, the run is saved, the exit code is 75; started again, it makes up for the "
-    "evaluation",
+    "the ranks agree to end the evaluation, the run is saved, the exit code is 75; started again,"
+    " it makes up for the evaluation",
 )
 def test_an_evaluation_stops_when_asked(ends: tuple[Path, list[dict[str, Any]]], step: int) -> None:
     for said in ends[1]:
@@ -126,7 +140,9 @@ def test_an_evaluation_stops_when_asked(ends: tuple[Path, list[dict[str, Any]]],
         assert found["after"] == {each: said["whole"][each] for each in (2, 4) if each >= step}
 
 
-def test_the_last_save_comes_before_the_last_evaluation(ends: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_the_last_save_comes_before_the_last_evaluation(
+    ends: tuple[Path, list[dict[str, Any]]],
+) -> None:
     """A preemption with a short grace must not lose the end of a run to its evaluation."""
     (save,) = events(ends[0] / "whole", "save")
     *_, last = map(json.loads, (ends[0] / "whole/metrics.jsonl").read_text().splitlines())
@@ -141,7 +157,10 @@ def test_eval_batches_counts_micro_batches_of_all_ranks(
     alone = limited(tmp_path)
     assert ends[1][0]["limited"] == ends[1][1]["limited"] == pytest.approx(alone, rel=1e-6)
     run = made(tmp_path, max_steps=1)
-    first = [run.evaluate(torch.utils.data.Subset(Points(), range(4 * count))) for count in (1, 5, 18, 24, 24)]
+    first = [
+        run.evaluate(torch.utils.data.Subset(Points(), range(4 * count)))
+        for count in (1, 5, 18, 24, 24)
+    ]
     assert alone == pytest.approx(first, rel=1e-6)
     assert len(set(alone)) == 4
 
@@ -161,7 +180,9 @@ def test_a_preempted_run_is_not_evaluated(tmp_path: Path) -> None:
     run.step.stop_asked = True
     run.train(Points(), Points())
     assert (run.step.progress.step, evaluations(tmp_path)) == (1, {})
-    assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")] == ["step-00000001"]
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")] == [
+        "step-00000001"
+    ]
 
 
 _LEFT_OPEN = """

@@ -1,7 +1,9 @@
-"""Every setting in every way to train: it acts, is refused, or is warned of. A key without an entry fails.
+"""Every setting in every way to train: it acts, is refused, or is warned of. A key without an entry
+fails.
 
-That a setting acts is seen, where one process in a few steps shows it: what comes out of a run is compared with and
-without it (`OBSERVED`). What no run here shows, and no rule of `no_effect` names, is in `ACTS`, with what it acts on.
+That a setting acts is seen, where one process in a few steps shows it: what comes out of a run is
+compared with and without it (`OBSERVED`). What no run here shows, and no rule of `no_effect` names,
+is in `ACTS`, with what it acts on.
 """
 
 import contextlib
@@ -34,70 +36,107 @@ ACTS = {
     "data.args": "the data that a config names; in Python they are handed over",
     "loss_fn": "the loss",
     "data": "how a dataset is read (tests/data)",
-    "training.batch_norm_samples": "batch normalisation over ranks (tests/parallel/test_buffers.py)",
+    "training.batch_norm_samples": (
+        "batch normalisation over ranks (tests/parallel/test_buffers.py)"
+    ),
     "training.bad_numbers": "a step with bad numbers (tests/faults/test_numbers.py)",
-    "training.gradient_checkpointing": "what is kept of a forward pass (tests/parallel/test_activation.py)",
+    "training.gradient_checkpointing": (
+        "what is kept of a forward pass (tests/parallel/test_activation.py)"
+    ),
     "training.early_stopping": "the evaluations (tests/trainer/test_updates.py)",
     "training.compile": "the blocks of the model",
     "precision": "number formats (tests/test_precision.py)",
     "distributed": "ranks (tests/parallel, tests/launch)",
-    "checkpoint": "saves of the run, and `save_checkpoint` (tests/checkpoint, test_loops.py, test_formats.py)",
-    "monitor": "records, callbacks and watchers (tests/monitor)",
-}  # fmt: skip
-# The keys of those sections of which `ACTS` has no single ones: a new one is added here when it acts.
-LISTED = {
-    "data": (
-        "name args num_workers prefetch_factor pin_memory persistent_workers shuffle drop_last"
+    "checkpoint": (
+        "saves of the run, and `save_checkpoint` (tests/checkpoint, test_loops.py, test_formats.py)"
     ),
+    "monitor": "records, callbacks and watchers (tests/monitor)",
+}
+# The keys of those sections of which `ACTS` has no single ones: a new one is added here when it
+# acts.
+LISTED = {
+    "data": "name args num_workers prefetch_factor pin_memory persistent_workers shuffle drop_last",
     "precision": (
-        "mode param_dtype fp8 tf32 loss_scale.dynamic loss_scale.initial_scale loss_scale.growth_factor "
-        "loss_scale.backoff_factor loss_scale.growth_interval loss_scale.min_scale loss_scale.max_scale "
-        "loss_scale.history_size"
+        "mode param_dtype fp8 tf32 loss_scale.dynamic loss_scale.initial_scale"
+        " loss_scale.growth_factor loss_scale.backoff_factor loss_scale.growth_interval"
+        " loss_scale.min_scale loss_scale.max_scale loss_scale.history_size"
     ),
     "distributed": (
-        "strategy device backend init_method timeout_seconds hang.factor hang.seconds debug env reproducible "
-        "buffers divergence_check_steps divergence_action replicate_size shard_size pipeline_size context_size "
-        "context_method context_blocks tensor_size expert_size sequence_parallel tensor_blocks open_axes "
-        "ddp.bucket_cap_mb ddp.find_unused_parameters ddp.static_graph ddp.gradient_as_bucket_view "
-        "ddp.compression.kind ddp.compression.rank ddp.compression.start_step ddp.compression.warm_start "
-        "ddp.compression.error_feedback fsdp.sharding_strategy fsdp.auto_wrap_policy fsdp.accumulate "
-        "fsdp.min_num_params fsdp.forward_prefetch fsdp.backward_prefetch fsdp.cpu_offload fsdp.reduce_dtype "
-        "fsdp.buffer_dtype pipeline.split_spec pipeline.stages_per_rank pipeline.schedule "
-        "pipeline.n_microbatches accelerate.device_placement accelerate.cpu accelerate.mixed_precision "
-        "accelerate.split_batches accelerate.dispatch_batches accelerate.even_batches "
-        "accelerate.use_seedable_sampler accelerate.gradient_accumulation_plugin diloco.workers "
-        "diloco.inner_steps diloco.outer_learning_rate diloco.outer_momentum diloco.nesterov diloco.fragments "
-        "diloco.send_as diloco.error_feedback"
+        "strategy device backend init_method timeout_seconds hang.factor hang.seconds debug env"
+        " reproducible buffers divergence_check_steps divergence_action replicate_size shard_size"
+        " pipeline_size context_size context_method context_blocks tensor_size expert_size"
+        " sequence_parallel tensor_blocks open_axes ddp.bucket_cap_mb ddp.find_unused_parameters"
+        " ddp.static_graph ddp.gradient_as_bucket_view ddp.compression.kind ddp.compression.rank"
+        " ddp.compression.start_step ddp.compression.warm_start ddp.compression.error_feedback"
+        " fsdp.sharding_strategy fsdp.auto_wrap_policy fsdp.accumulate fsdp.min_num_params"
+        " fsdp.forward_prefetch fsdp.backward_prefetch fsdp.cpu_offload fsdp.reduce_dtype"
+        " fsdp.buffer_dtype pipeline.split_spec pipeline.stages_per_rank pipeline.schedule"
+        " pipeline.n_microbatches accelerate.device_placement accelerate.cpu"
+        " accelerate.mixed_precision accelerate.split_batches accelerate.dispatch_batches"
+        " accelerate.even_batches accelerate.use_seedable_sampler"
+        " accelerate.gradient_accumulation_plugin diloco.workers diloco.inner_steps"
+        " diloco.outer_learning_rate diloco.outer_momentum diloco.nesterov diloco.fragments"
+        " diloco.send_as diloco.error_feedback"
     ),
     "checkpoint": (
-        "save_strategy save_steps save_total_limit keep_best keep_best_mode load_best format storage async "
-        "retries on_failure resume allow_changes"
+        "save_strategy save_steps save_total_limit keep_best keep_best_mode load_best format"
+        " storage async retries on_failure resume allow_changes"
     ),
     "monitor": (
-        "log_steps sinks callbacks profile.wait profile.warmup profile.active profile.record_shapes "
-        "profile.profile_memory profile.with_stack profile.ranks profile.dir memory.threshold "
-        "memory.alert_on_imbalance straggler.threshold straggler.patience prometheus.port prometheus.host "
-        "gradient_norms experiment"
+        "log_steps sinks callbacks profile.wait profile.warmup profile.active profile.record_shapes"
+        " profile.profile_memory profile.with_stack profile.ranks profile.dir memory.threshold"
+        " memory.alert_on_imbalance straggler.threshold straggler.patience prometheus.port"
+        " prometheus.host gradient_norms experiment"
     ),
-}  # fmt: skip
-# A value that is asked for, where it does not follow from the key's type; None: it can't be set alone.
+}
+# A value that is asked for, where it does not follow from the key's type; None: it can't be set
+# alone.
 VALUES: dict[str, Any] = {
-    "model.name": None, "data.name": None, "loss_fn": "mse", "model.args": None, "data.args": None,
-    "data.prefetch_factor": None, "data.persistent_workers": None, "data.num_workers": 1,
-    "training.batch_norm_samples": None, "training.gradient_accumulation_steps": 2, "training.optimizer": "sgd",
-    "training.optimizer_args": {"amsgrad": True}, "training.lr_schedule": "cosine", "training.lr_scaling": None,
-    "training.early_stopping": {}, "training.eval_strategy": "epoch", "training.gradient_clip.strategy": "value",
-    "training.compile": None, "training.gradient_checkpointing": None, "precision.mode": "bf16",
-    "precision.param_dtype": None, "precision.fp8": None, "checkpoint.keep_best": "eval_loss",
-    "checkpoint.load_best": None, "checkpoint.storage": None, "checkpoint.resume": None,
-    "monitor.sinks": ["jsonl"], "monitor.callbacks": None, "monitor.profile": {}, "monitor.prometheus": None,
-    "monitor.experiment": "mine", "distributed.strategy": "ddp", "distributed.device": None,
-    "distributed.backend": "gloo", "distributed.init_method": "tcp://127.0.0.1:29511",
-    "distributed.timeout_seconds": 7.0, "distributed.sequence_parallel": False, "distributed.buffers": None,
-    "distributed.debug": None, "distributed.env": None, "distributed.accelerate.gradient_accumulation_plugin": None,
-    "distributed.fsdp.cpu_offload": None, "distributed.open_axes": ["tensor", "context"],
+    "model.name": None,
+    "data.name": None,
+    "loss_fn": "mse",
+    "model.args": None,
+    "data.args": None,
+    "data.prefetch_factor": None,
+    "data.persistent_workers": None,
+    "data.num_workers": 1,
+    "training.batch_norm_samples": None,
+    "training.gradient_accumulation_steps": 2,
+    "training.optimizer": "sgd",
+    "training.optimizer_args": {"amsgrad": True},
+    "training.lr_schedule": "cosine",
+    "training.lr_scaling": None,
+    "training.early_stopping": {},
+    "training.eval_strategy": "epoch",
+    "training.gradient_clip.strategy": "value",
+    "training.compile": None,
+    "training.gradient_checkpointing": None,
+    "precision.mode": "bf16",
+    "precision.param_dtype": None,
+    "precision.fp8": None,
+    "checkpoint.keep_best": "eval_loss",
+    "checkpoint.load_best": None,
+    "checkpoint.storage": None,
+    "checkpoint.resume": None,
+    "monitor.sinks": ["jsonl"],
+    "monitor.callbacks": None,
+    "monitor.profile": {},
+    "monitor.prometheus": None,
+    "monitor.experiment": "mine",
+    "distributed.strategy": "ddp",
+    "distributed.device": None,
+    "distributed.backend": "gloo",
+    "distributed.init_method": "tcp://127.0.0.1:29511",
+    "distributed.timeout_seconds": 7.0,
+    "distributed.sequence_parallel": False,
+    "distributed.buffers": None,
+    "distributed.debug": None,
+    "distributed.env": None,
+    "distributed.accelerate.gradient_accumulation_plugin": None,
+    "distributed.fsdp.cpu_offload": None,
+    "distributed.open_axes": ["tensor", "context"],
     "distributed.pipeline.split_spec": {"0": "end"},
-}  # fmt: skip
+}
 LEAVES = [key for key, info in all_keys().items() if not info.is_section or key in VALUES]
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, X.sum(1, keepdim=True))
@@ -114,7 +153,11 @@ def asked(key: str) -> Any:
     if others:
         return others[0]
     if isinstance(info.default, int | float):
-        return type(info.default)(info.default / 2) if isinstance(info.default, float) else info.default + 1
+        return (
+            type(info.default)(info.default / 2)
+            if isinstance(info.default, float)
+            else info.default + 1
+        )
     return 1
 
 
@@ -153,12 +196,19 @@ def trained(trainer: Trainer, way: str) -> None:
 def entry_of(key: str) -> str | None:
     """What a key acts on, by its nearest entry."""
     parts = key.split(".")
-    return next((ACTS[name] for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in ACTS), None)
+    return next(
+        (ACTS[name] for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in ACTS),
+        None,
+    )
 
 
 def taken_by_place(key: str) -> bool:
     section, _, name = key.partition(".")
-    return key == "loss_fn" or section in IN_PLACE or (section == "training" and name in OF_TRAINING_IN_PLACE)
+    return (
+        key == "loss_fn"
+        or section in IN_PLACE
+        or (section == "training" and name in OF_TRAINING_IN_PLACE)
+    )
 
 
 def test_each_key_has_an_entry_and_each_entry_a_key() -> None:
@@ -166,24 +216,49 @@ def test_each_key_has_an_entry_and_each_entry_a_key() -> None:
         known = entry_of(key) is not None or key in OBSERVED or key in NEEDS_ANOTHER
         assert known, f"{key}: show in OBSERVED that it acts, or say in ACTS on what"
     for section, names in LISTED.items():
-        keys = [key for key, info in all_keys().items() if key.startswith(f"{section}.") and not info.is_section]
-        assert sorted(keys) == sorted(f"{section}.{name}" for name in names.split()), f"list the keys of {section}"
+        keys = [
+            key
+            for key, info in all_keys().items()
+            if key.startswith(f"{section}.") and not info.is_section
+        ]
+        assert sorted(keys) == sorted(f"{section}.{name}" for name in names.split()), (
+            f"list the keys of {section}"
+        )
     for name in {*ACTS, *VALUES, *OBSERVED, *NEEDS_ANOTHER}:
         assert name in all_keys(), name
 
 
 NEEDS_ANOTHER = {  # warned of wherever they stand alone
-    "training.base_batch_size", "training.min_lr_ratio", "training.wsd_decay_ratio", "training.bad_numbers.window",
-    "training.bad_numbers.patience", "training.gradient_checkpointing_every", "distributed.tensor_blocks",
-    "distributed.context_blocks", "distributed.context_method", "checkpoint.keep_best_mode", "monitor.experiment",
+    "training.base_batch_size",
+    "training.min_lr_ratio",
+    "training.wsd_decay_ratio",
+    "training.bad_numbers.window",
+    "training.bad_numbers.patience",
+    "training.gradient_checkpointing_every",
+    "distributed.tensor_blocks",
+    "distributed.context_blocks",
+    "distributed.context_method",
+    "checkpoint.keep_best_mode",
+    "monitor.experiment",
     # … and these of one process, which no launcher has started.
-    "distributed.backend", "distributed.init_method", "distributed.timeout_seconds", "distributed.open_axes",
-    "distributed.sequence_parallel", "distributed.hang.factor", "distributed.hang.seconds",
-    "monitor.straggler.threshold", "monitor.straggler.patience",
-}  # fmt: skip
+    "distributed.backend",
+    "distributed.init_method",
+    "distributed.timeout_seconds",
+    "distributed.open_axes",
+    "distributed.sequence_parallel",
+    "distributed.hang.factor",
+    "distributed.hang.seconds",
+    "monitor.straggler.threshold",
+    "monitor.straggler.patience",
+}
 MEANS_NOTHING = {
     "steps": ("training.eval_steps", "training.eval_strategy"),
-    "training_step": ("training.eval_steps", "training.eval_strategy", "training.num_train_epochs", "data."),
+    "training_step": (
+        "training.eval_steps",
+        "training.eval_strategy",
+        "training.num_train_epochs",
+        "data.",
+    ),
 }
 REFUSED = {"training_step": ("checkpoint.load_best",)}  # see test_no_effect.py
 # Those of `save_checkpoint(path)` and `load_checkpoint(path)` act without a run directory, too.
@@ -193,7 +268,11 @@ EACH = [key for key in LEAVES if asked(key) is not None]
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "key", [key if number % 36 == 0 else pytest.param(key, marks=pytest.mark.full) for number, key in enumerate(EACH)]
+    "key",
+    [
+        key if number % 36 == 0 else pytest.param(key, marks=pytest.mark.full)
+        for number, key in enumerate(EACH)
+    ],
 )
 def test_a_setting_acts_or_is_refused_or_warned_of(
     key: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,16 +281,21 @@ def test_a_setting_acts_or_is_refused_or_warned_of(
     found = outcome(key, asked(key), way, tmp_path / "run" if way != "place" else None)
     if way == "place" and not taken_by_place(key):
         assert found == "error"
-    elif key in NEEDS_ANOTHER or key.startswith(("precision.loss_scale.", *MEANS_NOTHING.get(way, ()))):
+    elif key in NEEDS_ANOTHER or key.startswith(
+        ("precision.loss_scale.", *MEANS_NOTHING.get(way, ()))
+    ):
         assert found != "accepted"
     elif way != "place" and key.startswith(("checkpoint.", "monitor.profile")):
         without = outcome(key, asked(key), way, None)
-        assert (without == "accepted") == (key in WITHOUT_DIRECTORY), f"{key} without output_dir: {without}"
+        assert (without == "accepted") == (key in WITHOUT_DIRECTORY), (
+            f"{key} without output_dir: {without}"
+        )
 
 
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 BEST = {"keep_best": "eval_loss", "keep_best_mode": "max"}  # not the last one
-# Key → what it is set to beside others that both runs have. The run with it has to differ from the one without.
+# Key → what it is set to beside others that both runs have. The run with it has to differ from the
+# one without.
 OBSERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "training.max_steps": ({"max_steps": 3}, {}),
     "training.num_train_epochs": ({"num_train_epochs": 2, "max_steps": None}, {}),
@@ -228,20 +312,27 @@ OBSERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "training.learning_rate": ({"learning_rate": 0.2}, {}),
     "training.lr_schedule": ({"lr_schedule": "cosine"}, {}),
     "training.lr_scaling": ({"lr_scaling": "linear", "base_batch_size": 2}, {}),
-    "training.base_batch_size": ({"base_batch_size": 1}, {"lr_scaling": "linear", "base_batch_size": 2}),
+    "training.base_batch_size": (
+        {"base_batch_size": 1},
+        {"lr_scaling": "linear", "base_batch_size": 2},
+    ),
     "training.min_lr_ratio": ({"min_lr_ratio": 0.5}, {"lr_schedule": "linear"}),
     "training.wsd_decay_ratio": ({"wsd_decay_ratio": 0.9}, {"lr_schedule": "wsd"}),
     "training.warmup_steps": ({"warmup_steps": 2}, {}),
     "training.weight_decay": ({"weight_decay": 0.5}, {}),
     "training.gradient_clip.value": ({"gradient_clip": 0.01}, {}),
     "training.gradient_clip.strategy": (
-        {"gradient_clip": {"strategy": "value", "value": 0.01}}, {"gradient_clip": 0.01},
+        {"gradient_clip": {"strategy": "value", "value": 0.01}},
+        {"gradient_clip": 0.01},
     ),
     "training.seed": ({"seed": 7}, {}),
     "data.shuffle": ({"shuffle": False}, {}),
     "data.drop_last": ({"drop_last": True}, {"max_steps": 5}),
     "precision.mode": ({"precision": "bf16"}, {}),
-    "precision.loss_scale.initial_scale": ({"loss_scale": {"initial_scale": 4.0}}, {"precision": "fp16"}),
+    "precision.loss_scale.initial_scale": (
+        {"loss_scale": {"initial_scale": 4.0}},
+        {"precision": "fp16"},
+    ),
     "checkpoint.save_strategy": (SAVES, {}),
     "checkpoint.save_steps": ({"save_steps": 1}, SAVES),
     "checkpoint.save_total_limit": ({"save_total_limit": 1}, SAVES),
@@ -254,8 +345,14 @@ OBSERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "monitor.profile": ({"profile": {"wait": 0, "warmup": 1, "active": 1}}, {}),
     "monitor.memory.threshold": ({"memory": {"threshold": 0.001}}, {}),
     "monitor.callbacks": ({"callbacks": [lambda record: print("called", record.step)]}, {}),
-}  # fmt: skip
-TO_COMPARE = {"max_steps": 4, "batch_size": 4, "learning_rate": 0.1, "save_strategy": "none", "log_steps": 1}
+}
+TO_COMPARE = {
+    "max_steps": 4,
+    "batch_size": 4,
+    "learning_rate": 0.1,
+    "save_strategy": "none",
+    "log_steps": 1,
+}
 OF_A_ROW = ("step", "loss", "lr", "grad_norm", "eval_loss", "gradient_norms", "loss_scale")
 RANDOM_NAME = re.compile(r"\d{6,}\.[^/]*\.\d+\.\d+\.\d+|-[0-9a-f]{8}$")
 TIMED = re.compile(r"\d[\d,.e-]* (samples/s|s/step)|\d+:\d\d left|\d+% of the memory")
@@ -269,7 +366,9 @@ _without: dict[str, Any] = {}  # way and settings → what comes out of a run wi
 
 
 def comes_out(settings: dict[str, Any], way: str, folder: Path) -> Any:
-    """Weights, files, rows and lines of a run of a few steps, without what takes another time in each run."""
+    """Weights, files, rows and lines of a run of a few steps, without what takes another time in
+    each run.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     samples = torch.randn(18, 4, generator=torch.Generator().manual_seed(0))
@@ -287,10 +386,18 @@ def comes_out(settings: dict[str, Any], way: str, folder: Path) -> Any:
     finally:
         logger.removeHandler(handler)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    rows = [{name: value for name, value in json.loads(line).items() if name in OF_A_ROW} for line in lines]
+    rows = [
+        {name: value for name, value in json.loads(line).items() if name in OF_A_ROW}
+        for line in lines
+    ]
     files = sorted(RANDOM_NAME.sub("", str(path.relative_to(folder))) for path in folder.rglob("*"))
     text = TIMED.sub("", said.getvalue()).replace(str(folder), "")
-    return {"weights": [p.tolist() for p in model.parameters()], "files": files, "rows": rows, "lines": text}
+    return {
+        "weights": [p.tolist() for p in model.parameters()],
+        "files": files,
+        "rows": rows,
+        "lines": text,
+    }
 
 
 def run_and_evaluate(trainer: Trainer, way: str, data: TensorDataset) -> None:
@@ -326,7 +433,9 @@ def test_a_setting_changes_what_comes_out_of_a_run(key: str, way: str, tmp_path:
 FULL = pytest.mark.full
 
 
-@pytest.mark.parametrize("way", ["train", pytest.param("steps", marks=FULL), pytest.param("training_step", marks=FULL)])
+@pytest.mark.parametrize(
+    "way", ["train", pytest.param("steps", marks=FULL), pytest.param("training_step", marks=FULL)]
+)
 def test_what_comes_out_of_a_run_is_the_same_twice(way: str, tmp_path: Path) -> None:
     """Or what is compared above would differ for any setting."""
     first = _without.get(f"{way} {{}}") or comes_out({}, way, tmp_path / "first")

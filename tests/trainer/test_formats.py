@@ -1,4 +1,6 @@
-"""A run goes on from a checkpoint of each format, written in the background or not, and ends in the same bits."""
+"""A run goes on from a checkpoint of each format, written in the background or not, and ends in the
+same bits.
+"""
 
 from pathlib import Path
 
@@ -13,7 +15,9 @@ STRATEGIES = {"fsdp": True, "ddp": False}  # strategy → whether it is saved in
 
 
 def each_format(folder: str) -> dict[str, tuple[str, str]]:
-    """Train to step 12, resume at step 6 and train to step 12 again; return both digests of each combination."""
+    """Train to step 12, resume at step 6 and train to step 12 again; return both digests of each
+    combination.
+    """
     digests = {}
     for name in (f"{strategy}-{kept}" for strategy in STRATEGIES for kept in FORMATS):
         strategy, _, kept = name.partition("-")
@@ -35,7 +39,8 @@ def each_format(folder: str) -> dict[str, tuple[str, str]]:
 @pytest.mark.fault(
     "process: a run is resumed from each format of checkpoint",
     "`checkpoint.format` is sharded, full or local; `checkpoint.async` is on or off",
-    "the run goes on with its optimizer's state, and ends in the bits of the run that was not interrupted",
+    "the run goes on with its optimizer's state, and ends in the bits of the run that was not"
+    " interrupted",
 )
 def test_a_run_resumes_from_each_format(tmp_path: Path) -> None:
     for said in run_ranks(each_format, 2, str(tmp_path)):

@@ -1,4 +1,6 @@
-"""Loops of the caller's own, `steps` and `training_step`: what `train` records, saves, resumes and follows, they do."""
+"""Loops of the caller's own, `steps` and `training_step`: what `train` records, saves, resumes and
+follows, they do.
+"""
 
 import json
 from pathlib import Path
@@ -28,10 +30,18 @@ def points(samples: int = 48, sign: float = 1.0) -> TensorDataset:
 
 def made(folder: Path | None, **settings: Any) -> Trainer:
     torch.manual_seed(0)
-    usual = {"loss_fn": nn.MSELoss(), "batch_size": 4, "max_steps": STEPS, "save_steps": 4, "log_steps": 1}
+    usual = {
+        "loss_fn": nn.MSELoss(),
+        "batch_size": 4,
+        "max_steps": STEPS,
+        "save_steps": 4,
+        "log_steps": 1,
+    }
     if folder is None:
         del usual["save_steps"]
-    return Trainer(nn.Linear(4, 1), output_dir=folder, **{"learning_rate": 0.01, **usual, **settings})
+    return Trainer(
+        nn.Linear(4, 1), output_dir=folder, **{"learning_rate": 0.01, **usual, **settings}
+    )
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -43,11 +53,18 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def saved(folder: Path) -> list[int]:
-    return [checkpoint.step_of(path.name) or 0 for path in checkpoint.list_checkpoints(folder / "checkpoints")]
+    return [
+        checkpoint.step_of(path.name) or 0
+        for path in checkpoint.list_checkpoints(folder / "checkpoints")
+    ]
 
 
 def kinds(folder: Path) -> list[str]:
-    return [event["kind"] for event in RunDirectory(folder).read_events() if event["kind"] != "save_stall"]
+    return [
+        event["kind"]
+        for event in RunDirectory(folder).read_events()
+        if event["kind"] != "save_stall"
+    ]
 
 
 def by_calls(trainer: Trainer) -> None:
@@ -66,7 +83,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("way", ["steps", "training_step"])
-def test_a_loop_of_ones_own_records_and_saves_what_train_does(trained: Path, tmp_path: Path, way: str) -> None:
+def test_a_loop_of_ones_own_records_and_saves_what_train_does(
+    trained: Path, tmp_path: Path, way: str
+) -> None:
     trainer = made(tmp_path)
     if way == "steps":
         assert [record.step for record in trainer.steps(points())] == list(range(1, STEPS + 1))
@@ -76,7 +95,9 @@ def test_a_loop_of_ones_own_records_and_saves_what_train_does(trained: Path, tmp
     trainer._close_run()
     assert losses(tmp_path) == losses(trained)
     assert saved(tmp_path) == saved(trained) == [4, 8, 12]
-    assert digest(tmp_path / "checkpoints/step-00000012") == digest(trained / "checkpoints/step-00000012")
+    assert digest(tmp_path / "checkpoints/step-00000012") == digest(
+        trained / "checkpoints/step-00000012"
+    )
     assert kinds(tmp_path) == kinds(trained)
     assert (tmp_path / "config.yaml").exists()
 
@@ -99,7 +120,9 @@ def test_a_loop_of_ones_own_resumes_by_itself(trained: Path, tmp_path: Path, way
     assert "resume" in kinds(tmp_path)
     if way == "steps":
         assert losses(tmp_path) == losses(trained)
-        assert digest(tmp_path / "checkpoints/step-00000012") == digest(trained / "checkpoints/step-00000012")
+        assert digest(tmp_path / "checkpoints/step-00000012") == digest(
+            trained / "checkpoints/step-00000012"
+        )
 
 
 def test_what_was_left_by_an_error_of_the_callers_code_is_saved(tmp_path: Path) -> None:
@@ -149,7 +172,13 @@ def test_loops_after_each_other_are_one_run(trained: Path, tmp_path: Path) -> No
 
 
 def test_evaluations_in_a_loop_stop_it_and_choose_the_best(tmp_path: Path) -> None:
-    trainer = made(tmp_path, keep_best="eval_loss", load_best=True, early_stopping={"patience": 2}, max_steps=40)
+    trainer = made(
+        tmp_path,
+        keep_best="eval_loss",
+        load_best=True,
+        early_stopping={"patience": 2},
+        max_steps=40,
+    )
     seen = []
     for record in trainer.steps(points(), epochs=4):
         worse = points(sign=3.0) if record.step > 3 else points()
@@ -161,7 +190,9 @@ def test_evaluations_in_a_loop_stop_it_and_choose_the_best(tmp_path: Path) -> No
     assert [row["eval_loss"] for row in rows(tmp_path) if "eval_loss" in row] == pytest.approx(seen)
     assert "early_stop" in kinds(tmp_path)
     again = made(tmp_path, early_stopping={"patience": 2}, max_steps=40)
-    with pytest.warns(UserWarning, match="no step is left to take: stopped early: eval_loss has not"):
+    with pytest.warns(
+        UserWarning, match="no step is left to take: stopped early: eval_loss has not"
+    ):
         assert list(again.steps(points(), epochs=4)) == []
 
 
@@ -172,7 +203,11 @@ def test_a_scheduler_follows_evaluations_in_a_loop(way: str) -> None:
     plateau = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     trainer = Trainer(model, optimizer, nn.MSELoss(), scheduler=plateau, batch_size=4, max_steps=4)
     rates = []
-    steps = trainer.steps(points()) if way == "steps" else (trainer.training_step(b) for b in [points()[:4]] * 4)
+    steps = (
+        trainer.steps(points())
+        if way == "steps"
+        else (trainer.training_step(b) for b in [points()[:4]] * 4)
+    )
     for number, _ in enumerate(steps):
         rates.append(optimizer.param_groups[0]["lr"])
         trainer.evaluate(points(sign=1.0 + 9.0 * number))
@@ -180,21 +215,27 @@ def test_a_scheduler_follows_evaluations_in_a_loop(way: str) -> None:
 
 
 def test_the_schedule_of_training_step_follows_max_steps() -> None:
-    expected = [record.lr for record in made(None, lr_schedule="cosine", warmup_steps=2).steps(points())]
+    expected = [
+        record.lr for record in made(None, lr_schedule="cosine", warmup_steps=2).steps(points())
+    ]
     trainer, rates = made(None, lr_schedule="cosine", warmup_steps=2), []
     for batch in DataLoader(points(), batch_size=4):
         trainer.training_step(batch)
         assert trainer.last_record is not None
         rates.append(trainer.last_record.lr)
     assert rates == expected
-    with pytest.warns(UserWarning, match=r"max_steps 12 are done, and the loop of training_step goes on"):
+    with pytest.warns(
+        UserWarning, match=r"max_steps 12 are done, and the loop of training_step goes on"
+    ):
         trainer.training_step(points()[:4])
     with pytest.raises(UsageError, match="lr_schedule cosine needs the number of steps"):
         made(None, lr_schedule="cosine", max_steps=None).training_step(points()[:4])
 
 
 @pytest.mark.parametrize("way", ["train", "steps", "training_step"])
-def test_a_path_to_resume_from_needs_no_run_directory(trained: Path, tmp_path: Path, way: str) -> None:
+def test_a_path_to_resume_from_needs_no_run_directory(
+    trained: Path, tmp_path: Path, way: str
+) -> None:
     def first(trainer: Trainer) -> int:
         if way == "train":
             record = trainer.train(points())
@@ -205,7 +246,9 @@ def test_a_path_to_resume_from_needs_no_run_directory(trained: Path, tmp_path: P
         trainer.training_step(points()[:4])
         return trainer.step.progress.step
 
-    assert first(made(None, resume=str(trained / "checkpoints/step-00000008"))) == (12 if way == "train" else 9)
+    assert first(made(None, resume=str(trained / "checkpoints/step-00000008"))) == (
+        12 if way == "train" else 9
+    )
     with pytest.raises(UsageError, match="is not a checkpoint"):
         first(made(None, resume=str(tmp_path / "nowhere")))
 
@@ -227,12 +270,15 @@ def test_the_callers_saves_follow_the_settings(tmp_path: Path) -> None:
             trainer.save_checkpoint()
     assert saved(tmp_path) == [5, 12]
     elsewhere = tmp_path / "elsewhere"
-    for _ in range(2):  # a script that is started a second time does not end with an error when it is done
+    # a script that is started a second time does not end with an error when it is done
+    for _ in range(2):
         path = trainer.save_checkpoint(elsewhere, metadata={"note": "mine"})
     assert json.loads((Path(str(path)) / "state.json").read_text())["metadata"] == {"note": "mine"}
-    assert [name.name for name in (Path(str(path)) / "model").iterdir()] == ["model.safetensors"] or len(
-        list((Path(str(path)) / "model").iterdir())
-    ) == len(list((tmp_path / "checkpoints/step-00000012/model").iterdir()))
+    assert [name.name for name in (Path(str(path)) / "model").iterdir()] == [
+        "model.safetensors"
+    ] or len(list((Path(str(path)) / "model").iterdir())) == len(
+        list((tmp_path / "checkpoints/step-00000012/model").iterdir())
+    )
     assert len(list(elsewhere.iterdir())) == 2, "the older one is kept under another name"
 
 
@@ -246,12 +292,21 @@ def test_micro_batches_that_wait_for_an_update_are_told(tmp_path: Path) -> None:
 
 def test_batches_of_another_size_than_the_settings_say_are_refused() -> None:
     ready = list(DataLoader(points(), batch_size=16))
-    with pytest.raises(UsageError, match=r"the first batch has 16 samples, and training\.batch_size is 4"):
+    with pytest.raises(
+        UsageError, match=r"the first batch has 16 samples, and training\.batch_size is 4"
+    ):
         made(None).training_step(ready[0])
-    with pytest.raises(UsageError, match=r"the first batch has 16 samples, and training\.batch_size is 4"):
+    with pytest.raises(
+        UsageError, match=r"the first batch has 16 samples, and training\.batch_size is 4"
+    ):
         next(made(None).steps(ready))
     scaled = Trainer(
-        nn.Linear(4, 1), loss_fn=nn.MSELoss(), learning_rate=0.1, lr_scaling="linear", base_batch_size=8, max_steps=1
+        nn.Linear(4, 1),
+        loss_fn=nn.MSELoss(),
+        learning_rate=0.1,
+        lr_scaling="linear",
+        base_batch_size=8,
+        max_steps=1,
     )
     assert next(scaled.steps(ready)).lr == pytest.approx(0.2)
 
@@ -293,7 +348,9 @@ def test_loops_on_several_ranks_are_saved_where_all_of_them_are(tmp_path: Path) 
 
 def test_the_weights_that_are_evaluated_are_those_that_are_taken_out(tmp_path: Path) -> None:
     average = WeightAverage(0.5, evaluate=True)
-    trainer = made(tmp_path, after_update=average, keep_best="eval_loss", load_best=True, eval_steps=4)
+    trainer = made(
+        tmp_path, after_update=average, keep_best="eval_loss", load_best=True, eval_steps=4
+    )
     trainer.train(points(), points())
     best = trainer.best_checkpoint
     assert best is not None
@@ -303,9 +360,13 @@ def test_the_weights_that_are_evaluated_are_those_that_are_taken_out(tmp_path: P
         model = nn.Linear(4, 1)
         model.load_state_dict(state)
         assert not torch.equal(model.weight, raw)
-        assert nn.MSELoss()(model(points().tensors[0]), points().tensors[1]).item() == pytest.approx(evaluated)
+        assert nn.MSELoss()(
+            model(points().tensors[0]), points().tensors[1]
+        ).item() == pytest.approx(evaluated)
     newest = checkpoint.weights(tmp_path)
-    assert torch.equal(newest["weight"], checkpoint.weights(tmp_path / "checkpoints/step-00000012")["weight"])
+    assert torch.equal(
+        newest["weight"], checkpoint.weights(tmp_path / "checkpoints/step-00000012")["weight"]
+    )
 
 
 def test_a_rate_that_the_loop_sets_stays() -> None:
@@ -314,6 +375,8 @@ def test_a_rate_that_the_loop_sets_stays() -> None:
         rates.append(record.lr)
         if record.step == 6:
             trainer.optimizer.param_groups[0]["lr"] *= 10
-    plain = [record.lr for record in made(None, lr_schedule="linear", min_lr_ratio=0.0).steps(points())]
+    plain = [
+        record.lr for record in made(None, lr_schedule="linear", min_lr_ratio=0.0).steps(points())
+    ]
     assert rates[:6] == plain[:6]
     assert rates[6:] == pytest.approx([10 * rate for rate in plain[6:]])

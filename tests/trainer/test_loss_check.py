@@ -1,4 +1,6 @@
-"""A loss that does not add up over micro-batches is told in the first steps; one that does is left alone."""
+"""A loss that does not add up over micro-batches is told in the first steps; one that does is left
+alone.
+"""
 
 import random
 import warnings
@@ -66,7 +68,10 @@ class NanoGPT(Scores):
 
     def forward(self, ids: Tensor, targets: Tensor) -> Any:
         logits = super().forward(ids)
-        return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)}
+        return {
+            "logits": logits,
+            "loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1),
+        }
 
 
 class Weighted(Scores):
@@ -111,7 +116,12 @@ def weighted_by_hand(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def train(
-    model: nn.Module, loss_fn: Any = None, *, ignored: int = -100, batch_size: int = 2, **settings: Any
+    model: nn.Module,
+    loss_fn: Any = None,
+    *,
+    ignored: int = -100,
+    batch_size: int = 2,
+    **settings: Any,
 ) -> tuple[float, Tensor, list[str]]:
     """(loss of the first step, parameters after three, warnings)."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -141,16 +151,20 @@ def over_classes(loss_fn: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "loss_fn", "ignored"),
     [
-        (NanoGPT, None, -1), (Weighted, None, -100), (Scores, class_weighted, -100),
+        (NanoGPT, None, -1),
+        (Weighted, None, -100),
+        (Scores, class_weighted, -100),
         (Scores, nn.CrossEntropyLoss(weight=WEIGHTS), -100),
         (Scores, partial(F.cross_entropy, weight=WEIGHTS), -100),
         (Scores, partial(F.cross_entropy, ignore_index=-1, label_smoothing=0.1), -1),
     ],
-)  # fmt: skip
+)
 def test_what_torchs_loss_functions_divide_by_is_counted(
     make: Callable[[], nn.Module], loss_fn: Any, ignored: int
 ) -> None:
-    expected = plain(make(), loss_fn if isinstance(loss_fn, FunctionType) else over_classes(loss_fn), ignored)
+    expected = plain(
+        make(), loss_fn if isinstance(loss_fn, FunctionType) else over_classes(loss_fn), ignored
+    )
     first, after, texts = train(make(), loss_fn, ignored=ignored, batch_size=SAMPLES)
     assert first == pytest.approx(expected, abs=1e-6)
     for size in (1, 2, 4):
@@ -193,7 +207,9 @@ def test_a_step_of_one_micro_batch_is_right_as_it_is() -> None:
 
 
 class Restless(Scores):
-    """Draws, counts its calls, keeps running statistics, and uses Python's random numbers; its loss adds up."""
+    """Draws, counts its calls, keeps running statistics, and uses Python's random numbers; its loss
+    adds up.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +217,9 @@ class Restless(Scores):
 
     def forward(self, ids: Tensor, targets: Tensor) -> Any:
         self.calls += 1
-        scores = self.drop(self.norm(super().forward(ids).mean(1))) * (1 + self.calls / 8 + random.random() / 8)
+        scores = self.drop(self.norm(super().forward(ids).mean(1))) * (
+            1 + self.calls / 8 + random.random() / 8
+        )
         return F.cross_entropy(scores, targets[:, 0].clamp(min=0))
 
 
@@ -235,11 +253,17 @@ class Recurrent(nn.Module):
 class InEvaluationNothing(Scores):
     def forward(self, ids: Tensor, targets: Tensor) -> Any:
         scores = super().forward(ids)
-        return F.cross_entropy(scores.flatten(0, 1), targets.flatten()) if self.training else {"scores": scores}
+        return (
+            F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+            if self.training
+            else {"scores": scores}
+        )
 
 
 class Learned(Scores):
-    """Has learned its targets: the loss is the square of rounding, which depends on the size of the batch."""
+    """Has learned its targets: the loss is the square of rounding, which depends on the size of the
+    batch.
+    """
 
     def forward(self, ids: Tensor, targets: Tensor) -> Any:
         scores = super().forward(ids)
@@ -271,7 +295,9 @@ def on_ranks() -> dict[str, Any]:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                trainer = Trainer(model, optimizer, batch_size=2, global_batch_size=SAMPLES, strategy=strategy)
+                trainer = Trainer(
+                    model, optimizer, batch_size=2, global_batch_size=SAMPLES, strategy=strategy
+                )
                 record = next(iter(trainer.steps(Samples(ignored), epochs=3)))
             texts = [str(w.message) for w in caught if "does not add up" in str(w.message)]
             found[f"{strategy} {make.__name__}"] = float(record.loss), texts
@@ -279,7 +305,9 @@ def on_ranks() -> dict[str, Any]:
 
 
 class TwoEnds(Scores):
-    """Two terms, as of question answering: the second leaves out `fewer` targets that the first one counts."""
+    """Two terms, as of question answering: the second leaves out `fewer` targets that the first one
+    counts.
+    """
 
     def __init__(self, fewer: int) -> None:
         super().__init__()
@@ -289,19 +317,28 @@ class TwoEnds(Scores):
         scores, start, end = super().forward(ids).flatten(0, 1), targets.flatten(), targets.clone()
         if self.fewer:
             end[-self.fewer :] = -100
-        return {"loss": (F.cross_entropy(scores, start) + F.cross_entropy(-scores, end.flatten())) / 2}
+        return {
+            "loss": (F.cross_entropy(scores, start) + F.cross_entropy(-scores, end.flatten())) / 2
+        }
 
 
 def test_terms_that_leave_out_different_targets_are_refused_where_a_step_is_cut() -> None:
-    assert train(TwoEnds(0), batch_size=2)[0] == pytest.approx(plain(TwoEnds(0), None, -100), abs=1e-5)
+    assert train(TwoEnds(0), batch_size=2)[0] == pytest.approx(
+        plain(TwoEnds(0), None, -100), abs=1e-5
+    )
     in_order = {"batch_size": SAMPLES, "shuffle": False}
-    assert train(TwoEnds(1), **in_order)[0] == pytest.approx(plain(TwoEnds(1), None, -100), abs=1e-6)
-    with pytest.raises(UsageError, match="2 terms that leave out different targets of a micro-batch"):
+    assert train(TwoEnds(1), **in_order)[0] == pytest.approx(
+        plain(TwoEnds(1), None, -100), abs=1e-6
+    )
+    with pytest.raises(
+        UsageError, match="2 terms that leave out different targets of a micro-batch"
+    ):
         train(TwoEnds(1), batch_size=2)
     model = TwoEnds(1)
     placed = lockstep.place(model, strategy="single")
     micro_batches = [
-        {name: value[rows] for name, value in Samples(-100).whole().items()} for rows in (slice(4), slice(4, 8))
+        {name: value[rows] for name, value in Samples(-100).whole().items()}
+        for rows in (slice(4), slice(4, 8))
     ]
     with pytest.raises(UsageError, match="2 terms that leave out different targets"):
         placed.backward(*micro_batches)
@@ -317,7 +354,9 @@ def test_on_several_ranks_one_of_them_tells() -> None:
 
 
 class Head(nn.Linear):
-    """The last segment of a model in a pipeline: the loss is computed in the way of `ByHand`, or as torch has it."""
+    """The last segment of a model in a pipeline: the loss is computed in the way of `ByHand`, or as
+    torch has it.
+    """
 
     takes_inputs = True
 
@@ -361,9 +400,11 @@ class Cut(nn.Module):
 FOUR_STAGES = {"distributed.pipeline.schedule": "1F1B"}
 TWO_BY_TWO = {"distributed.pipeline_size": 2, "distributed.shard_size": 2}
 BOTH_ENDS_ON_ONE_RANK = {
-    "distributed.pipeline_size": 2, "distributed.replicate_size": 2, "distributed.pipeline.schedule": "ZBVZeroBubble",
+    "distributed.pipeline_size": 2,
+    "distributed.replicate_size": 2,
+    "distributed.pipeline.schedule": "ZBVZeroBubble",
     "distributed.pipeline.stages_per_rank": 2,
-}  # fmt: skip
+}
 PIPELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "by hand, four stages": ({}, FOUR_STAGES),
     "by hand, beside shards": ({}, TWO_BY_TWO),
@@ -371,7 +412,10 @@ PIPELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "of torch, four stages": ({"by_hand": False}, FOUR_STAGES),
     "of torch, there and back": ({"by_hand": False}, BOTH_ENDS_ON_ONE_RANK),
     "fails in evaluation": ({"by_hand": False, "only_in_training": True}, FOUR_STAGES),
-    "fails in evaluation, there and back": ({"by_hand": False, "only_in_training": True}, BOTH_ENDS_ON_ONE_RANK),
+    "fails in evaluation, there and back": (
+        {"by_hand": False, "only_in_training": True},
+        BOTH_ENDS_ON_ONE_RANK,
+    ),
 }
 
 
@@ -380,16 +424,22 @@ def in_pipelines() -> dict[str, Any]:
     for name, (kind, settings) in PIPELINES.items():
         config = config_from(
             {
-                "distributed.strategy": "pipeline", "training.batch_size": 1, "training.global_batch_size": SAMPLES,
-                "training.max_steps": 3, **settings,
+                "distributed.strategy": "pipeline",
+                "training.batch_size": 1,
+                "training.global_batch_size": SAMPLES,
+                "training.max_steps": 3,
+                **settings,
             }
-        )  # fmt: skip
+        )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer = Trainer(Cut(**kind), config=config)
             losses = [float(record.loss) for record in trainer.steps(Samples(-100), epochs=3)]
         assert len(losses) == 3
-        found[name] = losses[0], [str(w.message) for w in caught if "does not add up" in str(w.message)]
+        found[name] = (
+            losses[0],
+            [str(w.message) for w in caught if "does not add up" in str(w.message)],
+        )
     return found
 
 
@@ -403,7 +453,11 @@ def test_a_pipeline_compares_too() -> None:
                 assert loss == pytest.approx(expected, abs=1e-5), name
 
 
-WORKERS = {"distributed.strategy": "diloco", "distributed.diloco.workers": 2, "distributed.diloco.inner_steps": 2}
+WORKERS = {
+    "distributed.strategy": "diloco",
+    "distributed.diloco.workers": 2,
+    "distributed.diloco.inner_steps": 2,
+}
 
 
 @pytest.mark.parametrize("settings", [{"distributed.strategy": "dp"}, WORKERS])
@@ -417,7 +471,9 @@ def test_workers_that_take_one_micro_batch_each_compare_nothing() -> None:
 
 
 class LossInABlock(NanoGPT):
-    """What a block that is compiled calls is not noted: the loss counts by what is called outside of it."""
+    """What a block that is compiled calls is not noted: the loss counts by what is called outside
+    of it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -444,15 +500,17 @@ class ByHandInABlock(ByHand):
         return [("scores", self.scores)]
 
 
-@pytest.mark.parametrize(("make", "ignored", "warned"), [(ByHandInABlock, -100, 1), (LossInABlock, -1, 0)])
+@pytest.mark.parametrize(
+    ("make", "ignored", "warned"), [(ByHandInABlock, -100, 1), (LossInABlock, -1, 0)]
+)
 def test_compiled_blocks_are_compared_as_they_are_written(
     make: Callable[[], nn.Module], ignored: int, warned: int
 ) -> None:
     def graphs() -> tuple[int, list[str]]:
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()
-        # Not the backend "eager", which calls loss functions by their names: these are noted, and those of the default
-        # backend, which calls operators, are not.
+        # Not the backend "eager", which calls loss functions by their names: these are noted, and
+        # those of the default backend, which calls operators, are not.
         with patch("torch.compile", partial(torch.compile, backend="aot_eager")):
             _, _, texts = train(make(), ignored=ignored, compile=True)
         return torch._dynamo.utils.counters["stats"]["unique_graphs"], texts
@@ -510,7 +568,9 @@ def test_a_function_that_is_kept_from_before_is_not_observed_and_so_compared() -
 def test_a_method_that_returns_a_sum_needs_a_count() -> None:
     class Summed(Scores):
         def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-            return F.cross_entropy(outputs.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+            return F.cross_entropy(
+                outputs.flatten(0, 1), batch["targets"].flatten(), reduction="sum"
+            )
 
     with pytest.raises(UsageError, match=r"no count\(\) to divide it by"):
         train(Summed())

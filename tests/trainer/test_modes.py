@@ -1,6 +1,8 @@
-"""Models that arrive in evaluation mode, optimizers that have modes, and parameter groups that are added later.
+"""Models that arrive in evaluation mode, optimizers that have modes, and parameter groups that are
+added later.
 
-The optimizer is AdamW without a schedule (Defazio et al. 2024), as `schedulefree` has it, in its shortest form.
+The optimizer is AdamW without a schedule (Defazio et al. 2024), as `schedulefree` has it, in its
+shortest form.
 """
 
 import warnings
@@ -22,7 +24,9 @@ LOSS = nn.MSELoss()
 
 
 class ScheduleFreeSGD(torch.optim.Optimizer):
-    """Keeps z, where SGD is, and x, their mean; gradients are taken at y between them, in place in training."""
+    """Keeps z, where SGD is, and x, their mean; gradients are taken at y between them, in place in
+    training.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "train_mode": False, "k": 0})
@@ -86,7 +90,11 @@ def plain(steps: int) -> tuple[list[float], dict[str, Tensor], float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     optimizer.eval()
-    return losses, {k: v.detach().clone() for k, v in model.state_dict().items()}, LOSS(model(x), y).item()
+    return (
+        losses,
+        {k: v.detach().clone() for k, v in model.state_dict().items()},
+        LOSS(model(x), y).item(),
+    )
 
 
 def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -94,14 +102,17 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def modes_switched(strategy: str, folder: str) -> bool:
-    """Compare everything that shows weights with plain PyTorch; return whether this rank has looked."""
+    """Compare everything that shows weights with plain PyTorch; return whether this rank has
+    looked.
+    """
     losses, weights, mean = plain(6)
     trainer = Trainer(built(), ScheduleFreeSGD, LOSS, strategy=strategy, **SETTINGS)
     found = []
     for record in trainer.steps(data(), epochs=1):
         found.append(float(record.loss))
         if record.step == 3:
-            trainer.evaluate(data())  # in between: training goes on from the weights that are trained
+            # in between: training goes on from the weights that are trained
+            trainer.evaluate(data())
             trainer.save_checkpoint(folder)
         if record.step == 6:
             break
@@ -130,11 +141,20 @@ def test_an_optimizer_with_modes_is_switched(ranks: int, tmp_path: Path) -> None
 
 def test_a_run_ends_with_the_weights_that_are_evaluated(tmp_path: Path) -> None:
     model = built()
-    trainer = Trainer(model, ScheduleFreeSGD(model.parameters()), LOSS, output_dir=tmp_path, max_steps=6, **SETTINGS)
+    trainer = Trainer(
+        model,
+        ScheduleFreeSGD(model.parameters()),
+        LOSS,
+        output_dir=tmp_path,
+        max_steps=6,
+        **SETTINGS,
+    )
     trainer.train(data())
     assert close(model.state_dict(), plain(6)[1])
     with pytest.raises(UsageError, match="ScheduleFreeSGD has modes, and diloco"):
-        Trainer(built(), ScheduleFreeSGD, LOSS, strategy="diloco", diloco={"workers": 1}, **SETTINGS)
+        Trainer(
+            built(), ScheduleFreeSGD, LOSS, strategy="diloco", diloco={"workers": 1}, **SETTINGS
+        )
 
 
 class Dropping(nn.Module):
@@ -193,7 +213,11 @@ def evaluated_in_a_pipeline() -> list[str]:
 def texts_of_pipeline(model: nn.Module) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        next(Trainer(model, "sgd", LOSS, strategy="pipeline", **{**SETTINGS, "batch_size": 4}).steps(data()))
+        next(
+            Trainer(model, "sgd", LOSS, strategy="pipeline", **{**SETTINGS, "batch_size": 4}).steps(
+                data()
+            )
+        )
     return [str(w.message) for w in caught if "evaluation mode" in str(w.message)]
 
 
@@ -208,7 +232,9 @@ def group_added(folder: str | None, steps: range, strategy: str = "single") -> d
     if strategy == "single":
         model[0].requires_grad_(False)
     make = lambda parameters: torch.optim.SGD(parameters[2:], lr=0.1, momentum=0.9)  # noqa: E731
-    trainer = Trainer(model, make, LOSS, max_steps=8, strategy=strategy, lr_schedule="linear", **SETTINGS)
+    trainer = Trainer(
+        model, make, LOSS, max_steps=8, strategy=strategy, lr_schedule="linear", **SETTINGS
+    )
     if steps.start and folder:
         trainer.load_checkpoint(folder)
         assert len(trainer.optimizer.param_groups) == 2
@@ -242,5 +268,7 @@ def test_a_group_of_parameters_that_placement_has_replaced_is_refused() -> None:
     steps = trainer.steps(data())
     next(steps)
     trainer.optimizer.add_param_group({"params": built()[0].parameters()})
-    with pytest.raises(UsageError, match=r"added to the optimizer has 2 parameter\(s\) that are not trained"):
+    with pytest.raises(
+        UsageError, match=r"added to the optimizer has 2 parameter\(s\) that are not trained"
+    ):
         next(steps)

@@ -1,4 +1,6 @@
-"""Samples whose targets are all ignored: in a micro-batch, a step, an evaluation. The reference is plain PyTorch."""
+"""Samples whose targets are all ignored: in a micro-batch, a step, an evaluation. The reference is
+plain PyTorch.
+"""
 
 import math
 import warnings
@@ -91,7 +93,9 @@ def plain(data: TensorDataset) -> tuple[float, float]:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("ignored", [slice(4), slice(4, 8)], ids=["first", "later"])
 @pytest.mark.parametrize("kind", LOSSES)
-def test_a_micro_batch_without_targets_adds_nothing(kind: str, ignored: slice, precision: str) -> None:
+def test_a_micro_batch_without_targets_adds_nothing(
+    kind: str, ignored: slice, precision: str
+) -> None:
     data = samples(ignored)
     _, (record,), texts = trained(kind, data, global_batch_size=SAMPLES, precision=precision)
     assert not record.skipped
@@ -102,7 +106,9 @@ def test_a_micro_batch_without_targets_adds_nothing(kind: str, ignored: slice, p
 
 
 def rank_without_targets() -> tuple[float, float, bool]:
-    _, (record,), _ = trained("by hand", samples(slice(8)), global_batch_size=SAMPLES, strategy="ddp")
+    _, (record,), _ = trained(
+        "by hand", samples(slice(8)), global_batch_size=SAMPLES, strategy="ddp"
+    )
     return float(record.loss), float(record.grad_norm), record.skipped
 
 
@@ -114,10 +120,14 @@ def test_a_rank_without_targets_adds_nothing() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("kind", LOSSES)
-def test_a_step_without_targets_makes_no_update_and_names_its_samples(kind: str, precision: str) -> None:
+def test_a_step_without_targets_makes_no_update_and_names_its_samples(
+    kind: str, precision: str
+) -> None:
     data = samples(slice(8, 16))
     trainer, records, texts = trained(kind, data, global_batch_size=8, precision=precision)
-    first = trained(kind, samples(slice(0, 0)), global_batch_size=8, max_steps=1, precision=precision)[0]
+    first = trained(
+        kind, samples(slice(0, 0)), global_batch_size=8, max_steps=1, precision=precision
+    )[0]
     assert [record.skipped for record in records] == [False, True]
     assert math.isnan(float(records[1].loss))
     assert trainer.step.progress.skipped == [1]
@@ -125,23 +135,32 @@ def test_a_step_without_targets_makes_no_update_and_names_its_samples(kind: str,
         assert torch.equal(parameter, first.placed.parameters[name])
     assert trainer.scaler.get_scale() == first.scaler.get_scale()
     (text,) = texts
-    assert "no sample of step 2 has a valid target, which are number 8, 9, 10, 11, 12, 13, 14, 15 of the data" in text
+    assert (
+        "no sample of step 2 has a valid target, which are number 8, 9, 10, 11, 12, 13, 14, 15 of"
+        " the data" in text
+    )
 
 
 def test_steps_without_targets_in_a_row_end_the_run() -> None:
     data = TensorDataset(torch.randn(40, 8), torch.full((40,), -100))
-    with pytest.raises(BadNumbersError, match="no sample of step 5 has a valid target, the last of 5") as error:
+    with pytest.raises(
+        BadNumbersError, match="no sample of step 5 has a valid target, the last of 5"
+    ) as error:
         trained("function", data, global_batch_size=4)
     assert "all targets are ignored" in str(error.value)
 
 
 def test_a_step_of_a_loop_of_ones_own_without_targets() -> None:
     x, y = samples(slice(0, 4)).tensors
-    trainer = Trainer(nn.Linear(8, CLASSES), "sgd", F.cross_entropy, batch_size=4, global_batch_size=4)
+    trainer = Trainer(
+        nn.Linear(8, CLASSES), "sgd", F.cross_entropy, batch_size=4, global_batch_size=4
+    )
     before = [p.detach().clone() for p in trainer.placed.parameters.values()]
     with pytest.warns(UserWarning, match="no sample of step 1 has a valid target"):
         assert math.isnan(float(trainer.training_step((x[:4], y[:4]))))
-    assert all(torch.equal(p, q) for p, q in zip(trainer.placed.parameters.values(), before, strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(trainer.placed.parameters.values(), before, strict=True)
+    )
     assert math.isfinite(float(trainer.training_step((x[4:8], y[4:8]))))
 
 
@@ -150,9 +169,18 @@ def test_an_evaluation_without_targets_is_nan_and_passed_over(tmp_path: Path) ->
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     trainer = Trainer(
-        model, optimizer, F.cross_entropy, batch_size=4, global_batch_size=4, max_steps=4, eval_steps=1,
-        output_dir=tmp_path, keep_best="eval_loss", early_stopping={"patience": 1}, scheduler=plateau,
-    )  # fmt: skip
+        model,
+        optimizer,
+        F.cross_entropy,
+        batch_size=4,
+        global_batch_size=4,
+        max_steps=4,
+        eval_steps=1,
+        output_dir=tmp_path,
+        keep_best="eval_loss",
+        early_stopping={"patience": 1},
+        scheduler=plateau,
+    )
     nothing = samples(slice(0, SAMPLES))
     with pytest.warns(UserWarning, match="no sample of the evaluation has a valid target"):
         last = trainer.train(samples(slice(0, 0)), nothing)
@@ -169,7 +197,10 @@ def test_an_evaluation_without_targets_is_nan_and_passed_over(tmp_path: Path) ->
     ("args", "of_class"),
     [
         ({}, nn.CrossEntropyLoss()),
-        ({"ignore_index": 0, "label_smoothing": 0.2}, nn.CrossEntropyLoss(ignore_index=0, label_smoothing=0.2)),
+        (
+            {"ignore_index": 0, "label_smoothing": 0.2},
+            nn.CrossEntropyLoss(ignore_index=0, label_smoothing=0.2),
+        ),
     ],
 )
 def test_a_config_names_a_function_of_torchs(args: dict[str, Any], of_class: nn.Module) -> None:
@@ -177,17 +208,27 @@ def test_a_config_names_a_function_of_torchs(args: dict[str, Any], of_class: nn.
     data.tensors[1].clamp_(min=0)
     losses = []
     for loss_fn in (None, of_class):
-        named = {} if loss_fn else {"loss_fn": {"name": "torch.nn.functional:cross_entropy", "args": args}}
+        named = (
+            {}
+            if loss_fn
+            else {"loss_fn": {"name": "torch.nn.functional:cross_entropy", "args": args}}
+        )
         torch.manual_seed(0)
         settings: Any = {"batch_size": 2, "global_batch_size": SAMPLES}
-        trainer = Trainer(nn.Linear(8, CLASSES), "sgd", loss_fn, config=config_from(named), **settings)
+        trainer = Trainer(
+            nn.Linear(8, CLASSES), "sgd", loss_fn, config=config_from(named), **settings
+        )
         losses += [float(record.loss) for record in trainer.steps(data)]
     assert losses[0] == losses[1]
 
 
 def test_arguments_that_a_function_of_torchs_does_not_take() -> None:
-    config = config_from({"loss_fn": {"name": "torch.nn.functional:cross_entropy", "args": {"ignored": 0}}})
-    with pytest.raises(UsageError, match="takes no argument 'ignored'; did you mean 'ignore_index'"):
+    config = config_from(
+        {"loss_fn": {"name": "torch.nn.functional:cross_entropy", "args": {"ignored": 0}}}
+    )
+    with pytest.raises(
+        UsageError, match="takes no argument 'ignored'; did you mean 'ignore_index'"
+    ):
         Trainer(nn.Linear(8, CLASSES), "sgd", config=config)
     with pytest.raises(UsageError, match="arguments that do not belong to it"):
         Trainer(nn.Linear(8, CLASSES), "sgd", partial(F.cross_entropy, ignored=0))

@@ -1,4 +1,6 @@
-"""`lockstep.place`: a loop of one's own, whose gradients are those of one process under every strategy."""
+"""`lockstep.place`: a loop of one's own, whose gradients are those of one process under every
+strategy.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -36,15 +38,21 @@ def tied(dropout: float = 0.0) -> nn.Sequential:
     """A tiny language model whose first and last layers share a weight."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout), nn.Linear(WIDTH, WIDTH), nn.Tanh(),
+        nn.Embedding(VOCAB, WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Dropout(dropout),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
         nn.Linear(WIDTH, VOCAB),
-    )  # fmt: skip
+    )
     model[5].weight = model[0].weight
     return model
 
 
 def micro_batches(step: int) -> list[Batch]:
-    """Of one step: their numbers of samples and of valid targets differ, and the last step is one short."""
+    """Of one step: their numbers of samples and of valid targets differ, and the last step is one
+    short.
+    """
     generator = torch.Generator().manual_seed(step)
     found = []
     for index in range(4 if step < STEPS - 1 else 3):
@@ -57,7 +65,10 @@ def micro_batches(step: int) -> list[Batch]:
 
 def loss_of(model: nn.Module, batches: list[Batch]) -> Tensor:
     """The mean over the valid targets of all of them, in plain torch."""
-    sums = [nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") for x, y in batches]
+    sums = [
+        nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
+        for x, y in batches
+    ]
     return torch.stack(sums).sum() / sum((y != -100).sum() for _, y in batches)
 
 
@@ -67,7 +78,9 @@ def optimizers_over(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.O
 
 
 def by_hand() -> tuple[list[tuple[float, float, float]], dict[str, Tensor], Tensor]:
-    """(loss, gradient norm, loss on the first step's data) of each step, the weights and outputs: torch alone."""
+    """(loss, gradient norm, loss on the first step's data) of each step, the weights and outputs:
+    torch alone.
+    """
     model, seen = tied(), []
     optimizers = optimizers_over(list(model.named_parameters()))
     for step in range(STEPS):
@@ -92,7 +105,8 @@ def placed_run(
     mine = slice(placed.data_parallel_rank, None, placed.data_parallel_size)
     for step in range(STEPS):
         loss = placed.backward(*micro_batches(step)[mine])
-        # Between the gradient and the update: a forward pass must not keep what the update outdates.
+        # Between the gradient and the update: a forward pass must not keep what the update
+        # outdates.
         held_out = placed.evaluate(micro_batches(0)[mine])
         norm = placed.clip_grad_norm_(0.5)
         for optimizer in optimizers:
@@ -100,11 +114,16 @@ def placed_run(
             optimizer.zero_grad()
         seen.append((float(loss), float(norm), held_out))
         if step == 0:
-            placed.save_checkpoint(folder, dict(zip(("one", "two"), optimizers, strict=True)), {"note": "half-way"})
+            placed.save_checkpoint(
+                folder, dict(zip(("one", "two"), optimizers, strict=True)), {"note": "half-way"}
+            )
             placed = lockstep.place(tied(), loss_fn=LOSS, **settings)
             optimizers = optimizers_over(list(placed.named_parameters()))
             assert (
-                placed.load_checkpoint(folder, dict(zip(("one", "two"), optimizers, strict=True)))["note"] == "half-way"
+                placed.load_checkpoint(folder, dict(zip(("one", "two"), optimizers, strict=True)))[
+                    "note"
+                ]
+                == "half-way"
             )
             assert placed.step == 1
     outputs, state = placed(micro_batches(0)[0][0]), placed.state_dict()
@@ -113,7 +132,9 @@ def placed_run(
 
 
 def _require_round_trip(placed: Any, state: dict[str, Tensor], outputs: Tensor) -> None:
-    """Weights that were taken out and put back are the same; those of another model are refused on all ranks."""
+    """Weights that were taken out and put back are the same; those of another model are refused on
+    all ranks.
+    """
     with torch.no_grad():
         for parameter in placed.parameters():
             parameter.zero_()
@@ -125,7 +146,8 @@ def _require_round_trip(placed: Any, state: dict[str, Tensor], outputs: Tensor) 
 
 def dropout_run(settings: dict[str, Any]) -> list[float]:
     placed = lockstep.place(tied(dropout=0.5), loss_fn=LOSS, **settings)
-    optimizer = torch.optim.SGD(placed.parameters(), lr=0.0)  # the same step again, but for what it draws
+    # the same step again, but for what it draws
+    optimizer = torch.optim.SGD(placed.parameters(), lr=0.0)
     mine, losses = slice(placed.data_parallel_rank, None, placed.data_parallel_size), []
     for _ in range(2):
         losses.append(float(placed.backward(*micro_batches(0)[mine])))
@@ -144,14 +166,21 @@ def _on_each_rank(cases: list[dict[str, Any]], folder: Path) -> list[Any]:
 def _misuse() -> None:
     """What ranks do wrong together is one error on all of them, and nobody waits."""
     rank = dist.get_rank()
-    heartbeat.stop_sharing_calls()  # as ranks of two machines: those of one are told by the calls that they compare
+    # as ranks of two machines: those of one are told by the calls that they compare
+    heartbeat.stop_sharing_calls()
     placed = lockstep.place(tied(), "fsdp", LOSS)
     with pytest.raises(UsageError, match="rank 1 brings no micro-batch, and has had none before"):
         placed.backward(*micro_batches(0)[: 1 - rank])
-    with pytest.raises(RunError, match="rank 0 is in backward after step 0, rank 1 in evaluate after step 0"):
-        (placed.backward if rank == 0 else lambda *batches: placed.evaluate(batches))(*micro_batches(0))
+    with pytest.raises(
+        RunError, match="rank 0 is in backward after step 0, rank 1 in evaluate after step 0"
+    ):
+        (placed.backward if rank == 0 else lambda *batches: placed.evaluate(batches))(
+            *micro_batches(0)
+        )
     placed = lockstep.place(tied(), "pipeline", LOSS)
-    with pytest.raises(UsageError, match="ranks 0 and 1 are one pipeline, and bring 1 and 2 micro-batches"):
+    with pytest.raises(
+        UsageError, match="ranks 0 and 1 are one pipeline, and bring 1 and 2 micro-batches"
+    ):
         placed.backward(*micro_batches(0)[: 1 + rank])
 
 
@@ -162,7 +191,9 @@ def _compare(cases: list[dict[str, Any]], ranks: int, folder: Path) -> None:
     for rank, results in enumerate(run_ranks(_on_each_rank, ranks, cases, folder)):
         for settings, ((seen, state, sampled), losses) in zip(cases, results, strict=True):
             message = f"{settings} on rank {rank}"
-            torch.testing.assert_close(torch.tensor(seen), torch.tensor(steps), rtol=2e-6, atol=0, msg=message)
+            torch.testing.assert_close(
+                torch.tensor(seen), torch.tensor(steps), rtol=2e-6, atol=0, msg=message
+            )
             torch.testing.assert_close(sampled, outputs, rtol=1e-5, atol=1e-6)
             assert losses == pytest.approx(drawn, rel=1e-6), message
             assert bool(state) == (rank == 0), message
@@ -170,7 +201,9 @@ def _compare(cases: list[dict[str, Any]], ranks: int, folder: Path) -> None:
                 plain = tied()
                 plain.load_state_dict(state)  # strict: the same names, tied ones too
                 for name, tensor in plain.state_dict().items():
-                    torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-6, msg=f"{message}: {name}")
+                    torch.testing.assert_close(
+                        tensor, weights[name], rtol=1e-4, atol=1e-6, msg=f"{message}: {name}"
+                    )
 
 
 def test_two_ranks_make_the_gradients_of_one_process_under_every_strategy(tmp_path: Path) -> None:
@@ -195,7 +228,8 @@ def test_a_second_backward_before_the_gradients_are_gone_is_refused() -> None:
     placed = lockstep.place(tied(), loss_fn=LOSS)
     placed.backward(*micro_batches(0))
     with pytest.raises(
-        UsageError, match=r"gradients of the last backward are still there(.|\n)*pass all micro-batches"
+        UsageError,
+        match=r"gradients of the last backward are still there(.|\n)*pass all micro-batches",
     ):
         placed.backward(*micro_batches(1))
 
@@ -210,7 +244,9 @@ def test_no_data_at_all_is_one_clear_message() -> None:
 
 def test_a_checkpoint_that_is_not_there_or_lacks_an_optimizer_is_refused(tmp_path: Path) -> None:
     placed = lockstep.place(tied(), loss_fn=LOSS)
-    with pytest.raises(UsageError, match=r"there is no checkpoint in .*(.|\n)*the folder that was saved to"):
+    with pytest.raises(
+        UsageError, match=r"there is no checkpoint in .*(.|\n)*the folder that was saved to"
+    ):
         placed.load_checkpoint(tmp_path)
     placed.save_checkpoint(tmp_path)
     assert placed.load_checkpoint(tmp_path) == {}
@@ -236,7 +272,9 @@ def test_a_frozen_normalisation_stays_frozen_over_an_evaluation() -> None:
         ({"stategy": "ddp"}, "unknown setting stategy(.|\n)*write strategy"),
     ],
 )
-def test_what_a_loop_of_ones_own_can_not_have_is_one_clear_message(settings: dict[str, Any], message: str) -> None:
+def test_what_a_loop_of_ones_own_can_not_have_is_one_clear_message(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         lockstep.place(tied(), loss_fn=LOSS, **settings)
 
@@ -252,7 +290,9 @@ def test_a_trainer_takes_up_a_checkpoint_of_the_loop(tmp_path: Path) -> None:
         placed.zero_grad()
     placed.save_checkpoint(tmp_path / "one", {"my-own": one}, {"note": "mine"})
     fresh = nn.Linear(4, 3)
-    trainer = lockstep.Trainer(fresh, torch.optim.AdamW(fresh.parameters(), lr=0.1), loss_fn, batch_size=4, max_steps=3)
+    trainer = lockstep.Trainer(
+        fresh, torch.optim.AdamW(fresh.parameters(), lr=0.1), loss_fn, batch_size=4, max_steps=3
+    )
     assert trainer.load_checkpoint(tmp_path / "one") == (2, {"note": "mine"})
     [record] = trainer.steps(torch.utils.data.TensorDataset(*batch), epochs=3)
     placed.backward(batch)
@@ -263,5 +303,7 @@ def test_a_trainer_takes_up_a_checkpoint_of_the_loop(tmp_path: Path) -> None:
 
     halves = {name: torch.optim.SGD([p], lr=0.1) for name, p in placed.named_parameters()}
     placed.save_checkpoint(tmp_path / "two", halves)
-    with pytest.raises(UsageError, match=r"optimizers bias, weight, and a Trainer has one(.|\n)*checkpoint.weights"):
+    with pytest.raises(
+        UsageError, match=r"optimizers bias, weight, and a Trainer has one(.|\n)*checkpoint.weights"
+    ):
         trainer.load_checkpoint(tmp_path / "two")

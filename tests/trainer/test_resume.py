@@ -26,22 +26,41 @@ from tests.forked import Forked, lockstep
 from tests.ranks import run_ranks
 
 CONFIG = {
-    "model": {"name": "bdh", "args": {"n_layer": 2, "n_embd": 32, "n_head": 4, "mlp_multiplier": 4, "dropout": 0.1}},
+    "model": {
+        "name": "bdh",
+        "args": {"n_layer": 2, "n_embd": 32, "n_head": 4, "mlp_multiplier": 4, "dropout": 0.1},
+    },
     "data": {"name": "python-docs", "args": {"block_size": 64}},
     "training": {
-        "max_steps": 24, "batch_size": 2, "global_batch_size": 8, "warmup_steps": 4, "eval_steps": None, "seed": 3,
-        "optimizer": "adamw", "lr_schedule": "cosine", "gradient_clip": 1.0,
+        "max_steps": 24,
+        "batch_size": 2,
+        "global_batch_size": 8,
+        "warmup_steps": 4,
+        "eval_steps": None,
+        "seed": 3,
+        "optimizer": "adamw",
+        "lr_schedule": "cosine",
+        "gradient_clip": 1.0,
     },
     "precision": {"mode": "fp32"},
     "distributed": {"reproducible": True},
     "checkpoint": {"save_steps": 6, "save_total_limit": None},
     "monitor": {"log_steps": 1, "sinks": ["console", "jsonl"]},
-}  # fmt: skip
+}
 
 
 def start(config: Path, output: Path, *options: str) -> subprocess.Popen[str]:
     return Forked(
-        [sys.executable, "-m", "lockstep", "train", str(config), "--output-dir", str(output), *options],
+        [
+            sys.executable,
+            "-m",
+            "lockstep",
+            "train",
+            str(config),
+            "--output-dir",
+            str(output),
+            *options,
+        ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -92,7 +111,9 @@ def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_and_resumed_is_the_run_that_was_not(
     config: Path, undisturbed: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """The undisturbed run is one process's: with `reproducible` any number of ranks ends in its bits."""
+    """The undisturbed run is one process's: with `reproducible` any number of ranks ends in its
+    bits.
+    """
     broken = tmp_path / "broken"
     kill_after(start(config, broken, *options), broken / "checkpoints" / "step-00000012")
     output = completed(config, broken, *options, "--resume", "auto")
@@ -100,18 +121,26 @@ def test_killed_and_resumed_is_the_run_that_was_not(
     last = "checkpoints/step-00000024"
     assert digest(broken / last) == digest(undisturbed / last)
     rows = [json.loads(line) for line in (broken / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 25)), "each step is recorded once"
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 25)), (
+        "each step is recorded once"
+    )
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
-    expected = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
+    expected = [
+        json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()
+    ]
     assert losses == {row["step"]: row["loss"] for row in expected if "loss" in row}
 
 
 def test_trap_54_samples_and_random_numbers_go_on_where_they_were(
     config: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """A resume from step 18, under another strategy, sees the samples and draws the numbers of steps 19 to 24."""
+    """A resume from step 18, under another strategy, sees the samples and draws the numbers of
+    steps 19 to 24.
+    """
     newest = str(undisturbed / "checkpoints/step-00000018")
-    output = completed(config, tmp_path, "--resume", newest, "--strategy", "fsdp", "--nproc-per-node", "2")
+    output = completed(
+        config, tmp_path, "--resume", newest, "--strategy", "fsdp", "--nproc-per-node", "2"
+    )
     assert "fsdp:2" in output
     mine = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     theirs = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
@@ -130,10 +159,16 @@ def test_a_run_that_is_done_has_nothing_left_to_do(config: Path, undisturbed: Pa
     assert digest(undisturbed / "checkpoints/step-00000024") == before
 
 
-def test_a_resume_whose_model_differs_names_what_differs(config: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_resume_whose_model_differs_names_what_differs(
+    config: Path, undisturbed: Path, tmp_path: Path
+) -> None:
     path = str(undisturbed / "checkpoints/step-00000024")
-    assert "model.args.n_embd 32 → 48" in completed(config, tmp_path, "--resume", path, "model.args.n_embd=48", code=2)
-    output = completed(config, tmp_path, "--resume", path, "model.args.n_embd=48", "--allow-changes", code=2)
+    assert "model.args.n_embd 32 → 48" in completed(
+        config, tmp_path, "--resume", path, "model.args.n_embd=48", code=2
+    )
+    output = completed(
+        config, tmp_path, "--resume", path, "model.args.n_embd=48", "--allow-changes", code=2
+    )
     assert "of another shape" in output
     assert "Traceback" not in output
     output = completed(config, tmp_path, "--resume", str(tmp_path), code=2)
@@ -150,7 +185,13 @@ def regression(samples: int = 48) -> TensorDataset:
 
 def trainer(folder: Path, optimizer: str | None = None, **settings: Any) -> Trainer:
     torch.manual_seed(0)
-    given = {"batch_size": 4, "max_steps": 4, "learning_rate": 0.1, "weight_decay": 0.1, "log_steps": 1}
+    given = {
+        "batch_size": 4,
+        "max_steps": 4,
+        "learning_rate": 0.1,
+        "weight_decay": 0.1,
+        "log_steps": 1,
+    }
     given |= {"output_dir": folder, "eval_steps": None, **settings}
     return Trainer(nn.Linear(4, 1), optimizer, nn.MSELoss(), **given)
 
@@ -190,10 +231,15 @@ def test_a_trainer_goes_on_by_itself_only_from_its_start(saved: Path) -> None:
     assert own.step.progress.step == 8
 
 
-def test_a_changed_learning_rate_is_said_and_counts(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_learning_rate_is_said_and_counts(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer(saved, max_steps=6, learning_rate=0.05, weight_decay=0.3).train(regression())
     said = capsys.readouterr().out
-    changed = "training.learning_rate 0.1 → 0.05, training.max_steps 4 → 6, training.weight_decay 0.1 → 0.3"
+    changed = (
+        "training.learning_rate 0.1 → 0.05, training.max_steps 4 → 6, training.weight_decay 0.1"
+        " → 0.3"
+    )
     assert f"lockstep: changed since that step: {changed}\n" in said
     assert [row["lr"] for row in RunDirectory(saved).read_metrics()] == [0.1] * 4 + [0.05] * 2
 
@@ -201,18 +247,25 @@ def test_a_changed_learning_rate_is_said_and_counts(saved: Path, capsys: pytest.
 def test_a_resumed_run_says_how_its_curve_moves_and_what_is_trained_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As after a run that was killed at step 7, of which step 4 is saved, with more steps than before."""
+    """As after a run that was killed at step 7, of which step 4 is saved, with more steps than
+    before.
+    """
     curve = {"lr_schedule": "cosine", "min_lr_ratio": 0.0, "save_steps": 4}
     trainer(tmp_path, max_steps=8, **curve).train(regression())
     rmtree(tmp_path / "checkpoints/step-00000008")
     capsys.readouterr()
     trainer(tmp_path, max_steps=16, **curve).train(regression())
     said = capsys.readouterr().out
-    moved = "(cosine over 16 steps; before: cosine over 8 steps): step 5 takes 0.0854 in place of 0.05"
+    moved = (
+        "(cosine over 16 steps; before: cosine over 8 steps): step 5 takes 0.0854 in place of 0.05"
+    )
     assert f"lockstep: the learning rate follows another curve from here on {moved}\n" in said
     assert "lockstep: the run had come to step 8: what follows step 4 is trained again\n" in said
     rates = {row["step"]: row["lr"] for row in RunDirectory(tmp_path).read_metrics()}
-    assert (rates[5], rates[4]) == (pytest.approx(0.0854, abs=1e-4), pytest.approx(0.0691, abs=1e-4))
+    assert (rates[5], rates[4]) == (
+        pytest.approx(0.0854, abs=1e-4),
+        pytest.approx(0.0691, abs=1e-4),
+    )
     trainer(tmp_path, max_steps=16, **curve).train(regression())
     again = capsys.readouterr().out
     assert "another curve" not in again
@@ -230,7 +283,11 @@ def test_a_resumed_run_says_how_its_curve_moves_and_what_is_trained_again(
     ],
 )
 def test_what_would_be_another_training_is_refused_unless_it_is_allowed(
-    saved: Path, settings: dict[str, Any], samples: int, words: str, capsys: pytest.CaptureFixture[str]
+    saved: Path,
+    settings: dict[str, Any],
+    samples: int,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = {"max_steps": 6, **settings}
     with pytest.raises(UsageError, match="the run would not go on as it began") as caught:
@@ -239,7 +296,9 @@ def test_what_would_be_another_training_is_refused_unless_it_is_allowed(
     assert "--allow-changes" in str(caught.value)
     assert "--resume never" in str(caught.value)
     if samples == 48:
-        assert "step-00000004" in [path.name for path in (saved / "checkpoints").iterdir()], "nothing was touched"
+        assert "step-00000004" in [path.name for path in (saved / "checkpoints").iterdir()], (
+            "nothing was touched"
+        )
     capsys.readouterr()
     trainer(saved, allow_changes=True, **settings).train(regression(samples))
     if samples == 48:
@@ -253,8 +312,16 @@ def test_a_new_rate_of_a_users_optimizer_applies_and_is_told(
     def run(max_steps: int, rate: float) -> Trainer:
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-        return Trainer(model, optimizer, nn.MSELoss(), output_dir=tmp_path, max_steps=max_steps, log_steps=1,
-                       lr_schedule="constant", eval_steps=None)  # fmt: skip
+        return Trainer(
+            model,
+            optimizer,
+            nn.MSELoss(),
+            output_dir=tmp_path,
+            max_steps=max_steps,
+            log_steps=1,
+            lr_schedule="constant",
+            eval_steps=None,
+        )
 
     run(2, 0.1).train(regression())
     run(4, 0.2).train(regression())
@@ -263,12 +330,17 @@ def test_a_new_rate_of_a_users_optimizer_applies_and_is_told(
 
 
 def test_other_ranks_are_said_and_do_not_stop_a_run(tmp_path: Path) -> None:
-    """Without a `global_batch_size` a step grows with the ranks: nobody changed a key, a machine may just be gone."""
+    """Without a `global_batch_size` a step grows with the ranks: nobody changed a key, a machine
+    may just be gone.
+    """
     trainer(tmp_path).train(regression())
     said, refused, idle = run_ranks(on_two_ranks, 2, str(tmp_path))[0]
     assert "the global batch (it follows the ranks: set global_batch_size) 4 → 8" in said
     assert "training.seed 1337 → 5" in refused
-    assert "warning: a step has 1 micro-batch for 2 data-parallel ranks: 1 of them computes nothing" in idle
+    assert (
+        "warning: a step has 1 micro-batch for 2 data-parallel ranks: 1 of them computes nothing"
+        in idle
+    )
 
 
 def on_two_ranks(folder: str) -> list[str]:
@@ -284,5 +356,7 @@ def on_two_ranks(folder: str) -> list[str]:
                 texts.append(str(error))
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        trainer(Path(folder, "idle"), **settings, global_batch_size=4, max_steps=1).train(regression())
+        trainer(Path(folder, "idle"), **settings, global_batch_size=4, max_steps=1).train(
+            regression()
+        )
     return [*texts, text.getvalue()]

@@ -21,7 +21,9 @@ SCHEDULERS: dict[str, Any] = {
     "in sequence": lambda o: of_torch.SequentialLR(
         o, [of_torch.LinearLR(o, 0.1, total_iters=3), of_torch.ExponentialLR(o, 0.8)], [3]
     ),
-    "chained": lambda o: of_torch.ChainedScheduler([of_torch.ConstantLR(o, 0.5, 2), of_torch.ExponentialLR(o, 0.9)]),
+    "chained": lambda o: of_torch.ChainedScheduler(
+        [of_torch.ConstantLR(o, 0.5, 2), of_torch.ExponentialLR(o, 0.9)]
+    ),
 }
 
 
@@ -46,7 +48,9 @@ def by_hand(make: Any) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_rates_are_those_of_the_scheduler_also_after_a_resumption(name: str, tmp_path: Path) -> None:
+def test_rates_are_those_of_the_scheduler_also_after_a_resumption(
+    name: str, tmp_path: Path
+) -> None:
     make = SCHEDULERS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -60,16 +64,26 @@ def test_rates_are_those_of_the_scheduler_also_after_a_resumption(name: str, tmp
     assert [list(pair) for pair in seen] == [pytest.approx(list(pair)) for pair in expected]
     again = trainer_of(make)
     again.load_checkpoint(saved)
-    assert [r.lr for r in again.steps(regression())] == pytest.approx([rate for rate, _ in expected[5:]])
-    for mine, theirs in zip(again.placed.parameters.values(), first.placed.parameters.values(), strict=True):
+    assert [r.lr for r in again.steps(regression())] == pytest.approx(
+        [rate for rate, _ in expected[5:]]
+    )
+    for mine, theirs in zip(
+        again.placed.parameters.values(), first.placed.parameters.values(), strict=True
+    ):
         assert torch.equal(mine, theirs)
     first.load_checkpoint(saved)  # backwards
     assert next(first.steps(regression())).lr == pytest.approx(expected[5][0])
 
 
 def test_a_function_makes_one_over_the_trainers_own_optimizer() -> None:
-    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), learning_rate=0.1, batch_size=5, max_steps=3,
-                      scheduler=lambda o: of_torch.ExponentialLR(o, 0.5))  # fmt: skip
+    trainer = Trainer(
+        linear(),
+        loss_fn=nn.MSELoss(),
+        learning_rate=0.1,
+        batch_size=5,
+        max_steps=3,
+        scheduler=lambda o: of_torch.ExponentialLR(o, 0.5),
+    )
     assert [r.lr for r in trainer.steps(regression())] == pytest.approx([0.1, 0.05, 0.025])
 
 
@@ -77,7 +91,11 @@ def test_a_function_makes_one_over_the_trainers_own_optimizer() -> None:
     ("make", "settings", "message"),
     [
         (SCHEDULERS["step"], {"lr_schedule": "linear"}, "StepLR or training.lr_schedule, not both"),
-        (lambda _: SCHEDULERS["step"](torch.optim.SGD(linear().parameters())), {}, "over another optimizer"),
+        (
+            lambda _: SCHEDULERS["step"](torch.optim.SGD(linear().parameters())),
+            {},
+            "over another optimizer",
+        ),
     ],
 )
 def test_mistakes_are_told(make: Any, settings: dict[str, Any], message: str) -> None:

@@ -15,8 +15,16 @@ from lockstep.errors import UsageError
 from lockstep.trainer.setup import PlacementSettings, TrainerSettings
 
 SECTIONS = {"training", "distributed", "data", "checkpoint", "monitor"}
-# Two sections have `name` and `args`, `async` is a word of Python's, and `optimizer` is an argument of its own.
-NOT_KEYWORDS = {"model.name", "model.args", "data.name", "data.args", "checkpoint.async", "training.optimizer"}
+# Two sections have `name` and `args`, `async` is a word of Python's, and `optimizer` is an argument
+# of its own.
+NOT_KEYWORDS = {
+    "model.name",
+    "model.args",
+    "data.name",
+    "data.args",
+    "checkpoint.async",
+    "training.optimizer",
+}
 HINTS = get_type_hints(TrainerSettings)
 BY_KEY = {apply_flags({name: None}).popitem()[0]: name for name in HINTS if name not in SECTIONS}
 
@@ -27,7 +35,9 @@ def schema_type(key: str) -> Any:
 
 
 def options(annotation: Any) -> set[Any]:
-    """What an annotation allows; a section and an object are written as mappings, and an object as a name, too."""
+    """What an annotation allows; a section and an object are written as mappings, and an object as
+    a name, too.
+    """
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     found: set[Any] = set()
     for part in parts:
@@ -39,7 +49,11 @@ def options(annotation: Any) -> set[Any]:
             found.add(part)
         elif getattr(part, "__name__", "") == "ObjectSpec":
             found |= {str, "mapping"}
-        elif (isinstance(part, type) and issubclass(part, Section)) or "ict" in str(part) or "Mapping" in str(part):
+        elif (
+            (isinstance(part, type) and issubclass(part, Section))
+            or "ict" in str(part)
+            or "Mapping" in str(part)
+        ):
             found.add("mapping")
         else:
             found.add("sequence")
@@ -54,8 +68,12 @@ def test_each_key_right_under_a_section_is_listed_and_nothing_else() -> None:
 
 def test_their_types_are_the_schemas() -> None:
     # These also take None, to switch off what a config sets, and a number for a norm.
-    further = {"lr_schedule": {NoneType}, "warmup_steps": {NoneType}, "gradient_clip": {NoneType, float},
-               "precision": {"mapping"}}  # fmt: skip
+    further = {
+        "lr_schedule": {NoneType},
+        "warmup_steps": {NoneType},
+        "gradient_clip": {NoneType, float},
+        "precision": {"mapping"},
+    }
     for key, name in BY_KEY.items():
         assert options(HINTS[name]) - further.get(name, set()) == options(schema_type(key)), name
 
@@ -70,5 +88,7 @@ def test_what_place_takes_is_what_it_lists() -> None:
 
 
 def test_two_names_of_one_key_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"gradient_clip and grad_clip are both training.gradient_clip"):
+    with pytest.raises(
+        UsageError, match=r"gradient_clip and grad_clip are both training.gradient_clip"
+    ):
         Trainer(nn.Linear(1, 1), gradient_clip=1.0, grad_clip=2.0)  # type: ignore[call-arg]

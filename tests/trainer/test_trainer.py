@@ -33,7 +33,12 @@ def linear() -> nn.Module:
 def test_a_plain_model_an_optimizer_and_a_loss_train_as_by_hand() -> None:
     data, model, reference = regression(), linear(), linear()
     trainer = Trainer(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), batch_size=10, max_steps=5, shuffle=False
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        nn.MSELoss(),
+        batch_size=10,
+        max_steps=5,
+        shuffle=False,
     )
     records = list(trainer.steps(data))
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -48,7 +53,9 @@ def test_a_plain_model_an_optimizer_and_a_loss_train_as_by_hand() -> None:
 
 
 def test_a_learning_rate_that_the_callers_loop_sets_is_kept() -> None:
-    """An optimizer of their own, no schedule asked for: a scheduler that their loop steps works as in plain PyTorch."""
+    """An optimizer of their own, no schedule asked for: a scheduler that their loop steps works as
+    in plain PyTorch.
+    """
     model, reference = linear(), linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
@@ -77,7 +84,9 @@ def test_names_and_arguments_of_other_trainers_say_what_to_write() -> None:
     with pytest.raises(UsageError, match="second argument is the optimizer"):
         Trainer(model, loss_fn)
     for data in (TensorDataset(torch.randn(8, 4)), list(range(8))):
-        with pytest.raises(UsageError, match="no targets for CrossEntropyLoss in a batch of the type"):
+        with pytest.raises(
+            UsageError, match="no targets for CrossEntropyLoss in a batch of the type"
+        ):
             next(iter(trainer.steps(data)))
 
 
@@ -91,7 +100,12 @@ def test_a_second_loop_over_the_same_epoch_says_that_nothing_is_left() -> None:
 
 def test_a_dataloader_keeps_its_batch_size_and_the_learning_rate_follows() -> None:
     trainer = Trainer(
-        linear(), loss_fn=nn.MSELoss(), max_steps=1, lr_scaling="linear", base_batch_size=5, learning_rate=0.01
+        linear(),
+        loss_fn=nn.MSELoss(),
+        max_steps=1,
+        lr_scaling="linear",
+        base_batch_size=5,
+        learning_rate=0.01,
     )
     (record,) = list(trainer.steps(DataLoader(regression(), batch_size=10, shuffle=True)))
     assert trainer.global_batch_size == 10
@@ -110,7 +124,8 @@ def test_a_dataloaders_batch_size_stands_beside_a_global_batch_size(own: int, as
 def test_a_global_batch_that_a_dataloader_does_not_divide_names_both() -> None:
     trainer = Trainer(linear(), loss_fn=nn.MSELoss(), global_batch_size=12)
     with pytest.raises(
-        UsageError, match=r"DataLoader's batch_size 5: 12 = 2 × 5 \+ 2(.|\n)*or the trainer global_.*=15"
+        UsageError,
+        match=r"DataLoader's batch_size 5: 12 = 2 × 5 \+ 2(.|\n)*or the trainer global_.*=15",
     ):
         list(trainer.steps(DataLoader(regression(), batch_size=5)))
     with pytest.raises(UsageError, match=r"12 = 1 × 8 \+ 4"):
@@ -118,20 +133,34 @@ def test_a_global_batch_that_a_dataloader_does_not_divide_names_both() -> None:
 
 
 def test_a_loss_that_the_config_names_counts_unless_another_is_given() -> None:
-    config, data = Config().replaced({"loss_fn": "torch.nn:MSELoss", "training.max_steps": 1}), regression()
-    (named,), (given,) = (
-        list(Trainer(linear(), None, loss, config=config).steps(data)) for loss in (None, nn.L1Loss())
+    config, data = (
+        Config().replaced({"loss_fn": "torch.nn:MSELoss", "training.max_steps": 1}),
+        regression(),
     )
-    assert float(named.loss) == pytest.approx(float(next(Trainer(linear(), None, nn.MSELoss()).steps(data)).loss))
-    assert float(given.loss) == pytest.approx(float(next(Trainer(linear(), None, nn.L1Loss()).steps(data)).loss))
-    config = config.replaced({"loss_fn": {"name": "torch.nn.functional:softmin", "args": {"reduction": "sum"}}})
+    (named,), (given,) = (
+        list(Trainer(linear(), None, loss, config=config).steps(data))
+        for loss in (None, nn.L1Loss())
+    )
+    assert float(named.loss) == pytest.approx(
+        float(next(Trainer(linear(), None, nn.MSELoss()).steps(data)).loss)
+    )
+    assert float(given.loss) == pytest.approx(
+        float(next(Trainer(linear(), None, nn.L1Loss()).steps(data)).loss)
+    )
+    config = config.replaced(
+        {"loss_fn": {"name": "torch.nn.functional:softmin", "args": {"reduction": "sum"}}}
+    )
     with pytest.raises(UsageError, match="softmin is not a class"):
         Trainer(linear(), config=config)
 
 
-def test_what_becomes_known_in_the_first_steps_is_said_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_becomes_known_in_the_first_steps_is_said_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Whether a compression paid."""
-    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=5, max_steps=3, output_dir=tmp_path)
+    trainer = Trainer(
+        linear(), loss_fn=nn.MSELoss(), batch_size=5, max_steps=3, output_dir=tmp_path
+    )
     trainer.placed.later_log_lines.append("known by now")
     trainer.train(regression())
     assert capsys.readouterr().out.count("lockstep: known by now\n") == 1
@@ -151,7 +180,9 @@ def test_rates_count_tokens_where_there_are_tokens_and_samples_elsewhere(
     for number, (unit, model, loss_fn, data) in enumerate(runs):
         output = tmp_path / str(number)
         settings = {"batch_size": 2, "max_steps": 2, "log_steps": 1, "eval_steps": None}
-        Trainer(model, loss_fn=loss_fn, output_dir=output, save_strategy="none", **settings).train(data)
+        Trainer(model, loss_fn=loss_fn, output_dir=output, save_strategy="none", **settings).train(
+            data
+        )
         row = RunDirectory(output).read_metrics()[-1]
         assert row["samples_per_second"] > 0
         assert ("tokens_per_second" in row) == (unit == "tokens")
@@ -166,7 +197,9 @@ def test_rates_count_what_is_read_and_targets_apart(tmp_path: Path) -> None:
     labels[:, :4] = -100
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5), Transposed())
     settings = {"batch_size": 2, "max_steps": 3, "log_steps": 1, "eval_steps": None}
-    trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), output_dir=tmp_path, save_strategy="none", **settings)
+    trainer = Trainer(
+        model, loss_fn=nn.CrossEntropyLoss(), output_dir=tmp_path, save_strategy="none", **settings
+    )
     trainer.train(TensorDataset(torch.randint(5, (8, 6)), labels))
     row = RunDirectory(tmp_path).read_metrics()[-1]
     assert (row["samples"], row["tokens"], row["tokens_read"]) == (2, 4, 12)
@@ -184,19 +217,39 @@ def test_frozen_parameters_are_said_at_start(capsys: pytest.CaptureFixture[str])
     assert ", 5 of 25 parameters train\n" in capsys.readouterr().out
 
 
-def test_a_warm_up_that_is_longer_than_the_run_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_warm_up_that_is_longer_than_the_run_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Two steps of a long run's config: they are its first two."""
-    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), max_steps=2, warmup_steps=100, output_dir=tmp_path, log_steps=1)
+    trainer = Trainer(
+        linear(),
+        loss_fn=nn.MSELoss(),
+        max_steps=2,
+        warmup_steps=100,
+        output_dir=tmp_path,
+        log_steps=1,
+    )
     trainer.train(regression())
     assert "warning: the run ends after 2 steps, in the warm-up of 100" in capsys.readouterr().out
-    assert [row["lr"] for row in RunDirectory(tmp_path).read_metrics() if "lr" in row] == pytest.approx([1e-5, 2e-5])
+    assert [
+        row["lr"] for row in RunDirectory(tmp_path).read_metrics() if "lr" in row
+    ] == pytest.approx([1e-5, 2e-5])
 
 
-def test_the_scaling_rule_is_said_at_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_scaling_rule_is_said_at_start(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     trainer = Trainer(
-        linear(), loss_fn=nn.MSELoss(), max_steps=1, lr_scaling="sqrt", base_batch_size=5, learning_rate=0.01,
-        batch_size=5, gradient_accumulation_steps=4, output_dir=tmp_path,
-    )  # fmt: skip
+        linear(),
+        loss_fn=nn.MSELoss(),
+        max_steps=1,
+        lr_scaling="sqrt",
+        base_batch_size=5,
+        learning_rate=0.01,
+        batch_size=5,
+        gradient_accumulation_steps=4,
+        output_dir=tmp_path,
+    )
     trainer.train(regression())
     said = capsys.readouterr().out
     assert "global batch 20 = 4 micro-batches × 5, over 1 data-parallel rank" in said
@@ -223,17 +276,25 @@ def test_a_global_batch_size_says_how_many_calls_of_training_step_make_a_step() 
         trainer.training_step(regression()[:4])
         assert trainer.step.progress.updates == call // 3
     trainer = Trainer(linear(), loss_fn=nn.MSELoss(), global_batch_size=12)
-    with pytest.raises(UsageError, match="12 samples is not a whole number of micro-batches of 5 on each of 1 rank\n"):
+    with pytest.raises(
+        UsageError,
+        match="12 samples is not a whole number of micro-batches of 5 on each of 1 rank\n",
+    ):
         trainer.training_step(regression()[:5])
 
 
 def test_accumulation_that_contradicts_the_global_batch_is_an_error_with_the_equation() -> None:
     def trainer(**settings: int) -> Trainer:
-        return Trainer(linear(), loss_fn=nn.MSELoss(), global_batch_size=20, max_steps=1, **settings)
+        return Trainer(
+            linear(), loss_fn=nn.MSELoss(), global_batch_size=20, max_steps=1, **settings
+        )
 
     agreed = trainer(batch_size=5, gradient_accumulation_steps=4)
     assert len(list(agreed.steps(regression()))) == 1
-    equation = r"batch_size 5 × gradient_accumulation_steps 2 × data-parallel size 1 = 10, and global_batch_size is 20"
+    equation = (
+        r"batch_size 5 × gradient_accumulation_steps 2 × data-parallel size 1 = 10, and"
+        r" global_batch_size is 20"
+    )
     with pytest.raises(UsageError, match=equation) as caught:
         list(trainer(batch_size=5, gradient_accumulation_steps=2).steps(regression()))
     assert "(here: 4); or, to keep it, write training.global_batch_size=10" in str(caught.value)
@@ -252,7 +313,9 @@ def test_trap_06_evaluation_is_weighted_by_valid_targets() -> None:
     with torch.no_grad():
         for sample in Tokens():
             logits = model(sample["input_ids"][None])
-            total += nn.functional.cross_entropy(logits[0], sample["targets"], reduction="sum").item()
+            total += nn.functional.cross_entropy(
+                logits[0], sample["targets"], reduction="sum"
+            ).item()
             count += int((sample["targets"] != -100).sum())
             if count >= sum(16 - i % 7 for i in range(83)):
                 break
@@ -271,12 +334,21 @@ def test_trap_46_records_hold_no_graph() -> None:
 
 
 @pytest.mark.parametrize("clip", [0.5, 1000.0])
-def test_a_step_is_the_same_where_its_numbers_stay_on_the_device(clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_the_same_where_its_numbers_stay_on_the_device(
+    clip: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU: 0-dim tensors that nothing reads; they hold no graph."""
 
     def losses() -> list[StepRecord]:
         trainer = Trainer(
-            linear(), "sgd", nn.MSELoss(), batch_size=10, max_steps=4, grad_clip=clip, learning_rate=0.05, seed=3
+            linear(),
+            "sgd",
+            nn.MSELoss(),
+            batch_size=10,
+            max_steps=4,
+            grad_clip=clip,
+            learning_rate=0.05,
+            seed=3,
         )
         return list(trainer.steps(regression()))
 
@@ -284,7 +356,9 @@ def test_a_step_is_the_same_where_its_numbers_stay_on_the_device(clip: float, mo
     monkeypatch.setattr(
         ParallelModel,
         "loss_accumulator",
-        lambda _, micro_batches_per_step: LossAccumulator(micro_batches_per_step, torch.device("cpu"), shared=False),
+        lambda _, micro_batches_per_step: LossAccumulator(
+            micro_batches_per_step, torch.device("cpu"), shared=False
+        ),
     )
     monkeypatch.setattr("lockstep.parallel.parallel_model.number", lambda tensor: tensor)
     for plain, record in zip(on_host, losses(), strict=True):
@@ -293,7 +367,9 @@ def test_a_step_is_the_same_where_its_numbers_stay_on_the_device(clip: float, mo
         assert not record.loss.requires_grad
         assert not record.grad_norm.requires_grad
         for name in ("loss", "grad_norm", "tokens", "clipped"):
-            assert float(getattr(record, name)) == pytest.approx(float(getattr(plain, name)), rel=1e-6)
+            assert float(getattr(record, name)) == pytest.approx(
+                float(getattr(plain, name)), rel=1e-6
+            )
 
 
 def test_trap_61_a_gradient_that_is_no_number_stops_the_run_before_the_parameters_are() -> None:
@@ -319,7 +395,9 @@ def test_a_checkpoint_carries_the_callers_metadata_and_the_optimizer(tmp_path: P
     second = trainer()
     assert second.load_checkpoint(tmp_path) == (2, {"note": "half way"})
     assert [r.step for r in second.steps(regression())] == [3, 4]
-    for mine, theirs in zip(second.placed.parameters.values(), whole.placed.parameters.values(), strict=True):
+    for mine, theirs in zip(
+        second.placed.parameters.values(), whole.placed.parameters.values(), strict=True
+    ):
         assert torch.equal(mine, theirs)
 
 
@@ -333,7 +411,9 @@ def test_a_checkpoint_carries_the_callers_metadata_and_the_optimizer(tmp_path: P
         ({"optimizer": "adamm"}, "should be one of adamw, adam, sgd"),
     ],
 )
-def test_a_setting_that_is_wrong_is_one_clear_message(settings: dict[str, Any], message: str) -> None:
+def test_a_setting_that_is_wrong_is_one_clear_message(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         Trainer(linear(), loss_fn=nn.MSELoss(), **settings)
 
@@ -353,7 +433,9 @@ def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("save_steps", [2, 3])
-def test_data_that_end_unannounced_are_evaluated_and_saved_at_their_end(save_steps: int, tmp_path: Path) -> None:
+def test_data_that_end_unannounced_are_evaluated_and_saved_at_their_end(
+    save_steps: int, tmp_path: Path
+) -> None:
     """No step knew that it was the last one."""
     trainer = Trainer(linear(), loss_fn=nn.MSELoss(), save_steps=save_steps, output_dir=tmp_path)
     trainer.train(batches(), regression())
@@ -364,8 +446,12 @@ def test_data_that_end_unannounced_are_evaluated_and_saved_at_their_end(save_ste
 
 
 def test_a_run_ends_where_its_first_bound_says(tmp_path: Path) -> None:
-    """Epochs of the call against `max_steps` of the config: the schedule, the last save and the evaluation know it."""
-    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, max_steps=100, output_dir=tmp_path)
+    """Epochs of the call against `max_steps` of the config: the schedule, the last save and the
+    evaluation know it.
+    """
+    trainer = Trainer(
+        linear(), loss_fn=nn.MSELoss(), batch_size=10, max_steps=100, output_dir=tmp_path
+    )
     record = trainer.train(regression(), regression(), epochs=2)
     assert record is not None
     assert (record.step, trainer.step.total) == (10, 10)
@@ -373,8 +459,12 @@ def test_a_run_ends_where_its_first_bound_says(tmp_path: Path) -> None:
     assert "eval_loss" in trainer.metrics
 
 
-def test_a_checkpoint_of_before_the_first_step_leaves_the_nominal_count_to_be_learned(tmp_path: Path) -> None:
-    """Backward divides by it: taken for 1, gradients are larger by the count, which fp16 does not hold."""
+def test_a_checkpoint_of_before_the_first_step_leaves_the_nominal_count_to_be_learned(
+    tmp_path: Path,
+) -> None:
+    """Backward divides by it: taken for 1, gradients are larger by the count, which fp16 does not
+    hold.
+    """
 
     def trainer() -> Trainer:
         return Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, max_steps=2)
@@ -399,7 +489,9 @@ def test_an_error_of_the_users_keeps_its_cause() -> None:
 
 
 def test_evaluation_and_samples_leave_the_modes_of_modules_as_they_were() -> None:
-    """A model left in evaluation mode would train on without dropout; a part that is frozen in it stays so."""
+    """A model left in evaluation mode would train on without dropout; a part that is frozen in it
+    stays so.
+    """
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
     model[1].eval()
     trainer = Trainer(model, loss_fn=nn.MSELoss(), batch_size=10, max_steps=4)
@@ -412,15 +504,23 @@ def test_evaluation_takes_every_sample_whatever_a_dataloader_drops() -> None:
     """Its windows of 16 micro-batches would drop nearly all of a small data set, or refuse it."""
     trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10)
     whole = trainer.evaluate(regression())
-    assert trainer.evaluate(DataLoader(regression(), batch_size=12, drop_last=True)) == pytest.approx(whole, rel=1e-6)
+    assert trainer.evaluate(
+        DataLoader(regression(), batch_size=12, drop_last=True)
+    ) == pytest.approx(whole, rel=1e-6)
 
 
-def test_what_is_said_at_start_is_said_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_is_said_at_start_is_said_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Also where the run goes on in a second call."""
-    trainer = Trainer(linear(), loss_fn=nn.MSELoss(), batch_size=10, drop_last=True, output_dir=tmp_path)
+    trainer = Trainer(
+        linear(), loss_fn=nn.MSELoss(), batch_size=10, drop_last=True, output_dir=tmp_path
+    )
     trainer.train(TensorDataset(*regression()[:45]), epochs=1)
     trainer.train(TensorDataset(*regression()[:45]), epochs=2)
-    assert capsys.readouterr().out.count("drop_last leaves out 5 of 45 samples") == 2, "in each of the two calls"
+    assert capsys.readouterr().out.count("drop_last leaves out 5 of 45 samples") == 2, (
+        "in each of the two calls"
+    )
 
 
 def test_activation_checkpointing_is_switched_on_changed_and_off_again() -> None:

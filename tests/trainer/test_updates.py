@@ -1,4 +1,6 @@
-"""Habits of models: gradient hooks, teachers, averages, frozen parts, host random numbers, state in forward."""
+"""Habits of models: gradient hooks, teachers, averages, frozen parts, host random numbers, state in
+forward.
+"""
 
 import logging
 from pathlib import Path
@@ -31,15 +33,21 @@ def alone() -> dict[tuple[str, str, bool], habits.Result]:
 def test_trap_71_a_habit_is_respected_by_every_strategy(
     name: str, on_ranks: habits.OnRanks, alone: dict[tuple[str, str, bool], habits.Result]
 ) -> None:
-    """The losses of the author's own loop over whole batches, and under `reproducible` the same bits everywhere."""
+    """The losses of the author's own loop over whole batches, and under `reproducible` the same
+    bits everywhere.
+    """
     runs = {key: run for key, run in (on_ranks.runs | alone).items() if key[0] == name}
     assert len(runs) == (6 if name == "teacher" else 8)
-    expected = alone[name, "single", False] if name == "noise" else habits.plain(name)  # noise has keys of its own
+    # noise has keys of its own
+    expected = alone[name, "single", False] if name == "noise" else habits.plain(name)
     for key, (losses, ends) in runs.items():
         assert losses == pytest.approx(expected[0], rel=2e-6), key
         assert ends == pytest.approx(expected[1], rel=2e-6), key
         if key[2]:
-            assert (losses, ends[:1]) == (alone[name, "single", True][0], alone[name, "single", True][1][:1]), key
+            assert (losses, ends[:1]) == (
+                alone[name, "single", True][0],
+                alone[name, "single", True][1][:1],
+            ), key
 
 
 def test_host_random_numbers_differ_between_micro_batches_and_leave_the_outer_state_alone() -> None:
@@ -57,17 +65,26 @@ def test_host_random_numbers_differ_between_micro_batches_and_leave_the_outer_st
 
 
 @pytest.mark.parametrize("name", [*habits.REFUSED, "thawed"])
-def test_trap_71_what_ranks_can_not_do_alike_is_refused(name: str, on_ranks: habits.OnRanks) -> None:
-    what = habits.REFUSED[name][1] if name in habits.REFUSED else "requires_grad of 0.0.weight, 0.0.bias was changed"
+def test_trap_71_what_ranks_can_not_do_alike_is_refused(
+    name: str, on_ranks: habits.OnRanks
+) -> None:
+    what = (
+        habits.REFUSED[name][1]
+        if name in habits.REFUSED
+        else "requires_grad of 0.0.weight, 0.0.bias was changed"
+    )
     for strategy in ("ddp", "fsdp"):
         said = on_ranks.refusals[name, strategy]
-        # FSDP refuses the use of a student's weights outside of the student before the write is seen.
+        # FSDP refuses the use of a student's weights outside of the student before the write is
+        # seen.
         assert what in said or (strategy == "fsdp" and "after_update=function" in said), said
     assert what in habits.refusals(["single"], reproducible=True)[name, "single"]
     torch.use_deterministic_algorithms(False)
 
 
-def test_trap_71_one_process_says_what_several_would_refuse(caplog: pytest.LogCaptureFixture) -> None:
+def test_trap_71_one_process_says_what_several_would_refuse(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING, "lockstep"):
         said = habits.refusals(["single"], reproducible=False)
     assert set(said.values()) == {"trained"}
@@ -84,7 +101,9 @@ def test_an_average_goes_on_where_the_checkpoint_left_it(on_ranks: habits.OnRank
 def test_hooks_that_can_not_wait_for_the_step_are_refused() -> None:
     model = nn.Linear(2, 1)
     model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(UsageError, match="weight has a hook from register_post_accumulate_grad_hook"):
+    with pytest.raises(
+        UsageError, match="weight has a hook from register_post_accumulate_grad_hook"
+    ):
         Trainer(model, loss_fn=nn.MSELoss())
     other = nn.Linear(2, 1)
     other.bias.register_hook(lambda gradient: gradient)

@@ -1,6 +1,8 @@
-"""What the tests of `verify` train: sound models, and eleven that have a fault where there are several ranks.
+"""What the tests of `verify` train: sound models, and eleven that have a fault where there are
+several ranks.
 
-Each is built by name in every process. A fault is planted in the process that builds it, and taken out at its end.
+Each is built by name in every process. A fault is planted in the process that builds it, and taken
+out at its end.
 """
 
 import os
@@ -31,7 +33,9 @@ def on_ranks() -> bool:
 
 def subject(model: nn.Module | None = None, data: Any = None, **rest: Any) -> Subject:
     return Subject(
-        language_model("transformer", n_layer=2) if model is None else model, Tokens() if data is None else data, **rest
+        language_model("transformer", n_layer=2) if model is None else model,
+        Tokens() if data is None else data,
+        **rest,
     )
 
 
@@ -100,7 +104,10 @@ def a_broken_compression_hook() -> Subject:
         hook = found.hook
         if hook is None:
             return found
-        return replace(found, hook=lambda state, bucket: hook(state, bucket).then(lambda done: done.value() * 2.0))
+        return replace(
+            found,
+            hook=lambda state, bucket: hook(state, bucket).then(lambda done: done.value() * 2.0),
+        )
 
     return with_patch(placement, "compress", broken)
 
@@ -131,7 +138,9 @@ def a_buffer_that_drifts() -> Subject:
     torch.manual_seed(0)
     from lockstep.models import get_model
 
-    return subject(Drifting(get_model("transformer")(n_layer=2, n_embd=32, n_head=4, vocab_size=61)))
+    return subject(
+        Drifting(get_model("transformer")(n_layer=2, n_embd=32, n_head=4, vocab_size=61))
+    )
 
 
 class Shuffled(Dataset[Any]):
@@ -156,7 +165,9 @@ def an_operation_that_is_not_deterministic() -> Subject:
 
     def noisy(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
         seed = int.from_bytes(os.urandom(4), "little")
-        return output * (1 + 0.5 * torch.rand(output.shape, generator=torch.Generator().manual_seed(seed)))
+        return output * (
+            1 + 0.5 * torch.rand(output.shape, generator=torch.Generator().manual_seed(seed))
+        )
 
     model.get_submodule(NOISY).register_forward_hook(noisy)
     return subject(model)
@@ -167,13 +178,18 @@ def the_norm_of_the_local_shard() -> Subject:
 
     sound_norm = parallel_model.gradient_norm
     return with_patch(
-        parallel_model, "gradient_norm", lambda gradients, _groups, device: sound_norm(gradients, [], device)
+        parallel_model,
+        "gradient_norm",
+        lambda gradients, _groups, device: sound_norm(gradients, [], device),
     )
 
 
 def random_numbers_lost_in_recomputation() -> Subject:
     def forgetful(function: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs |= {"preserve_rng_state": False, "context_fn": lambda: (nullcontext(), nullcontext())}
+        kwargs |= {
+            "preserve_rng_state": False,
+            "context_fn": lambda: (nullcontext(), nullcontext()),
+        }
         return torch.utils.checkpoint.checkpoint(function, *args, **kwargs)
 
     return with_patch(activation, "checkpoint", forgetful)
@@ -188,7 +204,9 @@ def attention_that_knows_of_no_other_ranks() -> Subject:
 
 
 class AttendHere(nn.Module):
-    def positions(self, length: int, device: torch.device, _documents: Tensor | None = None) -> Tensor:
+    def positions(
+        self, length: int, device: torch.device, _documents: Tensor | None = None
+    ) -> Tensor:
         return torch.arange(length, device=device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, _documents: Tensor | None = None) -> Tensor:
@@ -196,7 +214,9 @@ class AttendHere(nn.Module):
 
 
 def a_sound_model_that_rounds(*, noise: bool) -> Subject:
-    """Sines of large numbers magnify the last bits of what they get, and ranks get them in another order."""
+    """Sines of large numbers magnify the last bits of what they get, and ranks get them in another
+    order.
+    """
     model = language_model("transformer", n_layer=2)
 
     def magnified(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
@@ -233,7 +253,9 @@ class Faulty(nn.Module):
 
     def loss(self, logits: Tensor, batch: Any) -> Tensor:
         reduction = "mean" if on_ranks() else "sum"
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction=reduction)
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["targets"].flatten(), reduction=reduction
+        )
 
     def count(self, batch: Any) -> int:
         return 1 if on_ranks() else int((batch["targets"] != -100).sum())

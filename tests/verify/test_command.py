@@ -47,12 +47,29 @@ def test_it_compares_without_float8_and_says_so() -> None:
     assert any("without fp8" in notice for notice in notices)
 
 
-def test_a_difference_is_explained_and_the_exit_code_is_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A topology that can't be run is one line with a reason, and the others are verified all the same."""
+def test_a_difference_is_explained_and_the_exit_code_is_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A topology that can't be run is one line with a reason, and the others are verified all the
+    same.
+    """
     config = tmp_path / "faulty.yaml"
     config.write_text(FAULTY)
     page = tmp_path / "verdict.html"
-    assert main(["verify", str(config), "--against=ddp:2,pipeline:2", "--steps", "1", "--html", str(page)]) == 1
+    assert (
+        main(
+            [
+                "verify",
+                str(config),
+                "--against=ddp:2,pipeline:2",
+                "--steps",
+                "1",
+                "--html",
+                str(page),
+            ]
+        )
+        == 1
+    )
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in lines if "✓" in line or "✗" in line}
     assert rows["single,"] == ["again", "✓", "✓", "✓", "✓", "✓", "✓", "✓", "the", "same", "bits"]
@@ -86,7 +103,9 @@ def test_the_loss_that_a_config_names_is_that_of_a_function_too(tmp_path: Path) 
         (["training.global_batch_size=7"], "7"),
     ],
 )
-def test_misuse_is_one_error(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_misuse_is_one_error(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Before anything is started."""
     assert main(["verify", str(TRANSFORMER), *small(TRANSFORMER), *arguments]) == 2
     printed = capsys.readouterr()
@@ -97,7 +116,12 @@ def test_misuse_is_one_error(arguments: list[str], says: str, capsys: pytest.Cap
 
 
 def test_verify_is_not_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="starts its own ranks"):
         verify(subjects.sound)
@@ -108,11 +132,17 @@ def test_verify_is_not_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, "fsdp:2"),
         ({"distributed.strategy": "pipeline"}, "pipeline:2"),
-        ({"distributed.strategy": "pipeline", "distributed.pipeline.split_spec": {"a": "end"}}, "pipeline:2"),
+        (
+            {"distributed.strategy": "pipeline", "distributed.pipeline.split_spec": {"a": "end"}},
+            "pipeline:2",
+        ),
         ({"distributed.strategy": "accelerate"}, "accelerate:2"),
-        ({"distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": "hybrid_shard"}, "hybrid:2x2"),
+        (
+            {"distributed.strategy": "fsdp", "distributed.fsdp.sharding_strategy": "hybrid_shard"},
+            "hybrid:2x2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_configs_own_strategy_is_verified(settings: dict[str, Any], last: str) -> None:
     against = default_against(config_from(settings))
     assert against[:2] == ["ddp:2", "fsdp:2"]

@@ -1,4 +1,6 @@
-"""What is tried where a step differs can be tried: each experiment changes a config into one that is accepted."""
+"""What is tried where a step differs can be tried: each experiment changes a config into one that
+is accepted.
+"""
 
 from lockstep.config import Config, config_from
 from lockstep.verify.experiments import (
@@ -25,7 +27,9 @@ EVERYTHING = {
 
 def tried(config: Config, topology: str) -> dict[str, Config]:
     cases = further_experiments(Spec(config, None, 5), topology, 2, [*switched_off(config)], [])
-    return {case.name: config_from({**settings_of(topology), **case.settings}, config) for case in cases}
+    return {
+        case.name: config_from({**settings_of(topology), **case.settings}, config) for case in cases
+    }
 
 
 def test_each_switches_off_what_it_says() -> None:
@@ -38,6 +42,10 @@ def test_each_switches_off_what_it_says() -> None:
 
 
 def test_float32_is_tried_where_only_the_reduction_is_low() -> None:
-    settings = {"precision.mode": "fp32", "distributed.strategy": "fsdp", "distributed.fsdp.reduce_dtype": "bf16"}
+    settings = {
+        "precision.mode": "fp32",
+        "distributed.strategy": "fsdp",
+        "distributed.fsdp.reduce_dtype": "bf16",
+    }
     assert tried(config_from(settings), "fsdp:2")[FLOAT32].distributed.fsdp.reduce_dtype == "fp32"
     assert FLOAT32 not in tried(config_from({"precision.mode": "fp32"}), "ddp:2")

@@ -25,7 +25,9 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 def test_a_model_that_is_handed_out_each_time_stays_float32(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
-    config = config_from({"training.batch_size": 2, "training.max_steps": 2, "distributed.strategy": "single"})
+    config = config_from(
+        {"training.batch_size": 2, "training.max_steps": 2, "distributed.strategy": "single"}
+    )
     spec = Spec(config, lambda: Subject(model, Rows(), nn.MSELoss()), steps=1)
     cases = [Case(MAIN), Case(DOUBLE, switches=frozenset({DOUBLE})), Case("again")]
     for case in cases:

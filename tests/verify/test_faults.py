@@ -29,18 +29,37 @@ COMMON: dict[str, Any] = {
 FP16 = {"distributed.ddp.compression.kind": "fp16"}
 RECOMPUTED = {"training.gradient_checkpointing": "full"}
 
-pytestmark = pytest.mark.timeout(1800)  # the first test waits for all runs, and a busy machine takes 10 minutes
+# the first test waits for all runs, and a busy machine takes 10 minutes
+pytestmark = pytest.mark.timeout(1800)
 
 # fault → (topology, settings, what differs first, kind of the cause, what its text names)
 FAULTS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "another_seed_on_a_rank": ("ddp:2", {}, "loss", "random numbers", "rank 1 has another seed"),
-    "reduced_in_the_wrong_backward_pass": ("ddp:2", {}, "norm", "synchronisation", "not the last of the step"),
+    "reduced_in_the_wrong_backward_pass": (
+        "ddp:2",
+        {},
+        "norm",
+        "synchronisation",
+        "not the last of the step",
+    ),
     "mean_of_means": ("fsdp:2", {}, "loss", "loss normalisation", "valid targets"),
-    "a_parameter_left_out_of_ddp": ("ddp:2", {}, "norm", "unsynchronised parameter", subjects.LEFT_OUT),
+    "a_parameter_left_out_of_ddp": (
+        "ddp:2",
+        {},
+        "norm",
+        "unsynchronised parameter",
+        subjects.LEFT_OUT,
+    ),
     "a_broken_compression_hook": ("ddp:2", FP16, "norm", "compression", "does not add up"),
     "a_buffer_that_drifts": ("ddp:2", {}, "buffer", "buffer", "seen"),
     "shuffled_data": ("fsdp:2", {}, "samples", "data order", "other samples"),
-    "an_operation_that_is_not_deterministic": ("ddp:2", {}, "loss", "non-deterministic operation", subjects.NOISY),
+    "an_operation_that_is_not_deterministic": (
+        "ddp:2",
+        {},
+        "loss",
+        "non-deterministic operation",
+        subjects.NOISY,
+    ),
     "the_norm_of_the_local_shard": ("fsdp:2", {}, "norm", "clip norm", "until they are clipped"),
     "random_numbers_lost_in_recomputation": (
         "fsdp:2",
@@ -49,7 +68,13 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         "random numbers in recomputation",
         "recomputes",
     ),
-    "attention_that_knows_of_no_other_ranks": ("context:2", {}, "loss", "context", "layers.1.attention.attend lets"),
+    "attention_that_knows_of_no_other_ranks": (
+        "context:2",
+        {},
+        "loss",
+        "context",
+        "layers.1.attention.attend lets",
+    ),
 }
 
 # Of the benchmark: one for each way in which a cause is found.
@@ -58,14 +83,20 @@ PLANTED: dict[str, Fault] = {
     for fault in faults.FAULTS
     if fault.make.__name__
     in (
-        "chaotic_net_with_a_gradient_zeroed_on_rank_1", "autocast_on_rank_1", "own_generator_of_the_module",
+        "chaotic_net_with_a_gradient_zeroed_on_rank_1",
+        "autocast_on_rank_1",
+        "own_generator_of_the_module",
         "segments_that_are_not_forward",
     )
-}  # fmt: skip
+}
 SILENT = {"training.gradient_clip": None}
 
-# sound subject whose gradients are farther off than sums in another order → the experiment that shows it
-ROUNDING = {"rounds": "in float64", "rounds_and_draws_other_numbers_in_float64": "with other last bits"}
+# sound subject whose gradients are farther off than sums in another order → the experiment that
+# shows it
+ROUNDING = {
+    "rounds": "in float64",
+    "rounds_and_draws_other_numbers_in_float64": "with other last bits",
+}
 
 SOUND: dict[str, tuple[str, dict[str, Any]]] = {
     "replicas": ("ddp:2", {}),
@@ -78,16 +109,26 @@ SOUND: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Others of the list have a cause that is found in the same way; the benchmark runs more of each.
 FULL = (
-    "mean_of_means", "reduced_in_the_wrong_backward_pass", "a_broken_compression_hook", "own_generator_of_the_module",
-    "autocast_on_rank_1", "segments_that_are_not_forward", "reduced in bf16", "rounds",
-)  # fmt: skip
+    "mean_of_means",
+    "reduced_in_the_wrong_backward_pass",
+    "a_broken_compression_hook",
+    "own_generator_of_the_module",
+    "autocast_on_rank_1",
+    "segments_that_are_not_forward",
+    "reduced in bf16",
+    "rounds",
+)
 
 START = partial(spawn_again, preload=["torch.distributed.pipelining", "lockstep.verify.worker"])
 Make = Callable[[], Any]
 
 
-def verified(wanted: dict[str, tuple[Make, str, dict[str, Any], int]], folder: Path) -> dict[str, Outcome]:
-    """All of them in one launch for the references, one for the steps, and two each for the experiments."""
+def verified(
+    wanted: dict[str, tuple[Make, str, dict[str, Any], int]], folder: Path
+) -> dict[str, Outcome]:
+    """All of them in one launch for the references, one for the steps, and two each for the
+    experiments.
+    """
     jobs = []
     for name, (make, topology, settings, steps) in wanted.items():
         (folder / name).mkdir()
@@ -100,31 +141,43 @@ def verified(wanted: dict[str, tuple[Make, str, dict[str, Any], int]], folder: P
 def wanted() -> dict[str, tuple[Make, str, dict[str, Any], int]]:
     """Name → what makes the subject, topology, settings, steps."""
     cases: dict[str, tuple[Make, str, dict[str, Any], int]] = {
-        name: (getattr(subjects, name), topology, settings, 1) for name, (topology, settings, *_) in FAULTS.items()
+        name: (getattr(subjects, name), topology, settings, 1)
+        for name, (topology, settings, *_) in FAULTS.items()
     }
     cases |= {name: (subjects.sound, *case, 2) for name, case in SOUND.items()}
     cases |= {name: (getattr(subjects, name), "ddp:2", {}, 1) for name in ROUNDING}
     cases["exact"] = (subjects.rounds, "ddp:2", {"distributed.reproducible": True}, 1)
     cases["chaotic_net_sharded"] = (sound.chaotic_net_sharded, "fsdp:2", SILENT, 2)
-    return cases | {name: (fault.make, fault.topology, SILENT | fault.settings, 1) for name, fault in PLANTED.items()}
+    return cases | {
+        name: (fault.make, fault.topology, SILENT | fault.settings, 1)
+        for name, fault in PLANTED.items()
+    }
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Outcome]:
     """What verify says of all the subjects that tests of this session ask for."""
     of_this_file = [item for item in request.session.items if item.path == request.path]
-    asked = {item.callspec.params["name"] for item in of_this_file if isinstance(item, pytest.Function)}
+    asked = {
+        item.callspec.params["name"] for item in of_this_file if isinstance(item, pytest.Function)
+    }
     cases = {name: case for name, case in wanted().items() if name in asked}
     return verified(cases, tmp_path_factory.mktemp("verify"))
 
 
 def named(*names: str) -> pytest.MarkDecorator:
     rest = pytest.mark.full
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=rest) if name in FULL else name for name in names])
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=rest) if name in FULL else name for name in names]
+    )
 
 
 @named(*FAULTS)
-def test_a_planted_fault_is_found_and_its_cause_named(name: str, outcomes: dict[str, Outcome]) -> None:
+def test_a_planted_fault_is_found_and_its_cause_named(
+    name: str, outcomes: dict[str, Outcome]
+) -> None:
     _, _, aspect, kind, words = FAULTS[name]
     outcome = outcomes[name]
     assert outcome.failed is None, outcome.failed
@@ -138,7 +191,9 @@ def test_a_planted_fault_is_found_and_its_cause_named(name: str, outcomes: dict[
 
 
 @named(*PLANTED)
-def test_a_fault_of_the_benchmark_is_found_and_placed(name: str, outcomes: dict[str, Outcome]) -> None:
+def test_a_fault_of_the_benchmark_is_found_and_placed(
+    name: str, outcomes: dict[str, Outcome]
+) -> None:
     """Some of `benchmarks/silent_bugs`: one of each kind of cause."""
     outcome, fault = outcomes[name], PLANTED[name]
     assert outcome.failed is None, outcome.failed
@@ -150,8 +205,12 @@ def test_a_fault_of_the_benchmark_is_found_and_placed(name: str, outcomes: dict[
 
 
 @named("chaotic_net_sharded")
-def test_a_sound_network_that_magnifies_last_bits_passes(name: str, outcomes: dict[str, Outcome]) -> None:
-    """The bound is not how far its last bits go: a gradient zeroed in the same network is found, above."""
+def test_a_sound_network_that_magnifies_last_bits_passes(
+    name: str, outcomes: dict[str, Outcome]
+) -> None:
+    """The bound is not how far its last bits go: a gradient zeroed in the same network is found,
+    above.
+    """
     assert outcomes[name].passed, outcomes[name].cause
 
 
@@ -171,7 +230,9 @@ def test_rounding_is_told_from_an_error(name: str, outcomes: dict[str, Outcome])
 
 
 @named("exact")
-def test_rounding_is_no_excuse_where_every_bit_counts(name: str, outcomes: dict[str, Outcome]) -> None:
+def test_rounding_is_no_excuse_where_every_bit_counts(
+    name: str, outcomes: dict[str, Outcome]
+) -> None:
     outcome = outcomes[name]
     assert outcome.failed is None, outcome.failed
     assert not outcome.passed

@@ -1,4 +1,6 @@
-"""A case ends alone: it leaves nothing behind, and one that hangs or dies has a verdict within its limit."""
+"""A case ends alone: it leaves nothing behind, and one that hangs or dies has a verdict within its
+limit.
+"""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""Every config that ships passes `verify`; at its full size nobody waits for it, so models are made small."""
+"""Every config that ships passes `verify`; at its full size nobody waits for it, so models are made
+small.
+"""
 
 from collections import defaultdict
 from functools import partial
@@ -20,7 +22,8 @@ IN_CI = {"bdh_pipeline": "pipeline:2", "hf_gpt2_fsdp": "fsdp:2", "vae_ddp": "ddp
 STEPS = 2
 START = partial(spawn_again, preload=["tests.preloaded"])
 
-Wanted = tuple[Path, list[str], list[str]]  # config, overrides, topologies; none: those of the default
+# config, overrides, topologies; none: those of the default
+Wanted = tuple[Path, list[str], list[str]]
 
 
 def verified(wanted: list[Wanted], folder: Path) -> dict[str, Outcome]:
@@ -63,13 +66,30 @@ def test_some_configs_that_ship_pass(tmp_path: Path) -> None:
 def test_every_config_that_ships_passes(tmp_path: Path) -> None:
     wanted: list[Wanted] = [(path, small(path), []) for path in READY]
     model = [f"model.args.{key}={value}" for key, value in SMALL["transformer"].items()]
-    rest = ["training.max_steps=2", "training.warmup_steps=1", "training.batch_size=2", "training.global_batch_size=8"]
-    common = ["model.name=transformer", *model, "data.name=python-docs", "data.args.block_size=32", *rest]
-    own = {"single": "single", "dp": "dp"}  # of one process; the others are verified on several ranks by default
+    rest = [
+        "training.max_steps=2",
+        "training.warmup_steps=1",
+        "training.batch_size=2",
+        "training.global_batch_size=8",
+    ]
+    common = [
+        "model.name=transformer",
+        *model,
+        "data.name=python-docs",
+        "data.args.block_size=32",
+        *rest,
+    ]
+    # of one process; the others are verified on several ranks by default
+    own = {"single": "single", "dp": "dp"}
     for path in TRAINERS:
         wanted.append((path, common, [own[path.stem]] if path.stem in own else []))
     found = verified(wanted, tmp_path)
     for name, outcome in found.items():
-        print(name, "passed" if outcome.passed else "FAILED", outcome.failed or outcome.first, outcome.cause)
+        print(
+            name,
+            "passed" if outcome.passed else "FAILED",
+            outcome.failed or outcome.first,
+            outcome.cause,
+        )
     assert len(found) >= 2 * len(READY) + len(TRAINERS)
     assert not failures(found)

@@ -1,4 +1,6 @@
-"""The reference is checked itself: losses that depend on the cut are found, coupled samples are not blamed."""
+"""The reference is checked itself: losses that depend on the cut are found, coupled samples are not
+blamed.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,17 @@ from benchmarks.silent_bugs.faults import data, memory, models, sound
 from lockstep import verify as package
 from lockstep.config import config_from
 from lockstep.verify import reference
-from lockstep.verify.reference import BASE, EVALUATED, HALF, LOADED, NUDGED_BASE, PLAIN, TITLES, TWICE, Check
+from lockstep.verify.reference import (
+    BASE,
+    EVALUATED,
+    HALF,
+    LOADED,
+    NUDGED_BASE,
+    PLAIN,
+    TITLES,
+    TWICE,
+    Check,
+)
 from lockstep.verify.subject import Case
 from lockstep.verify.worker import record
 from tests.parity.toy import language_model
@@ -26,7 +38,9 @@ COMMON: dict[str, Any] = {
 }
 
 
-def checked(make: Callable[[], Any], wanted: list[str], folder: Path, steps: int = 1) -> dict[str, Check]:
+def checked(
+    make: Callable[[], Any], wanted: list[str], folder: Path, steps: int = 1
+) -> dict[str, Check]:
     """In this process: what a check leaves behind does not matter to these subjects."""
     spec, _ = package._spec(config_from(COMMON), make, ["ddp:2"], steps)
     if steps > 1:
@@ -38,8 +52,12 @@ def checked(make: Callable[[], Any], wanted: list[str], folder: Path, steps: int
     return {names[check.name]: check for check in reference.judge(wanted, folder, {})}
 
 
-@pytest.mark.parametrize("make", [data.loss_that_is_a_mean_over_something_else, data.masked_mean_without_a_count])
-def test_a_mean_over_something_else_than_its_count_is_found(make: Callable[[], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "make", [data.loss_that_is_a_mean_over_something_else, data.masked_mean_without_a_count]
+)
+def test_a_mean_over_something_else_than_its_count_is_found(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
     found = checked(make, [BASE, NUDGED_BASE, TWICE, PLAIN], tmp_path)
     for what in (TWICE, PLAIN):
         assert not found[what].passed
@@ -48,8 +66,12 @@ def test_a_mean_over_something_else_than_its_count_is_found(make: Callable[[], A
 
 
 def test_a_model_with_dropout_agrees_however_it_is_cut(tmp_path: Path) -> None:
-    found = checked(sound.language_model_with_dropout, [BASE, NUDGED_BASE, HALF, TWICE, PLAIN], tmp_path)
-    assert all(check.passed and not check.text and check.relative < 1e-5 for check in found.values()), found
+    found = checked(
+        sound.language_model_with_dropout, [BASE, NUDGED_BASE, HALF, TWICE, PLAIN], tmp_path
+    )
+    assert all(
+        check.passed and not check.text and check.relative < 1e-5 for check in found.values()
+    ), found
 
 
 def experts_in_balance() -> Any:
@@ -57,14 +79,18 @@ def experts_in_balance() -> Any:
     return models.net(language_model("mixture", bias_rate=0.0, balance_weight=0.001))
 
 
-@pytest.mark.parametrize("make", [sound.batch_norm, sound.contrastive_in_each_micro_batch, experts_in_balance])
+@pytest.mark.parametrize(
+    "make", [sound.batch_norm, sound.contrastive_in_each_micro_batch, experts_in_balance]
+)
 def test_samples_that_are_coupled_are_no_fault(make: Callable[[], Any], tmp_path: Path) -> None:
     found = checked(make, [BASE, NUDGED_BASE, TWICE, PLAIN], tmp_path)
     assert all(check.passed and "coupled" in check.text for check in found.values()), found
 
 
 class RoundedByRows(models.Chaos):
-    """Its last bits depend on the rows of a batch, as with kernels of some machines; those of others round alike."""
+    """Its last bits depend on the rows of a batch, as with kernels of some machines; those of
+    others round alike.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x * (1 + len(x) * torch.finfo(x.dtype).eps))
@@ -82,15 +108,24 @@ def test_where_last_bits_go_too_far_it_says_that_it_cannot_judge(tmp_path: Path)
 
 
 def test_a_sound_model_goes_on_after_an_evaluation_and_from_a_checkpoint(tmp_path: Path) -> None:
-    assert all(c.passed for c in checked(sound.language_model_with_dropout, [EVALUATED, LOADED], tmp_path, 2).values())
+    assert all(
+        c.passed
+        for c in checked(
+            sound.language_model_with_dropout, [EVALUATED, LOADED], tmp_path, 2
+        ).values()
+    )
 
 
-def test_a_counter_that_an_evaluation_moves_and_no_checkpoint_holds_is_found(tmp_path: Path) -> None:
+def test_a_counter_that_an_evaluation_moves_and_no_checkpoint_holds_is_found(
+    tmp_path: Path,
+) -> None:
     memory.STEPS["seen"] = 0
     spec, _ = package._spec(config_from(COMMON), memory.counter_of_the_module, ["ddp:2"], 2)
     record(spec, Case(steps=2), tmp_path)
     for what in (EVALUATED, LOADED):
         memory.STEPS["seen"] = 0  # as in a process of its own
         reference.take(spec, what, tmp_path)
-    kinds = [(check.passed, check.kind) for check in reference.judge([EVALUATED, LOADED], tmp_path, {})]
+    kinds = [
+        (check.passed, check.kind) for check in reference.judge([EVALUATED, LOADED], tmp_path, {})
+    ]
     assert kinds == [(False, "evaluation"), (False, "checkpoint")]

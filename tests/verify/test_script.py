@@ -1,4 +1,6 @@
-"""`lockstep verify SCRIPT.py` as docs/how_to/verify_any_script.md has it: right scripts and wrong ones on two ranks."""
+"""`lockstep verify SCRIPT.py` as docs/how_to/verify_any_script.md has it: right scripts and wrong
+ones on two ranks.
+"""
 
 import json
 import sys
@@ -30,15 +32,23 @@ def kinds(outcome: ScriptOutcome) -> dict[str, bool]:
     ("faults", "found"),
     [
         (["accumulate", "autocast"], {}),
-        (["own draws", "dropout", "batch norm"], {"random numbers": False, "batch statistics": False}),
-        (["unsharded", "rate", "drift"], {"samples": True, "learning rate": True, "replicas": True}),
+        (
+            ["own draws", "dropout", "batch norm"],
+            {"random numbers": False, "batch statistics": False},
+        ),
+        (
+            ["unsharded", "rate", "drift"],
+            {"samples": True, "learning rate": True, "replicas": True},
+        ),
         (["sum", "schedule"], {"learning rate schedule": True, "sum of gradients": True}),
         (["seeds", "unwrapped"], {"first values": True, "gradient synchronisation": True}),
         (["uneven", "accumulate"], {"loss normalisation": True, "gradient accumulation": True}),
     ],
-)  # fmt: skip
+)
 def test_replicas(faults: list[str], found: dict[str, bool]) -> None:
-    """A right script passes, with what is other by nature; each mistake is named, and hides no other."""
+    """A right script passes, with what is other by nature; each mistake is named, and hides no
+    other.
+    """
     outcome = judged("replicas.py", *faults)
     assert kinds(outcome) == found
     assert outcome.passed == (not any(found.values()))
@@ -48,7 +58,9 @@ def test_replicas(faults: list[str], found: dict[str, bool]) -> None:
 
 @pytest.mark.parametrize("faults", [[], ["uneven"]])
 def test_updates_that_rounding_makes_hide_nothing_and_are_no_fault(faults: list[str]) -> None:
-    """A process that is left to itself makes other updates; with the ranks' gradients it makes theirs."""
+    """A process that is left to itself makes other updates; with the ranks' gradients it makes
+    theirs.
+    """
     outcome = judged("cancelling.py", *faults)
     assert kinds(outcome) == dict.fromkeys(["loss normalisation"] if faults else [], True)
     assert "its optimizer was given the ranks' gradients" in outcome.notices[-1]
@@ -57,7 +69,9 @@ def test_updates_that_rounding_makes_hide_nothing_and_are_no_fault(faults: list[
 
 @pytest.mark.parametrize(("kind", "found"), [("fsdp2", {}), ("fsdp1", {"clipping": True})])
 def test_shards(kind: str, found: dict[str, bool]) -> None:
-    """`clip_grad_norm_` sees the norm of DTensors over all ranks, and of FSDP1's shards only the rank's own."""
+    """`clip_grad_norm_` sees the norm of DTensors over all ranks, and of FSDP1's shards only the
+    rank's own.
+    """
     outcome = judged("sharded.py", kind)
     assert kinds(outcome) == found
 
@@ -74,7 +88,9 @@ def test_shards(kind: str, found: dict[str, bool]) -> None:
     ],
 )
 def test_models_that_are_cut(arguments: list[str], found: dict[str, bool]) -> None:
-    """Ranks that share a model read the same samples, and that is right; parts are joined for one process."""
+    """Ranks that share a model read the same samples, and that is right; parts are joined for one
+    process.
+    """
     outcome = judged("cut.py", *arguments)
     assert kinds(outcome) == found
 
@@ -90,7 +106,11 @@ def test_a_model_that_is_cut_and_sharded() -> None:
     [
         ("collective", "hang", "rank 0 calls barrier (0 elements, "),
         ("uneven", "uneven steps", " has ended"),
-        ("crash", "crash", "the script runs as one process, and not on 2 ranks: rank 1 of 2 failed: IndexError"),
+        (
+            "crash",
+            "crash",
+            "the script runs as one process, and not on 2 ranks: rank 1 of 2 failed: IndexError",
+        ),
     ],
 )
 def test_scripts_that_hang_or_crash(how: str, kind: str, says: str) -> None:
@@ -103,7 +123,8 @@ def test_scripts_that_hang_or_crash(how: str, kind: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "found"), [((), {}), pytest.param(("unsharded",), {"samples": True}, marks=pytest.mark.full)]
+    ("fault", "found"),
+    [((), {}), pytest.param(("unsharded",), {"samples": True}, marks=pytest.mark.full)],
 )
 def test_a_script_of_lightning(fault: tuple[str, ...], found: dict[str, bool]) -> None:
     """Its optimizer computes the gradients in a closure; as it is documented, it passes."""
@@ -113,7 +134,10 @@ def test_a_script_of_lightning(fault: tuple[str, ...], found: dict[str, bool]) -
 
 
 def test_a_command_in_place_of_a_script() -> None:
-    command = f"{sys.executable} -m torch.distributed.run --nproc-per-node {{n}} --standalone {SCRIPTS}/replicas.py sum"
+    command = (
+        f"{sys.executable} -m torch.distributed.run --nproc-per-node {{n}} --standalone"
+        f" {SCRIPTS}/replicas.py sum"
+    )
     (outcome,) = verify_script(command, [], [2], steps=2)
     assert kinds(outcome) == {"sum of gradients": True}, text(command, [outcome])
     with pytest.raises(UsageError, match=r"has no \{n\}"):
@@ -128,23 +152,15 @@ def test_a_part_of_a_script_is_compared(tmp_path: Path) -> None:
     """`with lockstep.observe():` leaves out what comes before it."""
     script = tmp_path / "train.py"
     script.write_text(
-        "import torch, torch.distributed as dist, lockstep\n"
-        "from torch import nn\n"
-        "dist.init_process_group('gloo')\n"
-        "torch.manual_seed(0)\n"
-        "inputs = torch.randn(64, 4)\n"
-        "def train(model, steps):\n"
-        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "    for step in range(steps):\n"
-        "        part = inputs[8 * step : 8 * step + 8].chunk(dist.get_world_size())[dist.get_rank()]\n"
-        "        model(part).square().mean().backward()\n"
-        "        optimizer.step()\n"
-        "        optimizer.zero_grad()\n"
-        "model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))\n"
-        "train(model.module, 1 if dist.get_world_size() == 1 else 0)\n"
-        "with lockstep.observe():\n"
-        "    train(model, 2)\n"
-        "raise SystemExit('not reached')\n"
+        "import torch, torch.distributed as dist, lockstep\nfrom torch import"
+        " nn\ndist.init_process_group('gloo')\ntorch.manual_seed(0)\ninputs = torch.randn(64,"
+        " 4)\ndef train(model, steps):\n    optimizer = torch.optim.SGD(model.parameters(),"
+        " lr=0.1)\n    for step in range(steps):\n        part = inputs[8 * step : 8 * step +"
+        " 8].chunk(dist.get_world_size())[dist.get_rank()]\n       "
+        " model(part).square().mean().backward()\n        optimizer.step()\n       "
+        " optimizer.zero_grad()\nmodel = nn.parallel.DistributedDataParallel(nn.Linear(4,"
+        " 1))\ntrain(model.module, 1 if dist.get_world_size() == 1 else 0)\nwith"
+        " lockstep.observe():\n    train(model, 2)\nraise SystemExit('not reached')\n"
     )
     (outcome,) = verify_script(str(script), [], [2], steps=5)
     assert outcome.passed, text("train.py", [outcome])
@@ -152,7 +168,15 @@ def test_a_part_of_a_script_is_compared(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_accelerate_is_explained_in_its_words(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["verify", str(SCRIPTS / "accelerated.py"), "--nproc-per-node", "1,2", "--steps", "2", "--json"]
+    arguments = [
+        "verify",
+        str(SCRIPTS / "accelerated.py"),
+        "--nproc-per-node",
+        "1,2",
+        "--steps",
+        "2",
+        "--json",
+    ]
     assert main(arguments) == 1
     (world,) = json.loads(capsys.readouterr().out)["worlds"]
     assert (world["ranks"], world["framework"], world["passed"]) == (2, "Accelerate", False)
@@ -160,13 +184,20 @@ def test_a_loop_of_accelerate_is_explained_in_its_words(capsys: pytest.CaptureFi
     assert "device_specific=True" in fixes["random numbers"]
     assert "accelerator.gather" in fixes["loss normalisation"]
     assert world["columns"] == {
-        "loop": "✓", "samples": "✓", "random numbers": "✗", "first values": "✓", "settings": "✓", "gradients": "✗",
+        "loop": "✓",
+        "samples": "✓",
+        "random numbers": "✗",
+        "first values": "✓",
+        "settings": "✓",
+        "gradients": "✗",
         "weights": "✗",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.full
-def test_the_loop_of_accelerate_passes_when_it_is_mended_as_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loop_of_accelerate_passes_when_it_is_mended_as_it_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["verify", str(SCRIPTS / "accelerated.py"), "--steps", "2", "--", "right"]) == 0
     printed = capsys.readouterr().out
     assert "✓ but for what is other by nature" in printed
@@ -201,7 +232,8 @@ def test_a_script_without_loaders_is_judged_where_the_batch_is_held(tmp_path: Pa
 def test_a_script_that_fails_or_takes_no_step_did_not_run(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "import os\nprint('hello')\nif os.environ['RANK'] == '1':\n    raise ValueError('no such file')\n"
+        "import os\nprint('hello')\nif os.environ['RANK'] == '1':\n    raise ValueError('no such"
+        " file')\n"
     )
     (outcome,) = verify_script(str(script), [], [2], steps=2)
     assert "rank 1 of 2 failed: ValueError: no such file" in outcome.failed
@@ -239,7 +271,9 @@ def test_a_script_of_lockstep_is_left_to_the_check_of_its_config(tmp_path: Path)
         (["run.yaml", "--nproc-per-node", "2"], "are for a script"),
     ],
 )
-def test_misuse_is_one_error(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_misuse_is_one_error(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", *arguments]) == 2
     assert says in capsys.readouterr().err
 
@@ -256,10 +290,18 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first difference is drawn in the module in which it begins."""
     program = str(Path(programs.__file__).parent / "program.py")
     page = tmp_path / "pages" / "verdict.html"
-    assert main(["verify", program, "--steps", "1", "--html", str(page), "--", "InputsScaledOnOneRank"]) == 1
+    assert (
+        main(
+            ["verify", program, "--steps", "1", "--html", str(page), "--", "InputsScaledOnOneRank"]
+        )
+        == 1
+    )
     assert "computation of a rank" in capsys.readouterr().out
     text = page.read_text()
-    assert '<div class="part wrong"><b>head</b><div class="differs first">first: its output differs' in text
+    assert (
+        '<div class="part wrong"><b>head</b><div class="differs first">first: its output differs'
+        in text
+    )
     assert "gradient differs by" in text
     assert "computation of a rank" in text
     assert "<script" not in text

@@ -12,7 +12,8 @@ from lockstep.verify.training_checks import LoopFinding
 SCRIPT = Path(__file__).parents[2] / "benchmarks/silent_bugs/sound.py"
 BY_HAND = ("regression", "word-language-model-lstm", "word-language-model-transformer")
 IN_PROCESSES_OF_ITS_OWN = "mnist-hogwild"  # which the benchmark watches
-QUICK = ("time-sequence-prediction", "dcgan")  # an optimizer with a closure; two networks, batch norm, three passes
+# an optimizer with a closure; two networks, batch norm, three passes
+QUICK = ("time-sequence-prediction", "dcgan")
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != IN_PROCESSES_OF_ITS_OWN])
@@ -25,7 +26,8 @@ def test_watched_in_one_process(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in ON_RANKS]
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in ON_RANKS],
 )
 def test_verified_on_two_ranks(name: str) -> None:
     (outcome,) = verify_script(str(SCRIPT), [name], [2], steps=3)

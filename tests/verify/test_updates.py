@@ -23,9 +23,12 @@ from lockstep.verify.trace import StepObserver, Trace, UpdateFacts
 from lockstep.verify.worker import trainer_of
 
 SETTINGS: dict[str, Any] = {
-    "training.batch_size": 2, "training.global_batch_size": 4, "training.max_steps": 9, "training.warmup_steps": 0,
+    "training.batch_size": 2,
+    "training.global_batch_size": 4,
+    "training.max_steps": 9,
+    "training.warmup_steps": 0,
     "precision.mode": "fp32",
-}  # fmt: skip
+}
 
 
 def sound(_trainer: Trainer) -> None:
@@ -116,9 +119,15 @@ def test_what_follows_an_update_and_what_is_frozen_is_seen(tmp_path: Path) -> No
 
 
 def test_options_that_differ_are_named_with_their_parameters() -> None:
-    right = UpdateFacts(options={"a": {"lr": "0.1", "betas": "(0.9, 0.99)"}, "b": {"lr": "0.1"}}, called=True)
-    mine = UpdateFacts(options={"a": {"lr": "0.2", "betas": "(0.9, 0.99)"}, "b": {"lr": "0.1"}}, called=True)
-    assert differing_options([right, mine], right) == [("the learning rate (lr) 0.2 instead of 0.1 for a", [1])]
+    right = UpdateFacts(
+        options={"a": {"lr": "0.1", "betas": "(0.9, 0.99)"}, "b": {"lr": "0.1"}}, called=True
+    )
+    mine = UpdateFacts(
+        options={"a": {"lr": "0.2", "betas": "(0.9, 0.99)"}, "b": {"lr": "0.1"}}, called=True
+    )
+    assert differing_options([right, mine], right) == [
+        ("the learning rate (lr) 0.2 instead of 0.1 for a", [1])
+    ]
 
 
 def evidence(found: StepResult, folder: Path, **tried: StepResult) -> Evidence:
@@ -126,7 +135,10 @@ def evidence(found: StepResult, folder: Path, **tried: StepResult) -> Evidence:
 
 
 def test_a_gradient_that_is_there_on_one_side_alone_is_no_rounding(tmp_path: Path) -> None:
-    save_file({"gradient/a": torch.ones(2), "gradient/b": torch.ones(2)}, tmp_path / "step-00000000.safetensors")
+    save_file(
+        {"gradient/a": torch.ones(2), "gradient/b": torch.ones(2)},
+        tmp_path / "step-00000000.safetensors",
+    )
     with Trace(tmp_path).tensors(0) as stored:
         pieces, why = compare_with_perturbed(["a", "b"], {"a": torch.ones(2)}, stored, stored)
     assert (why, pieces["a"].missing, pieces["b"].missing) == ("", False, True)
@@ -135,7 +147,10 @@ def test_a_gradient_that_is_there_on_one_side_alone_is_no_rounding(tmp_path: Pat
 def test_a_layer_that_is_frozen_on_ranks_alone_is_named(tmp_path: Path) -> None:
     facts = UpdateFacts(options={"a": {"lr": "0.1"}}, called=True)
     found = StepResult(0, [Difference("gradient", "a", 1.0, ranks=[0, 1], missing=True)])
-    found.updates, found.right_update = [UpdateFacts(facts.options, frozen=["a"], called=True)] * 2, facts
+    found.updates, found.right_update = (
+        [UpdateFacts(facts.options, frozen=["a"], called=True)] * 2,
+        facts,
+    )
     cause = cause_of(evidence(found, tmp_path))
     assert (cause.kind, cause.is_error) == ("frozen parameter", True)
 
@@ -154,7 +169,8 @@ def test_a_step_that_agrees_in_a_new_process_is_blamed_on_earlier_ones(tmp_path:
     [
         ([("gradient", 0.5, False)], [], True),
         ([("gradient", 0.5, False)], [("gradient", 0.1, False)], False),
-        ([("gradient", 0.5, True)], [("gradient", 0.5, True)], False),  # a gradient that is missing stays missing
+        # a gradient that is missing stays missing
+        ([("gradient", 0.5, True)], [("gradient", 0.5, True)], False),
         ([("gradient", 40.0, False)], [("gradient", 0.2, False)], False),
         ([("gradient", 0.5, False), ("loss", 0.1, False)], [("loss", 0.1, False)], False),
         ([("norm", 0.5, False)], [], True),
@@ -166,7 +182,13 @@ def test_an_experiment_undoes_a_difference_if_nothing_of_it_is_left(
     was: list[Any], left: list[Any], agrees: bool, tmp_path: Path
 ) -> None:
     found, tried = (
-        StepResult(0, [Difference(aspect, "a", relative, missing=missing) for aspect, relative, missing in each])
+        StepResult(
+            0,
+            [
+                Difference(aspect, "a", relative, missing=missing)
+                for aspect, relative, missing in each
+            ],
+        )
         for each in (was, left)
     )
     assert evidence(found, tmp_path, again=tried).agrees(AGAIN) is agrees
@@ -182,7 +204,9 @@ def test_a_step_that_is_replaced_is_not_called_skipped(tmp_path: Path) -> None:
 
 
 def test_a_gradient_that_is_no_sum_in_the_reference_itself_is_not_blamed_on_ranks() -> None:
-    terms = {m: torch.randn(8, generator=torch.Generator().manual_seed(m)).double() for m in range(4)}
+    terms = {
+        m: torch.randn(8, generator=torch.Generator().manual_seed(m)).double() for m in range(4)
+    }
     mine = (terms[1] + terms[3]).float()
     how = reduced_relation(mine, terms[3].float(), terms, [0, 1], 2, 1.0, 1.0)
     others = ", ".join(f"micro-batch {m} by 0" for m in range(3))
@@ -193,4 +217,6 @@ def test_a_gradient_that_was_rounded_before_it_was_scaled_is_recognised() -> Non
     whole = torch.randn(64, generator=torch.Generator().manual_seed(0))
     mine = (whole * 3).half().float() / 3
     assert "rounded to float16" in reduced_relation(mine, whole, {}, [], 2, 1.0, 1 / 3)
-    assert "rounded" not in reduced_relation(whole * (1 + 1e-3 * torch.rand(64)), whole, {}, [], 2, 1.0, 1 / 3)
+    assert "rounded" not in reduced_relation(
+        whole * (1 + 1e-3 * torch.rand(64)), whole, {}, [], 2, 1.0, 1 / 3
+    )

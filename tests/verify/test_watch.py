@@ -1,4 +1,6 @@
-"""`lockstep.observe` and `lockstep launch --watch-training`, as docs/how_to/watch_training.md has them."""
+"""`lockstep.observe` and `lockstep launch --watch-training`, as docs/how_to/watch_training.md has
+them.
+"""
 
 import re
 import subprocess
@@ -75,7 +77,9 @@ def twice(self: Loop) -> None:
 
 def two_optimizers(self: Loop) -> None:
     if not hasattr(self, "others"):
-        self.others = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.model[0], self.model[2])]
+        self.others = [
+            torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.model[0], self.model[2])
+        ]
     for one in self.others:
         one.step()
     for one in self.others:
@@ -169,7 +173,10 @@ def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
     exec(code, {})
     printed = capsys.readouterr().out
-    assert "watch-training: ✗ rank 0: gradients not zeroed: step 2 adds to the gradients of the step before" in printed
+    assert (
+        "watch-training: ✗ rank 0: gradients not zeroed: step 2 adds to the gradients of the step"
+        " before" in printed
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,7 +189,16 @@ def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_ranks_are_compared(case: str, found: str, tmp_path: Path) -> None:
     program = str(ROOT / "benchmarks/silent_bugs/program.py")
-    command = [sys.executable, "-m", "lockstep", "launch", "--nproc-per-node", "2", "--output-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "launch",
+        "--nproc-per-node",
+        "2",
+        "--output-dir",
+        str(tmp_path),
+    ]
     arguments = ["LinkThatReturnsOtherSums", "sound"] if case == "sound" else [case]
     ended = subprocess.run(
         [*command, "--watch-training", "1", program, *arguments],
@@ -214,13 +230,31 @@ trainer.train(data)
 """
 
 
-def test_what_another_rank_finds_is_told_and_counted_by_the_name_that_the_model_has(tmp_path: Path) -> None:
-    """The last stage of a pipeline: the console shows rank 0 alone, and a stage has names of its own."""
+def test_what_another_rank_finds_is_told_and_counted_by_the_name_that_the_model_has(
+    tmp_path: Path,
+) -> None:
+    """The last stage of a pipeline: the console shows rank 0 alone, and a stage has names of its
+    own.
+    """
     (tmp_path / "train.py").write_text(ONE_LAYER_WITHOUT_OPTIMIZER)
-    command = [sys.executable, "-m", "lockstep", "launch", "--nproc-per-node", "2", "--watch-training", "train.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "launch",
+        "--nproc-per-node",
+        "2",
+        "--watch-training",
+        "train.py",
+    ]
+    ended = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
+    )
     told = ended.stdout + ended.stderr
-    assert "watch-training: ✗ rank 1: parameters without an optimizer: 4.bias require gradients" in told, told
+    assert (
+        "watch-training: ✗ rank 1: parameters without an optimizer: 4.bias require gradients"
+        in told
+    ), told
     assert "watch-training: 4 steps, 1 found" in told, told
 
 

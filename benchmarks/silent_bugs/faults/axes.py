@@ -5,7 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.silent_bugs.faults.models import VOCAB, WIDTH, Chain, Net, after_reduction, gradient, net
+from benchmarks.silent_bugs.faults.models import (
+    VOCAB,
+    WIDTH,
+    Chain,
+    Net,
+    after_reduction,
+    gradient,
+    net,
+)
 from benchmarks.silent_bugs.faults.registry import fault, on_rank_1, on_ranks
 from lockstep.models import get_model
 from lockstep.models.attention import Attend
@@ -79,7 +87,9 @@ def random_features_drawn_anew_on_rank_1() -> Subject:
 
     def prepare(trainer: Trainer) -> None:
         if on_rank_1():
-            trainer.placed.buffers["features"].normal_(0, 0.25, generator=torch.Generator().manual_seed(7))
+            trainer.placed.buffers["features"].normal_(
+                0, 0.25, generator=torch.Generator().manual_seed(7)
+            )
 
     return net(Projected(), prepare)
 
@@ -87,7 +97,9 @@ def random_features_drawn_anew_on_rank_1() -> Subject:
 @fault("tied weights", names="head.weight embed.weight")
 def head_that_is_not_tied_on_ranks() -> Subject:
     model = Net()
-    model.head.weight = nn.Parameter(model.embed.weight.detach().clone()) if on_ranks() else model.embed.weight
+    model.head.weight = (
+        nn.Parameter(model.embed.weight.detach().clone()) if on_ranks() else model.embed.weight
+    )
     return net(model)
 
 
@@ -100,7 +112,9 @@ def layer_that_is_frozen_on_ranks() -> Subject:
 
 def transformer(**changed: Any) -> nn.Module:
     torch.manual_seed(0)
-    return get_model("transformer")(**{"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": VOCAB + 1, **changed})
+    return get_model("transformer")(
+        **{"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": VOCAB + 1, **changed}
+    )
 
 
 @fault("positions", names="attend positions", topology="context:2")
@@ -108,12 +122,20 @@ def rotary_positions_that_begin_anew_on_each_rank() -> Subject:
     def prepare(trainer: Trainer) -> None:
         for module in trainer.placed.parts[0].modules():
             if isinstance(module, Attend):
-                module.positions = lambda length, device, _documents=None: torch.arange(length, device=device)  # type: ignore
+                module.positions = lambda length, device, _documents=None: torch.arange(
+                    length, device=device
+                )  # type: ignore
 
     return net(transformer(), prepare)
 
 
-@fault("reduction", "unsynchronised parameter", "gradient", names="norm rank|ranks", topology="tensor:2")
+@fault(
+    "reduction",
+    "unsynchronised parameter",
+    "gradient",
+    names="norm rank|ranks",
+    topology="tensor:2",
+)
 def norm_s_gradient_of_a_part_of_the_sequence() -> Subject:
     """Each rank normalises its part of a sequence, and keeps the gradient of that part."""
 
@@ -161,7 +183,14 @@ def _count_own(router: Router) -> None:
 
 def experts(**changed: Any) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": VOCAB, "n_expert": 4, "expert_hidden": 16}
+    sizes = {
+        "n_layer": 2,
+        "n_embd": 32,
+        "n_head": 4,
+        "vocab_size": VOCAB,
+        "n_expert": 4,
+        "expert_hidden": 16,
+    }
     return get_model("mixture")(**{**sizes, "bias_rate": 0.01, **changed})
 
 

@@ -50,7 +50,11 @@ def labels_of_another_sample_on_ranks() -> Subject:
     class Other(Tokens):
         def __getitem__(self, index: int) -> dict[str, Tensor]:
             found = super().__getitem__(index)
-            return {**found, "targets": super().__getitem__(index + 1)["targets"]} if on_ranks() else found
+            return (
+                {**found, "targets": super().__getitem__(index + 1)["targets"]}
+                if on_ranks()
+                else found
+            )
 
     return Subject(Net(), Other())
 

@@ -177,7 +177,8 @@ def loss_averaged_over_ranks_before_its_backward_pass() -> Subject:
             if dist.is_initialized():
                 mean = total.detach().clone()
                 dist.all_reduce(mean)
-                total = total * (mean / dist.get_world_size() / total.detach())  # the value that is to be logged
+                # the value that is to be logged
+                total = total * (mean / dist.get_world_size() / total.detach())
             return total
 
     return net(Averaged())
@@ -192,7 +193,9 @@ def table_gathered_in_the_wrong_order() -> Subject:
                 mine = places.chunk(dist.get_world_size())[dist.get_rank()].contiguous()
                 parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
                 dist.all_gather(parts, mine)
-                places = torch.cat([mine, *(p for rank, p in enumerate(parts) if rank != dist.get_rank())])
+                places = torch.cat(
+                    [mine, *(p for rank, p in enumerate(parts) if rank != dist.get_rank())]
+                )
             return places
 
     return net(Gathering())

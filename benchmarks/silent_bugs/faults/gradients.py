@@ -122,7 +122,9 @@ def parameter_left_out_of_ddp() -> Subject:
 def hook_on_a_parameter_of_rank_1() -> Subject:
     def prepare(trainer: Trainer) -> None:
         if on_rank_1():
-            trainer.placed.parameters["blocks.0.up.weight"].register_hook(lambda g: g.clamp(-1e-4, 1e-4))
+            trainer.placed.parameters["blocks.0.up.weight"].register_hook(
+                lambda g: g.clamp(-1e-4, 1e-4)
+            )
 
     return net(prepare=prepare)
 
@@ -131,7 +133,9 @@ def hook_on_a_parameter_of_rank_1() -> Subject:
 def hook_on_a_module_that_halves_gradients_on_ranks() -> Subject:
     model = Net()
     if on_ranks():
-        model.blocks[1].down.register_full_backward_hook(lambda _m, grads, _o: tuple(g / 2 for g in grads))  # type: ignore[union-attr]
+        model.blocks[1].down.register_full_backward_hook(
+            lambda _m, grads, _o: tuple(g / 2 for g in grads)
+        )  # type: ignore[union-attr]
     return net(model)
 
 

@@ -34,7 +34,10 @@ class Labelled(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         numbers = torch.Generator().manual_seed(index)
         if self._images:
-            return {"pixel_values": torch.randn(3, 16, 16, generator=numbers), "labels": torch.tensor(index % 4)}
+            return {
+                "pixel_values": torch.randn(3, 16, 16, generator=numbers),
+                "labels": torch.tensor(index % 4),
+            }
         ids = torch.randint(3, VOCAB, (LENGTH,), generator=numbers)
         labels = ids.clone()
         labels[random.Random(index).randrange(1, LENGTH) :] = -100
@@ -49,8 +52,20 @@ def counted(make: Callable[[], nn.Module], *, images: bool = False) -> Subject:
     return Subject(made.train(), Labelled(images=images))
 
 
-BERT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+BERT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+T5 = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
 
 
 @sound()

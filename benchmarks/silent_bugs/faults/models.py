@@ -81,7 +81,9 @@ class Net(nn.Module):
         return logits
 
     def loss(self, logits: Tensor, batch: Any) -> Tensor:
-        return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+        return functional.cross_entropy(
+            logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum"
+        )
 
     def count(self, batch: Any) -> Any:
         return (batch["targets"] != -100).sum()
@@ -134,7 +136,9 @@ class Chain(Net):
         return [("stem", self.stem), *blocks, ("head", self.head)]
 
 
-def net(model: nn.Module | None = None, prepare: Callable[[Trainer], None] = lambda _: None) -> Subject:
+def net(
+    model: nn.Module | None = None, prepare: Callable[[Trainer], None] = lambda _: None
+) -> Subject:
     return Subject(Net() if model is None else model, Tokens(), prepare=prepare)
 
 

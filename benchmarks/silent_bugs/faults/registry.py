@@ -44,11 +44,15 @@ FAULTS: list[Fault] = []
 SOUND: list[Fault] = []
 
 
-def fault(*kinds: str, names: str = "", **rest: Any) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+def fault(
+    *kinds: str, names: str = "", **rest: Any
+) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     """Register a fault; `names` is words joined by spaces, alternatives by |."""
 
     def register(make: Callable[[], Any]) -> Callable[[], Any]:
-        FAULTS.append(Fault(make, kinds, tuple(tuple(word.split("|")) for word in names.split()), **rest))
+        FAULTS.append(
+            Fault(make, kinds, tuple(tuple(word.split("|")) for word in names.split()), **rest)
+        )
         return make
 
     return register

@@ -70,7 +70,10 @@ def labels_smoothed_on_rank_1() -> Subject:
 
         def loss(self, logits: Tensor, batch: Any) -> Tensor:
             return functional.cross_entropy(
-                logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum", label_smoothing=self.smoothing
+                logits.flatten(0, 1),
+                batch["targets"].flatten(),
+                reduction="sum",
+                label_smoothing=self.smoothing,
             )
 
     return net(Smoothing())
@@ -205,8 +208,13 @@ def first_stage_that_halves_what_flows_back() -> Subject:
     return net(model)
 
 
-@fault("recomputation", "memory", "backward", names="recomput|blocks",
-       settings={"training.gradient_checkpointing": "full"})  # fmt: skip
+@fault(
+    "recomputation",
+    "memory",
+    "backward",
+    names="recomput|blocks",
+    settings={"training.gradient_checkpointing": "full"},
+)
 def recomputed_with_another_gate_on_rank_1() -> Subject:
     changes = on_rank_1()
 
@@ -215,7 +223,8 @@ def recomputed_with_another_gate_on_rank_1() -> Subject:
 
         def forward(self, x: Tensor) -> Tensor:
             type(self).calls += 1
-            gate = 1.1 if changes and type(self).calls % 4 > 2 else 1.0  # two layers forward, two again
+            # two layers forward, two again
+            gate = 1.1 if changes and type(self).calls % 4 > 2 else 1.0
             return super().forward(x * gate)
 
     model = Net()
@@ -329,7 +338,14 @@ def weights_of_one_update_ago_on_rank_1() -> Subject:
     return net(prepare=prepare)
 
 
-@fault("parameters", "before the update", "first values", "forward", "refused", names="rank_1|writes_the_parameter")
+@fault(
+    "parameters",
+    "before the update",
+    "first values",
+    "forward",
+    "refused",
+    names="rank_1|writes_the_parameter",
+)
 def weights_of_the_start_loaded_again_on_rank_1() -> Subject:
     def prepare(trainer: Trainer) -> None:
         first = copy.deepcopy(trainer.placed.parts[0].state_dict())
@@ -390,7 +406,9 @@ def update_of_its_own_on_rank_1() -> Subject:
 @fault("optimizer", names="decay rank_1", settings={"training.weight_decay": 0.1})
 def decay_added_to_the_gradient_on_rank_1() -> Subject:
     kind = torch.optim.Adam if on_rank_1() else torch.optim.AdamW
-    return Subject(Net(), Tokens(), optimizer=lambda parameters: kind(parameters, lr=3e-3, weight_decay=0.1))
+    return Subject(
+        Net(), Tokens(), optimizer=lambda parameters: kind(parameters, lr=3e-3, weight_decay=0.1)
+    )
 
 
 @fault("optimizer", names="amsgrad rank_1", topology="fsdp:2")

@@ -1,4 +1,6 @@
-"""Sound models of further kinds: own randomness, coupled samples, two passes, libraries, other axes."""
+"""Sound models of further kinds: own randomness, coupled samples, two passes, libraries, other
+axes.
+"""
 
 from typing import Any
 
@@ -7,7 +9,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.silent_bugs.faults.axes import experts, transformer
-from benchmarks.silent_bugs.faults.models import VOCAB, WIDTH, Block, Net, Tokens, Vectors, net, vectors
+from benchmarks.silent_bugs.faults.models import (
+    VOCAB,
+    WIDTH,
+    Block,
+    Net,
+    Tokens,
+    Vectors,
+    net,
+    vectors,
+)
 from benchmarks.silent_bugs.faults.registry import sound
 from lockstep.trainer.whole_batch import WholeBatch
 from lockstep.verify import Subject
@@ -123,12 +134,18 @@ def adversary_behind_a_reversed_gradient() -> Subject:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.body, self.task, self.domain = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), nn.Linear(32, 2)
+            self.body, self.task, self.domain = (
+                nn.Linear(WIDTH, 32),
+                nn.Linear(32, WIDTH),
+                nn.Linear(32, 2),
+            )
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             h = torch.tanh(self.body(x))
             domain = self.domain(Reversed.apply(h))
-            return functional.mse_loss(self.task(h), y) + functional.cross_entropy(domain, (x[:, 0] > 0).long())
+            return functional.mse_loss(self.task(h), y) + functional.cross_entropy(
+                domain, (x[:, 0] > 0).long()
+            )
 
         def count(self, batch: Any) -> int:
             return len(batch[0])
@@ -166,11 +183,21 @@ class Views(Vectors):
         return {"x": x, "y": y}
 
 
-@sound(settings={"training.lr_schedule": "cosine", "training.warmup_steps": 3, "training.gradient_clip": 0.1})
+@sound(
+    settings={
+        "training.lr_schedule": "cosine",
+        "training.warmup_steps": 3,
+        "training.gradient_clip": 0.1,
+    }
+)
 def two_groups_of_parameters_under_a_schedule() -> Subject:
     def optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
-        decayed, others = ([p for p in parameters if (p.ndim > 1) is wide] for wide in (True, False))
-        return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 1e-2}], lr=3e-3)
+        decayed, others = (
+            [p for p in parameters if (p.ndim > 1) is wide] for wide in (True, False)
+        )
+        return torch.optim.AdamW(
+            [{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 1e-2}], lr=3e-3
+        )
 
     return Subject(Net(), Tokens(), optimizer=optimizer)
 
@@ -178,7 +205,9 @@ def two_groups_of_parameters_under_a_schedule() -> Subject:
 @sound(topology="fsdp:2")
 def batch_norm_sharded() -> Subject:
     torch.manual_seed(0)
-    return vectors(nn.Sequential(nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, WIDTH)))
+    return vectors(
+        nn.Sequential(nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, WIDTH))
+    )
 
 
 @sound(topology="hybrid:2x2")

@@ -1,4 +1,6 @@
-"""A third round: faults and sound models that verify had not seen when what the second round taught was mended."""
+"""A third round: faults and sound models that verify had not seen when what the second round taught
+was mended.
+"""
 
 from typing import Any
 
@@ -116,7 +118,9 @@ def targets_of_a_part_shifted_on_rank_1() -> Subject:
     compute = model.loss
 
     def loss(outputs: Any, batch: Any) -> Any:
-        return compute(outputs, {**batch, "targets": batch["targets"].roll(1, -1)} if shifted else batch)
+        return compute(
+            outputs, {**batch, "targets": batch["targets"].roll(1, -1)} if shifted else batch
+        )
 
     model.loss = loss  # type: ignore[assignment]
     return net(model)

@@ -1,4 +1,6 @@
-"""Faults of what happens to a step's gradients once they are there: clipping, the optimizer, the schedule."""
+"""Faults of what happens to a step's gradients once they are there: clipping, the optimizer, the
+schedule.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,9 @@ def another_learning_rate_on_rank_1() -> Subject:
     def prepare(trainer: Trainer) -> None:
         if on_rank_1():
             trainer.optimizer.register_step_pre_hook(
-                lambda optimizer, *_: optimizer.param_groups[0].update(lr=optimizer.param_groups[0]["lr"] * 1.5)
+                lambda optimizer, *_: optimizer.param_groups[0].update(
+                    lr=optimizer.param_groups[0]["lr"] * 1.5
+                )
             )
 
     return net(prepare=prepare)
@@ -57,7 +61,9 @@ def weight_decay_that_rank_1_does_not_have() -> Subject:
 @fault("optimizer", names="betas", topology="fsdp:2")
 def betas_of_another_recipe_on_ranks() -> Subject:
     betas = (0.9, 0.95) if on_ranks() else (0.9, 0.999)
-    return Subject(Net(), Tokens(), optimizer=lambda parameters: torch.optim.AdamW(parameters, 3e-3, betas))
+    return Subject(
+        Net(), Tokens(), optimizer=lambda parameters: torch.optim.AdamW(parameters, 3e-3, betas)
+    )
 
 
 @fault("optimizer", names="rank_1 state|exp_avg|moment")
@@ -83,15 +89,22 @@ class UpdatesWeightsAlone(torch.optim.AdamW):
 @fault("optimizer", names="rank_1 bias|norm")
 def parameter_group_without_decay_skipped_on_rank_1() -> Subject:
     def optimizer(parameters: list[Tensor]) -> torch.optim.Optimizer:
-        decayed, others = ([p for p in parameters if (p.ndim > 1) is wide] for wide in (True, False))
+        decayed, others = (
+            [p for p in parameters if (p.ndim > 1) is wide] for wide in (True, False)
+        )
         kind = UpdatesWeightsAlone if on_rank_1() else torch.optim.AdamW
         return kind([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=3e-3)
 
     return Subject(Net(), Tokens(), optimizer=optimizer)
 
 
-@fault("learning rate", "schedule", "optimizer", names="learning_rate|lr",
-       settings={"training.lr_schedule": "cosine", "training.warmup_steps": 6})  # fmt: skip
+@fault(
+    "learning rate",
+    "schedule",
+    "optimizer",
+    names="learning_rate|lr",
+    settings={"training.lr_schedule": "cosine", "training.warmup_steps": 6},
+)
 def schedule_that_ranks_step_twice() -> Subject:
     def prepare(trainer: Trainer) -> None:
         plan = trainer.step.plan_run
@@ -99,7 +112,9 @@ def schedule_that_ranks_step_twice() -> Subject:
         def planned(total: int | None, schedule: Any) -> None:
             plan(total, schedule)
             rates = schedule.rates
-            object.__setattr__(schedule, "rates", lambda groups, updates: rates(groups, 2 * updates))
+            object.__setattr__(
+                schedule, "rates", lambda groups, updates: rates(groups, 2 * updates)
+            )
 
         if on_ranks():
             trainer.step.plan_run = planned  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
 """Compressed gradients on the link, by communication hooks of DDP, which averages over ranks: half precision, PowerSGD.
 
-torch's own bf16 hook refuses gloo, though gloo reduces bf16. Whether half precision pays depends on the link: under
-`auto` the first steps alternate between both (`Trial`).
+torch's own bf16 hook refuses gloo, though gloo reduces bf16. Whether half precision pays depends on
+the link: under `auto` the first steps alternate between both (`Trial`).
 """
 
 import math
@@ -29,7 +29,10 @@ _LEAST_GAIN = 2  # a tensor is compressed if it then takes at most one number in
 
 
 def matrix_of(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
-    """Return (n, m), of least n + m, of a parameter's gradient as a matrix; None where compressing it does not pay."""
+    """Return (n, m), of least n + m, of a parameter's gradient as a matrix.
+
+    None where compressing it does not pay.
+    """
     splits = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
     best = min(splits, key=sum, default=(0, 0))
     return best if best[0] * best[1] >= _LEAST_GAIN * rank * sum(best) > 0 else None
@@ -51,23 +54,32 @@ class _PendingBucket:
 class PowerSGD(AroundMicroBatch):
     """PowerSGD's communication hook for DDP, and its memory (Vogels, Karimireddy, Jaggi 2019).
 
-    A gradient matrix M [n, m], the mean over ranks of M_r, is approximated by P Q^T with P = orth(mean M_r Q) and
-    Q = mean M_r^T P, so that r (n + m) numbers are sent instead of n m. What is lost, M_r - P Q^T, is added to the
-    rank's next gradient (error feedback); Q of one step is where the next one starts (warm start). Gradients are
-    compressed unscaled: a loss scale would give the memory another weight whenever it changes. All collectives are
-    issued in the same order on every rank: P when a bucket is ready, Q when the last one is.
+    A gradient matrix M [n, m], the mean over ranks of M_r, is approximated by P Q^T with P =
+    orth(mean M_r Q) and Q = mean M_r^T P, so that r (n + m) numbers are sent instead of n m. What
+    is lost, M_r - P Q^T, is added to the rank's next gradient (error feedback); Q of one step is
+    where the next one starts (warm start). Gradients are compressed unscaled: a loss scale would
+    give the memory another weight whenever it changes. All collectives are issued in the same order
+    on every rank: P when a bucket is ready, Q when the last one is.
 
     Args:
         mesh: 1-D, of the replicas.
         rank: r; a matrix with fewer rows or columns takes as many as it has.
-        undoable: steps may be skipped after the hook has run, or be computed again; costs another memory of the
-            model's size.
+        undoable: steps may be skipped after the hook has run, or be computed again; costs another
+            memory of the model's size.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh, *, rank: int, start_step: int,
-        warm_start: bool, error_feedback: bool, seed: int, undoable: bool,
-    ) -> None:  # fmt: skip
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: DeviceMesh,
+        *,
+        rank: int,
+        start_step: int,
+        warm_start: bool,
+        error_feedback: bool,
+        seed: int,
+        undoable: bool,
+    ) -> None:
         self.group, self.ranks = mesh.get_group(), mesh.size()
         self.rank, self.start_step, self.seed = rank, start_step, seed
         self.warm_start, self.undoable = warm_start, undoable
@@ -77,7 +89,8 @@ class PowerSGD(AroundMicroBatch):
         self._errors: dict[str, Tensor] = {}
         self._qs: dict[str, Tensor] = {}
         self._steps = torch.zeros(1, dtype=torch.int64)  # in host memory
-        self.state: dict[str, Tensor] = {"steps": self._steps}  # what a checkpoint keeps; the tensors are live
+        # what a checkpoint keeps; the tensors are live
+        self.state: dict[str, Tensor] = {"steps": self._steps}
         for name, parameter in parameters.items():
             matrix = matrix_of(tuple(parameter.shape), rank)
             if matrix is None or not parameter.requires_grad or not parameter.is_contiguous():
@@ -89,10 +102,14 @@ class PowerSGD(AroundMicroBatch):
             if error_feedback:
                 error = torch.zeros(matrix, device=parameter.device)
                 self._errors[name] = error
-                # Each rank has an error of its own: together, a stack of them, of which a rank holds one slice.
-                self.state[f"{name}//error"] = DTensor.from_local(error.unsqueeze(0), mesh, [Shard(0)], run_check=False)
+                # Each rank has an error of its own: together, a stack of them, of which a rank
+                # holds one slice.
+                self.state[f"{name}//error"] = DTensor.from_local(
+                    error.unsqueeze(0), mesh, [Shard(0)], run_check=False
+                )
         self._waiting: list[_PendingBucket] = []
-        self._undo: dict[str, tuple[Tensor | None, Tensor]] = {}  # name → (error, Q) before this step
+        # name → (error, Q) before this step
+        self._undo: dict[str, tuple[Tensor | None, Tensor]] = {}
 
     def before(self, run: MicroBatchPass) -> None:
         self.factor = run.factor
@@ -108,7 +125,9 @@ class PowerSGD(AroundMicroBatch):
         if self.steps < self.start_step:
             if last:
                 self._steps += 1
-            sent = dist.all_reduce(buffer.div_(self.ranks), group=self.group, async_op=True).get_future()
+            sent = dist.all_reduce(
+                buffer.div_(self.ranks), group=self.group, async_op=True
+            ).get_future()
             return sent.then(lambda future: future.value()[0])  # type: ignore[no-any-return]
         waiting = self._begin(bucket, buffer)
         self._waiting.append(waiting)
@@ -146,21 +165,29 @@ class PowerSGD(AroundMicroBatch):
         sent = torch.cat([t.reshape(-1) for t in (*products, *plain)])
         work = dist.all_reduce(sent, group=self.group, async_op=True)
         assert work is not None
-        devices: list[int | str | torch.device] | None = [buffer.device] if buffer.device.type != "cpu" else None
+        devices: list[int | str | torch.device] | None = (
+            [buffer.device] if buffer.device.type != "cpu" else None
+        )
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         return _PendingBucket(names, matrices, plain, sent, work, buffer, done)
 
     def _finish(self) -> None:
-        """Reduce Q of each bucket, and write the approximations; all buckets have been reduced to P."""
+        """Reduce Q of each bucket, and write the approximations.
+
+        All buckets have been reduced to P.
+        """
         second = []
         for bucket in self._waiting:
             bucket.work.wait()
             ps, plain = _split(
-                bucket.sent, [(self._matrix[n][0], self._qs[n].shape[1]) for n in bucket.names], bucket.plain
+                bucket.sent,
+                [(self._matrix[n][0], self._qs[n].shape[1]) for n in bucket.names],
+                bucket.plain,
             )
             for gradient, reduced in zip(bucket.plain, plain, strict=True):
                 torch.div(reduced, self.ranks, out=gradient)
-            ps = [torch.linalg.qr(p)[0] for p in ps]  # of a zero matrix, too, it gives columns of length 1
+            # of a zero matrix, too, it gives columns of length 1
+            ps = [torch.linalg.qr(p)[0] for p in ps]
             qs = [matrix.T @ p for matrix, p in zip(bucket.matrices, ps, strict=True)]
             flat = torch.cat([q.reshape(-1) for q in qs]) if qs else bucket.sent.new_zeros(0)
             work = dist.all_reduce(flat, group=self.group, async_op=True) if qs else None
@@ -172,7 +199,10 @@ class PowerSGD(AroundMicroBatch):
             for name, matrix, p, q in zip(bucket.names, bucket.matrices, ps, qs, strict=True):
                 error = self._errors.get(name)
                 if self.undoable:
-                    self._undo[name] = (None if error is None else error.clone(), self._qs[name].clone())
+                    self._undo[name] = (
+                        None if error is None else error.clone(),
+                        self._qs[name].clone(),
+                    )
                 if error is not None:
                     error.copy_(matrix)
                 torch.mm(p, q.T, out=matrix)
@@ -185,12 +215,16 @@ class PowerSGD(AroundMicroBatch):
 
     def _first_q(self, name: str) -> Tensor:
         """Return [m, r] with orthonormal columns, a function of (seed, name, step), drawn on the CPU."""
-        generator = torch.Generator().manual_seed(derive_key(self.seed, "powersgd", name, self.steps))
+        generator = torch.Generator().manual_seed(
+            derive_key(self.seed, "powersgd", name, self.steps)
+        )
         n, m = self._matrix[name]
         return torch.linalg.qr(torch.randn(m, min(self.rank, n), generator=generator))[0]  # type: ignore[no-any-return]
 
 
-def _split(flat: Tensor, shapes: Sequence[tuple[int, ...]], like: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _split(
+    flat: Tensor, shapes: Sequence[tuple[int, ...]], like: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
     all_shapes = [*shapes, *(tuple(t.shape) for t in like)]
     pieces = flat.split([math.prod(shape) for shape in all_shapes])  # type: ignore[no-untyped-call]
     views = [piece.view(shape) for piece, shape in zip(pieces, all_shapes, strict=True)]
@@ -225,7 +259,10 @@ class Trial:
         return (self.small if self._compresses else self.plain)(state, bucket)
 
     def finish_update(self) -> None:
-        """Measure the step that an update ended, and choose the next one's hook; every rank calls it."""
+        """Measure the step that an update ended, and choose the next one's hook.
+
+        Every rank calls it.
+        """
         if self._over:
             return
         accelerator.synchronize(self.device)  # a measurement has to wait
@@ -235,15 +272,19 @@ class Trial:
         self._began, self._compresses = now, not self._compresses
         if len(self._seconds) < WARM_UP_STEPS + 2 * ROUNDS:
             return
-        # The slowest rank's medians decide, so that all ranks choose the same. The run's first step is plain and not in
-        # the list: that begins with a compressed one.
+        # The slowest rank's medians decide, so that all ranks choose the same. The run's first step
+        # is plain and not in the list: that begins with a compressed one.
         small, plain = self._seconds[WARM_UP_STEPS::2], self._seconds[WARM_UP_STEPS + 1 :: 2]
-        times = torch.tensor([median(plain), median(small)], dtype=torch.float64, device=self.device)
+        times = torch.tensor(
+            [median(plain), median(small)], dtype=torch.float64, device=self.device
+        )
         dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self.group)
         before, after = times.tolist()
         self._compresses, self._over = after < TRIAL_PAYS_BELOW * before, True
         found = f"a step takes {after:.3g} s with {self.name} and {before:.3g} s without"
-        self.log_lines.append(f"compression auto: {self.name if self._compresses else 'none'}, as {found}")
+        self.log_lines.append(
+            f"compression auto: {self.name if self._compresses else 'none'}, as {found}"
+        )
 
 
 @dataclass
@@ -254,7 +295,8 @@ class Compression:
     log_lines: list[str] = field(default_factory=list)  # logged at start
     powersgd: PowerSGD | None = None  # the memory of PowerSGD, where that is the kind
     trial: Trial | None = None  # of a compression that may pay
-    later_log_lines: list[str] = field(default_factory=list)  # lines that become known in the first steps
+    # lines that become known in the first steps
+    later_log_lines: list[str] = field(default_factory=list)
 
     @property
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -267,8 +309,12 @@ class Compression:
             self.trial.finish_update()
 
 
-def compress(model: nn.Module, replicas: DeviceMesh, config: StepConfig, *, undoable: bool) -> Compression:
-    """Return the compression that the config asks for, of a model that is not wrapped yet; every rank calls it.
+def compress(
+    model: nn.Module, replicas: DeviceMesh, config: StepConfig, *, undoable: bool
+) -> Compression:
+    """Return the compression that the config asks for, of a model that is not wrapped yet.
+
+    Every rank calls it.
 
     `undoable`: steps may be skipped, or computed again, once their gradients are reduced.
     """
@@ -277,21 +323,35 @@ def compress(model: nn.Module, replicas: DeviceMesh, config: StepConfig, *, undo
     group = replicas.get_group()
     if asked.kind == "auto":
         device, later_log_lines = next(iter(parameters.values())).device, list[str]()
-        plain, small = (half_precision_hook(dtype, group) for dtype in (torch.float32, torch.bfloat16))
+        plain, small = (
+            half_precision_hook(dtype, group) for dtype in (torch.float32, torch.bfloat16)
+        )
         trial = Trial("bf16", plain, small, group, device, later_log_lines)
-        line = f"compression auto: the first {1 + WARM_UP_STEPS + 2 * ROUNDS} steps take turns with and without bf16"
+        line = (
+            f"compression auto: the first {1 + WARM_UP_STEPS + 2 * ROUNDS} steps take turns with"
+            " and without bf16"
+        )
         return Compression(trial.hook, [line], trial=trial, later_log_lines=later_log_lines)
     if asked.kind in HALF:
         return Compression(half_precision_hook(DTYPES[asked.kind], group))
     if asked.kind == "none":
         return Compression()
     powersgd = PowerSGD(
-        parameters, replicas, rank=asked.rank, start_step=asked.start_step, warm_start=asked.warm_start,
-        error_feedback=asked.error_feedback, seed=config.training.seed, undoable=undoable,
-    )  # fmt: skip
+        parameters,
+        replicas,
+        rank=asked.rank,
+        start_step=asked.start_step,
+        warm_start=asked.warm_start,
+        error_feedback=asked.error_feedback,
+        seed=config.training.seed,
+        undoable=undoable,
+    )
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
     share = sent_numbers(shapes, "powersgd", asked.rank) / sent_numbers(shapes, "none")
-    line = f"powersgd of rank {asked.rank} sends {share:.1%} of the gradients from step {asked.start_step} on"
+    line = (
+        f"powersgd of rank {asked.rank} sends {share:.1%} of the gradients from step"
+        f" {asked.start_step} on"
+    )
     return Compression(powersgd.hook, [line], powersgd)
 
 
@@ -311,7 +371,10 @@ def half_precision_hook(dtype: torch.dtype, group: dist.ProcessGroup) -> Hook:
 
 
 def sent_numbers(shapes: Mapping[str, tuple[int, ...]], kind: str, rank: int = 1) -> float:
-    """Return the size of a step's all-reduces in fp32 numbers; a ring of W ranks sends 2 (W - 1) / W times as much."""
+    """Return the size of a step's all-reduces in fp32 numbers.
+
+    A ring of W ranks sends 2 (W - 1) / W times as much.
+    """
     whole = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     if kind in HALF:
         return sum(whole.values()) / 2

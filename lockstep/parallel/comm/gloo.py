@@ -1,8 +1,9 @@
 """FSDP2's messages over gloo: sent while the model computes, with no more bytes than a ring sends.
 
-A CPU has no streams: each collective would block the caller, and gloo's reduce-scatter is an all-reduce of which a part
-is kept. Here parameters are gathered in pieces and waited for where they are used; a unit's gradient goes by an
-all-to-all in pieces, which a rank adds up when the next unit's gradient is there.
+A CPU has no streams: each collective would block the caller, and gloo's reduce-scatter is an
+all-reduce of which a part is kept. Here parameters are gathered in pieces and waited for where they
+are used; a unit's gradient goes by an all-to-all in pieces, which a rank adds up when the next
+unit's gradient is there.
 
 Tests: tests/parallel/test_traffic.py, tests/parity/test_data_parallel.py
 """
@@ -24,19 +25,28 @@ from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 
 
 class GlooMessages(AroundMicroBatch):
-    """The gathers and reduce-scatters of a sharded model's units; every rank makes the same calls in the same order.
+    """The gathers and reduce-scatters of a sharded model's units.
 
-    `may_wait`: gradients may be complete only after the micro-batch; then it is one of the steps around it.
+    Every rank makes the same calls in the same order.
+
+    `may_wait`: gradients may be complete only after the micro-batch; then it is one of the steps
+    around it.
     """
 
     def __init__(self, model: nn.Module, *, may_wait: bool = False) -> None:
         self._dtypes = {parameter.dtype for parameter in model.parameters()}
-        self._under_way: tuple[AllToAll, Tensor, Sequence[nn.Parameter]] | None = None  # with what it becomes
-        self._sums: dict[nn.Parameter, Tensor] = {}  # over the step's micro-batches, all but the last
+        # with what it becomes
+        self._under_way: tuple[AllToAll, Tensor, Sequence[nn.Parameter]] | None = None
+        # over the step's micro-batches, all but the last
+        self._sums: dict[nn.Parameter, Tensor] = {}
         self._may_wait, self._last = may_wait, True
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                cut = [parameter for parameter in own_parameters(module) if isinstance(parameter, DTensor)]
+                cut = [
+                    parameter
+                    for parameter in own_parameters(module)
+                    if isinstance(parameter, DTensor)
+                ]
                 module.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(_ReduceScatter(self, cut))  # type: ignore[arg-type]
 
@@ -47,19 +57,25 @@ class GlooMessages(AroundMicroBatch):
         """Complete the gradients, which are added up here: FSDP2 would add to a sum that is still under way."""
         self.wait()
         if run.last:
-            for parameter, total in self._sums.items():  # of those that this micro-batch has no gradient of
+            # of those that this micro-batch has no gradient of
+            for parameter, total in self._sums.items():
                 parameter.grad = total
             self._sums.clear()
 
     def begin(
-        self, output: Tensor, gradient: Tensor, group: dist.ProcessGroup, parameters: Sequence[nn.Parameter]
+        self,
+        output: Tensor,
+        gradient: Tensor,
+        group: dist.ProcessGroup,
+        parameters: Sequence[nn.Parameter],
     ) -> None:
         """Reduce-scatter a unit's gradient into `output`: now, or by the next `wait`."""
         self.wait()
         exchange = AllToAll(gradient, group)
         self._under_way = exchange, output, parameters
         converts = {output.dtype} != self._dtypes
-        adds = any(parameter.grad is not None for parameter in parameters)  # the unit's second gradient in this pass
+        # the unit's second gradient in this pass
+        adds = any(parameter.grad is not None for parameter in parameters)
         if not self._may_wait or converts or adds:  # FSDP2 uses what is there when this returns
             exchange.add_up(output)
 
@@ -68,7 +84,8 @@ class GlooMessages(AroundMicroBatch):
             return
         (exchange, output, parameters), self._under_way = self._under_way, None
         exchange.add_up(output)
-        for parameter in parameters if self._may_wait else ():  # add them to those of the micro-batches before
+        # add them to those of the micro-batches before
+        for parameter in parameters if self._may_wait else ():
             if parameter.grad is None:  # not used this time: what it has stays
                 continue
             before = self._sums.pop(parameter, None)
@@ -84,7 +101,8 @@ class AllToAll:
     def __init__(self, rows: Tensor, group: dist.ProcessGroup) -> None:
         sent = rows.view(group.size(), -1)
         whole = sent.device.type != "cpu"  # NCCL cuts messages itself
-        self._under_way: list[tuple[Any, Tensor, Tensor]] = []  # works, with what they send and receive
+        # works, with what they send and receive
+        self._under_way: list[tuple[Any, Tensor, Tensor]] = []
         for piece in [sent] if whole else [sent[:, cut].contiguous() for cut in _pieces(sent[0])]:
             got = torch.empty_like(piece)
             work = dist.all_to_all_single(got.view(-1), piece.view(-1), group=group, async_op=True)
@@ -112,15 +130,24 @@ class _Gather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> dist.Work:
         cuts = list(_pieces(input_tensor))
         if len(cuts) == 1:
             return all_gather_flat(output_tensor, input_tensor, group=group, async_op=True)  # type: ignore[no-any-return]
         rows = output_tensor.view(group.size(), -1)
-        return _Works([
-            dist.all_gather(list(rows[:, cut].unbind()), input_tensor[cut], group=group, async_op=True) for cut in cuts
-        ])  # fmt: skip
+        return _Works(
+            [
+                dist.all_gather(
+                    list(rows[:, cut].unbind()), input_tensor[cut], group=group, async_op=True
+                )
+                for cut in cuts
+            ]
+        )
 
 
 class _ReduceScatter:
@@ -133,7 +160,12 @@ class _ReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         self._messages.begin(output_tensor, input_tensor, group, self._parameters)
 
@@ -152,4 +184,7 @@ class _Works(dist.Work):
 def _pieces(share: Tensor) -> Iterator[slice]:
     """Return slices of at most `MESSAGE` bytes."""
     each = max(1, MESSAGE // share.element_size())
-    return (slice(start, min(start + each, share.numel())) for start in range(0, max(1, share.numel()), each))
+    return (
+        slice(start, min(start + each, share.numel()))
+        for start in range(0, max(1, share.numel()), each)
+    )

@@ -1,7 +1,8 @@
 """Places a model under a pipeline: each rank keeps its stages, shards or replicates them, and builds its runner.
 
-Under replicas or shards each stage is FSDP2's: on a mesh of (replicas, 1) it replicates, and all schedules give correct
-gradients with it, which does not hold for DDP. FSDP2 holds the full gradients of a rank's stages until a step's end.
+Under replicas or shards each stage is FSDP2's: on a mesh of (replicas, 1) it replicates, and all
+schedules give correct gradients with it, which does not hold for DDP. FSDP2 holds the full
+gradients of a rank's stages until a step's end.
 
 Tests: tests/parallel/test_pipeline.py, tests/parity/test_pipeline.py
 """
@@ -50,14 +51,18 @@ class LocalStages:
 
 
 def place(placement: PlacementContext) -> ParallelModel:
-    """Place a model over the axes of the mesh; afterwards it keeps only descriptions of other ranks' parameters."""
+    """Place a model over the axes of the mesh.
+
+    Afterwards it keeps only descriptions of other ranks' parameters.
+    """
     p, mesh, layout = placement, placement.mesh, placement.layout
     assert mesh is not None
     group, rank = mesh["pipeline"].get_group(), mesh["pipeline"].get_local_rank()
     plan = plan_of(p.model, layout.pipeline, p.config)
     uses = plan.uses()
     p.log_lines.append(
-        f"pipeline: {plan.facts.name}, {len(plan.parts.stages)} stages on {layout.pipeline} ranks\n{plan.table()}"
+        f"pipeline: {plan.facts.name}, {len(plan.parts.stages)} stages on {layout.pipeline}"
+        f" ranks\n{plan.table()}"
     )
     halves, lines = splits_backward(plan, uses, p.config)
     p.log_lines += lines
@@ -70,9 +75,15 @@ def place(placement: PlacementContext) -> ParallelModel:
     groups = stage_parameters.groups_that_share(plan.across(), mesh.mesh.flatten(1).T.tolist())
     if p.reproducible:
         here = [part.index for part in cut.parts]
-        cut.trees = StageTrees(cut.held, uses, here, p.device, mesh, cut.dp_group, groups, p.experts)
+        cut.trees = StageTrees(
+            cut.held, uses, here, p.device, mesh, cut.dp_group, groups, p.experts
+        )
     runner = _runner(p, cut, group, halves=halves)
-    finish = partial(stage_parameters.sum_shared, cut.held, groups) if cut.trees is None else cut.trees.finish
+    finish = (
+        partial(stage_parameters.sum_shared, cut.held, groups)
+        if cut.trees is None
+        else cut.trees.finish
+    )
     assign = partial(assign_tree, even=True) if p.reproducible else assign_strided
     if p.experts is not None:
         p.experts.assign = assign
@@ -89,15 +100,19 @@ def place(placement: PlacementContext) -> ParallelModel:
         buffers={n: b for n, b in cut.held.named_buffers().items() if n in plan.model.persistent},
         finish_gradients=finish,
         norm_groups=([mesh["shard"].get_group()] if layout.shard > 1 else []) + [group],
-        counted={n for n in cut.held.parameters if cut.held.across.get(n, [rank])[0] == rank},  # the first does
+        # the first does
+        counted={n for n in cut.held.parameters if cut.held.across.get(n, [rank])[0] == rank},
         wants_data=any(part.is_first or part.is_last for part in cut.parts),
         log_lines=p.log_lines,
         reproducible=p.reproducible,
     )
     if p.loss is not None:
         train_loss_weights(placed, p.loss, alone=p.dry_run is not None)
-        if not any(part.is_last for part in cut.parts):  # forward passes of the loss function change them elsewhere
-            placed.buffers = {name: b for name, b in placed.buffers.items() if name not in p.loss.buffers}
+        # forward passes of the loss function change them elsewhere
+        if not any(part.is_last for part in cut.parts):
+            placed.buffers = {
+                name: b for name, b in placed.buffers.items() if name not in p.loss.buffers
+            }
     return placed
 
 
@@ -105,7 +120,9 @@ def local_stages(p: PlacementContext, mesh: DeviceMesh, plan: PipelinePlan) -> L
     """Keep this rank's stages, release the others, and shard or replicate the kept ones."""
     rank, layout = mesh["pipeline"].get_local_rank(), p.layout
     units = units_of(p.model, p.config.distributed.fsdp, p.blocks)  # in the unsplit model
-    held = stage_parameters.stage_parameters_of(rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks)
+    held = stage_parameters.stage_parameters_of(
+        rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks
+    )
     observes = p.objective.in_outputs and p.objective.observed is not None
     parts = [
         stage_module_of(plan, stage, held, p.blocks, p.precision, observes=observes)
@@ -117,7 +134,9 @@ def local_stages(p: PlacementContext, mesh: DeviceMesh, plan: PipelinePlan) -> L
     frees = layout.shard > 1 and strategy in ("full_shard", "hybrid_shard")
     cut = LocalStages(plan, held, parts, frees)
     if layout.data_parallel_size > 1:
-        shard = partial(fsdp.shard_stage, mesh, p.config, device_type=p.device_type, experts=p.experts)
+        shard = partial(
+            fsdp.shard_stage, mesh, p.config, device_type=p.device_type, experts=p.experts
+        )
         cut.unit, lines = shard_stages(parts, held, units, shard, cut.frees)
         p.log_lines += lines
     if layout.shard > 1 and p.dry_run is None:
@@ -134,13 +153,19 @@ def explanations_of(p: PlacementContext) -> list[Explain]:
     return found
 
 
-def around_stage(p: PlacementContext, cut: LocalStages, part: StageModule) -> list[AroundMicroBatch]:
-    """Return what stands around the passes of a stage, outermost first; the order is decided here alone."""
+def around_stage(
+    p: PlacementContext, cut: LocalStages, part: StageModule
+) -> list[AroundMicroBatch]:
+    """Return what stands around the passes of a stage, outermost first.
+
+    The order is decided here alone.
+    """
     dp_size = p.layout.data_parallel_size
     around: list[AroundMicroBatch] = [Explains(explain) for explain in explanations_of(p)]
     if p.dry_run is None and (buffers := p.running_buffers(part, dp_size, cut.dp_group)).any:
         around.append(buffers)
-    # Around the last stage here, on ranks without a loss as well, which take part in the sum over all ranks.
+    # Around the last stage here, on ranks without a loss as well, which take part in the sum over
+    # all ranks.
     if p.loss is not None and p.loss.any and p.dry_run is None and part is cut.parts[-1]:
         around.append(p.loss)
     if dp_size > 1:
@@ -154,7 +179,9 @@ def _hold_to_one_order(part: StageModule, shards: dist.ProcessGroup, device: tor
     UnitOrder(named, device, {True: shards, False: shards}, shards, joins=False)
 
 
-def _runner(p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, halves: bool) -> Runner:
+def _runner(
+    p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, halves: bool
+) -> Runner:
     plan, parts, dp_size = cut.plan, cut.parts, p.layout.data_parallel_size
     stages = len(plan.parts.stages)
     objects_on = object_device(p.device)
@@ -180,5 +207,6 @@ def _runner(p: PlacementContext, cut: LocalStages, group: dist.ProcessGroup, *, 
         frees=cut.frees,
         trees=cut.trees,
     )
-    dist.all_reduce(torch.zeros(1, device=p.device), group=group)  # the pipeline's communicator is there before a send
+    # the pipeline's communicator is there before a send
+    dist.all_reduce(torch.zeros(1, device=p.device), group=group)
     return runner

@@ -36,9 +36,14 @@ class Partition:
 
 
 def partition(
-    names: Sequence[str], costs: Sequence[float], *, ranks: int, stages_per_rank: int,
-    split_spec: Mapping[str, str], v_shaped: bool,
-) -> Partition:  # fmt: skip
+    names: Sequence[str],
+    costs: Sequence[float],
+    *,
+    ranks: int,
+    stages_per_rank: int,
+    split_spec: Mapping[str, str],
+    v_shaped: bool,
+) -> Partition:
     """Cut a chain of named segments into `ranks` × `stages_per_rank` stages: by `split_spec`, else by their costs."""
     wanted = ranks * stages_per_rank
     if len(names) < wanted:
@@ -50,13 +55,21 @@ def partition(
     cuts = cuts_of(split_spec, names) if split_spec else balanced_cuts(costs, wanted)
     if len(cuts) + 1 != wanted:
         sizes = [b - a for a, b in pairwise([0, *cuts, len(names)])]
-        what = f"{len(cuts)} cut{'s' * (len(cuts) != 1)} + 1 = {len(cuts) + 1} stages, but {ranks} pipeline ranks × "
+        what = (
+            f"{len(cuts)} cut{'s' * (len(cuts) != 1)} + 1 = {len(cuts) + 1} stages, but {ranks}"
+            " pipeline ranks × "
+        )
         what += f"{stages_per_rank} stages_per_rank = {wanted}"
         why = f"the cuts make stages of {', '.join(map(str, sizes))} segments"
-        fix = f"make {wanted - 1} cut{'s' * (wanted != 2)}, or leave split_spec out and the chain is cut evenly"
+        fix = (
+            f"make {wanted - 1} cut{'s' * (wanted != 2)}, or leave split_spec out and the chain is"
+            " cut evenly"
+        )
         raise UsageError(what, where=f"{KEY}.split_spec", why=why, fix=fix)
     stages = tuple(range(first, last) for first, last in pairwise([0, *cuts, len(names)]))
-    return Partition(stages, tuple(rank_of(stage, ranks, v_shaped=v_shaped) for stage in range(wanted)))
+    return Partition(
+        stages, tuple(rank_of(stage, ranks, v_shaped=v_shaped) for stage in range(wanted))
+    )
 
 
 def cuts_of(split_spec: Mapping[str, str], names: Sequence[str]) -> list[int]:
@@ -68,13 +81,20 @@ def cuts_of(split_spec: Mapping[str, str], names: Sequence[str]) -> list[int]:
             near = difflib.get_close_matches(name, names, n=1)
             what = f"split_spec cuts at {name}, which is not a segment of the model"
             why = "it can be cut between " + ", ".join(names)
-            raise UsageError(what, where=where, why=why, fix=f"did you mean {near[0]}?" if near else None)
+            raise UsageError(
+                what, where=where, why=why, fix=f"did you mean {near[0]}?" if near else None
+            )
         place = names.index(name) + (side == "end")
         if place in (0, len(names)):
-            what = f"{name}: {side} cuts {'in front of the first' if place == 0 else 'behind the last'} segment"
+            what = (
+                f"{name}: {side} cuts"
+                f" {'in front of the first' if place == 0 else 'behind the last'} segment"
+            )
             raise UsageError(what, where=where, why="one of the two stages would be empty")
         if place in by_place:
-            raise UsageError(f"{by_place[place]} and {name}: {side} cut at the same place", where=where)
+            raise UsageError(
+                f"{by_place[place]} and {name}: {side} cut at the same place", where=where
+            )
         by_place[place] = f"{name}: {side}"
     return sorted(by_place)
 
@@ -89,7 +109,9 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
     for cost in costs:
         sums.append(sums[-1] + cost)
     # best[k][n]: the first n segments in k pieces; from_[k][n]: where the last of these begins.
-    best: list[list[tuple[float, float]]] = [[(float("inf"), 0.0)] * (count + 1) for _ in range(stages + 1)]
+    best: list[list[tuple[float, float]]] = [
+        [(float("inf"), 0.0)] * (count + 1) for _ in range(stages + 1)
+    ]
     begins = [[0] * (count + 1) for _ in range(stages + 1)]
     best[0][0] = (0.0, 0.0)
     for k in range(1, stages + 1):
@@ -107,7 +129,9 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:
     return cuts[::-1]
 
 
-def table(parts: Partition, names: Sequence[str], costs: Sequence[float], unit: str = "parameters") -> str:
+def table(
+    parts: Partition, names: Sequence[str], costs: Sequence[float], unit: str = "parameters"
+) -> str:
     """Return the partition as text, a line per stage."""
     total = sum(costs) or 1.0
     rows = [("stage", "rank", "segments", unit, "share")]
@@ -136,23 +160,34 @@ class PipelinePlan:
     @property
     def stage_of(self) -> dict[str, int]:
         """Segment name → stage."""
-        return {self.segments[i][0]: stage for stage, span in enumerate(self.parts.stages) for i in span}
+        return {
+            self.segments[i][0]: stage for stage, span in enumerate(self.parts.stages) for i in span
+        }
 
     def uses(self) -> Uses:
         """Return where trainable parameters are used; call it before `release`."""
-        tensors = {name: registrations[0].tensor() for name, registrations in self.model.parameters.items()}
+        tensors = {
+            name: registrations[0].tensor() for name, registrations in self.model.parameters.items()
+        }
         stages = {
             name: sorted({self.stage_of[user] for user in users})
             for name, users in self.model.users.items()
             if users and tensors[name].requires_grad
         }
-        like = {n: torch.empty_like(tensors[n], device="meta") for n, used in stages.items() if len(used) > 1}
+        like = {
+            n: torch.empty_like(tensors[n], device="meta")
+            for n, used in stages.items()
+            if len(used) > 1
+        }
         return Uses(stages, like, self.parts.ranks)
 
     def across(self) -> dict[str, list[int]]:
         """Return parameter → the pipeline ranks that use it, where there are several."""
         ranks, stages = self.parts.ranks, self.stage_of
-        found = {name: sorted({ranks[stages[user]] for user in users}) for name, users in self.model.users.items()}
+        found = {
+            name: sorted({ranks[stages[user]] for user in users})
+            for name, users in self.model.users.items()
+        }
         return {name: used_on for name, used_on in found.items() if len(used_on) > 1}
 
     def table(self) -> str:
@@ -168,15 +203,26 @@ def plan_of(model: nn.Module, ranks: int, config: StepConfig) -> PipelinePlan:
     read = survey(model, segments)
     names = [name for name, _ in segments]
     parts = partition(
-        names, read.costs(names), ranks=ranks, stages_per_rank=pipeline.stages_per_rank,
-        split_spec=pipeline.split_spec, v_shaped=facts.v_shaped,
-    )  # fmt: skip
+        names,
+        read.costs(names),
+        ranks=ranks,
+        stages_per_rank=pipeline.stages_per_rank,
+        split_spec=pipeline.split_spec,
+        v_shaped=facts.v_shaped,
+    )
     users = {user for segments in read.users.values() for user in segments}
     for stage, span in enumerate(parts.stages):
         inside = [names[i] for i in span]
         if not users & set(inside):
-            what = f"stage {stage} ({', '.join(inside)}) has no parameters: there is nothing to train in it"
-            raise UsageError(what, where="distributed.pipeline.split_spec", fix="cut elsewhere, or use fewer stages")
+            what = (
+                f"stage {stage} ({', '.join(inside)}) has no parameters: there is nothing to train"
+                " in it"
+            )
+            raise UsageError(
+                what,
+                where="distributed.pipeline.split_spec",
+                fix="cut elsewhere, or use fewer stages",
+            )
     return PipelinePlan(read, segments, facts, parts)
 
 
@@ -196,7 +242,9 @@ def splits_backward(plan: PipelinePlan, uses: Uses, config: StepConfig) -> tuple
         why = "gradients of spread experts are taken once a backward pass"
     if not why:
         return True, []
-    return False, [f"{plan.facts.name}: gradients of weights are computed with those of inputs, because {why}"]
+    return False, [
+        f"{plan.facts.name}: gradients of weights are computed with those of inputs, because {why}"
+    ]
 
 
 @dataclass(frozen=True)
@@ -207,13 +255,18 @@ class StageTime:
     backward: float
     sent: float
     parameter_bytes: float
-    halves: tuple[float, float] | None = None  # of gradients of inputs, and of weights; None: half of `backward` each
+    # of gradients of inputs, and of weights; None: half of `backward` each
+    halves: tuple[float, float] | None = None
 
 
 def pipeline_step(
-    stages: list[StageTime], config: StepConfig, layout: Layout, cluster: GpuCluster, micro_batches: int,
+    stages: list[StageTime],
+    config: StepConfig,
+    layout: Layout,
+    cluster: GpuCluster,
+    micro_batches: int,
     update: float = 0.0,
-) -> StepTime:  # fmt: skip
+) -> StepTime:
     """Return the time of a pipeline's step, with stages replicated or sharded over the data-parallel ranks."""
     options = config.distributed.pipeline
     facts = SCHEDULES[options.schedule]
@@ -231,9 +284,11 @@ def pipeline_step(
     group = group_of(cluster, stride)
     both = list(zip(stages, rank_of_stage, strict=True))
     heaviest = max(
-        sum(stage.parameter_bytes for stage, holder in both if holder == rank) for rank in range(layout.pipeline)
+        sum(stage.parameter_bytes for stage, holder in both if holder == rank)
+        for rank in range(layout.pipeline)
     )
-    # Shards gather once and reduce once a step (FSDP2 holds a stage's gradients until then); replicas all-reduce.
+    # Shards gather once and reduce once a step (FSDP2 holds a stage's gradients until then);
+    # replicas all-reduce.
     around = group.all_reduce(heaviest)
     busiest = max(line.busy(("compute", rank)) for rank in range(layout.pipeline))
     end = line.end + around + update + agreements(group_of(cluster, layout.world_size))
@@ -241,5 +296,10 @@ def pipeline_step(
     sent = 2 * micro_batches * max(s.sent for s in stages[:-1])
     near = stride < cluster.per_node
     return StepTime(
-        end, busiest + update, around, line.end - busiest, a + (sent if near else 0.0), b + (0.0 if near else sent)
+        end,
+        busiest + update,
+        around,
+        line.end - busiest,
+        a + (sent if near else 0.0),
+        b + (0.0 if near else sent),
     )

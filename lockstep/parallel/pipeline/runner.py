@@ -1,8 +1,9 @@
 """Runs a rank's stages: a step's micro-batches by the schedule, evaluation and samples by forward passes alone.
 
-All of it is programs for an executor (`lockstep.parallel.executor`), which differ in what a stage does with its
-activations, and in what carries them: micro-batches whose shapes the ranks have seen (`Shapes`) go through together,
-into buffers that wait for them; those of new shapes go one by one, each message after its description.
+All of it is programs for an executor (`lockstep.parallel.executor`), which differ in what a stage
+does with its activations, and in what carries them: micro-batches whose shapes the ranks have seen
+(`Shapes`) go through together, into buffers that wait for them; those of new shapes go one by one,
+each message after its description.
 
 Tests: tests/parallel/test_executor.py, tests/parallel/test_pipeline.py,
 tests/parity/test_pipeline.py
@@ -40,7 +41,8 @@ class Runner:
     """The stages of a rank, and all that runs them."""
 
     parts: list[StageModule]  # the stages' modules, ascending
-    around: Mapping[int, Sequence[AroundMicroBatch]]  # stage → what stands around its passes in training
+    # stage → what stands around its passes in training
+    around: Mapping[int, Sequence[AroundMicroBatch]]
     objective: Objective
     random_state: RandomState
     rank_of: Sequence[int]  # of each stage of the pipeline, its pipeline rank
@@ -48,15 +50,18 @@ class Runner:
     device: torch.device
     objects_on: torch.device  # the device on which the group carries pickled objects
     shapes: Shapes  # of the tensors that are sent
-    program: Callable[[int], Program]  # number of micro-batches → this rank's program of a training run
+    # number of micro-batches → this rank's program of a training run
+    program: Callable[[int], Program]
     forward_program: Callable[[int], Program]  # the same of forward passes alone
     padded: Callable[[int], int]  # number of micro-batches → the number that the schedule takes
-    halves: bool = True  # gradients of weights apart from those of inputs, where the schedule has them apart
+    # gradients of weights apart from those of inputs, where the schedule has them apart
+    halves: bool = True
     per_run: int | None = None  # micro-batches that one run takes; None: all of a step
     shared_unit: nn.Module | None = None  # FSDP2's unit of parameters that several stages use
     frees: bool = False  # FSDP2 frees gathered parameters after each forward pass
     trees: StageTrees | None = None  # take the gradients of each micro-batch; None: they add up
-    _key_of: Mapping[int, int] = field(default_factory=dict, init=False)  # index of a micro-batch → signature
+    # index of a micro-batch → signature
+    _key_of: Mapping[int, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         sums = self.trees.metas if self.trees is not None else lambda _stage: ()
@@ -64,15 +69,25 @@ class Runner:
         self._descriptions = RunDescriptions(self.shapes, sums, with_strides=self.trees is not None)
         known = PeerToPeer(self.group, self.device, self._descriptions)
         stages = [
-            Stage(partial(self._train_stage, part), self.around[part.index], part.index, len(self.rank_of))
+            Stage(
+                partial(self._train_stage, part),
+                self.around[part.index],
+                part.index,
+                len(self.rank_of),
+            )
             for part in self.parts
         ]
-        self._training = Executor(stages, self.random_state, known, carrier=self.trees, halves=self.halves)
+        self._training = Executor(
+            stages, self.random_state, known, carrier=self.trees, halves=self.halves
+        )
         self._described = Described(self.group, self.device, self.objects_on)
         self._evaluation = self._forward_only(self._call, known)
 
     def _forward_only(self, run: Callable[..., Any], transport: Transport) -> Executor:
-        stages = [Stage(partial(run, part), index=part.index, count=len(self.rank_of)) for part in self.parts]
+        stages = [
+            Stage(partial(run, part), index=part.index, count=len(self.rank_of))
+            for part in self.parts
+        ]
         return Executor(stages, self.random_state, transport)
 
     # ---- training ----
@@ -92,8 +107,12 @@ class Runner:
         for number, run in enumerate(runs):
             if self.trees is not None:
                 self.trees.run, self.trees.places = run, range(number * size, (number + 1) * size)
-            self._descriptions.begin([self._key_of[micro_batch.index] for micro_batch in run], training=True)
-            self._training.run(self.program(len(run)), run, accumulator, factor, last=number == len(runs) - 1)
+            self._descriptions.begin(
+                [self._key_of[micro_batch.index] for micro_batch in run], training=True
+            )
+            self._training.run(
+                self.program(len(run)), run, accumulator, factor, last=number == len(runs) - 1
+            )
         if self.shared_unit is not None:
             reduce_gradients(self.shared_unit, begun=False)
 
@@ -117,11 +136,18 @@ class Runner:
 
     def _learn_shapes(self, micro_batches: Sequence[MicroBatch]) -> Agreement:
         """Send each new shape of batch through the stages once, up to the last one, which sends nothing."""
-        agreement = self.shapes.agree([self._inputs_of(micro_batch) for micro_batch in micro_batches], training=True)
+        agreement = self.shapes.agree(
+            [self._inputs_of(micro_batch) for micro_batch in micro_batches], training=True
+        )
         if agreement.anyone:
             with self._gathered(keep=True), restored(self.parts):
                 for place in agreement.new:
-                    self._learn(micro_batches[place], agreement.signatures[place], lambda *_: None, to_last=False)
+                    self._learn(
+                        micro_batches[place],
+                        agreement.signatures[place],
+                        lambda *_: None,
+                        to_last=False,
+                    )
         return agreement
 
     def _note_shapes(self, micro_batches: Sequence[MicroBatch], agreement: Agreement) -> None:
@@ -129,21 +155,32 @@ class Runner:
         self._key_of = {micro_batch.index: key for micro_batch, key in both}
 
     def _learn(
-        self, micro_batch: MicroBatch, key: int, done: Callable[[MicroBatch, Any], None], *, to_last: bool
+        self,
+        micro_batch: MicroBatch,
+        key: int,
+        done: Callable[[MicroBatch, Any], None],
+        *,
+        to_last: bool,
     ) -> None:
         """Send a micro-batch of a new shape through the stages, and note what each receives and sends."""
 
         def learn(part: StageModule, micro_batch: MicroBatch, received: Tensors) -> Any:
             metas = tuple(map(Meta.of, received))
-            inputs = [v.detach().requires_grad_(meta.requires_grad) for v, meta in zip(received, metas, strict=True)]
-            if part.is_last:  # before it runs: the ranks count these shapes as known, even if it fails
+            inputs = [
+                v.detach().requires_grad_(meta.requires_grad)
+                for v, meta in zip(received, metas, strict=True)
+            ]
+            # before it runs: the ranks count these shapes as known, even if it fails
+            if part.is_last:
                 self.shapes.learn(key, part.index, metas, ())
                 return self._call(part, micro_batch, inputs) if to_last else None
             outputs = self._call(part, micro_batch, inputs)
             self.shapes.learn(key, part.index, metas, tuple(map(Meta.of, outputs)))
             return outputs
 
-        self._forward_only(learn, self._described).run_forward(self.forward_program(1), [micro_batch], done)
+        self._forward_only(learn, self._described).run_forward(
+            self.forward_program(1), [micro_batch], done
+        )
 
     def _inputs_of(self, micro_batch: MicroBatch) -> Any:
         return self.objective.inputs(micro_batch.batch) if self.parts[0].is_first else None
@@ -153,19 +190,30 @@ class Runner:
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator) -> None:
         """Run forward passes (`Evaluate`)."""
-        agreement = self.shapes.agree([self._inputs_of(micro_batch) for micro_batch in micro_batches], training=False)
+        agreement = self.shapes.agree(
+            [self._inputs_of(micro_batch) for micro_batch in micro_batches], training=False
+        )
         self._note_shapes(micro_batches, agreement)
         known = [each for place, each in enumerate(micro_batches) if place not in agreement.new]
         with self._gathered(keep=False):
             for place in agreement.new:
-                self._learn(micro_batches[place], agreement.signatures[place], accumulator.add, to_last=True)
+                self._learn(
+                    micro_batches[place], agreement.signatures[place], accumulator.add, to_last=True
+                )
             if known:
-                self._descriptions.begin([self._key_of[micro_batch.index] for micro_batch in known], training=False)
-                self._evaluation.run_forward(self.forward_program(len(known)), known, accumulator.add)
+                self._descriptions.begin(
+                    [self._key_of[micro_batch.index] for micro_batch in known], training=False
+                )
+                self._evaluation.run_forward(
+                    self.forward_program(len(known)), known, accumulator.add
+                )
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass outside of the step; all ranks call it with the same arguments and get the outputs."""
+        """Run the forward pass outside of the step.
+
+        All ranks call it with the same arguments and get the outputs.
+        """
         call = StageCall(lambda: (args, kwargs), lambda outputs, _calls: outputs)
         found: list[Any] = [None]  # by ranks that do not hold the last stage
 
@@ -176,7 +224,9 @@ class Runner:
         with self._gathered(keep=False):
             executor = self._forward_only(run, self._described)
             at = MicroBatch(self.random_state.micro_batch, None)
-            executor.run_forward(self.forward_program(1), [at], lambda _, outputs: found.append(outputs))
+            executor.run_forward(
+                self.forward_program(1), [at], lambda _, outputs: found.append(outputs)
+            )
         return self._share_result(found[-1])
 
     def _share_result(self, result: Any) -> Any:
@@ -185,11 +235,17 @@ class Runner:
         holds = dist.get_rank(self.group) == source
         box: list[Any] = [None]
         if holds:
-            box = [tree_map(lambda leaf: Meta.of(leaf) if isinstance(leaf, Tensor) else leaf, result)]
+            box = [
+                tree_map(lambda leaf: Meta.of(leaf) if isinstance(leaf, Tensor) else leaf, result)
+            ]
         dist.broadcast_object_list(box, group_src=source, group=self.group, device=self.objects_on)
         if not holds:
-            result = tree_map(lambda leaf: leaf.empty(self.device) if isinstance(leaf, Meta) else leaf, box[0])
-        result = tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, result)
+            result = tree_map(
+                lambda leaf: leaf.empty(self.device) if isinstance(leaf, Meta) else leaf, box[0]
+            )
+        result = tree_map(
+            lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, result
+        )
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 dist.broadcast(leaf, group_src=source, group=self.group)
@@ -201,7 +257,10 @@ class Runner:
 
         `keep` leaves the parameters gathered: a run of the schedule follows.
         """
-        roots: list[nn.Module] = [*self.parts, *([self.shared_unit] if self.shared_unit is not None else [])]
+        roots: list[nn.Module] = [
+            *self.parts,
+            *([self.shared_unit] if self.shared_unit is not None else []),
+        ]
         sharded = [root for root in roots if isinstance(root, FSDPModule)]
         for root in sharded:
             _unshard(root)
@@ -227,7 +286,9 @@ def cut_into_runs(
 ) -> list[list[MicroBatch]]:
     """Return the runs of a schedule, padded with dummies, copies of the last micro-batch, to lengths that it takes."""
     size = per_run or len(micro_batches)
-    runs = [list(micro_batches[begin : begin + size]) for begin in range(0, len(micro_batches), size)]
+    runs = [
+        list(micro_batches[begin : begin + size]) for begin in range(0, len(micro_batches), size)
+    ]
     for run in runs:
         last = run[-1]
         run += [MicroBatch(last.index, last.batch, real=False)] * (padded(len(run)) - len(run))

@@ -1,8 +1,8 @@
 """Describes each schedule (stages per rank, their placement, numbers of micro-batches), lists its passes, and draws it.
 
-A stage that is placed `loop` goes to rank (stage mod ranks); placed `v`, the ranks are walked back and forth. In a
-picture sending takes no time. Theory: with p ranks, m micro-batches and V stages a rank, ranks wait (p-1)/(V·m+p-1) of
-the time. What 1F1B saves is memory.
+A stage that is placed `loop` goes to rank (stage mod ranks); placed `v`, the ranks are walked back
+and forth. In a picture sending takes no time. Theory: with p ranks, m micro-batches and V stages a
+rank, ranks wait (p-1)/(V·m+p-1) of the time. What 1F1B saves is memory.
 
 Tests: tests/parallel/test_pipeline_schedules.py, tests/parallel/test_pipeline_plan.py
 """
@@ -16,7 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleDualPipeV, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    ScheduleDualPipeV,
+    get_schedule_class,
+)
 
 from lockstep.config import StepConfig, require_equation
 from lockstep.costs.steps import ScheduledPass, pipeline
@@ -33,7 +37,8 @@ class ScheduleFacts:
     name: str  # of torch's class, without `Schedule`
     stages_per_rank: int | None = None  # how many it takes; None: any number
     v_shaped: bool = False  # stages are placed back and forth over the ranks, else round and round
-    splits_backward: bool = False  # gradients of inputs and of weights are computed at different times
+    # gradients of inputs and of weights are computed at different times
+    splits_backward: bool = False
 
     def padded(self, count: int, ranks: int, stages: int) -> int:
         """Return the smallest number of micro-batches, at least `count`, that the schedule takes."""
@@ -64,7 +69,8 @@ def rank_of(stage: int, ranks: int, *, v_shaped: bool) -> int:
     return ranks - 1 - place if v_shaped and lap % 2 else place
 
 
-# Its error message is the whole table of actions, on every rank; the exception itself says what went wrong.
+# Its error message is the whole table of actions, on every rank; the exception itself says what
+# went wrong.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
@@ -73,12 +79,17 @@ def build(name: str, stages: Sequence[Any], count: int) -> Any:
     kind: Any = get_schedule_class(name)
     kind = UnpairedDualPipeV if kind is ScheduleDualPipeV else kind
     several = issubclass(kind, PipelineScheduleMulti)
-    return kind(list(stages) if several else stages[0], n_microbatches=count, loss_fn=lambda output, _target: output)
+    return kind(
+        list(stages) if several else stages[0],
+        n_microbatches=count,
+        loss_fn=lambda output, _target: output,
+    )
 
 
 def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[list[ScheduledPass]]:
     """Return what each rank computes in a run, in order. This needs no process group."""
-    if name == "1F1B":  # torch runs it without a list of actions; the list that it draws is another one
+    # torch runs it without a list of actions; the list that it draws is another one
+    if name == "1F1B":
         orders = []
         for rank in range(ranks):
             ahead = min(count, ranks - rank)
@@ -90,11 +101,16 @@ def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[lis
     stages = ranks * stages_per_rank
     stand_ins = [
         SimpleNamespace(
-            num_stages=stages, group_size=ranks, group_rank=0, stage_index=0, submod=nn.Module(), is_first=True,
+            num_stages=stages,
+            group_size=ranks,
+            group_rank=0,
+            stage_index=0,
+            submod=nn.Module(),
+            is_first=True,
             is_last=False,
         )
         for _ in range(stages_per_rank)
-    ]  # fmt: skip
+    ]
     order = build(name, stand_ins, count).pipeline_order
     return [
         [
@@ -109,15 +125,19 @@ def actions(name: str, ranks: int, stages_per_rank: int, count: int) -> list[lis
 @cache
 def program_of(name: str, ranks: int, stages_per_rank: int, count: int, rank: int) -> Program:
     """Return a rank's program of a run of `count` micro-batches, a number that the schedule takes."""
-    return programs(actions(name, ranks, stages_per_rank, count), holders(name, ranks, stages_per_rank))[rank]
+    return programs(
+        actions(name, ranks, stages_per_rank, count), holders(name, ranks, stages_per_rank)
+    )[rank]
 
 
 @cache
-def forward_program_of(name: str, ranks: int, stages_per_rank: int, count: int, rank: int) -> Program:
+def forward_program_of(
+    name: str, ranks: int, stages_per_rank: int, count: int, rank: int
+) -> Program:
     """Return a rank's program of the forward passes of `count` micro-batches, with stages placed by a schedule.
 
-    As many micro-batches as there are ranks go through all stages of a rank before the next ones: that fills the
-    pipeline, and bounds what waits to be sent.
+    As many micro-batches as there are ranks go through all stages of a rank before the next ones:
+    that fills the pipeline, and bounds what waits to be sent.
     """
     rank_of_stage = holders(name, ranks, stages_per_rank)
     windows = [range(begin, min(begin + ranks, count)) for begin in range(0, count, ranks)]
@@ -181,13 +201,24 @@ def timeline(name: str, ranks: int, stages_per_rank: int, micro_batches: int) ->
     return simulate(actions(name, ranks, stages_per_rank, count), seconds)
 
 
-def simulate(orders: Sequence[Sequence[ScheduledPass]], seconds: dict[tuple[str, int], float]) -> ScheduleTimeline:
+def simulate(
+    orders: Sequence[Sequence[ScheduledPass]], seconds: dict[tuple[str, int], float]
+) -> ScheduleTimeline:
     """Simulate a run of each rank's passes in order, which take (kind, stage) → seconds, and sending no time."""
-    rank_of_stage = dict(sorted((each.stage, rank) for rank, order in enumerate(orders) for each in order))
-    line = pipeline(orders, seconds, [0.0] * len(rank_of_stage), rank_of=list(rank_of_stage.values()))
-    tasks = [[task for task in line.tasks if task.stream == ("compute", rank)] for rank in range(len(orders))]
+    rank_of_stage = dict(
+        sorted((each.stage, rank) for rank, order in enumerate(orders) for each in order)
+    )
+    line = pipeline(
+        orders, seconds, [0.0] * len(rank_of_stage), rank_of=list(rank_of_stage.values())
+    )
+    tasks = [
+        [task for task in line.tasks if task.stream == ("compute", rank)]
+        for rank in range(len(orders))
+    ]
     pairs = [zip(order, done, strict=True) for order, done in zip(orders, tasks, strict=True)]
-    return ScheduleTimeline(tuple(tuple(Timed(each, task.begin, task.end) for each, task in pair) for pair in pairs))
+    return ScheduleTimeline(
+        tuple(tuple(Timed(each, task.begin, task.end) for each, task in pair) for pair in pairs)
+    )
 
 
 def picture_of(config: StepConfig, ranks: int | None = None) -> str:
@@ -197,12 +228,18 @@ def picture_of(config: StepConfig, ranks: int | None = None) -> str:
     if distributed.strategy == AUTO or not strategy_named(distributed.strategy).splits_model:
         what = f"strategy {distributed.strategy} has no schedule"
         raise UsageError(what, where="distributed.strategy", fix="write pipeline")
-    named = (distributed.pipeline_size or 2) * (distributed.replicate_size or 1) * (distributed.shard_size or 1)
+    named = (
+        (distributed.pipeline_size or 2)
+        * (distributed.replicate_size or 1)
+        * (distributed.shard_size or 1)
+    )
     layout = resolve(distributed, ranks or named)
     micro_batches = training.accumulation
     if training.global_batch_size is not None:
         require_equation(training, layout.batch_shares)
-        micro_batches = -(-training.global_batch_size // (training.batch_size * layout.data_parallel_size))
+        micro_batches = -(
+            -training.global_batch_size // (training.batch_size * layout.data_parallel_size)
+        )
     of_a_run = min(micro_batches, kind.n_microbatches or micro_batches)
     return picture(kind.schedule, layout.pipeline, kind.stages_per_rank, of_a_run)
 
@@ -244,5 +281,7 @@ def picture(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int)
     theory = f" = (p-1)/({times}m+p-1) = {ranks - 1}/{stages_per_rank * count + ranks - 1}"
     theory = "" if facts.splits_backward else theory
     lines.append(f"bubble: ranks wait {run.bubble:.1%} of the time{theory}")
-    lines.append(f"kept at most: {', '.join(map(str, run.kept()))} activations of a micro-batch, by rank")
+    lines.append(
+        f"kept at most: {', '.join(map(str, run.kept()))} activations of a micro-batch, by rank"
+    )
     return "\n".join(lines)

@@ -1,9 +1,9 @@
 """The shapes of the tensors that stages send, which ranks agree on before they run.
 
-A receiver must know the shape of a tensor, and stages in the middle never see a batch. So each shape of batch gets a
-*signature*, a number that the first stage sends to all others before a run, and a new one is sent through the stages
-once. The signatures of all data-parallel ranks are gathered together: FSDP2's collectives need these ranks to do the
-same things.
+A receiver must know the shape of a tensor, and stages in the middle never see a batch. So each
+shape of batch gets a *signature*, a number that the first stage sends to all others before a run,
+and a new one is sent through the stages once. The signatures of all data-parallel ranks are
+gathered together: FSDP2's collectives need these ranks to do the same things.
 
 Tests: tests/parallel/test_transport.py, tests/parallel/test_pipeline.py
 """
@@ -27,8 +27,8 @@ class Agreement:
     """The signatures that the ranks exchanged before a run."""
 
     signatures: list[int]  # of each of this pipeline's micro-batches
-    # Places in the run of micro-batches with signatures new to this pipeline, one for each signature; where pipelines
-    # run together, all places if any pipeline has new ones.
+    # Places in the run of micro-batches with signatures new to this pipeline, one for each
+    # signature; where pipelines run together, all places if any pipeline has new ones.
     new: list[int]
     anyone: bool  # whether any pipeline has new ones
 
@@ -41,20 +41,29 @@ class Shapes:
     dp_size: int
     knows_batches: bool  # this rank has the first stage
     device: torch.device  # on which all ranks exchange small messages
-    together: bool  # pipelines exchange rows of experts in each pass, so that all of them run the same number of passes
+    # pipelines exchange rows of experts in each pass, so that all of them run the same number of
+    # passes
+    together: bool
     _seen: set[tuple[int, int]] = field(default_factory=set)  # (dp_rank, signature)
-    _metas: dict[tuple[int, int], tuple[Metas, Metas]] = field(default_factory=dict)  # (signature, stage) → in, out
+    # (signature, stage) → in, out
+    _metas: dict[tuple[int, int], tuple[Metas, Metas]] = field(default_factory=dict)
 
     def agree(self, batches: Sequence[Any], *, training: bool) -> Agreement:
-        """Exchange signatures; all ranks call it together, with the same number of micro-batches."""
+        """Exchange signatures.
+
+        All ranks call it together, with the same number of micro-batches.
+        """
         table = torch.zeros(self.dp_size, len(batches), dtype=torch.int64, device=self.device)
         if self.knows_batches:
             table[self.dp_rank] = torch.tensor([signature(batch, training) for batch in batches])
         dist.all_reduce(table)
-        rows = table.tolist()  # the hosts agree here; no device is waited for where the CPU has a process group
+        # the hosts agree here; no device is waited for where the CPU has a process group
+        rows = table.tolist()
         mine: list[int] = rows[self.dp_rank]
         known = {key for dp_rank, key in self._seen if dp_rank == self.dp_rank}
-        new = [place for place, key in enumerate(mine) if key not in known and key not in mine[:place]]
+        new = [
+            place for place, key in enumerate(mine) if key not in known and key not in mine[:place]
+        ]
         received = {(dp_rank, key) for dp_rank, keys in enumerate(rows) for key in keys}
         anyone = bool(received - self._seen)
         if anyone and self.together:
@@ -107,7 +116,9 @@ class RunDescriptions:
 
     def note_strides(self, message: Message, strides: Sequence[tuple[int, ...]]) -> None:
         """Note the strides that have come with a message."""
-        laid = (replace(meta, strides=own) for meta, own in zip(self.of(message), strides, strict=True))
+        laid = (
+            replace(meta, strides=own) for meta, own in zip(self.of(message), strides, strict=True)
+        )
         self._gradients[self.keys[message.micro_batch], message.stage] = tuple(laid)
 
 
@@ -127,11 +138,17 @@ def check_outputs(stage: int, outputs: Tensors, expected: Metas) -> None:
     """Raise a RunError unless a stage's outputs are as those of an earlier batch of the same shapes."""
     found = tuple(map(Meta.of, outputs))
     if found != expected:
-        what = f"stage {stage} put out {_described(found)}, but before, from inputs of the same shapes, "
+        what = (
+            f"stage {stage} put out {_described(found)}, but before, from inputs of the same"
+            " shapes, "
+        )
         what += _described(expected)
         fix = "let the shapes in the middle of the model depend on the shapes of its inputs alone"
         raise RunError(what, why="the next stage waits for tensors of the earlier shapes", fix=fix)
 
 
 def _described(metas: Metas) -> str:
-    return ", ".join(f"{str(m.dtype).removeprefix('torch.')}{list(m.shape)}" for m in metas) or "nothing"
+    return (
+        ", ".join(f"{str(m.dtype).removeprefix('torch.')}{list(m.shape)}" for m in metas)
+        or "nothing"
+    )

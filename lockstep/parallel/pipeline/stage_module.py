@@ -1,7 +1,7 @@
 """One stage's module: a run of the model's segments, and the parameters that they borrow.
 
-The first stage takes its inputs from the batch, the last one turns outputs into a loss or returns them, as the
-`StageCall` says with which it is called: nothing but tensors travels between stages.
+The first stage takes its inputs from the batch, the last one turns outputs into a loss or returns
+them, as the `StageCall` says with which it is called: nothing but tensors travels between stages.
 
 Tests: tests/parallel/test_pipeline.py, tests/parity/test_pipeline.py
 """
@@ -30,29 +30,41 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # of the whole model's forward 
 
 @dataclass(frozen=True)
 class StageCall:
-    """What a stage is called with beside the activations; FSDP2, which casts and hooks tensors, does not look inside.
+    """What a stage is called with beside the activations.
+
+    FSDP2, which casts and hooks tensors, does not look inside.
 
     Stages in the middle look at neither.
     """
 
     inputs: Callable[[], Inputs]  # of the model's forward pass
-    # (the model's outputs, calls of torch's loss functions that made them, if observed) → what the last stage returns
+    # (the model's outputs, calls of torch's loss functions that made them, if observed) → what the
+    # last stage returns
     finish: Callable[[Any, LossCalls | None], Any]
 
 
 class StageModule(nn.Module):
     """Stage `index` of `count`.
 
-    `borrowed`: segment name → {keyword: where the parameter is}, for each call; `earlier`: segment name → how often a
-    module that draws under this name ran in earlier stages; `observes`: record calls of torch's loss functions in the
-    last stage; `owns` registers what only segments of this stage borrow.
+    `borrowed`: segment name → {keyword: where the parameter is}, for each call; `earlier`: segment
+    name → how often a module that draws under this name ran in earlier stages; `observes`: record
+    calls of torch's loss functions in the last stage; `owns` registers what only segments of this
+    stage borrow.
     """
 
     def __init__(
-        self, index: int, count: int, segments: Sequence[tuple[str, nn.Module]], *,
-        borrowed: Mapping[str, Mapping[str, Registration]], blocks: Sequence[tuple[str, nn.Module]],
-        earlier: Mapping[str, int], precision: Precision, observes: bool = False, owns: nn.Module | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        index: int,
+        count: int,
+        segments: Sequence[tuple[str, nn.Module]],
+        *,
+        borrowed: Mapping[str, Mapping[str, Registration]],
+        blocks: Sequence[tuple[str, nn.Module]],
+        earlier: Mapping[str, int],
+        precision: Precision,
+        observes: bool = False,
+        owns: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.index = index
         self.is_first, self.is_last = index == 0, index == count - 1
@@ -100,7 +112,9 @@ class StageModule(nn.Module):
                 values, keywords = inputs
             outputs: Any = values
             for segment, borrowed in self._segments:
-                lent = {keyword: registration.tensor() for keyword, registration in borrowed.items()}
+                lent = {
+                    keyword: registration.tensor() for keyword, registration in borrowed.items()
+                }
                 outputs = run_segment(segment, values, {**keywords, **lent}, inputs)
                 values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
         if self.is_last:
@@ -122,7 +136,10 @@ def _own(value: Tensor, given: set[int]) -> Tensor:
 
 
 class _Copied(torch.autograd.Function):
-    """A copy with the strides of a tensor that does not fill its memory, or is expanded; `clone` would give others."""
+    """A copy with the strides of a tensor that does not fill its memory, or is expanded.
+
+    `clone` would give others.
+    """
 
     @staticmethod
     def forward(_ctx: Any, value: Tensor) -> Tensor:
@@ -139,23 +156,45 @@ Shard = Callable[[nn.Module, Blocks, set[nn.Parameter], bool], list[str]]
 
 
 def stage_module_of(
-    plan: PipelinePlan, stage: int, held: StageParameters, blocks: Blocks, precision: Precision, *, observes: bool
-) -> StageModule:  # fmt: skip
+    plan: PipelinePlan,
+    stage: int,
+    held: StageParameters,
+    blocks: Blocks,
+    precision: Precision,
+    *,
+    observes: bool,
+) -> StageModule:
     """Return the module of stage `stage`, which this rank holds."""
     segments = [plan.segments[i] for i in plan.parts.stages[stage]]
     inside = {id(module) for _, segment in segments for module in segment.modules()}
     borrowed = {
-        name: {keyword: held.parameters[parameter][0] for keyword, parameter in plan.model.lent.get(name, {}).items()}
+        name: {
+            keyword: held.parameters[parameter][0]
+            for keyword, parameter in plan.model.lent.get(name, {}).items()
+        }
         for name, _ in segments
     }
-    # A module that is a segment several times draws new numbers in each run, and counts its runs under all its names.
-    before = [id(module) for i in range(plan.parts.stages[stage].start) for module in [plan.segments[i][1]]]
-    earlier = {name: before.count(id(module)) for name, module in plan.segments if id(module) in before}
+    # A module that is a segment several times draws new numbers in each run, and counts its runs
+    # under all its names.
+    before = [
+        id(module)
+        for i in range(plan.parts.stages[stage].start)
+        for module in [plan.segments[i][1]]
+    ]
+    earlier = {
+        name: before.count(id(module)) for name, module in plan.segments if id(module) in before
+    }
     return StageModule(
-        stage, len(plan.parts.stages), segments, borrowed=borrowed,
+        stage,
+        len(plan.parts.stages),
+        segments,
+        borrowed=borrowed,
         blocks=[(name, block) for name, block in blocks if id(block) in inside],
-        earlier=earlier, precision=precision, observes=observes, owns=held.of_stage.get(stage),
-    )  # fmt: skip
+        earlier=earlier,
+        precision=precision,
+        observes=observes,
+        owns=held.of_stage.get(stage),
+    )
 
 
 class SharedUnit(nn.Module):
@@ -168,7 +207,10 @@ class SharedUnit(nn.Module):
 def shard_stages(
     parts: list[StageModule], held: StageParameters, units: Blocks, shard: Shard, frees: bool
 ) -> tuple[nn.Module | None, list[str]]:
-    """Apply FSDP2 to each stage; parameters that several stages share become a unit of their own."""
+    """Apply FSDP2 to each stage.
+
+    Parameters that several stages share become a unit of their own.
+    """
     doubled = sorted(held.doubled & set(held.parameters))
     unit: nn.Module | None = None
     log_lines: list[str] = []
@@ -185,6 +227,8 @@ def shard_stages(
     shared = {held.parameters[name][0].tensor() for name in doubled}
     for part in parts:
         inside = {id(module) for module in part.modules()}
-        own = [(n, m) for n, m in units if id(m) in inside and not shared.issuperset(m.parameters())]
+        own = [
+            (n, m) for n, m in units if id(m) in inside and not shared.issuperset(m.parameters())
+        ]
         log_lines += [line for line in shard(part, own, shared, frees) if line not in log_lines]
     return unit, log_lines

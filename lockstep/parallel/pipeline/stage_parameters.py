@@ -1,8 +1,9 @@
 """Parameters and buffers of a pipeline's stages: which ranks hold them, and sums of gradients that ranks share.
 
-Names and identities are read from the unsplit model, before anything is cut. A parameter that segments of several
-stages use (it is registered in several modules, or lent to several segments) is held, whole or as the same shard, once
-by each of these stages' ranks. They make the same update from the same sum; norms count it on the first of them alone.
+Names and identities are read from the unsplit model, before anything is cut. A parameter that
+segments of several stages use (it is registered in several modules, or lent to several segments) is
+held, whole or as the same shard, once by each of these stages' ranks. They make the same update
+from the same sum; norms count it on the first of them alone.
 
 Tests: tests/parallel/test_pipeline_hybrid.py, tests/checkpoint/test_own_forms.py
 """
@@ -28,7 +29,10 @@ Segments = Sequence[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class Registration:
-    """The module and attribute where a tensor is registered. Looked up at each use: FSDP2 replaces parameters."""
+    """The module and attribute where a tensor is registered.
+
+    Looked up at each use: FSDP2 replaces parameters.
+    """
 
     module: nn.Module
     attribute: str
@@ -67,10 +71,17 @@ def survey(model: nn.Module, segments: Segments) -> Survey:
     known = set(parameters)
     users: dict[str, list[str]] = {name: [] for name in parameters}
     for segment, module in segments:
-        used = {names[id(p)] for p in module.parameters() if id(p) in names} | set(lent.get(segment, {}).values())
+        used = {names[id(p)] for p in module.parameters() if id(p) in names} | set(
+            lent.get(segment, {}).values()
+        )
         if missing := used - known:
-            what = f"segment {segment} borrows {', '.join(sorted(missing))}, which the model does not have"
-            raise UsageError(what, fix="shared_parameters() must name parameters as named_parameters() does")
+            what = (
+                f"segment {segment} borrows {', '.join(sorted(missing))}, which the model does not"
+                " have"
+            )
+            raise UsageError(
+                what, fix="shared_parameters() must name parameters as named_parameters() does"
+            )
         for name in used:
             users[name].append(segment)
     buffers = {id(buffer): name for name, buffer in model.named_buffers()}
@@ -82,7 +93,10 @@ def _registrations(model: nn.Module, names: Mapping[int, str]) -> dict[str, list
     found: dict[str, list[Registration]] = {name: [] for name in names.values()}
     for module in model.modules():
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-        for attribute, tensor in (*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)):
+        for attribute, tensor in (
+            *parameters,
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ):
             if id(tensor) in names:
                 found[names[id(tensor)]].append(Registration(module, attribute))
     return found
@@ -101,12 +115,16 @@ class Borrowed(nn.Module):
 class StageParameters:
     """The parameters and buffers that one rank holds."""
 
-    parameters: dict[str, list[Registration]]  # canonical name → the places on this rank where it is registered
+    # canonical name → the places on this rank where it is registered
+    parameters: dict[str, list[Registration]]
     buffers: dict[str, list[Registration]]
-    across: dict[str, list[int]] = field(default_factory=dict)  # used on several ranks → these, ascending
+    # used on several ranks → these, ascending
+    across: dict[str, list[int]] = field(default_factory=dict)
     doubled: set[str] = field(default_factory=set)  # used by several stages, here or elsewhere
-    extra: Borrowed = field(default_factory=Borrowed)  # owns parameters that segments of several stages only borrow
-    of_stage: dict[int, Borrowed] = field(default_factory=dict)  # owns what only this stage's segments borrow
+    # owns parameters that segments of several stages only borrow
+    extra: Borrowed = field(default_factory=Borrowed)
+    # owns what only this stage's segments borrow
+    of_stage: dict[int, Borrowed] = field(default_factory=dict)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return name → the tensor that is registered now."""
@@ -121,13 +139,21 @@ class StageParameters:
 
 
 def stage_parameters_of(
-    rank: int, model: Survey, segments: Segments, stage_of: Mapping[str, int], rank_of: Sequence[int]
+    rank: int,
+    model: Survey,
+    segments: Segments,
+    stage_of: Mapping[str, int],
+    rank_of: Sequence[int],
 ) -> StageParameters:
-    """Return what pipeline rank `rank` holds; `stage_of`: segment → stage, `rank_of`: of each stage, its rank."""
+    """Return what pipeline rank `rank` holds.
+
+    `stage_of`: segment → stage, `rank_of`: of each stage, its rank.
+    """
     mine = {id(m) for name, s in segments if rank_of[stage_of[name]] == rank for m in s.modules()}
     held = StageParameters({}, {})
     for name, registrations in model.parameters.items():
-        stages = {stage_of[user] for user in model.users[name]} or {0}  # what no segment uses stays with the first
+        # what no segment uses stays with the first
+        stages = {stage_of[user] for user in model.users[name]} or {0}
         ranks = sorted({rank_of[stage] for stage in stages})
         if len(stages) > 1:
             held.doubled.add(name)
@@ -137,7 +163,9 @@ def stage_parameters_of(
             held.across[name] = ranks
         here = [registration for registration in registrations if id(registration.module) in mine]
         if not here:
-            owner = held.extra if len(stages) > 1 else held.of_stage.setdefault(min(stages), Borrowed())
+            owner = (
+                held.extra if len(stages) > 1 else held.of_stage.setdefault(min(stages), Borrowed())
+            )
             here = [owner.add(registrations[0].tensor())]
         held.parameters[name] = here
     owners: dict[int, set[int]] = {}
@@ -167,15 +195,25 @@ def release(model: Survey, held: StageParameters) -> None:
 
 @torch.no_grad()
 def materialise(
-    held: StageParameters, device: torch.device, first: FirstValues | None = None, *, empty: bool = False
+    held: StageParameters,
+    device: torch.device,
+    first: FirstValues | None = None,
+    *,
+    empty: bool = False,
 ) -> None:
     """Bring what a rank holds to its device, `empty` or with values, from `first` if the model is on meta."""
     for name, old in held.named_parameters().items():
         if empty:
-            held.replace(name, nn.Parameter(torch.empty_like(old, device=device), old.requires_grad))
+            held.replace(
+                name, nn.Parameter(torch.empty_like(old, device=device), old.requires_grad)
+            )
         elif first is not None or old.device != device:
             values = first.parameter(name) if first is not None else old.detach()
-            values = values.to(device) if values.stride() == old.stride() else laid_like(old, values.to(device))
+            values = (
+                values.to(device)
+                if values.stride() == old.stride()
+                else laid_like(old, values.to(device))
+            )
             held.replace(name, nn.Parameter(values, old.requires_grad))
     made = first.buffers() if first is not None else {}
     for name, registrations in held.buffers.items():
@@ -190,13 +228,19 @@ def groups_that_share(
 ) -> dict[str, dist.ProcessGroup]:
     """Return parameter → the group of this pipeline's ranks that hold it, of those that this rank shares.
 
-    `ranks_of`: of *all* parameters that cross ranks, the pipeline ranks: every rank makes every group. `pipelines`: the
-    global ranks of each.
+    `ranks_of`: of *all* parameters that cross ranks, the pipeline ranks: every rank makes every
+    group. `pipelines`: the global ranks of each.
     """
     groups = {}
     for ranks in sorted({tuple(ranks) for ranks in ranks_of.values()}):
-        groups[ranks] = create_group("shared", [[pipeline[rank] for rank in ranks] for pipeline in pipelines])
-    return {name: group for name, ranks in ranks_of.items() if (group := groups[tuple(ranks)]) is not None}
+        groups[ranks] = create_group(
+            "shared", [[pipeline[rank] for rank in ranks] for pipeline in pipelines]
+        )
+    return {
+        name: group
+        for name, ranks in ranks_of.items()
+        if (group := groups[tuple(ranks)]) is not None
+    }
 
 
 @torch.no_grad()

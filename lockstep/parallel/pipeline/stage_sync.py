@@ -10,7 +10,10 @@ from lockstep.torch_compat.fsdp_state import reduce_gradients, reduces_by_hand
 
 
 class StageSync(AroundMicroBatch):
-    """Lets no backward pass of a stage reduce gradients or free parameters; reduces after the last one."""
+    """Lets no backward pass of a stage reduce gradients or free parameters.
+
+    Reduces after the last one.
+    """
 
     def __init__(self, unit: Any) -> None:
         self._unit = unit

@@ -43,9 +43,13 @@ class Pipeline(Strategy):
         whole = f"{self.name}:{layout.pipeline}"
         if layout.data_parallel_size == 1:
             return whole
-        return f"{whole}*" + (f"ddp:{layout.replicate}" if layout.shard == 1 else describe_shards(layout))
+        return f"{whole}*" + (
+            f"ddp:{layout.replicate}" if layout.shard == 1 else describe_shards(layout)
+        )
 
-    def contradictions(self, config: StepConfig, layout: Layout | None = None) -> Iterator[Contradiction]:
+    def contradictions(
+        self, config: StepConfig, layout: Layout | None = None
+    ) -> Iterator[Contradiction]:
         distributed, pipeline = config.distributed, config.distributed.pipeline
         facts, sharding = SCHEDULES[pipeline.schedule], distributed.fsdp.sharding_strategy
         if facts.splits_backward and config.training.compile:
@@ -54,37 +58,58 @@ class Pipeline(Strategy):
             yield Contradiction(("training.compile", "distributed.pipeline.schedule"), what, fix)
         shards = (distributed.shard_size or 1) if layout is None else layout.shard
         if facts.splits_backward and shards > 1 and sharding in ("full_shard", "hybrid_shard"):
-            what = f"{sharding} frees parameters that {facts.name} still needs: its gradients would be wrong"
+            what = (
+                f"{sharding} frees parameters that {facts.name} still needs: its gradients would be"
+                " wrong"
+            )
             fix = "write sharding_strategy: shard_grad_op"
-            yield Contradiction(("distributed.fsdp.sharding_strategy", "distributed.pipeline.schedule"), what, fix)
+            yield Contradiction(
+                ("distributed.fsdp.sharding_strategy", "distributed.pipeline.schedule"), what, fix
+            )
         needed = facts.stages_per_rank
         if needed not in (None, pipeline.stages_per_rank):
             more = ", or schedule: Interleaved1F1B" if needed == 1 else ""
-            what = f"{facts.name} takes {needed} stage{'s' * (needed != 1)} a rank, not {pipeline.stages_per_rank}"
+            what = (
+                f"{facts.name} takes {needed} stage{'s' * (needed != 1)} a rank, not"
+                f" {pipeline.stages_per_rank}"
+            )
             fix = f"write stages_per_rank: {needed}{more}"
-            yield Contradiction(("distributed.pipeline.stages_per_rank", "distributed.pipeline.schedule"), what, fix)
+            yield Contradiction(
+                ("distributed.pipeline.stages_per_rank", "distributed.pipeline.schedule"), what, fix
+            )
 
     def casts_parameters(self, layout: Layout) -> bool:
         return True
 
-    def layouts_to_plan(self, model: ModelSize, config: StepConfig, cluster: GpuCluster) -> Iterator[dict[str, Any]]:
+    def layouts_to_plan(
+        self, model: ModelSize, config: StepConfig, cluster: GpuCluster
+    ) -> Iterator[dict[str, Any]]:
         gpus, most = cluster.num_gpus, min(model.blocks, model.segments)
         sizes = [ranks for ranks in (2, 4, 8, 16, 32, 64) if gpus % ranks == 0 and ranks <= most]
         # The fewest whose stages' parameters and gradients fit whole.
-        for ranks in [ranks for ranks in sizes if 8 * model.parameters / ranks < cluster.usable_memory][:1]:
+        for ranks in [
+            ranks for ranks in sizes if 8 * model.parameters / ranks < cluster.usable_memory
+        ][:1]:
             yield {
-                STRATEGIES.where: self.name, "distributed.pipeline_size": ranks,
-                "distributed.pipeline.schedule": "1F1B", "distributed.shard_size": gpus // ranks,
+                STRATEGIES.where: self.name,
+                "distributed.pipeline_size": ranks,
+                "distributed.pipeline.schedule": "1F1B",
+                "distributed.shard_size": gpus // ranks,
                 "distributed.fsdp.sharding_strategy": "shard_grad_op",
-            }  # fmt: skip
+            }
 
     def topologies_to_verify(self, config: StepConfig) -> list[str]:
         pipeline = config.distributed.pipeline
         stages = len(pipeline.split_spec) + 1
-        ranks = stages // pipeline.stages_per_rank if stages > 1 else config.distributed.pipeline_size or 2
+        ranks = (
+            stages // pipeline.stages_per_rank
+            if stages > 1
+            else config.distributed.pipeline_size or 2
+        )
         return [f"{self.name}:{ranks}"]
 
     def place(self, placement: PlacementContext) -> ParallelModel:
-        from lockstep.parallel.pipeline.place import place  # torch's pipelining loads its compiler, which takes seconds
+        # torch's pipelining loads its compiler, which takes seconds
+        from lockstep.parallel.pipeline.place import place
 
         return place(placement)

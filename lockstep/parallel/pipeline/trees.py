@@ -1,9 +1,10 @@
 """The same bits under a pipeline: the sums of each stage, and their sum over parallel pipelines.
 
-A stage's gradients of one micro-batch are a leaf of the tree. After the last backward pass an all-to-all among the
-ranks with the same stages brings each its share of the nodes' sums, cut as the parameters are. Weights that several
-stages use: one process adds up the gradient of a micro-batch use by use, from the last segment to the first, so stages
-send the running sum with the gradient of their input, and the stage with the first use has the leaf.
+A stage's gradients of one micro-batch are a leaf of the tree. After the last backward pass an
+all-to-all among the ranks with the same stages brings each its share of the nodes' sums, cut as the
+parameters are. Weights that several stages use: one process adds up the gradient of a micro-batch
+use by use, from the last segment to the first, so stages send the running sum with the gradient of
+their input, and the stage with the first use has the leaf.
 
 Tests: tests/parallel/test_tree.py, tests/parity/test_same_bits.py
 """
@@ -26,12 +27,18 @@ from lockstep.parallel.comm import all_gather_flat
 from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.parallel_model import local
 from lockstep.parallel.pipeline.stage_parameters import StageParameters
-from lockstep.parallel.reproducible.tree import Partials, TreeReduceScatter, clear_zero_signs, tree_assignment
+from lockstep.parallel.reproducible.tree import (
+    Partials,
+    TreeReduceScatter,
+    clear_zero_signs,
+    tree_assignment,
+)
 from lockstep.parallel.strides import lay_gradients
 from lockstep.parallel.transport import Meta, Metas
 
 _BUCKET = 25 << 20  # bytes of gradients that are sent at once
-Bucket = Sequence[tuple[str, list[Tensor | None]]]  # parameters, with the sums of their gradients over each node
+# parameters, with the sums of their gradients over each node
+Bucket = Sequence[tuple[str, list[Tensor | None]]]
 
 
 @dataclass(frozen=True)
@@ -59,9 +66,12 @@ class StageTrees:
     stages: Sequence[int]  # of this rank
     device: torch.device  # of the gradients
     mesh: DeviceMesh  # with the axes `replicate` and `shard`
-    dp_group: dist.ProcessGroup | None  # the ranks with the same stages; None where there is one pipeline
-    shared_groups: Mapping[str, dist.ProcessGroup]  # parameter → group of this pipeline's ranks that hold it
-    experts: PlacedExperts | None = None  # those that the parallel pipelines share out, which have sums of their own
+    # the ranks with the same stages; None where there is one pipeline
+    dp_group: dist.ProcessGroup | None
+    # parameter → group of this pipeline's ranks that hold it
+    shared_groups: Mapping[str, dist.ProcessGroup]
+    # those that the parallel pipelines share out, which have sums of their own
+    experts: PlacedExperts | None = None
     run: Sequence[MicroBatch] = ()  # micro-batches of the schedule's run
     places: range = range(0)  # of these in the step; without those that pad a run
     _partials: dict[int, Partials] = field(default_factory=dict)
@@ -70,7 +80,9 @@ class StageTrees:
     def __post_init__(self) -> None:
         self._replicas, self._shards = self.mesh["replicate"], self.mesh["shard"].size()
         # Of a stage: whose leaves are complete there.
-        self._complete = {s: [n for n in self.uses.of(s) if self.uses.stages[n][0] == s] for s in self.stages}
+        self._complete = {
+            s: [n for n in self.uses.of(s) if self.uses.stages[n][0] == s] for s in self.stages
+        }
 
     def begin(self, leaves: int) -> None:
         self.leaves = leaves
@@ -82,7 +94,9 @@ class StageTrees:
 
     def metas(self, stage: int) -> Metas:
         """Describe the running sums of shared weights that later stages have used."""
-        return tuple(Meta.of(self.uses.like[name]).as_gradient() for name in self.uses.crossing(stage))
+        return tuple(
+            Meta.of(self.uses.like[name]).as_gradient() for name in self.uses.crossing(stage)
+        )
 
     def roots(self, stage: int, carried: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return (weight, running sum): the backward pass starts from them, too, so that they precede its own uses."""
@@ -91,7 +105,10 @@ class StageTrees:
         return [(self._parameter(name), value) for name, value in arrived if name in here]
 
     def done(self, stage: int, position: int, carried: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Keep the gradients of a stage's weights as a leaf; return the running sums for the previous stage."""
+        """Keep the gradients of a stage's weights as a leaf.
+
+        Return the running sums for the previous stage.
+        """
         sums: dict[str, Tensor | None] = dict(zip(self.uses.crossing(stage), carried, strict=True))
         for name in self.uses.of(stage):
             parameter = self._parameter(name)
@@ -99,15 +116,21 @@ class StageTrees:
                 sums[name], parameter.grad = parameter.grad, None
         micro_batch = self.run[position]
         if micro_batch.real:
-            self._partials[stage].add(micro_batch.index, [sums.get(name) for name in self._complete[stage]])
+            self._partials[stage].add(
+                micro_batch.index, [sums.get(name) for name in self._complete[stage]]
+            )
         if self.experts is not None:
             at = self.places[position] if position < len(self.places) else None
             self.experts.add_leaves(at, self._complete[stage])
         handed_on = [(name, sums.get(name)) for name in self.uses.crossing(stage - 1)]
-        return tuple(self._zeros(name) if value is None else value.contiguous() for name, value in handed_on)
+        return tuple(
+            self._zeros(name) if value is None else value.contiguous() for name, value in handed_on
+        )
 
     def _zeros(self, name: str) -> Tensor:
-        return torch.zeros_like(self.uses.like[name], device=self.device, memory_format=torch.contiguous_format)
+        return torch.zeros_like(
+            self.uses.like[name], device=self.device, memory_format=torch.contiguous_format
+        )
 
     def _parameter(self, name: str) -> nn.Parameter:
         found = self.held.parameters[name][0].tensor()
@@ -126,14 +149,20 @@ class StageTrees:
         else:
             self._sum_over_pipelines(self.dp_group)
         lay_gradients(self.held.named_parameters().values())
-        for name, group in sorted((n, g) for n, g in self.shared_groups.items() if n in self.uses.stages):
+        for name, group in sorted(
+            (n, g) for n, g in self.shared_groups.items() if n in self.uses.stages
+        ):
             parameter = self._parameter(name)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             ranks = self.held.across[name]
             first = ranks.index(self.uses.rank_of[self.uses.stages[name][0]])
-            dist.broadcast(local(parameter.grad), src=dist.get_global_rank(group, first), group=group)
-        clear_zero_signs([local(p.grad) for p in self.held.named_parameters().values() if p.grad is not None])
+            dist.broadcast(
+                local(parameter.grad), src=dist.get_global_rank(group, first), group=group
+            )
+        clear_zero_signs(
+            [local(p.grad) for p in self.held.named_parameters().values() if p.grad is not None]
+        )
 
     def _of_nodes(self, group: dist.ProcessGroup) -> Iterator[tuple[str, list[Tensor | None]]]:
         """Yield each parameter that is complete here, with its sums over the nodes that this pipeline ran."""
@@ -166,7 +195,13 @@ class StageTrees:
         widths = [self._width(name) for name, _ in bucket]
         nodes = range(len(bucket[0][1]))
         rows: list[Tensor | None] = [
-            torch.cat([self._rows(name, values[node], w) for (name, values), w in zip(bucket, widths, strict=True)], 1)
+            torch.cat(
+                [
+                    self._rows(name, values[node], w)
+                    for (name, values), w in zip(bucket, widths, strict=True)
+                ],
+                1,
+            )
             for node in nodes
         ]
         return TreeReduceScatter(rows, like, sum(widths), self.leaves, group)
@@ -175,7 +210,9 @@ class StageTrees:
         """Return the number of elements of a parameter that a rank gets: its replica's part of the largest shard."""
         shape, dim = self._cut(name)
         rest = math.prod(shape) // max(1, shape[dim]) if shape else 1
-        return -(-(-(-(shape[dim] if shape else 1) // self._shards) * rest) // self._replicas.size())
+        return -(
+            -(-(-(shape[dim] if shape else 1) // self._shards) * rest) // self._replicas.size()
+        )
 
     def _rows(self, name: str, value: Tensor | None, width: int) -> Tensor:
         """Return a whole gradient as [ranks, width]: row (replica, shard) in the order of the ranks."""
@@ -185,7 +222,9 @@ class StageTrees:
         if value is not None:
             for shard in range(self._shards):
                 flat = local_chunk(value, dim, self._shards, shard).reshape(-1)
-                rows[:, shard].copy_(F.pad(flat, (0, replicas * width - flat.numel())).view(replicas, width))
+                rows[:, shard].copy_(
+                    F.pad(flat, (0, replicas * width - flat.numel())).view(replicas, width)
+                )
         return rows.view(-1, width)
 
     def _cut(self, name: str) -> tuple[tuple[int, ...], int]:
@@ -204,19 +243,28 @@ class StageTrees:
         else:
             whole = mine
         widths = [self._width(name) for name in names]
-        for name, columns in zip(names, torch.split(whole.view(replicas, -1), widths, dim=1), strict=True):
+        for name, columns in zip(
+            names, torch.split(whole.view(replicas, -1), widths, dim=1), strict=True
+        ):
             parameter = self.held.named_parameters()[name]
             assert isinstance(parameter, DTensor)
             piece = parameter.to_local()
             gradient = columns.reshape(-1)[: piece.numel()].view(piece.shape)
             parameter.grad = DTensor.from_local(
-                gradient, parameter.device_mesh, parameter.placements, run_check=False,
-                shape=parameter.shape, stride=parameter.stride(),
-            )  # fmt: skip
+                gradient,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
 
 
 def _buckets(sums: Bucket, held: StageParameters) -> list[Bucket]:
-    """Return runs of neighbours of about `_BUCKET` bytes; the same on every rank with the same stages."""
+    """Return runs of neighbours of about `_BUCKET` bytes.
+
+    The same on every rank with the same stages.
+    """
     parameters = held.named_parameters()
     starts = accumulate((parameters[name].numel() * 4 for name, _ in sums), initial=0)
     numbered = zip((start // _BUCKET for start in starts), sums, strict=False)

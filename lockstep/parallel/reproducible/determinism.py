@@ -1,9 +1,9 @@
 """Settings for the same bits on any number of ranks: deterministic kernels, and one expression for each gradient.
 
-This holds among processors of one kind: a CPU with wider vectors, or another GPU, has other kernels. FSDP2 passes a
-unit's inputs through one autograd node, where the contributions of several uses inside the unit are added before those
-of other units: (v2 + k2) + (v1 + k1) where one process adds v2, k2, v1, k1 in a row. `join_uses_of_inputs` gives each
-unit such a node on every topology.
+This holds among processors of one kind: a CPU with wider vectors, or another GPU, has other
+kernels. FSDP2 passes a unit's inputs through one autograd node, where the contributions of several
+uses inside the unit are added before those of other units: (v2 + k2) + (v1 + k1) where one process
+adds v2, k2, v1, k1 in a row. `join_uses_of_inputs` gives each unit such a node on every topology.
 
 Tests: tests/parallel/test_tree.py, tests/parity/test_same_bits.py
 """
@@ -24,7 +24,10 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def switch_on(device: torch.device) -> list[str]:
-    """Use deterministic kernels, and the same number of threads on every rank; return lines to log at start."""
+    """Use deterministic kernels, and the same number of threads on every rank.
+
+    Return lines to log at start.
+    """
     os.environ.setdefault(_WORKSPACE, ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads it
@@ -44,7 +47,10 @@ class DeterministicKernels(AroundMicroBatch):
 
 
 def explain_kernel(error: BaseException) -> UsageError | None:
-    """Return an error that names the operation without a deterministic kernel; None for other errors."""
+    """Return an error that names the operation without a deterministic kernel.
+
+    None for other errors.
+    """
     found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
     if found is None or not isinstance(error, RuntimeError):
         return None

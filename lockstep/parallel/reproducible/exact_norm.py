@@ -1,12 +1,14 @@
 """The gradient norm, computed so that it does not depend on how gradients are cut or in which order they are added.
 
-A sum of floats depends on its order; a sum of integers does not. So each square is written in fixed point, as
-multiples of a unit that all ranks agree on, and the integers are added. With all |g| < 2^e and n elements in all,
-b = 62 − ⌈log₂ n⌉ bits leave room for n terms in 63 (36 at most, of which float64 adds up 2^15 exactly): a square is
-rounded to hi · 2^(2e − b), and what is left of it to lo · 2^(2e − 2b). For n = 2³⁰ that is 64 bits below the largest
-square. Squares of float32 are exact in float64.
+A sum of floats depends on its order; a sum of integers does not. So each square is written in fixed
+point, as multiples of a unit that all ranks agree on, and the integers are added. With all |g| <
+2^e and n elements in all, b = 62 − ⌈log₂ n⌉ bits leave room for n terms in 63 (36 at most, of which
+float64 adds up 2^15 exactly): a square is rounded to hi · 2^(2e − b), and what is left of it to lo
+· 2^(2e − 2b). For n = 2³⁰ that is 64 bits below the largest square. Squares of float32 are exact in
+float64.
 
-Source: the idea of pre-rounding, Demmel and Nguyen 2013, "Fast Reproducible Floating-Point Summation".
+Source: the idea of pre-rounding, Demmel and Nguyen 2013, "Fast Reproducible Floating-Point
+Summation".
 """
 
 import math
@@ -18,20 +20,27 @@ from torch import Tensor
 
 from lockstep.torch_compat import foreach
 
-_AT_ONCE = {"cpu": 1 << 15}  # elements of which float64 copies exist at a time: what fits a CPU's cache
-_SMALL = 1 << 12  # gradients of fewer elements are put together: each operation on one has a price of its own
+# elements of which float64 copies exist at a time: what fits a CPU's cache
+_AT_ONCE = {"cpu": 1 << 15}
+# gradients of fewer elements are put together: each operation on one has a price of its own
+_SMALL = 1 << 12
 
 
 @torch.no_grad()
 def exact_norm(
-    gradients: Sequence[Tensor], groups: Sequence[dist.ProcessGroup], device: torch.device, elements: int
+    gradients: Sequence[Tensor],
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+    elements: int,
 ) -> Tensor:
     """Return the 2-norm over all gradients of all shards and stages, 0-dim float32, the same bits on any layout.
 
-    This rank's `gradients` are float32 or narrower; `elements`: in all gradients of all ranks, or an upper bound.
+    This rank's `gradients` are float32 or narrower; `elements`: in all gradients of all ranks, or
+    an upper bound.
     """
     gradients = [gradient for gradient in gradients if gradient.numel()]  # a shard may be empty
-    largest = _largest(gradients, device).nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum may lose a nan
+    # a maximum may lose a nan
+    largest = _largest(gradients, device).nan_to_num(nan=math.inf, posinf=math.inf)
     for group in groups:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     bits = min(36, 62 - math.ceil(math.log2(max(2, elements))))
@@ -55,17 +64,24 @@ def _largest(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), device=device)
     if device.type != "cpu":
         return torch.nn.utils.get_total_norm(gradients, float("inf")).float()
-    extremes = [extreme for gradient in gradients for extreme in torch.aminmax(gradient)]  # ten times as fast there
+    # ten times as fast there
+    extremes = [extreme for gradient in gradients for extreme in torch.aminmax(gradient)]
     return torch.stack(extremes).float().abs().max()
 
 
 def _squares(gradients: Sequence[Tensor], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield squares of the elements in float64, some at a time, and a buffer of that size; both may be written to."""
+    """Yield squares of the elements in float64, some at a time, and a buffer of that size.
+
+    Both may be written to.
+    """
     small = [gradient.reshape(-1) for gradient in gradients if gradient.numel() < _SMALL]
     large = [gradient.reshape(-1) for gradient in gradients if gradient.numel() >= _SMALL]
     flats = [*large, *([torch.cat(small)] if small else [])]
-    at_once = min(_AT_ONCE.get(device.type, 1 << 24), max((flat.numel() for flat in flats), default=0))
-    work = torch.empty(2, at_once, dtype=torch.float64, device=device)  # once: fresh memory costs page faults
+    at_once = min(
+        _AT_ONCE.get(device.type, 1 << 24), max((flat.numel() for flat in flats), default=0)
+    )
+    # once: fresh memory costs page faults
+    work = torch.empty(2, at_once, dtype=torch.float64, device=device)
     for flat in flats:
         for piece in torch.split(flat, at_once):
             values, room = work[:, : piece.numel()]
@@ -74,14 +90,19 @@ def _squares(gradients: Sequence[Tensor], device: torch.device) -> Iterator[tupl
 
 def _exact_sum(values: Tensor) -> Tensor:
     """Return the exact sum of float64 values that are whole numbers, in int64."""
-    # On a CPU there are 2^15 of at most 36 bits, whose sum float64 holds, in whichever order it is made.
+    # On a CPU there are 2^15 of at most 36 bits, whose sum float64 holds, in whichever order it is
+    # made.
     return values.sum().long() if values.device.type == "cpu" else values.long().sum()
 
 
-def gradient_norm(gradients: list[Tensor], groups: list[dist.ProcessGroup], device: torch.device) -> Tensor:
+def gradient_norm(
+    gradients: list[Tensor], groups: list[dist.ProcessGroup], device: torch.device
+) -> Tensor:
     """Return the 2-norm over all gradients of all shards and stages, 0-dim float32, the same number on every rank."""
     local = torch.zeros((), device=device)
-    if gradients:  # what `torch.nn.utils.get_total_norm` does, in half of its time: it sorts by device and dtype first
+    # what `torch.nn.utils.get_total_norm` does, in half of its time: it sorts by device and dtype
+    # first
+    if gradients:
         local = torch.linalg.vector_norm(torch.stack(foreach.norm(gradients)))
     if not groups:
         return local

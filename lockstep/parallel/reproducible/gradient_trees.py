@@ -1,8 +1,9 @@
 """Sums of gradients up the tree, while backward passes run: one process, ddp, and FSDP2.
 
-In round k of a step, the S shards of an FSDP2 replica run S neighbouring micro-batches: the reduce-scatter of a unit's
-gradients is an all-to-all, which brings a rank its shard of these S leaves in as many bytes. FSDP2 gets the shard axis
-alone: its all-reduce over replicas can't be replaced, but a hook after the reduce-scatter takes its place.
+In round k of a step, the S shards of an FSDP2 replica run S neighbouring micro-batches: the
+reduce-scatter of a unit's gradients is an all-to-all, which brings a rank its shard of these S
+leaves in as many bytes. FSDP2 gets the shard axis alone: its all-reduce over replicas can't be
+replaced, but a hook after the reduce-scatter takes its place.
 
 Tests: tests/parallel/test_tree.py, tests/parity/test_same_bits.py,
 tests/parity/test_shared_inputs.py
@@ -51,8 +52,9 @@ class GradientTree(AroundMicroBatch):
 class LocalTree(GradientTree):
     """A tree over the micro-batches that this rank runs, which leaves the step's sum in `.grad`.
 
-    A rank holds ⌈log₂ K⌉ + 1 copies of the gradients for K micro-batches of its own. A subclass that exchanges with
-    other ranks overrides `add_up`; `partials.take(node)` returns the sums of one of the nodes that this rank has run.
+    A rank holds ⌈log₂ K⌉ + 1 copies of the gradients for K micro-batches of its own. A subclass
+    that exchanges with other ranks overrides `add_up`; `partials.take(node)` returns the sums of
+    one of the nodes that this rank has run.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -102,14 +104,17 @@ class ExchangedTree(LocalTree):
 
     def _flat(self, values: Sequence[Tensor | None]) -> Tensor:
         both = zip(self.parameters, values, strict=True)
-        return torch.cat([torch.zeros_like(p).flatten() if v is None else v.flatten() for p, v in both])
+        return torch.cat(
+            [torch.zeros_like(p).flatten() if v is None else v.flatten() for p, v in both]
+        )
 
 
 class ReplicaTree(GradientTree):
     """The sum over replicas under DDP, in a communication hook that reduces buckets up the tree.
 
-    The all-to-all of a bucket starts when the bucket is ready; its fold and its all-gather follow when the next bucket
-    is: one bucket behind, so that nothing waits for the network while there is backward work left to hide it.
+    The all-to-all of a bucket starts when the bucket is ready; its fold and its all-gather follow
+    when the next bucket is: one bucket behind, so that nothing waits for the network while there is
+    backward work left to hide it.
     """
 
     def __init__(self, model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
@@ -118,8 +123,10 @@ class ReplicaTree(GradientTree):
         self._group = group
         self._partials = Partials(0)
         self._micro_batch: MicroBatch | None = None
-        self._may_miss = model.find_unused_parameters  # whether a backward pass may leave parameters out
-        self._used_before: set[int] = set()  # places of those that earlier micro-batches of the step used
+        # whether a backward pass may leave parameters out
+        self._may_miss = model.find_unused_parameters
+        # places of those that earlier micro-batches of the step used
+        self._used_before: set[int] = set()
         self._folding: tuple[TreeAllReduce, Tensor] | None = None  # the all-to-all runs
         self._gathering: list[tuple[TreeAllReduce, Tensor]] = []  # the all-gather runs
         model.register_comm_hook(None, self._reduce)
@@ -129,7 +136,8 @@ class ReplicaTree(GradientTree):
             self._partials = Partials(run.micro_batches_per_step)
         self._micro_batch = run.micro_batch
         if run.last:
-            # DDP remembers what earlier micro-batches of the step used, and wants a gradient of it to reduce.
+            # DDP remembers what earlier micro-batches of the step used, and wants a gradient of it
+            # to reduce.
             for place in self._used_before:
                 self.parameters[place].grad = torch.zeros_like(self.parameters[place])
             self._used_before.clear()
@@ -156,7 +164,8 @@ class ReplicaTree(GradientTree):
             for reduce, out in self._gathering:
                 reduce.finish(out)
             self._gathering.clear()
-        # DDP reads the result at the end of the backward pass: by then the last bucket has finished all of them.
+        # DDP reads the result at the end of the backward pass: by then the last bucket has finished
+        # all of them.
         done: Future[Tensor] = Future()
         done.set_result(flat)
         return done
@@ -174,7 +183,10 @@ class ReplicaTree(GradientTree):
         if self._micro_batch.real:
             partials.add(self._micro_batch.index, [*_views(bucket.buffer(), bucket)], owned=False)
         nodes = tree_assignment(partials.leaves, self._group.size())[self._group.rank()]
-        return [None if (values := partials.take(node)) is None else _flat(values, bucket) for node in nodes]
+        return [
+            None if (values := partials.take(node)) is None else _flat(values, bucket)
+            for node in nodes
+        ]
 
 
 def _flat(values: Sequence[Tensor | None], bucket: GradBucket) -> Tensor:
@@ -188,9 +200,13 @@ def _flat(values: Sequence[Tensor | None], bucket: GradBucket) -> Tensor:
 def _views(flat: Tensor, bucket: GradBucket) -> list[Tensor]:
     """Return the gradients in a tensor that is laid out as a bucket: each in the memory format of its parameter.
 
-    `bucket.gradients()` takes the memory of a parameter in `channels_last` for one that lies row by row.
+    `bucket.gradients()` takes the memory of a parameter in `channels_last` for one that lies row by
+    row.
     """
-    places = [gradient.storage_offset() - bucket.buffer().storage_offset() for gradient in bucket.gradients()]
+    places = [
+        gradient.storage_offset() - bucket.buffer().storage_offset()
+        for gradient in bucket.gradients()
+    ]
     return [
         flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + place)
         for parameter, place in zip(bucket.parameters(), places, strict=True)
@@ -215,7 +231,8 @@ class ShardTree(GradientTree):
                 module.set_all_reduce_hook(unit.all_reduce)
                 self._units.append(unit)
         self.leaves: int = 0
-        self.round: list[int | None] = []  # the micro-batches that the shards of this replica run now; None: a dummy
+        # the micro-batches that the shards of this replica run now; None: a dummy
+        self.round: list[int | None] = []
         self.last = False
         self._rounds = 0
 
@@ -234,8 +251,14 @@ class ShardTree(GradientTree):
             return
         for unit in self._units:
             if len(unit.partials):
-                what = f"some parameters of {unit.name or 'the model'} are used in some micro-batches only"
-                why = "FSDP2 reduces a unit in those backward passes that use it, so the sum would miss leaves"
+                what = (
+                    f"some parameters of {unit.name or 'the model'} are used in some micro-batches"
+                    " only"
+                )
+                why = (
+                    "FSDP2 reduces a unit in those backward passes that use it, so the sum would"
+                    " miss leaves"
+                )
                 fix = "let every micro-batch use them, or use ddp with find_unused_parameters"
                 raise UsageError(what, where="distributed.reproducible", why=why, fix=fix)
 
@@ -245,7 +268,10 @@ class ShardTree(GradientTree):
 
     def nodes(self) -> list[list[Node]]:
         return [
-            nodes_that_cover(set(leaves_of(node for nodes in self._of_replica(replica) for node in nodes)), self.leaves)
+            nodes_that_cover(
+                set(leaves_of(node for nodes in self._of_replica(replica) for node in nodes)),
+                self.leaves,
+            )
             for replica in range(self.replicas.size())
         ]
 
@@ -262,7 +288,12 @@ class _Unit:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         self._add(list(torch.cat(list(AllToAll(input_tensor, group).received()), dim=1)))
         if self._tree.last and self._tree.replicas.size() == 1:
@@ -271,7 +302,8 @@ class _Unit:
     def all_reduce(self, reduced: Tensor) -> None:
         """Add the output of the reduce-scatter; in the last round write the sum over replicas to it."""
         tree = self._tree
-        if tree.shards.size() == 1:  # FSDP2 has not called the reduce-scatter, and the output is the leaf
+        # FSDP2 has not called the reduce-scatter, and the output is the leaf
+        if tree.shards.size() == 1:
             self._add([reduced])
         if not tree.last:
             return

@@ -1,15 +1,17 @@
 """The sum over a step's micro-batches as one expression: a binary tree whose leaves are their gradients, in order.
 
-Additions of floats do not associate, so a sum is the same in every bit only where it is the same expression. The tree
-depends on M, the number of micro-batches in the step, alone: a *node* is a run of neighbours [lo, hi); a run of more
-than one splits into halves, the first of which is the longer one where they differ. M = 7: ((0+1)+(2+3)) + ((4+5)+6).
-Ranks that reduce once a step (ddp, replicas, pipelines) run whole nodes: one each on 2ⁿ ranks, because the n-th level
-of the tree has 2ⁿ nodes whose sizes differ by one at most. Ranks that reduce each micro-batch (fsdp) run every S-th
+Additions of floats do not associate, so a sum is the same in every bit only where it is the same
+expression. The tree depends on M, the number of micro-batches in the step, alone: a *node* is a run
+of neighbours [lo, hi); a run of more than one splits into halves, the first of which is the longer
+one where they differ. M = 7: ((0+1)+(2+3)) + ((4+5)+6). Ranks that reduce once a step (ddp,
+replicas, pipelines) run whole nodes: one each on 2ⁿ ranks, because the n-th level of the tree has
+2ⁿ nodes whose sizes differ by one at most. Ranks that reduce each micro-batch (fsdp) run every S-th
 one.
 
-Missing leaves (a dummy; a parameter that a micro-batch did not use) are left out, or stand as +0 where a buffer has a
-place for them: the sign of a zero may differ, and `clear_zero_signs` makes it +. A dummy's gradient is never added: 0 ×
-inf is nan. Weights that several segments use have one leaf a micro-batch, added from the last use to the first.
+Missing leaves (a dummy; a parameter that a micro-batch did not use) are left out, or stand as +0
+where a buffer has a place for them: the sign of a zero may differ, and `clear_zero_signs` makes it
++. A dummy's gradient is never added: 0 × inf is nan. Weights that several segments use have one
+leaf a micro-batch, added from the last use to the first.
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -26,7 +28,8 @@ from lockstep.torch_compat import foreach
 
 Node = tuple[int, int]  # a run [lo, hi) of micro-batches that the tree sums as one
 Nodes = Sequence[Sequence[Node]]  # of each rank
-Values = list[Tensor | None]  # partial sums of each parameter (or of one flat tensor); None where nothing was added
+# partial sums of each parameter (or of one flat tensor); None where nothing was added
+Values = list[Tensor | None]
 
 
 def children(node: Node) -> tuple[Node, Node]:
@@ -50,7 +53,10 @@ def path_to(index: int, leaves: int) -> list[tuple[Node, Node]]:
 
 @lru_cache(maxsize=256)
 def tree_assignment(leaves: int, ranks: int) -> tuple[tuple[Node, ...], ...]:
-    """Return the nodes that each rank runs: every leaf once, as evenly as possible, in few nodes; one on 2ⁿ ranks."""
+    """Return the nodes that each rank runs: every leaf once, as evenly as possible, in few nodes.
+
+    One on 2ⁿ ranks.
+    """
     room = [leaves // ranks + (rank < leaves % ranks) for rank in range(ranks)]
     mine: list[list[Node]] = [[] for _ in range(ranks)]
     nodes: list[Node] = [(0, leaves)] if leaves else []
@@ -66,7 +72,11 @@ def tree_assignment(leaves: int, ranks: int) -> tuple[tuple[Node, ...], ...]:
         mine[rank].append(node)
         room[rank] -= size
     # In the order of their first leaves: rank 0 has micro-batch 0.
-    return tuple(sorted((tuple(sorted(held)) for held in mine), key=lambda held: held[:1] or ((leaves, leaves),)))
+    return tuple(
+        sorted(
+            (tuple(sorted(held)) for held in mine), key=lambda held: held[:1] or ((leaves, leaves),)
+        )
+    )
 
 
 def leaves_of(nodes: Iterable[Node]) -> list[int]:
@@ -87,17 +97,27 @@ def nodes_that_cover(indices: Set[int], leaves: int) -> list[Node]:
 
 
 def nodes_of_owners(owners: Sequence[int], ranks: int) -> list[list[Node]]:
-    """Return the nodes that cover what each rank has run; `owners`: of each micro-batch, its rank."""
+    """Return the nodes that cover what each rank has run.
+
+    `owners`: of each micro-batch, its rank.
+    """
     return [
-        nodes_that_cover({index for index, owner in enumerate(owners) if owner == rank}, len(owners))
+        nodes_that_cover(
+            {index for index, owner in enumerate(owners) if owner == rank}, len(owners)
+        )
         for rank in range(ranks)
     ]
 
 
-def assign_tree(micro_batches: int, rank: int, ranks: int, *, even: bool = False) -> list[tuple[int, bool]]:
-    """Return (index, real) of what a rank runs with one reduction a step; one dummy if it has no micro-batch.
+def assign_tree(
+    micro_batches: int, rank: int, ranks: int, *, even: bool = False
+) -> list[tuple[int, bool]]:
+    """Return (index, real) of what a rank runs with one reduction a step.
 
-    With `even` it is the same number on each rank, for collectives in each micro-batch; dummies come last.
+    One dummy if it has no micro-batch.
+
+    With `even` it is the same number on each rank, for collectives in each micro-batch; dummies
+    come last.
     """
     assignment = tree_assignment(micro_batches, ranks)
     mine = leaves_of(assignment[rank])
@@ -108,11 +128,12 @@ def assign_tree(micro_batches: int, rank: int, ranks: int, *, even: bool = False
 
 def assign_in_groups(
     micro_batches: int, rank: int, ranks: int, groups: int, *, even: bool = False
-) -> list[tuple[int, bool]]:  # fmt: skip
+) -> list[tuple[int, bool]]:
     """Return (index, real) of what a rank runs where the ranks of a group reduce each micro-batch.
 
-    A group (a replica, of shards) runs nodes of the tree; each of its S ranks runs every S-th micro-batch of them, and
-    those with fewer run a dummy at the end. With `even` it is the same number in each group.
+    A group (a replica, of shards) runs nodes of the tree; each of its S ranks runs every S-th
+    micro-batch of them, and those with fewer run a dummy at the end. With `even` it is the same
+    number in each group.
     """
     size = ranks // groups
     group, first = divmod(rank, size)
@@ -120,7 +141,10 @@ def assign_in_groups(
     mine = leaves_of(assignment[group])
     most = max(len(leaves_of(nodes)) for nodes in assignment) if even else len(mine)
     places = range(first, max(1, -(-most // size)) * size, size)
-    return [(mine[place], True) if place < len(mine) else (mine[0] if mine else 0, False) for place in places]
+    return [
+        (mine[place], True) if place < len(mine) else (mine[0] if mine else 0, False)
+        for place in places
+    ]
 
 
 class Partials:
@@ -134,7 +158,8 @@ class Partials:
     def add(self, index: int, values: Values, *, owned: bool = True) -> None:
         """Add the leaf of one micro-batch, `values` of the same parameters in the same order each time.
 
-        If they are `owned`, the tensors may be kept and written to. Else they are copied if they have to wait.
+        If they are `owned`, the tensors may be kept and written to. Else they are copied if they
+        have to wait.
         """
         node = (index, index + 1)
         for at, other in path_to(index, self.leaves):
@@ -153,10 +178,15 @@ class Partials:
 
     @torch.no_grad()
     def take(self, node: Node) -> Values | None:
-        """Remove and return the sum of `node`; None if none of its leaves was added. Missing leaves are left out."""
+        """Remove and return the sum of `node`; None if none of its leaves was added.
+
+        Missing leaves are left out.
+        """
         if node in self._held:
             return self._held.pop(node)
-        if node[1] - node[0] < 2 or not any(node[0] <= lo and hi <= node[1] for lo, hi in self._held):
+        if node[1] - node[0] < 2 or not any(
+            node[0] <= lo and hi <= node[1] for lo, hi in self._held
+        ):
             return None
         left, right = (self.take(child) for child in children(node))
         if left is None or right is None:
@@ -190,7 +220,11 @@ class Partials:
 
 
 def _added(into: Values, values: Values, owned: bool) -> Values:
-    both = [i for i, (a, b) in enumerate(zip(into, values, strict=True)) if a is not None and b is not None]
+    both = [
+        i
+        for i, (a, b) in enumerate(zip(into, values, strict=True))
+        if a is not None and b is not None
+    ]
     if both:
         foreach.add_([into[i] for i in both], [values[i] for i in both])  # type: ignore[misc]
     for i, (a, b) in enumerate(zip(into, values, strict=True)):
@@ -210,15 +244,21 @@ class TreeReduceScatter:
     """A reduce-scatter under way. Every rank of the group makes the same calls in the same order.
 
     Args:
-        rows: this rank's nodes' sums, [W, share] each, None where all leaves of a node are missing; row w is rank w's.
+        rows: this rank's nodes' sums, [W, share] each, None where all leaves of a node are missing;
+            row w is rank w's.
         like: of the dtype and on the device of the sums.
         nodes: of each rank, in order; unset: `tree_assignment(leaves, W)`.
     """
 
     def __init__(
-        self, rows: Sequence[Tensor | None], like: Tensor, share: int, leaves: int, group: dist.ProcessGroup,
+        self,
+        rows: Sequence[Tensor | None],
+        like: Tensor,
+        share: int,
+        leaves: int,
+        group: dist.ProcessGroup,
         nodes: Nodes | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._leaves = leaves
         self._nodes: Nodes = tree_assignment(leaves, group.size()) if nodes is None else nodes
         mine, each = len(rows), [len(nodes) for nodes in self._nodes]
@@ -229,9 +269,13 @@ class TreeReduceScatter:
                 self._sent[:, place].copy_(values)
         self._received = like.new_empty(sum(each), share)
         self._work: Any = dist.all_to_all_single(
-            self._received.view(-1), self._sent.view(-1), [count * share for count in each],
-            [mine * share] * group.size(), group=group, async_op=True,
-        )  # fmt: skip
+            self._received.view(-1),
+            self._sent.view(-1),
+            [count * share for count in each],
+            [mine * share] * group.size(),
+            group=group,
+            async_op=True,
+        )
 
     def finish(self) -> Tensor:
         """Wait for the all-to-all, and return the sum of this rank's share, [share]."""
@@ -258,11 +302,17 @@ class TreeAllReduce:
     """
 
     def __init__(
-        self, sums: Sequence[Tensor | None], like: Tensor, leaves: int, group: dist.ProcessGroup,
+        self,
+        sums: Sequence[Tensor | None],
+        like: Tensor,
+        leaves: int,
+        group: dist.ProcessGroup,
         nodes: Nodes | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._group, ranks = group, group.size()
-        at_once = MESSAGE // like.element_size() * ranks if like.device.type == "cpu" else like.numel()
+        at_once = (
+            MESSAGE // like.element_size() * ranks if like.device.type == "cpu" else like.numel()
+        )
         self._size = max(1, at_once)  # elements that are sent at once; NCCL cuts messages itself
         self._scatters = []
         cut = [None if value is None else torch.split(value, self._size) for value in sums]
@@ -276,7 +326,8 @@ class TreeAllReduce:
             self._scatters.append(TreeReduceScatter(rows, part, share, leaves, group, nodes))
 
     def fold(self) -> None:
-        self._gathers: list[tuple[Any, Tensor, Tensor]] = []  # works, with what they receive and send
+        # works, with what they receive and send
+        self._gathers: list[tuple[Any, Tensor, Tensor]] = []
         for scatter in self._scatters:
             total = scatter.finish()
             gathered = total.new_empty(total.numel() * self._group.size())
@@ -285,14 +336,20 @@ class TreeAllReduce:
         self._scatters.clear()
 
     def finish(self, out: Tensor) -> None:
-        for (work, gathered, _), part in zip(self._gathers, torch.split(out, self._size), strict=True):
+        for (work, gathered, _), part in zip(
+            self._gathers, torch.split(out, self._size), strict=True
+        ):
             work.wait()
             part.copy_(gathered[: part.numel()])
         self._gathers.clear()
 
 
 def tree_all_reduce(
-    sums: Sequence[Tensor | None], out: Tensor, leaves: int, group: dist.ProcessGroup, nodes: Nodes | None = None
+    sums: Sequence[Tensor | None],
+    out: Tensor,
+    leaves: int,
+    group: dist.ProcessGroup,
+    nodes: Nodes | None = None,
 ) -> None:
     """Write the sum over the step of one flat tensor to `out`, from its sums over this rank's nodes."""
     reduce = TreeAllReduce(sums, out, leaves, group, nodes)

@@ -1,7 +1,10 @@
-"""Observes each Python process of a command that imports torch; Python imports this file when it starts.
+"""Observes each Python process of a command that imports torch.
 
-Only the folder of this file is on PYTHONPATH, and only for commands that `lockstep verify` or `lockstep launch
---watch-training` runs. Launchers import torch, too, but take no step, and so write nothing.
+Python imports this file when it starts.
+
+Only the folder of this file is on PYTHONPATH, and only for commands that `lockstep verify` or
+`lockstep launch --watch-training` runs. Launchers import torch, too, but take no step, and so write
+nothing.
 
 Tests: tests/verify/test_script.py, tests/verify/test_watch.py
 """
@@ -18,7 +21,9 @@ from typing import Any
 class _AfterTorch:
     """Finds torch as others do, and begins to observe once it is imported."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != "torch":
             return None
         sys.meta_path.remove(self)

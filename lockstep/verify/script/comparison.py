@@ -13,7 +13,13 @@ import numpy as np
 
 from lockstep.verify.script import gradients
 from lockstep.verify.script.gradients import GradientEvidence, Vector, relative, vector
-from lockstep.verify.script.outcome import UNKNOWN, ScriptCause, ScriptDifference, ScriptOutcome, cause
+from lockstep.verify.script.outcome import (
+    UNKNOWN,
+    ScriptCause,
+    ScriptDifference,
+    ScriptOutcome,
+    cause,
+)
 from lockstep.verify.script.ranks import is_cut_by_script, replicas_cause
 from lockstep.verify.script.record import Pieces, RecordedStep, ScriptRecord, World
 from lockstep.verify.script.runs import Feed, Runs, step_batches, united
@@ -34,7 +40,8 @@ class ScriptComparison:
         self.joined: dict[str, int] = {}
         self.folder = Path()
         self.rounding = ROUNDING
-        self.given: dict[str, Any] = {}  # what each run of one process is given, but for its samples
+        # what each run of one process is given, but for its samples
+        self.given: dict[str, Any] = {}
         self.feed: Feed = {}
         self.sizes: dict[str, int] = {}  # of the gradients that are compared
 
@@ -61,7 +68,9 @@ class ScriptComparison:
     def gradients(self, number: int, world: World, *, clipped: bool = False) -> list[Vector]:
         """Return the gradients of a step as each rank sees them, before they are clipped or afterwards."""
         steps = [record.steps[number] for record in world.records]
-        pieces = [step.gradients if clipped or not step.unclipped else step.unclipped for step in steps]
+        pieces = [
+            step.gradients if clipped or not step.unclipped else step.unclipped for step in steps
+        ]
         return [vector(one, self.sizes) for one in world.tensors(pieces)]
 
     def updates(self, number: int, world: World, reference: ScriptRecord) -> list[float]:
@@ -81,7 +90,10 @@ class ScriptComparison:
     def first_difference(
         self, reference: ScriptRecord, limits: Sequence[tuple[float, float]]
     ) -> tuple[ScriptDifference | None, float]:
-        """Return the first difference, and the largest before it; `limits`: of each step's gradients and updates."""
+        """Return the first difference, and the largest before it.
+
+        `limits`: of each step's gradients and updates.
+        """
         rounding = 0.0
         for number in range(min(self.outcome.steps, len(reference.steps))):
             step = reference.steps[number]
@@ -93,9 +105,13 @@ class ScriptComparison:
                     if off > limits[number][0]:
                         aspect = "clipped gradients" if clipped and step.unclipped else "gradients"
                         slices = gradients.slices_of(self.sizes)
-                        distances = {n: float(np.linalg.norm((mine - right)[at])) for n, at in slices.items()}
+                        distances = {
+                            n: float(np.linalg.norm((mine - right)[at])) for n, at in slices.items()
+                        }
                         name = max(distances, key=lambda name: distances[name])
-                        self.outcome.parts = {n: relative(mine[at], right[at]) for n, at in slices.items()}
+                        self.outcome.parts = {
+                            n: relative(mine[at], right[at]) for n, at in slices.items()
+                        }
                         return ScriptDifference(number, aspect, name, off, rank), rounding
                     rounding = max(rounding, off)
             for rank, off in enumerate(self.updates(number, self.world, reference)):
@@ -118,15 +134,22 @@ class ScriptComparison:
         limited = len(self.world.units) <= MOST_PARTS and not is_cut_by_script(self.world)
         return at if self.feed and not self.is_split() and limited else None
 
-    def alone_on_each(self, number: int, at: tuple[int, range]) -> list[tuple[Vector, ScriptRecord]]:
+    def alone_on_each(
+        self, number: int, at: tuple[int, range]
+    ) -> list[tuple[Vector, ScriptRecord]]:
         """Return a step's gradient of one process on the samples of each unit."""
-        return self.parts(number, at, [[[(unit[0], i)] for i in at[1]] for unit in self.world.units])
+        return self.parts(
+            number, at, [[[(unit[0], i)] for i in at[1]] for unit in self.world.units]
+        )
 
     def parts(
         self, step: int, at: tuple[int, range], given: Sequence[Sequence[Sequence[tuple[int, int]]]]
-    ) -> list[tuple[Vector, ScriptRecord]]:  # fmt: skip
+    ) -> list[tuple[Vector, ScriptRecord]]:
         """Return a step's gradient of one process for each of `given`: the samples of each of its batches."""
-        feeds = [{**self.feed, **{(at[0], i): list(s) for i, s in zip(at[1], one, strict=True)}} for one in given]
+        feeds = [
+            {**self.feed, **{(at[0], i): list(s) for i, s in zip(at[1], one, strict=True)}}
+            for one in given
+        ]
         records = self.alone("given parts of the samples alone", feeds, steps=step + 1)
         return [(self.gradients(step, World([record]))[0], record) for record in records]
 
@@ -142,7 +165,12 @@ def explain(c: ScriptComparison, first: ScriptDifference, reference: ScriptRecor
     found = replicas_cause(c.world, first.step)
     if found is None and aspect == "clipped gradients":
         text = "the gradients are equal before they are clipped, and differ afterwards"
-        found = cause("clipping", text, "gradients when clipping began, and when the optimizer stepped", framework)
+        found = cause(
+            "clipping",
+            text,
+            "gradients when clipping began, and when the optimizer stepped",
+            framework,
+        )
     elif found is None and aspect == "gradients":
         causes = _gradient_causes(c, first, reference)
         if causes:
@@ -154,7 +182,9 @@ def explain(c: ScriptComparison, first: ScriptDifference, reference: ScriptRecor
     outcome.causes.append(found)
 
 
-def _gradient_causes(c: ScriptComparison, first: ScriptDifference, reference: ScriptRecord) -> list[ScriptCause]:
+def _gradient_causes(
+    c: ScriptComparison, first: ScriptDifference, reference: ScriptRecord
+) -> list[ScriptCause]:
     evidence = _evidence(c, first.step, reference)
     if not evidence.own:
         found = _statistics_cause(c, first) or gradients.shared_cause(evidence)
@@ -185,7 +215,9 @@ def _evidence(c: ScriptComparison, number: int, reference: ScriptRecord) -> Grad
     return GradientEvidence(c.sizes, ranks, right, own, c.outcome.framework)
 
 
-def _computation_cause(c: ScriptComparison, first: ScriptDifference, evidence: GradientEvidence) -> ScriptCause | None:
+def _computation_cause(
+    c: ScriptComparison, first: ScriptDifference, evidence: GradientEvidence
+) -> ScriptCause | None:
     at = c.batches_of(first.step)
     if at is None or len(c.world.units) == 1:
         return None
@@ -197,7 +229,9 @@ def _computation_cause(c: ScriptComparison, first: ScriptDifference, evidence: G
     return found
 
 
-def _micro_batch_cause(c: ScriptComparison, first: ScriptDifference, evidence: GradientEvidence) -> ScriptCause | None:
+def _micro_batch_cause(
+    c: ScriptComparison, first: ScriptDifference, evidence: GradientEvidence
+) -> ScriptCause | None:
     """Judge micro-batches one by one: each may weigh its ranks otherwise."""
     at, units = c.batches_of(first.step), c.world.units
     if at is None or len(at[1]) == 1 or len(units) * len(at[1]) > MOST_PARTS:
@@ -207,7 +241,9 @@ def _micro_batch_cause(c: ScriptComparison, first: ScriptDifference, evidence: G
     every = [gradient for gradient, _ in c.parts(first.step, at, given)]
     for place, (right, _) in enumerate(micro_batches):
         parts = every[place * len(units) : (place + 1) * len(units)]
-        found = gradients.weighing_cause(GradientEvidence(c.sizes, parts, right, parts, evidence.framework))
+        found = gradients.weighing_cause(
+            GradientEvidence(c.sizes, parts, right, parts, evidence.framework)
+        )
         if found is not None:
             return found
     return None
@@ -216,8 +252,12 @@ def _micro_batch_cause(c: ScriptComparison, first: ScriptDifference, evidence: G
 def _statistics_cause(c: ScriptComparison, first: ScriptDifference) -> ScriptCause | None:
     if not c.records[0].normalises:
         return None
-    undone = {key: c.given[key] for key in ("mean_draws", "full_precision", "first") if key in c.given}
-    folder, records = c.runs.world(c.ranks, "with running statistics", fixed_statistics=True, **undone)
+    undone = {
+        key: c.given[key] for key in ("mean_draws", "full_precision", "first") if key in c.given
+    }
+    folder, records = c.runs.world(
+        c.ranks, "with running statistics", fixed_statistics=True, **undone
+    )
     if any(len(record.steps) <= first.step for record in records):
         return None
     world = World(records, c.joined)
@@ -226,7 +266,10 @@ def _statistics_cause(c: ScriptComparison, first: ScriptDifference) -> ScriptCau
     right = c.gradients(first.step, World([reference]))[0]
     if any(relative(mine, right) > ROUNDING * 50 for mine in c.gradients(first.step, world)):
         return None
-    text = "batch normalisation uses the mean and variance of each rank's samples, and not of all samples of the step"
+    text = (
+        "batch normalisation uses the mean and variance of each rank's samples, and not of all"
+        " samples of the step"
+    )
     by = "with running statistics on both sides, the gradients are equal"
     return cause("batch statistics", text, by, c.outcome.framework, is_error=False)
 
@@ -239,7 +282,9 @@ def check_accumulation(c: ScriptComparison, reference: ScriptRecord) -> None:
     loader, batches = at
     together = [pair for i in batches for pair in c.feed[loader, i]]
     c.size(reference.steps[0])
-    given = [[samples] * len(batches) for samples in (together, *(c.feed[loader, i] for i in batches))]
+    given = [
+        [samples] * len(batches) for samples in (together, *(c.feed[loader, i] for i in batches))
+    ]
     (whole, _), *micro_batches = c.parts(0, at, given)
     parts = [gradient for gradient, _ in micro_batches]
     step = c.gradients(0, World([reference]))[0]

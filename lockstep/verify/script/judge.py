@@ -8,9 +8,22 @@ from typing import Any
 
 from lockstep.diagnose import recognise
 from lockstep.errors import LockstepError, RunError
-from lockstep.verify.script.comparison import CEILING, NUDGES, ROUNDING, ScriptComparison, check_accumulation, explain
+from lockstep.verify.script.comparison import (
+    CEILING,
+    NUDGES,
+    ROUNDING,
+    ScriptComparison,
+    check_accumulation,
+    explain,
+)
 from lockstep.verify.script.outcome import ScriptCause, ScriptOutcome, cause
-from lockstep.verify.script.ranks import hang_cause, is_cut_by_script, loop_causes, seen_on_ranks, settings_cause
+from lockstep.verify.script.ranks import (
+    hang_cause,
+    is_cut_by_script,
+    loop_causes,
+    seen_on_ranks,
+    settings_cause,
+)
 from lockstep.verify.script.record import LOCKSTEP, ScriptRecord, World, batch_file
 from lockstep.verify.script.runs import HangError, Runs, one_after_another, united
 
@@ -23,7 +36,9 @@ def judge_script(runs: Runs, ranks: int) -> ScriptOutcome:
     try:
         _Judgement(runs, outcome).judge()
     except HangError as hang:
-        framework = next((record.framework for record in hang.records if record is not None), outcome.framework)
+        framework = next(
+            (record.framework for record in hang.records if record is not None), outcome.framework
+        )
         outcome.causes.append(hang_cause(hang.records, hang.places, framework))
         outcome.failed = outcome.causes[-1].text
     except LockstepError as error:
@@ -39,9 +54,12 @@ def _explain_crash(runs: Runs, outcome: ScriptOutcome, text: str) -> None:
         outcome.notices.append("one process fails, too")
         return
     known = recognise(text)
-    if known is not None and known.name == "a peer is gone":  # else the error of the rank that failed is reported
+    # else the error of the rank that failed is reported
+    if known is not None and known.name == "a peer is gone":
         text = f"a rank has ended, and another still needs it: {text}"
-        outcome.causes.append(cause("uneven steps", text, "the script's own error", outcome.framework))
+        outcome.causes.append(
+            cause("uneven steps", text, "the script's own error", outcome.framework)
+        )
     else:
         text = f"the script runs as one process, and not on {outcome.ranks} ranks: {text}"
         outcome.causes.append(ScriptCause("crash", text, "the script's own error"))
@@ -53,22 +71,40 @@ class _Judgement(ScriptComparison):
         self.take("as it is")
         steps = min(len(record.steps) for record in self.records)
         if not steps:
-            text = "no call of optimizer.step() was seen on " + ("any rank" if self.ranks > 1 else "the rank")
-            why = "the script ended before its first step, trains in processes of its own, or without torch.optim"
-            fix = "verify a script that torchrun can start, and give it the arguments with which it trains"
+            text = "no call of optimizer.step() was seen on " + (
+                "any rank" if self.ranks > 1 else "the rank"
+            )
+            why = (
+                "the script ended before its first step, trains in processes of its own, or without"
+                " torch.optim"
+            )
+            fix = (
+                "verify a script that torchrun can start, and give it the arguments with which it"
+                " trains"
+            )
             raise RunError(text, why=why, fix=fix)
         outcome.steps, outcome.framework = steps, self.records[0].framework
         if outcome.framework == LOCKSTEP:
-            text = "the script trains with Lockstep's own step, which `lockstep verify CONFIG` compares part by part; "
-            outcome.not_judged = f"{text}in Python, lockstep.verify.verify takes a function that makes model and data"
+            text = (
+                "the script trains with Lockstep's own step, which `lockstep verify CONFIG`"
+                " compares part by part; "
+            )
+            outcome.not_judged = (
+                f"{text}in Python, lockstep.verify.verify takes a function that makes model and"
+                " data"
+            )
             return
         outcome.causes += loop_causes(self.records)
         outcome.causes += self._seen_on_ranks()
         taken = [len(record.steps) for record in self.records]
         fewest, most = taken.index(min(taken)), taken.index(max(taken))
         if taken[fewest] < taken[most]:
-            text = f"rank {fewest} took {taken[fewest]} steps, and rank {most} has taken {taken[most]}"
-            outcome.causes.append(cause("uneven steps", text, "the optimizer's steps on each rank", outcome.framework))
+            text = (
+                f"rank {fewest} took {taken[fewest]} steps, and rank {most} has taken {taken[most]}"
+            )
+            outcome.causes.append(
+                cause("uneven steps", text, "the optimizer's steps on each rank", outcome.framework)
+            )
         self._undo()
         reference = self._reference()
         if reference is None:
@@ -81,7 +117,10 @@ class _Judgement(ScriptComparison):
             check_accumulation(self, reference)
 
     def _seen_on_ranks(self) -> list[ScriptCause]:
-        """Return what ranks show; what looks wrong is right where a script cuts its model over them by itself."""
+        """Return what ranks show.
+
+        What looks wrong is right where a script cuts its model over them by itself.
+        """
         found = seen_on_ranks(self.world)
         if any(one.is_error for one in found) and len(self.world.units) == self.ranks:
             try:
@@ -98,20 +137,30 @@ class _Judgement(ScriptComparison):
     def _undo(self) -> None:
         again: dict[str, Any] = {}
         what = []
-        if any(draw.moved for record in self.records for step in record.steps for draw in step.draws):
+        if any(
+            draw.moved for record in self.records for step in record.steps for draw in step.draws
+        ):
             again["mean_draws"] = self.given["mean_draws"] = True
             losses = self._losses()
             self.take("without random numbers", **again)
             if losses == self._losses():  # as where the probability of dropout is 0
-                self.outcome.causes = [found for found in self.outcome.causes if found.kind != "random numbers"]
-        dtypes = {dtype for record in self.records for step in record.steps for dtype in step.dtypes}
+                self.outcome.causes = [
+                    found for found in self.outcome.causes if found.kind != "random numbers"
+                ]
+        dtypes = {
+            dtype for record in self.records for step in record.steps for dtype in step.dtypes
+        }
         if any("autocast" in dtype for dtype in dtypes):
             again["full_precision"] = self.given["full_precision"] = True
             what.append("without autocast")
-            self.outcome.notices.append("without autocast: 16 bits round differently in batches of another size")
+            self.outcome.notices.append(
+                "without autocast: 16 bits round differently in batches of another size"
+            )
         elif any("16" in dtype for dtype in dtypes):
             self.rounding = _ROUNDING_16
-            self.outcome.notices.append(f"weights of 16 bits: differences below {_ROUNDING_16:.0%} are not judged")
+            self.outcome.notices.append(
+                f"weights of 16 bits: differences below {_ROUNDING_16:.0%} are not judged"
+            )
         if any(found.kind == "first values" for found in self.outcome.causes):
             again["first"] = self.on_ranks([record.first for record in self.records])
             what.append("with rank 0's first values")
@@ -126,14 +175,20 @@ class _Judgement(ScriptComparison):
         shared = is_cut_by_script(self.world)
         self.feed = united(self.world, shared=shared)
         wanted = [(loader, *at) for (loader, _), pairs in self.feed.items() for at in pairs]
-        if not all(batch_file(self.folder, rank, loader, index).exists() for loader, rank, index in wanted):
+        if not all(
+            batch_file(self.folder, rank, loader, index).exists() for loader, rank, index in wanted
+        ):
             self.feed = {}
             self.outcome.notices.append("samples could not be stored: one process reads its own")
         readers = self.world.leaders[: 1 if shared else None]
-        sizes = {
-            loader: sum(len(r.batches[loader][0]) for r in readers if r.batches.get(loader))
-            for loader in self.records[0].batches
-        } if self.feed else {}  # fmt: skip
+        sizes = (
+            {
+                loader: sum(len(r.batches[loader][0]) for r in readers if r.batches.get(loader))
+                for loader in self.records[0].batches
+            }
+            if self.feed
+            else {}
+        )
         settings = tuple(step.settings for step in self.records[0].steps)
         first = self.on_ranks([record.first for record in self.records])
         self.given |= {"first": first, "settings": settings, "steps": self.outcome.steps}
@@ -145,12 +200,19 @@ class _Judgement(ScriptComparison):
             self.outcome.not_judged = text + str(error).splitlines()[0]
             return None
         loader = self.records[0].training_loader
-        mine, theirs, units = self.records[0].passes[:1], reference.passes[:1], len(self.world.units)
+        mine, theirs, units = (
+            self.records[0].passes[:1],
+            reference.passes[:1],
+            len(self.world.units),
+        )
         if self.feed and loader is not None and mine and theirs == [mine[0] * units] and units > 1:
             self.given["sizes"] = {}
             self.feed = one_after_another(self.world)
             reference = self.alone("given the samples of each rank in turn", [self.feed])[0]
-            text = f"as written, {self.ranks} ranks accumulate over {mine[0]} micro-batches a step and one process "
+            text = (
+                f"as written, {self.ranks} ranks accumulate over {mine[0]} micro-batches a step and"
+                " one process "
+            )
             self.outcome.notices.append(f"{text}over {theirs[0]}: the same global batch")
         elif self.feed and loader is not None:
             self._say_batch(reference, loader, readers)
@@ -158,40 +220,72 @@ class _Judgement(ScriptComparison):
             self.outcome.not_judged = "one process took no step"
         elif not self.feed or (loader is None and not self._begins_alike(reference)):
             self._check_inputs(reference)
-        elif not self.is_split() and reference.passes != self.records[0].passes[: self.outcome.steps]:
-            self.outcome.not_judged = f"one process takes {theirs[0]} micro-batches a step, a rank {mine[0]}"
+        elif (
+            not self.is_split() and reference.passes != self.records[0].passes[: self.outcome.steps]
+        ):
+            self.outcome.not_judged = (
+                f"one process takes {theirs[0]} micro-batches a step, a rank {mine[0]}"
+            )
         return None if self.outcome.not_judged else reference
 
-    def _say_batch(self, reference: ScriptRecord, loader: int, readers: Sequence[ScriptRecord]) -> None:
-        size = sum(len(record.batches[loader][0]) for record in readers if record.batches.get(loader))
+    def _say_batch(
+        self, reference: ScriptRecord, loader: int, readers: Sequence[ScriptRecord]
+    ) -> None:
+        size = sum(
+            len(record.batches[loader][0]) for record in readers if record.batches.get(loader)
+        )
         written = reference.asked.get(loader)
         passes = self.records[0].passes[0]
         if written is None or written == size:
             said = f"{size * passes} samples a step on any number of ranks"
         else:
-            said = f"as written, one process takes {written * passes} samples a step, and {self.ranks} ranks take "
+            said = (
+                f"as written, one process takes {written * passes} samples a step, and {self.ranks}"
+                " ranks take "
+            )
             said += f"{size * passes}: one process was given the {size * passes} together"
         self.outcome.notices.append(said)
 
     def _begins_alike(self, reference: ScriptRecord) -> bool:
         """Return whether the first forward pass has the samples of all ranks in one process, too."""
-        ranks = [row for record in self.world.leaders for rows in record.steps[0].inputs[:1] for row in rows]
-        return bool(ranks) and sorted(ranks) == sorted(row for rows in reference.steps[0].inputs[:1] for row in rows)
+        ranks = [
+            row
+            for record in self.world.leaders
+            for rows in record.steps[0].inputs[:1]
+            for row in rows
+        ]
+        return bool(ranks) and sorted(ranks) == sorted(
+            row for rows in reference.steps[0].inputs[:1] for row in rows
+        )
 
     def _check_inputs(self, reference: ScriptRecord) -> None:
         """Judge a script that reads its samples without a loader only where one process reads the same."""
         for number in range(self.outcome.steps):
             units = [record.steps[number] for record in self.world.leaders]
             right = reference.steps[number]
-            mine, theirs = [sum(map(len, step.inputs)) for step in units], sum(map(len, right.inputs))
+            mine, theirs = (
+                [sum(map(len, step.inputs)) for step in units],
+                sum(map(len, right.inputs)),
+            )
             total = sum(step.elements for step in units) % 2**64
             if not mine[0]:
-                self.outcome.not_judged = "the samples come from no DataLoader, and the model has no inputs to compare"
+                self.outcome.not_judged = (
+                    "the samples come from no DataLoader, and the model has no inputs to compare"
+                )
                 return
             if right.elements not in (total, units[0].elements if len(set(mine)) == 1 else total):
-                text = f"in step {number + 1}, one process trains on {theirs} samples and {self.ranks} ranks on "
-                text += f"{sum(mine)}, which are not the same; they don't come from a DataLoader, through which one "
-                text += "process could get them; an argument such as {16/n} holds a global batch of 16 on n ranks"
+                text = (
+                    f"in step {number + 1}, one process trains on {theirs} samples and {self.ranks}"
+                    " ranks on "
+                )
+                text += (
+                    f"{sum(mine)}, which are not the same; they don't come from a DataLoader,"
+                    " through which one "
+                )
+                text += (
+                    "process could get them; an argument such as {16/n} holds a global batch of 16"
+                    " on n ranks"
+                )
                 self.outcome.not_judged = text
                 return
 
@@ -200,19 +294,39 @@ class _Judgement(ScriptComparison):
         first, rounding = self.first_difference(reference, limits)
         if first is not None and (first.step or first.aspect == "weights"):
             # Adam, for one, makes whole updates of gradients that are nothing but rounding.
-            steps = zip(*(record.steps[: self.outcome.steps] for record in self.records), strict=True)
-            self.given["gradients"] = [self.on_ranks([step.gradients for step in ranks]) for ranks in steps]
+            steps = zip(
+                *(record.steps[: self.outcome.steps] for record in self.records), strict=True
+            )
+            self.given["gradients"] = [
+                self.on_ranks([step.gradients for step in ranks]) for ranks in steps
+            ]
             reference = self.alone("given the ranks' gradients for its updates", [self.feed])[0]
-            text = f"left to itself, one process has {first.aspect} in step {first.step + 1} that differ by "
-            text += f"{first.relative:.0e}: its optimizer was given the ranks' gradients, and its own were compared"
+            text = (
+                f"left to itself, one process has {first.aspect} in step {first.step + 1} that"
+                " differ by "
+            )
+            text += (
+                f"{first.relative:.0e}: its optimizer was given the ranks' gradients, and its own"
+                " were compared"
+            )
             self.outcome.notices.append(text)
             first, rounding = self.first_difference(reference, limits)
         if first is not None and first.relative <= CEILING:
             nudged = self.alone("with other last bits in its weights", [self.feed], nudged=True)[0]
-            moved = [self.distances(number, World([nudged]), reference) for number in range(len(nudged.steps))]
-            if max(moved[first.step]) > CEILING / NUDGES and first.relative <= NUDGES * max(moved[first.step]):
-                text = f"{first.aspect} of step {first.step + 1} differ by {first.relative:.0e}, and changed last bits "
-                self.outcome.not_judged = f"{text}move those of one process by {max(moved[first.step]):.0e}"
+            moved = [
+                self.distances(number, World([nudged]), reference)
+                for number in range(len(nudged.steps))
+            ]
+            if max(moved[first.step]) > CEILING / NUDGES and first.relative <= NUDGES * max(
+                moved[first.step]
+            ):
+                text = (
+                    f"{first.aspect} of step {first.step + 1} differ by {first.relative:.0e}, and"
+                    " changed last bits "
+                )
+                self.outcome.not_judged = (
+                    f"{text}move those of one process by {max(moved[first.step]):.0e}"
+                )
                 return
             limits = [(max(ROUNDING, NUDGES * g), max(ROUNDING * 50, NUDGES * w)) for g, w in moved]
             first, rounding = self.first_difference(reference, limits)

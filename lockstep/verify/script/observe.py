@@ -1,8 +1,9 @@
 """Runs a training script unchanged, and records what flows through its steps.
 
-It calls no collective of its own, so it neither hangs a script nor repairs one. Loaders read samples in the same
-process. A thread in each rank looks whether the rank computes: when none has used the processor for a while, no
-collective will end any more, and each rank writes what it has recorded, and where its main thread is.
+It calls no collective of its own, so it neither hangs a script nor repairs one. Loaders read
+samples in the same process. A thread in each rank looks whether the rank computes: when none has
+used the processor for a while, no collective will end any more, and each rank writes what it has
+recorded, and where its main thread is.
 
 Tests: tests/verify/test_script.py, tests/verify/test_watch.py
 """
@@ -29,7 +30,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lockstep.environment import RANK_0_OF_1, rank_facts
 from lockstep.launch.failures import descendants, is_running, read_all, short_path
@@ -40,7 +44,14 @@ from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.verify.experiments import with_other_last_bits
 from lockstep.verify.modes import FullPrecision, MeanDraws
 from lockstep.verify.script import values
-from lockstep.verify.script.record import RandomDraw, RecordedStep, ScriptRecord, ScriptTask, TensorPiece, for_ranks
+from lockstep.verify.script.record import (
+    RandomDraw,
+    RecordedStep,
+    ScriptRecord,
+    ScriptTask,
+    TensorPiece,
+    for_ranks,
+)
 from lockstep.verify.script.values import ObservedLoaders
 from lockstep.verify.training_checks import TrainingChecks, plain_name
 from lockstep.verify.watch import verified_part
@@ -51,7 +62,9 @@ _PATIENCE = 15.0  # seconds for which no rank may compute; longer than a script 
 _POLL = 0.5
 _BUSY = 0.05  # share of the processor from which on a rank computes
 _GRACE = 3.0  # seconds for the other ranks to write where they are
-_NOT_OWN = re.compile(r"<frozen |/lib/python\d|/site-packages/|/lockstep/(verify|launch|torch_compat)/|<string>")
+_NOT_OWN = re.compile(
+    r"<frozen |/lib/python\d|/site-packages/|/lockstep/(verify|launch|torch_compat)/|<string>"
+)
 _MOST_COLLECTIVES = 10_000
 _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -63,7 +76,8 @@ def observe(task: ScriptTask, *, alone: bool) -> None:
     """
     if alone:
         os.environ.update(RANK_0_OF_1)
-    os.environ.setdefault("TORCHELASTIC_RUN_ID", "lockstep-verify")  # by which Fabric knows torchrun
+    # by which Fabric knows torchrun
+    os.environ.setdefault("TORCHELASTIC_RUN_ID", "lockstep-verify")
     facts = rank_facts()
     log = os.open(task.folder / f"output-{facts.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
@@ -103,9 +117,12 @@ class _ScriptObserver:
         self._states: dict[str, Any] | None = None  # of the generators, when the micro-batch began
         self._modules: dict[int, str] = {}
         self._watched = False
-        self._checks = TrainingChecks(task.steps, 1, lambda found: self.record.findings.append(vars(found)))
+        self._checks = TrainingChecks(
+            task.steps, 1, lambda found: self.record.findings.append(vars(found))
+        )
         self._loaders = ObservedLoaders(task, self.record, rank, self._checks.batch_read)
-        self._own: list[list[dict[str, Any]]] = []  # settings of the parameter groups to put back after the step
+        # settings of the parameter groups to put back after the step
+        self._own: list[list[dict[str, Any]]] = []
         register_module_forward_pre_hook(self._before_forward)
         register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
@@ -120,13 +137,17 @@ class _ScriptObserver:
         verified_part.append((partial(setattr, self, "active", True), self.finish))
         # A command's script is not known; it is observed whole until a part begins.
         with suppress(OSError):
-            self.active = "lockstep.observe(" not in Path(self.task.script).read_text(errors="replace")
+            self.active = "lockstep.observe(" not in Path(self.task.script).read_text(
+                errors="replace"
+            )
 
     def watch(self) -> None:
         """End this process when all ranks wait for each other."""
         if not self._watched:
             self._watched = True
-            threading.Thread(target=self._end_if_hanging, args=(threading.get_ident(),), daemon=True).start()
+            threading.Thread(
+                target=self._end_if_hanging, args=(threading.get_ident(),), daemon=True
+            ).start()
 
     def _end_if_hanging(self, main: int) -> None:
         idle = [self.task.folder / f"idle-{rank}" for rank in range(self.world)]
@@ -141,12 +162,16 @@ class _ScriptObserver:
                 mark.touch()
             used = now
         frames = traceback.extract_stack(sys._current_frames()[main])
-        own = [frame for frame in frames if not _NOT_OWN.search(frame.filename)]  # the innermost is where it waits
+        # the innermost is where it waits
+        own = [frame for frame in frames if not _NOT_OWN.search(frame.filename)]
         place = f"{short_path(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}" if own else ""
         self.task.hang_file(self.rank).write_text(json.dumps(place))
         self._write()
         deadline = time.monotonic() + _GRACE
-        while time.monotonic() < deadline and len(list(self.task.folder.glob("hang-*.json"))) < self.world:
+        while (
+            time.monotonic() < deadline
+            and len(list(self.task.folder.glob("hang-*.json"))) < self.world
+        ):
             time.sleep(_POLL / 10)
         os._exit(0)
 
@@ -172,7 +197,9 @@ class _ScriptObserver:
         size = sum(leaf.numel() for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
         frame = traceback.extract_stack(limit=3)[0]
         if len(self.record.collectives) < _MOST_COLLECTIVES:
-            self.record.collectives.append((name, size, f"{short_path(frame.filename)}:{frame.lineno}"))
+            self.record.collectives.append(
+                (name, size, f"{short_path(frame.filename)}:{frame.lineno}")
+            )
 
     # ---- forward ----
 
@@ -184,7 +211,8 @@ class _ScriptObserver:
         if torch.is_autocast_enabled(device):
             self._step.dtypes.add(f"autocast to {torch.get_autocast_dtype(device)}")
         if self._states is not None and not self._in_backward:
-            self._checks.called.add(id(module))  # also where a part of a model runs without gradients
+            # also where a part of a model runs without gradients
+            self._checks.called.add(id(module))
         if self._depth > 1 or not torch.is_grad_enabled() or self._in_backward or not self.active:
             return
         if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -248,7 +276,11 @@ class _ScriptObserver:
                     joined = values.give(parameter, self.task.first[plain])
                     if joined is not None:
                         self.record.joined[plain] = joined
-                if self.task.nudged and parameter.is_floating_point() and not isinstance(parameter, DTensor):
+                if (
+                    self.task.nudged
+                    and parameter.is_floating_point()
+                    and not isinstance(parameter, DTensor)
+                ):
                     parameter.copy_(with_other_last_bits(parameter, generator))
 
     # ---- backward ----
@@ -258,7 +290,9 @@ class _ScriptObserver:
             return call()
         if not self._in_schedule:
             losses = [first] if isinstance(first, Tensor) else list(first)
-            self._step.losses.append(sum(float(local(loss).detach().double().sum()) for loss in losses))
+            self._step.losses.append(
+                sum(float(local(loss).detach().double().sum()) for loss in losses)
+            )
             self._record_draws()
             self._checks.backward(first)
         self._in_backward = True
@@ -286,7 +320,9 @@ class _ScriptObserver:
     def _record_draws(self) -> None:
         if self._states is not None:
             before = {name: values.fingerprint(state) for name, state in self._states.items()}
-            now = {name: values.fingerprint(state) for name, state in values.generator_states().items()}
+            now = {
+                name: values.fingerprint(state) for name, state in values.generator_states().items()
+            }
             self._step.draws.append(RandomDraw(before, now))
 
     def _end_pass(self) -> None:
@@ -353,18 +389,24 @@ class _ScriptObserver:
                     values.give(parameter.grad, given[name])
         self._own.append([])
         if number < len(self.task.settings):
-            for group, given in zip(optimizer.param_groups, self.task.settings[number], strict=False):
+            for group, given in zip(
+                optimizer.param_groups, self.task.settings[number], strict=False
+            ):
                 self._own[-1].append({key: group[key] for key in given if key in group})
                 group.update({key: value for key, value in given.items() if key in group})
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if not self.active:
             return
-        for group, own in zip(optimizer.param_groups, self._own.pop() if self._own else [], strict=False):
+        for group, own in zip(
+            optimizer.param_groups, self._own.pop() if self._own else [], strict=False
+        ):
             group.update(own)
         self._checks.end_update(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._step.values = {self._names[id(p)]: self._piece(p) for p in parameters if id(p) in self._names}
+        self._step.values = {
+            self._names[id(p)]: self._piece(p) for p in parameters if id(p) in self._names
+        }
         self.record.steps.append(self._step)
         self._step = RecordedStep()
         if len(self.record.steps) == self.task.steps:
@@ -379,4 +421,6 @@ class _ScriptObserver:
         }
 
     def _piece(self, tensor: Tensor, of: Tensor | None = None) -> TensorPiece:
-        return values.piece_of(tensor, flat=self.world > 1 and id(tensor if of is None else of) in self._flat)
+        return values.piece_of(
+            tensor, flat=self.world > 1 and id(tensor if of is None else of) in self._flat
+        )

@@ -16,7 +16,12 @@ _BY_SAMPLES = "fingerprints of the samples of each rank"
 
 def seen_on_ranks(world: World) -> list[ScriptCause]:
     """Return causes that a run of several ranks shows by itself."""
-    found = [_same_samples(world), _same_draws(world), _other_first_values(world), _other_precision(world)]
+    found = [
+        _same_samples(world),
+        _same_draws(world),
+        _other_first_values(world),
+        _other_precision(world),
+    ]
     return [one for one in found if one is not None]
 
 
@@ -27,12 +32,18 @@ def loop_causes(records: Sequence[ScriptRecord]) -> list[ScriptCause]:
         for finding in record.findings:
             text = finding["text"] + (f" (on rank {rank})" if rank else "")
             by = "the loop's own calls, gradients and updates"
-            found.setdefault(finding["kind"], ScriptCause(finding["kind"], text, by, finding["fix"], column="loop"))
+            found.setdefault(
+                finding["kind"],
+                ScriptCause(finding["kind"], text, by, finding["fix"], column="loop"),
+            )
     return list(found.values())
 
 
 def _batches_read(record: ScriptRecord, loader: int | None) -> list[list[str]]:
-    """Return the samples of each batch of the steps; without a loader the rows of the model's inputs."""
+    """Return the samples of each batch of the steps.
+
+    Without a loader the rows of the model's inputs.
+    """
     if loader is not None:
         return record.batches.get(loader, [])[: sum(record.passes)]
     return [rows for step in record.steps for rows in step.inputs]
@@ -46,7 +57,11 @@ def is_cut_by_script(world: World) -> bool:
         return False
     read = [_batches_read(record, loader) for record in leaders]
     inputs = [[step.elements for step in record.steps] for record in leaders]
-    return all(one == read[0] for one in read) and any(one != inputs[0] for one in inputs) and any(inputs[0])
+    return (
+        all(one == read[0] for one in read)
+        and any(one != inputs[0] for one in inputs)
+        and any(inputs[0])
+    )
 
 
 def _same_samples(world: World) -> ScriptCause | None:
@@ -60,24 +75,45 @@ def _same_samples(world: World) -> ScriptCause | None:
         return None
     alike = [world.units[place][0] for place in range(1, len(flat)) if flat[place] == flat[0]]
     if alike:
-        every = "all ranks" if len(alike) == len(flat) - 1 else f"ranks 0, {', '.join(map(str, alike))}"
-        text = f"the loader is not sharded: {every} train on the same {len(flat[0])} samples in {steps} steps"
+        every = (
+            "all ranks" if len(alike) == len(flat) - 1 else f"ranks 0, {', '.join(map(str, alike))}"
+        )
+        text = (
+            f"the loader is not sharded: {every} train on the same {len(flat[0])} samples in"
+            f" {steps} steps"
+        )
         return cause("samples", text, _BY_SAMPLES, framework)
     loader = leaders[0].training_loader
     read, held = leaders[0].lengths.get(-1 if loader is None else loader, (0, 0))
     if read * len(leaders) > 1.5 * held > 0:
-        text = f"the loader is not sharded: each rank reads {read} samples an epoch, in an order of its own, of {held}"
+        text = (
+            f"the loader is not sharded: each rank reads {read} samples an epoch, in an order of"
+            f" its own, of {held}"
+        )
         return cause("samples", text, "the lengths of the loader and of its data", framework)
     mine, others = set(flat[0]), set().union(*flat[1:])
     in_an_epoch = not read or len(flat[0]) <= read
-    if in_an_epoch and len(mine & others) > len(flat) and all(len(set(rank)) == len(rank) for rank in flat):
-        text = f"ranks read each other's samples: {len(mine & others)} of the {len(mine)} samples of rank 0 are "
-        text += f"another rank's in these {steps} steps, though no rank has read one twice: each takes its part of an "
+    if (
+        in_an_epoch
+        and len(mine & others) > len(flat)
+        and all(len(set(rank)) == len(rank) for rank in flat)
+    ):
+        text = (
+            f"ranks read each other's samples: {len(mine & others)} of the {len(mine)} samples of"
+            " rank 0 are "
+        )
+        text += (
+            f"another rank's in these {steps} steps, though no rank has read one twice: each takes"
+            " its part of an "
+        )
         text += "order of its own, and others are read by nobody"
         return cause("samples", text, _BY_SAMPLES, framework)
     at_once = [set(here) & set().union(*there) for here, *there in zip(*batches, strict=False)]
     if twice := sum(map(len, at_once)):
-        text = f"{twice} of the {len(flat[0])} samples of rank 0 were another rank's in the same step, too"
+        text = (
+            f"{twice} of the {len(flat[0])} samples of rank 0 were another rank's in the same"
+            " step, too"
+        )
         fix = fix_for("samples", framework)
         return ScriptCause("samples", text, _BY_SAMPLES, fix, is_error=False, column="samples")
     return None
@@ -89,21 +125,36 @@ def _same_draws(world: World) -> ScriptCause | None:
     draws = [[draw for step in record.steps for draw in step.draws] for record in leaders]
     for position, mine in enumerate(draws[0]):
         for other in (rank[position] for rank in draws[1:] if position < len(rank)):
-            # The states at the end, too: a framework may seed the generators when the forward pass has begun.
+            # The states at the end, too: a framework may seed the generators when the forward pass
+            # has begun.
             same = {name for name in mine.moved if mine.before[name] == other.before.get(name)}
             alike |= {name for name in same if mine.after[name] == other.after.get(name)}
     drawn = sorted({name for rank in draws for draw in rank for name in draw.moved})
     if not drawn:
         return None
     if alike:
-        text = f"dropout, or what else draws from {listed(sorted(alike))}'s generator in a forward pass, is drawn "
-        text += "alike on all ranks: samples at the same place of a batch get the same mask, and each its own in one "
+        text = (
+            f"dropout, or what else draws from {listed(sorted(alike))}'s generator in a forward"
+            " pass, is drawn "
+        )
+        text += (
+            "alike on all ranks: samples at the same place of a batch get the same mask, and each"
+            " its own in one "
+        )
         text += "process"
-        by = "the generators' states before a forward pass, and after it has moved them, are the same on several ranks"
+        by = (
+            "the generators' states before a forward pass, and after it has moved them, are the"
+            " same on several ranks"
+        )
         return cause("random numbers", text, by, framework)
-    text = f"dropout, or what else draws from {listed(drawn)}'s generator in a forward pass, is drawn by each rank on "
+    text = (
+        f"dropout, or what else draws from {listed(drawn)}'s generator in a forward pass, is drawn"
+        " by each rank on "
+    )
     text += "its own: one process draws other numbers, so the step is equal only up to them"
-    return ScriptCause("random numbers", text, "the generators' states", is_error=False, column="random numbers")
+    return ScriptCause(
+        "random numbers", text, "the generators' states", is_error=False, column="random numbers"
+    )
 
 
 def _other_first_values(world: World) -> ScriptCause | None:
@@ -112,8 +163,12 @@ def _other_first_values(world: World) -> ScriptCause | None:
     if not other:
         return None
     names = unequal_names(ranks[other[0]], ranks[0])
-    text = f"ranks start from different weights: {listed(names, 5)} on rank {other[0]} and on rank 0"
-    return cause("first values", text, "the parameters before the first step", world.records[0].framework)
+    text = (
+        f"ranks start from different weights: {listed(names, 5)} on rank {other[0]} and on rank 0"
+    )
+    return cause(
+        "first values", text, "the parameters before the first step", world.records[0].framework
+    )
 
 
 def _other_precision(world: World) -> ScriptCause | None:
@@ -124,7 +179,9 @@ def _other_precision(world: World) -> ScriptCause | None:
             if step.dtypes != steps[0].dtypes:
                 mine, right = listed(sorted(step.dtypes)), listed(sorted(steps[0].dtypes))
                 text = f"rank {rank} computes with {mine}, and rank 0 with {right}"
-                return ScriptCause("precision", text, "the dtypes of parameters and of autocast, by rank")
+                return ScriptCause(
+                    "precision", text, "the dtypes of parameters and of autocast, by rank"
+                )
     return None
 
 
@@ -132,44 +189,85 @@ def replicas_cause(world: World, number: int) -> ScriptCause | None:
     """Return the cause if replicas were equal after a step and differ before the next, or an equal step parts them."""
     for at in range(number + 1):
         steps = [record.steps[at] for record in world.records]
-        cut = {name for step in steps for name, piece in step.values.items() if piece.cuts or piece.flat}
+        cut = {
+            name
+            for step in steps
+            for name, piece in step.values.items()
+            if piece.cuts or piece.flat
+        }
         held = set.intersection(*(set(step.values) for step in steps)) - cut - set(world.joined)
-        states = [{name: value for name, value in step.before.items() if name in held} for step in steps]
-        wrong = [name for name in states[0] if any(state.get(name) != states[0][name] for state in states)]
+        states = [
+            {name: value for name, value in step.before.items() if name in held} for step in steps
+        ]
+        wrong = [
+            name
+            for name in states[0]
+            if any(state.get(name) != states[0][name] for state in states)
+        ]
         if wrong and not at:
             return None
         if wrong:
-            text = f"{listed(wrong, 5)} were equal on all ranks after step {at}, and differ before step {at + 1} "
+            text = (
+                f"{listed(wrong, 5)} were equal on all ranks after step {at}, and differ before"
+                f" step {at + 1} "
+            )
             text += "updates"
-            fix = "let nothing but the optimizer write weights, or let it write the same on all ranks"
-            return ScriptCause("replicas", text, "fingerprints of each rank's parameters", fix, column="weights")
+            fix = (
+                "let nothing but the optimizer write weights, or let it write the same on all ranks"
+            )
+            return ScriptCause(
+                "replicas", text, "fingerprints of each rank's parameters", fix, column="weights"
+            )
         values = world.tensors([step.values for step in steps])
         gradients = world.tensors([step.gradients for step in steps])
         if any(unequal_names(other, values[0]) for other in values[1:]):
             if any(unequal_names(other, gradients[0]) for other in gradients[1:]):
                 return None
-            text = f"weights and gradients are equal on all ranks in step {at + 1}, and the updated weights are not"
-            return ScriptCause("replicas", text, "parameters and gradients of each rank", column="weights")
+            text = (
+                f"weights and gradients are equal on all ranks in step {at + 1}, and the updated"
+                " weights are not"
+            )
+            return ScriptCause(
+                "replicas", text, "parameters and gradients of each rank", column="weights"
+            )
     return None
 
 
-def hang_cause(records: Sequence[ScriptRecord | None], places: dict[int, str], framework: str) -> ScriptCause:
+def hang_cause(
+    records: Sequence[ScriptRecord | None], places: dict[int, str], framework: str
+) -> ScriptCause:
     """Return why ranks wait for each other: what each calls, and the first collective in which they differ."""
-    at = "; ".join(f"rank {rank} {f'waits at {place}' if place else 'has ended'}" for rank, place in places.items())
+    at = "; ".join(
+        f"rank {rank} {f'waits at {place}' if place else 'has ended'}"
+        for rank, place in places.items()
+    )
     called = [record.collectives if record is not None else [] for record in records]
     for mine in zip_longest(*called):
         kinds = [None if one is None else one[:2] for one in mine]
         if any(kind != kinds[0] for kind in kinds):
-            calls = ["nothing" if one is None else f"{one[0]} ({one[1]} elements, {one[2]})" for one in mine]
+            calls = [
+                "nothing" if one is None else f"{one[0]} ({one[1]} elements, {one[2]})"
+                for one in mine
+            ]
             said = ", ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
             text = f"ranks call different collectives: {said}; {at}"
-            return cause("hang", text, "the collectives that the script calls on each rank, in order", framework)
+            return cause(
+                "hang",
+                text,
+                "the collectives that the script calls on each rank, in order",
+                framework,
+            )
     if ended := [rank for rank, place in places.items() if not place]:
         done = records[ended[0]]
         steps = 0 if done is None else len(done.steps)
-        text = f"rank {ended[0]} has ended after {steps} step{'s' * (steps != 1)}, and others wait for it: {at}"
+        text = (
+            f"rank {ended[0]} has ended after {steps} step{'s' * (steps != 1)}, and others wait for"
+            f" it: {at}"
+        )
         return cause("uneven steps", text, "the stacks of the ranks", framework)
-    return cause("hang", f"all ranks wait for each other: {at}", "the stacks of the ranks", framework)
+    return cause(
+        "hang", f"all ranks wait for each other: {at}", "the stacks of the ranks", framework
+    )
 
 
 def settings_cause(records: Sequence[ScriptRecord], reference: ScriptRecord) -> ScriptCause | None:
@@ -184,17 +282,28 @@ def settings_cause(records: Sequence[ScriptRecord], reference: ScriptRecord) -> 
                     continue
                 key = "lr" if "lr" in wrong else wrong[0]
                 name = "learning rate" if key == "lr" else key
-                text = f"{name} {_short(mine.get(key))} on rank {rank} instead of {_short(theirs[key])}"
-                if any(other.steps[number].settings != records[0].steps[number].settings for other in records):
+                text = (
+                    f"{name} {_short(mine.get(key))} on rank {rank} instead of"
+                    f" {_short(theirs[key])}"
+                )
+                if any(
+                    other.steps[number].settings != records[0].steps[number].settings
+                    for other in records
+                ):
                     text += ": ranks step with different settings"
-                    return ScriptCause(name, text, "the settings with which each rank stepped", column="settings")
+                    return ScriptCause(
+                        name, text, "the settings with which each rank stepped", column="settings"
+                    )
                 by = "the settings with which the optimizer stepped"
                 if key != "lr":
                     return ScriptCause(name, text, by, column="settings")
                 steps, right_steps = max(step.schedules, default=0), max(right.schedules, default=0)
                 times = mine["lr"] / theirs["lr"] if theirs["lr"] else 0.0
                 if right_steps and steps == right_steps * ranks:
-                    text += f": the schedule was stepped {steps} times by then, and {right_steps} times in one process"
+                    text += (
+                        f": the schedule was stepped {steps} times by then, and {right_steps} times"
+                        " in one process"
+                    )
                     name = "learning rate schedule"
                 elif _close(times, float(ranks)):
                     text += f": it is {ranks} ×, scaled by the number of ranks"

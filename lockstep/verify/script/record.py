@@ -15,15 +15,26 @@ from torch import Tensor
 
 Tensors = dict[str, Tensor]
 TORCH, ACCELERATE, FABRIC, LIGHTNING, TRANSFORMERS, DEEPSPEED, LOCKSTEP = (
-    "PyTorch", "Accelerate", "Fabric", "Lightning", "transformers", "DeepSpeed", "Lockstep",
-)  # fmt: skip
+    "PyTorch",
+    "Accelerate",
+    "Fabric",
+    "Lightning",
+    "transformers",
+    "DeepSpeed",
+    "Lockstep",
+)
 
 # Whose code calls the optimizer, by the names of modules; the first that calls it, if several do.
 _FRAMEWORKS = {
-    "transformers.trainer": TRANSFORMERS, "lightning.pytorch": LIGHTNING, "pytorch_lightning": LIGHTNING,
-    "lightning.fabric": FABRIC, "lightning_fabric": FABRIC, "deepspeed": DEEPSPEED, "accelerate.optimizer": ACCELERATE,
+    "transformers.trainer": TRANSFORMERS,
+    "lightning.pytorch": LIGHTNING,
+    "pytorch_lightning": LIGHTNING,
+    "lightning.fabric": FABRIC,
+    "lightning_fabric": FABRIC,
+    "deepspeed": DEEPSPEED,
+    "accelerate.optimizer": ACCELERATE,
     "lockstep.trainer": LOCKSTEP,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -37,12 +48,15 @@ class ScriptTask:
     # (loader, batch) → the recorded batches (rank, index) whose samples it gets together
     feed: Mapping[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
     samples: Path | None = None  # the folder of the records that `feed` names
-    sizes: Mapping[int, int] = field(default_factory=dict)  # loader → batch size with which it is made
-    first: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)  # values to start from; several: of each rank
+    # loader → batch size with which it is made
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    # values to start from; several: of each rank
+    first: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     # of each step, what the optimizer gets in place of those that were computed, as `first`
     gradients: Sequence[Mapping[str, Sequence[Tensor]]] = ()
     settings: tuple[list[dict[str, Any]], ...] = ()  # of each step, of each parameter group
-    mean_draws: bool = False  # random numbers in forward and backward passes are the mean of their distribution
+    # random numbers in forward and backward passes are the mean of their distribution
+    mean_draws: bool = False
     fixed_statistics: bool = False  # batch normalisation uses its running statistics
     full_precision: bool = False  # nothing is converted to 16 bits
     nudged: bool = False  # the last bits of the first parameters are changed
@@ -63,7 +77,11 @@ class ScriptTask:
 
 def for_ranks(argument: str, ranks: int) -> str:
     """Replace `{n}` by the number of ranks, and `{16/n}` by a rank's share of 16."""
-    return re.sub(r"\{(?:(\d+)/)?n\}", lambda found: str(int(found[1]) // ranks if found[1] else ranks), argument)
+    return re.sub(
+        r"\{(?:(\d+)/)?n\}",
+        lambda found: str(int(found[1]) // ranks if found[1] else ranks),
+        argument,
+    )
 
 
 @dataclass
@@ -72,7 +90,8 @@ class TensorPiece:
 
     local: Tensor  # a copy on the CPU
     shape: tuple[int, ...]  # of the whole tensor
-    # for each cut, in order: dim, number of parts, this rank's part. Empty: the rank holds all of it.
+    # for each cut, in order: dim, number of parts, this rank's part. Empty: the rank holds all of
+    # it.
     cuts: tuple[tuple[int, int, int], ...] = ()
     flat: bool = False  # the rank holds a piece of a flattened tensor (FSDP1)
 
@@ -97,18 +116,26 @@ class RandomDraw:
 class RecordedStep:
     """One call of `optimizer.step()`."""
 
-    flow: list[tuple[str, float, float]] = field(default_factory=list)  # name and output, as two numbers, of each call
-    own: Pieces = field(default_factory=dict)  # gradients of its samples alone, before ranks are reduced; or empty
+    # name and output, as two numbers, of each call
+    flow: list[tuple[str, float, float]] = field(default_factory=list)
+    # gradients of its samples alone, before ranks are reduced; or empty
+    own: Pieces = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)  # what each backward pass started from
-    inputs: list[list[str]] = field(default_factory=list)  # of each pass of a whole model, prints of its rows
-    elements: int = 0  # what tells the elements of these inputs from others, in whatever order: it adds up over ranks
+    # of each pass of a whole model, prints of its rows
+    inputs: list[list[str]] = field(default_factory=list)
+    # what tells the elements of these inputs from others, in whatever order: it adds up over ranks
+    elements: int = 0
     draws: list[RandomDraw] = field(default_factory=list)  # of each micro-batch
     dtypes: set[str] = field(default_factory=set)  # of the parameters, and those of autocast
-    before: dict[str, str] = field(default_factory=dict)  # fingerprints of the parameters before the update
-    unclipped: Pieces = field(default_factory=dict)  # gradients when clipping began; empty without clipping
+    # fingerprints of the parameters before the update
+    before: dict[str, str] = field(default_factory=dict)
+    # gradients when clipping began; empty without clipping
+    unclipped: Pieces = field(default_factory=dict)
     gradients: Pieces = field(default_factory=dict)  # as the optimizer used them
-    settings: list[dict[str, Any]] = field(default_factory=list)  # of each parameter group: learning rate and others
-    schedules: list[int] = field(default_factory=list)  # how often each learning rate schedule was stepped
+    # of each parameter group: learning rate and others
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    # how often each learning rate schedule was stepped
+    schedules: list[int] = field(default_factory=list)
     values: Pieces = field(default_factory=dict)  # parameters after the step
 
 
@@ -117,16 +144,23 @@ class ScriptRecord:
     """Steps of one process of a script."""
 
     steps: list[RecordedStep] = field(default_factory=list)  # in order
-    first: Pieces = field(default_factory=dict)  # parameters before the first step, or before they are given
-    batches: dict[int, list[list[str]]] = field(default_factory=dict)  # loader → prints of each batch's samples
-    asked: dict[int, int] = field(default_factory=dict)  # batch size of each loader as the script wrote it
-    lengths: dict[int, tuple[int, int]] = field(default_factory=dict)  # loader → samples in an epoch, in its data
+    # parameters before the first step, or before they are given
+    first: Pieces = field(default_factory=dict)
+    # loader → prints of each batch's samples
+    batches: dict[int, list[list[str]]] = field(default_factory=dict)
+    # batch size of each loader as the script wrote it
+    asked: dict[int, int] = field(default_factory=dict)
+    # loader → samples in an epoch, in its data
+    lengths: dict[int, tuple[int, int]] = field(default_factory=dict)
     framework: str = TORCH  # whose loop it is
     normalises: bool = False  # whether a module normalises by the statistics of its batch
     together: set[int] = field(default_factory=set)  # ranks that compute the same samples with it
-    joined: dict[str, int] = field(default_factory=dict)  # name → dim along which ranks' parameters are joined
-    collectives: list[tuple[str, int, str]] = field(default_factory=list)  # name, size, place of the script's own
-    findings: list[dict[str, str]] = field(default_factory=list)  # mistakes of the loop: kind, text, fix
+    # name → dim along which ranks' parameters are joined
+    joined: dict[str, int] = field(default_factory=dict)
+    # name, size, place of the script's own
+    collectives: list[tuple[str, int, str]] = field(default_factory=list)
+    # mistakes of the loop: kind, text, fix
+    findings: list[dict[str, str]] = field(default_factory=list)
 
     def note_framework(self) -> None:
         """Note whose code calls this, at the optimizer's step."""
@@ -134,7 +168,11 @@ class ScriptRecord:
         while frame.f_back is not None:
             frame = frame.f_back
             module = frame.f_globals.get("__name__", "")
-            found |= {name for start, name in _FRAMEWORKS.items() if module == start or module.startswith(start + ".")}
+            found |= {
+                name
+                for start, name in _FRAMEWORKS.items()
+                if module == start or module.startswith(start + ".")
+            }
         self.framework = next((name for name in _FRAMEWORKS.values() if name in found), TORCH)
 
     @property
@@ -144,8 +182,15 @@ class ScriptRecord:
 
     @property
     def training_loader(self) -> int | None:
-        """The loader that gave each backward pass its batch; the one that was read least beyond that."""
-        enough = {loader: len(read) for loader, read in self.batches.items() if len(read) >= sum(self.passes) > 0}
+        """The loader that gave each backward pass its batch.
+
+        The one that was read least beyond that.
+        """
+        enough = {
+            loader: len(read)
+            for loader, read in self.batches.items()
+            if len(read) >= sum(self.passes) > 0
+        }
         return min(enough, key=lambda loader: enough[loader]) if enough else None
 
 
@@ -174,18 +219,27 @@ def _whole(pieces: Sequence[TensorPiece], dim: int | None) -> Tensor:
 
 
 class World:
-    """Ranks of a run, and what they hold of one model; `joined`: name → dim along which the script itself cuts it."""
+    """Ranks of a run, and what they hold of one model.
 
-    def __init__(self, records: Sequence[ScriptRecord], joined: Mapping[str, int] | None = None) -> None:
+    `joined`: name → dim along which the script itself cuts it.
+    """
+
+    def __init__(
+        self, records: Sequence[ScriptRecord], joined: Mapping[str, int] | None = None
+    ) -> None:
         self.records, self.joined = records, dict(joined or {})
         self._held = [set(record.first) for record in records]
         by_hand = bool(self.joined) or any(held != self._held[0] for held in self._held)
         everybody = set(range(len(records)))
-        together = [everybody if by_hand else {rank} | record.together for rank, record in enumerate(records)]
+        together = [
+            everybody if by_hand else {rank} | record.together
+            for rank, record in enumerate(records)
+        ]
         # A pipeline's ranks and those of tensor parallel may overlap.
         for _ in records:
             together = [set().union(*(together[other] for other in mine)) for mine in together]
-        # Ranks that compute the same samples together, in order; each rank alone, where a model is not cut.
+        # Ranks that compute the same samples together, in order; each rank alone, where a model is
+        # not cut.
         self.units = [sorted(mine) for rank, mine in enumerate(together) if rank == min(mine)]
         self.leaders = [records[unit[0]] for unit in self.units]
 

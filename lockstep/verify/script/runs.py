@@ -30,7 +30,10 @@ Start = Callable[[Sequence[ScriptTask], int], None]
 
 
 class HangError(LockstepError):
-    """Ranks wait for each other; `found`: rank → where it waits, empty: it has ended; `records`: None: it has none."""
+    """Ranks wait for each other; `found`: rank → where it waits, empty: it has ended.
+
+    `records`: None: it has none.
+    """
 
     def __init__(self, found: dict[int, str], records: list[ScriptRecord | None]) -> None:
         super().__init__("ranks wait for each other")
@@ -49,7 +52,8 @@ class Runs:
     def world(self, ranks: int, what: str, **changes: Any) -> tuple[Path, list[ScriptRecord]]:
         """Run the script on several ranks, and return the folder of its records, and these.
 
-        Raises HangError: a collective waits for a rank that does not call it. LockstepError: a rank failed.
+        Raises HangError: a collective waits for a rank that does not call it. LockstepError: a rank
+        failed.
         """
         task = self._new_task(changes)
         self._report(f"{ranks} ranks: {what}")
@@ -57,15 +61,22 @@ class Runs:
         hanging = {rank: path for rank in range(ranks) if (path := task.hang_file(rank)).exists()}
         if hanging:
             written = [task.record_file(rank).exists() for rank in range(ranks)]
-            records = [task.load_record(rank) if there else None for rank, there in enumerate(written)]
-            raise HangError({rank: json.loads(path.read_text()) for rank, path in hanging.items()}, records)
+            records = [
+                task.load_record(rank) if there else None for rank, there in enumerate(written)
+            ]
+            raise HangError(
+                {rank: json.loads(path.read_text()) for rank, path in hanging.items()}, records
+            )
         error = why_not_ended(task.folder, ranks, _SECONDS)
         if error is not None:
             raise _with_output(error, task.folder, ranks)
         return task.folder, [task.load_record(rank) for rank in range(ranks)]
 
     def alone(self, what: str, changes: Sequence[dict[str, Any]]) -> list[ScriptRecord]:
-        """Run the script as one process for each of `changes`, at the same time. Raises LockstepError: one failed."""
+        """Run the script as one process for each of `changes`, at the same time.
+
+        Raises LockstepError: one failed.
+        """
         tasks = [self._new_task(change) for change in changes]
         self._report(f"one process: {what}")
         self._start(tasks, len(tasks))
@@ -84,7 +95,9 @@ class Runs:
 
 def script_starter(script: str) -> Start:
     """Return what starts a script, with what it may import loaded once, for all its processes."""
-    names = set(re.findall(r"^\s*(?:from|import) (\w+)", Path(script).read_text(errors="replace"), re.M))
+    names = set(
+        re.findall(r"^\s*(?:from|import) (\w+)", Path(script).read_text(errors="replace"), re.M)
+    )
     preload = [module for module in _PRELOAD if module.partition(".")[0] in names]
     # pipelining brings torch's compiler, which DDP would import in each process.
     preload = ["torch.distributed.pipelining", "lockstep.verify.script.observe", *preload]
@@ -101,15 +114,22 @@ def start_command(tasks: Sequence[ScriptTask], ranks: int) -> None:
     """Run a command, in which `{n}` stands for the number of ranks; it starts its own processes."""
     for task in tasks:  # one after another: launchers may take the same port
         (task.folder / TASK).write_bytes(pickle.dumps(task))
-        words = [for_ranks(word, ranks if len(tasks) == 1 else 1) for word in shlex.split(task.script)]
+        words = [
+            for_ranks(word, ranks if len(tasks) == 1 else 1) for word in shlex.split(task.script)
+        ]
         environment = injected(LOCKSTEP_OBSERVED_RUN=str(task.folder))
         what = ""
         try:
             with (task.folder / "output-0.log").open("w") as log:
                 code = subprocess.run(
-                    words, env=environment, stdout=log, stderr=log, timeout=_SECONDS, check=False,
+                    words,
+                    env=environment,
+                    stdout=log,
+                    stderr=log,
+                    timeout=_SECONDS,
+                    check=False,
                     preexec_fn=die_with_this_process,
-                ).returncode  # fmt: skip
+                ).returncode
             what = f"ended with code {code}" if code else ""
         except OSError as error:
             text = f"there is no program {words[0]} to run: {error.strerror}"
@@ -121,7 +141,9 @@ def start_command(tasks: Sequence[ScriptTask], ranks: int) -> None:
             what = "has ended, and no process of it took a training step"
         if what:
             fix = "run it with this number of ranks until it trains"
-            raise _with_output(RunError(f"the command {what}", where=task.script, fix=fix), task.folder, 1)
+            raise _with_output(
+                RunError(f"the command {what}", where=task.script, fix=fix), task.folder, 1
+            )
 
 
 def _with_output(error: LockstepError, folder: Path, ranks: int) -> LockstepError:
@@ -141,14 +163,20 @@ Feed = dict[tuple[int, int], list[tuple[int, int]]]
 
 
 def united(world: World, *, shared: bool) -> Feed:
-    """Return the feed that gives one process the batches of all ranks together; `shared`: each reads the whole one."""
+    """Return the feed that gives one process the batches of all ranks together.
+
+    `shared`: each reads the whole one.
+    """
     feed: Feed = {}
     readers = [unit[0] for unit in world.units[: 1 if shared else None]]
     records = world.records
     for loader in records[0].batches:
         counts = {rank: len(records[rank].batches.get(loader, [])) for rank in readers}
-        # Where rank 0 reads for all (Accelerate's dispatch_batches), a step takes a batch for each rank of it.
-        together = len(readers) if counts[0] and not any(counts[rank] for rank in readers[1:]) else 1
+        # Where rank 0 reads for all (Accelerate's dispatch_batches), a step takes a batch for each
+        # rank of it.
+        together = (
+            len(readers) if counts[0] and not any(counts[rank] for rank in readers[1:]) else 1
+        )
         for index in range(-(-max(counts.values()) // together)):
             at = range(index * together, (index + 1) * together)
             feed[loader, index] = [(r, i) for r, count in counts.items() for i in at if i < count]
@@ -156,7 +184,10 @@ def united(world: World, *, shared: bool) -> Feed:
 
 
 def step_batches(record: ScriptRecord, step: int) -> tuple[int, range] | None:
-    """Return the training loader, and which of its batches a step trains on; None if batches are no passes."""
+    """Return the training loader, and which of its batches a step trains on.
+
+    None if batches are no passes.
+    """
     loader = record.training_loader
     if loader is None:
         return None

@@ -24,9 +24,12 @@ from lockstep.verify.trace import bytes_of
 
 
 def give(parameter: Tensor, ranks: Sequence[Tensor]) -> int | None:
-    """Write a value into a parameter, which may be cut or flattened; return the dim along which parts were joined.
+    """Write a value into a parameter, which may be cut or flattened.
 
-    `ranks` has the whole value; or each rank's part of it, where a script cuts its parameters itself.
+    Return the dim along which parts were joined.
+
+    `ranks` has the whole value; or each rank's part of it, where a script cuts its parameters
+    itself.
     """
     mine, value, joined = local(parameter.detach()), ranks[0], None
     if len(ranks) > 1 and value.shape != parameter.shape and value.ndim == parameter.ndim:
@@ -43,12 +46,16 @@ def give(parameter: Tensor, ranks: Sequence[Tensor]) -> int | None:
 
 
 def piece_of(tensor: Tensor, *, flat: bool = False) -> TensorPiece:
-    """Return a copy of this rank's part of a tensor; `flat`: it is a piece of a tensor that FSDP1 has flattened."""
+    """Return a copy of this rank's part of a tensor.
+
+    `flat`: it is a piece of a tensor that FSDP1 has flattened.
+    """
     value = local(tensor).detach().cpu().clone()
     if value.is_floating_point() and value.dtype != torch.float64:
         value = value.float()
     cuts: list[tuple[int, int, int]] = []
-    strided: list[tuple[int, int, int]] = []  # FSDP's over tensor parallel: cut after those that follow them
+    # FSDP's over tensor parallel: cut after those that follow them
+    strided: list[tuple[int, int, int]] = []
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate()
         assert coordinate is not None
@@ -68,7 +75,9 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
         if key == "lr" and isinstance(value, Tensor):
             value = float(value)
         simple = isinstance(value, int | float) and not isinstance(value, bool)
-        if key != "params" and (simple or (isinstance(value, tuple) and all(isinstance(v, float) for v in value))):
+        if key != "params" and (
+            simple or (isinstance(value, tuple) and all(isinstance(v, float) for v in value))
+        ):
             found[key] = value
     return found
 
@@ -93,11 +102,18 @@ def fingerprint(tree: Any) -> str:
 
 def rows(tree: Any) -> list[str]:
     """Return the fingerprints of the rows of a model's inputs: of all tensors with as many rows as the first."""
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim and leaf.numel()]
+    tensors = [
+        leaf
+        for leaf in tree_leaves(tree)
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.numel()
+    ]
     if not tensors:
         return []
     count = len(tensors[0])
-    return [_digest(b"".join(bytes_of(t[row]) for t in tensors if len(t) == count)) for row in range(count)]
+    return [
+        _digest(b"".join(bytes_of(t[row]) for t in tensors if len(t) == count))
+        for row in range(count)
+    ]
 
 
 def elements(tree: Any) -> int:
@@ -124,15 +140,26 @@ def two_numbers(output: Any) -> tuple[float, float]:
 
 
 class ObservedLoaders:
-    """All loaders of a process, which read samples in the process itself; `read` is called for each batch."""
+    """All loaders of a process, which read samples in the process itself.
 
-    def __init__(self, task: ScriptTask, record: ScriptRecord, rank: int, read: Callable[[], None]) -> None:
+    `read` is called for each batch.
+    """
+
+    def __init__(
+        self, task: ScriptTask, record: ScriptRecord, rank: int, read: Callable[[], None]
+    ) -> None:
         self._task, self._record, self._rank = task, record, rank
         self._made, self._read = 0, read
         script_patches.patch_loaders(self._before, self._after)
 
     def _before(self, arguments: dict[str, Any]) -> None:
-        for name in ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"):
+        for name in (
+            "num_workers",
+            "prefetch_factor",
+            "persistent_workers",
+            "multiprocessing_context",
+            "timeout",
+        ):
             arguments.pop(name, None)
         collate = arguments.get("collate_fn")
         loader = collate.loader if isinstance(collate, _Collate) else self._made
@@ -160,15 +187,21 @@ class ObservedLoaders:
             wanted = task.feed.get((loader, index))
             if wanted is not None:
                 assert task.samples is not None
-                parts = [pickle.loads(batch_file(task.samples, r, loader, i).read_bytes()) for r, i in wanted]
+                parts = [
+                    pickle.loads(batch_file(task.samples, r, loader, i).read_bytes())
+                    for r, i in wanted
+                ]
                 samples = [sample for part in parts for sample in part]
         else:
-            with suppress(Exception):  # samples that can't be pickled: the reference can't be given them
+            # samples that can't be pickled: the reference can't be given them
+            with suppress(Exception):
                 # A view would be stored with all that it is a view of.
                 copied = tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), own)
                 batch_file(task.folder, self._rank, loader, index).write_bytes(pickle.dumps(copied))
         read = self._record.batches.setdefault(loader, [])
-        read.append([fingerprint(sample) for sample in samples] if isinstance(samples, list) else [])
+        read.append(
+            [fingerprint(sample) for sample in samples] if isinstance(samples, list) else []
+        )
         return samples
 
 

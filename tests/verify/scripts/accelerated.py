@@ -1,4 +1,6 @@
-"""A loop of Accelerate as its documentation writes it, with dropout and masks of unequal lengths; `right`: mended."""
+"""A loop of Accelerate as its documentation writes it, with dropout and masks of unequal lengths;
+`right`: mended.
+"""
 
 import sys
 
@@ -20,7 +22,9 @@ class Model(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         logits = self.head(self.dropout(self.embedding(inputs)))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction=reduction
+        )
 
 
 def main(right: bool) -> None:

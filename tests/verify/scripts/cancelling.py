@@ -1,4 +1,6 @@
-"""A sound loop whose first step makes updates of rounding; `uneven`: in the second, ranks have unequal targets."""
+"""A sound loop whose first step makes updates of rounding; `uneven`: in the second, ranks have
+unequal targets.
+"""
 
 import sys
 
@@ -15,7 +17,8 @@ class Net(nn.Module):
         self.bias = nn.Parameter(torch.zeros(4))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        # The inputs of the first step cancel, and with them the gradient of `level`; Adam's update of it is whole.
+        # The inputs of the first step cancel, and with them the gradient of `level`; Adam's update
+        # of it is whole.
         return self.bias + (inputs * self.level).sum(1, keepdim=True).tanh() * torch.arange(4)
 
 

@@ -1,4 +1,6 @@
-"""Loops of plain PyTorch over one model that is cut: by `parallelize_module`, by a pipeline, or by hand."""
+"""Loops of plain PyTorch over one model that is cut: by `parallelize_module`, by a pipeline, or by
+hand.
+"""
 
 import sys
 
@@ -16,13 +18,19 @@ WIDTH = 16
 
 def samples() -> TensorDataset:
     numbers = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(64, WIDTH, generator=numbers), torch.randn(64, WIDTH, generator=numbers))
+    return TensorDataset(
+        torch.randn(64, WIDTH, generator=numbers), torch.randn(64, WIDTH, generator=numbers)
+    )
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 32),
+            nn.Linear(32, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -65,7 +73,10 @@ class CutByHand(nn.Module):
         rank, world = dist.get_rank(), dist.get_world_size()
         whole = Block()
         self.norm, self.forget = whole.norm, forget
-        self.up, self.down = nn.Linear(WIDTH, 32 // world), nn.Linear(32 // world, WIDTH, bias=False)
+        self.up, self.down = (
+            nn.Linear(WIDTH, 32 // world),
+            nn.Linear(32 // world, WIDTH, bias=False),
+        )
         with torch.no_grad():
             self.up.weight.copy_(whole.up.weight.chunk(world)[rank])
             self.up.bias.copy_(whole.up.bias.chunk(world)[rank])
@@ -91,19 +102,25 @@ def main(kind: str, fault: str = "") -> None:
             model = _stage(model, rank)
         stage = PipelineStage(model, rank, world, torch.device("cpu"))
         scale = 2 if fault == "scale" and world > 1 else 1
-        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, t: scale * nn.functional.mse_loss(y, t))
+        schedule = ScheduleGPipe(
+            stage, 2, loss_fn=lambda y, t: scale * nn.functional.mse_loss(y, t)
+        )
     else:
         cut = 2 if world > 1 else 1
         apart = world // cut
         mesh = init_device_mesh("cpu", (apart, cut), mesh_dim_names=("dp", "tp"))
         for block in model:
-            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            parallelize_module(
+                block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
         if kind == "fsdp and tensor":
             for block in model:
                 fully_shard(block, mesh=mesh["dp"])
             fully_shard(model, mesh=mesh["dp"])
     data = samples()
-    sampler = DistributedSampler(data, num_replicas=apart, rank=rank * apart // world, shuffle=False)
+    sampler = DistributedSampler(
+        data, num_replicas=apart, rank=rank * apart // world, shuffle=False
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for inputs, targets in DataLoader(data, batch_size=8, sampler=sampler):
         if schedule is not None:

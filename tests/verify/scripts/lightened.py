@@ -1,4 +1,6 @@
-"""A LightningModule, trained with DDP on as many ranks as the first argument says; `unsharded`: without its sampler."""
+"""A LightningModule, trained with DDP on as many ranks as the first argument says; `unsharded`:
+without its sampler.
+"""
 
 import sys
 
@@ -25,9 +27,16 @@ def main(ranks: int, faults: list[str]) -> None:
     L.seed_everything(0)
     data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
     trainer = L.Trainer(
-        accelerator="cpu", devices=ranks, strategy="ddp", max_epochs=1, logger=False, gradient_clip_val=0.1,
-        enable_checkpointing=False, enable_progress_bar=False, use_distributed_sampler="unsharded" not in faults,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=ranks,
+        strategy="ddp",
+        max_epochs=1,
+        logger=False,
+        gradient_clip_val=0.1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        use_distributed_sampler="unsharded" not in faults,
+    )
     trainer.fit(Module(), DataLoader(data, batch_size=4, shuffle="unsharded" not in faults))
 
 

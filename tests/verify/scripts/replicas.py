@@ -24,7 +24,9 @@ def main(faults: list[str]) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank if "seeds" in faults else 0)
     norm = nn.BatchNorm1d(32) if "batch norm" in faults else nn.LayerNorm(32)
-    model = nn.Sequential(nn.Linear(8, 32), norm, nn.GELU(), nn.Dropout(0.1 * ("dropout" in faults)), nn.Linear(32, 5))
+    model = nn.Sequential(
+        nn.Linear(8, 32), norm, nn.GELU(), nn.Dropout(0.1 * ("dropout" in faults)), nn.Linear(32, 5)
+    )
     runs = model if "unwrapped" in faults else nn.parallel.DistributedDataParallel(model)
     if "own draws" in faults:
         torch.manual_seed(rank)
@@ -35,7 +37,9 @@ def main(faults: list[str]) -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(loader) // per_step)
     for number, (inputs, targets) in enumerate(loader, start=1):
         with torch.autocast("cpu", enabled="autocast" in faults):
-            loss = nn.functional.cross_entropy(runs(inputs), targets, ignore_index=IGNORED) / per_step
+            loss = (
+                nn.functional.cross_entropy(runs(inputs), targets, ignore_index=IGNORED) / per_step
+            )
         (loss * world if "sum" in faults else loss).backward()
         if number % per_step == 0:
             nn.utils.clip_grad_norm_(runs.parameters(), 0.1)

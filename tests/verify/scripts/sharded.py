@@ -14,7 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for number in range(dist.get_rank(), 96, dist.get_world_size()):
-            yield torch.randn(8, generator=torch.Generator().manual_seed(number)), torch.tensor(number % 5)
+            yield (
+                torch.randn(8, generator=torch.Generator().manual_seed(number)),
+                torch.tensor(number % 5),
+            )
 
 
 def main(kind: str) -> None:
