@@ -88,14 +88,14 @@ def judge(fault: Fault) -> Judged:
 def cause(verdict: Verdict) -> tuple[str, str]:
     """Return the kind and the text of what was found; "" if all passed."""
     for outcome in verdict.outcomes:
-        if outcome.failed is not None:
+        if outcome.failed:
             hangs = outcome.failed.startswith("no answer within")
             refused = "other ranks" not in outcome.failed and (
                 "do:" in outcome.failed or "fix:" in outcome.failed
             )
             return "hang" if hangs else "refused" if refused else "crash", outcome.failed
-        if outcome.cause is not None and not outcome.passed:
-            return outcome.cause.kind, outcome.cause.text
+        if outcome.causes and not outcome.passed:
+            return outcome.causes[0].kind, outcome.causes[0].text
     for check in verdict.checks:
         if not check.passed:
             return check.kind, check.text

@@ -15,12 +15,9 @@ Tests: tests/verify/test_command.py, tests/verify/test_faults.py, tests/verify/t
 
 import math
 import os
-import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from lockstep.config import Config, config_from
 from lockstep.cores import threads_per_rank
@@ -29,67 +26,15 @@ from lockstep.errors import UsageError
 from lockstep.launch.spawn import spawn_again
 from lockstep.scratch import temporary
 from lockstep.strategy import AUTO, SINGLE, parse_topology, strategy_named
-from lockstep.verify.causes import cause_of, is_clear, wanted_experiments
-from lockstep.verify.differences import ASPECTS, Cause, Difference, Evidence, StepResult
-from lockstep.verify.experiments import NUDGED, first_experiments, further_experiments
-from lockstep.verify.recorded_flow import Deviation
-from lockstep.verify.reference import Check, judge
-from lockstep.verify.subject import (
-    MAIN,
-    Case,
-    Make,
-    Spec,
-    Subject,
-    VerifyJob,
-    run_isolated,
-    why_not_ended,
-)
+from lockstep.verify.configs import Start, check_reference, compare, record
+from lockstep.verify.outcome import Cause, Difference, Outcome
+from lockstep.verify.reference import Check
+from lockstep.verify.subject import Case, Make, Spec, Subject, VerifyJob
 
 __all__ = ["Cause", "Difference", "Outcome", "Subject", "Verdict", "verify"]
 
 DEFAULT_STEPS = 5
 _MODEL_AXES = ("pipeline", "context", "tensor")  # ranks along them share a micro-batch
-_CHECKED = "checks"  # file with the names of the checks that are possible
-_SECONDS = 30.0  # limit for a case; it is longer where the reference takes long
-_LONGEST = 3600.0  # seconds for the reference itself
-_TIMES = 20.0  # how many times as long as the reference a case may take
-# a step whose difference is this many times larger than an explained one needs a cause of its own
-_LARGER = 4.0
-
-
-@dataclass
-class Outcome:
-    """Steps of one topology, compared with the reference's."""
-
-    topology: str  # as it was written; `single` is the reference taken once more
-    steps: list[StepResult] = field(default_factory=list)  # one result per step
-    cause: Cause | None = None  # of the first difference
-    deviations: list[Deviation] = field(default_factory=list)  # parts of that step, in its order
-    failed: str | None = None  # the error, if the topology could not be run
-
-    @property
-    def first(self) -> tuple[int, Difference] | None:
-        """The first step that differs (counted from 0), and its first difference."""
-        for result in self.steps:
-            if result.first is not None:
-                return result.step, result.first
-        return None
-
-    @property
-    def passed(self) -> bool:
-        """Return whether the topology took the same steps, up to rounding."""
-        rounding = self.cause is not None and not self.cause.is_error and self.cause.is_judged
-        return self.failed is None and (self.first is None or rounding)
-
-    @property
-    def same_bits(self) -> bool:
-        """Return whether no step differs in any bit."""
-        return all(result.same_bits for result in self.steps)
-
-    @property
-    def largest_rounding(self) -> float:
-        """The largest relative difference of a gradient within its bound."""
-        return max((result.rounding for result in self.steps), default=0.0)
 
 
 @dataclass
@@ -109,10 +54,6 @@ class Verdict:
         return all(outcome.passed for outcome in self.outcomes) and all(
             check.passed for check in self.checks
         )
-
-
-Start = Callable[[Callable[..., Any], Sequence[Any], int], None]
-"""Runs a function with arguments on a number of ranks of this machine, and waits for them."""
 
 
 def verify(
@@ -139,10 +80,15 @@ def verify(
     Raises:
         UsageError: a topology or the config is wrong, or the reference cannot be trained.
     """
-    config, make = (subject, None) if isinstance(subject, Config) else (config or Config(), subject)
+    make: Make | None = None
+    if isinstance(subject, Config):
+        config = subject
+    else:
+        make = subject
+        config = config or Config()
     against = default_against(config) if against is None else against
     spec, notices = _spec(config, make, against, steps)
-    start = start or _spawn
+    start = start or partial(spawn_again, preload=None)
     with temporary("verify") as folder:
         report(f"reference: {spec.steps} steps in one process")
         main = Case(steps=spec.steps)
@@ -152,20 +98,7 @@ def verify(
             report(f"{topology}: {spec.steps} steps")
             outcomes += compare([VerifyJob(spec, topology, folder, (main,))], start, report)
         report("reference: checks of its own")
-        checks = []
-        if outcomes[0].passed:
-            start(_check, (spec, folder), 1)
-            taken: list[str] = pickle.loads((folder / _CHECKED).read_bytes())
-            ends = {
-                what: why_not_ended(folder / "ends" / f"check-{what}", 1, _limit(folder))
-                for what in taken
-            }
-            missing = {
-                what: str(error).splitlines()[0]
-                for what, error in ends.items()
-                if error is not None
-            }
-            checks = judge(taken, folder, missing)
+        checks = check_reference(spec, folder, start) if outcomes[0].passed else []
     size = spec.config.training
     assert size.global_batch_size is not None
     return Verdict(
@@ -252,180 +185,3 @@ def _spec(
         Spec(config, make, steps, threads_per_rank(max(ranks for _, ranks in topologies))),
         notices,
     )
-
-
-def record(
-    wanted: Sequence[tuple[Spec, Sequence[Case], Path]], start: Start
-) -> list[dict[str, str]]:
-    """Let one process take the steps of cases alone.
-
-    Return, for each of `wanted`, case that fails → reason.
-
-    Raises:
-        LockstepError: the case that compares all steps could not be taken.
-    """
-    limits = [_limit(folder) for *_, folder in wanted]
-    start(_record, (wanted, limits), 1)
-    left_out: list[dict[str, str]] = [{} for _ in wanted]
-    for (_, cases, folder), limit, missing in zip(wanted, limits, left_out, strict=True):
-        for case in cases:
-            error = why_not_ended(_end_of_record(folder, case), 1, limit)
-            if error is not None and case.name == MAIN:
-                raise error
-            if error is not None:
-                missing[case.name] = str(error).splitlines()[0]
-    return left_out
-
-
-def _limit(folder: Path) -> float:
-    path = folder / MAIN / "seconds"
-    return _SECONDS + _TIMES * float(path.read_text()) if path.exists() else _LONGEST
-
-
-def _end_of_record(folder: Path, case: Case) -> Path:
-    return folder / "ends" / f"reference-{case.name}"
-
-
-def compare(
-    jobs: Sequence[VerifyJob], start: Start, report: Callable[[str], None]
-) -> list[Outcome]:
-    """Run topologies with the same number of ranks in one launch, and compare them with references on disk."""
-    outcomes = [Outcome(job.topology) for job in jobs]
-    start(_compare, (jobs,), jobs[0].ranks)
-    pending = []
-    for job, outcome in zip(jobs, outcomes, strict=True):
-        results = _results(job, MAIN)
-        if isinstance(results, str):
-            outcome.failed = results
-        else:
-            outcome.steps = results
-            pending.append((job, outcome, _next(outcome)))
-    while wanted := [(job, outcome, found) for job, outcome, found in pending if found is not None]:
-        for job, _, found in wanted:
-            report(f"{job.topology}: differs in step {found.step + 1}; looking for the cause")
-        _find_causes(wanted, start)
-        # Rounding in one step explains the other steps only if their differences are not larger.
-        explained = [
-            one for one in wanted if one[1].cause is not None and not one[1].cause.is_error
-        ]
-        pending = [(job, outcome, _next(outcome, found)) for job, outcome, found in explained]
-    return outcomes
-
-
-def _results(job: VerifyJob, name: str) -> list[StepResult] | str:
-    case = next(case for case in job.cases if case.name == name)
-    error = why_not_ended(job.end_of(case), job.ranks, _limit(job.folder))
-    if error is not None:
-        return str(error)
-    path = job.results_of(case)
-    if not path.exists():
-        return f"{name}: a process of it ended without a word"
-    found: list[StepResult] | str = pickle.loads(path.read_bytes())
-    return found
-
-
-def _next(outcome: Outcome, judged: StepResult | None = None) -> StepResult | None:
-    """Return the next step whose difference needs a cause."""
-    for result in outcome.steps:
-        if not result.differences:
-            continue
-        if judged is None:
-            return result
-        farther = any(
-            result.distance(aspect) > _LARGER * judged.distance(aspect) for aspect in ASPECTS
-        )
-        if result.step > judged.step and farther:
-            return result
-    return None
-
-
-def _find_causes(different: Sequence[tuple[VerifyJob, Outcome, StepResult]], start: Start) -> None:
-    evidence = []
-    for job, _, found in different:
-        cases = tuple(first_experiments(job.spec, job.topology, found.step))
-        evidence.append(
-            (replace(job, cases=cases), Evidence(found, {}, {}, job.folder, job.spec.config))
-        )
-    _experiment(evidence, start)
-    further = []
-    for job, known in evidence:
-        if not is_clear(known):
-            _, subject = job.spec.build({})
-            wanted = wanted_experiments(known, job.topology)
-            cases = tuple(
-                further_experiments(job.spec, job.topology, known.found.step, wanted, subject.data)
-            )
-            subject.close()
-            further.append((replace(job, cases=cases), known))
-    _experiment([(job, known) for job, known in further if job.cases], start)
-    for (job, known), (_, outcome, _) in zip(evidence, different, strict=True):
-        outcome.cause, outcome.deviations = cause_of(known), known.deviations
-        outcome.cause.is_error |= job.spec.exact  # if every bit must be equal, rounding is an error
-
-
-def _experiment(wanted: Sequence[tuple[VerifyJob, Evidence]], start: Start) -> None:
-    if not wanted:
-        return
-    left_out = record([(job.spec, job.cases, job.folder) for job, _ in wanted], start)
-    jobs = []
-    for (job, evidence), missing in zip(wanted, left_out, strict=True):
-        evidence.left_out |= missing
-        taken = tuple(
-            case for case in job.cases if case.name not in missing and case.name != NUDGED
-        )
-        jobs.append(replace(job, cases=taken))
-    start(_compare, (jobs,), jobs[0].ranks)
-    for job, (_, evidence) in zip(jobs, wanted, strict=True):
-        for case in job.cases:
-            results = _results(job, case.name)
-            if isinstance(results, str):
-                evidence.left_out[case.name] = results.splitlines()[0]
-            elif results:
-                evidence.tried[case.name] = results[0]
-
-
-# ---- what runs in the started processes: each case in a fork ----
-
-
-def _check(spec: Spec, folder: Path) -> None:
-    from lockstep.verify import reference
-
-    def choose() -> None:
-        (folder / _CHECKED).write_bytes(pickle.dumps(reference.checks_of(spec)))
-
-    limit = _limit(folder)
-    run_isolated(choose, folder / "ends" / _CHECKED, 0, limit, alone=True)
-    for what in pickle.loads((folder / _CHECKED).read_bytes()):
-        call = partial(reference.take, spec, what, folder)
-        run_isolated(call, folder / "ends" / f"check-{what}", 0, limit, alone=True)
-
-
-def _record(wanted: Sequence[tuple[Spec, Sequence[Case], Path]], limits: Sequence[float]) -> None:
-    from lockstep.verify import worker
-
-    for (spec, cases, folder), limit in zip(wanted, limits, strict=True):
-        for case in cases:
-            run_isolated(
-                partial(worker.record, spec, case, folder),
-                _end_of_record(folder, case),
-                0,
-                limit,
-                alone=True,
-            )
-
-
-def _compare(jobs: Sequence[VerifyJob]) -> None:
-    from lockstep.verify import worker
-
-    number = 0
-    for job in jobs:
-        for case in job.cases:
-            number += 1
-            call = partial(worker.compare, job, case)
-            if not run_isolated(
-                call, job.end_of(case), number, _limit(job.folder), alone=job.ranks == 1
-            ):
-                break  # other cases hang as well
-
-
-_spawn = partial(spawn_again, preload=None)

@@ -10,17 +10,11 @@ from collections.abc import Callable, Sequence
 from lockstep.errors import listed
 from lockstep.strategy import parse_topology
 from lockstep.verify import direct_causes, experiments
+from lockstep.verify.algebra import OTHER_COUNT, UNRELATED, WRONG_REFERENCE
 from lockstep.verify.comparisons import TOO_FAR
-from lockstep.verify.differences import (
-    UNKNOWN,
-    Cause,
-    Evidence,
-    first_seen,
-    located,
-    name_ranks,
-    ranks_of,
-)
-from lockstep.verify.recorded_flow import BACKWARD, COUNTS, FORWARD, ITSELF, LOSS, REDUCTION
+from lockstep.verify.differences import Evidence, first_seen, located, name_ranks, ranks_of
+from lockstep.verify.outcome import ROUNDING, UNKNOWN, Cause
+from lockstep.verify.recorded_flow import BACKWARD, FORWARD, LOSS, REDUCTION
 
 # largest relative rounding of a gradient by bfloat16 when the same terms are summed
 LOW_ROUNDING = 8 * 2.0**-8
@@ -135,7 +129,7 @@ def _rounds(e: Evidence) -> Cause | None:
     ):
         result = e.tried.get(name)
         if e.found.has("gradient") and result is not None and not result.has("gradient"):
-            return Cause("rounding", text.format(result.rounding), [name], False)
+            return Cause(ROUNDING, text.format(result.rounding), [name], False)
     return None
 
 
@@ -157,7 +151,7 @@ def _chaos(e: Evidence) -> Cause | None:
         f"{why}; but each module, gradient and sum agrees when it is given the same inputs"
         f" ({number} compared)"
     )
-    return Cause("rounding", text, [experiments.PERTURB, experiments.FORCED], False)
+    return Cause(ROUNDING, text, [experiments.PERTURB, experiments.FORCED], False)
 
 
 # ---- what undoing it shows ----
@@ -316,7 +310,7 @@ def _low_precision(e: Evidence) -> Cause | None:
     if e.agrees(experiments.FLOAT32):
         if e.found.distance("gradient") <= LOW_ROUNDING:
             text = "low precision rounds differently here; in float32 the steps agree"
-            return Cause("rounding", text, [experiments.FLOAT32], False)
+            return Cause(ROUNDING, text, [experiments.FLOAT32], False)
         text = "more than rounding goes wrong in low precision, and not in float32"
         return Cause("low precision", text, [experiments.FLOAT32])
     if e.agrees(experiments.COMPILE):
@@ -333,7 +327,7 @@ def _normalisation(e: Evidence) -> Cause | None:
     # gradients of another weight follow from it
     losses = [d for d in e.deviations if d.stage == LOSS]
     earlier = any(d.stage == FORWARD for d in e.deviations)
-    if not losses or earlier or not all(d.relation.startswith(COUNTS) for d in losses):
+    if not losses or earlier or not all(d.relation.kind == OTHER_COUNT for d in losses):
         return None
     first = losses[0]
     text = (
@@ -351,7 +345,7 @@ def _place(e: Evidence) -> Cause | None:
     if not found:
         return None
     first = found[0]
-    if first.stage == REDUCTION and ITSELF in first.relation:
+    if first.stage == REDUCTION and first.relation.kind == WRONG_REFERENCE:
         text = (
             f"the gradient of {first.module} is not the sum over a step's micro-batches:"
             f" {first.relation}"
@@ -368,7 +362,7 @@ def _by_themselves(e: Evidence) -> Cause | None:
     if e.flows or not few or seen.has("start", "samples", "loss"):
         return None
     # The first are those of which it is known how they relate to the reference's.
-    first, *others = sorted(wrong, key=lambda d: not d.relation or d.relation.startswith("differs"))
+    first, *others = sorted(wrong, key=lambda d: d.relation is None or d.relation.kind == UNRELATED)
     text = (
         f"the gradient of {first.name}"
         f" {first.relation or f'is another one on {name_ranks(first.ranks)}'}"

@@ -13,12 +13,13 @@ from pathlib import Path
 
 from lockstep.config import Config
 from lockstep.errors import listed
+from lockstep.verify.algebra import NOT_REDUCED, Relation
 from lockstep.verify.experiments import FORCED
+from lockstep.verify.outcome import Difference
 from lockstep.verify.recorded_flow import (
     BACKWARD,
     FORWARD,
     LOSS,
-    NOT_REDUCED,
     REDUCTION,
     STAGES,
     Deviation,
@@ -40,8 +41,8 @@ class TensorDifference:
     excess: float = 0.0
     square: float = 0.0  # sum of the squared differences
     missing: bool = False  # the tensor exists on one side only
-    # clause on how a wrong gradient relates to the reference's; "" if it was not looked for
-    relation: str = ""
+    # of a wrong gradient to the reference's; None if it was not looked for
+    relation: Relation | None = None
 
 
 @dataclass
@@ -56,21 +57,6 @@ class RankReport:
     seed: int  # of this rank's random numbers
     not_comparable: str  # the reason if the comparison is not meaningful, else ""
     flow: RankFlow | None  # what it found part by part, if that was compared
-
-
-@dataclass
-class Difference:
-    """One difference in one step."""
-
-    aspect: str  # one of `ASPECTS`
-    # of the parameter or buffer; for a loss, norm, samples or an option of the optimizer: a
-    # description
-    name: str
-    relative: float  # norm of the difference over the norm of the reference
-    excess: float = math.inf  # largest ratio to the bound; inf if every bit must be equal
-    ranks: list[int] = field(default_factory=list)  # ranks with the difference
-    missing: bool = False
-    relation: str = ""  # clause on how it relates to the reference on which of them
 
 
 @dataclass
@@ -155,7 +141,7 @@ def combine_reports(
             result.same_bits &= worst == 0.0
             if worst > 1.0 or missing:
                 ranks = sorted(rank for rank, p in pieces.items() if p.excess > 1.0 or p.missing)
-                how = _relations({rank: pieces[rank].relation for rank in ranks})
+                how = _on_ranks({rank: pieces[rank].relation for rank in ranks})
                 result.differences.append(
                     Difference(kind, name, relative, worst, ranks, missing, how)
                 )
@@ -173,16 +159,19 @@ def combine_reports(
     return result
 
 
-def _relations(by_rank: Mapping[int, str]) -> str:
-    """Return a clause on how a tensor relates to the reference's on each rank.
+def _on_ranks(by_rank: Mapping[int, Relation | None]) -> Relation | None:
+    """Return how a tensor relates to the reference's, on which ranks; None if it is not known.
 
-    "" if it is not known.
+    It is of the kind of the first rank's.
     """
-    ranks: dict[str, list[int]] = {}
+    ranks: dict[Relation, list[int]] = {}
     for rank, relation in by_rank.items():
-        ranks.setdefault(relation, []).append(rank)
-    where = [f"{how} on {name_ranks(which)}" for how, which in ranks.items() if how]
-    return ", ".join(where)
+        if relation is not None:
+            ranks.setdefault(relation, []).append(rank)
+    if not ranks:
+        return None
+    clauses = [f"{relation} on {name_ranks(which)}" for relation, which in ranks.items()]
+    return Relation(", ".join(clauses), next(iter(ranks)).kind)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -259,19 +248,7 @@ def differing_options(
     return texts
 
 
-UNKNOWN = "cause not known"
 GONE = 1e-2  # an experiment that leaves less than this fraction of a difference has removed it
-
-
-@dataclass
-class Cause:
-    """Cause of a difference."""
-
-    kind: str  # one word or two: data order, random numbers, loss normalisation …
-    text: str  # one sentence
-    found_by: list[str] = field(default_factory=list)  # the experiments that show it
-    is_error: bool = True  # False for rounding
-    is_judged: bool = True  # False if neither an error nor rounding could be shown
 
 
 @dataclass
@@ -342,7 +319,9 @@ class Evidence:
     def not_reduced(self) -> set[str]:
         """The parameters for which a rank's own sum is seen to stand where the reduced gradient should."""
         return {
-            d.module for d in self.deviations if d.stage == REDUCTION and NOT_REDUCED in d.relation
+            d.module
+            for d in self.deviations
+            if d.stage == REDUCTION and d.relation.kind == NOT_REDUCED
         }
 
 
@@ -351,7 +330,7 @@ def first_seen(e: Evidence) -> str:
     first = e.found.first
     assert first is not None
     others = [a for a in ASPECTS if a != first.aspect and e.found.has(a)]
-    how = f" {first.relation}" if first.relation else f" on {name_ranks(first.ranks)}"
+    how = f" {first.relation}" if first.relation is not None else f" on {name_ranks(first.ranks)}"
     text = f"the first that differs is the {first.aspect} ({first.name}){how}"
     return text + (f", and so do {listed(others)}" if others else "")
 

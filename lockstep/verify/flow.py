@@ -25,14 +25,17 @@ from lockstep.strategy import strategy_named
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer
 from lockstep.verify import recorded_flow
-from lockstep.verify.comparisons import (
+from lockstep.verify.algebra import (
+    CEILING,
+    OTHER_COUNT,
+    Relation,
     distance,
     in_words,
     multiple,
     reduced_relation,
     relation,
-    shard_like,
 )
+from lockstep.verify.comparisons import shard_like
 from lockstep.verify.experiments import settings_of_module, with_other_last_bits
 from lockstep.verify.memory import ModelMemory
 from lockstep.verify.recorded_flow import (
@@ -49,6 +52,8 @@ from lockstep.verify.recorded_flow import (
 from lockstep.verify.trace import GRADIENT, Stored
 
 _LARGEST = 4 << 30  # bytes that the reference stores of one step
+_MOST_OTHERS = 64  # micro-batches with which a wrong tensor is compared
+_HERE_ALONE = Relation("is there on this rank alone")
 
 
 class FlowRecorder:
@@ -200,7 +205,7 @@ class FlowRecorder:
         right = self._reference.tensors.get(key)
         if right is None:
             if tensor.numel():
-                self._deviates(FORWARD, key, float("inf"), "is there on this rank alone")
+                self._deviates(FORWARD, key, float("inf"), _HERE_ALONE)
             return tensor
         self._compare(FORWARD, key, tensor, right)
         if right.shape != tensor.shape:
@@ -211,7 +216,7 @@ class FlowRecorder:
         gradient = (*key[:3], f"gradient of {key[3]}")
         if not differentiable:
             if gradient in self._reference.tensors:
-                self._deviates(BACKWARD, gradient, 1.0, "is not computed")
+                self._deviates(BACKWARD, gradient, 1.0, Relation("is not computed"))
             return value.clone()
         return _Seen.put(tensor, value, self, key)
 
@@ -242,7 +247,7 @@ class FlowRecorder:
             return None
         key = (micro_batch, name, 0, "gradient")
         if self._reference is not None and key not in self._reference.tensors:
-            self._deviates(BACKWARD, key, float("inf"), "is there on this rank alone")
+            self._deviates(BACKWARD, key, float("inf"), _HERE_ALONE)
         return self._compare_gradient(key, gradient)
 
     # ---- the loss ----
@@ -256,19 +261,21 @@ class FlowRecorder:
             key = (number, "", 0, "loss")
             self.stored.bounds[key] = off
             if targets != right_targets:
-                how = f"{recorded_flow.COUNTS} {targets:g} targets instead of {right_targets:g}"
+                how = Relation(
+                    f"counts {targets:g} targets instead of {right_targets:g}", OTHER_COUNT
+                )
                 # With another count alone, either the sum or the mean is the reference's.
                 as_mean = abs(value * right_targets - right * targets) <= LEAST * abs(
                     right * targets
                 )
                 if off > self._bound(key) and not as_mean:
-                    how = (
+                    how = Relation(
                         f"is {in_words(value / right) if right else value} the reference, and {how}"
                     )
                 self._deviates(LOSS, key, max(off, LEAST), how)
             elif off > self._bound(key):
                 times = value / right if right else 0.0
-                self._deviates(LOSS, key, off, f"is {in_words(times)} the reference")
+                self._deviates(LOSS, key, off, Relation(f"is {in_words(times)} the reference"))
 
         def began(gradient: Tensor) -> Tensor | None:
             self.stored.units[number] = float(gradient)
@@ -278,7 +285,7 @@ class FlowRecorder:
             unit = self._unit(number)
             times = float(gradient) / right_unit / unit
             if abs(times - 1) > LEAST and (number, "", 0, "loss") not in self._seen:
-                how = f"is {in_words(times)} the reference"
+                how = Relation(f"is {in_words(times)} the reference")
                 self._deviates(
                     LOSS, (number, "", 0, "weight in the backward pass"), abs(times - 1), how
                 )
@@ -348,16 +355,18 @@ class FlowRecorder:
         self.stored.bounds[key] = off
         if off <= self._bound(key):
             return
-        too_far = self._reference.bounds.get(key, 0.0) > recorded_flow.CEILING
+        too_far = self._reference.bounds.get(key, 0.0) > CEILING
         if too_far and bool(mine.any()) and multiple(mine, right) is None:
             self.flow.unjudged.append(f"{key[1] or 'the model'}, {key[3]}")
             return
-        others = {
-            f"the reference of micro-batch {m}": tensor
+        others = [
+            (Relation(f"is the reference of micro-batch {m}"), tensor)
             for (m, *rest), tensor in self._reference.tensors.items()
             if tuple(rest) == key[1:] and m != key[0] and tensor.shape == mine.shape
-        }
-        self._deviates(stage, key, off, relation(mine, right, others if len(others) < 64 else None))
+        ]
+        self._deviates(
+            stage, key, off, relation(mine, right, others if len(others) < _MOST_OTHERS else ())
+        )
 
     def _bound(self, key: Key) -> float:
         assert self._reference is not None
@@ -366,7 +375,7 @@ class FlowRecorder:
         )
         return max(least, SLACK * self._reference.bounds.get(key, 0.0))
 
-    def _deviates(self, stage: str, key: Key, relative: float, how: str) -> None:
+    def _deviates(self, stage: str, key: Key, relative: float, how: Relation) -> None:
         assert self._reference is not None
         micro_batch, name, number, what = key
         note, state = "", self.stored.state.get((micro_batch, name, number))

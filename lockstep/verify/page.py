@@ -17,6 +17,7 @@ from pathlib import Path
 
 from lockstep.report.page import write
 from lockstep.report.units import moment
+from lockstep.verify.outcome import Outcome, PartDifference
 
 _SMALLEST = -8.0  # the power of ten at which a bar has no length
 
@@ -33,23 +34,12 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 
 
 @dataclass
-class PartDifference:
-    """A module or a parameter that differs."""
-
-    name: str  # in the model; "" is the model itself
-    text: str  # what differs there
-    relative: float  # size of the difference; inf where there is nothing to compare
-
-
-@dataclass
 class DrawnOutcome:
-    """Holds what the page shows of one number of ranks, or of one topology."""
+    """An outcome with the lines that the terminal shows of it."""
 
     title: str
-    passed: bool
-    lines: Sequence[str]  # of the terminal, without the heading
-    parameters: Sequence[str] = ()  # names of all, in the model's order
-    differences: Sequence[PartDifference] = ()  # in the order of a step; the first is marked
+    lines: Sequence[str]  # without the heading
+    outcome: Outcome
 
 
 @dataclass
@@ -98,19 +88,20 @@ def _row(cell: str, texts: Sequence[str]) -> str:
     return f"<tr>{''.join(f'<{cell}>{escape(text)}</{cell}>' for text in texts)}</tr>"
 
 
-def _section(outcome: DrawnOutcome) -> str:
-    kind, said = ("well", "passed") if outcome.passed else ("bad", "differs")
-    lines = f"<pre>{escape(chr(10).join(outcome.lines))}</pre>" if outcome.lines else ""
-    drawn = ""
-    if outcome.differences:
+def _section(drawn: DrawnOutcome) -> str:
+    outcome = drawn.outcome
+    lines = f"<pre>{escape(chr(10).join(drawn.lines))}</pre>" if drawn.lines else ""
+    parts = ""
+    if outcome.parts:
         model = _Module()
         for name in outcome.parameters:
             model.at(name)
-        for number, difference in enumerate(outcome.differences):
+        for number, difference in enumerate(outcome.parts):
             model.at(difference.name).found.append((difference, number == 0))
-        drawn = f'<div class="parts">{_box("the model", model)}</div>'
-    badge = f'<span class="badge {kind}">{said}</span>'
-    return f'<h2>{escape(outcome.title)} {badge}</h2><div class="card">{lines}{drawn}</div>'
+        parts = f'<div class="parts">{_box("the model", model)}</div>'
+    kind, verdict = ("well", "passed") if outcome.passed else ("bad", "differs")
+    badge = f'<span class="badge {kind}">{verdict}</span>'
+    return f'<h2>{escape(drawn.title)} {badge}</h2><div class="card">{lines}{parts}</div>'
 
 
 def _box(name: str, module: _Module) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from lockstep.launch.failures import short_path
 from lockstep.parallel.divergence import fingerprint
 from lockstep.torch_compat.dispatch_mode import TorchDispatchMode
+from lockstep.verify.algebra import Relation
 
 # micro-batch, module, number of its call, what: "input 0", "gradient of output 1" …
 Key = tuple[int, str, int, str]
@@ -28,12 +29,8 @@ Operations = dict[tuple[int, str], list[Operation]]  # by micro-batch and module
 
 FORWARD, LOSS, BACKWARD, REDUCTION = "forward", "loss", "backward", "reduction"
 STAGES = (FORWARD, LOSS, BACKWARD, REDUCTION)
-NOT_REDUCED = "not reduced"
-ITSELF = "the reference itself"
-COUNTS = "counts"  # a micro-batch's loss is the reference's, but another number of targets
 SLACK = 4.0  # a part may deviate by this many times what changed last bits do
 LEAST = 1e-5  # relative; a smaller deviation of a part is rounding in any case
-CEILING = 1e-2  # where changed last bits do more than this, a part can't be judged
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Deviation:
     module: str  # its name, and its class; of a parameter its name, and ""
     what: str  # input, output or gradient
     relative: float  # size of the difference
-    relation: str  # a clause: "is 2 × the reference"
+    relation: Relation  # to the reference
     # what else differs: autocast, evaluation mode, the line of the first operation that does
     note: str = ""
     kind: str = ""

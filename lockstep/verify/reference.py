@@ -23,17 +23,15 @@ from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer
 from lockstep.trainer.loss_check import fix_for_count
 from lockstep.verify import worker
-from lockstep.verify.comparisons import distance
+from lockstep.verify.algebra import ADDS_UP, CEILING, distance, values_of, weighted_sum
 from lockstep.verify.experiments import DRAWS, PERTURB, is_indexed, switched_off
 from lockstep.verify.modes import MeanDraws
-from lockstep.verify.recorded_flow import CEILING, SLACK
+from lockstep.verify.recorded_flow import SLACK
 from lockstep.verify.subject import MAIN, Case, Spec
 from lockstep.verify.trace import GRADIENT, StepObserver, Trace
 
 # relative difference of a step's gradient between two cuts that is rounding in any case
 AGREES = 1e-4
-# relative residual up to which the gradient of a whole is a weighted sum of those of its parts
-_ADDS_UP = 1e-3
 _LARGEST = 1 << 28  # elements of gradients that are kept
 
 BASE, HALF, TWICE, PLAIN, NUDGED_BASE = "base", "half", "twice", "plain", "nudged"
@@ -209,7 +207,7 @@ def _judge_cut(what: str, base: _CutStep, other: _CutStep, nudged: _CutStep | No
     wholes, parts = (base, other) if what == HALF else (other, base)
     fits = _fits(wholes, parts)
     # A weak term that couples samples, as the balance of experts is, explains a small difference.
-    if any(residual > min(_ADDS_UP, off / 4) for *_, residual in fits) or not fits:
+    if any(residual > min(ADDS_UP, off / 4) for *_, residual in fits) or not fits:
         text = (
             "the samples of a micro-batch are coupled (batch normalisation, negatives in the"
             " batch): batch_size is "
@@ -217,7 +215,7 @@ def _judge_cut(what: str, base: _CutStep, other: _CutStep, nudged: _CutStep | No
         return Check(TITLES[what], passed=True, text=text + "part of what is learned", relative=off)
     per = len(parts.means) // len(wholes.means)
     number, weights, _ = max(fits, key=lambda fit: _unlike(fit, parts, per))
-    if _unlike((number, weights, 0.0), parts, per) <= _ADDS_UP:
+    if _unlike((number, weights, 0.0), parts, per) <= ADDS_UP:
         what_differs = (
             "a plain pass over the samples of a step, with the model called as its author wrote it,"
         )
@@ -249,7 +247,7 @@ def _fix(wholes: _CutStep, weights: Sequence[float], per: int) -> str:
     """Return the line to write: which sum over the batch is in the proportion of the weights."""
     leaves, spec = tree_flatten(wholes.batch)
     size = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)
-    if per != 2 or size % 2 or not abs(sum(weights) - 1) < _ADDS_UP:
+    if per != 2 or size % 2 or not abs(sum(weights) - 1) < ADDS_UP:
         return fix_for_count(counted=True, batch=wholes.batch)
     cut = [slice(0, size // 2), slice(size // 2, size)]
     halves = [
@@ -265,12 +263,10 @@ def _fits(wholes: _CutStep, parts: _CutStep) -> list[tuple[int, list[float], flo
     per = len(parts.means) // len(wholes.means)
     found = []
     for number, whole in enumerate(wholes.means):
-        columns = torch.stack(parts.means[number * per : (number + 1) * per], dim=1)
-        if columns.shape[1] != per or not bool(columns.any()):
-            continue
-        weights = torch.linalg.lstsq(columns, whole.unsqueeze(1)).solution.flatten()
-        residual = distance(columns @ weights, whole)
-        found.append((number, weights.tolist(), residual))
+        columns = [values_of(mean) for mean in parts.means[number * per : (number + 1) * per]]
+        if len(columns) == per and any(column.any() for column in columns):
+            sum_ = weighted_sum(columns, values_of(whole))
+            found.append((number, sum_.weights.tolist(), sum_.residual))
     return found
 
 

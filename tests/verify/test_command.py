@@ -34,9 +34,9 @@ def test_a_ready_config_is_verified(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["every_bit"]
     assert found["steps"] == 2
     assert "2 steps: training.max_steps allows no more" in found["notices"]
-    assert [(t["topology"], t["same_bits"], t["cause"]) for t in found["topologies"]] == [
-        ("single", True, None),
-        ("ddp:2", True, None),
+    assert [(t["topology"], t["same_bits"], t["causes"]) for t in found["topologies"]] == [
+        ("single", True, []),
+        ("ddp:2", True, []),
     ]
     assert "ddp:2: 2 steps" in printed.err
 
@@ -155,5 +155,5 @@ def test_a_function_of_ones_own_is_verified() -> None:
     verdict = verify(subjects.sound, ["single"], config=config_from(settings), steps=3, start=START)
     assert verdict.passed
     assert (verdict.steps, verdict.micro_batches, verdict.exact) == (3, 2, False)
-    assert [outcome.topology for outcome in verdict.outcomes] == ["single", "single"]
-    assert all(len(outcome.steps) == 3 and outcome.cause is None for outcome in verdict.outcomes)
+    assert [outcome.name for outcome in verdict.outcomes] == ["single", "single"]
+    assert all(outcome.steps == 3 and not outcome.causes for outcome in verdict.outcomes)

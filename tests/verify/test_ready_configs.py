@@ -51,14 +51,16 @@ def verified(wanted: list[Wanted], folder: Path) -> dict[str, Outcome]:
 
 
 def failures(found: dict[str, Outcome]) -> list[str]:
-    return [f"{name}: {o.failed or o.first} {o.cause}" for name, o in found.items() if not o.passed]
+    return [
+        f"{name}: {o.failed or o.first} {o.causes}" for name, o in found.items() if not o.passed
+    ]
 
 
 def test_some_configs_that_ship_pass(tmp_path: Path) -> None:
     found = verified([(p, small(p), [IN_CI[p.stem]]) for p in READY if p.stem in IN_CI], tmp_path)
     assert set(found) == {f"{name} {topology}" for name, topology in IN_CI.items()}
     assert not failures(found)
-    assert all(len(outcome.steps) == STEPS for outcome in found.values())
+    assert all(outcome.steps == STEPS for outcome in found.values())
 
 
 @pytest.mark.full
@@ -89,7 +91,7 @@ def test_every_config_that_ships_passes(tmp_path: Path) -> None:
             name,
             "passed" if outcome.passed else "FAILED",
             outcome.failed or outcome.first,
-            outcome.cause,
+            outcome.causes,
         )
     assert len(found) >= 2 * len(READY) + len(TRAINERS)
     assert not failures(found)

@@ -11,20 +11,20 @@ import pytest
 from benchmarks.silent_bugs import programs
 from lockstep.cli import main
 from lockstep.errors import UsageError
-from lockstep.verify.command import script_text as text
 from lockstep.verify.command import verify_script
-from lockstep.verify.script.outcome import ScriptOutcome
+from lockstep.verify.outcome import Outcome
+from lockstep.verify.text import script_text as text
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-def judged(script: str, *arguments: str) -> ScriptOutcome:
+def judged(script: str, *arguments: str) -> Outcome:
     (outcome,) = verify_script(str(SCRIPTS / script), arguments, [2], steps=2)
     assert not outcome.failed, outcome.failed
     return outcome
 
 
-def kinds(outcome: ScriptOutcome) -> dict[str, bool]:
+def kinds(outcome: Outcome) -> dict[str, bool]:
     return {found.kind: found.is_error for found in outcome.causes}
 
 

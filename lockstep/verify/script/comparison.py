@@ -11,21 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.verify.algebra import CEILING, Values, distance, mean_of
+from lockstep.verify.outcome import UNKNOWN, Cause, Difference, Outcome
 from lockstep.verify.script import gradients
-from lockstep.verify.script.gradients import GradientEvidence, Vector, relative, vector
-from lockstep.verify.script.outcome import (
-    UNKNOWN,
-    ScriptCause,
-    ScriptDifference,
-    ScriptOutcome,
-    cause,
-)
+from lockstep.verify.script.fixes import script_cause
+from lockstep.verify.script.gradients import GradientEvidence, vector
 from lockstep.verify.script.ranks import is_cut_by_script, replicas_cause
 from lockstep.verify.script.record import Pieces, RecordedStep, ScriptRecord, World
 from lockstep.verify.script.runs import Feed, Runs, step_batches, united
 
 ROUNDING = 2e-5  # relative difference that needs no explanation in float32
-CEILING = 1e-2  # a difference above it is never rounding
 NUDGES = 10.0  # how many times as far as changed last bits do a difference may be
 MOST_PARTS = 8  # processes that are started for the parts of one step
 
@@ -33,7 +28,7 @@ MOST_PARTS = 8  # processes that are started for the parts of one step
 class ScriptComparison:
     """The ranks of a script, and what one process is given to be compared with them."""
 
-    def __init__(self, runs: Runs, outcome: ScriptOutcome) -> None:
+    def __init__(self, runs: Runs, outcome: Outcome) -> None:
         self.runs, self.outcome, self.ranks = runs, outcome, outcome.ranks
         self.records: list[ScriptRecord] = []
         self.world = World([])
@@ -44,6 +39,8 @@ class ScriptComparison:
         self.given: dict[str, Any] = {}
         self.feed: Feed = {}
         self.sizes: dict[str, int] = {}  # of the gradients that are compared
+        # parameter → size of its difference, where a gradient differs
+        self.off: dict[str, float] = {}
 
     def take(self, what: str, **changes: Any) -> None:
         """Run the ranks, whose records are judged from now on."""
@@ -62,10 +59,10 @@ class ScriptComparison:
     def distances(self, number: int, world: World, reference: ScriptRecord) -> tuple[float, float]:
         """Return how far the ranks' gradients are off, and their updates."""
         right = self.gradients(number, World([reference]))[0]
-        off = max(relative(mine, right) for mine in self.gradients(number, world))
+        off = max(distance(mine, right) for mine in self.gradients(number, world))
         return off, max(self.updates(number, world, reference))
 
-    def gradients(self, number: int, world: World, *, clipped: bool = False) -> list[Vector]:
+    def gradients(self, number: int, world: World, *, clipped: bool = False) -> list[Values]:
         """Return the gradients of a step as each rank sees them, before they are clipped or afterwards."""
         steps = [record.steps[number] for record in world.records]
         pieces = [
@@ -89,7 +86,7 @@ class ScriptComparison:
 
     def first_difference(
         self, reference: ScriptRecord, limits: Sequence[tuple[float, float]]
-    ) -> tuple[ScriptDifference | None, float]:
+    ) -> tuple[Difference | None, float]:
         """Return the first difference, and the largest before it.
 
         `limits`: of each step's gradients and updates.
@@ -101,7 +98,7 @@ class ScriptComparison:
             for clipped in (False, True):
                 right = self.gradients(number, World([reference]), clipped=clipped)[0]
                 for rank, mine in enumerate(self.gradients(number, self.world, clipped=clipped)):
-                    off = relative(mine, right)
+                    off = distance(mine, right)
                     if off > limits[number][0]:
                         aspect = "clipped gradients" if clipped and step.unclipped else "gradients"
                         slices = gradients.slices_of(self.sizes)
@@ -109,14 +106,12 @@ class ScriptComparison:
                             n: float(np.linalg.norm((mine - right)[at])) for n, at in slices.items()
                         }
                         name = max(distances, key=lambda name: distances[name])
-                        self.outcome.parts = {
-                            n: relative(mine[at], right[at]) for n, at in slices.items()
-                        }
-                        return ScriptDifference(number, aspect, name, off, rank), rounding
+                        self.off = {n: distance(mine[at], right[at]) for n, at in slices.items()}
+                        return Difference(aspect, name, off, ranks=[rank], step=number), rounding
                     rounding = max(rounding, off)
             for rank, off in enumerate(self.updates(number, self.world, reference)):
                 if off > limits[number][1]:
-                    return ScriptDifference(number, "weights", "", off, rank), rounding
+                    return Difference("weights", "", off, ranks=[rank], step=number), rounding
         return None, rounding
 
     def size(self, step: RecordedStep) -> None:
@@ -136,7 +131,7 @@ class ScriptComparison:
 
     def alone_on_each(
         self, number: int, at: tuple[int, range]
-    ) -> list[tuple[Vector, ScriptRecord]]:
+    ) -> list[tuple[Values, ScriptRecord]]:
         """Return a step's gradient of one process on the samples of each unit."""
         return self.parts(
             number, at, [[[(unit[0], i)] for i in at[1]] for unit in self.world.units]
@@ -144,7 +139,7 @@ class ScriptComparison:
 
     def parts(
         self, step: int, at: tuple[int, range], given: Sequence[Sequence[Sequence[tuple[int, int]]]]
-    ) -> list[tuple[Vector, ScriptRecord]]:
+    ) -> list[tuple[Values, ScriptRecord]]:
         """Return a step's gradient of one process for each of `given`: the samples of each of its batches."""
         feeds = [
             {**self.feed, **{(at[0], i): list(s) for i, s in zip(at[1], one, strict=True)}}
@@ -154,7 +149,7 @@ class ScriptComparison:
         return [(self.gradients(step, World([record]))[0], record) for record in records]
 
 
-def explain(c: ScriptComparison, first: ScriptDifference, reference: ScriptRecord) -> None:
+def explain(c: ScriptComparison, first: Difference, reference: ScriptRecord) -> None:
     """Add the causes of the first difference."""
     outcome, framework = c.outcome, c.outcome.framework
     aspect, first.aspect = first.aspect, first.aspect.removeprefix("clipped ")
@@ -165,12 +160,8 @@ def explain(c: ScriptComparison, first: ScriptDifference, reference: ScriptRecor
     found = replicas_cause(c.world, first.step)
     if found is None and aspect == "clipped gradients":
         text = "the gradients are equal before they are clipped, and differ afterwards"
-        found = cause(
-            "clipping",
-            text,
-            "gradients when clipping began, and when the optimizer stepped",
-            framework,
-        )
+        by = "gradients when clipping began, and when the optimizer stepped"
+        found = script_cause("clipping", text, by, framework)
     elif found is None and aspect == "gradients":
         causes = _gradient_causes(c, first, reference)
         if causes:
@@ -178,20 +169,20 @@ def explain(c: ScriptComparison, first: ScriptDifference, reference: ScriptRecor
             return
     if found is None:
         text = "none was shown; one process has the ranks' samples, first values and settings"
-        found = ScriptCause(UNKNOWN, text, "comparison with one process")
+        found = Cause(UNKNOWN, text, ["comparison with one process"])
     outcome.causes.append(found)
 
 
 def _gradient_causes(
-    c: ScriptComparison, first: ScriptDifference, reference: ScriptRecord
-) -> list[ScriptCause]:
+    c: ScriptComparison, first: Difference, reference: ScriptRecord
+) -> list[Cause]:
     evidence = _evidence(c, first.step, reference)
     if not evidence.own:
         found = _statistics_cause(c, first) or gradients.shared_cause(evidence)
         return [] if found is None else [found]
     found = gradients.reduction_cause(evidence)
     if found is not None:
-        same = relative(gradients.mean_of(evidence.own), evidence.reference) < CEILING / NUDGES
+        same = distance(mean_of(evidence.own), evidence.reference) < CEILING / NUDGES
         weighed = None if same else gradients.weighing_cause(evidence)
         return [found] if weighed is None else [found, weighed]
     found = gradients.weighing_cause(evidence) or _statistics_cause(c, first)
@@ -216,8 +207,8 @@ def _evidence(c: ScriptComparison, number: int, reference: ScriptRecord) -> Grad
 
 
 def _computation_cause(
-    c: ScriptComparison, first: ScriptDifference, evidence: GradientEvidence
-) -> ScriptCause | None:
+    c: ScriptComparison, first: Difference, evidence: GradientEvidence
+) -> Cause | None:
     at = c.batches_of(first.step)
     if at is None or len(c.world.units) == 1:
         return None
@@ -230,8 +221,8 @@ def _computation_cause(
 
 
 def _micro_batch_cause(
-    c: ScriptComparison, first: ScriptDifference, evidence: GradientEvidence
-) -> ScriptCause | None:
+    c: ScriptComparison, first: Difference, evidence: GradientEvidence
+) -> Cause | None:
     """Judge micro-batches one by one: each may weigh its ranks otherwise."""
     at, units = c.batches_of(first.step), c.world.units
     if at is None or len(at[1]) == 1 or len(units) * len(at[1]) > MOST_PARTS:
@@ -249,7 +240,7 @@ def _micro_batch_cause(
     return None
 
 
-def _statistics_cause(c: ScriptComparison, first: ScriptDifference) -> ScriptCause | None:
+def _statistics_cause(c: ScriptComparison, first: Difference) -> Cause | None:
     if not c.records[0].normalises:
         return None
     undone = {
@@ -264,14 +255,14 @@ def _statistics_cause(c: ScriptComparison, first: ScriptDifference) -> ScriptCau
     feed = united(world, shared=is_cut_by_script(world))
     reference = c.alone("with running statistics", [feed], fixed_statistics=True, samples=folder)[0]
     right = c.gradients(first.step, World([reference]))[0]
-    if any(relative(mine, right) > ROUNDING * 50 for mine in c.gradients(first.step, world)):
+    if any(distance(mine, right) > ROUNDING * 50 for mine in c.gradients(first.step, world)):
         return None
     text = (
         "batch normalisation uses the mean and variance of each rank's samples, and not of all"
         " samples of the step"
     )
     by = "with running statistics on both sides, the gradients are equal"
-    return cause("batch statistics", text, by, c.outcome.framework, is_error=False)
+    return script_cause("batch statistics", text, by, c.outcome.framework, is_error=False)
 
 
 def check_accumulation(c: ScriptComparison, reference: ScriptRecord) -> None:
@@ -288,7 +279,7 @@ def check_accumulation(c: ScriptComparison, reference: ScriptRecord) -> None:
     (whole, _), *micro_batches = c.parts(0, at, given)
     parts = [gradient for gradient, _ in micro_batches]
     step = c.gradients(0, World([reference]))[0]
-    if relative(step, whole) > CEILING / NUDGES:
+    if distance(step, whole) > CEILING / NUDGES:
         found = gradients.accumulation_cause(step, whole, parts, c.outcome.framework)
         if found is not None:
             c.outcome.causes.append(found)

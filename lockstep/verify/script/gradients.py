@@ -1,10 +1,10 @@
 """Names why ranks of a script have another gradient than one process, from how gradients of parts add up.
 
 Each rank's own gradient, of its samples alone, is seen before ranks are reduced, or taken by one
-process. The gradient with which ranks step is compared with sums of these, parameter by parameter,
-and so is that of one process.
+process. The gradient with which ranks step is compared with sums of these
+(`lockstep.verify.algebra`), parameter by parameter, and so is that of one process.
 
-Tests: tests/verify/test_script.py
+Tests: tests/verify/test_algebra.py, tests/verify/test_script.py
 """
 
 from collections.abc import Sequence
@@ -12,36 +12,38 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lockstep.errors import listed
-from lockstep.verify.script.outcome import NORMALISATION, ScriptCause, cause
+from lockstep.verify.algebra import (
+    ADDS_UP,
+    OWN,
+    Values,
+    distance,
+    explaining_weights,
+    factor,
+    mean_of,
+    weighted_sum,
+    wrong_sums,
+)
+from lockstep.verify.outcome import Cause
+from lockstep.verify.script.fixes import NORMALISATION, script_cause
 from lockstep.verify.script.record import ScriptRecord, Tensors
 
-Vector = NDArray[np.float64]
 EXACT = 1e-4  # relative difference up to which gradients are taken for equal
-_FITS = 1e-3  # relative residual up to which a gradient is a weighted sum of others
+_NEARLY = 0.02  # relative difference up to which a weight is taken for another number
+_NO_MORE_THAN_ROUNDING = 1e-6  # relative to the norm of all gradients
 _BY_PARTS = "gradients of each rank's samples alone"
+_NOT_SYNCHRONISED = "gradient synchronisation"
+_SUM = "sum of gradients"
 
 
-def unequal_names(mine: Tensors, right: Tensors) -> list[str]:
-    """Return the names of tensors that differ."""
-    return [
-        name for name in right if name not in mine or not np.array_equal(mine[name], right[name])
-    ]
-
-
-def relative(mine: Vector, right: Vector) -> float:
-    """Return the norm of the difference over the norm of `right`."""
-    off = float(np.linalg.norm(mine - right) / max(float(np.linalg.norm(right)), 1e-300))
-    return off if off == off else float("inf")
-
-
-def vector(tensors: Tensors, sizes: dict[str, int]) -> Vector:
+def vector(tensors: Tensors, sizes: dict[str, int]) -> Values:
     """Return tensors as one vector; what is missing is 0, and what FSDP1 pads is left out."""
     parts = []
     for name, size in sizes.items():
-        flat = tensors[name].flatten()[:size].double().numpy() if name in tensors else np.zeros(0)
+        flat = np.zeros(0)
+        if name in tensors:
+            flat = tensors[name].flatten()[:size].double().numpy()
         parts.append(np.pad(flat, (0, size - len(flat))))
     return np.concatenate(parts) if parts else np.zeros(0)
 
@@ -59,10 +61,9 @@ class GradientEvidence:
     """Gradients of one step, as vectors."""
 
     sizes: dict[str, int]  # name → number of elements, in the vectors' order
-    ranks: list[Vector]  # of each unit of ranks, as its optimizer steps with it
-    reference: Vector  # of one process with all samples
-    # of each unit's samples alone, before ranks are reduced; empty if they could not be seen
-    own: list[Vector]
+    ranks: list[Values]  # of each unit of ranks, as its optimizer steps with it
+    reference: Values  # of one process with all samples
+    own: list[Values]  # of each unit's samples alone, before ranks are reduced; empty if unseen
     framework: str  # whose loop it is
 
     @cached_property
@@ -71,152 +72,158 @@ class GradientEvidence:
         return slices_of(self.sizes)
 
 
-def same(mine: Vector, right: Vector) -> bool:
+def is_same(mine: Values, right: Values) -> bool:
     """Return whether two gradients are equal up to rounding."""
-    return relative(mine, right) <= EXACT or (not mine.any() and not right.any())
+    return distance(mine, right) <= EXACT
 
 
-def mean_of(parts: Sequence[Vector]) -> Vector:
-    """Return the mean of vectors."""
-    total: Vector = sum(parts, np.zeros_like(parts[0]))
-    return total / len(parts)
+def _is_wrong(mine: Values, right: Values, floor: float) -> bool:
+    """Return whether a parameter's gradient differs by more than the rounding of all gradients."""
+    return not is_same(mine, right) and float(np.linalg.norm(mine - right)) > floor
 
 
-def _weights_of(parts: Sequence[Vector], right: Vector) -> Vector | None:
-    """Return the weights with which vectors add up to another, or None if they don't, or not in one way alone."""
-    matrix = np.stack(list(parts), axis=1)
-    weights, _, rank, _ = np.linalg.lstsq(matrix, right, rcond=1e-6)
-    if rank < len(parts) or relative(matrix @ weights, right) > _FITS:
-        return None
-    return np.asarray(weights, dtype=np.float64)
+def _floor(gradient: Values) -> float:
+    return _NO_MORE_THAN_ROUNDING * float(np.linalg.norm(gradient))
 
 
-def _explaining_weights(parts: Sequence[Vector], right: Vector) -> Vector | None:
-    """Return weights that leave a tenth at most of what the mean leaves, or None: then the difference is another."""
-    weights = _weights_of(parts, right)
-    if weights is None or min(weights) < 0:
-        return None
-    matrix = np.stack(list(parts), axis=1)
-    explains = relative(matrix @ weights, right) <= 0.1 * relative(matrix.mean(axis=1), right)
-    return weights if explains else None
+# ---- how ranks are reduced ----
 
 
-def reduction_cause(evidence: GradientEvidence) -> ScriptCause | None:
+@dataclass(frozen=True)
+class _Mistake:
+    """How the gradient of a parameter, with which ranks step, is made of their own gradients."""
+
+    kind: str  # of the cause; "" if nothing is known of it
+    text: str  # `{which}` stands for the parameters
+
+
+_UNEXPLAINED = _Mistake("", "")
+
+
+def reduction_cause(evidence: GradientEvidence) -> Cause | None:
     """Return the cause if ranks don't step with the mean of their own gradients.
 
     Each parameter is judged by itself.
     """
-    apart: dict[str, list[str]] = {}
-    for name, at in evidence.slices.items():
-        own = [part[at] for part in evidence.own]
-        final = [rank[at] for rank in evidence.ranks]
-        right = evidence.reference[at]
-        floor = 1e-6 * float(np.linalg.norm(evidence.reference))
-        if any(
-            not same(one, right) and float(np.linalg.norm(one - right)) > floor for one in final
-        ):
-            apart.setdefault(_relation(final, own), []).append(name)
-    apart.pop("", None)
+    floor = _floor(evidence.reference)
+    apart: dict[_Mistake, list[str]] = {}
+    for name, part in evidence.slices.items():
+        final = [gradient[part] for gradient in evidence.ranks]
+        if any(_is_wrong(gradient, evidence.reference[part], floor) for gradient in final):
+            mistake = _mistake(final, [gradient[part] for gradient in evidence.own])
+            if mistake is not None:
+                apart.setdefault(mistake, []).append(name)
+    apart.pop(_UNEXPLAINED, None)
     if not apart:
         return None
-    # Of several relations the one of most parameters comes first; unknown ones last.
-    relation = max(apart, key=lambda one: (one != _OTHER, len(apart[one])))
-    if relation == _OTHER:
+    mistake = max(apart, key=lambda known: len(apart[known]))
+    names = apart[mistake]
+    which = "" if len(names) == len(evidence.sizes) else f" of {listed(names, 5)}"
+    by = f"{_BY_PARTS}: added up so, they are the ranks' gradient"
+    return script_cause(mistake.kind, mistake.text.format(which=which), by, evidence.framework)
+
+
+def _mistake(final: Sequence[Values], own: Sequence[Values]) -> _Mistake | None:
+    """Return how ranks' gradients of one parameter come from their own ones.
+
+    None: they are the mean.
+    """
+    mean = mean_of(own)
+    if all(is_same(gradient, mean) for gradient in final):
         return None
-    name, _, rank = relation.partition(" ")
-    kind, what = _SAID[name]
-    which = (
-        "" if len(apart[relation]) == len(evidence.sizes) else f" of {listed(apart[relation], 5)}"
+    if all(is_same(gradient, final[0]) for gradient in final[1:]):
+        return _mistake_of_all(final[0], own, mean)
+    return _mistake_of_each(final, own, mean)
+
+
+def _mistake_of_each(final: Sequence[Values], own: Sequence[Values], mean: Values) -> _Mistake:
+    """Return how ranks, which step with different gradients, come to theirs."""
+    ranks = len(own)
+    parts = [gradient / ranks for gradient in own]
+    wrong = [
+        {(left.what, left.times): left for left in wrong_sums(parts, [rank], ranks, unit=ranks)}
+        for rank in range(ranks)
+    ]
+    for what, times in dict.fromkeys(key for sums in wrong for key in sums):
+        left = [sums.get((what, times)) for sums in wrong]
+        # A sum that is 0 on a rank is not among those that may be left there.
+        values = [np.zeros_like(mean) if sum_ is None else sum_.value for sum_ in left]
+        if not all(map(is_same, final, values)):
+            continue
+        text = (
+            "the gradient{which} is not synchronised: each rank's optimizer uses the gradient of"
+            " its own samples"
+        )
+        if what == OWN and times == 1 / ranks:
+            text = (
+                "the gradient{which} is not synchronised, and divided by the number of ranks: each"
+                " rank's "
+            )
+            text += "optimizer uses its own"
+        elif (what, times) != (OWN, 1.0):
+            known = next(sum_ for sum_ in left if sum_ is not None)
+            text = (
+                f"the gradient{{which}} on each rank {known.relation}, and not the mean over ranks"
+            )
+        return _Mistake(_NOT_SYNCHRONISED, text)
+    apart = [rank for rank, gradient in enumerate(final) if not is_same(gradient, mean)]
+    if len(apart) == ranks:
+        return _UNEXPLAINED
+    text = (
+        f"the gradient{{which}} on rank {listed(list(map(str, apart)))} is not the mean over ranks,"
+        " and on the "
     )
-    text = what.format(which=which, ranks=len(evidence.own), rank=rank)
-    return cause(
-        kind, text, f"{_BY_PARTS}: added up so, they are the ranks' gradient", evidence.framework
-    )
+    return _Mistake(_NOT_SYNCHRONISED, text + "others it is")
 
 
-_OTHER = "other"
-_SAID = {
-    "own": (
-        "gradient synchronisation",
-        (
-            "the gradient{which} is not synchronised: each rank's optimizer uses the "
-            "gradient of its own samples"
-        ),
-    ),
-    "divided": (
-        "gradient synchronisation",
-        (
-            "the gradient{which} is not synchronised, and divided by the number of "
-            "ranks: each rank's optimizer uses its own"
-        ),
-    ),
-    "only": ("gradient synchronisation", "the gradient{which} on all ranks is rank {rank}'s alone"),
-    "zero": (
-        "gradient synchronisation",
-        "the gradient{which} is lost: it is 0 where the ranks' own gradients are not",
-    ),
-    "sum": (
-        "sum of gradients",
-        "the gradient{which} is the sum over ranks, {ranks} × the mean that one process has",
-    ),
-    "twice": (
-        "sum of gradients",
-        "the gradient{which} is divided by the number of ranks twice: 1/{ranks} of the mean",
-    ),
-    "times": ("sum of gradients", "the gradient{which} is {rank} × the mean over ranks"),
-    "weighed": (
-        "weights of ranks",
-        "the ranks' gradients{which} count {rank}, and 1/{ranks} each in a mean",
-    ),
-    "wrong": (
-        "gradient synchronisation",
-        "the gradient{which} on rank {rank} is not the mean over ranks, and on the others it is",
-    ),
-}
+def _mistake_of_all(final: Values, own: Sequence[Values], mean: Values) -> _Mistake:
+    """Return how the gradient with which all ranks step is made of their own ones."""
+    ranks = len(own)
+    if not final.any():
+        text = "the gradient{which} is lost: it is 0 where the ranks' own gradients are not"
+        return _Mistake(_NOT_SYNCHRONISED, text)
+    if is_same(final, mean * ranks):
+        text = (
+            f"the gradient{{which}} is the sum over ranks, {ranks} × the mean that one process has"
+        )
+        return _Mistake(_SUM, text)
+    if is_same(final, mean / ranks):
+        text = (
+            f"the gradient{{which}} is divided by the number of ranks twice: 1/{ranks} of the mean"
+        )
+        return _Mistake(_SUM, text)
+    for rank, gradient in enumerate(own):
+        if is_same(final, gradient):
+            return _Mistake(
+                _NOT_SYNCHRONISED, f"the gradient{{which}} on all ranks is rank {rank}'s alone"
+            )
+    times = factor(final, mean)
+    if distance(final, times * mean) <= ADDS_UP:
+        return _Mistake(_SUM, f"the gradient{{which}} is {times:.3g} × the mean over ranks")
+    found = weighted_sum(own, final)
+    if not found.is_unique or found.residual > ADDS_UP:
+        return _UNEXPLAINED
+    weights = ", ".join(f"{weight:.3g}" for weight in np.round(found.weights, 6) + 0.0)
+    text = f"the ranks' gradients{{which}} count {weights}, and 1/{ranks} each in a mean"
+    return _Mistake("weights of ranks", text)
 
 
-def _relation(final: Sequence[Vector], own: Sequence[Vector]) -> str:
-    """Return how ranks' gradients of one parameter come from their own ones; empty: they are the mean."""
-    mean, ranks = mean_of(own), len(own)
-    if any(not same(one, final[0]) for one in final[1:]):
-        if all(same(one, mine) for one, mine in zip(final, own, strict=True)):
-            return "own"
-        if all(same(one * ranks, mine) for one, mine in zip(final, own, strict=True)):
-            return "divided"
-        wrong = [rank for rank, one in enumerate(final) if not same(one, mean)]
-        return f"wrong {listed(list(map(str, wrong)))}" if len(wrong) < ranks else _OTHER
-    first = final[0]
-    if same(first, mean):
-        return ""
-    if not first.any():
-        return "zero"
-    for name, right in (("sum", mean * ranks), ("twice", mean / ranks)):
-        if same(first, right):
-            return name
-    only = [rank for rank, mine in enumerate(own) if same(first, mine)]
-    if only:
-        return f"only {only[0]}"
-    times = float(first @ mean) / max(float(mean @ mean), 1e-300)
-    if relative(first, times * mean) <= _FITS:
-        return f"times {times:.3g}"
-    weights = _weights_of(own, first)
-    if weights is not None:
-        return "weighed " + ", ".join(f"{weight:.3g}" for weight in np.round(weights, 6) + 0.0)
-    return _OTHER
+# ---- what ranks compute ----
 
 
-def weighing_cause(evidence: GradientEvidence) -> ScriptCause | None:
+def weighing_cause(evidence: GradientEvidence) -> Cause | None:
     """Return the cause if one process weighs the ranks' own gradients otherwise than by their mean."""
-    weights, ranks = _explaining_weights(evidence.own, evidence.reference), len(evidence.own)
+    weights = explaining_weights(evidence.own, evidence.reference)
     if weights is None:
         return None
+    ranks = len(evidence.own)
     said = ", ".join(f"{weight:.3f}" for weight in weights)
     by = (
         f"{_BY_PARTS}: their mean is the ranks' gradient; weighed by {said} they are the gradient"
         " of one process"
     )
     total = float(weights.sum())
-    if abs(total - 1) < 0.02:
+    if abs(total - 1) < _NEARLY:
         text = (
             "each rank's loss is a mean over its own targets, and ranks have unequal numbers of"
             " them: one process "
@@ -225,51 +232,55 @@ def weighing_cause(evidence: GradientEvidence) -> ScriptCause | None:
             f"weighs the ranks' samples by {said}, and their average by"
             f" {', '.join([f'{1 / ranks:.3f}'] * ranks)}"
         )
-        return cause(NORMALISATION, text, by, evidence.framework)
-    if max(weights) - min(weights) < 0.02 * max(weights):
+        return script_cause(NORMALISATION, text, by, evidence.framework)
+    if max(weights) - min(weights) < _NEARLY * max(weights):
         text = (
             f"the gradient of all parameters is {1 / total:.3g} × that of one process on the same"
             " samples"
         )
-        if abs(total - ranks) < 0.02 * ranks:
+        if abs(total - ranks) < _NEARLY * ranks:
             text = (
                 f"the gradient is {1 / total:.3g} × that of one process: each rank's loss is a sum"
                 " over its "
             )
             text += f"samples, and averaging over ranks divides it by {ranks}"
-        return cause("sum of gradients", text, by, evidence.framework)
-    wrong = [rank for rank, weight in enumerate(weights) if abs(weight * ranks - 1) > 0.02]
-    if len(wrong) < ranks:
-        times = {rank: 1 / (weights[rank] * ranks) for rank in wrong if weights[rank] > 0}
-        text = "; ".join(
-            f"rank {rank}'s gradient is {k:.3g} × that of its samples" for rank, k in times.items()
-        )
-        return cause("computation of a rank", text, by, evidence.framework)
-    return None
+        return script_cause(_SUM, text, by, evidence.framework)
+    wrong = [rank for rank, weight in enumerate(weights) if abs(weight * ranks - 1) > _NEARLY]
+    if len(wrong) == ranks:
+        return None
+    times = {rank: 1 / (weights[rank] * ranks) for rank in wrong if weights[rank] > 0}
+    text = "; ".join(
+        f"rank {rank}'s gradient is {k:.3g} × that of its samples" for rank, k in times.items()
+    )
+    return script_cause("computation of a rank", text, by, evidence.framework)
 
 
 def computation_cause(
     evidence: GradientEvidence,
-    alone: Sequence[Vector],
+    alone: Sequence[Values],
     ranks: Sequence[ScriptRecord],
     processes: Sequence[ScriptRecord],
     number: int,
-) -> ScriptCause | None:
+) -> Cause | None:
     """Return the cause if a rank computes another gradient from its samples than one process does.
 
-    `alone` has the gradients of one process on each unit's samples, `processes` its records,
-    `ranks` each unit's first.
+    Args:
+        evidence: of the step.
+        alone: gradients of one process on each unit's samples.
+        ranks: the record of each unit's first rank.
+        processes: the records of the processes that computed `alone`.
+        number: of the step.
     """
-    for place, (mine, right) in enumerate(zip(evidence.own, alone, strict=True)):
-        floor = 1e-6 * float(np.linalg.norm(right))
-        wrong = {name: at for name, at in evidence.slices.items() if not same(mine[at], right[at])}
-        names = [name for name, at in wrong.items() if np.linalg.norm(mine[at] - right[at]) > floor]
+    for rank, (mine, right) in enumerate(zip(evidence.own, alone, strict=True)):
+        floor = _floor(right)
+        names = [
+            name for name, at in evidence.slices.items() if _is_wrong(mine[at], right[at], floor)
+        ]
         if not names:
             continue
-        there, here = ranks[place].steps[number], processes[place].steps[number]
+        there = ranks[rank].steps[number]
+        here = processes[rank].steps[number]
         module = _first_module(there.flow, here.flow)
-        times = float(mine @ right) / max(float(right @ right), 1e-300)
-        size = f"{times:.3g} × " if relative(mine, times * right) < _FITS else "other than "
         if module:
             where = f"the forward pass differs from {module} on"
         elif there.losses != here.losses and not np.allclose(there.losses, here.losses, rtol=1e-5):
@@ -281,12 +292,16 @@ def computation_cause(
                 "outputs and loss are the same, and the backward pass differs: a hook, or a"
                 " function of its own"
             )
+        times = factor(mine, right)
+        size = f"{times:.3g} × " if distance(mine, times * right) < ADDS_UP else "other than "
         text = (
-            f"rank {place}'s own gradient of {listed(names, 5)} is {size}that of one process on its"
+            f"rank {rank}'s own gradient of {listed(names, 5)} is {size}that of one process on its"
             f" samples; {where}"
         )
         by = "one process on each rank's samples alone"
-        return replace(cause("computation of a rank", text, by, evidence.framework), module=module)
+        return replace(
+            script_cause("computation of a rank", text, by, evidence.framework), module=module
+        )
     return None
 
 
@@ -294,17 +309,15 @@ def _first_module(
     mine: Sequence[tuple[str, float, float]], right: Sequence[tuple[str, float, float]]
 ) -> str:
     """Return the first module whose output differs; empty if none does."""
-    for one, other in zip(mine, right, strict=False):
-        if one[0] != other[0]:
-            return one[0] or "the model"
-        if not np.allclose(one[1:], other[1:], rtol=1e-4, atol=1e-6):
-            return one[0] or "the model"
+    for (name, *here), (other, *there) in zip(mine, right, strict=False):
+        if name != other or not np.allclose(here, there, rtol=1e-4, atol=1e-6):
+            return name or "the model"
     return "" if len(mine) == len(right) else "the number of calls"
 
 
-def coupling_cause(evidence: GradientEvidence, alone: Sequence[Vector]) -> ScriptCause | None:
+def coupling_cause(evidence: GradientEvidence, alone: Sequence[Values]) -> Cause | None:
     """Return the cause if one process that is given its batch in the ranks' parts averages to the ranks' gradient."""
-    if any(not same(rank, mean_of(alone)) for rank in evidence.ranks):
+    if not all(is_same(gradient, mean_of(alone)) for gradient in evidence.ranks):
         return None
     text = (
         "the loss of the whole batch is no mean of the losses of its parts: it couples samples"
@@ -318,65 +331,19 @@ def coupling_cause(evidence: GradientEvidence, alone: Sequence[Vector]) -> Scrip
         "one process on each rank's samples alone: the mean of these gradients is the ranks'"
         " gradient"
     )
-    return cause("coupled samples", text, by, evidence.framework)
-
-
-def shared_cause(evidence: GradientEvidence) -> ScriptCause | None:
-    """Return how the gradients of ranks that share a model come from those of one process, parameter by parameter."""
-    found: dict[str, list[str]] = {}
-    floor = 1e-6 * float(np.linalg.norm(evidence.reference))
-    for name, at in evidence.slices.items():
-        right, ranks = evidence.reference[at], [rank[at] for rank in evidence.ranks]
-        wrong = [
-            r
-            for r, one in enumerate(ranks)
-            if not same(one, right) and np.linalg.norm(one - right) > floor
-        ]
-        if not wrong:
-            continue
-        total: Vector = sum(ranks, np.zeros_like(right))
-        if same(total, right):
-            found.setdefault("partial", []).append(name)
-            continue
-        times = [float(one @ right) / max(float(right @ right), 1e-300) for one in ranks]
-        fits = all(relative(one, k * right) <= _FITS for one, k in zip(ranks, times, strict=True))
-        if fits:
-            where = "" if len(wrong) == len(ranks) else f" on rank {listed(list(map(str, wrong)))}"
-            found.setdefault(f"{times[wrong[0]]:.3g} × that of one process{where}", []).append(name)
-        elif any(not same(one, ranks[0]) for one in ranks[1:]):
-            found.setdefault("apart", []).append(name)
-    if not found:
-        return None
-    by = "the gradients of ranks and of one process"
-    if "partial" in found:
-        text = (
-            f"the gradient of {listed(found['partial'], 5)} is not summed over the ranks that share"
-            " the model: each "
-        )
-        text += "has the part that comes through its own part of the layers"
-        return cause("gradient synchronisation", text, by, evidence.framework)
-    names = found.pop("apart", [])
-    if found:
-        text = "; ".join(
-            f"the gradient of {listed(held, 5)} is {what}" for what, held in found.items()
-        )
-        return cause("sum of gradients", text, by, evidence.framework)
-    text = (
-        f"the gradient of {listed(names, 5)}, which all ranks hold whole, differs from rank to rank"
-    )
-    return cause("gradient synchronisation", text, by, evidence.framework)
+    return script_cause("coupled samples", text, by, evidence.framework)
 
 
 def accumulation_cause(
-    step: Vector, whole: Vector, micro_batches: Sequence[Vector], framework: str
-) -> ScriptCause | None:
+    step: Values, whole: Values, micro_batches: Sequence[Values], framework: str
+) -> Cause | None:
     """Return the cause if a step is its micro-batches' mean gradient, and the whole batch weighs them otherwise."""
-    weights = _explaining_weights(micro_batches, whole)
+    weights = explaining_weights(micro_batches, whole)
     # Else they are sums, divided by a number that does not depend on the micro-batch.
     if (
         weights is None
-        or abs(float(weights.sum()) - 1) > 0.02
-        or relative(step, mean_of(micro_batches)) > EXACT
+        or abs(float(weights.sum()) - 1) > _NEARLY
+        or not is_same(step, mean_of(micro_batches))
     ):
         return None
     said = ", ".join(f"{weight:.3f}" for weight in weights)
@@ -392,4 +359,51 @@ def accumulation_cause(
         f"the step's samples in one batch: weighed by {said}, the micro-batches' gradients are its"
         " gradient"
     )
-    return cause("gradient accumulation", text, by, framework)
+    return script_cause("gradient accumulation", text, by, framework)
+
+
+# ---- ranks that share a model ----
+
+
+def shared_cause(evidence: GradientEvidence) -> Cause | None:
+    """Return how the gradients of ranks that share a model come from those of one process, parameter by parameter."""
+    floor = _floor(evidence.reference)
+    partial: list[str] = []  # names of parameters whose gradients add up to that of one process
+    scaled: dict[str, list[str]] = {}  # what they are → names of parameters
+    apart: list[str] = []  # names of those that differ from rank to rank
+    for name, part in evidence.slices.items():
+        right = evidence.reference[part]
+        ranks = [gradient[part] for gradient in evidence.ranks]
+        wrong = [rank for rank, gradient in enumerate(ranks) if _is_wrong(gradient, right, floor)]
+        if not wrong:
+            continue
+        times = [factor(gradient, right) for gradient in ranks]
+        if is_same(sum(ranks, np.zeros_like(right)), right):
+            partial.append(name)
+        elif all(distance(one, k * right) <= ADDS_UP for one, k in zip(ranks, times, strict=True)):
+            where = "" if len(wrong) == len(ranks) else f" on rank {listed(list(map(str, wrong)))}"
+            scaled.setdefault(f"{times[wrong[0]]:.3g} × that of one process{where}", []).append(
+                name
+            )
+        elif not all(is_same(gradient, ranks[0]) for gradient in ranks[1:]):
+            apart.append(name)
+    by = "the gradients of ranks and of one process"
+    if partial:
+        text = (
+            f"the gradient of {listed(partial, 5)} is not summed over the ranks that share the"
+            " model: each "
+        )
+        text += "has the part that comes through its own part of the layers"
+        return script_cause(_NOT_SYNCHRONISED, text, by, evidence.framework)
+    if scaled:
+        text = "; ".join(
+            f"the gradient of {listed(names, 5)} is {what}" for what, names in scaled.items()
+        )
+        return script_cause(_SUM, text, by, evidence.framework)
+    if apart:
+        text = (
+            f"the gradient of {listed(apart, 5)}, which all ranks hold whole, differs from rank to"
+            " rank"
+        )
+        return script_cause(_NOT_SYNCHRONISED, text, by, evidence.framework)
+    return None

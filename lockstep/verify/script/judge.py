@@ -8,15 +8,16 @@ from typing import Any
 
 from lockstep.diagnose import recognise
 from lockstep.errors import LockstepError, RunError
+from lockstep.verify.algebra import CEILING
+from lockstep.verify.outcome import Cause, Outcome, PartDifference
 from lockstep.verify.script.comparison import (
-    CEILING,
     NUDGES,
     ROUNDING,
     ScriptComparison,
     check_accumulation,
     explain,
 )
-from lockstep.verify.script.outcome import ScriptCause, ScriptOutcome, cause
+from lockstep.verify.script.fixes import script_cause
 from lockstep.verify.script.ranks import (
     hang_cause,
     is_cut_by_script,
@@ -24,17 +25,19 @@ from lockstep.verify.script.ranks import (
     seen_on_ranks,
     settings_cause,
 )
-from lockstep.verify.script.record import LOCKSTEP, ScriptRecord, World, batch_file
+from lockstep.verify.script.record import LOCKSTEP, TORCH, ScriptRecord, World, batch_file
 from lockstep.verify.script.runs import HangError, Runs, one_after_another, united
+from lockstep.verify.script.signs import signs_of
 
 _ROUNDING_16 = 2e-2  # the same for parameters of 16 bits
 
 
-def judge_script(runs: Runs, ranks: int) -> ScriptOutcome:
+def judge_script(runs: Runs, ranks: int) -> Outcome:
     """Run a script on a number of ranks and as one process, and compare them."""
-    outcome = ScriptOutcome(ranks)
+    outcome = Outcome(f"{ranks} ranks", ranks, framework=TORCH)
+    judgement = _Judgement(runs, outcome)
     try:
-        _Judgement(runs, outcome).judge()
+        judgement.judge()
     except HangError as hang:
         framework = next(
             (record.framework for record in hang.records if record is not None), outcome.framework
@@ -44,10 +47,26 @@ def judge_script(runs: Runs, ranks: int) -> ScriptOutcome:
     except LockstepError as error:
         outcome.failed = "\n".join([str(error), *getattr(error, "__notes__", [])])
         _explain_crash(runs, outcome, str(error).splitlines()[0])
+    outcome.parameters = list(judgement.off)
+    outcome.parts = _drawn(outcome, judgement.off)
+    outcome.signs = signs_of(outcome)
     return outcome
 
 
-def _explain_crash(runs: Runs, outcome: ScriptOutcome, text: str) -> None:
+def _drawn(outcome: Outcome, sizes: dict[str, float]) -> list[PartDifference]:
+    """Return the modules in which a difference begins, then the parameters whose gradients differ, the first first."""
+    modules = dict.fromkeys(cause.module for cause in outcome.causes if cause.module)
+    text = "its output differs, and that of modules before it does not"
+    found = [PartDifference("" if name == "the model" else name, text, 1.0) for name in modules]
+    first = "" if outcome.first is None else outcome.first.name
+    wrong = [(name, off) for name, off in sizes.items() if off > ROUNDING]
+    wrong.sort(key=lambda part: part[0] != first)
+    return found + [
+        PartDifference(name, f"gradient differs by {off:.1e}", off) for name, off in wrong
+    ]
+
+
+def _explain_crash(runs: Runs, outcome: Outcome, text: str) -> None:
     try:
         runs.alone("as it is, since the ranks failed", [{}])
     except LockstepError:
@@ -58,11 +77,11 @@ def _explain_crash(runs: Runs, outcome: ScriptOutcome, text: str) -> None:
     if known is not None and known.name == "a peer is gone":
         text = f"a rank has ended, and another still needs it: {text}"
         outcome.causes.append(
-            cause("uneven steps", text, "the script's own error", outcome.framework)
+            script_cause("uneven steps", text, "the script's own error", outcome.framework)
         )
     else:
         text = f"the script runs as one process, and not on {outcome.ranks} ranks: {text}"
-        outcome.causes.append(ScriptCause("crash", text, "the script's own error"))
+        outcome.causes.append(Cause("crash", text, ["the script's own error"]))
 
 
 class _Judgement(ScriptComparison):
@@ -102,9 +121,8 @@ class _Judgement(ScriptComparison):
             text = (
                 f"rank {fewest} took {taken[fewest]} steps, and rank {most} has taken {taken[most]}"
             )
-            outcome.causes.append(
-                cause("uneven steps", text, "the optimizer's steps on each rank", outcome.framework)
-            )
+            by = "the optimizer's steps on each rank"
+            outcome.causes.append(script_cause("uneven steps", text, by, outcome.framework))
         self._undo()
         reference = self._reference()
         if reference is None:
@@ -116,7 +134,7 @@ class _Judgement(ScriptComparison):
         if not outcome.not_judged and self.records[0].passes[0] > 1:
             check_accumulation(self, reference)
 
-    def _seen_on_ranks(self) -> list[ScriptCause]:
+    def _seen_on_ranks(self) -> list[Cause]:
         """Return what ranks show.
 
         What looks wrong is right where a script cuts its model over them by itself.

@@ -6,15 +6,24 @@ Tests: tests/verify/test_script.py
 from collections.abc import Sequence
 from itertools import zip_longest
 
+import numpy as np
+
 from lockstep.errors import listed
-from lockstep.verify.script.gradients import unequal_names
-from lockstep.verify.script.outcome import ScriptCause, cause, fix_for
-from lockstep.verify.script.record import ScriptRecord, World
+from lockstep.verify.outcome import Cause
+from lockstep.verify.script.fixes import fix_for, script_cause
+from lockstep.verify.script.record import ScriptRecord, Tensors, World
 
 _BY_SAMPLES = "fingerprints of the samples of each rank"
 
 
-def seen_on_ranks(world: World) -> list[ScriptCause]:
+def _unequal_names(mine: Tensors, right: Tensors) -> list[str]:
+    """Return the names of tensors that differ in any element, or are missing."""
+    return [
+        name for name in right if name not in mine or not np.array_equal(mine[name], right[name])
+    ]
+
+
+def seen_on_ranks(world: World) -> list[Cause]:
     """Return causes that a run of several ranks shows by itself."""
     found = [
         _same_samples(world),
@@ -25,16 +34,16 @@ def seen_on_ranks(world: World) -> list[ScriptCause]:
     return [one for one in found if one is not None]
 
 
-def loop_causes(records: Sequence[ScriptRecord]) -> list[ScriptCause]:
+def loop_causes(records: Sequence[ScriptRecord]) -> list[Cause]:
     """Return mistakes of the loop itself, which one process makes, too."""
-    found: dict[str, ScriptCause] = {}
+    found: dict[str, Cause] = {}
     for rank, record in enumerate(records):
         for finding in record.findings:
             text = finding["text"] + (f" (on rank {rank})" if rank else "")
             by = "the loop's own calls, gradients and updates"
             found.setdefault(
                 finding["kind"],
-                ScriptCause(finding["kind"], text, by, finding["fix"], column="loop"),
+                Cause(finding["kind"], text, [by], fix=finding["fix"], column="loop"),
             )
     return list(found.values())
 
@@ -64,7 +73,7 @@ def is_cut_by_script(world: World) -> bool:
     )
 
 
-def _same_samples(world: World) -> ScriptCause | None:
+def _same_samples(world: World) -> Cause | None:
     leaders = world.leaders
     if len(leaders) == 1 or is_cut_by_script(world):
         return None
@@ -82,7 +91,7 @@ def _same_samples(world: World) -> ScriptCause | None:
             f"the loader is not sharded: {every} train on the same {len(flat[0])} samples in"
             f" {steps} steps"
         )
-        return cause("samples", text, _BY_SAMPLES, framework)
+        return script_cause("samples", text, _BY_SAMPLES, framework)
     loader = leaders[0].training_loader
     read, held = leaders[0].lengths.get(-1 if loader is None else loader, (0, 0))
     if read * len(leaders) > 1.5 * held > 0:
@@ -90,7 +99,7 @@ def _same_samples(world: World) -> ScriptCause | None:
             f"the loader is not sharded: each rank reads {read} samples an epoch, in an order of"
             f" its own, of {held}"
         )
-        return cause("samples", text, "the lengths of the loader and of its data", framework)
+        return script_cause("samples", text, "the lengths of the loader and of its data", framework)
     mine, others = set(flat[0]), set().union(*flat[1:])
     in_an_epoch = not read or len(flat[0]) <= read
     if (
@@ -107,7 +116,7 @@ def _same_samples(world: World) -> ScriptCause | None:
             " its part of an "
         )
         text += "order of its own, and others are read by nobody"
-        return cause("samples", text, _BY_SAMPLES, framework)
+        return script_cause("samples", text, _BY_SAMPLES, framework)
     at_once = [set(here) & set().union(*there) for here, *there in zip(*batches, strict=False)]
     if twice := sum(map(len, at_once)):
         text = (
@@ -115,11 +124,11 @@ def _same_samples(world: World) -> ScriptCause | None:
             " step, too"
         )
         fix = fix_for("samples", framework)
-        return ScriptCause("samples", text, _BY_SAMPLES, fix, is_error=False, column="samples")
+        return Cause("samples", text, [_BY_SAMPLES], is_error=False, fix=fix, column="samples")
     return None
 
 
-def _same_draws(world: World) -> ScriptCause | None:
+def _same_draws(world: World) -> Cause | None:
     leaders = world.leaders
     framework, alike = leaders[0].framework, set()
     draws = [[draw for step in record.steps for draw in step.draws] for record in leaders]
@@ -129,6 +138,7 @@ def _same_draws(world: World) -> ScriptCause | None:
             # has begun.
             same = {name for name in mine.moved if mine.before[name] == other.before.get(name)}
             alike |= {name for name in same if mine.after[name] == other.after.get(name)}
+    kind = "random numbers"
     drawn = sorted({name for rank in draws for draw in rank for name in draw.moved})
     if not drawn:
         return None
@@ -146,32 +156,30 @@ def _same_draws(world: World) -> ScriptCause | None:
             "the generators' states before a forward pass, and after it has moved them, are the"
             " same on several ranks"
         )
-        return cause("random numbers", text, by, framework)
+        return script_cause(kind, text, by, framework)
     text = (
         f"dropout, or what else draws from {listed(drawn)}'s generator in a forward pass, is drawn"
         " by each rank on "
     )
     text += "its own: one process draws other numbers, so the step is equal only up to them"
-    return ScriptCause(
-        "random numbers", text, "the generators' states", is_error=False, column="random numbers"
-    )
+    return Cause(kind, text, ["the generators' states"], is_error=False, column=kind)
 
 
-def _other_first_values(world: World) -> ScriptCause | None:
+def _other_first_values(world: World) -> Cause | None:
     ranks = world.tensors([record.first for record in world.records])
-    other = [rank for rank in range(1, len(ranks)) if unequal_names(ranks[rank], ranks[0])]
+    other = [rank for rank in range(1, len(ranks)) if _unequal_names(ranks[rank], ranks[0])]
     if not other:
         return None
-    names = unequal_names(ranks[other[0]], ranks[0])
+    names = _unequal_names(ranks[other[0]], ranks[0])
     text = (
         f"ranks start from different weights: {listed(names, 5)} on rank {other[0]} and on rank 0"
     )
-    return cause(
+    return script_cause(
         "first values", text, "the parameters before the first step", world.records[0].framework
     )
 
 
-def _other_precision(world: World) -> ScriptCause | None:
+def _other_precision(world: World) -> Cause | None:
     if len(world.leaders) == 1:
         return None
     for steps in zip(*(record.steps for record in world.records), strict=False):
@@ -179,13 +187,13 @@ def _other_precision(world: World) -> ScriptCause | None:
             if step.dtypes != steps[0].dtypes:
                 mine, right = listed(sorted(step.dtypes)), listed(sorted(steps[0].dtypes))
                 text = f"rank {rank} computes with {mine}, and rank 0 with {right}"
-                return ScriptCause(
-                    "precision", text, "the dtypes of parameters and of autocast, by rank"
+                return Cause(
+                    "precision", text, ["the dtypes of parameters and of autocast, by rank"]
                 )
     return None
 
 
-def replicas_cause(world: World, number: int) -> ScriptCause | None:
+def replicas_cause(world: World, number: int) -> Cause | None:
     """Return the cause if replicas were equal after a step and differ before the next, or an equal step parts them."""
     for at in range(number + 1):
         steps = [record.steps[at] for record in world.records]
@@ -215,27 +223,31 @@ def replicas_cause(world: World, number: int) -> ScriptCause | None:
             fix = (
                 "let nothing but the optimizer write weights, or let it write the same on all ranks"
             )
-            return ScriptCause(
-                "replicas", text, "fingerprints of each rank's parameters", fix, column="weights"
+            return Cause(
+                "replicas",
+                text,
+                ["fingerprints of each rank's parameters"],
+                fix=fix,
+                column="weights",
             )
         values = world.tensors([step.values for step in steps])
         gradients = world.tensors([step.gradients for step in steps])
-        if any(unequal_names(other, values[0]) for other in values[1:]):
-            if any(unequal_names(other, gradients[0]) for other in gradients[1:]):
+        if any(_unequal_names(other, values[0]) for other in values[1:]):
+            if any(_unequal_names(other, gradients[0]) for other in gradients[1:]):
                 return None
             text = (
                 f"weights and gradients are equal on all ranks in step {at + 1}, and the updated"
                 " weights are not"
             )
-            return ScriptCause(
-                "replicas", text, "parameters and gradients of each rank", column="weights"
+            return Cause(
+                "replicas", text, ["parameters and gradients of each rank"], column="weights"
             )
     return None
 
 
 def hang_cause(
     records: Sequence[ScriptRecord | None], places: dict[int, str], framework: str
-) -> ScriptCause:
+) -> Cause:
     """Return why ranks wait for each other: what each calls, and the first collective in which they differ."""
     at = "; ".join(
         f"rank {rank} {f'waits at {place}' if place else 'has ended'}"
@@ -251,7 +263,7 @@ def hang_cause(
             ]
             said = ", ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
             text = f"ranks call different collectives: {said}; {at}"
-            return cause(
+            return script_cause(
                 "hang",
                 text,
                 "the collectives that the script calls on each rank, in order",
@@ -264,13 +276,13 @@ def hang_cause(
             f"rank {ended[0]} has ended after {steps} step{'s' * (steps != 1)}, and others wait for"
             f" it: {at}"
         )
-        return cause("uneven steps", text, "the stacks of the ranks", framework)
-    return cause(
+        return script_cause("uneven steps", text, "the stacks of the ranks", framework)
+    return script_cause(
         "hang", f"all ranks wait for each other: {at}", "the stacks of the ranks", framework
     )
 
 
-def settings_cause(records: Sequence[ScriptRecord], reference: ScriptRecord) -> ScriptCause | None:
+def settings_cause(records: Sequence[ScriptRecord], reference: ScriptRecord) -> Cause | None:
     """Return the cause if a learning rate, or another setting, is another than one process's in some step."""
     framework, ranks = records[0].framework, len(records)
     for number, right in enumerate(reference.steps[: min(len(record.steps) for record in records)]):
@@ -291,12 +303,12 @@ def settings_cause(records: Sequence[ScriptRecord], reference: ScriptRecord) -> 
                     for other in records
                 ):
                     text += ": ranks step with different settings"
-                    return ScriptCause(
-                        name, text, "the settings with which each rank stepped", column="settings"
+                    return Cause(
+                        name, text, ["the settings with which each rank stepped"], column="settings"
                     )
                 by = "the settings with which the optimizer stepped"
                 if key != "lr":
-                    return ScriptCause(name, text, by, column="settings")
+                    return Cause(name, text, [by], column="settings")
                 steps, right_steps = max(step.schedules, default=0), max(right.schedules, default=0)
                 times = mine["lr"] / theirs["lr"] if theirs["lr"] else 0.0
                 if right_steps and steps == right_steps * ranks:
@@ -309,7 +321,7 @@ def settings_cause(records: Sequence[ScriptRecord], reference: ScriptRecord) -> 
                     text += f": it is {ranks} ×, scaled by the number of ranks"
                 elif _close(times, ranks**0.5):
                     text += f": it is √{ranks} ×, scaled by the root of the number of ranks"
-                return ScriptCause(name, text, by, fix_for(name, framework), column="settings")
+                return Cause(name, text, [by], fix=fix_for(name, framework), column="settings")
     return None
 
 

@@ -1,38 +1,13 @@
-"""Describes what `lockstep verify SCRIPT` has found for one number of ranks: causes, and what to write instead.
+"""Says what to write instead of what is wrong in a script, in the words of the framework whose loop it runs.
 
 Tests: tests/verify/test_script.py
 """
 
-from dataclasses import dataclass, field
+from lockstep.verify.outcome import Cause
+from lockstep.verify.script.record import ACCELERATE, FABRIC, LIGHTNING, TORCH, TRANSFORMERS
 
-from lockstep.verify.script.record import (
-    ACCELERATE,
-    FABRIC,
-    LIGHTNING,
-    LOCKSTEP,
-    TORCH,
-    TRANSFORMERS,
-)
-
-COLUMNS = ("loop", "samples", "random numbers", "first values", "settings", "gradients", "weights")
-STEP_COLUMNS = ("gradients", "weights")  # in the order in which a step computes them
-
-
-@dataclass
-class ScriptCause:
-    """Why ranks train otherwise than one process."""
-
-    kind: str  # short name
-    text: str  # what is known
-    found_by: str  # what shows it
-    fix: str = ""  # what to write
-    is_error: bool = True  # whether the training is wrong; else it is another by nature
-    column: str = "gradients"  # of the table
-    module: str = ""  # in whose forward pass it begins, if it does in one
-
-
-UNKNOWN = "cause not known"
 NORMALISATION = "loss normalisation"
+
 _FIXES: dict[str, dict[str, str]] = {
     "samples": {
         TORCH: (
@@ -166,63 +141,9 @@ def fix_for(kind: str, framework: str) -> str:
     return fixes.get(framework, fixes.get(TORCH, ""))
 
 
-def cause(
+def script_cause(
     kind: str, text: str, found_by: str, framework: str, *, is_error: bool = True
-) -> ScriptCause:
-    """Return a cause with the fix for a framework."""
+) -> Cause:
+    """Return a cause with the fix for a framework, in the column of the table that its kind names."""
     column = kind if kind in ("samples", "random numbers", "first values") else "gradients"
-    return ScriptCause(kind, text, found_by, fix_for(kind, framework), is_error, column)
-
-
-@dataclass
-class ScriptDifference:
-    """The first difference: `aspect` is a column, `relative` its size."""
-
-    step: int
-    aspect: str
-    name: str
-    relative: float
-    rank: int | None = None
-
-
-@dataclass
-class ScriptOutcome:
-    """Steps of a script on a number of ranks, compared with one process."""
-
-    ranks: int
-    steps: int = 0  # number of steps that were compared
-    framework: str = TORCH  # whose loop it is
-    # that is left when draws, first values and settings are equal
-    first: ScriptDifference | None = None
-    parts: dict[str, float] = field(default_factory=dict)  # parameter → size of its difference
-    rounding: float = 0.0  # the largest difference of a gradient that is none
-    causes: list[ScriptCause] = field(default_factory=list)  # of this and of other differences
-    notices: list[str] = field(default_factory=list)  # what the comparison takes for granted
-    failed: str = ""  # the error, if the script could not be run
-    not_judged: str = ""  # why gradients and weights can't be compared; empty: they were
-
-    @property
-    def passed(self) -> bool:
-        """Return whether the ranks train what one process trains, but for what is other by nature."""
-        return (
-            not self.failed
-            and not self.not_judged
-            and not any(found.is_error for found in self.causes)
-        )
-
-    def mark(self, column: str) -> str:
-        """Return the table's sign for a column."""
-        if self.failed or self.framework == LOCKSTEP:
-            return "-"
-        if column not in STEP_COLUMNS:
-            found = [one for one in self.causes if one.column == column]
-            return "✓" if not found else "✗" if any(one.is_error for one in found) else "≈"
-        if self.not_judged:
-            return "?"
-        found = [one for one in self.causes if one.column in STEP_COLUMNS]
-        if not found:
-            return "✓"
-        first = self.first.aspect if self.first is not None else STEP_COLUMNS[0]
-        if STEP_COLUMNS.index(column) < STEP_COLUMNS.index(first):
-            return "✓"
-        return "✗" if any(one.is_error for one in found) else "≈"
+    return Cause(kind, text, [found_by], is_error, fix=fix_for(kind, framework), column=column)

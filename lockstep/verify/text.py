@@ -1,0 +1,204 @@
+"""Formats what `lockstep verify` has found of configs and of scripts: tables, lines that explain, and JSON.
+
+Tests: tests/verify/test_command.py, tests/verify/test_script.py
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.report.units import columns
+from lockstep.strategy import SINGLE
+from lockstep.verify import Verdict
+from lockstep.verify.configs import COLUMNS
+from lockstep.verify.outcome import ALLOWED, DIFFERENT, EQUAL, NOT_JUDGED, Cause, Outcome
+from lockstep.verify.page import DrawnOutcome
+from lockstep.verify.script import signs
+
+HEADINGS = ("topology", *COLUMNS, "")
+SCRIPT_HEADINGS = ("ranks", *signs.COLUMNS, "")
+_MOST_RANKS = 8  # that a line lists
+
+
+def rows(outcomes: Sequence[Outcome], *, of_script: bool) -> list[Sequence[str]]:
+    """Return the rows of a table, below its headings."""
+    return [(_title(o, of_script), *o.signs.values(), o.result) for o in outcomes]
+
+
+def _title(outcome: Outcome, of_script: bool) -> str:
+    if of_script:
+        return str(outcome.ranks)
+    return "single, again" if outcome.name == SINGLE else outcome.name
+
+
+def drawn(outcomes: Sequence[Outcome], *, of_script: bool) -> list[DrawnOutcome]:
+    """Return outcomes with the lines that the page shows of them."""
+    found = []
+    for outcome in outcomes:
+        if of_script:
+            found.append(DrawnOutcome(outcome.name, _script_explanation(outcome)[2:], outcome))
+        else:
+            found.append(DrawnOutcome(_title(outcome, False), _explanation(outcome)[1:], outcome))
+    return found
+
+
+def _failure(outcome: Outcome) -> list[str]:
+    return [
+        "",
+        f"{outcome.name}: did not run",
+        *(f"  {line}" for line in outcome.failed.splitlines()),
+    ]
+
+
+# ---- configs ----
+
+
+def config_text(verdict: Verdict) -> str:
+    """Format a verdict as a table, followed by each difference with its cause, and the reference's checks."""
+    how = "every bit" if verdict.exact else "up to the order of summation"
+    lines = [
+        f"{verdict.steps} steps of {verdict.micro_batches} micro-batches, compared with one"
+        f" process, {how}"
+    ]
+    lines += verdict.notices
+    lines += ["", *columns([HEADINGS, *rows(verdict.outcomes, of_script=False)])]
+    for outcome in verdict.outcomes:
+        lines += _explanation(outcome)
+    if verdict.checks:
+        lines += ["", "the reference itself"]
+    for check in verdict.checks:
+        sign = NOT_JUDGED if check.text else EQUAL
+        if not check.passed:
+            sign = DIFFERENT
+        lines += [f"  {sign} {check.name}", *(f"      {line}" for line in check.text.splitlines())]
+    return "\n".join(lines)
+
+
+def _explanation(outcome: Outcome) -> list[str]:
+    if outcome.failed:
+        return _failure(outcome)
+    if outcome.first is None:
+        return []
+    lines = ["", f"{outcome.name}: step {outcome.first.step + 1}, {_first_difference(outcome)}"]
+    for cause in outcome.causes:
+        lines += [
+            f"  cause: {cause.kind}: {cause.text}",
+            f"  found by: {', '.join(cause.found_by)}",
+        ]
+    return lines
+
+
+def _first_difference(outcome: Outcome) -> str:
+    first = outcome.first
+    assert first is not None
+    where = ""
+    if first.ranks:
+        shown = ", ".join(map(str, first.ranks[:_MOST_RANKS])) + (
+            " …" if len(first.ranks) > _MOST_RANKS else ""
+        )
+        where = f" on rank{'s' if len(first.ranks) > 1 else ''} {shown}"
+    if first.aspect in ("loss", "norm"):
+        return f"{first.aspect} {first.name}{where}"
+    if first.aspect in ("samples", "optimizer"):
+        return f"{first.aspect}: {first.name}{where}"
+    kind = "first value" if first.aspect == "start" else first.aspect
+    others = f" (and of {outcome.alike} more)" if outcome.alike else ""
+    if first.missing:
+        return f"{kind} of {first.name}: there is none on one side{where}{others}"
+    return f"{kind} of {first.name} differs by {first.relative:.1e} of its norm{where}{others}"
+
+
+def config_json(verdict: Verdict) -> str:
+    """Format a verdict as JSON."""
+    found = {
+        "passed": verdict.passed,
+        "steps": verdict.steps,
+        "micro_batches": verdict.micro_batches,
+        "every_bit": verdict.exact,
+        "notices": verdict.notices,
+        "topologies": [
+            {"topology": outcome.name, **_as_json(outcome)} for outcome in verdict.outcomes
+        ],
+        "checks": [
+            {**vars(check), "relative": _finite(check.relative)} for check in verdict.checks
+        ],
+    }
+    return json.dumps(found, indent=2)
+
+
+# ---- scripts ----
+
+
+def script_text(script: str, outcomes: Sequence[Outcome]) -> str:
+    """Format outcomes as a table, followed by each difference with its cause."""
+    steps = max(outcome.steps for outcome in outcomes)
+    of = f"{steps} step{'s' * (steps != 1)} of {script}"
+    lines = [f"{of}, compared with one process that is given the same samples", ""]
+    lines += columns([SCRIPT_HEADINGS, *rows(outcomes, of_script=True)])
+    for outcome in outcomes:
+        lines += _script_explanation(outcome)
+    return "\n".join(lines)
+
+
+def _script_explanation(outcome: Outcome) -> list[str]:
+    if outcome.failed:
+        return _failure(outcome)
+    lines = [f"  {notice}" for notice in outcome.notices]
+    if outcome.not_judged:
+        lines.append(f"  cannot judge gradients and weights: {outcome.not_judged}")
+    first = outcome.first
+    if first is not None:
+        name = f" of {first.name}" if first.name else ""
+        # Where rank 0 differs, all ranks do most often.
+        rank = f" on rank {first.ranks[0]}" if first.ranks[0] else ""
+        size = f"{first.relative:.1e} of their norm"
+        lines.append(f"  step {first.step + 1}: {first.aspect}{name} differ by {size}{rank}")
+    for cause in outcome.causes:
+        lines += _script_cause(cause)
+    return ["", outcome.name, *lines] if lines else []
+
+
+def _script_cause(cause: Cause) -> list[str]:
+    sign = DIFFERENT if cause.is_error else ALLOWED
+    lines = [f"  {sign} {cause.kind}: {cause.text}", f"      found by: {', '.join(cause.found_by)}"]
+    return [*lines, f"      do: {cause.fix}"] if cause.fix else lines
+
+
+def script_json(script: str, outcomes: Sequence[Outcome]) -> str:
+    """Format outcomes as JSON."""
+    passed = all(outcome.passed for outcome in outcomes)
+    worlds = [_as_json(outcome) for outcome in outcomes]
+    return json.dumps({"script": script, "passed": passed, "worlds": worlds}, indent=2)
+
+
+# ---- one outcome, of either ----
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    first = None
+    if outcome.first is not None:
+        first = {
+            "step": outcome.first.step + 1,
+            "aspect": outcome.first.aspect,
+            "name": outcome.first.name,
+            "relative": _finite(outcome.first.relative),
+            "ranks": outcome.first.ranks,
+        }
+    return {
+        "ranks": outcome.ranks,
+        "passed": outcome.passed,
+        "steps": outcome.steps,
+        "framework": outcome.framework or None,
+        "columns": outcome.signs,
+        "same_bits": outcome.same_bits,
+        "largest_rounding": outcome.rounding,
+        "first_difference": first,
+        "causes": [vars(cause) for cause in outcome.causes],
+        "notices": outcome.notices,
+        "failed": outcome.failed or None,
+        "not_judged": outcome.not_judged or None,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None

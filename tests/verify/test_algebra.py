@@ -1,0 +1,116 @@
+"""How a wrong value relates to the right one, and to the parts of a sum, is recognised, and nothing
+else claimed.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.verify.algebra import NOT_REDUCED, RELATED, Relation, reduced_relation, relation
+from lockstep.verify.script.gradients import GradientEvidence, reduction_cause
+from lockstep.verify.script.record import TORCH
+
+RIGHT = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+OTHER = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+PARTLY = RIGHT.clone()
+PARTLY[2] = 0
+PLACES = torch.arange(8)
+
+
+@pytest.mark.parametrize(
+    ("mine", "right", "how"),
+    [
+        (2 * RIGHT, RIGHT, "is 2 × the reference"),
+        (RIGHT / 3, RIGHT, "is 1/3 of the reference"),
+        (-RIGHT, RIGHT, "is -1 × the reference"),
+        (0 * RIGHT, RIGHT, "is 0"),
+        (RIGHT / 0, RIGHT, "is not finite"),
+        (RIGHT.T, RIGHT, "is the reference, transposed"),
+        (RIGHT.roll(1, 1), RIGHT, "is the reference shifted by 1 along dim 1"),
+        (RIGHT.flip(0), RIGHT, "has the reference's values in another order"),
+        (RIGHT.bfloat16().float(), RIGHT, "is rounded to bfloat16"),
+        (PARTLY, RIGHT, "is 0 in 4 of 16 elements, else the reference"),
+        (PLACES + 3, PLACES, "is the reference + 3"),
+        (OTHER, RIGHT, "is another"),
+        (RIGHT[:2], RIGHT, "has the shape [2, 4] instead of [4, 4]"),
+        (RIGHT + 0.1 * RIGHT.square(), RIGHT, "differs by "),
+        (torch.eye(3)[0], torch.eye(3)[1], "is the reference shifted by -1 along dim 0"),
+        # no multiple: 0 × it
+        (torch.tensor([0.0, 3.0, 1.0, 1.0]), torch.tensor([2.0, 0.0, 0.0, 0.0]), "differs by "),
+    ],
+)
+def test_a_relation_is_named_if_it_holds(mine: Tensor, right: Tensor, how: str) -> None:
+    assert relation(mine, right, [(Relation("is another"), OTHER)]).clause.startswith(how)
+
+
+# Two ranks, as in the docstring of the module: a rank's own gradient is two times its part of the
+# mean.
+OWN_GRADIENTS = (torch.tensor([2.0, 0.0, 4.0]), torch.tensor([0.0, 6.0, 4.0]))
+MEAN = torch.tensor([1.0, 3.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "how", "kind"),
+    [
+        ([2.0, 6.0, 8.0], "is 2 × the reference", RELATED),
+        ([2.0, 0.0, 4.0], "is this rank's own sum, not reduced", NOT_REDUCED),
+        ([1.0, 0.0, 2.0], "is 1/2 of this rank's own sum", RELATED),
+        ([0.0, 6.0, 4.0], "is the sum of the other ranks", RELATED),
+        ([2.0, 3.0, 6.0], "is the reference plus this rank's own sum", RELATED),
+        ([1.3, 2.1, 4.0], "weighs micro-batch 0 by 1.3, micro-batch 1 by 0.7", RELATED),
+    ],
+)
+def test_a_wrong_reduction_is_told_by_the_weights_of_its_parts(
+    wrong: list[float], how: str, kind: str
+) -> None:
+    """One process has the parts of the mean, micro-batch by micro-batch; a config's ranks are
+    compared with it.
+    """
+    parts = {number: own.double() / 2 for number, own in enumerate(OWN_GRADIENTS)}
+    found = reduced_relation(torch.tensor(wrong), MEAN, parts, [0], ranks=2, unit=2.0, scale=1.0)
+    assert (found.clause, found.kind) == (how, kind)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "says"),
+    [
+        (
+            [[2.0, 0.0, 4.0], [0.0, 6.0, 4.0]],
+            "gradient synchronisation",
+            "uses the gradient of its own samples",
+        ),
+        (
+            [[1.0, 0.0, 2.0], [0.0, 3.0, 2.0]],
+            "gradient synchronisation",
+            "and divided by the number of ranks",
+        ),
+        (
+            [[0.0, 6.0, 4.0], [2.0, 0.0, 4.0]],
+            "gradient synchronisation",
+            "is the sum of the other ranks, and not",
+        ),
+        (
+            [[1.0, 3.0, 4.0], [0.0, 9.0, 4.0]],
+            "gradient synchronisation",
+            "on rank 1 is not the mean over ranks",
+        ),
+        ([[2.0, 0.0, 4.0]] * 2, "gradient synchronisation", "on all ranks is rank 0's alone"),
+        ([[0.0, 0.0, 0.0]] * 2, "gradient synchronisation", "is lost: it is 0"),
+        ([[2.0, 6.0, 8.0]] * 2, "sum of gradients", "is the sum over ranks, 2 ×"),
+        ([[0.5, 1.5, 2.0]] * 2, "sum of gradients", "divided by the number of ranks twice"),
+        ([[3.0, 9.0, 12.0]] * 2, "sum of gradients", "is 3 × the mean over ranks"),
+        ([[1.3, 2.1, 4.0]] * 2, "weights of ranks", "count 0.65, 0.35, and 1/2 each"),
+        ([[1.0, 1.0, 1.0]] * 2, "", ""),
+    ],
+)
+def test_a_wrong_reduction_of_a_script_is_told_by_the_same_sums(
+    ranks: list[list[float]], kind: str, says: str
+) -> None:
+    """A script's ranks are seen together, with their own gradients before they are reduced."""
+    own = [gradient.double().numpy() for gradient in OWN_GRADIENTS]
+    final = [np.array(gradient) for gradient in ranks]
+    evidence = GradientEvidence({"weight": 3}, final, MEAN.double().numpy(), own, TORCH)
+    found = reduction_cause(evidence)
+    assert (found.kind if found else "") == kind
+    assert says in (found.text if found else "")
