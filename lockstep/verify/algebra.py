@@ -88,7 +88,8 @@ def distance(mine: Tensor | Values, right: Tensor | Values) -> float:
     """Return the norm of the difference over the norm of `right`; infinity for other shapes or numbers not finite."""
     if mine.shape != right.shape:
         return math.inf
-    a, b = _values(mine), _values(right)
+    a = _values(mine)
+    b = _values(right)
     if np.array_equal(a, b):
         return 0.0
     off = _norm(a - b) / max(_norm(b), _TINY)
@@ -105,7 +106,8 @@ def multiple(mine: Tensor | Values, right: Tensor | Values) -> float | None:
     """Return the factor between two values if there is one, other than 0 and 1."""
     if mine.shape != right.shape:
         return None
-    a, b = _values(mine), _values(right)
+    a = _values(mine)
+    b = _values(right)
     times = factor(a, b)
     if times == 0 or abs(times - 1) <= SAME:
         return None
@@ -131,7 +133,8 @@ def relation(
 
     `others` is what it may be instead, each with the relation that it then has.
     """
-    a, b = values_of(mine), values_of(right)
+    a = values_of(mine)
+    b = values_of(right)
     if a.shape != b.shape:
         if a.ndim == 2 and distance(a.T, b) <= SAME:
             return Relation("is the reference, transposed")
@@ -345,7 +348,8 @@ def _weighed(
 ) -> Relation | None:
     """Return by what each micro-batch weighs in a gradient, if it is a weighted sum of theirs."""
     each = list(parts.values())
-    here, there = weighted_sum(each, gradient), weighted_sum(each, right)
+    here = weighted_sum(each, gradient)
+    there = weighted_sum(each, right)
     if max(here.residual, there.residual) > SAME:
         return None
     total: Values = sum(each, np.zeros_like(right))

@@ -159,7 +159,8 @@ class _Topology:
 
     def finished(self) -> Outcome:
         """Return the outcome, once there are causes."""
-        outcome, results = self.outcome, self.results
+        outcome = self.outcome
+        results = self.results
         outcome.steps = len(results)
         outcome.rounding = max((result.rounding for result in results), default=0.0)
         outcome.same_bits = bool(results) and all(result.same_bits for result in results)
@@ -205,7 +206,8 @@ def _find_causes(different: Sequence[_Topology], start: Start) -> None:
     """Make the experiments that tell why topologies differ in the steps that are examined, and name the causes."""
     evidence = []
     for topology in different:
-        job, found = topology.job, topology.examined
+        job = topology.job
+        found = topology.examined
         assert found is not None
         cases = tuple(first_experiments(job.spec, job.topology, found.step))
         evidence.append(

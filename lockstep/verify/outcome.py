@@ -11,7 +11,12 @@ from lockstep.verify.algebra import Relation
 UNKNOWN = "cause not known"
 ROUNDING = "rounding"  # kind of a cause that is no error
 
-EQUAL, ALLOWED, DIFFERENT, NOT_JUDGED, NOT_RUN = "✓", "≈", "✗", "?", "-"  # signs of a table
+# Signs of a table.
+EQUAL = "✓"
+ALLOWED = "≈"
+DIFFERENT = "✗"
+NOT_JUDGED = "?"
+NOT_RUN = "-"
 
 
 @dataclass
