@@ -234,9 +234,7 @@ def unknown_key(path: Path, tree: Node) -> list[Mistake]:
         ]
     mistakes = [Mistake(str(node.origin), f"unknown key {dotted_name(path)}", _suggestion(path))]
     foreign = advice_for(dotted_name(path)) is not None
-    if isinstance(node.value, dict) and (
-        foreign or not near_keys(str(path[-1]), dotted_name(path[:-1]))
-    ):
+    if isinstance(node.value, dict) and (foreign or not _meant(path)):
         inside = []
         for below, child in node.walk():
             full = (*path, *below)
@@ -274,12 +272,23 @@ def _suggestion(path: Path) -> str:
     section = dotted_name(path[:-1])
     if section.partition("[")[0] in ("loss_fn", "monitor.callbacks", "checkpoint.storage"):
         return "an object has a name, and args (keywords) and positional (a list) if it takes any"
-    near = near_keys(str(path[-1]), section)
-    if near:
-        return f"write {' or '.join(near)}"
+    meant = _meant(path)
+    if meant:
+        return f"write {' or '.join(meant)}"
     here = section if section in all_keys() or not section else ""
     title = f"the keys of {here} are" if here else "the sections are"
-    return f"{title} {', '.join(children(here))}"
+    similar = near_keys(str(path[-1]), section)
+    end = f"; a similar name is {similar[0]}" if similar else ""
+    return f"{title} {', '.join(children(here))}{end}"
+
+
+def _meant(path: Path) -> list[str]:
+    """Return the keys that were probably meant: of this very name, or of a similar one in the same section."""
+    name, section = str(path[-1]), dotted_name(path[:-1])
+    near = near_keys(name, section)
+    return [
+        key for key in near if key.rpartition(".")[2] == name or key.rpartition(".")[0] == section
+    ]
 
 
 def dotted_name(path: Sequence[str | int]) -> str:

@@ -56,6 +56,15 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def _in_training(model: nn.Module) -> bool:
+    """Return whether a model is in training mode.
+
+    The stage of a pipeline has no mode of its own, its segments do.
+    """
+    inner = _unwrapped(model)
+    return any(part.training for part in getattr(inner, "segments_here", (inner,)))
+
+
 def _name_in(model: nn.Module, name: str) -> str:
     """Return the unwrapped model's name of a parameter.
 
@@ -121,7 +130,7 @@ class TrainingChecks:
         """Look at a model that is called from outside, with gradients."""
         if not any(model is known for known in self.models):
             self._begin_with(model)
-        self._calls[id(model), _unwrapped(model).training] += 1
+        self._calls[id(model), _in_training(model)] += 1
 
     def batch_read(self) -> None:
         """Note a batch that a loader gives."""

@@ -185,6 +185,18 @@ def test_from_file(tmp_path: Path) -> None:
         ),
         ("training:\n  zzz: 4\n", 2, "training.zzz", "max_steps"),
         ("training:\n  async_: 4\n", 2, "training.async_", "async"),
+        (
+            "monitor:\n  metrics: {f1: a:b}\n",
+            2,
+            "monitor.metrics",
+            "the keys of monitor are log_steps, ",
+        ),
+        (
+            "monitor:\n  metrics: f1\n",
+            2,
+            "monitor.metrics",
+            "experiment; a similar name is training.early_stopping.metr",
+        ),
     ],
 )
 def test_trap_39_unknown_keys_are_refused_with_file_line_and_the_nearest(

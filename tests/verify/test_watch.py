@@ -212,13 +212,13 @@ def test_ranks_are_compared(case: str, found: str, tmp_path: Path) -> None:
     assert f"{'1' if found else 'nothing'} found" in ended.stdout + ended.stderr
 
 
-ONE_LAYER_WITHOUT_OPTIMIZER = """
+TWO_MISTAKES_IN_ONE_STAGE = """
 import lockstep
 import torch
 from torch import nn
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1)).eval()
 trained = [parameter for name, parameter in model.named_parameters() if name != "4.bias"]
 optimizer = torch.optim.SGD(trained, lr=0.1)
 data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
@@ -236,7 +236,7 @@ def test_what_another_rank_finds_is_told_and_counted_by_the_name_that_the_model_
     """The last stage of a pipeline: the console shows rank 0 alone, and a stage has names of its
     own.
     """
-    (tmp_path / "train.py").write_text(ONE_LAYER_WITHOUT_OPTIMIZER)
+    (tmp_path / "train.py").write_text(TWO_MISTAKES_IN_ONE_STAGE)
     command = [
         sys.executable,
         "-m",
@@ -255,7 +255,8 @@ def test_what_another_rank_finds_is_told_and_counted_by_the_name_that_the_model_
         "watch-training: ✗ rank 1: parameters without an optimizer: 4.bias require gradients"
         in told
     ), told
-    assert "watch-training: 4 steps, 1 found" in told, told
+    assert "watch-training: ✗ rank 1: evaluation mode" in told, told
+    assert "watch-training: 4 steps, 2 found" in told, told
 
 
 def test_ranks_that_reach_no_store_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
