@@ -387,19 +387,25 @@ def require_segments(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     segments = pipeline_segments_of(model)
     if segments is None:
-        refuse_balanced_experts(model)
-        what = f"{type(model).__name__} can't be cut into stages"
-        why = "a pipeline needs the forward pass as a chain of modules"
-        fix = (
-            "give the model a method segments() -> [(name, module)], each taking what the one"
-            " before it returns; "
-        )
-        fix += (
-            "or make it an nn.Sequential; or let torch trace it:"
-            " lockstep.models.traced.trace(model, example inputs)"
-        )
-        raise UsageError(what, where="distributed.strategy: pipeline", why=why, fix=fix)
+        raise no_chain(model)
     return segments
+
+
+def no_chain(model: nn.Module) -> UsageError:
+    """Return the error for a model that can't be cut into stages.
+
+    Raises:
+        UsageError: the model is a mixture that could be, with other settings.
+    """
+    refuse_balanced_experts(model)
+    what = f"{type(model).__name__} can't be cut into stages"
+    why = "a pipeline needs the forward pass as a chain of modules"
+    fix = (
+        "give the model a method segments() -> [(name, module)], each taking what the one"
+        " before it returns; or make it an nn.Sequential; or let torch trace it:"
+        " lockstep.models.traced.trace(model, example inputs)"
+    )
+    return UsageError(what, where="distributed.strategy: pipeline", why=why, fix=fix)
 
 
 def num_samples(batch: Any) -> int:

@@ -8,7 +8,7 @@ random numbers in evaluation mode, is not compared.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -18,33 +18,36 @@ from torch import Tensor, nn
 
 from lockstep.data.order import preserve_states
 from lockstep.errors import UsageError
-from lockstep.models.chain import lent, run_segment, shared_parameters_of
-from lockstep.models.protocol import logits_of, offered, require_segments
+from lockstep.models.chain import lent, run_segment
+from lockstep.models.protocol import logits_of, offered
 from lockstep.parallel.buffers import restored, restored_attributes
+from lockstep.parallel.facts import ModelFacts, Named
 from lockstep.torch_compat.pytree import tree_leaves
 
-_SAMPLES, _LENGTH = 2, 16
+_SAMPLES = 2
+_LENGTH = 16
 _IMAGE = 32  # pixels along a side
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative to the largest output
 _COARSE = 3e-2  # of other dtypes
 
-Segments = Sequence[tuple[str, nn.Module]]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def check_chain(model: nn.Module) -> list[str]:
+def check_chain(facts: ModelFacts) -> list[str]:
     """Refuse a model whose chain of segments computes something else than its forward pass.
 
     Returns lines to log: that it could not be compared, and why.
     """
-    own = offered(model, "segments") is not None
+    model = facts.model
+    own = offered(facts.model, "segments") is not None
     if type(model).forward is nn.Sequential.forward and not own:
         return []
-    segments = require_segments(model)
+    segments = facts.required_chain()
     guessed = own or isinstance(model, nn.Sequential)
     arguments = _guessed(segments) if guessed else _texts(model)
-    distance, first, reason = _compared(model, segments, arguments)
-    name, where = type(model).__name__, "distributed.strategy: pipeline"
+    distance, first, reason = _compared(facts, segments, arguments)
+    name = type(model).__name__
+    where = "distributed.strategy: pipeline"
     if distance is None and isinstance(model, nn.Sequential) and not own:
         what = (
             f"{name} is an nn.Sequential with a forward pass of its own, which may be more than its"
@@ -82,7 +85,7 @@ def check_chain(model: nn.Module) -> list[str]:
 
 
 def _compared(
-    model: nn.Module, segments: Segments, arguments: Arguments | None
+    facts: ModelFacts, segments: Named, arguments: Arguments | None
 ) -> tuple[float | None, str | None, str]:
     """Return how far the chain's outputs are from the model's, and the first segment that differs.
 
@@ -90,11 +93,12 @@ def _compared(
     """
     if arguments is None:
         return None, None, "nothing tells what its first layer takes"
+    model = facts.model
     with _unchanged(model, segments), torch.no_grad():
         try:
             expected, seen = _run_whole(model, segments, arguments)
             again, _ = _run_whole(model, segments, arguments, seed=1)
-            outputs, first = _run_chain(model, segments, arguments, seen)
+            outputs, first = _run_chain(facts, segments, arguments, seen)
         except Exception as error:  # a model of somebody's, which may need other inputs than these
             return None, None, f"{type(error).__name__}: {error}".splitlines()[0]
     if _distance(again, expected) != 0:
@@ -120,7 +124,7 @@ def _texts(model: nn.Module) -> Arguments:
     return (ids,), {"attention_mask": mask}
 
 
-def _guessed(segments: Segments) -> Arguments | None:
+def _guessed(segments: Named) -> Arguments | None:
     """Return a batch for the first layer of a chain.
 
     None where that is none of those that show what they take.
@@ -149,7 +153,7 @@ def _guessed(segments: Segments) -> Arguments | None:
 
 
 def _run_whole(
-    model: nn.Module, segments: Segments, arguments: Arguments, *, seed: int = 0
+    model: nn.Module, segments: Named, arguments: Arguments, *, seed: int = 0
 ) -> tuple[Any, dict[str, Tensor]]:
     """Return a model's outputs, and what those of its modules have returned that segments are named after."""
     seen: dict[str, Tensor] = {}
@@ -168,15 +172,15 @@ def _run_whole(
 
 
 def _run_chain(
-    model: nn.Module, segments: Segments, arguments: Arguments, seen: dict[str, Tensor]
+    facts: ModelFacts, segments: Named, arguments: Arguments, seen: dict[str, Tensor]
 ) -> tuple[Any, str | None]:
     """Return the last segment's result, and the name of the first whose result is not what was `seen` in the model."""
-    borrowed, first = shared_parameters_of(model), None
+    first = None
     torch.default_generator.manual_seed(0)
     values, keywords = arguments
     outputs: Any = None
     for name, segment in segments:
-        lends = lent(model, borrowed.get(name, {}))
+        lends = lent(facts.model, facts.borrowed.get(name, {}))
         outputs = run_segment(segment, values, {**keywords, **lends}, arguments)
         if (
             first is None
@@ -184,7 +188,8 @@ def _run_chain(
             and (_distance(_first(outputs), seen[name]) or 0) > _TOLERANCE[torch.float32]
         ):
             first = name
-        values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
+        values = outputs if isinstance(outputs, tuple) else (outputs,)
+        keywords = {}
     return outputs, first
 
 
@@ -220,7 +225,7 @@ def _distance(outputs: Any, expected: Any) -> float | None:
 
 
 @contextmanager
-def _unchanged(model: nn.Module, segments: Segments) -> Iterator[None]:
+def _unchanged(model: nn.Module, segments: Named) -> Iterator[None]:
     """Run what is in the block in evaluation mode, and leave no trace of it in the model or in random states."""
     roots = [model, *(segment for _, segment in segments)]
     modules = list(dict.fromkeys(module for root in roots for module in root.modules()))

@@ -28,10 +28,10 @@ from lockstep.config import StepConfig
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.attention import Attend, SequenceBernoulli, SequenceMean
-from lockstep.models.chain import shared_parameters_of
 from lockstep.models.hf_layers import advice_for_object
-from lockstep.models.protocol import Objective, offered
+from lockstep.models.protocol import Objective
 from lockstep.parallel.context_attention import Context, cut_attention
+from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.tensor_blocks import SEQUENCE, by_pieces, cut_dropout, spread
 from lockstep.parallel.tensor_cuts import sum_over_ranks
@@ -39,7 +39,7 @@ from lockstep.torch_compat.pytree import tree_map
 
 
 def context_of(
-    model: nn.Module, layout: Layout, config: StepConfig, mesh: DeviceMesh | None
+    facts: ModelFacts, layout: Layout, config: StepConfig, mesh: DeviceMesh | None
 ) -> Context | None:
     """Return how the sequences of a model are cut over the axis `context`.
 
@@ -48,14 +48,13 @@ def context_of(
     blocks = config.distributed.chunks_of_sequences if config.distributed.reproducible else None
     if layout.context == 1 and blocks in (None, 1):
         return None
-    plan_of(model)
+    plan_of(facts)
     group = mesh["context"].get_group() if mesh is not None and layout.context > 1 else None
     return Context(group, blocks, config.distributed.context_method)
 
 
-def apply_context(model: nn.Module, context: Context) -> None:
+def apply_context(facts: ModelFacts, context: Context) -> None:
     """Let a model, whose layers are cut already, run on parts of sequences."""
-    lent = {name for names in shared_parameters_of(model).values() for name in names.values()}
     ways: dict[type[nn.Module], Callable[[Any, Context], None]] = {
         Attend: cut_attention,
         nn.Dropout: _dropout,
@@ -63,23 +62,23 @@ def apply_context(model: nn.Module, context: Context) -> None:
         SequenceMean: _mean,
     }
     handed: set[nn.Module] = set()  # whose parameters a product of another module uses
-    for name, module in model.named_modules():
+    for name, module in facts.model.named_modules():
         way = next((way for kind, way in ways.items() if isinstance(module, kind)), None)
         if way is not None:
             way(module, context)
         elif context.blocks is not None and module not in handed:
-            handed |= _by_chunks(name, module, context, lent)
+            handed |= _by_chunks(name, module, context, facts.lent)
 
 
-def plan_of(model: nn.Module) -> dict[str, int]:
+def plan_of(facts: ModelFacts) -> Mapping[str, int]:
     """Return name of a batch's part → the dim of its sequence, of a model that has a plan and a module that attends."""
-    own = offered(model, "context_plan")
-    plan: dict[str, int] = {} if own is None else own()
+    model = facts.model
+    plan = facts.context_plan
     if plan and any(isinstance(module, Attend) for module in model.modules()):
         return plan
     missing = (
         "does not say how its sequences are cut"
-        if own is None
+        if plan is None
         else "has no lockstep.models.attention.Attend"
     )
     what = f"sequences of {type(model).__name__} can't be cut over ranks: it {missing}"
@@ -117,7 +116,8 @@ def cut_objective(objective: Objective, context: Context, plan: Mapping[str, int
         }
 
     def loss(outputs: Any, batch: Any) -> Tensor:
-        length, part = next(batch[name].shape[dim] for name, dim in plan.items()), cut(batch)
+        length = next(batch[name].shape[dim] for name, dim in plan.items())
+        part = cut(batch)
         count = 1 if context.blocks is None else len(context.here(length))
         pieces = {name: part[name].chunk(count, dim) for name, dim in plan.items()}
         of_chunks = _by_chunk(outputs, length // context.ranks, count, context)
@@ -150,7 +150,9 @@ def _by_chunk(outputs: Any, length: int, count: int, context: Context) -> list[A
 
 def train_context(placed: ParallelModel, context: Context) -> None:
     """Let a placed model sum gradients over the axis, and its losses count once."""
-    group, finish, own = context.group, placed.finish_gradients, list(placed.parameters.values())
+    group = context.group
+    finish = placed.finish_gradients
+    own = list(placed.parameters.values())
 
     def finish_gradients() -> None:
         finish()
@@ -162,7 +164,8 @@ def train_context(placed: ParallelModel, context: Context) -> None:
 
     if group is not None and context.blocks is None:  # in blocks, each product sums its own
         placed.finish_gradients = finish_gradients
-    placed.forward, placed.context = context.outside()(placed.forward), context
+    placed.forward = context.outside()(placed.forward)
+    placed.context = context
     placed.adds_losses &= context.rank == 0
 
 
@@ -285,7 +288,8 @@ class _Lent:
     """A module with other tensors in place of its own parameters."""
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        self._module, self._tensors = module, tensors
+        self._module = module
+        self._tensors = tensors
 
     def __getattr__(self, name: str) -> Any:
         return self._tensors[name] if name in self._tensors else getattr(self._module, name)

@@ -32,8 +32,7 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.mesh import expert_mesh
 from lockstep.models.chain import look_up
-from lockstep.models.protocol import offered
-from lockstep.parallel.initial import canonical_names
+from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.reproducible.tree import (
@@ -328,7 +327,7 @@ class PlacedExperts(AroundMicroBatch):
 
 
 def apply_experts(
-    model: nn.Module, layout: Layout, device_type: str, *, exact: bool
+    facts: ModelFacts, layout: Layout, device_type: str, *, exact: bool
 ) -> PlacedExperts | None:
     """Let the experts of a model exchange rows over the axis `expert`, in place.
 
@@ -339,32 +338,19 @@ def apply_experts(
     """
     if layout.expert == 1:
         return None
-    own = offered(model, "experts")
-    modules: list[tuple[str, nn.Module]] = [] if own is None else own()
-    if not modules:
-        what = f"{type(model).__name__} does not say which of its modules are experts"
+    if not facts.experts:
+        what = f"{type(facts.model).__name__} does not say which of its modules are experts"
         fix = (
             "give the model experts() -> [(name, module)], each called with (rows, rows of each"
             " expert), with "
         )
         fix += "parameters that are stacked over experts in dim 0; or write expert_size: 1"
         raise UsageError(what, where="distributed.expert_size", fix=fix)
-    names, _ = canonical_names(model)
-    shapes = {names[id(p)]: p.shape for _, module in modules for p in module.parameters()}
+    shapes = {facts.names[id(p)]: p.shape for p in facts.parameters_of_experts}
     placed = PlacedExperts(expert_mesh(layout, device_type), shapes, layout, exact=exact)
-    for _, module in modules:
-        placed.place_module(module, names)
+    for _, module in facts.experts:
+        placed.place_module(module, facts.names)
     return placed
-
-
-def parameters_of_experts(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of the experts that a model names."""
-    own = offered(model, "experts")
-    return (
-        []
-        if own is None
-        else [parameter for _, module in own() for parameter in module.parameters()]
-    )
 
 
 def train_experts(

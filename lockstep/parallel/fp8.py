@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep import accelerator
 from lockstep.errors import UsageError
-from lockstep.parallel.placement import Blocks
+from lockstep.parallel.facts import Named
 from lockstep.quiet_imports import without_warnings_of_imports
 from lockstep.torch_compat.module_hooks import has_hooks
 
@@ -22,7 +22,7 @@ _MULTIPLE = 16  # of both dims, which the GPUs' instructions ask for
 _CAPABILITY = (8, 9)  # of the first NVIDIA GPUs that multiply in float8
 
 
-def apply_fp8(model: nn.Module, blocks: Blocks, kind: str, device: torch.device) -> list[str]:
+def apply_fp8(model: nn.Module, blocks: Named, kind: str, device: torch.device) -> list[str]:
     """Let the linears inside `blocks` multiply in float8, before anything wraps them.
 
     Return lines to log at start.

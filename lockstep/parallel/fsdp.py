@@ -35,7 +35,7 @@ from lockstep.layout import Layout, layout_of_sizes
 from lockstep.parallel.comm.gloo import GlooMessages
 from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.fsdp_order import UnitOrder
-from lockstep.parallel.fsdp_units import UnitUsage, own_parameters, sharded_units, units_of
+from lockstep.parallel.fsdp_units import UnitUsage, contained_units, own_parameters, sharded_units
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.placement import (
@@ -181,7 +181,7 @@ class FSDP(Strategy):
             p.model,
             mesh,
             options,
-            p.blocks,
+            p.units,
             param_dtype=p.config.precision.param_dtype,
             replicas_apart=p.reproducible,
             foreign=None if p.experts is None else set(p.experts.parameters),
@@ -263,8 +263,8 @@ def shard_stage(
     log_lines = apply_fsdp(
         root,
         mesh,
-        config.distributed.fsdp.model_copy(update={"auto_wrap_policy": "transformer"}),
-        units,
+        config.distributed.fsdp,
+        contained_units(root, units),
         param_dtype=config.precision.param_dtype,
         reshard_after_forward=frees,
         foreign=foreign,
@@ -279,7 +279,7 @@ def apply_fsdp(
     model: nn.Module,
     mesh: DeviceMesh,
     config: FSDPConfig,
-    blocks: Sequence[tuple[str, nn.Module]],
+    units: Sequence[tuple[str, nn.Module]],
     *,
     param_dtype: str = "fp32",
     reshard_after_forward: bool | None = None,
@@ -291,8 +291,9 @@ def apply_fsdp(
 
     Return lines to log.
 
-    `reshard_after_forward` overrides what the sharding strategy says. `replicas_apart`: the caller
-    adds up the replicas' gradients; FSDP2 only shards. `foreign` parameters stay as they are.
+    `units`: inner ones first, without the root. `reshard_after_forward` overrides what the sharding
+    strategy says. `replicas_apart`: the caller adds up the replicas' gradients; FSDP2 only shards.
+    `foreign` parameters stay as they are.
     """
     # FSDP2 takes a 1-D mesh to shard, and for hybrids a 2-D one, whose first dim replicates.
     over = (
@@ -317,7 +318,6 @@ def apply_fsdp(
         "ignored_params": (foreign or set()) | set(scalars_of(model).values()),
     }
     log_lines = _cast_buffers(model, config)
-    units = units_of(model, config, blocks)
     return_no_views(model)
     # inner ones first: parameters in none belong to the outer one
     for unit in (*(unit for _, unit in units), model):

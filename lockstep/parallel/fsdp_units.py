@@ -21,8 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.config import FSDPConfig
 from lockstep.errors import UsageError
-from lockstep.models.chain import shared_parameters_of
-from lockstep.models.protocol import segments_of
+from lockstep.parallel.facts import ModelFacts, Named
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.registry import load_object
 
@@ -62,26 +61,32 @@ def used_elsewhere() -> UsageError:
     return UsageError(what, where="the model's forward pass", why=why, fix=fix)
 
 
-def units_of(
-    model: nn.Module, config: FSDPConfig, blocks: Sequence[tuple[str, nn.Module]]
+def units_of(facts: ModelFacts, config: FSDPConfig) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of each unit of a model, inner ones first, without the root."""
+    segments = dict(facts.segments or ())
+    borrowers = [
+        (name, segments[segment])
+        for segment, names in facts.borrowed.items()
+        for name in names.values()
+    ]
+    return contained_units(facts.model, _candidates(facts, config), borrowers)
+
+
+def contained_units(
+    model: nn.Module, candidates: Named, borrowers: Sequence[tuple[str, nn.Module]] = ()
 ) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of each unit, inner ones first, without the root.
+    """Return those candidates that can be units, inner ones first, without the root.
 
     A module is not a unit if a parameter of it is also used outside of it: tied weights stay in one
-    unit, the root.
+    unit, the root. `borrowers`: (name of a parameter, segment that uses it without owning it).
     """
-    chosen = callable_units(
-        (name, m) for name, m in _candidates(model, config, blocks) if m is not model
-    )
+    chosen = callable_units((name, m) for name, m in candidates if m is not model)
     users: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             users.setdefault(id(parameter), set()).add(id(module))
-    segments = dict(segments_of(model) or ())
-    # segments that borrow a parameter use it too
-    for segment, names in shared_parameters_of(model).items():
-        for name in names.values():
-            users[id(model.get_parameter(name))].add(id(segments[segment]))
+    for name, borrower in borrowers:
+        users[id(model.get_parameter(name))].add(id(borrower))
 
     def self_contained(unit: nn.Module) -> bool:
         inside = {id(m) for m in unit.modules()}
@@ -92,12 +97,11 @@ def units_of(
     )
 
 
-def _candidates(
-    model: nn.Module, config: FSDPConfig, blocks: Sequence[tuple[str, nn.Module]]
-) -> list[tuple[str, nn.Module]]:
+def _candidates(facts: ModelFacts, config: FSDPConfig) -> list[tuple[str, nn.Module]]:
+    model = facts.model
     policy = config.auto_wrap_policy
     if policy == "transformer":
-        return list(blocks)
+        return list(facts.blocks)
     # modules with as many parameters that are in no unit yet, from the leaves up
     if policy == "size":
         taken: set[int] = set()
@@ -166,13 +170,15 @@ class UnitUsage(AroundMicroBatch):
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
+        self._model = model
+        self._device = device
         self._units = sharded_units(model)
         self._names = [name for name, p in model.named_parameters() if p.ndim and p.requires_grad]
         self._used: set[str] = set()
         self._calls: dict[int, int] = {}  # place of a unit → calls in this forward pass
         self._called: set[int] = set()  # units that were called
-        self._forward, self._first_step = False, True
+        self._forward = False
+        self._first_step = True
         self._varies = False  # whether a rank left a parameter unused when they last compared
         for place, (name, unit) in enumerate(self._units):
             # before FSDP2's own

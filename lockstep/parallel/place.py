@@ -25,7 +25,7 @@ from lockstep.mesh import device_mesh
 from lockstep.models.hf_cache import switch_cache_off, without_cache
 from lockstep.models.hf_decoder import is_known_decoder
 from lockstep.models.loss_modules import refuse_shared
-from lockstep.models.protocol import Objective, blocks_of, require_segments, segments_of
+from lockstep.models.protocol import Objective
 from lockstep.parallel import divergence, side_effects
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.batch_norm_rows import apply_batch_norm_rows
@@ -40,30 +40,22 @@ from lockstep.parallel.context import (
     train_context,
 )
 from lockstep.parallel.expert import apply_experts, train_experts
+from lockstep.parallel.facts import ModelFacts, Named, facts_of
 from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.fsdp_units import units_of
-from lockstep.parallel.initial import (
-    FirstValues,
-    broadcast_values,
-    canonical_names,
-    on_meta,
-    to_empty,
-)
+from lockstep.parallel.initial import FirstValues, broadcast_values, on_meta, to_empty
 from lockstep.parallel.loss_parallel import with_whole_logits
 from lockstep.parallel.loss_weights import LossWeights
 from lockstep.parallel.parallel_model import ParallelModel, take_hooks
-from lockstep.parallel.placement import Blocks, DryRun, PlacementContext
+from lockstep.parallel.placement import DryRun, PlacementContext
 from lockstep.parallel.reproducible.determinism import join_uses_of_inputs, switch_on
-from lockstep.parallel.state_form import StateForm
 from lockstep.parallel.strides import lay_out
 from lockstep.parallel.tensor_blocks import Cut
 from lockstep.parallel.tensor_cuts import TensorCuts, apply_tensor, train_cuts
-from lockstep.parallel.tensor_plan import checked_plan
 from lockstep.precision import Precision, switch_tf32
 from lockstep.randomness import RandomState, key_segments
 from lockstep.strategy import Strategy, strategy_named
 from lockstep.torch_compat.module_hooks import has_hooks
-from lockstep.torch_compat.module_state import persistent_buffers
 
 
 def place(
@@ -88,24 +80,21 @@ def place(
     refuse(
         step_contradictions(config, layout, device.type if dry_run is None else dry_run.device_type)
     )
-    refuse_parameters(
-        model,
-        sharded=strategy.cuts_parameters(layout),
-        reproducible=config.distributed.reproducible,
-    )
-    switch_tf32(config.precision.tf32)
+    exact = config.distributed.reproducible
+    sharded = strategy.cuts_parameters(layout)
+    refuse_parameters(model, sharded=sharded, reproducible=exact)
     strategy = strategy.on(layout)
-    _, aliases = canonical_names(model)
-    form = StateForm.of(model)
+    facts = facts_of(model, split=strategy.splits_model)
+    refuse_scripted(facts, sharded=sharded)
+    switch_tf32(config.precision.tf32)
     loss = loss_weights_of(model, strategy, layout, config, objective)
     of_loss = {} if loss is None else loss.own
     hooks = take_hooks(model, of_loss, workers=layout.workers > 0)
-    own = dict(model.named_parameters()) | of_loss
-    attributes = {name: dict(vars(parameter)) for name, parameter in own.items()}
+    attributes = {**facts.attributes, **{name: dict(vars(p)) for name, p in of_loss.items()}}
     if strategy.splits_model:
-        refuse_hooks_outside_segments(model)
-    size = sum(p.numel() for p in own.values())
-    placement = prepared(model, strategy, layout, config, objective, device, precision, dry_run)
+        refuse_hooks_outside_segments(facts)
+    size = facts.num_parameters + sum(p.numel() for p in of_loss.values())
+    placement = prepared(facts, strategy, layout, config, objective, device, precision, dry_run)
     if loss is not None:
         prepare_loss(loss, placement)
     if config.distributed.buffers:
@@ -114,7 +103,8 @@ def place(
     require_placed(placed, placement)
     if placement.context is not None:
         train_context(placed, placement.context)
-    cuts, experts = placement.cuts, placement.experts
+    cuts = placement.cuts
+    experts = placement.experts
     if experts is not None:
         assert placement.mesh is not None
         others = cuts is None or cuts.cut.group is None
@@ -124,15 +114,13 @@ def place(
     if not strategy.splits_model:
         held = sum(p.numel() for p in placed.parameters.values())
         assert size == held, "placement changed the number of parameters"
-        assert set(placed.parameters) == set(own), "placement changed names of parameters"
+        assert set(placed.parameters) == set(attributes), "placement changed names of parameters"
     keep_attributes(placed, attributes)
-    placed.root, placed.aliases, placed.num_parameters, placed.gradient_hooks = (
-        model,
-        aliases,
-        size,
-        hooks,
-    )
-    placed.form = form
+    placed.root = model
+    placed.aliases = facts.aliases
+    placed.num_parameters = size
+    placed.gradient_hooks = hooks
+    placed.form = facts.form
     if dry_run is None:
         cut = set() if cuts is None else set(cuts.dims)
         divergence.guard_replicas(placed, config, placement.mesh, cut=cut, experts=experts)
@@ -147,10 +135,12 @@ def place(
 
 def buffer_ways(placement: PlacementContext) -> BufferWays:
     """Return how the buffers that forward passes write are combined, by `distributed.buffers`."""
-    model, loss = placement.model, placement.loss
+    model = placement.model
+    loss = placement.loss
     of_loss = {} if loss is None else loss.buffers
-    persistent = persistent_buffers(model)
-    kept = {id(buffer) for name, buffer in model.named_buffers() if name in persistent}
+    kept = {
+        id(buffer) for name, buffer in model.named_buffers() if name in placement.facts.persistent
+    }
     kept |= {id(buffer) for buffer in of_loss.values()}
     module = None if loss is None else loss.module
     return ways_of(placement.config.distributed.buffers, model, module, set(of_loss), kept)
@@ -168,10 +158,12 @@ def loss_weights_of(
     model: nn.Module, strategy: Strategy, layout: Layout, config: StepConfig, objective: Objective
 ) -> LossWeights | None:
     """Return the weights of an objective's loss function; None if that is no module."""
-    module, exact = objective.module, config.distributed.reproducible
+    module = objective.module
+    exact = config.distributed.reproducible
     if module is None:
         return None
     refuse_parameters(module, sharded=False, reproducible=exact)
+    refuse_scripted(facts_of(module), sharded=False)
     cuts = strategy.cuts_parameters(layout) or strategy.splits_model or layout.tensor > 1
     refuse_shared(module, model, cut=cuts)
     return LossWeights(module, model, reproducible=exact)
@@ -230,7 +222,7 @@ def require_placed(placed: object, placement: PlacementContext) -> None:
 
 
 def prepared(
-    model: nn.Module,
+    facts: ModelFacts,
     strategy: Strategy,
     layout: Layout,
     config: StepConfig,
@@ -240,17 +232,18 @@ def prepared(
     dry_run: DryRun | None,
 ) -> PlacementContext:
     """Return the model keyed and transformed, the same on all ranks, with all that strategies need."""
+    model = facts.model
+    blocks = facts.blocks
     shared = layout.world_size > 1
     keeps_formats = _holds_parameters_whole(strategy, layout)
     log_lines = lay_out(model, keeps_formats=keeps_formats, aligned=config.distributed.reproducible)
-    blocks = blocks_of(model)
     random_state = RandomState(config.training.seed, device)
     first = FirstValues(model, config.training.seed) if on_meta(model) and dry_run is None else None
     log_lines += (
-        check_chain(model) if strategy.splits_model and first is None and dry_run is None else []
+        check_chain(facts) if strategy.splits_model and first is None and dry_run is None else []
     )
     if strategy.keys_random_numbers(device):
-        key_model(model, random_state, blocks, cut=strategy.splits_model)
+        key_model(facts, random_state, cut=strategy.splits_model)
     log_lines += apply_fp8(model, blocks, config.precision.fp8, device)
     training = config.training
     if training.gradient_checkpointing != "none" or is_known_decoder(model):
@@ -270,8 +263,13 @@ def prepared(
             block.forward = torch.compile(block.forward)
             _COMPILED.add(block)
         log_lines.append(f"compile: {len(blocks) or 1} block(s), at their first forward pass")
+    # Units are read before axes cut layers, so that they are the same ones on any topology, but not
+    # before float8, which puts linears of its own in place of some that a wrap policy may pick.
+    units: Named = ()
+    if config.distributed.reproducible or strategy.cuts_parameters(layout) or strategy.splits_model:
+        units = units_of(facts, config.distributed.fsdp)
     if config.distributed.reproducible:
-        join_uses_of_inputs(units_of(model, config.distributed.fsdp, blocks))
+        join_uses_of_inputs(units)
         log_lines += switch_on(device)
     if first is None and dry_run is None and shared and not broadcast_values(model):
         log_lines.append(
@@ -291,18 +289,19 @@ def prepared(
         if shared
         else None
     )
-    context = context_of(model, layout, config, mesh)
+    context = context_of(facts, layout, config, mesh)
     if context is not None:
-        objective = cut_objective(objective, context, plan_of(model))
+        objective = cut_objective(objective, context, plan_of(facts))
     if dry_run is not None and layout.tensor * layout.expert > 1 and on_meta(model):
         # a parameter on meta can't become a piece that is a fake tensor
         to_empty(model, torch.device("cpu"))
-    experts = apply_experts(model, layout, device.type, exact=config.distributed.reproducible)
-    cuts = cut_layers(model, layout, config, mesh, objective, within=context)
+        facts = facts.after_new_parameters()
+    experts = apply_experts(facts, layout, device.type, exact=config.distributed.reproducible)
+    cuts = cut_layers(facts, layout, config, mesh, objective, within=context)
     if cuts is not None:
         objective = with_whole_logits(objective, cuts.cut)
     if context is not None:
-        apply_context(model, context)
+        apply_context(facts, context)
     if experts is not None:
         experts.take_pieces(cuts)
     if first is not None:
@@ -320,7 +319,7 @@ def prepared(
             if sender is not None:
                 sender.on_send = partial(dry_run.sends, axis)
     return PlacementContext(
-        model,
+        facts,
         layout,
         config,
         mesh,
@@ -328,8 +327,8 @@ def prepared(
         device,
         precision,
         random_state,
-        blocks,
         first,
+        units,
         log_lines,
         dry_run,
         cuts,
@@ -347,7 +346,7 @@ def _holds_parameters_whole(strategy: Strategy, layout: Layout) -> bool:
 
 
 def cut_layers(
-    model: nn.Module,
+    facts: ModelFacts,
     layout: Layout,
     config: StepConfig,
     mesh: DeviceMesh | None,
@@ -363,32 +362,31 @@ def cut_layers(
         if not config.distributed.reproducible:
             return None
         try:
-            checked_plan(model)
+            _ = facts.tensor_plan
         except UsageError:
             return None
     return apply_tensor(
-        model, mesh if layout.tensor > 1 else None, config, within, own_loss=objective.of_model
+        facts, mesh if layout.tensor > 1 else None, config, within, own_loss=objective.of_model
     )
 
 
-def key_model(
-    model: nn.Module, random_state: RandomState, blocks: Blocks, *, cut: bool = False
-) -> None:
+def key_model(facts: ModelFacts, random_state: RandomState, *, cut: bool = False) -> None:
     """Key random numbers by segment.
 
     A model that names none is one segment, which can't be `cut` into stages.
     """
-    segments = require_segments(model) if cut else segments_of(model)
+    segments = facts.required_chain() if cut else facts.segments
     if segments is not None:
         key_segments(random_state, segments, chain=True)
     else:
-        key_segments(random_state, [("", model)], chain=True)
-        key_segments(random_state, blocks, chain=False)
+        key_segments(random_state, [("", facts.model)], chain=True)
+        key_segments(random_state, facts.blocks, chain=False)
 
 
 def refuse_parameters(model: nn.Module, *, sharded: bool, reproducible: bool) -> None:
     """Refuse parameters that do not exist yet, and gradients that this layout can't sum."""
-    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+    parameters = dict(model.named_parameters())
+    if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
         what = (
             f"{listed(lazy)} has no shape yet: a lazy module makes its parameters at its first"
             " forward pass"
@@ -405,14 +403,13 @@ def refuse_parameters(model: nn.Module, *, sharded: bool, reproducible: bool) ->
             why = "gradients are summed over micro-batches and ranks, and clipped, as dense tensors"
             raise UsageError(what, why=why, fix=f"write {type(module).__name__}(…, sparse=False)")
     if sharded and (
-        empty := [name for name, parameter in model.named_parameters() if not parameter.numel()]
+        empty := [name for name, parameter in parameters.items() if not parameter.numel()]
     ):
         what = f"the parameter {listed(empty)} has no elements, so FSDP can't cut it"
         raise UsageError(
             what, where="distributed.strategy: fsdp", fix="leave it out, or write strategy: ddp"
         )
-    refuse_scripted(model, sharded=sharded)
-    of_complex = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
+    of_complex = [name for name, parameter in parameters.items() if parameter.is_complex()]
     if of_complex and (sharded or reproducible):
         where = "distributed.strategy: fsdp" if sharded else "distributed.reproducible"
         why = "gradients are cut and summed there as real numbers"
@@ -426,9 +423,10 @@ def refuse_parameters(model: nn.Module, *, sharded: bool, reproducible: bool) ->
         )
 
 
-def refuse_hooks_outside_segments(model: nn.Module) -> None:
+def refuse_hooks_outside_segments(facts: ModelFacts) -> None:
     """Refuse hooks on modules that a pipeline does not call: it runs the model's segments one by one."""
-    called = {id(module) for _, segment in require_segments(model) for module in segment.modules()}
+    model = facts.model
+    called = {id(module) for _, segment in facts.required_chain() for module in segment.modules()}
     hooked = [
         name or type(model).__name__
         for name, module in model.named_modules()
@@ -441,15 +439,11 @@ def refuse_hooks_outside_segments(model: nn.Module) -> None:
         raise UsageError(what, where="distributed.strategy: pipeline", why=why, fix=fix)
 
 
-def refuse_scripted(model: nn.Module, *, sharded: bool) -> None:
+def refuse_scripted(facts: ModelFacts, *, sharded: bool) -> None:
     """Refuse TorchScript where modules get hooks: the model, its blocks and segments, and all of it on FSDP."""
-    named = dict(model.named_modules())
-    hooked = [("", model), *blocks_of(model), *(segments_of(model) or ())]
-    found = [
-        name
-        for name, module in (named.items() if sharded else hooked)
-        if isinstance(module, torch.jit.ScriptModule)
-    ]
+    hooked = [("", facts.model), *facts.blocks, *(facts.segments or ())]
+    looked_at = facts.model.named_modules() if sharded else hooked
+    found = [name for name, module in looked_at if isinstance(module, torch.jit.ScriptModule)]
     if found:
         what = f"{found[0] or 'the model'} is TorchScript (torch.jit.script or trace)"
         why = "it takes no hooks, which key random numbers and gather parameters"

@@ -28,6 +28,7 @@ from lockstep.parallel.comm.compression import Compression, compress
 from lockstep.parallel.context_attention import Context
 from lockstep.parallel.executor import Executor
 from lockstep.parallel.expert import PlacedExperts
+from lockstep.parallel.facts import ModelFacts, Named
 from lockstep.parallel.initial import FirstValues, materialise, on_meta, to_empty
 from lockstep.parallel.loss_weights import LossWeights, train_loss_weights
 from lockstep.parallel.one_stage import evaluation_of, one_stage, plain_forward
@@ -39,9 +40,6 @@ from lockstep.parallel.tensor_cuts import TensorCuts
 from lockstep.precision import Precision
 from lockstep.randomness import RandomState
 from lockstep.registry import STRATEGIES, require_call
-from lockstep.torch_compat.module_state import persistent_buffers
-
-Blocks = list[tuple[str, nn.Module]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class DryRun:
 class PlacementContext:
     """The arguments of a strategy's `place`."""
 
-    model: nn.Module  # keyed and transformed; strategies change it in place
+    facts: ModelFacts  # what the model offers, as it was before anything was changed
     layout: Layout  # the number of ranks along each axis
     config: StepConfig  # the sections that say how a step is made
     mesh: DeviceMesh | None  # the ranks; None on one
@@ -71,8 +69,9 @@ class PlacementContext:
     device: torch.device  # of this rank
     precision: Precision  # of the forward pass
     random_state: RandomState  # what random numbers depend on
-    blocks: Blocks  # the model's repeated blocks, by name
     first: FirstValues | None  # makes the first values; None where the model has them
+    # What FSDP2 gathers at once, without the root, inner ones first; read where it is needed.
+    units: Named = ()
     log_lines: list[str] = field(default_factory=list)  # logged at start; strategies add theirs
     dry_run: DryRun | None = None  # set where the model has no values, and gets none
     cuts: TensorCuts | None = None  # of layers, over the axis `tensor`
@@ -85,6 +84,16 @@ class PlacementContext:
     ways: BufferWays = field(default_factory=lambda: BufferWays({}))
     # of the model, or its stages, and the loss function
     running: list[RunningBuffers] = field(default_factory=list)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, keyed and transformed; strategies change it in place."""
+        return self.facts.model
+
+    @property
+    def blocks(self) -> Named:
+        """The model's repeated blocks, by name."""
+        return self.facts.blocks
 
     @property
     def device_type(self) -> str:
@@ -204,12 +213,15 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
     around = around_micro_batches(p, applied)
     stage = one_stage(runs, objective, p.random_state, p.precision, around)
     executor = Executor([stage], p.random_state, multiplier=applied.multiplier)
-    persistent = persistent_buffers(model)
     placed = ParallelModel(
         layout=p.layout,
         parts=[model],
+        # Read again: FSDP2 has put others in place of the parameters, and a device may have
+        # buffers of its own.
         parameters=dict(model.named_parameters()) | applied.parameters,
-        buffers={name: buffer for name, buffer in model.named_buffers() if name in persistent},
+        buffers={
+            name: buffer for name, buffer in model.named_buffers() if name in p.facts.persistent
+        },
         objective=p.objective,
         random_state=p.random_state,
         assign=applied.assign,

@@ -27,17 +27,11 @@ from lockstep.errors import UsageError
 from lockstep.models.hf_layers import fit_heads, fit_units, is_transposed, refuse_attention_dropout
 from lockstep.models.mixture import through_experts
 from lockstep.parallel import tensor_blocks
-from lockstep.parallel.initial import canonical_names
+from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.loss_parallel import cut_token_losses
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.tensor_blocks import SEQUENCE, Cut
-from lockstep.parallel.tensor_plan import (
-    PRODUCTS,
-    Planned,
-    checked_plan,
-    loss_is_planned,
-    module_around,
-)
+from lockstep.parallel.tensor_plan import PRODUCTS, Planned, loss_is_planned, module_around
 
 _BUCKET = 1 << 24  # numbers that are summed in one message, and copied for it
 
@@ -56,7 +50,8 @@ class TensorCuts:
     def __post_init__(self) -> None:
         # each takes half a millisecond, and `whole` is called for each gradient
         if self.mesh is not None:
-            self._along, self._along_both = self.mesh["tensor"], self.mesh["tensor", "shard"]
+            self._along = self.mesh["tensor"]
+            self._along_both = self.mesh["tensor", "shard"]
 
     def piece(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's piece of a parameter's value, in memory of its own.
@@ -73,11 +68,14 @@ class TensorCuts:
         """Return the whole tensor, of which `piece` is this rank's, maybe sharded once more over the axis `shard`."""
         if name not in self.dims:  # optimizers take DTensors or plain tensors, not both
             return DTensor.from_local(piece, self._along, [Replicate()], run_check=False)
-        shape, dim = self.shapes[name], Shard(self.dims[name])
+        shape = self.shapes[name]
+        dim = Shard(self.dims[name])
         strides = torch.empty(shape, device="meta").stride()
-        mesh, placements = self._along, [dim]
+        mesh = self._along
+        placements = [dim]
         if isinstance(piece, DTensor):
-            mesh, placements = self._along_both, [dim, *piece.placements[-1:]]  # type: ignore[list-item]
+            mesh = self._along_both
+            placements = [dim, *piece.placements[-1:]]  # type: ignore[list-item]
             piece = piece.to_local()
         return DTensor.from_local(
             piece, mesh, placements, run_check=False, shape=shape, stride=strides
@@ -85,7 +83,7 @@ class TensorCuts:
 
 
 def apply_tensor(
-    model: nn.Module,
+    facts: ModelFacts,
     mesh: DeviceMesh | None,
     config: StepConfig,
     within: Cut | None = None,
@@ -100,7 +98,9 @@ def apply_tensor(
     rank has its part; `own_loss`: the loss is the model's own method.
     """
     distributed = config.distributed
-    plan = checked_plan(model)
+    model = facts.model
+    names = facts.names
+    plan = facts.tensor_plan
     if mesh is not None:
         refuse_attention_dropout(model)
     cut = Cut(
@@ -111,7 +111,6 @@ def apply_tensor(
     )
     cut.within = within
     cut.keeps_logits = own_loss and loss_is_planned(model, plan)
-    names, _ = canonical_names(model)
     cuts = TensorCuts(mesh, cut)
     most = _most_heads(model, plan)
     for name, module, attribute, way in plan:
@@ -146,7 +145,8 @@ def apply_tensor(
             full = names[id(parameter)]
             if full not in cuts.dims:
                 _check_divides(full, parameter.shape[dim], unit, cut)
-                cuts.dims[full], cuts.shapes[full] = dim, parameter.shape
+                cuts.dims[full] = dim
+                cuts.shapes[full] = parameter.shape
                 parameter.data = cuts.piece(full, parameter.data)
         if cut.blocks is None:
             cuts.partial |= {
@@ -342,7 +342,8 @@ def _by_pieces(module: nn.Module, cut: Cut, dim: int) -> None:
     """Let a norm run piece by piece where bits count: a weight's gradient is the same sum over pieces on any ranks."""
     if cut.blocks is None:
         return
-    whole, names = copy.copy(module), [name for name, _ in module.named_parameters()]
+    whole = copy.copy(module)
+    names = [name for name, _ in module.named_parameters()]
 
     def run(piece: Tensor, *weights: Tensor) -> Tensor:
         return torch.func.functional_call(whole, dict(zip(names, weights, strict=True)), (piece,))  # type: ignore[no-any-return]
@@ -413,7 +414,8 @@ def train_whole(
 
     `complete` finishes these' gradients.
     """
-    own, finish = placed.parameters, placed.finish_gradients
+    own = placed.parameters
+    finish = placed.finish_gradients
     trained = {
         name: nn.Parameter(whole(name, own[name].detach()), own[name].requires_grad)
         for name in names
@@ -427,7 +429,8 @@ def train_whole(
             parameter.grad = None if gradient is None else whole(name, gradient)
             own[name].grad = None
 
-    placed.parameters, placed.finish_gradients = own | trained, finish_gradients
+    placed.parameters = own | trained
+    placed.finish_gradients = finish_gradients
 
 
 @torch.no_grad()

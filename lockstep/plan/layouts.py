@@ -11,9 +11,7 @@ from lockstep.costs.hardware import GpuCluster
 from lockstep.costs.steps import ModelSize
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
-from lockstep.models.protocol import blocks_of, offered, pipeline_segments_of
 from lockstep.parallel.comm.compression import sent_numbers
-from lockstep.parallel.expert import parameters_of_experts
 from lockstep.parallel.fsdp_units import units_of
 from lockstep.parallel.tensor_plan import plan_of
 from lockstep.plan.workload import Workload
@@ -31,22 +29,22 @@ _OPTIMIZER_BYTES = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0}
 def model_size_of(work: Workload, config: Config) -> ModelSize:
     """Return the sizes of a config's model that do not depend on its layout."""
     model = work.description
-    blocks = blocks_of(model)
-    units = units_of(model, config.distributed.fsdp, blocks)
+    facts = work.facts
+    units = units_of(facts, config.distributed.fsdp)
     held = sum(p.numel() for _, unit in units for p in unit.parameters())
     momentum = config.training.optimizer_args.get("momentum")
     optimizer = 4.0 if momentum else _OPTIMIZER_BYTES.get(config.training.optimizer, 0.0)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     low_rank = sent_numbers(shapes, "powersgd", config.distributed.ddp.compression.rank)
     return ModelSize(
-        sum(p.numel() for p in model.parameters()),
-        len(blocks),
-        len(pipeline_segments_of(model) or []),
+        facts.num_parameters,
+        len(facts.blocks),
+        len(facts.chain or ()),
         len(units),
         held / len(units) if units else 0.0,
         optimizer,
         4 * low_rank,
-        sum(p.numel() for p in parameters_of_experts(model)),
+        sum(p.numel() for p in facts.parameters_of_experts),
     )
 
 
@@ -110,12 +108,14 @@ def axes_to_plan(
     over as many ranks as leave each of them `SHARE` tokens, experts spread inside of a node and as
     far as they go.
     """
-    distributed, gpus, model = config.distributed, cluster.num_gpus, work.description
+    distributed = config.distributed
+    gpus = cluster.num_gpus
     yield {}
     if gpus == 1 or any(getattr(distributed, f"{axis}_size") for axis in _AXES):
         return
-    context, tokens = 1, work.tokens_per_sample()
-    if tokens >= LONG and offered(model, "context_plan") is not None:
+    context = 1
+    tokens = work.tokens_per_sample()
+    if tokens >= LONG and work.facts.context_plan is not None:
         context = _power_of_two(tokens // SHARE, gpus)
         if distributed.reproducible and distributed.chunks_of_sequences % context:
             context = 1
@@ -123,9 +123,9 @@ def axes_to_plan(
     if long:
         yield long
     tensor = _power_of_two(cluster.per_node, gpus // context)
-    if facts.parameters > LARGE and tensor > 1 and plan_of(model) is not None:
+    if facts.parameters > LARGE and tensor > 1 and plan_of(work.description) is not None:
         yield {"distributed.tensor_size": tensor, **long}
-    experts = next((p.shape[0] for p in parameters_of_experts(model) if p.ndim), 1)
+    experts = next((p.shape[0] for p in work.facts.parameters_of_experts if p.ndim), 1)
     for size in sorted({math.gcd(experts, cluster.per_node), math.gcd(experts, gpus)} - {1}):
         yield {"distributed.expert_size": size}
 

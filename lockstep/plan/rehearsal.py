@@ -27,7 +27,7 @@ from lockstep.layout import Layout
 from lockstep.mesh import device_mesh, expert_mesh
 from lockstep.models.protocol import blocks_of
 from lockstep.optim import build_optimizer
-from lockstep.parallel.expert import parameters_of_experts
+from lockstep.parallel.facts import experts_of
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel, local
 from lockstep.parallel.place import place
@@ -163,7 +163,9 @@ def with_few_replicas(layout: Layout) -> Layout:
 
 def spread_experts(model: nn.Module, layout: Layout) -> set[nn.Parameter]:
     """Return the parameters of experts that are spread over ranks."""
-    return set(parameters_of_experts(model)) if layout.expert > 1 else set()
+    if layout.expert == 1:
+        return set()
+    return {parameter for _, module in experts_of(model) for parameter in module.parameters()}
 
 
 def _work_of(regions: list[Region], grown: float) -> Work:

@@ -24,9 +24,10 @@ from lockstep.costs.hardware import Cost
 from lockstep.costs.steps import ScheduledPass
 from lockstep.data.batches import MicroBatch
 from lockstep.layout import Layout
-from lockstep.models.chain import lent, run_segment, shared_parameters_of
-from lockstep.models.protocol import blocks_of, require_segments
+from lockstep.models.chain import lent, run_segment
+from lockstep.models.protocol import blocks_of
 from lockstep.parallel.executor import Executor, Stage
+from lockstep.parallel.facts import facts_of
 from lockstep.parallel.loss_accumulator import Loss
 from lockstep.parallel.passes import MicroBatchPass
 from lockstep.parallel.pipeline.place import LocalStages, around_stage, local_stages
@@ -126,7 +127,7 @@ class _Shortened:
 
 def _shortened(work: Workload, config: Config, layout: Layout, rank: int, most: int) -> _Shortened:
     """Leave blocks out of each stage: this rank's, which compute, keep `most` each, and the others one."""
-    plan = plan_of(work.description, layout.pipeline, config.step)
+    plan = plan_of(work.facts, layout.pipeline, config.step)
     place_of = {name: place for place, name in enumerate(work.equal_blocks)}
     kept: list[int] = []
     spans: list[range] = []
@@ -144,16 +145,15 @@ def _shortened(work: Workload, config: Config, layout: Layout, rank: int, most: 
         spans.append(range(begin, begin + len(names) - left_out.get(stage, 0)))
     alike = config.training.gradient_checkpointing not in GROUPED
     short = work.with_blocks(kept) if alike and left_out else None
-    if short is None or len(segments := require_segments(short)) != spans[-1].stop:
+    facts = None if short is None else facts_of(short, split=True)
+    if short is None or facts is None or len(facts.required_chain()) != spans[-1].stop:
         model = work.model()
-        return _Shortened(model, plan_of(model, layout.pipeline, config.step), {}, {})
+        return _Shortened(
+            model, plan_of(facts_of(model, split=True), layout.pipeline, config.step), {}, {}
+        )
     parts = replace(plan.parts, stages=tuple(spans))
-    return _Shortened(
-        short,
-        PipelinePlan(survey(short, segments), segments, plan.facts, parts),
-        repeated,
-        left_out,
-    )
+    plan = PipelinePlan(survey(facts), facts.required_chain(), plan.facts, parts)
+    return _Shortened(short, plan, repeated, left_out)
 
 
 def _in_schedule_order(order: Sequence[ScheduledPass], changes: Changes) -> list[Region]:
@@ -191,8 +191,9 @@ def _metas(
     known: dict[tuple[str, Metas], Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), rehearsal.precision_of(config).autocast():
         model.to_empty(device=CPU)
+        facts = facts_of(model, split=True)
         placement = prepared(
-            model,
+            facts,
             strategy_named(layout.strategy),
             layout,
             rehearsal.planned(config.step),
@@ -201,16 +202,18 @@ def _metas(
             rehearsal.precision_of(config),
             DryRun(mesh, "cpu"),
         )
-        segments, shared = require_segments(model), shared_parameters_of(model)
         inputs = values, keywords = placement.objective.inputs(
             work.batch(config.training.batch_size)
         )
         for stage in plan.parts.stages:
-            for name, segment in segments[stage.start : stage.stop]:
+            for name, segment in facts.required_chain()[stage.start : stage.stop]:
                 key = (block_description(segment), tuple(Meta.of(value) for value in values))
                 if key not in known:
                     known[key] = run_segment(
-                        segment, values, keywords | lent(model, shared.get(name, {})), inputs
+                        segment,
+                        values,
+                        keywords | lent(model, facts.borrowed.get(name, {})),
+                        inputs,
                     )
                 values, keywords = (
                     (known[key] if isinstance(known[key], tuple) else (known[key],)),
@@ -238,7 +241,7 @@ def _run(
     plan, batch = short.plan, work.batch(config.training.batch_size)
     mark_blocks(tracker, blocks_of(short.model))
     placement = prepared(
-        short.model,
+        facts_of(short.model, split=True),
         strategy_named(layout.strategy),
         layout,
         rehearsal.planned(config.step),

@@ -29,8 +29,9 @@ from lockstep.config import Config
 from lockstep.data import build_data
 from lockstep.errors import UsageError
 from lockstep.models import build_model
-from lockstep.models.chain import lent, run_segment, shared_parameters_of
-from lockstep.models.protocol import Objective, blocks_of, objective_of, require_segments
+from lockstep.models.chain import lent, run_segment
+from lockstep.models.protocol import Objective, blocks_of, objective_of
+from lockstep.parallel.facts import ModelFacts, facts_of
 from lockstep.parallel.pipeline.plan import KEY, Partition, balanced_cuts, table
 from lockstep.torch_compat.pytree import tree_map
 
@@ -71,12 +72,17 @@ class Workload:
         return self.model()
 
     @cached_property
+    def facts(self) -> ModelFacts:
+        """What the description offers."""
+        return facts_of(self.description, split=True)
+
+    @cached_property
     def equal_blocks(self) -> list[str]:
         """Names of the model's blocks, if they are all equal and make up one ModuleList.
 
         Otherwise empty.
         """
-        blocks = blocks_of(self.description)
+        blocks = self.facts.blocks
         names = [name for name, _ in blocks]
         equal = len({block_description(block) for _, block in blocks}) == 1
         return names if equal and _list_of(self.description, names) is not None else []
@@ -208,14 +214,14 @@ def measure_segments(
         model = work.make()
     if init_weights := getattr(model, "init_weights", None):
         init_weights()  # uninitialised memory may hold numbers with slow arithmetic
-    segments = require_segments(model)
+    facts = facts_of(model, split=True)
+    segments = facts.required_chain()
     objective = work.objective(model)
     batch = work.batch(config.training.batch_size, device)
-    borrowed = shared_parameters_of(model)
     inputs = values, keywords = objective.inputs(batch)
     found = []
     for place, (name, segment) in enumerate(segments):
-        own = {**keywords, **lent(model, borrowed.get(name, {}))}
+        own = {**keywords, **lent(model, facts.borrowed.get(name, {}))}
         last = place == len(segments) - 1
 
         def run(

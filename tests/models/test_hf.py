@@ -16,7 +16,7 @@ from lockstep.models.chain import lent, run_segments
 from lockstep.models.hf_layers import ATTENDING
 from lockstep.models.language import generate
 from lockstep.parallel import context
-from lockstep.parallel.tensor_plan import checked_plan
+from lockstep.parallel.facts import facts_of
 from tests.hosts import REPOSITORY
 from tests.models.config_changes import all_changes
 from tests.models.decoders import decoder, sizes
@@ -411,7 +411,11 @@ def test_a_refusal_of_the_librarys_object_names_what_can_be_cut(
     family: str, axis: str, tmp_path: Path
 ) -> None:
     """The advice is followed: the same model, built by name."""
-    plan_of: Any = context.plan_of if axis == "context" else checked_plan
+
+    def plan_of(model: nn.Module) -> Any:
+        facts = facts_of(model)
+        return context.plan_of(facts) if axis == "context" else facts.tensor_plan
+
     model: Any = decoder(family, attention_dropout=0.0)
     if axis == "tensor" and not hasattr(model.get_input_embeddings(), "embed_scale"):
         pytest.skip(
@@ -427,7 +431,7 @@ def test_a_refusal_of_another_family_names_those_whose_sequences_can_be_cut() ->
     with pytest.raises(
         UsageError, match=r"do: write context_size: 1, or use one of hf:llama, hf:mistral"
     ):
-        context.plan_of(decoder("mixtral"))
+        context.plan_of(facts_of(decoder("mixtral")))
 
 
 @cut_families

@@ -19,6 +19,7 @@ from lockstep.models.hf_causal import meet_protocol
 from lockstep.models.hf_decoder import FAMILIES
 from lockstep.models.hf_layers import hf_tensor_plan
 from lockstep.models.protocol import blocks_of, require_segments, segments_of
+from lockstep.parallel.facts import facts_of
 from lockstep.parallel.place import key_model
 from lockstep.parallel.tensor_cuts import apply_tensor
 from lockstep.randomness import RandomState
@@ -103,7 +104,7 @@ def test_layers_that_are_cut_are_the_librarys_with_every_field_of_the_config_cha
         expected = model(input_ids=batches()[0]["input_ids"]).logits
         model = meet_protocol(model)
         if hf_tensor_plan(model) is not None:
-            apply_tensor(model, None, exact)
+            apply_tensor(facts_of(model), None, exact)
             torch.testing.assert_close(
                 model(batches()[0]["input_ids"]), expected, rtol=1e-5, atol=1e-4
             )
@@ -121,8 +122,8 @@ def check_chain(whole: nn.Module) -> None:
         "outputs",
     ]
     random_states = [RandomState(7, torch.device("cpu")) for _ in range(2)]
-    key_model(whole, random_states[0], blocks_of(whole))
-    key_model(cut, random_states[1], blocks, cut=True)
+    key_model(facts_of(whole), random_states[0])
+    key_model(facts_of(cut, split=True), random_states[1], cut=True)
     for batch in batches():
         for model, random_state in zip((whole, cut), random_states, strict=True):
             model.zero_grad()

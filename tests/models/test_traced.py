@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.models.traced import trace
+from lockstep.parallel.facts import facts_of
 from lockstep.parallel.place import key_model
 from lockstep.randomness import RandomState
 from tests.models.decoders import decoder, transformers
@@ -129,7 +130,7 @@ def test_a_traced_model_draws_what_the_model_draws() -> None:
         model: nn.Module = Drawing()
         model = trace(model, batch) if cut else model
         random_state = RandomState(7, torch.device("cpu"))
-        key_model(model, random_state, blocks_of(model))
+        key_model(facts_of(model), random_state)
         with random_state.running("train", 2):
             random_state.at(1)
             logits, nothing = model(batch)

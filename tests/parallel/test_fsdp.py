@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from lockstep.config import config_from
 from lockstep.errors import UsageError
+from lockstep.parallel.facts import facts_of
 from lockstep.parallel.fsdp_units import explain_mixing, used_elsewhere
 from lockstep.parallel.passes import explained
 from lockstep.trainer import Trainer
@@ -270,9 +271,9 @@ def test_a_policy_that_finds_nothing_names_the_models_classes() -> None:
 
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with pytest.raises(UsageError, match="no module of the model is a Block"):
-        units_of(model, FSDPConfig(auto_wrap_policy=["Block"]), [])
+        units_of(facts_of(model), FSDPConfig(auto_wrap_policy=["Block"]))
     with pytest.raises(UsageError, match="there is no module 'nowhere'"):
-        units_of(model, FSDPConfig(auto_wrap_policy="nowhere:nothing"), [])
+        units_of(facts_of(model), FSDPConfig(auto_wrap_policy="nowhere:nothing"))
 
 
 def module_wrap_policy() -> ModuleWrapPolicy:
@@ -291,7 +292,7 @@ def test_policies_of_torch_pick_units(name: str) -> None:
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Sequential(nn.Linear(2, 2)))
     config = FSDPConfig(auto_wrap_policy=f"tests.parallel.test_fsdp:{name}")
-    assert sorted(name for name, _ in units_of(model, config, [])) == ["0", "2.0"]
+    assert sorted(name for name, _ in units_of(facts_of(model), config)) == ["0", "2.0"]
 
 
 def test_a_module_whose_parameter_is_used_outside_is_no_unit() -> None:
@@ -311,7 +312,9 @@ def test_a_module_whose_parameter_is_used_outside_is_no_unit() -> None:
 
     names = [
         name
-        for name, _ in units_of(Tied(), FSDPConfig(auto_wrap_policy="size", min_num_params=1), [])
+        for name, _ in units_of(
+            facts_of(Tied()), FSDPConfig(auto_wrap_policy="size", min_num_params=1)
+        )
     ]
     assert names == ["body"]
 

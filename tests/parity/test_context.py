@@ -18,6 +18,7 @@ from lockstep.models.bdh import PastAttention
 from lockstep.models.protocol import objective_of
 from lockstep.parallel.context import apply_context, cut_objective, plan_of
 from lockstep.parallel.context_attention import Context, cut_attention
+from lockstep.parallel.facts import facts_of
 from lockstep.strategy import parse_topology, resolve
 from lockstep.trainer import Trainer
 from tests.parity.axes import Model, check_against_one_process, every, uneven
@@ -167,15 +168,15 @@ def test_a_model_that_can_not_be_cut_is_refused() -> None:
     with pytest.raises(
         UsageError, match="sequences of Linear can't be cut over ranks: it does not say how"
     ):
-        plan_of(nn.Linear(2, 2))
+        plan_of(facts_of(nn.Linear(2, 2)))
     model = nn.Linear(2, 2)
     model.context_plan = lambda: {"x": 1}  # type: ignore[assignment]
     with pytest.raises(UsageError, match=r"it has no lockstep\.models\.attention\.Attend"):
-        plan_of(model)
+        plan_of(facts_of(model))
     with pytest.raises(
         UsageError, match="the model, a Own, owns parameters, and can't run chunk by chunk"
     ):
-        apply_context(Own(), Context(None, 4))
+        apply_context(facts_of(Own()), Context(None, 4))
 
 
 def test_a_ring_merges_softmax_only() -> None:
@@ -282,9 +283,9 @@ def test_families_whose_attention_does_more_are_refused() -> None:
         ("mistral", "it attends within a window"),
     ):
         with pytest.raises(UsageError, match=says):
-            plan_of(language_model(f"hf:{family}"))
+            plan_of(facts_of(language_model(f"hf:{family}")))
     with pytest.raises(UsageError, match="it has attention_dropout"):
-        plan_of(language_model("hf:llama", attention_dropout=0.1))
+        plan_of(facts_of(language_model("hf:llama", attention_dropout=0.1)))
 
 
 def refused(length: int, settings: dict[str, Any], **args: Any) -> str:

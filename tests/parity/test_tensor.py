@@ -17,6 +17,7 @@ from lockstep.config import config_from
 from lockstep.errors import RunError, UsageError
 from lockstep.layout import Layout
 from lockstep.models.transformer import Transformer
+from lockstep.parallel.facts import facts_of
 from lockstep.parallel.loss_parallel import cut_token_losses
 from lockstep.parallel.tensor_blocks import Cut
 from lockstep.parallel.tensor_cuts import apply_tensor
@@ -237,11 +238,8 @@ def test_the_balance_term_of_the_library_by_hand() -> None:
 
 
 def one_rank(model: nn.Module, **distributed: Any) -> None:
-    apply_tensor(
-        model,
-        None,
-        config_from({f"distributed.{key}": value for key, value in distributed.items()}).step,
-    )
+    config = config_from({f"distributed.{key}": value for key, value in distributed.items()})
+    apply_tensor(facts_of(model), None, config.step)
 
 
 def test_a_copy_of_a_cut_model_runs_its_own_parameters() -> None:

@@ -19,7 +19,7 @@ from lockstep.collectives import object_device
 from lockstep.mesh import data_parallel_group
 from lockstep.parallel import fsdp
 from lockstep.parallel.fsdp_order import UnitOrder
-from lockstep.parallel.fsdp_units import explain_mixing, sharded_units, units_of, used_elsewhere
+from lockstep.parallel.fsdp_units import explain_mixing, sharded_units, used_elsewhere
 from lockstep.parallel.loss_weights import train_loss_weights
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
 from lockstep.parallel.passes import AroundMicroBatch, Explain, Explains, explained
@@ -58,7 +58,7 @@ def place(placement: PlacementContext) -> ParallelModel:
     p, mesh, layout = placement, placement.mesh, placement.layout
     assert mesh is not None
     group, rank = mesh["pipeline"].get_group(), mesh["pipeline"].get_local_rank()
-    plan = plan_of(p.model, layout.pipeline, p.config)
+    plan = plan_of(p.facts, layout.pipeline, p.config)
     uses = plan.uses()
     p.log_lines.append(
         f"pipeline: {plan.facts.name}, {len(plan.parts.stages)} stages on {layout.pipeline}"
@@ -119,7 +119,6 @@ def place(placement: PlacementContext) -> ParallelModel:
 def local_stages(p: PlacementContext, mesh: DeviceMesh, plan: PipelinePlan) -> LocalStages:
     """Keep this rank's stages, release the others, and shard or replicate the kept ones."""
     rank, layout = mesh["pipeline"].get_local_rank(), p.layout
-    units = units_of(p.model, p.config.distributed.fsdp, p.blocks)  # in the unsplit model
     held = stage_parameters.stage_parameters_of(
         rank, plan.model, plan.segments, plan.stage_of, plan.parts.ranks
     )
@@ -137,7 +136,7 @@ def local_stages(p: PlacementContext, mesh: DeviceMesh, plan: PipelinePlan) -> L
         shard = partial(
             fsdp.shard_stage, mesh, p.config, device_type=p.device_type, experts=p.experts
         )
-        cut.unit, lines = shard_stages(parts, held, units, shard, cut.frees)
+        cut.unit, lines = shard_stages(parts, held, p.units, shard, cut.frees)
         p.log_lines += lines
     if layout.shard > 1 and p.dry_run is None:
         for part in parts:

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import nn
 
 from lockstep.config import StepConfig
 from lockstep.costs.hardware import GpuCluster, group_of, send
 from lockstep.costs.steps import StepTime, agreements, pipeline
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
-from lockstep.models.protocol import require_segments
+from lockstep.parallel.facts import ModelFacts, Named
 from lockstep.parallel.pipeline.schedules import SCHEDULES, ScheduleFacts, actions, holders, rank_of
-from lockstep.parallel.pipeline.stage_parameters import Segments, Survey, survey
+from lockstep.parallel.pipeline.stage_parameters import Survey, survey
 from lockstep.parallel.pipeline.trees import Uses
 
 KEY = "distributed.pipeline"
@@ -153,7 +152,7 @@ class PipelinePlan:
     """The assignment of segments to stages and ranks, before anything is cut."""
 
     model: Survey
-    segments: Segments
+    segments: Named
     facts: ScheduleFacts
     parts: Partition
 
@@ -195,12 +194,12 @@ class PipelinePlan:
         return table(self.parts, names, self.model.costs(names))
 
 
-def plan_of(model: nn.Module, ranks: int, config: StepConfig) -> PipelinePlan:
+def plan_of(facts: ModelFacts, ranks: int, config: StepConfig) -> PipelinePlan:
     """Decide on the stages of an unsplit model."""
     pipeline = config.distributed.pipeline
-    segments = require_segments(model)
-    facts = SCHEDULES[pipeline.schedule]
-    read = survey(model, segments)
+    segments = facts.required_chain()
+    schedule = SCHEDULES[pipeline.schedule]
+    read = survey(facts)
     names = [name for name, _ in segments]
     parts = partition(
         names,
@@ -208,7 +207,7 @@ def plan_of(model: nn.Module, ranks: int, config: StepConfig) -> PipelinePlan:
         ranks=ranks,
         stages_per_rank=pipeline.stages_per_rank,
         split_spec=pipeline.split_spec,
-        v_shaped=facts.v_shaped,
+        v_shaped=schedule.v_shaped,
     )
     users = {user for segments in read.users.values() for user in segments}
     for stage, span in enumerate(parts.stages):
@@ -223,7 +222,7 @@ def plan_of(model: nn.Module, ranks: int, config: StepConfig) -> PipelinePlan:
                 where="distributed.pipeline.split_spec",
                 fix="cut elsewhere, or use fewer stages",
             )
-    return PipelinePlan(read, segments, facts, parts)
+    return PipelinePlan(read, segments, schedule, parts)
 
 
 def splits_backward(plan: PipelinePlan, uses: Uses, config: StepConfig) -> tuple[bool, list[str]]:

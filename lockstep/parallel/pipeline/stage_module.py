@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from lockstep.models.chain import run_segment
 from lockstep.models.observed import LossCalls
+from lockstep.parallel.facts import Named
 from lockstep.parallel.pipeline.plan import PipelinePlan
 from lockstep.parallel.pipeline.stage_parameters import Registration, StageParameters
 from lockstep.parallel.strides import copied_to
@@ -150,8 +151,7 @@ class _Copied(torch.autograd.Function):
         return gradients[0]
 
 
-Blocks = list[tuple[str, nn.Module]]
-Shard = Callable[[nn.Module, Blocks, set[nn.Parameter], bool], list[str]]
+Shard = Callable[[nn.Module, Named, set[nn.Parameter], bool], list[str]]
 """(root, its units, parameters that are another root's, free parameters after each forward pass) → lines to log."""
 
 
@@ -159,7 +159,7 @@ def stage_module_of(
     plan: PipelinePlan,
     stage: int,
     held: StageParameters,
-    blocks: Blocks,
+    blocks: Named,
     precision: Precision,
     *,
     observes: bool,
@@ -205,7 +205,7 @@ class SharedUnit(nn.Module):
 
 
 def shard_stages(
-    parts: list[StageModule], held: StageParameters, units: Blocks, shard: Shard, frees: bool
+    parts: list[StageModule], held: StageParameters, units: Named, shard: Shard, frees: bool
 ) -> tuple[nn.Module | None, list[str]]:
     """Apply FSDP2 to each stage.
 

@@ -18,13 +18,10 @@ from torch import Tensor, nn
 
 from lockstep.collectives import create_group
 from lockstep.errors import UsageError
-from lockstep.models.chain import shared_parameters_of
-from lockstep.parallel.initial import FirstValues, canonical_names
+from lockstep.parallel.facts import ModelFacts, Named
+from lockstep.parallel.initial import FirstValues
 from lockstep.parallel.parallel_model import local
 from lockstep.parallel.strides import laid_like
-from lockstep.torch_compat.module_state import persistent_buffers
-
-Segments = Sequence[tuple[str, nn.Module]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Survey:
     buffers: dict[str, list[Registration]]
     users: dict[str, list[str]]  # parameter name → names of the segments that use it, in order
     lent: dict[str, dict[str, str]]  # segment name → {keyword: parameter name}
-    persistent: set[str]  # names of the buffers that checkpoints keep
+    persistent: frozenset[str]  # names of the buffers that checkpoints keep
 
     def costs(self, names: Sequence[str]) -> list[float]:
         """Return for each segment the number of elements of the parameters that it uses."""
@@ -63,11 +60,13 @@ class Survey:
         return [costs[name] for name in names]
 
 
-def survey(model: nn.Module, segments: Segments) -> Survey:
-    """Read an unsplit model whose forward pass is the chain `segments`."""
-    names, _ = canonical_names(model)
+def survey(facts: ModelFacts) -> Survey:
+    """Find where an unsplit model has its tensors, and which segments of its chain use them."""
+    model = facts.model
+    names = facts.names
+    segments = facts.required_chain()
     parameters = _registrations(model, names)
-    lent = {segment: dict(wanted) for segment, wanted in shared_parameters_of(model).items()}
+    lent = {segment: dict(wanted) for segment, wanted in facts.borrowed.items()}
     known = set(parameters)
     users: dict[str, list[str]] = {name: [] for name in parameters}
     for segment, module in segments:
@@ -85,7 +84,7 @@ def survey(model: nn.Module, segments: Segments) -> Survey:
         for name in used:
             users[name].append(segment)
     buffers = {id(buffer): name for name, buffer in model.named_buffers()}
-    persistent = persistent_buffers(model) & set(buffers.values())
+    persistent = facts.persistent & set(buffers.values())
     return Survey(parameters, _registrations(model, buffers), users, lent, persistent)
 
 
@@ -139,11 +138,7 @@ class StageParameters:
 
 
 def stage_parameters_of(
-    rank: int,
-    model: Survey,
-    segments: Segments,
-    stage_of: Mapping[str, int],
-    rank_of: Sequence[int],
+    rank: int, model: Survey, segments: Named, stage_of: Mapping[str, int], rank_of: Sequence[int]
 ) -> StageParameters:
     """Return what pipeline rank `rank` holds.
 
