@@ -24,7 +24,10 @@ def run() -> int:
 
 
 def _leave(number: int) -> None:
-    """Exit with 75. A rank of another launcher prints nothing: that launcher says why it stopped its ranks."""
+    """Exit with 75.
+
+    A rank of another launcher prints nothing: that launcher says why it stopped its ranks.
+    """
     message = (
         f"stopped by {signals.name_of(number)} before anything was started"
         if "RANK" not in os.environ

@@ -1,4 +1,6 @@
-"""Gives access to a process's accelerator through `torch.accelerator` and `torch.get_device_module`.
+"""Gives access to a process's accelerator.
+
+It goes through `torch.accelerator` and `torch.get_device_module`.
 
 GPUs of NVIDIA and, under ROCm, of AMD are `cuda`, Intel's are `xpu`, Apple's are `mps`; a package
 may register another name with torch. What only CUDA has stands where it is used, behind
@@ -53,12 +55,18 @@ def count(kind: str | None = None) -> int:
 
 
 def one_process(kind: str) -> bool:
-    """Return whether devices of this type can't exchange tensors, so that a run on them has one process."""
+    """Return whether devices of this type can't exchange tensors.
+
+    A run on them has one process.
+    """
     return kind == "mps"
 
 
 def select(device: torch.device) -> None:
-    """Make `device` the one on which this process trains; before anything else uses an accelerator."""
+    """Make `device` the one on which this process trains.
+
+    Call it before anything else uses an accelerator.
+    """
     global _selected
     _selected = None if device.type == "cpu" else device
     if _selected is not None and hasattr(module(device.type), "set_device"):
@@ -168,7 +176,9 @@ def memory_of(device: torch.device) -> tuple[int, int, int, int]:
 
 
 def utilisation() -> float:
-    """Return the share of the last second in which this process's GPU ran a kernel; nan without NVML.
+    """Return the share of the last second in which this process's GPU ran a kernel.
+
+    It is nan without NVML.
 
     Raises Exception: NVML's own, where nvidia-ml-py is missing or the driver fails.
     """

@@ -1,4 +1,6 @@
-"""Checks each step's numbers without waiting for the device: a loss that is not finite, a spike, a vote to stop.
+"""Checks each step's numbers without waiting for the device.
+
+They are: a loss that is not finite, a spike of it, and a vote to stop.
 
 It assumes that loss, norm and votes are equal on all ranks, so that every rank decides the same at
 the same step.
@@ -43,7 +45,10 @@ class Anomaly:
     no_targets: bool = False  # no sample of the step has a valid target, so that its loss is 0/0
 
     def beside(self, empty: Sequence[int]) -> "Anomaly":
-        """Return it with a sentence on the step's micro-batches without a valid target, if there are others."""
+        """Return it with a sentence on the step's micro-batches without a valid target.
+
+        It is unchanged if no micro-batch has one.
+        """
         if self.no_targets:
             return self
         which = listed([str(index) for index in empty])
@@ -169,7 +174,10 @@ class AnomalyDetector:
         return self._read(earlier)
 
     def restart(self, losses: Iterable[float]) -> None:
-        """Restore the last good losses, oldest first, and drop the pending result of a discarded step."""
+        """Restore the last good losses, oldest first.
+
+        The pending result of a discarded step is dropped.
+        """
         self.losses, self._pending = deque(losses), None
 
     def _read(self, pending: tuple[int, Tensor, Any] | None) -> StepCheck:

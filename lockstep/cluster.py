@@ -52,7 +52,10 @@ class Cluster:
     backend: str  # `gloo`, `nccl`, `xccl`, `mpi` …; `none` without a process group
 
     def check(self) -> None:
-        """Raise a UsageError if the script has since created another group: each rank would train on its own."""
+        """Raise a UsageError if the script has since created another group.
+
+        Each rank would train on its own.
+        """
         if not dist.is_initialized():
             return
         now, then = (
@@ -165,7 +168,10 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
 
 
 def _require_same(config: DistributedConfig, cluster: Cluster) -> None:
-    """Reject settings of a later trainer that this process, which has its device and its group, can't follow."""
+    """Reject settings of a later trainer that this process can't follow.
+
+    It has its device and its group since its first one.
+    """
     has_group, unset = cluster.backend != "none", DistributedConfig()
     if not has_group:
         _choose_backend(config.backend, cluster.device, alone=True)
@@ -203,7 +209,10 @@ def cleanup() -> None:
 
 
 def environment(config: DistributedConfig) -> dict[str, str]:
-    """Return the environment variables that a config sets on every rank: debug switches and `distributed.env`."""
+    """Return the environment variables that a config sets on every rank.
+
+    They are debug switches, and those of `distributed.env`.
+    """
     switches: dict[str, dict[str, str]] = {
         "none": {},
         "info": {"TORCH_DISTRIBUTED_DEBUG": "INFO", "NCCL_DEBUG": "WARN"},
@@ -297,7 +306,10 @@ _DEVICE_OF = {"nccl": "cuda", "xccl": "xpu"}
 
 
 def _existing_backend(config: DistributedConfig, device: torch.device) -> str:
-    """Return the backend of the script's process group, if it is the config's and supports the device."""
+    """Return the backend of the script's process group.
+
+    A UsageError if it is not the config's, or does not support the device.
+    """
     backend, serves = dist.get_backend(), dist.get_backend_config()
     if config.backend not in ("auto", backend):
         what = (
@@ -372,7 +384,10 @@ def _warn_of_nccl_timeout(facts: RankFacts) -> None:
 
 
 def _beside_gloo(device: torch.device, backend: str) -> str:
-    """Return the backends for both devices: gloo is for tensors in host memory (checkpoints, pickled objects)."""
+    """Return the backends for both devices.
+
+    gloo is for tensors in host memory: checkpoints and pickled objects.
+    """
     return (
         backend
         if device.type == "cpu" or backend == "gloo"
@@ -407,7 +422,10 @@ def _join(
 
 
 def _share_calls(facts: RankFacts) -> None:
-    """Let the ranks of each machine compare their calls in a folder, if no launcher has created one; all call it."""
+    """Let the ranks of each machine compare their calls in a folder.
+
+    All ranks call it. It does nothing if a launcher has created a folder.
+    """
     global _calls_folder, _worlds
     if facts.world_size == 1 or dist.get_backend() == "fake":
         return

@@ -1,4 +1,6 @@
-"""Gives a rank its number, sums over all ranks, and process groups, which are created once for each purpose.
+"""Gives a rank its number, sums over all ranks, and process groups.
+
+Groups are created once for each purpose.
 
 A gloo group keeps threads for the rest of the process, even when the group is no longer used: a
 process that places many models would soon have too many.
@@ -113,7 +115,10 @@ def all_reduce(value: torch.Tensor | float, op: ReduceOp = "mean") -> torch.Tens
 
 
 def device_of_numbers() -> torch.device:
-    """Return the device for numbers that ranks exchange: the CPU if the group supports it, else the rank's GPU."""
+    """Return the device for numbers that ranks exchange.
+
+    It is the CPU if the group supports it, else the rank's GPU.
+    """
     if not dist.is_initialized() or "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
     # `distributed.backend: nccl` serves cuda alone
@@ -142,7 +147,9 @@ _timeout: datetime.timedelta | None = None  # of their collectives; None: torch'
 
 
 def create_once(purpose: Hashable, make: Callable[[], T]) -> T:
-    """Return the result of `make` (groups, or a mesh of them) for this purpose, created again only for another world.
+    """Return the result of `make` (groups, or a mesh of them) for this purpose.
+
+    It is created again only for another world.
 
     The purpose names the use and the ranks. Every rank asks for the same purposes in the same
     order.
@@ -186,13 +193,18 @@ def create_group(purpose: str, members: Iterable[Sequence[int]]) -> dist.Process
 
 
 def object_device(device: torch.device) -> torch.device:
-    """Return the device for small messages between hosts: the CPU, if the process group supports it beside `device`."""
+    """Return the device for small messages between hosts.
+
+    It is the CPU, if the process group supports it beside `device`.
+    """
     config = dist.get_backend_config()
     return torch.device("cpu") if "cpu:" in config or "gloo" in config else device
 
 
 def leave_world(*, destroy: bool) -> None:
-    """Leave the process group, destroy it if that is wanted, and wait until its threads hold no Python objects.
+    """Leave the process group, and destroy it if that is wanted.
+
+    It waits until the group's threads hold no Python objects.
 
     The thread that ran a collective releases its tensors slightly later, for which it needs Python.
     If the interpreter ends first, the process dies with "terminate called without an active

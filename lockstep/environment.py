@@ -162,7 +162,9 @@ def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
 def facts_for_group(
     rank: int, world_size: int, env: Mapping[str, str]
 ) -> tuple[RankFacts | None, int | None]:
-    """Return the facts of rank `rank` of `world_size` if the environment has all of them, and LOCAL_RANK if it is set.
+    """Return the facts of rank `rank` of `world_size`, and LOCAL_RANK if it is set.
+
+    The facts are None unless the environment has all of them.
 
     Schedulers number tasks, each of which may start several ranks: their numbers are ignored if
     they differ from the group's. Raises UsageError: RANK or WORLD_SIZE differs from the group's.
@@ -241,7 +243,10 @@ def _no_number(name: str, text: str) -> UsageError:
 
 
 def check_numbers(env: Mapping[str, str]) -> None:
-    """Reject variables that torch would read as numbers and are not: torch would end the process with a C++ error."""
+    """Reject variables that torch would read as numbers, and that are none.
+
+    torch would end the process with a C++ error.
+    """
     for name in ("MASTER_PORT", "TORCH_FR_BUFFER_SIZE"):
         if name in env and not env[name].strip().isdecimal():
             what = f"{name} should be a whole number, but is {env[name]!r}"

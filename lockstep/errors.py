@@ -78,7 +78,10 @@ _PEER_IS_GONE = re.compile(
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Return whether the error's text says that another rank is gone, as those of torch and its backends do."""
+    """Return whether the error's text says that another rank is gone.
+
+    Errors of torch and of its backends say so.
+    """
     return bool(_PEER_IS_GONE.search(str(error)))
 
 
@@ -123,7 +126,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Contradiction:
-    """Keys that contradict each other or the ranks, and what to write instead, in words as those of an error."""
+    """Keys that contradict each other or the ranks, and what to write instead.
+
+    The words are those of an error.
+    """
 
     keys: tuple[str, ...]  # dotted
     what: str

@@ -1,4 +1,6 @@
-"""Finds this machine's addresses and interfaces: on the route to another machine, and for opening a port.
+"""Finds this machine's addresses and interfaces.
+
+They are on the route to another machine, or serve to open a port.
 
 The interface for traffic between machines is the one on the route to the rendezvous. Finding it
 sends nothing. Does not import torch.
@@ -60,7 +62,9 @@ def interface_towards(host: str) -> str | None:
 
 
 def interface_variables(host: str) -> dict[str, str]:
-    """Return variables that make gloo and NCCL use the interface on the route to `host`, unless they are set already.
+    """Return variables that make gloo and NCCL use the interface on the route to `host`.
+
+    Variables that are set already are left out.
 
     By default gloo offers its peers the address of this host's own name, and NCCL takes the first
     interface that is up: either may lead nowhere.
@@ -99,7 +103,10 @@ def is_loopback(address: str) -> bool:
 
 
 def require_loopback(host: str) -> None:
-    """Raise a UsageError if ranks would meet at this machine's loopback, which is down: they would wait for minutes."""
+    """Raise a UsageError if ranks would meet at this machine's loopback, which is down.
+
+    They would wait for minutes.
+    """
     address = "127.0.0.1" if host == "localhost" else host
     if is_address(address) and is_loopback(address) and address_towards(address) is None:
         what = f"this machine can't reach itself at {address}, where its ranks meet"

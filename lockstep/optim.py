@@ -48,12 +48,17 @@ _HAS_FUSED_KERNELS = ("cpu", "cuda", "xpu", "mps")
 
 
 def register_elementwise(optimizer: type[Optimizer]) -> None:
-    """Declare that an optimizer's update of an element depends on that element alone: it may then be sharded."""
+    """Declare that an optimizer's update of an element depends on that element alone.
+
+    It may then be sharded.
+    """
     _ELEMENTWISE.add(optimizer)
 
 
 def check_shardable(optimizer: Optimizer) -> None:
-    """Reject an optimizer that is not known to be elementwise: its update of a shard may differ from that of the whole.
+    """Reject an optimizer that is not known to be elementwise.
+
+    Its update of a shard may differ from that of the whole parameter.
 
     Fused kernels that torch cannot run on shards are replaced by plain ones, in place.
     """
@@ -73,7 +78,10 @@ def check_shardable(optimizer: Optimizer) -> None:
 
 
 def check_no_closure(optimizer: Optimizer) -> None:
-    """Reject an optimizer that evaluates the loss several times in an update, by a closure (LBFGS)."""
+    """Reject an optimizer that evaluates the loss several times in an update.
+
+    LBFGS does so, by a closure.
+    """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         what = f"{type(optimizer).__name__} evaluates the loss again within an update, by a closure"
@@ -110,7 +118,9 @@ def build_optimizer(
     device: torch.device,
     reproducible: bool,
 ) -> Optimizer:
-    """Build the config's optimizer, or raise a UsageError if there is none, or it does not accept these arguments.
+    """Build the config's optimizer.
+
+    Or raise a UsageError if there is none, or it does not accept these arguments.
 
     Kernels are fused if the optimizer has them; with `reproducible` they are plain (see `unfuse`).
     """
@@ -147,7 +157,10 @@ def build_optimizer(
 
 
 def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
-    """Raise the UsageError that `build_optimizer` would for a config's optimizer, without creating it."""
+    """Raise the UsageError that `build_optimizer` would for a config's optimizer.
+
+    Nothing is created.
+    """
     kind = OPTIMIZERS.load_callable(name)
     if isinstance(kind, type) and not issubclass(kind, Optimizer):
         fix = (
@@ -171,7 +184,9 @@ def check_optimizer(name: str, args: Mapping[str, Any]) -> None:
 def rebind(
     optimizer: Optimizer, names: Mapping[int, str], placed: Mapping[str, nn.Parameter]
 ) -> None:
-    """Replace the parameters of an optimizer that was created before placement by the `placed` ones that train.
+    """Replace the parameters of an optimizer by the `placed` ones that train.
+
+    It was created before placement.
 
     `names` has the canonical name by the id of each unplaced parameter.
     """
@@ -271,7 +286,10 @@ class Schedule:
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Check that a config's schedule exists, takes (updates, schedule) and, if `total` is known, returns a number."""
+    """Check that a config's schedule exists and takes (updates, schedule).
+
+    If `total` is known, it must return a number.
+    """
     require_call(
         SCHEDULES.load_callable(schedule.kind),
         ("updates", "schedule"),
@@ -318,7 +336,10 @@ def _left(shape: float, schedule: Schedule) -> float:
 
 
 class CallersRate:
-    """Keeps the learning rate that the caller's own loop, or a scheduler in it, sets, as in plain PyTorch."""
+    """Keeps the learning rate that the caller's own loop, or a scheduler in it, sets.
+
+    Plain PyTorch does so.
+    """
 
     def rates(self, groups: Sequence[dict[str, Any]], updates: int) -> list[Any]:
         """Return the learning rate of each parameter group, unchanged."""
@@ -326,7 +347,10 @@ class CallersRate:
 
 
 class PlateauSchedule(CallersRate):
-    """A torch scheduler whose `step` takes a metric: it changes the optimizer's rate after an evaluation."""
+    """A torch scheduler whose `step` takes a metric.
+
+    It changes the optimizer's rate after an evaluation.
+    """
 
     def __init__(self, scheduler: ReduceLROnPlateau, metric: str) -> None:
         self._scheduler, self.metric = scheduler, metric
@@ -345,7 +369,10 @@ class PlateauSchedule(CallersRate):
 
 
 class TorchSchedule:
-    """A new torch scheduler that is stepped up to the number of updates, so that a checkpoint needs nothing from it."""
+    """A new torch scheduler that is stepped up to the number of updates.
+
+    A checkpoint needs nothing from it.
+    """
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler, self._made = scheduler, 0
@@ -353,7 +380,10 @@ class TorchSchedule:
         self._first_groups, self._groups = self._options(), self._options()
 
     def rates(self, groups: Sequence[dict[str, Any]], updates: int) -> list[float]:
-        """Return the learning rate of each parameter group, and set the momenta that the scheduler changes."""
+        """Return the learning rate of each parameter group.
+
+        The momenta that the scheduler changes are set.
+        """
         if updates < self._made:
             self._scheduler.load_state_dict(copy.deepcopy(self._first))
             self._made, self._groups = 0, self._first_groups

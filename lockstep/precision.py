@@ -23,7 +23,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_mode(mode: str, device: torch.device) -> tuple[Mode, str]:
-    """Return the mode that `auto` means here, with the reason: bf16 if the hardware supports it, else fp32."""
+    """Return the mode that `auto` means here, with the reason.
+
+    It is bf16 if the hardware supports it, else fp32.
+    """
     if mode != "auto":
         return mode, ""  # type: ignore[return-value]
     if device.type == "cpu":
@@ -34,7 +37,10 @@ def resolve_mode(mode: str, device: torch.device) -> tuple[Mode, str]:
 
 
 def switch_tf32(allowed: bool) -> None:
-    """Allow or forbid TF32 (10 bits of mantissa) in fp32 matrix products and convolutions on GPUs, in this process."""
+    """Allow or forbid TF32 in fp32 matrix products and convolutions on GPUs, in this process.
+
+    TF32 has 10 bits of mantissa.
+    """
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
 
@@ -91,7 +97,10 @@ class LossScale:
         return self.scale
 
     def update(self, overflowed: bool) -> None:
-        """Update after a step: back off, or grow after `growth_interval` consecutive steps without overflow."""
+        """Update the scale after a step.
+
+        It backs off, or grows after `growth_interval` consecutive steps without overflow.
+        """
         self.history.append((self.scale, overflowed))
         if not self.dynamic:
             return

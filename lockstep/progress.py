@@ -1,4 +1,6 @@
-"""Shows the progress of long work on stderr: a line that is rewritten on a terminal, occasional lines elsewhere.
+"""Shows the progress of long work on stderr.
+
+On a terminal one line is rewritten; elsewhere there are occasional lines.
 
 Short work prints nothing. Does not import torch.
 """

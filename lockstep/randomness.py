@@ -28,7 +28,10 @@ from lockstep.torch_compat.backward_pass import graph_task, running_node
 
 
 def derive_key(*parts: object) -> int:
-    """Return a 63-bit number from the `repr` of `parts`: the same on every machine and Python version."""
+    """Return a 63-bit number from the `repr` of `parts`.
+
+    It is the same on every machine and Python version.
+    """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -49,7 +52,10 @@ HostState = tuple[Any, Any, Any]  # of Python's, NumPy's and torch's generator
 
 
 class HostRandom:
-    """Seeds the global generators of Python and NumPy, and torch's CPU generator if the model's `device` is another."""
+    """Seeds the global generators of Python and NumPy.
+
+    torch's CPU generator, too, if the model's `device` is another.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cpu = torch.default_generator if device.type != "cpu" else None
@@ -73,7 +79,10 @@ class HostRandom:
         self.drawn = self.drawn or (self._keyed is not None and self._states() != self._keyed)
 
     def end(self, outer: HostState) -> None:
-        """Check for a draw since the last key, and restore the states that `capture` has returned."""
+        """Check for a draw since the last key.
+
+        The states that `capture` has returned are restored.
+        """
         self.check_draws()
         self._keyed = None
         self.restore(outer)
@@ -114,7 +123,10 @@ _running = 0  # blocks of `RandomState.running` that are open, of any state
 
 
 def is_running() -> bool:
-    """Return whether a forward or backward pass of a step, an evaluation or a sample runs, not a caller's own."""
+    """Return whether a forward or backward pass of Lockstep's runs.
+
+    It is one of a step, an evaluation or a sample, not a caller's own.
+    """
     return _running > 0
 
 
@@ -143,7 +155,10 @@ class _RestoredStates:
 
 
 class _Calls:
-    """The calls of segments in a step's forward passes, to be found again when a backward pass repeats them."""
+    """The calls of segments in a step's forward passes.
+
+    They are found again when a backward pass repeats them.
+    """
 
     def __init__(self) -> None:
         # Forward passes write to these two themselves: in each call of a segment, a call of a
@@ -213,7 +228,10 @@ class RandomState:
         self._key = 0  # that forward passes have set last
 
     def running(self, phase: str, step: int) -> AbstractContextManager[None]:
-        """Return a context for one step's forward and backward passes, which restores the generators' outer states."""
+        """Return a context for one step's forward and backward passes.
+
+        It restores the generators' outer states.
+        """
         self.phase, self.step, self._key = phase, step, self._generator.initial_seed()
         self._made.clear()
         return _RestoredStates(self._generator, self.host)
@@ -228,7 +246,10 @@ class RandomState:
         self._made.clear()
 
     def enter(self, segment: str) -> None:
-        """Seed the generator for the next call of `segment`; in a backward pass, for the call that is repeated."""
+        """Seed the generator for the next call of `segment`.
+
+        In a backward pass it is the call that is repeated.
+        """
         key = None if graph_task() == -1 else self._repeated(segment)
         if key is None:
             call = self.calls.get(segment, 0)
@@ -264,7 +285,10 @@ class RandomState:
 
     @contextmanager
     def recomputing(self, captured: HostState | None) -> Iterator[None]:
-        """Draw in the block from the host's generators what was drawn after `captured` was taken."""
+        """Draw in the block what was drawn after `captured` was taken.
+
+        The generators are the host's.
+        """
         host, before = self.host, None
         if host is not None and captured is not None:
             before = host.capture()

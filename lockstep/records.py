@@ -95,7 +95,10 @@ class StepRecord:
 
 
 def plain(value: Any) -> Any:
-    """Convert `value` to JSON data: tensors and arrays of one element to numbers, nan and inf to strings."""
+    """Convert `value` to JSON data.
+
+    Tensors and arrays of one element become numbers, nan and inf become strings.
+    """
     if type(value) in (int, str, bool):
         return value
     if hasattr(value, "item"):
@@ -141,7 +144,10 @@ class RunDirectory:
         append_line(self.events, {"kind": kind, "time": time.time(), **what})
 
     def write_ranks(self, table: Mapping[str, Sequence[float]], step: int) -> None:
-        """Replace `ranks.json`: the newest measurements of all ranks, name → values by rank; nan is null."""
+        """Replace `ranks.json`: the newest measurements of all ranks.
+
+        It maps names to values by rank; nan is null.
+        """
         values = {
             name: [v if math.isfinite(v) else None for v in column]
             for name, column in table.items()
@@ -213,7 +219,10 @@ def append_whole(path: Path, data: bytes, *, end: bytes = b"") -> None:
 
 
 def last_lines(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the last whole lines of a JSON-lines file, at most `count`, without reading all of it."""
+    """Return the last whole lines of a JSON-lines file, at most `count`.
+
+    Not all of the file is read.
+    """
     try:
         with open_file(path.parent, path.name) as file:
             size = file.seek(0, os.SEEK_END)

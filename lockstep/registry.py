@@ -1,4 +1,6 @@
-"""Resolves names of shipped and user objects: one rule for strategies, models, data sets, sinks and the rest.
+"""Resolves names of shipped and user objects.
+
+One rule holds for strategies, models, data sets, sinks and the rest.
 
 A config names an object by a short name from a table, or as `package.module:Name`. The table has
 the same form, so that a module is imported only when it is used.
@@ -19,7 +21,10 @@ from lockstep.errors import UsageError, did_you_mean
 
 
 def load_object(name: str, where: str) -> Any:
-    """Return the object named `package.module:Name`, or raise a UsageError that names `where`, the config key."""
+    """Return the object named `package.module:Name`.
+
+    Or raise a UsageError that names `where`, the config key.
+    """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise UsageError(
@@ -53,7 +58,9 @@ def load_object(name: str, where: str) -> Any:
 def require_call(
     found: Any, arguments: Sequence[str], name: str, where: str, *, fix: str | None = None
 ) -> None:
-    """Raise a UsageError unless a user's class or function, which is not called, takes these positional arguments.
+    """Raise a UsageError unless a user's class or function takes these positional arguments.
+
+    It is not called.
 
     Its `fix`, or the definition with the arguments, says what to write.
     """
@@ -89,7 +96,10 @@ def keywords_of(found: Any) -> list[str] | None:
 def require_arguments(
     found: Any, keywords: Mapping[str, Any], name: str, where: str, *positional: Any
 ) -> None:
-    """Raise a UsageError unless a class or function, which is not called, takes the arguments of a config's `where`."""
+    """Raise a UsageError unless a class or function takes the arguments of a config's `where`.
+
+    It is not called.
+    """
     accepted = keywords_of(found)
     if accepted is not None and (unknown := [key for key in keywords if key not in accepted]):
         what = f"{name} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}"
@@ -118,7 +128,9 @@ def require_arguments(
 def require_methods(
     found: Any, interface: type, name: str, where: str, *, required: Collection[str] = ()
 ) -> None:
-    """Check that a user's class or object has the methods of an interface, and that each takes its arguments.
+    """Check that a user's class or object has the methods of an interface.
+
+    Each must take its arguments.
 
     Args:
         found: what `name` names, or an object that it made.
@@ -161,7 +173,10 @@ class Registry:
         return load_object(self.shipped.get(name, name), self.where)
 
     def load_callable(self, name: str) -> Callable[..., Any]:
-        """Return the class or function called `name`, or raise a UsageError if it is something else."""
+        """Return the class or function called `name`.
+
+        Or raise a UsageError if it is something else.
+        """
         found = self.load(name)
         if not callable(found):
             what = f"{name} is a {type(found).__name__}, not a class or a function"

@@ -1,4 +1,6 @@
-"""Finds the other ranks: through a key-value store, over TCP or in a file, or in a process group of the script's.
+"""Finds the other ranks.
+
+Through a key-value store, over TCP or in a file, or in a process group of the script's.
 
 A script's process group is the world. The environment may add what a group does not know (the local
 rank, the machine's number), and must not contradict it; if it has nothing, the ranks exchange their
@@ -88,7 +90,10 @@ def rendezvous(config: DistributedConfig, facts: RankFacts, timeout: datetime.ti
 
 
 def choose_interface(config: DistributedConfig, facts: RankFacts) -> None:
-    """Make gloo and NCCL use the interface on the route to rank 0's machine, if there are several machines."""
+    """Make gloo and NCCL use the interface on the route to rank 0's machine.
+
+    It does nothing if there is one machine.
+    """
     if facts.num_nodes > 1:
         host = urlparse(config.init_method).hostname or os.environ["MASTER_ADDR"]
         os.environ.update(interface_variables(host))
@@ -161,7 +166,10 @@ def _another_world(rank: int, size: int, of_main: int) -> UsageError:
 
 
 def _file_store(facts: RankFacts) -> Store:
-    """Return a store in a file, for ranks of one machine without an address: each can derive its name."""
+    """Return a store in a file, for ranks of one machine without an address.
+
+    Each can derive its name.
+    """
     if facts.num_nodes > 1:
         what = f"{facts.world_size} ranks on {facts.num_nodes} machines need an address to meet at"
         fix = (
@@ -181,7 +189,10 @@ def _file_store(facts: RankFacts) -> Store:
 
 
 def _job_name(facts: RankFacts) -> str:
-    """Return a name that only the ranks of this job share: from the scheduler's job, or the common parent process."""
+    """Return a name that only the ranks of this job share.
+
+    It comes from the scheduler's job, or from the common parent process.
+    """
     names = (
         "SLURM_JOB_ID",
         "SLURM_STEP_ID",
@@ -197,7 +208,9 @@ def _job_name(facts: RankFacts) -> str:
 
 
 class StoredDepartures:
-    """Tells the ranks of other machines through the store of their process group that this one has left.
+    """Tells the ranks of other machines that this one has left.
+
+    It does so through the store of their process group.
 
     Args:
         store: of the process group; keys that are set stay when a rank has ended.
@@ -282,7 +295,9 @@ def facts_of_existing_group(
 def facts_over_store(
     facts: RankFacts, store: Store, environ: Mapping[str, str] | None = None
 ) -> RankFacts:
-    """Return the facts of a rank that knows only its rank and the world size, from the other ranks' places.
+    """Return the facts of a rank that knows only its rank and the world size.
+
+    The rest comes from the other ranks' places.
 
     If the environment has the local rank and the number of ranks on the machine, they are used and
     nothing is exchanged. Otherwise all ranks call it before they create the process group: the

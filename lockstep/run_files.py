@@ -164,7 +164,10 @@ def read_lines(folder: Path, name: str, note: Note = lambda _text: None) -> Iter
 
 
 def replace_file(path: Path, data: bytes | str) -> None:
-    """Write a file of our own anew: it is the old one or the new one at any moment, and a link is replaced."""
+    """Write a file of our own anew.
+
+    It is the old one or the new one at any moment, and a link is replaced.
+    """
     beside = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
     try:
         create_file(beside, data)
@@ -216,7 +219,9 @@ def exists_already(path: Path) -> UsageError:
 
 
 def printable(text: str) -> str:
-    r"""Return a text for a terminal: control characters, which could move its cursor, are shown as `\x1b`.
+    r"""Return a text for a terminal.
+
+    Control characters, which could move its cursor, are shown as `\x1b`.
 
     Those that turn the direction of writing are shown so, too; line breaks and tabs are left.
     """

@@ -206,7 +206,10 @@ class RunLock:
 
 
 def require_free(directory: Path) -> None:
-    """Raise a UsageError if a run on this machine (only taking the lock shows others) has it, before ranks start."""
+    """Raise a UsageError if a run on this machine has it, before ranks start.
+
+    Only taking the lock shows the others.
+    """
     path = directory / FILE
     if (os.getpid(), os.path.realpath(path)) in _held:
         return

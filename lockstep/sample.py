@@ -1,4 +1,6 @@
-"""Generates text from a language model's newest whole checkpoint, in one process, whatever strategy trained it.
+"""Generates text from a language model's newest whole checkpoint, in one process.
+
+Any strategy may have trained it.
 
 Tests: tests/test_examples.py
 """

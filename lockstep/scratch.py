@@ -25,7 +25,10 @@ _changing = threading.RLock()
 
 
 def scratch_folder(purpose: str) -> Path:
-    """Create a folder, which `remove` removes, or the end of this process, or the next process that sweeps."""
+    """Create a folder for temporary files.
+
+    `remove` removes it, or the end of this process, or the next process that sweeps.
+    """
     sweep()
     with _changing:
         return own(Path(tempfile.mkdtemp(prefix=f"lockstep-{purpose}-{os.getuid()}-")))

@@ -36,7 +36,9 @@ _all_read = threading.Event()
 
 
 def listen(answer: Answer) -> None:
-    """Call `answer`, which must not raise, from a thread with the number of each signal that asks this process to end.
+    """Call `answer` from a thread, with the number of each signal that asks this process to end.
+
+    `answer` must not raise.
 
     It replaces the answer before it. If a script has since installed its own handler, that one
     answers.

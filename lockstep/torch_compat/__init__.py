@@ -1,4 +1,6 @@
-"""Every private name of torch that Lockstep uses, and every function or method of torch that it replaces.
+"""The private names of torch that Lockstep uses.
+
+Every function or method of torch that it replaces is here, too.
 
 One file per purpose. Each says what it is for, why the public part of torch does not do, with which
 versions of torch it was seen to work, and what happens when the name is gone. `tests/torch_compat/`

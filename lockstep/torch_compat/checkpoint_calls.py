@@ -1,4 +1,6 @@
-"""Tells which calls of `torch.utils.checkpoint.checkpoint` are running, reentrant and non-reentrant ones alike.
+"""Tells which calls of `torch.utils.checkpoint.checkpoint` are running.
+
+Reentrant and non-reentrant ones are told alike.
 
 Public torch: none; only hooks of saved tensors show the innermost non-reentrant call. Seen to work:
 torch 2.13.0. When gone: no call is found. Ranks of FSDP2 that leave out a unit of a checkpoint over
@@ -30,6 +32,9 @@ def open_checkpoints() -> list[FrameType]:
 
 
 def inputs_need_gradients(call: FrameType) -> bool:
-    """Return whether one of the positional arguments of a call needs a gradient: a reentrant one recomputes then."""
+    """Return whether one of the positional arguments of a call needs a gradient.
+
+    A reentrant call recomputes then.
+    """
     given = tree_leaves(call.f_locals["args"])
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given)

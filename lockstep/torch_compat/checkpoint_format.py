@@ -1,4 +1,6 @@
-"""The records of `torch.distributed.checkpoint`'s metadata file, and the blocks in which a DTensor is stored.
+"""The records of `torch.distributed.checkpoint`'s metadata file.
+
+And the blocks in which a DTensor is stored.
 
 Public torch: `FileSystemReader` unpickles the metadata, which can run any code. Of a DTensor's
 block only the method knows that `torch.distributed.checkpoint` calls itself: shards may be uneven

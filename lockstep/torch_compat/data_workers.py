@@ -1,4 +1,6 @@
-"""The worker processes of a `DataLoader`'s iterator: looked at, and ended before the iterator is collected.
+"""The worker processes of a `DataLoader`'s iterator.
+
+They are looked at, and ended before the iterator is collected.
 
 Public torch: an iterator ends its workers when it is garbage-collected, which a traceback that
 holds it puts off; a `DataLoader` with persistent workers holds its iterator itself. Which worker

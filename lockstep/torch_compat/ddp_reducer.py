@@ -1,4 +1,6 @@
-"""Reads what DistributedDataParallel's reducer knows: how long a backward pass waited, and whether all was sent.
+"""Reads what DistributedDataParallel's reducer knows.
+
+How long a backward pass waited, and whether all was sent.
 
 Public torch: DDP measures its waits for its own logger alone. Of a gradient that was never sent it
 tells in the next step's forward pass, after the update has used it. Seen to work: torch 2.11.0 to
@@ -14,7 +16,10 @@ def time_every_pass(model: DistributedDataParallel) -> None:
 
 
 def wait_seconds(model: DistributedDataParallel) -> float:
-    """Return how long the newest measured backward pass went on sending after its last gradient was computed."""
+    """Return how long the newest measured backward pass went on sending.
+
+    Counted from when its last gradient was computed.
+    """
     figures = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     sent, hidden = (
         figures.get("backward_comm_time", 0),
@@ -24,5 +29,8 @@ def wait_seconds(model: DistributedDataParallel) -> float:
 
 
 def check_all_sent(model: DistributedDataParallel) -> None:
-    """Raise RuntimeError, listing the parameters' numbers, if the last backward pass has not reduced every gradient."""
+    """Raise RuntimeError if the last backward pass has not reduced every gradient.
+
+    It lists the parameters' numbers.
+    """
     model._check_reducer_finalized()  # type: ignore[no-untyped-call]

@@ -14,7 +14,10 @@ __all__ = ["TorchDispatchMode", "UntracedDispatchMode", "without_modes"]
 
 
 class UntracedDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode without torch's guard against `torch.compile` tracing it, which takes a third of a call's time."""
+    """A mode without torch's guard against `torch.compile` tracing it.
+
+    The guard takes a third of a call's time.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

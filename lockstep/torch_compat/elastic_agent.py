@@ -1,4 +1,6 @@
-"""torch's elastic agent, whose steps a subclass can change: methods without an underscore, called in place of torch's.
+"""torch's elastic agent, whose steps a subclass can change.
+
+They are methods without an underscore, called in place of torch's.
 
 Public torch: "Extending the agent" in its documentation says to override these private methods;
 there is no other way to start ranks with signals held back, to watch them for hangs, or to count

@@ -1,4 +1,6 @@
-"""Tensors with a shape, a dtype and a device, and no memory; and a fast cache of what operators make of them.
+"""Tensors with a shape, a dtype and a device, and no memory.
+
+And a fast cache of what operators make of them.
 
 torch's cache builds a key and an output in 100 µs. `OutputCache` stands in front of it, takes 15
 µs, and leaves to torch whatever it does not know: operators that communicate or read values,
@@ -179,7 +181,10 @@ class OutputCache:
 
 
 def _call_of(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
-    """Return what the outputs of a call depend on, None if on more than shapes, and the tensors in its arguments."""
+    """Return what the outputs of a call depend on, and the tensors in its arguments.
+
+    The first is None if they depend on more than shapes.
+    """
     key: list[Any] = [func, torch.get_default_dtype()]
     tensors: list[Tensor] = []
     if not _describe(args, key, tensors) or (

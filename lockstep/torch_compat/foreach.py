@@ -1,4 +1,6 @@
-"""Operations over many tensors in one kernel: in-place sums, products and quotients, clamps, and norms.
+"""Operations over many tensors in one kernel.
+
+In-place sums, products and quotients, clamps, and norms.
 
 Public torch: a loop over the tensors starts one kernel for each, several hundred a step.
 `torch.nn.utils` has such operations only inside of its ways of clipping. Seen to work: torch 2.11.0

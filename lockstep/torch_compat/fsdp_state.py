@@ -1,4 +1,6 @@
-"""The state of FSDP2's units: gradients to be reduced, forward passes within a backward pass, and messages alone.
+"""The state of FSDP2's units.
+
+Gradients to be reduced, forward passes within a backward pass, and messages alone.
 
 Public torch: none for any of them, before 2.15. From torch 2.15 on `finalize_backward` reduces, but
 only units whose forward pass ran in the same step; a pipeline reduces once for several runs of its
@@ -29,7 +31,9 @@ def reduces_by_hand(unit: Any) -> None:
 
 
 def reduce_gradients(unit: Any, *, begun: bool) -> None:
-    """Sum the gradients of an FSDP2 unit, whose backward passes are over, over its replicas and shards.
+    """Sum the gradients of an FSDP2 unit over its replicas and shards.
+
+    Its backward passes are over.
 
     `begun`: forward passes of the unit ran in this step; of one whose parameters are gathered by
     hand none did.
@@ -61,7 +65,10 @@ def _groups_of(state: Any) -> list[Any]:
 
 
 def separate_repetitions(root: nn.Module) -> None:
-    """Let each forward pass of a unit within a backward pass, after the unit's own backward pass, be a new one."""
+    """Let each forward pass of a unit within a backward pass be a new one.
+
+    It comes after the unit's own backward pass.
+    """
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(_begin_anew, prepend=True)
@@ -77,14 +84,19 @@ def _begin_anew(unit: Any, _args: object) -> None:
 
 
 def repeats_apart(unit: Any) -> bool:
-    """Return whether a forward pass within a backward pass finds the unit before its own backward pass, or freed."""
+    """Return whether a unit is idle where a forward pass within a backward pass finds it.
+
+    It has not begun its own backward pass, or its parameters are freed.
+    """
     state = unit._get_fsdp_state()
     gathered = all(group.is_unsharded for group in _groups_of(state))
     return state._training_state.name != "PRE_BACKWARD" or not gathered
 
 
 def pass_through(unit: Any, given: Tensor, made: Tensor | None) -> Tensor:
-    """Have a unit gather its parameters as in a forward pass, and gather and reduce in the backward pass of the result.
+    """Have a unit gather its parameters as in a forward pass.
+
+    It gathers and reduces in the backward pass of the result.
 
     Args:
         given: [1], in the place of its inputs; gradients are reduced when that of `given` is there,

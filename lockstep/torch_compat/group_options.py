@@ -22,7 +22,10 @@ def timeout_of(group: Any, device: torch.device) -> float | None:
 
 
 def checks_collectives(group: Any, device: torch.device) -> bool:
-    """Return whether a group compares each collective between ranks: it was made under the debug level DETAIL."""
+    """Return whether a group compares each collective between ranks.
+
+    It does if it was made under the debug level DETAIL.
+    """
     return hasattr(_backend_of(group, device), "wrapped_pg")
 
 

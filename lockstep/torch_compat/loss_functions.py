@@ -14,7 +14,10 @@ NAMES: dict[str, Any] = vars(F)
 
 
 def is_mean(loss: Any) -> bool:
-    """Return whether a loss is a mean as a loss function, or `mean()`, returns it: nothing divides or weighs it."""
+    """Return whether a loss is a mean as a loss function, or `mean()`, returns it.
+
+    Nothing divides or weighs it.
+    """
     node = loss.grad_fn
     if node is None:
         return False

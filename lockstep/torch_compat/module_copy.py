@@ -11,7 +11,10 @@ from torch import nn
 
 
 def with_own_children(module: nn.Module) -> nn.Module:
-    """Copy a module: the same parameters, buffers and children, in a table of children of its own."""
+    """Copy a module with a table of children of its own.
+
+    Parameters, buffers and children are the same.
+    """
     found = copy.copy(module)
     found.__dict__["_modules"] = dict(module._modules)
     return found

@@ -1,4 +1,6 @@
-"""The hooks of a module: whether it has any, those around its forward pass, and those of its gradients.
+"""The hooks of a module.
+
+Whether it has any, those around its forward pass, and those of its gradients.
 
 Public torch: hooks can be registered, not listed.
 Seen to work: torch 2.11.0 to 2.15.0.
@@ -12,7 +14,10 @@ from torch import nn
 
 
 def has_hooks(module: nn.Module, *, but: Any = None) -> bool:
-    """Return whether something looks at the module's inputs, outputs or gradients, other than the hook `but`."""
+    """Return whether a hook other than `but` looks at the module.
+
+    Hooks see its inputs, outputs or gradients.
+    """
     before = [hook for hook in module._forward_pre_hooks.values() if hook is not but]
     return bool(module._forward_hooks or before or module._backward_hooks)
 

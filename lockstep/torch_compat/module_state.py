@@ -1,4 +1,6 @@
-"""What decides about a module's `state_dict` beside its tensors: hooks, and buffers that are left out.
+"""What decides about a module's `state_dict` beside its tensors.
+
+Hooks, and buffers that are left out.
 
 Public torch: hooks can be registered, and buffers be declared not persistent; neither can be
 listed. Seen to work: torch 2.13.0. When gone: AttributeError as a model is placed.
@@ -32,7 +34,10 @@ def state_hooks(module: nn.Module) -> Iterator[Any]:
 
 @contextmanager
 def without_hooks_of_fsdp(model: nn.Module) -> Iterator[None]:
-    """Take off the hooks by which FSDP2 looks for its shards when a state is taken or loaded, for the block."""
+    """Take off, for the block, FSDP2's hooks around a state that is taken or loaded.
+
+    They look for its shards.
+    """
     kept = [
         (registry, dict(registry))
         for module in model.modules()

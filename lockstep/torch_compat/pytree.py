@@ -1,4 +1,6 @@
-"""Nested containers of tensors (lists, tuples, mappings, registered classes) taken apart and put together.
+"""Nested containers of tensors, taken apart and put together.
+
+Lists, tuples, mappings, registered classes.
 
 Public torch: nothing before `torch.utils.pytree`, which torch 2.13 does not have. `torch.export`
 describes inputs and outputs by these very classes, so a library of another author would not do for

@@ -1,4 +1,6 @@
-"""torch's rendezvous of machines that come and go, with a store for the ranks that a subclass makes.
+"""torch's rendezvous of machines that come and go.
+
+A subclass makes the store for the ranks.
 
 Public torch: where the store is says the first round alone: a machine that comes in a later one
 waits for it in vain. Seen to work: torch 2.11.0 to 2.15.0. When gone: importing this file raises
@@ -14,7 +16,10 @@ getattr(DynamicRendezvousHandler, "_create_tcp_store_server")  # noqa: B009 — 
 
 
 class ExtensibleRendezvous(DynamicRendezvousHandler):
-    """A rendezvous whose store for the ranks is made by `open_store`, and announced in each round."""
+    """A rendezvous whose store for the ranks is made by `open_store`.
+
+    It is announced in each round.
+    """
 
     def open_store(self, address: str, port: int) -> TCPStore:
         """Host the store through which the ranks of a round meet; port 0: any that is free."""

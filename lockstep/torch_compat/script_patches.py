@@ -87,7 +87,10 @@ def _replace(module: Any, name: str, around: Around) -> Undo:
 
 
 def patch_loaders(arguments: Callable[[dict[str, Any]], None], made: Callable[[Any], None]) -> None:
-    """Let `arguments` change those of the constructor of loaders, by name, and `made` see each loader."""
+    """Let `arguments` change those of the constructor of loaders, by name.
+
+    `made` sees each loader.
+    """
     original = DataLoader.__init__
     signature = inspect.signature(original)
 
@@ -121,7 +124,10 @@ def _reporting(
 
 
 def patch_model_parallel(together: Callable[[list[int]], None], around: Around) -> None:
-    """Report the ranks that compute the same samples with this one, and replace the step of pipeline schedules."""
+    """Report the ranks that compute the same samples with this one.
+
+    The step of pipeline schedules is replaced.
+    """
     parallelize = tensor_parallel.parallelize_module
 
     @wraps(parallelize)

@@ -1,4 +1,6 @@
-"""Detects writes to a tensor, finds the tensor that it is a view of, and returns the same memory without a base.
+"""Detects writes to a tensor, and finds the tensor that it is a view of.
+
+It also returns the same memory without a base.
 
 Public torch: none; autograd compares versions by itself, and raises only where a gradient needs the
 old values. Seen to work: torch 2.11.0 to 2.15.0. When gone: AttributeError, in the first step of a
@@ -38,7 +40,10 @@ def _is_view(leaf: Any) -> bool:
 
 
 def return_no_views(root: nn.Module) -> None:
-    """Let a module, not wrapped yet, return no views: FSDP2's hook on one is lost if it is changed in place."""
+    """Let a module that is not wrapped yet return no views.
+
+    FSDP2's hook on one is lost if it is changed in place.
+    """
 
     def replaced(_module: nn.Module, _args: Any, outputs: Any) -> Any:
         if any(map(_is_view, tree_leaves(outputs))):

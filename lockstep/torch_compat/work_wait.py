@@ -1,4 +1,6 @@
-"""`torch.distributed.Work.wait`, replaced on the class: a wait for other ranks is told before and after.
+"""`torch.distributed.Work.wait`, replaced on the class.
+
+A wait for other ranks is told before and after.
 
 Public torch: no hook around a wait; a profiler sees it, at a cost for every operation.
 Seen to work: torch 2.11.0 to 2.15.0.

@@ -1,4 +1,6 @@
-"""Attributes under which torch's wrappers of a module hold it, and which stand in the keys of its state dict.
+"""Attributes under which torch's wrappers of a module hold it.
+
+They stand in the keys of its state dict.
 
 Public torch: none; each wrapper strips its own name from a state dict, in a process that has the
 wrapped module. Checkpoints of others are read without it. Seen to work: torch 2.11.0 to 2.15.0.
