@@ -88,7 +88,7 @@ def verify(
         config = config or Config()
     against = default_against(config) if against is None else against
     spec, notices = _spec(config, make, against, steps)
-    start = start or partial(spawn_again, preload=None)
+    start = start or _spawn
     with temporary("verify") as folder:
         report(f"reference: {spec.steps} steps in one process")
         main = Case(steps=spec.steps)
@@ -185,3 +185,6 @@ def _spec(
         Spec(config, make, steps, threads_per_rank(max(ranks for _, ranks in topologies))),
         notices,
     )
+
+
+_spawn = partial(spawn_again, preload=None)
