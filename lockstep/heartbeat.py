@@ -118,7 +118,9 @@ class Heartbeat:
         self._share(folder, rank, ranks)
 
     def _share(self, folder: Path | None, rank: int, ranks: int) -> None:
-        self._shared, self.rank, self._ranks = folder, rank, ranks
+        self._shared = folder
+        self.rank = rank
+        self._ranks = ranks
         self._number = 0
         self._awaits_write = False
         self._writes = 0
@@ -292,7 +294,8 @@ class Heartbeat:
     def _write_head(self) -> None:
         if self._map is not None:
             step, phase, seconds = self._state
-            nested, awaits = len(self._under_way), self._awaits_write
+            nested = len(self._under_way)
+            awaits = self._awaits_write
             _HEAD.pack_into(
                 self._map, 0, self._process, step, phase, seconds, self._number, nested, awaits
             )
@@ -359,7 +362,8 @@ def own_heartbeat() -> Heartbeat:
     """Return this process's heartbeat, in the folder that the launcher names in the environment."""
     global _mine
     if _mine is None or _mine._process != os.getpid():
-        folder, facts = os.environ.get(FOLDER), rank_facts()
+        folder = os.environ.get(FOLDER)
+        facts = rank_facts()
         _mine = Heartbeat(
             None if folder is None else Path(folder), facts.rank, facts.local_world_size
         )
@@ -460,7 +464,8 @@ class _CallContext:
     """
 
     def __init__(self, heartbeat: Heartbeat, name: str) -> None:
-        self._heartbeat, self._name = heartbeat, name
+        self._heartbeat = heartbeat
+        self._name = name
 
     def __enter__(self) -> None:
         self._heartbeat.enter(self._name)

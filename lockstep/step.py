@@ -31,7 +31,7 @@ from lockstep.bad_numbers import (
 from lockstep.clipping import clip_adaptively, clip_by_value
 from lockstep.collectives import is_main_process
 from lockstep.config import GradientClipConfig
-from lockstep.data.batches import MicroBatch
+from lockstep.data.batches import MicroBatch, holds_token_ids
 from lockstep.errors import UsageError, listed
 from lockstep.monitor import PhaseClock
 from lockstep.optim import CallersRate, Schedule, TorchSchedule, unfuse
@@ -147,7 +147,8 @@ class Step:
     def state_dict(self) -> dict[str, Any]:
         """Return the progress and everything else, besides tensors, that later steps depend on."""
         scale = self.loss_scale.state_dict() if self.loss_scale else None
-        losses, avoid = list(self.anomaly_detector.losses), sorted(self.avoid)
+        losses = list(self.anomaly_detector.losses)
+        avoid = sorted(self.avoid)
         return {
             **asdict(self.progress),
             "nominal": self.nominal,
@@ -173,13 +174,25 @@ class Step:
 
     def plan_run(self, total: int | None, schedule: Schedule | TorchSchedule | CallersRate) -> None:
         """Set the number of the run's last step, if it is known, and the schedule."""
-        self.total, self.schedule = total or 0, schedule
+        self.total = total or 0
+        self.schedule = schedule
 
     def observe(self, clock: PhaseClock, wants_layer_norms: Callable[[int], bool] | None) -> None:
         """Set the clock of a step's phases, and when to record the norms of layers."""
         self.clock = clock
         if wants_layer_norms is not None:
             self.wants_layer_norms = wants_layer_norms
+
+    def look_for_tokens(self, batch: Any) -> None:
+        """Count token ids from now on if this micro-batch holds some."""
+        self.reads_tokens = self.reads_tokens or holds_token_ids(batch)
+
+    def ask_to_stop(self) -> None:
+        """Ask all ranks to stop after the step that is running.
+
+        A handler of signals may call it at any time.
+        """
+        self.stop_asked = True
 
     def avoid_data_of(self, step: int) -> None:
         """Skip the data of a step, counted from 1, when the run reaches it again."""
@@ -255,7 +268,8 @@ class Step:
         accumulator = compute()
         if not self.anomaly_detector.config.recompute:
             return self.update(accumulator, samples)
-        finished, recomputed = self._finish_gradients(accumulator), None
+        finished = self._finish_gradients(accumulator)
+        recomputed = None
         if (anomaly := finished.check.anomaly) is not None and not anomaly.no_targets:
             self._undo()
             self.placed.finish_update(True)
@@ -280,7 +294,8 @@ class Step:
         placed = self.placed
         self.clock.enter("optimizer")
         loss_sum, count = accumulator.totals()
-        loss, targets = mean_of(loss_sum, count), count
+        loss = mean_of(loss_sum, count)
+        targets = count
         # a step without a valid target has a gradient of zero, not nan
         count = at_least(count, 1.0)
         placed.finish_gradients()
@@ -302,12 +317,10 @@ class Step:
     def _update(
         self, finished: _FinishedGradients, samples: int, recomputed: str | None = None
     ) -> StepRecord:
-        placed, updates, norm, numbers = (
-            self.placed,
-            finished.updates,
-            finished.norm,
-            finished.check,
-        )
+        placed = self.placed
+        updates = finished.updates
+        norm = finished.norm
+        numbers = finished.check
         groups = self.optimizer.param_groups
         if len(groups) != self._num_groups:
             self._adopt_groups()
@@ -427,7 +440,9 @@ class Step:
 
         Return `StepRecord.clipped`.
         """
-        kind, limit, clipped = self.clip.strategy, self.clip.value, None
+        kind = self.clip.strategy
+        limit = self.clip.value
+        clipped = None
         if kind == "norm":
             to_mean = to_mean * at_most(limit / (norm + 1e-6), 1.0)
             clipped = exceeds(norm, limit)
@@ -436,7 +451,8 @@ class Step:
             return clipped
         if gradients:
             foreach.mul_(gradients, tensor_of(to_mean))
-        groups, device = self.placed.norm_groups, self.placed.random_state.device
+        groups = self.placed.norm_groups
+        device = self.placed.random_state.device
         if kind == "value":
             clipped = clip_by_value(gradients, limit, groups, device)
         if kind == "adaptive":

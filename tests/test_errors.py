@@ -97,7 +97,7 @@ def average() -> Any:
 
 def loss_with_arguments() -> Any:
     from lockstep.config import config_from
-    from lockstep.trainer.setup import loss_fn_of
+    from lockstep.trainer.named_loss import loss_fn_of
 
     return loss_fn_of(
         config_from(

@@ -261,7 +261,8 @@ def test_a_run_that_was_taken_over_ends(tmp_path: Path) -> None:
     run.resume("auto")
     other = Holder(**{**vars(Holder.this_process()), "machine": "another-boot"})
     (tmp_path / FILE).write_text(json.dumps(vars(other)))
-    assert run.lock is not None
-    wait_for(lambda: run.lock is not None and run.lock._lost is not None, seconds=5)
+    lock = run.state.output._lock
+    assert lock is not None
+    wait_for(lambda: lock._lost is not None, seconds=5)
     with pytest.raises(RunError, match="another run has taken over"):
         run.train(Points())

@@ -8,7 +8,7 @@ import yaml
 
 from lockstep.config.files import SHIPPED, shipped_names
 from lockstep.config.keys import KeyInfo, all_keys
-from lockstep.trainer.setup import PlacementSettings, TrainerSettings
+from lockstep.trainer.settings import PlacementSettings, TrainerSettings
 
 _INTRODUCTION = """# Config
 

@@ -80,17 +80,26 @@ Table = dict[str, list[float]]  # name → value of each rank, by rank
 class Figures:
     """Gathers measurements, `SECONDS_BETWEEN` apart, and turns them into a record's fields.
 
-    Tests pass a `memory`.
+    Args:
+        clock: of a step's phases.
+        memory: reads this rank's; tests pass their own.
+        peak: floating-point operations per second of one rank's device, and where the number is
+            from.
+        recomputes: whether `flops` counts recomputed activations twice.
     """
 
     def __init__(
-        self, clock: PhaseClock, memory: Callable[[], Memory] = memory_of_this_rank
+        self,
+        clock: PhaseClock,
+        memory: Callable[[], Memory] = memory_of_this_rank,
+        *,
+        peak: tuple[float, str] = (0.0, ""),
+        recomputes: bool = False,
     ) -> None:
         self.clock = clock
         self.flops = 0.0  # floating-point operations of this rank in a full step
-        self.peak = 0.0  # floating-point operations per second of one rank's device
-        self.peak_source = ""
-        self.recomputes = False  # whether `flops` counts recomputed activations twice
+        self.peak, self.peak_source = peak
+        self.recomputes = recomputes
         self._memory, self._next, self._steps = memory, 0, 0
 
     def count(self) -> None:

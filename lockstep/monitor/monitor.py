@@ -61,7 +61,7 @@ class Monitor:
         self._config, self._run, self._is_main, self._total = config, run, is_main, total_steps
         self._events: deque[dict[str, Any]] = deque(maxlen=CAPACITY)  # that are not written yet
         self._writing_events = threading.Lock()  # the thread that writes a checkpoint tells of it
-        self._meters, self.counts_tokens = Meters(), True
+        self._meters = Meters()
         self._last: StepRecord | None = None  # the newest record, if it was not logged
         self._seen_one, self._skipped, self._memory, self._memory_read = False, 0, 0, 0.0
         self._figures, self._hosts = figures, hosts
@@ -264,7 +264,7 @@ class Monitor:
         row["samples_per_second"] = record.samples_per_second or rates.samples
         row["tokens_per_second"] = record.tokens_per_second or rates.tokens
         row["targets_per_second"] = record.targets_per_second or rates.targets
-        if not self.counts_tokens or rates.targets <= rates.samples:  # classes, images
+        if rates.tokens == 0 or rates.targets <= rates.samples:  # no token ids: classes, images
             for name in ("tokens_per_second", "targets_per_second", "tokens_read"):
                 row.pop(name, None)
         if not 0 <= row["time"] - self._memory_read < _MEMORY_SECONDS:  # the system call is slow

@@ -147,7 +147,7 @@ def workload_of(config: Config) -> Workload:
     loss_fn: Any = None
     if config.loss_fn is not None:
         # loads the trainer, which a plan does not need
-        from lockstep.trainer.setup import loss_fn_of
+        from lockstep.trainer.named_loss import loss_fn_of
 
         loss_fn = loss_fn_of(config)
     work = Workload(partial(build_model, config.model, facts), sample, loss_fn)

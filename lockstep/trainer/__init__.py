@@ -25,7 +25,7 @@ from lockstep.monitor.sinks import sink_named
 from lockstep.optim import Schedule, check_optimizer, check_schedule
 from lockstep.randomness import derive_key, seeded
 from lockstep.registry import load_object
-from lockstep.trainer.setup import check_loss_fn
+from lockstep.trainer.named_loss import check_named_loss
 from lockstep.trainer.trainer import Trainer
 
 __all__ = ["Trainer", "run"]
@@ -89,7 +89,7 @@ def stop_on_signals(trainer: Trainer) -> None:
 
     def ask(number: int) -> None:
         nonlocal interrupted
-        trainer.step.stop_asked = True
+        trainer.step.ask_to_stop()
         if number != signal.SIGINT:
             return
         if interrupted:
@@ -127,7 +127,7 @@ def _lookups(config: Config) -> Iterator[Callable[[], object]]:
     yield partial(check_model, config.model)
     yield partial(check_data, config.data)
     if config.loss_fn is not None:
-        yield partial(check_loss_fn, config.loss_fn)
+        yield partial(check_named_loss, config.loss_fn)
     yield partial(check_optimizer, training.optimizer, training.optimizer_args)
     yield partial(
         check_schedule,

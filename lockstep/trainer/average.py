@@ -39,7 +39,9 @@ class WeightAverage:
             what = f"there is no average with decay={decay}, start={start}, every={every}"
             fix = "write a decay from 0 to below 1 or None, and start and every of 1 or more"
             raise UsageError(what, where="WeightAverage", fix=fix)
-        self._decay, self._start, self._every = decay, start, every
+        self._decay = decay
+        self._start = start
+        self._every = every
         self.evaluates = evaluate
         self._placed: ParallelModel | None = None
         self._average: dict[str, Tensor] = {}

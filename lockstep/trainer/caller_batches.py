@@ -8,29 +8,28 @@ Tests: tests/trainer/test_loops.py, tests/trainer/test_own_loop.py
 
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import collectives
-from lockstep.collectives import object_device
-from lockstep.config import require_equation
-from lockstep.data import batch_length, holds_token_ids, move
+from lockstep.collectives import is_main_process, object_device
+from lockstep.config import TrainingConfig, require_equation
+from lockstep.data import batch_length, move
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import RunError, UsageError
+from lockstep.layout import Layout
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.records import StepRecord
 from lockstep.step import nominal_count
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat.pytree import tree_leaves
-
-if TYPE_CHECKING:
-    from lockstep.trainer.trainer import Trainer
+from lockstep.trainer.run_state import RunState
 
 
 @dataclass
@@ -54,73 +53,79 @@ class OpenStep:
 class StepWindow:
     """Collects the micro-batches of one step, which the caller passes one at a time."""
 
-    def __init__(self, trainer: "Trainer") -> None:
-        self._trainer = trainer
+    def __init__(self, run: RunState) -> None:
+        self._run = run
         self._accumulator: LossAccumulator | None = None
         self.open_step = OpenStep()
         self._samples = self._micro_batches_per_step = 0
         self._has_warned = False
         self._last: Any = None
 
-    def add(self, batch: Any) -> tuple[Tensor, StepRecord | None]:
+    def add(self, batch: Any, begin: Callable[[Any], None]) -> tuple[Tensor, StepRecord | None]:
         """Run forward and backward of this rank's next micro-batch.
 
         Return its mean loss, and the step's record.
+
+        Before the first micro-batch of all, `begin` is called with it.
         """
-        trainer = self._trainer
-        if trainer.placed.micro_step is None:
-            splits_model = strategy_named(trainer.layout.strategy).splits_model
-            what = "under a pipeline" if splits_model else "where workers share a rank"
-            what = "for a loss over the whole batch" if trainer.has_whole_batch_loss else what
-            raise UsageError(
-                f"{what} micro-batches can't be run one at a time", fix="use Trainer.steps(data)"
-            )
-        batch = move(batch, trainer.device)
+        run = self._run
+        step = self._run.step
         opened = self.open_step
+        if step.placed.micro_step is None:
+            raise UsageError(
+                f"{self._why_not()} micro-batches can't be run one at a time",
+                fix="use Trainer.steps(data)",
+            )
+        batch = move(batch, run.cluster.device)
         if opened.calls_per_step is None:
-            trainer.cluster.check()
-            trainer.check_trains()
-            _warn_of_equal_batches(trainer, batch)
-            calls = _calls_in_a_step(trainer, batch)
-            trainer.begin_training_steps(batch)
+            run.check_can_train()
+            _warn_of_equal_batches(batch, run.layout)
+            calls = _calls_in_a_step(run.config.training, batch, run.layout.data_parallel_size)
+            begin(batch)
             opened.calls_per_step = calls
-            self._micro_batches_per_step = calls * trainer.layout.data_parallel_size
-        if trainer.step.nominal is None:
-            trainer.step.set_nominal(batch, self._micro_batches_per_step)
+            self._micro_batches_per_step = calls * run.layout.data_parallel_size
+        if step.nominal is None:
+            step.set_nominal(batch, self._micro_batches_per_step)
         if self._accumulator is None:
             self._warn_of_end()
-            trainer.modes.before_step()
-            trainer.loss_check.before_step(
-                [MicroBatch(0, batch)], self._micro_batches_per_step, trainer.step.progress.step
-            )
-            trainer.step.reads_tokens = trainer.step.reads_tokens or holds_token_ids(batch)
-            self._accumulator, self._samples = trainer.step.open(self._micro_batches_per_step), 0
-        if trainer.step.stop_asked:
+            run.before_step([MicroBatch(0, batch)], self._micro_batches_per_step)
+            step.look_for_tokens(batch)
+            self._accumulator = step.open(self._micro_batches_per_step)
+            self._samples = 0
+        if step.stop_asked:
             self._accumulator.vote_to_stop()
-        self._samples, self._last = self._samples + batch_length(batch), batch
-        last = opened.calls + 1 == opened.calls_per_step
-        loss = self._run(batch, real=True, last=last)
+        self._samples += batch_length(batch)
+        self._last = batch
+        is_last = opened.calls + 1 == opened.calls_per_step
+        loss = self._pass(batch, real=True, last=is_last)
         opened.calls += 1
-        record = self._update() if last else None
+        record = self._update() if is_last else None
         # nan without a valid target, as torch has it
         return loss.summed() / torch.as_tensor(loss.targets), record
 
+    def _why_not(self) -> str:
+        """Return where micro-batches can't be run one at a time."""
+        if strategy_named(self._run.layout.strategy).splits_model:
+            return "under a pipeline"
+        if self._run.step.placed.local_training is not None:
+            return "where workers share a rank"
+        return "for a loss over the whole batch"
+
     def _warn_of_end(self) -> None:
         """Warn once if the caller's loop goes on after the run's end."""
-        trainer = self._trainer
-        if trainer.done and not self._has_warned and trainer.is_main_process:
-            self._has_warned = True
-            why = (
-                trainer.state.following.why_stopped()
-                if trainer.state.following.stopped
-                else "it was asked to stop"
-            )
-            if not trainer.was_stopped:
-                why = f"max_steps {trainer.step.total} are done"
-            warnings.warn(
-                f"{why}, and the loop of training_step goes on: end it where trainer.done is true",
-                stacklevel=5,
-            )
+        run = self._run
+        if not run.done or self._has_warned or not run.is_main_process:
+            return
+        self._has_warned = True
+        why = "it was asked to stop"
+        if run.results.stopped:
+            why = run.results.why_stopped()
+        elif not run.was_stopped:
+            why = f"max_steps {run.step.total} are done"
+        warnings.warn(
+            f"{why}, and the loop of training_step goes on: end it where trainer.done is true",
+            stacklevel=5,
+        )
 
     def warn_of_open_step(self, what: str) -> None:
         """Warn if micro-batches wait for an update, which `what` will not hold."""
@@ -135,11 +140,12 @@ class StepWindow:
         if self._accumulator is None:
             return None
         # a dummy with weight zero starts the reduction over ranks
-        self._run(self._last, real=False, last=True)
+        self._pass(self._last, real=False, last=True)
         return self._update()
 
-    def _run(self, batch: Any, *, real: bool, last: bool) -> Loss:
-        placed, step = self._trainer.placed, self._trainer.step
+    def _pass(self, batch: Any, *, real: bool, last: bool) -> Loss:
+        placed = self._run.step.placed
+        step = self._run.step
         assert placed.micro_step is not None
         assert self._accumulator is not None
         index, _ = placed.assign(self._micro_batches_per_step)[self.open_step.calls]
@@ -149,21 +155,21 @@ class StepWindow:
             )
 
     def _update(self) -> StepRecord:
-        trainer, accumulator, samples = self._trainer, self._accumulator, self._samples
+        accumulator = self._accumulator
+        samples = self._samples
         assert accumulator is not None
         self._accumulator = None
         self.open_step.calls = 0
-        if trainer.layout.world_size > 1:
+        if self._run.layout.world_size > 1:
             samples = int(collectives.all_reduce(samples, op="sum"))
-        return trainer.step.update(accumulator, samples)
+        return self._run.step.update(accumulator, samples)
 
 
-def _calls_in_a_step(trainer: "Trainer", first: Any) -> int:
+def _calls_in_a_step(training: TrainingConfig, first: Any, ranks: int) -> int:
     """Return the number of micro-batches that each rank passes per step.
 
     `first` has their size if no setting has.
     """
-    training, ranks = trainer.config.training, trainer.layout.data_parallel_size
     if training.global_batch_size is None:
         return training.accumulation
     size = training.batch_size if "batch_size" in training.model_fields_set else batch_length(first)
@@ -182,14 +188,13 @@ def _calls_in_a_step(trainer: "Trainer", first: Any) -> int:
     return calls
 
 
-def _warn_of_equal_batches(trainer: "Trainer", batch: Any) -> None:
+def _warn_of_equal_batches(batch: Any, layout: Layout) -> None:
     """Warn if two ranks pass the same first micro-batch: a loader without a sampler reads the same on all ranks."""
-    ranks = trainer.layout.data_parallel_size
-    if ranks == 1:
+    if layout.data_parallel_size == 1:
         return
-    digests: list[int] = [0] * trainer.layout.world_size
+    digests: list[int] = [0] * layout.world_size
     dist.all_gather_object(digests, _digest(batch))
-    if trainer.is_main_process and len(set(digests)) < ranks:
+    if is_main_process() and len(set(digests)) < layout.data_parallel_size:
         warnings.warn(
             "several ranks bring the same samples to training_step: they are trained on several"
             " times. Share them out: DataLoader(dataset,"
@@ -233,7 +238,8 @@ class MicroBatchAssigner:
     """
 
     def __init__(self, placed: ParallelModel) -> None:
-        self.placed, self.dp_size = placed, placed.layout.data_parallel_size
+        self.placed = placed
+        self.dp_size = placed.layout.data_parallel_size
         self.dp_rank = placed.assign(self.dp_size)[0][0]  # the ranks of one pipeline share it
         # divisor in backward, see `lockstep.step`; from the very first micro-batch
         self.nominal = 0.0

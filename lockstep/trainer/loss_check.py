@@ -33,7 +33,7 @@ from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import compiled_blocks
 from lockstep.torch_compat.pytree import tree_flatten, tree_map_only, tree_unflatten
-from lockstep.trainer.evaluator import evaluating, restored_buffers
+from lockstep.trainer.evaluation import evaluating, restored_buffers
 
 STEPS = 3  # number of steps to check: the first need not contain ignored targets
 _TOLERANCE = 1e-4  # relative; rounding of float32 is a hundred times less
@@ -66,7 +66,8 @@ class LossCheck:
     """
 
     def __init__(self, placed: ParallelModel, *, compiled: bool, coarse: bool) -> None:
-        self._placed, self._compiled = placed, compiled
+        self._placed = placed
+        self._compiled = compiled
         self.left = STEPS  # to check
         self._proportional = True
         coarse = coarse or placed.random_state.device.type != "cpu"
@@ -134,7 +135,8 @@ class LossCheck:
 
     def _finding(self, micro_batches: Sequence[MicroBatch], step: int) -> _Finding:
         """Return this rank's finding; all ranks run the same forward passes."""
-        placed, objective = self._placed, self._placed.objective
+        placed = self._placed
+        objective = self._placed.objective
         observed = objective.observed
         cut = _halved(micro_batches) if placed.wants_data else None
         batches = [micro_batches[0].batch] * 3 if cut is None else list(cut)
@@ -174,8 +176,10 @@ class LossCheck:
 
         Fewer if the model returns no loss in evaluation mode.
         """
-        placed, losses = self._placed, _Losses()
-        observed, piped = placed.objective.observed, placed.layout.pipeline > 1
+        placed = self._placed
+        losses = _Losses()
+        observed = placed.objective.observed
+        piped = placed.layout.pipeline > 1
         if observed is not None:
             observed.looks = True
         last_stage_begun = failed = False
@@ -287,7 +291,8 @@ def _halved(micro_batches: Sequence[MicroBatch]) -> _Split | None:
     None if that is impossible.
     """
     try:
-        batch, size = micro_batches[0].batch, num_samples(micro_batches[0].batch)
+        batch = micro_batches[0].batch
+        size = num_samples(micro_batches[0].batch)
     except UsageError:
         return None
     if size > 1:
@@ -296,7 +301,8 @@ def _halved(micro_batches: Sequence[MicroBatch]) -> _Split | None:
         )
         return (batch, one, other) if one is not None and other is not None else None
     if len(micro_batches) > 1:
-        one, other = micro_batches[0].batch, micro_batches[1].batch
+        one = micro_batches[0].batch
+        other = micro_batches[1].batch
         both = _joined(one, other)
         return (both, one, other) if both is not None else None
     return None
@@ -324,7 +330,8 @@ def _rows(tensor: Tensor, part: slice) -> Tensor:
 
 def _joined(one: Any, other: Any) -> Any:
     """Return two samples as one batch; None if their shapes differ."""
-    (leaves, spec), (others, other_spec) = tree_flatten(one), tree_flatten(other)
+    leaves, spec = tree_flatten(one)
+    others, other_spec = tree_flatten(other)
     if spec != other_spec or not all(_by_samples(leaf, 1) for leaf in (*leaves, *others)):
         return None
     pairs = list(zip(leaves, others, strict=True))
@@ -408,7 +415,8 @@ def _candidates(one: Any, other: Any) -> Iterator[tuple[str, float, float]]:
     for key in (
         one if isinstance(one, Mapping) else range(len(one) if isinstance(one, tuple | list) else 0)
     ):
-        a, b = one[key], other[key]
+        a = one[key]
+        b = other[key]
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or not a.ndim:
             continue
         member = f"batch[{key!r}]".replace("'", '"')

@@ -23,7 +23,8 @@ class Modes:
     """
 
     def __init__(self, placed: ParallelModel, optimizer: Optimizer) -> None:
-        self._placed, self._has_begun = placed, False
+        self._placed = placed
+        self._has_begun = False
         has_modes = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
         self._optimizer: Any = optimizer if has_modes else None
         if has_modes and placed.local_training is not None:

@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 from pydantic import BaseModel
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
@@ -21,9 +22,6 @@ from lockstep.errors import NoEffectWarning, UsageError, listed
 from lockstep.heartbeat import own_heartbeat
 from lockstep.layout import Layout
 from lockstep.strategy import OPTIONS_OF
-
-if TYPE_CHECKING:
-    from lockstep.trainer.trainer import Trainer
 
 _PACKAGE = str(Path(__file__).parents[1])
 _OFF: tuple[Any, ...] = (None, False, "none", "never", [], {})
@@ -63,11 +61,9 @@ def asked_keys(config: Config, given: Mapping[str, Any]) -> frozenset[str]:
 
 def _different(section: BaseModel, default: BaseModel, prefix: str) -> Iterator[str]:
     for name, field in type(section).model_fields.items():
-        key, value, usual = (
-            prefix + (field.alias or name),
-            getattr(section, name),
-            getattr(default, name),
-        )
+        key = prefix + (field.alias or name)
+        value = getattr(section, name)
+        usual = getattr(default, name)
         if (
             isinstance(value, BaseModel)
             and isinstance(usual, BaseModel)
@@ -124,7 +120,8 @@ _OF_RANKS = (
     "distributed.timeout_seconds",
     "monitor.straggler",
 )
-STEPS, TRAINING_STEP = "to Trainer.steps", "to Trainer.training_step"
+STEPS = "to Trainer.steps"
+TRAINING_STEP = "to Trainer.training_step"
 
 
 def report(found: Iterable[NoEffect], asked: frozenset[str], *, is_main: bool) -> None:
@@ -150,9 +147,11 @@ def _is_in(key: str, prefixes: tuple[str, ...]) -> bool:
 
 def warn(text: str) -> None:
     """Warn at the innermost line outside of the package."""
-    frame, level = sys._getframe(1), 2
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
+        frame = frame.f_back
+        level += 1
     warnings.warn(text, NoEffectWarning, stacklevel=level)
 
 
@@ -174,7 +173,9 @@ def of_log(names: Sequence[str], *, records: bool) -> str:
 def beside_others(config: Config, layout: Layout) -> Iterator[NoEffect]:
     """Yield the keys that need another one, which is not set, or ranks that this run has not."""
     strategy = layout.strategy
-    training, distributed, precision = config.training, config.distributed, config.precision
+    training = config.training
+    distributed = config.distributed
+    precision = config.precision
     decays = training.lr_schedule == "wsd" or ":" in training.lr_schedule
     skips = training.bad_numbers.action != "stop"
     needs: list[tuple[bool, str, str]] = [
@@ -238,10 +239,8 @@ def beside_others(config: Config, layout: Layout) -> Iterator[NoEffect]:
     if layout.world_size == 1:
         yield NoEffect(_OF_RANKS, "in one process", "it is about several ranks")
     if own_heartbeat().folder is None:
-        why, fix = (
-            "the launcher looks for hangs",
-            "start it by `lockstep launch` or `lockstep train`, or leave it out",
-        )
+        why = "the launcher looks for hangs"
+        fix = "start it by `lockstep launch` or `lockstep train`, or leave it out"
         yield NoEffect(("distributed.hang",), "to a process that no launcher has started", why, fix)
     for section, users in OPTIONS_OF.items():
         if strategy not in users and ":" not in strategy:
@@ -251,24 +250,26 @@ def beside_others(config: Config, layout: Layout) -> Iterator[NoEffect]:
             )
 
 
-def of_trainer(trainer: "Trainer") -> Iterator[NoEffect]:
+def of_trainer(
+    config: Config, layout: Layout, *, own_optimizer: bool, own_schedule: bool, has_directory: bool
+) -> Iterator[NoEffect]:
     """Yield the keys that mean nothing to a trainer in any way to train."""
-    config = trainer.config
-    yield from beside_others(config, trainer.layout)
-    if not trainer.scales_rate:
+    yield from beside_others(config, layout)
+    if own_optimizer:
         keys = tuple(f"training.{name}" for name in _RATES)
         why = "it brings its own options, so that there would be two of each"
         fix = "leave them out; or give the optimizer by its name, optimizer='adamw'"
         yield NoEffect(keys, "beside an optimizer of your own", why, fix, is_error=True)
-    if trainer.user_schedule is not None:
+    if own_schedule:
         keys = ("training.min_lr_ratio", "training.wsd_decay_ratio")
         yield NoEffect(keys, "beside a scheduler of your own", "the rate follows the scheduler")
-    if trainer.run_directory is None:
+    if not has_directory:
         yield from _without_directory(config)
 
 
 def _without_directory(config: Config) -> Iterator[NoEffect]:
-    nowhere, fix = "without output_dir", "write Trainer(…, output_dir=DIR), or leave it out"
+    nowhere = "without output_dir"
+    fix = "write Trainer(…, output_dir=DIR), or leave it out"
     best = ("checkpoint.keep_best", "checkpoint.load_best")
     yield NoEffect(
         best, nowhere, "no checkpoint is kept that could be the best", fix, is_error=True
@@ -299,9 +300,8 @@ def _without_directory(config: Config) -> Iterator[NoEffect]:
 # ---- what is known when it trains ----
 
 
-def of_way(trainer: "Trainer", where: str) -> Iterator[NoEffect]:
+def of_way(config: Config, where: str) -> Iterator[NoEffect]:
     """Yield the keys that mean nothing in a loop of the caller's own."""
-    config = trainer.config
     why = "evaluations are the loop's own: trainer.evaluate(val_data) in it counts"
     yield NoEffect(("training.eval_steps", "training.eval_strategy"), where, why)
     if where != TRAINING_STEP:
@@ -320,15 +320,11 @@ def of_way(trainer: "Trainer", where: str) -> Iterator[NoEffect]:
         fix = "write save_strategy='steps', or use Trainer.steps(data)"
         yield NoEffect(("checkpoint.save_strategy",), where, loops, fix, is_error=True)
     if config.training.bad_numbers.action == "rollback":
-        why, fix = (
-            f"{loops}, which can't be rewound",
-            "write action='skip', or use Trainer.steps(data)",
-        )
+        why = f"{loops}, which can't be rewound"
+        fix = "write action='skip', or use Trainer.steps(data)"
         yield NoEffect(("training.bad_numbers.action",), where, why, fix, is_error=True)
-    why, fix = (
-        "its micro-batches are gone when a step is found bad",
-        "leave it out, or use Trainer.steps(data)",
-    )
+    why = "its micro-batches are gone when a step is found bad"
+    fix = "leave it out, or use Trainer.steps(data)"
     yield NoEffect(("training.bad_numbers.recompute",), where, why, fix, is_error=True)
     fix = (
         "call trainer.load_checkpoint(trainer.best_checkpoint) after the loop, or use"

@@ -29,7 +29,7 @@ from lockstep.config import Config, apply_flags
 from lockstep.config.names import foreign_key
 from lockstep.data import StepBatches
 from lockstep.errors import UsageError
-from lockstep.heartbeat import called_by_all_ranks
+from lockstep.heartbeat import called_by_all_ranks, write_limits
 from lockstep.mesh import layout_of
 from lockstep.models.protocol import objective_of
 from lockstep.parallel.loss_accumulator import at_least, at_most, mean_of, tensor_of
@@ -43,9 +43,11 @@ from lockstep.torch_compat import foreach
 from lockstep.trainer import no_effect
 from lockstep.trainer.arguments import check_loss_fn, check_model
 from lockstep.trainer.caller_batches import MicroBatchAssigner
-from lockstep.trainer.evaluator import WINDOW, evaluate, evaluating, sample
+from lockstep.trainer.evaluation import WINDOW, evaluate, evaluating, sample
 from lockstep.trainer.loss_check import LossCheck
 from lockstep.trainer.modes import warn_of_evaluation_mode
+from lockstep.trainer.named_loss import loss_fn_of
+from lockstep.trainer.optimizer_setup import Unplaced
 from lockstep.trainer.plain_state import (
     load_imported,
     load_plain_state_dict,
@@ -53,13 +55,7 @@ from lockstep.trainer.plain_state import (
     plain_state_dict,
     state_of_model,
 )
-from lockstep.trainer.setup import (
-    PlacementSettings,
-    Unplaced,
-    loss_fn_of,
-    with_settings,
-    write_hang_limits,
-)
+from lockstep.trainer.settings import PlacementSettings, with_settings
 
 _SECTIONS = ("distributed", "precision")
 _OF_TRAINER = ("scheduler", "scheduler_metric", "output_dir", "after_update", "freeze_until")
@@ -99,7 +95,9 @@ def place(
     given = _dotted({**settings, **({} if strategy is None else {"strategy": strategy})})
     config = with_settings(config or Config(), given)
     here = cluster.setup(config.distributed)
-    write_hang_limits(config.distributed)
+    hang = config.distributed.hang
+    seconds = config.distributed.timeout_seconds
+    write_limits(hang.factor, hang.seconds, seconds)
     mode, _ = resolve_mode(config.precision.mode, here.device)
     layout = layout_of(config.distributed, here.facts)
     own_loops = strategy_named(layout.strategy).own_loops
@@ -146,8 +144,13 @@ class PlacedModel:
     """
 
     def __init__(self, placed: ParallelModel, mode: str, config: Config, here: Cluster) -> None:
-        self._placed, self._mode, self._config, self.step = placed, mode, config, 0
-        self._assigner, self._cluster, self._has_begun = MicroBatchAssigner(placed), here, False
+        self._placed = placed
+        self._mode = mode
+        self._config = config
+        self.step = 0
+        self._assigner = MicroBatchAssigner(placed)
+        self._cluster = here
+        self._has_begun = False
         self._loss_check = LossCheck(
             placed, compiled=config.training.compile, coarse=mode != "fp32"
         )
@@ -227,10 +230,8 @@ class PlacedModel:
             )
         self._loss_check.before_step(micro_batches, micro_batches_per_step, self.step)
         placed.objective.begin_step(micro_batches_per_step)
-        accumulator, nominal = (
-            placed.loss_accumulator(micro_batches_per_step),
-            self._assigner.nominal,
-        )
+        accumulator = placed.loss_accumulator(micro_batches_per_step)
+        nominal = self._assigner.nominal
         with placed.random_state.running("train", self.step):
             placed.forward_backward(micro_batches, accumulator, 1.0 / nominal)
         loss_sum, valid = accumulator.totals()
@@ -310,7 +311,8 @@ class PlacedModel:
             optimizers: by names of your own.
             metadata: further data to restore; JSON.
         """
-        snapshot, names = self._snapshot(), _names(self._placed)
+        snapshot = self._snapshot()
+        names = _names(self._placed)
         for name, optimizer in (optimizers or {}).items():
             snapshot.optimizers[name], snapshot.groups[name] = checkpoint.optimizer_state(
                 optimizer, names
@@ -345,12 +347,14 @@ class PlacedModel:
         Raises:
             UsageError: there is none; it is of another model, or lacks an optimizer.
         """
-        path, optimizers = local_path(path, "load_checkpoint"), optimizers or {}
+        path = local_path(path, "load_checkpoint")
+        optimizers = optimizers or {}
         found = path if (path / checkpoint.MANIFEST).exists() else checkpoint.resume_point(path)
         if found is None:
             what = f"there is no checkpoint in {path}"
             raise UsageError(what, fix="give a checkpoint, or the folder that was saved to")
-        target, names = self._snapshot(), _names(self._placed)
+        target = self._snapshot()
+        names = _names(self._placed)
         for name, optimizer in optimizers.items():
             if name not in checkpoint.optimizers_in(found):
                 raise UsageError(
@@ -377,7 +381,8 @@ class PlacedModel:
             checkpoint.restore_optimizer(
                 optimizer, names, target.optimizers[name], state["optimizer_groups"][name]
             )
-        self.step, loaded = int(state["step"]), state["metadata"]
+        self.step = int(state["step"])
+        loaded = state["metadata"]
         return dict(loaded)
 
     def _snapshot(self) -> checkpoint.Snapshot:

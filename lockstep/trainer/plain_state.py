@@ -38,7 +38,9 @@ def load_plain_state_dict(placed: ParallelModel, state: Mapping[str, Any]) -> No
     if form is None:
         checkpoint.scatter(state, placed.kept(), placed.named_aliases)
         return
-    ranks, failure, whole = checkpoint.Ranks(), "the model was not loaded", dict[str, Tensor]()
+    ranks = checkpoint.Ranks()
+    failure = "the model was not loaded"
+    whole = dict[str, Tensor]()
 
     def read() -> dict[str, Any]:
         of_loss = {name: value for name, value in state.items() if name in placed.loss_names}

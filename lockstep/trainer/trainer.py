@@ -5,9 +5,8 @@ Tests: tests/trainer/test_trainer.py, tests/trainer/test_cost_of_a_step.py
 
 import atexit
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
@@ -18,58 +17,54 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep import checkpoint, cluster
 from lockstep.bad_numbers import AnomalyDetector, BadNumbersError
-from lockstep.checkpoint import Snapshot
 from lockstep.config import Config, MonitorConfig, apply_flags
 from lockstep.config.names import advice_for_method
-from lockstep.data import StepBatches, StepSource, holds_token_ids
+from lockstep.data import StepSource
 from lockstep.errors import UsageError
-from lockstep.heartbeat import called_by_all_ranks, own_heartbeat
+from lockstep.heartbeat import called_by_all_ranks, own_heartbeat, write_limits
 from lockstep.mesh import layout_of
 from lockstep.models.hf_cache import switch_cache_off
 from lockstep.models.protocol import blocks_of, objective_of
 from lockstep.monitor import Monitor
 from lockstep.monitor.callbacks import understood
-from lockstep.monitor.meters import waits_counted
-from lockstep.optim import PlateauSchedule, scaled_learning_rate
+from lockstep.optim import PlateauSchedule
 from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.loss_weights import refuse_hidden
-from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.place import place
 from lockstep.paths import local_path
 from lockstep.precision import LossScale, Precision, loss_scale_for, resolve_mode
-from lockstep.records import RunDirectory, StepRecord
-from lockstep.run_lock import RunLock
+from lockstep.records import StepRecord
 from lockstep.step import Step
-from lockstep.trainer import arguments, no_effect, setup, whole_run
-from lockstep.trainer.average import AVERAGE
-from lockstep.trainer.caller_batches import StepWindow
-from lockstep.trainer.checkpointer import (
-    Checkpointer,
-    after_restart,
-    best_of,
-    evaluations,
-    find,
-    is_same_folder,
-    load,
-    require_same_epoch,
+from lockstep.trainer import (
+    arguments,
+    data_setup,
+    no_effect,
+    optimizer_setup,
     resume,
+    run_monitor,
+    saved_state,
+    start_lines,
 )
-from lockstep.trainer.evaluator import (
-    Evaluator,
-    Metrics,
-    evaluated,
-    evaluated_weights,
-    predicted,
-    sample,
-)
+from lockstep.trainer.caller_batches import StepWindow
+from lockstep.trainer.changed_settings import require_same_epoch
+from lockstep.trainer.checkpointer import Checkpointer, best_of, evaluations
+from lockstep.trainer.evaluation import sample
+from lockstep.trainer.evaluator import Evaluator, evaluated, evaluated_weights, predicted
+from lockstep.trainer.flight_dump import dump_collectives_on_request
 from lockstep.trainer.loss_check import LossCheck
+from lockstep.trainer.metrics import Metrics
 from lockstep.trainer.modes import Modes
+from lockstep.trainer.named_loss import loss_fn_of
+from lockstep.trainer.optimizer_setup import AfterUpdate, MakeOptimizer, MakeScheduler
 from lockstep.trainer.plain_state import plain_state_dict
-from lockstep.trainer.run_state import Following, RunState
-from lockstep.trainer.setup import AfterUpdate, MakeOptimizer, MakeScheduler, TrainerSettings
+from lockstep.trainer.results import Results
+from lockstep.trainer.run_end import closed_at_exit
+from lockstep.trainer.run_output import RunOutput
+from lockstep.trainer.run_state import RunState
+from lockstep.trainer.settings import TrainerSettings, with_settings
 from lockstep.trainer.train_loop import TrainLoop
-from lockstep.trainer.training_run import TakenStep, TakenSteps, TrainingRun
-from lockstep.trainer.whole_batch import WholeBatch, WholeBatchSteps
+from lockstep.trainer.training_run import TrainingRun
+from lockstep.trainer.whole_batch import WholeBatch, with_whole_batch_loss
 
 
 class Trainer:
@@ -123,117 +118,122 @@ class Trainer:
         arguments.check_loss_fn(loss_fn, "Trainer")
         own: dict[str, Any] = {**settings}
         if isinstance(optimizer, str):
-            own["optimizer"], optimizer = optimizer, None
-        self.callbacks = [
+            own["optimizer"] = optimizer
+            optimizer = None
+        self._callbacks = [
             one for one in own.get("callbacks") or () if not isinstance(one, str | Mapping)
         ]
-        if self.callbacks:
+        if self._callbacks:
             own["callbacks"] = [one for one in own["callbacks"] if isinstance(one, str | Mapping)]
-        for callback in self.callbacks:
+        for callback in self._callbacks:
             understood(callback)
         arguments.check_settings(
             own, (Trainer.train, Trainer.steps, Trainer.evaluate, Trainer.predict)
         )
         given = apply_flags(own)
-        self.config = setup.with_settings(config or Config(), given)
-        self.asked = no_effect.asked_keys(self.config, given)
-        self.cluster = cluster.setup(self.config.distributed)
-        self.device = self.cluster.device
-        self.layout = layout_of(self.config.distributed, self.cluster.facts)
-        self.mode, self.why_mode = resolve_mode(self.config.precision.mode, self.device)
-        loss_fn = loss_fn or setup.loss_fn_of(self.config)
+        config = with_settings(config or Config(), given)
+        asked = no_effect.asked_keys(config, given)
+
+        here = cluster.setup(config.distributed)
+        self.device = here.device
+        self.layout = layout_of(config.distributed, here.facts)
+        mode, why_mode = resolve_mode(config.precision.mode, here.device)
+        loss_fn = loss_fn or loss_fn_of(config)
         objective = objective_of(model, loss_fn)
-        before = setup.Unplaced.of(model, objective, loss_fn)
-        trained = [*model.parameters(), *before.of_loss]
-        self._is_frozen = not any(parameter.requires_grad for parameter in trained)
-        self.data_workers = 0  # of the training data
-        # Numbers of the whole model, and of a loss with weights; `place` refuses parameters that
-        # have none yet.
-        self.num_trained = sum(p.numel() for p in {*trained} if p.requires_grad and not is_lazy(p))
-        self.placed: ParallelModel = place(
+        before = optimizer_setup.Unplaced.of(model, objective, loss_fn)
+        trained = {p for p in (*model.parameters(), *before.of_loss) if p.requires_grad}
+        num_trained = sum(p.numel() for p in trained if not is_lazy(p))  # `place` refuses lazy ones
+        precision = Precision(mode, here.device.type)
+        placed = place(
             model,
             self.layout,
-            self.config.step,
-            device=self.device,
-            precision=Precision(self.mode, self.device.type),
+            config.step,
+            device=here.device,
+            precision=precision,
             objective=objective,
         )
-        refuse_hidden(self.placed, before.hidden)
-        self.has_whole_batch_loss = isinstance(loss_fn, WholeBatch)
+        refuse_hidden(placed, before.hidden)
         if isinstance(loss_fn, WholeBatch):
-            self.placed.forward_backward = WholeBatchSteps(self.placed, loss_fn).forward_backward
-            self.placed.micro_step = None
-        training = self.config.training
-        self.scales_rate = optimizer is None  # a user's optimizer brings its own learning rate
-        self.optimizer, self.rate_line = setup.make_optimizer(
-            optimizer, before, self.placed, self.config, self.global_batch_size
+            placed = with_whole_batch_loss(placed, loss_fn)
+        self.placed = placed
+
+        training = config.training
+        own_optimizer = optimizer is not None
+        batch = data_setup.global_batch_size(training, self.layout)
+        self.optimizer, rate_line = optimizer_setup.make_optimizer(
+            optimizer, before, placed, config, batch
         )
-        self.modes = Modes(self.placed, self.optimizer)
-        self.user_schedule = setup.user_schedule(
+        modes = Modes(placed, self.optimizer)
+        user_schedule = optimizer_setup.user_schedule(
             scheduler, self.optimizer, training, scheduler_metric
         )
-        schedule = self.user_schedule or setup.schedule_before_data(
-            training, own_optimizer=not self.scales_rate
-        )
+        plateau = user_schedule if isinstance(user_schedule, PlateauSchedule) else None
         self.step = Step(
-            self.placed,
+            placed,
             self.optimizer,
-            schedule,
+            user_schedule
+            or optimizer_setup.schedule_before_data(training, own_optimizer=own_optimizer),
             training.gradient_clip,
-            loss_scale_for(self.config.precision, self.mode),
+            loss_scale_for(config.precision, mode),
             anomaly_detector=AnomalyDetector(training.bad_numbers),
-            after_update=setup.after_update_calls(after_update, freeze_until, self.placed),
-            frozen_until=setup.frozen_until(freeze_until or {}, list(before.names.values())),
+            after_update=optimizer_setup.after_update_calls(after_update, freeze_until, placed),
+            frozen_until=optimizer_setup.frozen_until(
+                freeze_until or {}, list(before.names.values())
+            ),
         )
-        plateau = self.user_schedule if isinstance(self.user_schedule, PlateauSchedule) else None
         if plateau is None and scheduler_metric != "eval_loss":
-            what, fix = (
-                "scheduler_metric is for a ReduceLROnPlateau, and the trainer has none",
-                "leave it out",
-            )
+            what = "scheduler_metric is for a ReduceLROnPlateau, and the trainer has none"
+            fix = "leave it out"
             raise UsageError(what, where="Trainer(scheduler_metric=…)", fix=fix)
-        kept = self.config.checkpoint.keep_best, self.config.checkpoint.keep_best_mode
+
+        self.loss_check = LossCheck(placed, compiled=training.compile, coarse=mode != "fp32")
+        if isinstance(loss_fn, WholeBatch):
+            self.loss_check.skip()
         self.state = RunState(
-            self.step, following=Following(training.early_stopping, plateau), keep_best=kept
+            config=config,
+            asked=asked,
+            cluster=here,
+            output=RunOutput(output_dir, config.checkpoint, world_size=self.layout.world_size),
+            step=self.step,
+            modes=modes,
+            loss_check=self.loss_check,
+            results=Results(
+                training.early_stopping,
+                plateau,
+                config.checkpoint.keep_best,
+                config.checkpoint.keep_best_mode,
+            ),
+            mode=mode,
+            why_mode=why_mode,
+            num_trained=num_trained,
+            user_schedule=user_schedule,
+            own_optimizer=own_optimizer,
+            rate_line=rate_line,
         )
-        self.run_directory = (
-            RunDirectory(local_path(output_dir, "output_dir")) if output_dir is not None else None
+        hang = config.distributed.hang
+        seconds = config.distributed.timeout_seconds
+        write_limits(hang.factor, hang.seconds, seconds)
+        dump_collectives_on_request(own_heartbeat().folder, here.facts.rank)
+        found = no_effect.of_trainer(
+            config,
+            self.layout,
+            own_optimizer=own_optimizer,
+            own_schedule=user_schedule is not None,
+            has_directory=output_dir is not None,
         )
-        self.checkpoints: checkpoint.Directory | None = None  # where the run keeps them
-        self.lock: RunLock | None = None
-        if self.run_directory is not None:
-            storage = self.config.checkpoint.storage
-            self.checkpoints = (
-                self.run_directory.checkpoints
-                if storage is None
-                else checkpoint.build_storage(storage)
-            )
-            self.lock = RunLock(
-                self.run_directory.path, lambda text: print(f"lockstep: {text}", flush=True)
-            )
-        self.last_record: StepRecord | None = None
+        no_effect.report(found, asked, is_main=self.is_main_process)
+
         self._start_is_decided = False  # the run was resumed, loaded, or told to start afresh
         # until its data are compared with this run's
         self._resumed_from: checkpoint.CheckpointPath | None = None
-        self.heartbeat = own_heartbeat()
-        setup.write_hang_limits(self.config.distributed)
-        whole_run.dump_collectives_on_request(self.heartbeat.folder, self.cluster.facts.rank)
         self._start_lines: list[str] = []  # to log at the start
-        self.loss_check = LossCheck(
-            self.placed, compiled=training.compile, coarse=self.mode != "fp32"
-        )
-        if self.has_whole_batch_loss:
-            self.loss_check.skip()
-        no_effect.report(no_effect.of_trainer(self), self.asked, is_main=self.is_main_process)
         # the ways to train, and data, whose settings without effect were reported
         self._reported: set[str] = set()
-        self._window = StepWindow(self)
-        self.open_step = self._window.open_step
-        self._data_are_new = True  # no batch of the loop's data was looked at
-        self.current_run: TrainingRun | None = None  # the one in progress, or the last
+        self._window = StepWindow(self.state)
+        self._current: TrainingRun | None = None  # the run in progress, or the last
         self._monitor: Monitor | None = None  # that of the recorded run, or of `log` alone
         # that a loop which nothing records has not printed
-        self._placement_warnings = self.placed.warnings()
+        self._placement_warnings = placed.warnings()
 
     def train(
         self,
@@ -259,27 +259,31 @@ class Trainer:
         arguments.check_epochs(epochs)
         arguments.check_metrics(metrics, "Trainer.train")
         self._close_run()
+        run = self.state
         with ExitStack() as ending:
-            ending.callback(self._release_lock)
-            self._report("validation", lambda: no_effect.of_validation(self.config, val_data))
+            ending.callback(run.output.release)
+            self._report("validation", lambda: no_effect.of_validation(run.config, val_data))
             if metrics is not None and val_data is None:
                 no_effect.warn(
                     "metrics= means nothing without validation data: pass val_data to train(…)"
                 )
-            self.state.check_followed(metrics, evaluates=val_data is not None)
+            run.results.check_names(metrics, evaluates=val_data is not None)
             self._begin(train_data)
             source, total = self._open_source(train_data, epochs)
-            evaluator = Evaluator(self, val_data, metrics)
-            self._start_lines += whole_run.nothing_to_do(self, total, val_data)
+            evaluator = Evaluator(run, val_data, metrics)
+            lines = [*self._start_lines, *start_lines.nothing_to_do(run, total, val_data)]
             if line := evaluator.too_few(total):
-                self._start_lines.append(line)
-            monitor, around_step = whole_run.open_monitor(self, total, self._start_lines)
-            self._monitor, self._start_lines = monitor, []
+                lines.append(line)
+            monitor, around_step = run_monitor.open_monitor(run, total, lines, self._callbacks)
+            self._monitor = monitor
+            self._start_lines = []
             ending.callback(self._close_run)
-            self.current_run = run = TrainingRun(self, monitor, around_step)
-            loop = TrainLoop(run, evaluator)
-            record = loop.to_end(self._steps_of(run, source, total, train_data, epochs, "train"))
-            self.modes.eval()
+            self._current = TrainingRun(run, monitor, around_step)
+            steps = self._current.steps(
+                source, total, lambda: self._open_source(train_data, epochs)[0], "train"
+            )
+            record = TrainLoop(run, self._current, evaluator).to_end(steps)
+            run.modes.eval()
             self._load_best()
             return record
 
@@ -296,7 +300,7 @@ class Trainer:
                 f"Trainer has no {name!r}" + (f": {advice}" if advice else ""), name=name, obj=self
             )
 
-    @whole_run.closed_at_exit
+    @closed_at_exit
     def steps(
         self, train_data: Any, epochs: int | None = None, *, progress: bool | None = None
     ) -> Iterator[StepRecord]:
@@ -316,21 +320,21 @@ class Trainer:
                 True: a line every `log_steps`, also where there is no terminal; False: neither.
         """
         with ExitStack() as ending:
-            ending.callback(self._release_lock)
+            ending.callback(self.state.output.release)
             self._begin(train_data, no_effect.STEPS)
             source, total = self._open_source(train_data, epochs)
-            if line := whole_run.no_step_left(self, total):
+            if line := start_lines.no_step_left(self.state, total):
                 warnings.warn(line, stacklevel=2)
             run = self._open_run(total, progress)
-            steps = ending.enter_context(
-                closing(self._steps_of(run, source, total, train_data, epochs, "steps"))
+            steps = run.steps(
+                source, total, lambda: self._open_source(train_data, epochs)[0], "steps"
             )
-            for taken in steps:
+            for taken in ending.enter_context(closing(steps)):
                 if taken.record is not None:
                     # the caller may take any time
-                    self.heartbeat.beat(self.step.progress.step, "pause")
+                    own_heartbeat().beat(self.step.progress.step, "pause")
                     yield taken.record
-            is_last = epochs is None or self.was_stopped
+            is_last = epochs is None or self.state.was_stopped
             run.end_loop(is_last=is_last)
             if is_last:
                 self._load_best()
@@ -338,18 +342,23 @@ class Trainer:
     @property
     def done(self) -> bool:
         """Return whether the run has come to its end: its last step, an early stop, or a request to stop."""
-        return self.was_stopped or 0 < self.step.total <= self.step.progress.step
+        return self.state.done
 
     @property
-    def was_stopped(self) -> bool:
-        """Return whether the run was stopped: early, by its evaluations, or because a rank was asked to."""
-        return self.step.stopping or self.state.following.stopped
+    def config(self) -> Config:
+        """The whole config, with the batch size that the data have brought."""
+        return self.state.config
+
+    @property
+    def last_record(self) -> StepRecord | None:
+        """The record of the newest step; None before the first."""
+        return self.state.results.last_record
 
     def _report(self, where: str, found: Callable[[], Iterable[no_effect.NoEffect]]) -> None:
         """Report settings without effect somewhere, once."""
         if where not in self._reported:
             self._reported.add(where)
-            no_effect.report(found(), self.asked, is_main=self.is_main_process)
+            no_effect.report(found(), self.state.asked, is_main=self.is_main_process)
 
     def _begin(self, data: Any, where: str | None = None) -> None:
         """Lock the run directory, and resume by `checkpoint.resume` before the first step.
@@ -360,180 +369,98 @@ class Trainer:
         `train`.
         """
         if where is not None:
-            self._report(where, lambda: no_effect.of_way(self, where))
-        whole_run.lock_run_directory(self)
+            self._report(where, lambda: no_effect.of_way(self.config, where))
+        self.state.output.acquire()
         if self._start_is_decided or self.step.progress.step:
             return
-        self._adopt_batch_size(data)
+        self.state.adopt_batch_size(data)
         how = self.config.checkpoint.resume
-        if self.run_directory is not None or how not in ("auto", "never"):
+        if self.state.output.directory is not None or how not in ("auto", "never"):
             self.go_on_from(how)
 
     def _open_run(self, total: int | None, progress: bool | None) -> TrainingRun:
         """Return the run of a loop of the caller's own: the open one, or a new one."""
-        run = self.current_run
-        if run is not None and run.is_recorded and not run.is_closed:
-            run.settle()
-            run.monitor.go_on_to(total)
-            return run
+        current = self._current
+        state = self.state
+        if current is not None and current.is_recorded and not current.is_closed:
+            current.settle()
+            current.monitor.go_on_to(total)
+            return current
         self._close_run()
-        lines, self._start_lines = self._start_lines, []
-        around_step: whole_run.AroundStep = nullcontext
-        if is_recorded := whole_run.records_steps(self):
-            monitor, around_step = whole_run.open_monitor(
-                self, total, lines, prints=progress is not False
+        lines = self._start_lines
+        self._start_lines = []
+        around_step: run_monitor.AroundStep = nullcontext
+        is_recorded = run_monitor.records_steps(state, self._callbacks)
+        if is_recorded:
+            prints = progress is not False
+            monitor, around_step = run_monitor.open_monitor(
+                state, total, lines, self._callbacks, prints=prints
             )
+            self._monitor = monitor
         else:
-            monitor = whole_run.open_bar(self, total, progress)
+            monitor = run_monitor.open_bar(state, total, progress)
             if not progress:
                 self._report("log_steps", no_effect.of_unrecorded_loop)
-            for line in whole_run.idle_ranks(self) if self.is_main_process else ():
-                warnings.warn(line, stacklevel=3)
-        self._monitor = monitor if is_recorded else None  # `log` makes one of its own
-        self.current_run = run = TrainingRun(
-            self, monitor, around_step, in_callers_loop=True, is_recorded=is_recorded
+            idle = start_lines.idle_ranks(state)
+            if idle and self.is_main_process:
+                warnings.warn(idle, stacklevel=3)
+        run = TrainingRun(
+            state,
+            monitor,
+            around_step,
+            in_callers_loop=True,
+            is_recorded=is_recorded,
+            open_step=self._window.open_step,
         )
+        self._current = run
         if not is_recorded:
-            warnings_of_placement, self._placement_warnings = self._placement_warnings, []
+            warnings_of_placement = self._placement_warnings
+            self._placement_warnings = []
             run.say(*warnings_of_placement, *lines)
         return run
 
-    def _steps_of(
-        self,
-        run: TrainingRun,
-        source: StepSource,
-        total: int | None,
-        data: Any,
-        epochs: int | None,
-        name: str,
-    ) -> Generator[TakenStep]:
-        return run.steps(
-            source,
-            total,
-            lambda: self._open_source(data, epochs)[0],
-            lambda steps: self._take_all(steps, name),
-        )
-
-    def _settle(self) -> None:
-        """Save the step at which a loop was left, in a call that all ranks make."""
-        if self.current_run is not None:
-            self.current_run.settle()
-
     def _close_run(self) -> None:
         """Close the monitor of an earlier loop, or of `log` alone."""
-        if self.current_run is not None:
-            self.current_run.close()
+        if self._current is not None:
+            self._current.close()
         if self._monitor is not None:
             self._monitor.close()
         self._monitor = None
 
-    def _release_lock(self) -> None:
-        if self.lock is not None:
-            self.lock.release()
-
     def _load_best(self) -> None:
-        if (
-            self.config.checkpoint.load_best
-            and not self.step.stopping
-            and (best := self.best_checkpoint) is not None
-        ):
-            self.state.load(best)
-
-    def _take_all(self, source: StepSource, name: str) -> TakenSteps:
-        """Run the steps of a source.
-
-        Each counts as a call of the function `name`, which all ranks make together.
-        """
-        clock, beat, taken = self.step.clock, self.heartbeat.beat, iter(source)
-        clock.enter("data")
-        beat(self.step.progress.step + 1, "first")
-        with waits_counted(clock):
-            while True:
-                with self.heartbeat.call(name):
-                    batches = next(taken, None)
-                    if batches is None:
-                        break
-                    record = self._take(batches, source)
-                yield record, batches.last_of_epoch
-                beat(self.step.progress.step + 1, "step")
-                clock.enter("data")
-        beat(self.step.progress.step, "done")
-
-    def _take(self, batches: StepBatches, source: StepSource) -> StepRecord | None:
-        """Take one step; return no record if its data are skipped."""
-        if batches.step in self.step.avoid:
-            self.step.skip_step(batches.samples)
-            return None
-        if self._data_are_new:
-            self._data_are_new = False
-            self.step.reads_tokens = self.step.reads_tokens or holds_token_ids(
-                batches.mine[0].batch
-            )
-        self.modes.before_step()
-        if self.loss_check.left:
-            self.loss_check.before_step(batches.mine, batches.num_micro_batches, batches.step)
-        with self.current_run.around_step() if self.current_run is not None else nullcontext():
-            record = self.step.run(
-                batches.mine, batches.num_micro_batches, batches.samples, epoch=batches.epoch
-            )
-        self.state.source, self.state.ended_epoch = source.state_dict(), batches.last_of_epoch
-        self.last_record = record
-        return record
+        if not self.config.checkpoint.load_best or self.step.stopping:
+            return
+        best = self.best_checkpoint
+        if best is not None:
+            saved_state.load(self.state, best)
 
     def _open_source(self, data: Any, epochs: int | None) -> tuple[StepSource, int | None]:
         """Return the remaining steps, and the number of the last one, if it is known."""
-        self._data_are_new = True
-        self.cluster.check()
-        self.check_trains()
-        self._report("data", lambda: no_effect.beside_data(self.config, data))
-        setup.require_one_length(self.config, epochs)
-        self._adopt_batch_size(data)
-        source, total = setup.open_source(
+        run = self.state
+        run.check_can_train()
+        self._report("data", lambda: no_effect.beside_data(run.config, data))
+        data_setup.require_one_length(run.config, epochs)
+        run.adopt_batch_size(data)
+        source, total = data_setup.open_source(
             data,
-            self.config,
+            run.config,
             self.placed,
             epochs=epochs,
-            global_batch_size=self.global_batch_size,
+            global_batch_size=run.global_batch_size,
             start_step=self.step.progress.step,
-            position=self.state.source,
+            position=run.position,
         )
-        self.data_workers = setup.data_workers(data, self.config)
-        self.state.steps_per_epoch = source.steps_per_epoch
-        if self._resumed_from is not None and not self.config.checkpoint.allow_changes:
-            found, self._resumed_from = self._resumed_from, None
-            require_same_epoch(source, self.global_batch_size, found)
-        own_optimizer = not self.scales_rate
-        schedule = self.user_schedule or setup.schedule_over(
-            self.config.training, total, own_optimizer=own_optimizer
-        )
-        self.step.plan_run(total, schedule)
+        run.adopt_source(source, data_setup.data_workers(data, run.config))
+        if self._resumed_from is not None and not run.config.checkpoint.allow_changes:
+            found = self._resumed_from
+            self._resumed_from = None
+            require_same_epoch(source, run.global_batch_size, found)
+        run.plan_steps(total)
         if line := no_effect.unused_of_loader(data):
             self._start_lines.append(f"warning: {line}")
         if source.notice:
             self._start_lines.append(source.notice)
         return source, total
-
-    def check_trains(self) -> None:
-        """Raise a UsageError if all of the model was frozen, and is so still.
-
-        A pipeline's stage may be.
-        """
-        if self._is_frozen:
-            arguments.check_trains(self.placed.parameters)
-
-    def _adopt_batch_size(self, data: Any) -> None:
-        """Use a DataLoader's own batch size, if the settings have none.
-
-        The learning rate follows its rule.
-        """
-        config = setup.with_batch_size_of(data, self.config)
-        if config is self.config:
-            return
-        self.config = config
-        if self.scales_rate:
-            rate, self.rate_line = scaled_learning_rate(config.training, self.global_batch_size)
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["initial_lr"] = rate
 
     @called_by_all_ranks
     def training_step(self, batch: Any) -> Tensor:
@@ -549,8 +476,9 @@ class Trainer:
         `step.progress.step` says how many steps were made. The loop ends where `done` is true.
         """
         with self._bad_numbers_recorded():
-            loss, record = self._window.add(batch)
-            self._after_update(record)
+            loss, record = self._window.add(batch, self._begin_training_steps)
+            if record is not None:
+                self._record_update(record)
         return loss
 
     @contextmanager
@@ -559,31 +487,21 @@ class Trainer:
         try:
             yield
         except BadNumbersError as error:
-            if self.current_run is not None:
-                self.current_run.report_and_finish(error)
+            if self._current is not None:
+                self._current.report_and_finish(error)
             raise
 
-    def _after_update(self, record: StepRecord | None) -> None:
-        if record is not None:
-            self.last_record = record
-            assert self.current_run is not None
-            self.current_run.after_update(record)
+    def _record_update(self, record: StepRecord) -> None:
+        assert self._current is not None
+        self._current.after_update(record)
 
-    def begin_training_steps(self, batch: Any) -> None:
-        """Do what comes before the first step of a caller's own loop: resume, and open the run.
-
-        All ranks call it.
-        """
-        self._adopt_batch_size([batch])
+    def _begin_training_steps(self, batch: Any) -> None:
+        """Do what comes before the first step of a loop of `training_step`: resume, and open the run."""
+        self.state.adopt_batch_size([batch])
         self._begin([batch], no_effect.TRAINING_STEP)
-        training = self.config.training
-        own_optimizer = not self.scales_rate
-        total = training.max_steps
-        schedule = self.user_schedule or setup.schedule_over(
-            training, total, own_optimizer=own_optimizer
-        )
-        self.step.plan_run(total, schedule)
-        self._open_run(total, progress=None if self.run_directory is not None else False)
+        total = self.config.training.max_steps
+        self.state.plan_steps(total)
+        self._open_run(total, progress=None if self.state.output.directory is not None else False)
 
     @called_by_all_ranks
     def flush(self) -> None:
@@ -592,7 +510,9 @@ class Trainer:
         All ranks call it together.
         """
         with self._bad_numbers_recorded():
-            self._after_update(self._window.flush())
+            record = self._window.flush()
+            if record is not None:
+                self._record_update(record)
 
     @overload
     def evaluate(self, val_data: Any, *, counts: bool = True) -> float: ...
@@ -627,11 +547,12 @@ class Trainer:
             name.
         """
         arguments.check_metrics(metrics, "Trainer.evaluate")
-        self._settle()
+        if self._current is not None:
+            self._current.settle()
         self._report("validation", lambda: no_effect.of_validation(self.config, val_data))
-        found = evaluated(self, val_data, metrics)
-        if counts and self.current_run is not None and self.current_run.in_callers_loop:
-            self.current_run.add_evaluation(found)
+        found = evaluated(self.state, val_data, metrics)
+        if counts and self._current is not None and self._current.in_callers_loop:
+            self._current.add_evaluation(found)
         return float(found["loss"]) if metrics is None else found
 
     @called_by_all_ranks
@@ -650,7 +571,7 @@ class Trainer:
             tensors on the CPU, in the structure of the model's outputs (or of their member
             `logits`). Where samples have different shapes, a list of tensors, one for each sample.
         """
-        return predicted(self, data, transform)
+        return predicted(self.state, data, transform)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Log values of your own where `monitor.sinks` says.
@@ -669,14 +590,17 @@ class Trainer:
         if self.is_main_process:
             # nothing is recorded: one for `log` alone, until the process ends
             if self._monitor is None:
-                if self.run_directory is not None:
-                    self.run_directory.create()
-                self._monitor = Monitor(self.config.monitor, self.run_directory, is_main=True)
+                directory = self.state.output.directory
+                if directory is not None:
+                    directory.create()
+                self._monitor = Monitor(self.config.monitor, directory, is_main=True)
                 atexit.register(self._monitor.close)
             lost = self._monitor.on_log(self.step.progress.step if step is None else step, values)
             if lost and "log" not in self._reported:
                 self._reported.add("log")
-                no_effect.warn(no_effect.of_log(lost, records=self.run_directory is not None))
+                no_effect.warn(
+                    no_effect.of_log(lost, records=self.state.output.directory is not None)
+                )
 
     @called_by_all_ranks
     def save_checkpoint(
@@ -704,40 +628,28 @@ class Trainer:
         """
         self._window.warn_of_open_step("the checkpoint")
         self.step.flush()
-        snapshot = self.snapshot(include_optimizer=include_optimizer, metadata=metadata)
-        own = self.checkpoints
-        if path is None and own is None:
+        contents = saved_state.snapshot(
+            self.state, include_optimizer=include_optimizer, metadata=metadata
+        )
+        output = self.state.output
+        if path is None and output.checkpoints is None:
             raise UsageError(
                 "save_checkpoint() has no folder to write to", fix="give it a path, or output_dir=…"
             )
-        if path is None or (own is not None and is_same_folder(own, path)):
-            if self.current_run is not None:
-                return self.current_run.checkpointer.save_as_asked(snapshot)
+        if path is None or output.keeps(path):
+            if self._current is not None:
+                return self._current.checkpointer.save_as_asked(contents)
             monitor = Monitor(
-                MonitorConfig(sinks=[]), self.run_directory, is_main=self.is_main_process
+                MonitorConfig(sinks=[]), output.directory, is_main=self.is_main_process
             )
-            return Checkpointer(self, monitor).save_as_asked(snapshot)
-        config, text = self.config.checkpoint, self.config.to_yaml()
+            return Checkpointer(self.state, monitor).save_as_asked(contents)
+        config = self.config.checkpoint
+        text = self.config.to_yaml()
         options = checkpoint.SaveOptions(config.format, config.retries, sets_aside=True)
         folder = local_path(path, "save_checkpoint")
         return checkpoint.save(
-            folder, self.step.progress.step, snapshot, config_yaml=text, options=options
+            folder, self.step.progress.step, contents, config_yaml=text, options=options
         )
-
-    def snapshot(
-        self, *, include_optimizer: bool = True, metadata: dict[str, Any] | None = None
-    ) -> Snapshot:
-        """Return a checkpoint's contents for the current state, with the live tensors."""
-        self.modes.eval()
-        facts = {
-            "seed": self.config.training.seed,
-            "layout": str(self.layout),
-            "workers": self.layout.workers,
-            "global_batch_size": self.global_batch_size,
-        }
-        if any(getattr(call, "evaluates", False) for call in self.step.after_update):
-            facts["evaluated"] = AVERAGE  # whose weights count
-        return self.state.snapshot(facts, metadata or {}, include_optimizer=include_optimizer)
 
     @called_by_all_ranks
     def state_dict(self) -> dict[str, Tensor]:
@@ -748,8 +660,7 @@ class Trainer:
         `WeightAverage(evaluate=True)`. Names that begin with `loss_fn.` are of a loss function that
         has weights of its own (docs/how_to/loss.md).
         """
-        self.modes.eval()
-        with evaluated_weights(self):
+        with evaluated_weights(self.state):
             return plain_state_dict(self.placed)
 
     @called_by_all_ranks
@@ -762,14 +673,15 @@ class Trainer:
         are compared with those of the checkpoint, as in `resume`: changed rates apply, and another
         training is refused.
         """
-        found = find(self, str(path), "load_checkpoint")
+        found = resume.find(self.state.output, str(path), "load_checkpoint")
         if found is None:
             what = f"there is no checkpoint in {path}"
             raise UsageError(
                 what, fix="give a checkpoint, a run directory or its folder checkpoints/"
             )
-        self._start_is_decided, self._resumed_from = True, found
-        metadata, log_lines = load(self, found)
+        self._start_is_decided = True
+        self._resumed_from = found
+        metadata, log_lines = resume.load(self.state, found)
         self._start_lines += log_lines
         return self.step.progress.step, metadata
 
@@ -780,10 +692,8 @@ class Trainer:
         Without this call a run resumes by `checkpoint.resume` at its first step.
         """
         if self.config.checkpoint.resume == "never" != how:
-            what, fix = (
-                f"checkpoint.resume is never, and resume({how!r}) is called",
-                "write one of the two",
-            )
+            what = f"checkpoint.resume is never, and resume({how!r}) is called"
+            fix = "write one of the two"
             raise UsageError(what, where="checkpoint.resume", fix=fix)
         return self.go_on_from(how)
 
@@ -792,8 +702,10 @@ class Trainer:
 
         Ranks that a launcher has started again go on from what this launch has saved.
         """
-        whole_run.lock_run_directory(self)
-        self._resumed_from, log_lines = resume(self, after_restart(self, how))
+        output = self.state.output
+        output.acquire()
+        how = resume.after_restart(output.directory, how)
+        self._resumed_from, log_lines = resume.resume(self.state, how)
         self._start_is_decided = True
         self._start_lines += log_lines
         return self._resumed_from
@@ -804,7 +716,10 @@ class Trainer:
 
         All ranks ask for it together.
         """
-        directory, folder, config = self.run_directory, self.checkpoints, self.config.checkpoint
+        config = self.config.checkpoint
+        output = self.state.output
+        directory = output.directory
+        folder = output.checkpoints
         if folder is None or directory is None:
             return None
         return checkpoint.Ranks().broadcast(
@@ -815,32 +730,12 @@ class Trainer:
     @property
     def metrics(self) -> dict[str, Any]:
         """The newest metrics, by the names in `checkpoint.keep_best`."""
-        return self.state.metrics
-
-    @cached_property
-    def storage_is_shared(self) -> bool:
-        """Return whether all ranks see the same folder of checkpoints.
-
-        UsageError if not, and their format needs it.
-        """
-        folder, config = self.checkpoints, self.config.checkpoint
-        if self.layout.world_size == 1 or folder is None or config.save_strategy == "none":
-            return True
-        shared = checkpoint.is_shared(folder)
-        if not shared and config.format != "full":
-            what = f"the hosts do not share {folder}"
-            why = "each rank writes its part of a checkpoint, and they belong into one folder"
-            fix = (
-                "choose an --output-dir that all hosts mount, or checkpoint.format: full, which"
-                " rank 0 writes"
-            )
-            raise UsageError(what, where="checkpoint.format: " + config.format, why=why, fix=fix)
-        return shared
+        return self.state.results.metrics
 
     @property
     def is_main_process(self) -> bool:
         """Return whether this is rank 0."""
-        return self.cluster.facts.is_main
+        return self.state.is_main_process
 
     @property
     def scaler(self) -> LossScale:
@@ -850,11 +745,7 @@ class Trainer:
     @property
     def global_batch_size(self) -> int:
         """Samples in a full step, over all ranks."""
-        training = self.config.training
-        return (
-            training.global_batch_size
-            or training.batch_size * self.layout.batch_shares * training.accumulation
-        )
+        return self.state.global_batch_size
 
     def enable_gradient_checkpointing(self, mode: str = "full") -> None:
         """Recompute the activations of blocks in the backward pass from now on.
@@ -876,7 +767,7 @@ class Trainer:
             apply_activation_checkpointing(
                 blocks_of(part), mode, self.placed.random_state, every=every
             )
-        self.config = self.config.replaced({"training.gradient_checkpointing": mode})
+        self.state.change_settings({"training.gradient_checkpointing": mode})
 
     @called_by_all_ranks
     def forward(self, *inputs: Any, **more: Any) -> Any:
@@ -884,5 +775,5 @@ class Trainer:
 
         The same arguments on all ranks.
         """
-        self.modes.eval()
+        self.state.modes.eval()
         return sample(self.placed, 0, *inputs, **more)

@@ -11,27 +11,24 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from shlex import quote
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 from lockstep.bad_numbers import ALL_IGNORED, Anomaly, BadNumbersError
-from lockstep.data import StepSource
+from lockstep.data import StepBatches, StepLoader, StepSource
 from lockstep.errors import RunError, listed
+from lockstep.heartbeat import own_heartbeat
 from lockstep.monitor import Monitor
+from lockstep.monitor.meters import waits_counted
 from lockstep.records import StepRecord
-from lockstep.trainer import whole_run
 from lockstep.trainer.caller_batches import OpenStep
 from lockstep.trainer.checkpointer import Checkpointer
-
-if TYPE_CHECKING:
-    from lockstep.trainer.trainer import Trainer
+from lockstep.trainer.run_end import RunEnd
+from lockstep.trainer.run_monitor import AroundStep
+from lockstep.trainer.run_state import RunState
 
 _log = logging.getLogger("lockstep")
-
-TakenSteps = Iterator[tuple[StepRecord | None, bool]]
-"""(record, last of its epoch) of each step; no record if its data are skipped."""
 
 
 @dataclass
@@ -52,37 +49,41 @@ class TrainingRun:
 
     def __init__(
         self,
-        trainer: "Trainer",
+        run: RunState,
         monitor: Monitor,
-        around_step: whole_run.AroundStep = nullcontext,
+        around_step: AroundStep = nullcontext,
         *,
         in_callers_loop: bool = False,
         is_recorded: bool = True,
+        open_step: OpenStep | None = None,
     ) -> None:
-        self.trainer, self.monitor, self.around_step = trainer, monitor, around_step
-        self.in_callers_loop, self.is_recorded = in_callers_loop, is_recorded
-        self.checkpointer = Checkpointer(trainer, monitor)
+        self._run = run
+        self.monitor = monitor
+        self._around_step = around_step
+        self.in_callers_loop = in_callers_loop
+        self.is_recorded = is_recorded
+        self.checkpointer = Checkpointer(run, monitor)
         # the caller's loop ended before its data, at a step that is not saved
-        self.was_left = False
-        self._first = trainer.step.progress.step  # the one after which it begins
+        self._was_left = False
         self._evaluated: int | None = None  # the step of the last evaluation that counted
-        directory = trainer.run_directory if in_callers_loop else None
-        self._ending = _Ending(
-            weakref.ref(trainer), monitor, None if directory is None else str(directory.path)
+        directory = run.output.directory if in_callers_loop else None
+        self._end = RunEnd(
+            run,
+            monitor,
+            self.checkpointer,
+            first=run.step.progress.step,
+            path=None if directory is None else str(directory.path),
+            open_step=open_step or OpenStep(),
+            waits_for=(
+                run.results.waits_for_evaluations()
+                if in_callers_loop and run.is_main_process
+                else ""
+            ),
         )
-        if in_callers_loop and trainer.is_main_process:
-            self._ending.window, self._ending.waits_for = (
-                trainer.open_step,
-                trainer.state.waits_for_evaluations(),
-            )
-        self._closing = weakref.finalize(trainer, self._ending)
+        self._closing = weakref.finalize(self, self._end)
 
     def steps(
-        self,
-        source: StepSource,
-        total: int | None,
-        reopen: Callable[[], StepSource],
-        take: Callable[[StepSource], TakenSteps],
+        self, source: StepSource, total: int | None, reopen: Callable[[], StepSource], name: str
     ) -> Generator[TakenStep]:
         """Yield each step to the run's end, with rollbacks; close the source.
 
@@ -90,53 +91,89 @@ class TrainingRun:
             source: the remaining steps.
             total: the number of the run's last step, if it is known.
             reopen: returns the remaining steps anew, after a rollback.
-            take: runs the steps of a source.
+            name: of the function as whose call each step counts, which all ranks make together.
         """
-        trainer, checkpointer = self.trainer, self.checkpointer
-        step, following = trainer.step, trainer.state.following
         try:
             while True:
-                last, last_of_epoch = True, True
                 try:
-                    with whole_run.explain_worker_deaths(source):
-                        for record, last_of_epoch in () if trainer.was_stopped else take(source):
-                            self._record(record, source)
-                            last = step.progress.step == total or step.stopping
-                            if step.stopping:  # a process that is asked to end has little time
-                                checkpointer.after_step(last=True, last_of_epoch=last_of_epoch)
-                            yield TakenStep(record, last, last_of_epoch)
-                            last = last or step.stopping or following.stopped
-                            checkpointer.after_step(last=last, last_of_epoch=last_of_epoch)
-                            if last and trainer.was_stopped:
-                                break
-                    step.flush()
-                    if not last:  # the data ended, at an unknown length
-                        checkpointer.after_step(last=True, last_of_epoch=True)
-                    checkpointer.finish(must_succeed=True)
-                    self.note_place()
+                    yield from self._steps_of(source, total, name)
                     return
                 except BadNumbersError as error:
                     self._report(error.anomaly, source)
                     source.close()
-                    checkpointer.roll_back(error)
+                    self.checkpointer.roll_back(error)
                     source = reopen()
         except GeneratorExit:
             self._leave()
             raise
         except Exception:
-            self._ending.has_failed = True
-            checkpointer.finish_alone()
+            self._end.fail()
+            self.checkpointer.finish_alone()
             raise
         finally:
             source.close()
 
+    def _steps_of(self, source: StepSource, total: int | None, name: str) -> Generator[TakenStep]:
+        run = self._run
+        step = self._run.step
+        checkpointer = self.checkpointer
+        beat = own_heartbeat()
+        clock = step.clock
+        remaining = iter(source)
+        is_last = True
+        is_first = True
+        with explain_worker_deaths(source), waits_counted(clock):
+            while not run.was_stopped:
+                clock.enter("data")
+                beat.beat(step.progress.step + 1, "first" if is_first else "step")
+                with beat.call(name):
+                    batches = next(remaining, None)
+                    if batches is not None:
+                        record = self._take(batches, source, is_first=is_first)
+                if batches is None:
+                    beat.beat(step.progress.step, "done")
+                    break
+                self._record(record, source)
+                is_last = step.progress.step == total or step.stopping
+                if step.stopping:  # a process that is asked to end has little time
+                    checkpointer.after_step(last=True, last_of_epoch=batches.last_of_epoch)
+                yield TakenStep(record, is_last, batches.last_of_epoch)
+                is_last = is_last or run.was_stopped
+                checkpointer.after_step(last=is_last, last_of_epoch=batches.last_of_epoch)
+                is_first = False
+        step.flush()
+        if not is_last:  # the data ended, at an unknown length
+            checkpointer.after_step(last=True, last_of_epoch=True)
+        checkpointer.finish(must_succeed=True)
+
+    def _take(
+        self, batches: StepBatches, source: StepSource, *, is_first: bool
+    ) -> StepRecord | None:
+        """Take one step, the first one of a source or another.
+
+        Return no record if its data are skipped.
+        """
+        run = self._run
+        step = self._run.step
+        if is_first:
+            step.look_for_tokens(batches.mine[0].batch)
+        if batches.step in step.avoid:
+            step.skip_step(batches.samples)
+            return None
+        run.before_step(batches.mine, batches.num_micro_batches)
+        with self._around_step():
+            record = step.run(
+                batches.mine, batches.num_micro_batches, batches.samples, epoch=batches.epoch
+            )
+        run.note_position(source, ended_epoch=batches.last_of_epoch)
+        return record
+
     def after_update(self, record: StepRecord) -> None:
         """Record and save an update of `training_step`, whose loop is the caller's."""
-        step = self.trainer.step
+        step = self._run.step
         self._record(record, None)
-        last = step.progress.step == step.total or step.stopping
-        self.checkpointer.after_step(last=last, last_of_epoch=False)
-        self.note_place()
+        is_last = step.progress.step == step.total or step.stopping
+        self.checkpointer.after_step(last=is_last, last_of_epoch=False)
 
     def end_loop(self, *, is_last: bool) -> None:
         """Write what the caller's loop has recorded.
@@ -151,15 +188,13 @@ class TrainingRun:
 
     def record_end(self) -> None:
         """Record how the run ended."""
-        reason = "preempted" if self.trainer.step.stopping else "done"
-        self.monitor.event("stop", step=self.trainer.step.progress.step, reason=reason)
-        self._ending.is_recorded = True
+        self._end.record()
 
     def say(self, *lines: str) -> None:
         """Print lines, on rank 0; also where nothing records the steps, and the console has none of them."""
         if self.is_recorded:
             self.monitor.say(*lines)
-        elif self.trainer.is_main_process:
+        elif self._run.is_main_process:
             for line in lines:
                 print(f"lockstep: {line}", flush=True)
 
@@ -173,18 +208,16 @@ class TrainingRun:
 
         All ranks call it, in their next common call.
         """
-        if self.was_left:
-            self.was_left = False
+        if self._was_left:
+            self._was_left = False
             self.checkpointer.save(must_succeed=False)
             self.checkpointer.finish(must_succeed=False)
-            self.note_place()
 
     def close(self) -> None:
         """Close the monitor; the last line of a caller's loop says where the run is.
 
         A second call does nothing.
         """
-        self.note_place()
         self._closing()
 
     def add_evaluation(self, found: Mapping[str, Any]) -> None:
@@ -192,49 +225,43 @@ class TrainingRun:
 
         Early stopping, `keep_best` and schedulers act on it.
         """
-        trainer, following, step = (
-            self.trainer,
-            self.trainer.state.following,
-            self.trainer.step.progress.step,
-        )
+        run = self._run
+        of_run = self._run.results
+        step = self._run.step.progress.step
         results = {
             f"eval_{name}": value for name, value in found.items() if isinstance(value, int | float)
         }
-        trainer.state.require_followed(results)
-        if (
-            self._evaluated == step
-            and trainer.state.acts_on_evaluations
-            and trainer.is_main_process
-        ):
+        of_run.require_followed(results)
+        if self._evaluated == step and of_run.are_acted_on and run.is_main_process:
             _log.warning(
                 "warning: two evaluations after step %d count: for one that early_stopping,"
                 " keep_best and schedulers should not see, write evaluate(…, counts=False)",
                 step,
             )
-        was_stopped, self._evaluated, self._ending.waits_for = following.stopped, step, ""
-        trainer.state.record_evaluation(results, followed=True)
+        self._evaluated = step
+        self._end.was_evaluated()
+        was_stopped = of_run.stopped
+        of_run.record_evaluation(results, followed=True)
         self.checkpointer.remember_evaluation(step, results)
         self.monitor.on_eval({"step": step, **results})
-        if following.stopped and not was_stopped:
-            why = following.why_stopped()
+        if of_run.stopped and not was_stopped:
+            why = of_run.why_stopped()
             self.monitor.event("early_stop", step=step, reason=why)
             self.say(why)
-        if trainer.state.best_is_new:
+        if of_run.best_is_new:
             self.checkpointer.save(must_succeed=False)
-            self.note_place()
 
     def _leave(self) -> None:
         """Save the run if the caller's loop was left and this is its only rank.
 
         Others may not have left it.
         """
-        trainer = self.trainer
         if not self.in_callers_loop or sys.is_finalizing():
             self.checkpointer.finish_alone()
             return
-        trainer.heartbeat.beat(trainer.step.progress.step, "pause")
-        self.was_left = self.checkpointer.needs_save
-        if self.was_left and trainer.layout.world_size == 1:
+        own_heartbeat().beat(self._run.step.progress.step, "pause")
+        self._was_left = self.checkpointer.needs_save
+        if self._was_left and self._run.layout.world_size == 1:
             try:
                 self.settle()
             except RunError as error:
@@ -243,34 +270,27 @@ class TrainingRun:
                 )
         else:
             self.checkpointer.finish_alone()
-        self.note_place()
         self.monitor.pause()
 
-    def note_place(self) -> None:
-        """Note where the run is, for the line that it ends with."""
-        step = self.trainer.step.progress.step
-        self._ending.step = step if step > self._first else 0
-        self._ending.is_saved = step == self._first or not self.checkpointer.needs_save
-
     def _record(self, record: StepRecord | None, source: StepSource | None) -> None:
-        trainer, monitor = self.trainer, self.monitor
-        if trainer.lock is not None:
-            trainer.lock.check()
+        """Record a step; None: its data were skipped."""
+        run = self._run
+        monitor = self.monitor
+        run.output.check_lock()
         if record is not None:
-            monitor.counts_tokens = trainer.step.reads_tokens
             monitor.on_step(record)
-            if trainer.placed.later_log_lines:
-                self.say(*trainer.placed.take_log_lines())
-            trainer.state.record_step(record)
+            if run.step.placed.later_log_lines:
+                self.say(*run.step.placed.take_log_lines())
+            run.results.record_step(record)
             if record.recomputed:
                 monitor.event("recomputed", step=record.step, what=record.recomputed)
                 self.say(f"warning: {record.recomputed}")
-        if trainer.step.anomaly is not None:
-            self._report(trainer.step.anomaly, source)
+        if run.step.anomaly is not None:
+            self._report(run.step.anomaly, source)
 
     def report_and_finish(self, error: BadNumbersError) -> None:
         """Record the bad numbers that end a loop of `training_step`, and wait for a running save."""
-        self._ending.has_failed = True
+        self._end.fail()
         self._report(error.anomaly, None)
         self.checkpointer.finish_alone()
 
@@ -283,14 +303,14 @@ class TrainingRun:
             what=anomaly.what,
             loss=anomaly.loss,
             grad_norm=anomaly.grad_norm,
-            action=self.trainer.config.training.bad_numbers.action,
+            action=self._run.config.training.bad_numbers.action,
             samples=window and window.micro_batches,
-            epoch=window.epoch if window else self.trainer.step.progress.epoch,
+            epoch=window.epoch if window else self._run.step.progress.epoch,
         )
         text = without_targets(anomaly, source) if anomaly.no_targets else anomaly.what
         if self.is_recorded:
             self.monitor.say(f"warning: {text}")
-        elif self.trainer.is_main_process:
+        elif self._run.is_main_process:
             warnings.warn(text, stacklevel=6)
 
 
@@ -311,67 +331,13 @@ def _window_of(anomaly: Anomaly, source: StepSource | None) -> Any:
     return order.window(anomaly.step - 1) if order is not None else None
 
 
-@dataclass
-class _Ending:
-    """Closes a run when its trainer or the process ends.
-
-    It refers weakly to the trainer, not to keep it alive.
-    """
-
-    trainer: "weakref.ref[Trainer]"
-    monitor: Monitor
-    path: str | None  # the run directory of a caller's loop
-    step: int = 0  # the last one; 0: none was taken
-    is_saved: bool = True
-    is_recorded: bool = False  # the event of its end is written
-    has_failed: bool = False  # an error of the training ended it
-    window: OpenStep = field(default_factory=OpenStep)  # of `training_step`
-    waits_for: str = ""  # settings that wait for a first evaluation of the loop
-
-    def __call__(self) -> None:
-        """Save the last step where this is the only rank, close the monitor, and say where the run is."""
-        # an exception ended the script
-        failed = self.has_failed or getattr(sys, "last_value", None) is not None
-        trainer = self.trainer()
-        if trainer is not None and trainer.current_run is not None:
-            trainer.current_run.note_place()
-        saves = self.path is not None and not self.is_saved and not failed
-        if not failed:
-            self._warn_of_what_was_not_done(is_saved_now=saves)
-        if saves and trainer is not None and trainer.layout.world_size == 1:
-            try:
-                trainer.save_checkpoint()
-                self.is_saved = True
-            except RunError as error:
-                _log.warning("warning: step %d could not be saved: %s", self.step, error)
-        if self.path is not None and not self.is_recorded and not failed:
-            self.monitor.event("stop", step=self.step, reason="done")
-        self.monitor.close()
-        if self.path is None or self.step == 0 or self.has_failed:
-            return
-        if not self.is_saved:
-            fix = "all ranks call trainer.save_checkpoint() after the loop"
-            self.monitor.say(
-                f"warning: step {self.step} is the last one, and it is not saved: {fix}"
-            )
-        elif not failed:
-            self.monitor.say(
-                f"done after step {self.step} in {self.path}; `lockstep report"
-                f" {quote(str(self.path))}` draws it"
-            )
-
-    def _warn_of_what_was_not_done(self, *, is_saved_now: bool) -> None:
-        """Warn of micro-batches without an update, as a save does, and of settings that no evaluation has reached."""
-        if (waiting := self.window.sentence()) and not is_saved_now:
-            _log.warning(
-                "warning: %s, which the end of the loop drops: call trainer.flush() after it",
-                waiting,
-            )
-        if self.waits_for and self.step:
-            fix = "call trainer.evaluate(val_data) in it"
-            _log.warning(
-                "warning: %s did nothing: the loop made no evaluation that counts; %s",
-                self.waits_for,
-                fix,
-            )
-            self.waits_for = ""
+@contextmanager
+def explain_worker_deaths(source: StepSource) -> Iterator[None]:
+    """Add the samples being read to the error that torch raises when a data worker dies."""
+    try:
+        yield
+    except RuntimeError as error:
+        explained = source.explain(error) if isinstance(source, StepLoader) else None
+        if explained is None:
+            raise
+        raise explained from None

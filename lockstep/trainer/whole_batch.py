@@ -8,7 +8,7 @@ Contrastive Learning Batch Size under Memory Limited Setup" (arXiv:2101.06983).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -22,7 +22,7 @@ from lockstep.models.protocol import targets_of
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
-from lockstep.trainer.evaluator import micro_batch_of, on_cpu, restored_buffers
+from lockstep.trainer.evaluation import micro_batch_of, on_cpu, restored_buffers
 
 _FAILED = "the loss over the whole batch could not be computed"
 
@@ -46,6 +46,12 @@ class WholeBatch:
         return self.loss_fn(outputs, targets)
 
 
+def with_whole_batch_loss(placed: ParallelModel, loss: WholeBatch) -> ParallelModel:
+    """Return the placed model with steps whose loss is over all of their samples."""
+    steps = WholeBatchSteps(placed, loss)
+    return replace(placed, forward_backward=steps.forward_backward, micro_step=None)
+
+
 class WholeBatchSteps:
     """Runs the micro-batches of a step for a `WholeBatch` loss.
 
@@ -61,7 +67,9 @@ class WholeBatchSteps:
             )
             what = f"a loss over the whole batch is not supported {on}"
             raise UsageError(what, where="WholeBatch", fix="use ddp, fsdp, pipeline or tensor")
-        self._placed, self._loss, self._run = placed, loss, placed.forward_backward
+        self._placed = placed
+        self._loss = loss
+        self._run = placed.forward_backward
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
@@ -88,7 +96,8 @@ class WholeBatchSteps:
 
         def surrogate(outputs: Any, batch: Any) -> tuple[Tensor, int, int]:
             """Return a number whose gradient is the loss's, and whose value is this micro-batch's share of it."""
-            micro_batch, count = micro_batch_of(batch, micro_batches), batch_length(batch)
+            micro_batch = micro_batch_of(batch, micro_batches)
+            count = batch_length(batch)
             leaves = [leaf for leaf in tree_flatten(outputs)[0] if _is_float(leaf)]
             each = (
                 gradients[micro_batch.index]

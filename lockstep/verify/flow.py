@@ -389,7 +389,7 @@ class FlowRecorder:
         cls = next(
             (type(m).__name__ for m in modules if of_module and self._names.get(id(m)) == name), ""
         )
-        rank = self._trainer.cluster.facts.rank
+        rank = self._trainer.state.cluster.facts.rank
         self._found.append(
             recorded_flow.Deviation(stage, rank, micro_batch, name, what, relative, how, note, cls)
         )

@@ -201,7 +201,7 @@ def test_the_best_is_kept(tmp_path: Path) -> None:
     )
     resumed.resume("auto")
     resumed.train(Points(huge=tuple(range(96))))
-    rows = {row["step"]: row["loss"] for row in run.run_directory.read_metrics()}  # type: ignore[union-attr]
+    rows = {row["step"]: row["loss"] for row in run.state.output.directory.read_metrics()}  # type: ignore[union-attr]
     best = min((2, 4, 6), key=lambda step: rows[step])
     assert saved(tmp_path) == [f"step-{best:08}", "step-00000012"]
 

@@ -1,6 +1,9 @@
 """Phases, stragglers, memory and FLOPs on one rank, with clocks and figures that the test makes."""
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from lockstep.monitor.figures import StragglerWatch, first_step_counted, peak_fl
 from lockstep.monitor.meters import STEP_PHASES, Memory, waits_counted
 from lockstep.monitor.profiling import length, union, within
 from lockstep.records import StepRecord
-from lockstep.trainer import Trainer
+from lockstep.trainer import Trainer, run_monitor
 from tests.parity.toy import Tokens, language_model
 
 
@@ -148,7 +151,9 @@ def test_memory_that_is_nearly_full_or_uneven_is_said_once(
     ResourceMonitor()(StepRecord(step=1, loss=1.0, grad_norm=1.0, lr=0.1, samples=1, tokens=1))
 
 
-def test_flops_are_those_of_the_products_and_change_no_bit() -> None:
+def test_flops_are_those_of_the_products_and_change_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     figures = Figures(PhaseClock())
     first = first_step_counted(figures)
     a, b = torch.ones(8, 16, requires_grad=True), torch.ones(16, 4)
@@ -159,19 +164,29 @@ def test_flops_are_those_of_the_products_and_change_no_bit() -> None:
         a @ b
     assert figures.flops == 2 * 8 * 16 * 4 * 2, "of the first step only"
 
-    def losses(counted: bool) -> list[float]:
+    of_runs: list[Figures] = []
+
+    def counted_into(figures: Figures) -> Callable[[], AbstractContextManager[None]]:
+        of_runs.append(figures)
+        return first_step_counted(figures)
+
+    def losses(output_dir: Path | None) -> list[float]:
         settings = {
             "training.batch_size": 2,
             "training.global_batch_size": 8,
             "training.max_steps": 3,
             "precision.mode": "fp32",
         }
-        trainer = Trainer(language_model("transformer"), config=config_from(settings))
-        if counted:
-            trainer.around_step = first_step_counted(Figures(PhaseClock()))
+        trainer = Trainer(
+            language_model("transformer"), config=config_from(settings), output_dir=output_dir
+        )
         return [float(record.loss) for record in trainer.steps(Tokens())]
 
-    assert losses(True) == losses(False)
+    monkeypatch.setattr(run_monitor, "first_step_counted", counted_into)
+    plain = losses(None)  # nothing is recorded, so that nothing is counted
+    assert not of_runs
+    assert losses(tmp_path) == plain
+    assert of_runs[0].flops > 1e6
 
 
 def test_peaks_are_known_or_measured() -> None:

@@ -12,7 +12,7 @@ from lockstep.config.keys import all_keys
 from lockstep.config.schema import Config
 from lockstep.config.schema_training import Section
 from lockstep.errors import UsageError
-from lockstep.trainer.setup import PlacementSettings, TrainerSettings
+from lockstep.trainer.settings import PlacementSettings, TrainerSettings
 
 SECTIONS = {"training", "distributed", "data", "checkpoint", "monitor"}
 # Two sections have `name` and `args`, `async` is a word of Python's, and `optimizer` is an argument

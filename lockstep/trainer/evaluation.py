@@ -1,0 +1,172 @@
+"""Evaluates a placed model: every sample once, the mean over valid targets, the same number on every topology.
+
+Tests: tests/trainer/test_metrics.py
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep.bad_numbers import ALL_IGNORED
+from lockstep.checkpoint import Ranks
+from lockstep.collectives import is_main_process
+from lockstep.data import MicroBatch, StepBatches, StepSource
+from lockstep.parallel.buffers import restored
+from lockstep.parallel.loss_accumulator import Number, mean_of
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.torch_compat.pytree import tree_map
+
+WINDOW = 16  # micro-batches per all-reduce of losses; constant, so that the order of the sum is
+
+
+class EvaluationStoppedError(Exception):
+    """Raised on all ranks, after the same micro-batches, if one of them was asked to stop."""
+
+
+@contextmanager
+def evaluating(placed: ParallelModel) -> Iterator[None]:
+    """Put the model into evaluation mode for the block.
+
+    What FSDP2 has gathered is freed: shards may be written.
+    """
+    before = [(module, module.training) for part in placed.modules for module in part.modules()]
+    for part in placed.modules:
+        part.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def restored_buffers(placed: ParallelModel) -> AbstractContextManager[None]:
+    """Return a context that restores the buffers, such as running statistics, after the forward passes in it."""
+    further: list[Tensor] = []
+    # under local updates the common model is evaluated, with its own buffers
+    if placed.local_training is not None:
+        further = [value for name, value in placed.kept().items() if name not in placed.parameters]
+    return restored(placed.modules, further)
+
+
+def evaluate(
+    placed: ParallelModel,
+    source: StepSource | Generator[StepBatches, None, None],
+    *,
+    limit: int | None = None,
+    asked: Callable[[], bool] = lambda: False,
+    collector: "OutputCollector | None" = None,
+) -> float:
+    """Return the mean loss over an epoch, in windows of at most `WINDOW` micro-batches, or over its first `limit` ones.
+
+    EvaluationStoppedError: some rank was `asked` to stop; on every rank, after the same window.
+    """
+    # micro-batches of an evaluation are weighed by the mean of their terms' targets
+    placed.objective.begin_step(1)
+    loss_sum: Number = 0.0
+    count: Number = 0.0
+    try:
+        with evaluating(placed):
+            for batches in source:
+                accumulator = placed.loss_accumulator(batches.num_micro_batches)
+                left = math.inf if limit is None else limit - batches.step * WINDOW
+                # Those beyond the limit are dummies, since all ranks run the same number.
+                mine = [
+                    MicroBatch(m.index, m.batch, m.real and m.index < left) for m in batches.mine
+                ]
+                collecting = nullcontext() if collector is None else collector.window(mine)
+                with placed.random_state.running("eval", batches.step), collecting:
+                    placed.evaluate(mine, accumulator)
+                if asked():
+                    accumulator.vote_to_stop()
+                some_loss, some_count = accumulator.totals()
+                loss_sum = loss_sum + some_loss
+                count = count + some_count
+                if float(accumulator.stop_votes):  # host waits for the device
+                    raise EvaluationStoppedError
+    finally:
+        source.close()
+    if float(count) == 0 and is_main_process():  # host waits for the device
+        what = "no sample of the evaluation has a valid target, so its loss is nan"
+        warnings.warn(
+            f"{what}\n  why: {ALL_IGNORED}\n  do: look at the targets of the validation data",
+            stacklevel=2,
+        )
+    return float(mean_of(loss_sum, count))  # host waits for the device
+
+
+def sample(placed: ParallelModel, step: int, /, *inputs: Any, **more: Any) -> Any:
+    """Return the model's outputs in evaluation mode; random numbers follow from `step`.
+
+    All ranks call it together.
+    """
+    with evaluating(placed), placed.random_state.running("sample", step):
+        placed.random_state.at(0)
+        return placed.forward(*inputs, **more)
+
+
+@dataclass
+class OutputCollector:
+    """Sends what is kept of a model's outputs to rank 0; every rank has one."""
+
+    placed: ParallelModel
+    keep: Callable[[Any, Any], Any]  # (outputs, batch) → what is sent
+    # called on rank 0 with each of these, in the order of the micro-batches
+    receive: Callable[[Any], None]
+    failure: str  # the error message if one of these raises
+    skips_loss: bool = False  # data then need no targets
+
+    @contextmanager
+    def window(self, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+        """Collect from the forward passes in the block, which run these micro-batches.
+
+        All ranks enter it together.
+        """
+        kept: list[tuple[int, Any]] = []
+        failed: list[Exception] = []
+
+        def take(outputs: Any, batch: Any) -> tuple[Tensor, int, int] | None:
+            micro_batch = micro_batch_of(batch, micro_batches)
+            if micro_batch.real and self.placed.adds_losses and not failed:
+                try:
+                    kept.append((micro_batch.index, self.keep(outputs, batch)))
+                except Exception as error:  # of the user's code; the other ranks wait below
+                    failed.append(error)
+            return (
+                (torch.zeros((), device=self.placed.random_state.device), 1, 1)
+                if self.skips_loss
+                else None
+            )
+
+        with self.placed.objective.tap.opened(take):
+            yield
+
+        def sent() -> list[tuple[int, Any]]:
+            if failed:
+                raise failed[0]
+            return kept
+
+        def combine(rows: list[list[tuple[int, Any]]]) -> None:
+            for _, row in sorted(chain.from_iterable(rows), key=lambda pair: pair[0]):
+                self.receive(row)
+
+        Ranks().all_reduce(self.failure, sent, combine)
+
+
+def micro_batch_of(batch: Any, micro_batches: Sequence[MicroBatch]) -> MicroBatch:
+    """Return the micro-batch that holds this very batch."""
+    return next(one for one in micro_batches if one.batch is batch)
+
+
+def on_cpu(outputs: Any) -> Any:
+    """Return outputs with their tensors detached and on the CPU."""
+    return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, outputs)

@@ -1,0 +1,48 @@
+"""Answers the launcher, which asks the ranks of a run that hangs for their last collectives.
+
+Tests: tests/launch/test_hang.py
+"""
+
+import atexit
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from lockstep.heartbeat import DUMP
+from lockstep.torch_compat import flight_recorder
+
+_LOOK_SECONDS = 0.5
+_answering: set[Path] = set()
+
+
+def dump_collectives_on_request(folder: Path | None, rank: int) -> None:
+    """Write `flight-RANK.json`, the last collectives, into the launcher's folder whenever the file `dump` is new.
+
+    A rank that hangs waits in a collective and runs no Python; a thread beside it does.
+    """
+    read = flight_recorder.read
+    if folder is None or read is None or folder in _answering:
+        return
+    _answering.add(folder)
+    ends = threading.Event()
+
+    def watch() -> None:
+        answered = 0.0
+        while not ends.wait(_LOOK_SECONDS) and folder.is_dir():
+            asked = 0.0
+            with suppress(OSError):
+                asked = (folder / DUMP).stat().st_mtime
+            if asked > answered:
+                beside = folder / f".flight-{rank}"
+                beside.write_bytes(read())
+                beside.rename(folder / f"flight-{rank}.json")
+                answered = asked
+
+    thread = threading.Thread(target=watch, name="flight", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        ends.set()
+        thread.join()
+
+    atexit.register(end)

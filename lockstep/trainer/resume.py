@@ -1,0 +1,155 @@
+"""Finds the checkpoint from which a run goes on, and brings the run to it."""
+
+import os
+import time
+from shlex import quote
+from typing import Any
+
+import psutil
+
+from lockstep import checkpoint, collectives
+from lockstep.collectives import is_main_process
+from lockstep.errors import UsageError
+from lockstep.paths import local_path
+from lockstep.records import RunDirectory, last_lines
+from lockstep.trainer import saved_state
+from lockstep.trainer.changed_settings import compare, moved_schedule
+from lockstep.trainer.optimizer_options import apply_changed_settings
+from lockstep.trainer.run_output import RunOutput
+from lockstep.trainer.run_state import RunState
+
+
+def after_restart(directory: RunDirectory | None, how: str) -> str:
+    """Return how to resume on ranks that a launcher has started again: from what this launch has saved, if anything."""
+    if (
+        how == "auto"
+        or directory is None
+        or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    ):
+        return how
+
+    def has_saved() -> bool:
+        launched = psutil.Process(os.getppid()).create_time()
+        return any(
+            event["kind"] == "save" and event["time"] >= launched
+            for event in directory.read_events()
+        )
+
+    saved = checkpoint.Ranks().broadcast("the events of the run could not be read", has_saved)
+    return "auto" if saved else how
+
+
+def resume(run: RunState, how: str) -> tuple[checkpoint.CheckpointPath | None, list[str]]:
+    """Bring the run's state, and its run directory, to where it resumes.
+
+    Return lines to log, too.
+    """
+    started = time.perf_counter()
+    directory = run.output.directory
+    found = find(run.output, how)
+    rows = (
+        last_lines(directory.metrics, 50) if directory is not None and run.is_main_process else []
+    )
+    come_to = max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=0)
+    if found is None:
+        clear_later(run)
+        return None, []
+    _, log_lines = load(run, found)
+    clear_later(run)
+    step = run.step.progress.step
+    if come_to > step:
+        log_lines.append(
+            f"the run had come to step {come_to}: what follows step {step} is trained again"
+        )
+    if directory is not None and run.is_main_process:
+        seconds = time.perf_counter() - started
+        directory.append_event("resume", step=step, checkpoint=str(found), seconds=seconds)
+    return found, log_lines
+
+
+def load(run: RunState, found: checkpoint.CheckpointPath) -> tuple[dict[str, Any], list[str]]:
+    """Load a checkpoint from which the run goes on.
+
+    Return its metadata, and lines to log on what has changed since.
+
+    Changed settings apply from there on; a UsageError is raised if they make another training.
+    """
+    training = run.config.training
+    optimizer = run.step.optimizer
+    changed = compare(run.config, run.global_batch_size, found, is_main=run.is_main_process)
+    fresh = [dict(group) for group in optimizer.param_groups]
+    metadata, log_lines = saved_state.load(run, found)
+    step = run.step.progress.step
+    log_lines.append(f"resumes after step {step}, from {found}")
+    given = [str(change) for change in changed]
+    if run.own_optimizer:
+        given += run.given_options.apply_changes(optimizer)
+    else:
+        apply_changed_settings(optimizer.param_groups, fresh, changed)
+    if given:
+        log_lines.append(f"changed since that step: {', '.join(given)}")
+    if changed and not run.own_optimizer and run.user_schedule is None:
+        rate = optimizer.param_groups[0].get("initial_lr", training.learning_rate)
+        per_epoch = (
+            checkpoint.read_state(found).get("steps_per_epoch") if run.is_main_process else None
+        )
+        log_lines += moved_schedule(training, changed, step, rate, per_epoch)
+    return metadata, log_lines
+
+
+def clear_later(run: RunState) -> None:
+    """Drop what a run directory holds of steps after the current one; every rank calls it.
+
+    Metrics of later steps are dropped, and later checkpoints set aside: they are written again.
+    """
+    step = run.step.progress.step
+    directory = run.output.directory
+    if directory is not None and run.is_main_process:
+        directory.drop_after(step)
+        for path in checkpoint.set_aside(
+            run.output.checkpoints or directory.checkpoints, after=step
+        ):
+            directory.append_event("set_aside", step=step, checkpoint=path.name)
+    if run.layout.world_size > 1:
+        collectives.barrier()  # no rank reads the folder before it is in order
+
+
+def find(output: RunOutput, how: str, where: str = "--resume") -> checkpoint.CheckpointPath | None:
+    """Return where to resume: the newest whole checkpoint (`auto`), nowhere (`never`), or the given path.
+
+    A RunError is raised if there are checkpoints, and none is whole: a person has to decide about a
+    fresh start.
+    """
+    if how == "never":
+        return None
+    if how == "auto":
+        folder = output.checkpoints
+        if folder is None:
+            return None
+        if output.is_shared:
+            return checkpoint.resume_point(folder)
+        here = checkpoint.newest(folder, thorough=True) if is_main_process() else None
+        return checkpoint.copy_to_hosts(here)
+    if isinstance(output.checkpoints, checkpoint.Storage) and output.checkpoints.exists(how):
+        return output.checkpoints.path(how)
+    path = local_path(how, "the checkpoint to resume from")
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    if (path / checkpoint.MANIFEST).exists():
+        return path
+    found = checkpoint.resume_point(path) if path.is_dir() else None
+    if found is not None:
+        return found
+    why = (
+        f"there is no {checkpoint.MANIFEST} in it"
+        if path.is_dir()
+        else "there is no such file or folder"
+    )
+    fix = "give a folder checkpoints/step-…, or a run directory"
+    fix += ", auto or never" if where == "--resume" else ""
+    if path.is_file():
+        why = "it is a file, and a checkpoint is a folder"
+        fix = "load a file of weights into the model before the Trainer is made: "
+        fix += f"model.load_state_dict(torch.load({how!r})); or make a checkpoint of it: "
+        fix += f"`lockstep checkpoint import {quote(how)}`"
+    raise UsageError(f"{how} is not a checkpoint", where=where, why=why, fix=fix)
