@@ -4,12 +4,15 @@
 - *packed*: `a, b = x, y`, two assignments in one statement. It is none where one value reads
   another's target before that is assigned, as in `a, b = b, a`: statements one after the other
   would compute something else;
-- *walrus*: `:=` within `and` or `or`, where a reader has to tell whether it is reached.
+- *walrus*: `:=` within `and` or `or`, where a reader has to tell whether it is reached;
+- *undocumented*: a function of the package of twelve lines or more, at a line for a statement,
+  that has no docstring; methods such as `__init__` are left out, as their class has one.
 
-`line_exceptions.txt` counts what each file has of them. A number there may only fall:
+`line_exceptions.txt` counts what each file has of them. No file may have more, and the total of a
+rule only falls:
 
     python -m tests.line_rules            # what each file has, line by line
-    python -m tests.line_rules --write    # writes the counts, if none is higher than before
+    python -m tests.line_rules --write    # writes the counts, if no total is higher than before
 """
 
 import ast
@@ -25,6 +28,7 @@ from typing import NamedTuple
 from tests.ranks import REPOSITORY
 
 EXCEPTIONS = REPOSITORY / "tests" / "line_exceptions.txt"
+LONG = 12
 _FOLDERS = ("lockstep", "tests", "benchmarks", "examples", "docs")
 _KEEPS_THE_FORMATTER_AWAY = re.compile(r"#\s*fmt:\s*(skip|off)|#\s*yapf:\s*disable")
 
@@ -47,9 +51,19 @@ def breaches(text: str) -> Iterator[Breach]:
         if isinstance(node, ast.Assign) and any(_packs(target, node) for target in node.targets):
             yield Breach("packed", node.lineno)
 
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _lacks_words(node):
+            yield Breach("undocumented", node.lineno)
+
     for condition in _outermost_conditions(tree):
         if any(isinstance(node, ast.NamedExpr) for node in ast.walk(condition)):
             yield Breach("walrus", condition.lineno)
+
+
+def _lacks_words(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Tell whether a function is long for one without a docstring."""
+    length = len(ast.unparse(function).splitlines())  # however the formatter lays it out
+    is_special = function.name.startswith("__") and function.name.endswith("__")
+    return length >= LONG and not is_special and ast.get_docstring(function) is None
 
 
 def _packs(target: ast.expr, assignment: ast.Assign) -> bool:
@@ -81,8 +95,18 @@ def _outermost_conditions(node: ast.AST) -> Iterator[ast.BoolOp]:
 def found() -> dict[str, list[Breach]]:
     """Return the breaches of each Python file of the repository that has some."""
     paths = [path for folder in _FOLDERS for path in sorted((REPOSITORY / folder).rglob("*.py"))]
-    each = {str(path.relative_to(REPOSITORY)): list(breaches(path.read_text())) for path in paths}
-    return {path: there for path, there in each.items() if there}
+    found: dict[str, list[Breach]] = {}
+    for path in paths:
+        name = str(path.relative_to(REPOSITORY))
+        outside = not name.startswith("lockstep/")
+        there = [
+            breach
+            for breach in breaches(path.read_text())
+            if not (outside and breach.rule == "undocumented")
+        ]
+        if there:
+            found[name] = there
+    return found
 
 
 def counted(there: dict[str, list[Breach]]) -> dict[tuple[str, str], int]:
@@ -97,13 +121,24 @@ def allowed(listed: Path = EXCEPTIONS) -> dict[tuple[str, str], int]:
 
 
 def write(counts: dict[tuple[str, str], int], listed: Path = EXCEPTIONS) -> None:
-    """Write the counts. Raises SystemExit: one is higher than before."""
-    before = allowed(listed)
-    higher = [key for key, count in counts.items() if count > before.get(key, 0)]
+    """Write the counts. Raises SystemExit: a rule is broken more often than before.
+
+    What moves from one file to another is counted there, so a rule's total decides.
+    """
+    before = _totals(allowed(listed))
+    now = _totals(counts)
+    higher = {rule: f"{before[rule]} → {now[rule]}" for rule in now if now[rule] > before[rule]}
     if higher:
         raise SystemExit(f"higher than before, and so not written: {higher}")
     rows = [f"{path} {rule} {count}\n" for (path, rule), count in sorted(counts.items())]
     listed.write_text("".join(rows))
+
+
+def _totals(counts: dict[tuple[str, str], int]) -> Counter[str]:
+    totals: Counter[str] = Counter()
+    for (_, rule), count in counts.items():
+        totals[rule] += count
+    return totals
 
 
 def main() -> None:

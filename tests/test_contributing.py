@@ -1,4 +1,4 @@
-"""What the contributing guide points at is there."""
+"""What the contributing guide points at is there, and what it says is so."""
 
 import importlib
 import os
@@ -6,10 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from lockstep.checkpoint import Storage
+from tests.house import files, imports
 from tests.ranks import REPOSITORY
+from tests.seams.test_strategy import STRATEGY
 
 GUIDE = (REPOSITORY / "CONTRIBUTING.md").read_text()
 
@@ -59,12 +62,54 @@ def test_each_make_target_in_it_exists() -> None:
     assert set(re.findall(r"make ([\w-]+)", GUIDE)) <= set(targets)
 
 
+def test_rooms_load_without_torch_where_it_says_so() -> None:
+    sentence = re.search(r"it\. (`errors\.py`.*?) load without torch", GUIDE, re.DOTALL)
+    assert sentence is not None
+    rooms = [
+        name.removesuffix(".py").strip("/") for name in re.findall(r"`([\w/.]+)`", sentence[1])
+    ]
+    assert {"config", "cli", "launch", "records"} <= set(rooms)
+    loaded = ", ".join(f"lockstep.{room}" for room in rooms)
+    code = f"import sys, {loaded}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
+
+
+def test_what_looks_back_at_a_run_imports_nothing_that_trains() -> None:
+    trains = {"trainer", "step", "parallel", "models", "data", "optim", "monitor", "checkpoint"}
+    found = [
+        f"{module}: {other}"
+        for module in files()
+        if _room(module) in ("report", "diagnose")
+        for other in imports(module, in_functions=True)
+        if _room(other) in trains
+    ]
+    assert not found, found
+
+
+def _room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_examples_are_as_short_as_it_says() -> None:
+    storage = (REPOSITORY / "tests/checkpoint/memory_storage.py").read_text()
+    strategy = STRATEGY.partition("\n\nclass NotOne")[0].strip()
+    for words, text in (("in a hundred lines", storage), ("in forty lines", strategy)):
+        assert words in GUIDE
+        limit = 100 if "hundred" in words else 40
+        assert 0.7 * limit < len(text.splitlines()) <= limit, words
+
+
+def test_a_docstring_of_each_kind_is_asked_for_by_ruff() -> None:
+    """The guide says that pydocstyle holds them: what `pyproject.toml` leaves out is this and no more."""
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    assert {"D", "D401"} <= set(settings["select"])
+    assert {rule for rule in settings["ignore"] if rule.startswith("D")} == {"D105", "D107", "D417"}
+
+
 def test_a_storage_of_another_package_passes_the_tests_of_commit_kill_and_damage(
     tmp_path: Path,
 ) -> None:
-    """As the guide tells a newcomer: a copy of the example in a package elsewhere, and no edit in
-    the repository.
-    """
+    """As the guide tells a newcomer: a copy of the example in a package elsewhere, and no edit in the repository."""
     section = GUIDE.split("**A storage for checkpoints.**")[1].split("\n**")[0]
     assert set(re.findall(r"^\| `(\w+)\(", section, re.MULTILINE)) == Storage.__abstractmethods__
     (command,) = re.findall(

@@ -50,6 +50,10 @@ def test_the_list_has_no_room_that_keeps_the_rules() -> None:
         ("y = [a for x in z if x and (a := f(x) or 1)]", ["walrus"]),
         ("if (a := f()) is not None: pass", []),
         ("if a and f(lambda: b): pass", []),
+        ("def f():" + "\n    a = 1" * 10, []),
+        ("def f():" + "\n    a = 1" * 11, ["undocumented"]),
+        ('def f():\n    """Do it."""' + "\n    a = 1" * 11, []),
+        ("def __init__():" + "\n    a = 1" * 11, []),
     ],
 )
 def test_what_breaks_a_rule(line: str, rules: list[str]) -> None:
@@ -60,9 +64,13 @@ def test_counts_only_fall(tmp_path: Path) -> None:
     """`--write` refuses higher numbers: a rule is not relaxed by running a program."""
     listed = tmp_path / "listed.txt"
     listed.write_text("a.py packed 2\nb.py walrus 1\n")
-    write({("a.py", "packed"): 1}, listed)
-    assert listed.read_text() == "a.py packed 1\n"
-    for higher in (("a.py", "packed"), 2), (("a.py", "walrus"), 1), (("c.py", "packed"), 1):
+    write({("c.py", "packed"): 1}, listed)
+    assert listed.read_text() == "c.py packed 1\n"
+    for more in (
+        {("c.py", "packed"): 2},
+        {("c.py", "walrus"): 1},
+        {("a.py", "packed"): 1, ("c.py", "packed"): 1},
+    ):
         with pytest.raises(SystemExit, match="higher than before"):
-            write(dict([higher]), listed)
-    assert listed.read_text() == "a.py packed 1\n"
+            write(more, listed)
+    assert listed.read_text() == "c.py packed 1\n"

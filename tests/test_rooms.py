@@ -9,11 +9,11 @@ from tests.house import PACKAGE
 from tests.ranks import REPOSITORY
 from tests.rooms import TESTS, named_in, of_its_name, of_room, sources
 
-# What these test is no file of the package: pages, the rules of the house, and the tests
-# themselves.
+# What these test is no file of the package: pages, the rules of the house, and the tests themselves.
 _OF_THE_REPOSITORY = {
     "docs/test_daily.py",
     "docs/test_glossary.py",
+    "docs/test_sentences.py",
     "docs/test_site.py",
     "docs/test_snippets.py",
     "faults/test_table.py",
@@ -35,8 +35,7 @@ def test_each_source_file_has_tests_of_its_name_or_names_them() -> None:
         if not of_its_name(source) and not named_in(source)
     ]
     assert not without, (
-        "add a last paragraph to the docstring of the module, such as 'Tests:"
-        f" tests/parity/test_tensor.py': {without}"
+        f"add a last paragraph to the docstring of the module, such as 'Tests: tests/parity/test_tensor.py': {without}"
     )
 
 

@@ -73,6 +73,7 @@ def _stdout_is_closed() -> bool:
 
 
 def _dispatch(argv: list[str]) -> int:
+    """Run the verb that the first word names, or print what there is. Return the exit code."""
     verb = argv[0] if argv else "--help"
     if verb in ("-h", "--help"):
         width = max(map(len, VERBS))
@@ -93,7 +94,10 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def without_legacy(argv: Sequence[str]) -> list[str]:
-    """Remove `--local-rank=N` and `--local_rank N` before the verb, where `torch.distributed.launch` adds them."""
+    """Remove `--local-rank=N` before the verb.
+
+    `torch.distributed.launch` adds it there, also as `--local_rank N`.
+    """
     rest = list(argv)
     while rest and rest[0].partition("=")[0].replace("_", "-") == "--local-rank":
         rest = rest[1 if "=" in rest[0] else 2 :]

@@ -1,4 +1,6 @@
-"""Arguments that verbs share: a config and its overrides, processes and machines; and torchrun's further options.
+"""Arguments that verbs share: a config and its overrides, processes and machines.
+
+And torchrun's further options.
 
 Tests: tests/cli/test_unused_flags.py, tests/cli/test_cli.py
 """
@@ -127,7 +129,7 @@ class Parser(argparse.ArgumentParser):
     def take_only(
         self, form: str, accepts: Callable[[str], bool], fix: str = "leave it out"
     ) -> None:
-        """Raise a UsageError for an argument that was typed, and that this form of the command does not use."""
+        """Raise a UsageError for an argument that this form of the command does not use."""
         unused = [typed for dest, typed in self._typed.items() if not accepts(dest)]
         if unused:
             what = (
@@ -137,10 +139,17 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(what, where=f"the command {self.prog!r}", fix=fix)
 
     def refuse(self, form: str, *names: str, fix: str = "leave it out") -> None:
-        """Raise a UsageError if one of these arguments was typed, which this form of the command does not use."""
+        """Raise a UsageError if one of these arguments was typed.
+
+        This form of the command does not use them.
+        """
         self.take_only(form, lambda dest: dest not in names, fix)
 
     def _dashed(self, argv: list[str], until_script: bool) -> list[str]:
+        """Write flags with dashes, such as `--save_steps`, up to the script's own arguments.
+
+        A flag that may stand without a value gets its constant where another argument follows it.
+        """
         takes_value = {
             name for action in self._actions for name in action.option_strings if action.nargs != 0
         }
@@ -172,7 +181,10 @@ class Parser(argparse.ArgumentParser):
         }
 
     def _reject(self, tokens: list[str]) -> NoReturn:
-        """Raise one error for all unknown arguments, because commands are often copied from other tools."""
+        """Raise one error for all unknown arguments.
+
+        Commands are often copied from other tools, with several of them.
+        """
         from lockstep.config.names import advice_for_flag
 
         # others may be the values of these
@@ -253,7 +265,10 @@ def add_config(parser: Parser) -> None:
 def config_and_overrides(
     given: argparse.Namespace, *, required: bool = True
 ) -> tuple[Path | None, list[str]]:
-    """Return the config file, and the overrides: short names first, then KEY=VALUE in the order given."""
+    """Return the config file and the overrides.
+
+    Short names come first, then `KEY=VALUE` in the order given.
+    """
     from lockstep.config.flags import apply_flags, as_overrides
 
     values = {

@@ -1,4 +1,6 @@
-"""Writes what a newcomer starts from: a project, a model with its test, a script by which a shell completes commands.
+"""Writes what a newcomer starts from.
+
+That is a project, a model with its test, and a script by which a shell completes commands.
 
 Files are made of the templates beside this module, with `@NAME@` for what is filled in. Nothing is
 overwritten.
@@ -166,7 +168,9 @@ autoload -U +X bashcompinit && bashcompinit
 
 
 def completion_script(shell: str, verbs: Iterable[str]) -> str:
-    """Return the script, which reads options from `lockstep VERB --help` once per shell, so they are never out of date.
+    """Return the script that completes commands in a shell.
+
+    It reads the options from `lockstep VERB --help` once per shell, so they are never out of date.
 
     Raises UsageError: the shell is not supported.
     """

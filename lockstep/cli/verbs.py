@@ -1,4 +1,6 @@
-"""One function per verb, `argv -> exit code`: parses the arguments and calls the room that does the work.
+"""One function per verb, `argv -> exit code`.
+
+It parses the arguments and calls the room that does the work.
 
 Each verb imports what it needs, so that `--help` loads neither torch nor the schema.
 
@@ -355,7 +357,11 @@ def data(argv: list[str]) -> int:
 
 
 def plan(argv: list[str]) -> int:
-    """Run `lockstep plan CONFIG [KEY=VALUE …]`, or `lockstep plan --params N --seq-length N --batch-size N`."""
+    """Run `lockstep plan CONFIG`, or plan a transformer of a size alone.
+
+    `lockstep plan CONFIG [KEY=VALUE …]` or `lockstep plan --params N --seq-length N --batch-size
+    N`.
+    """
     parser = _plan_parser()
     given = parser.parse(argv)
     path, overrides = config_and_overrides(given, required=given.params is None)
@@ -419,6 +425,7 @@ _OF_PARAMS = ("params", "seq_length", "headroom", "gpus", "json", f"{FLAG}batch_
 
 
 def _plan_parser() -> Parser:
+    """Return the parser of `lockstep plan`."""
     text = "Predict the memory and time of a run, and which layout is best. Nothing is trained."
     parser = Parser("plan", text, ["lockstep plan run.yaml --gpus 8 --gpu-type A100-80GB"])
     add_config(parser)
@@ -451,7 +458,11 @@ def _plan_parser() -> Parser:
 
 
 def verify(argv: list[str]) -> int:
-    """Run `lockstep verify CONFIG [KEY=VALUE …] [--against TOPOLOGY,…]` or `… SCRIPT.py [--nproc-per-node N,…]`."""
+    """Run `lockstep verify CONFIG`, or `lockstep verify SCRIPT.py`.
+
+    `lockstep verify CONFIG [KEY=VALUE …] [--against TOPOLOGY,…]` or `… SCRIPT.py [--nproc-per-node
+    N,…]`.
+    """
     parser = Parser(
         "verify",
         "Prove that topologies take the steps that one process takes: the same samples, loss,"

@@ -1,4 +1,6 @@
-"""Evaluate `!calc "max(1, 64 // batch_size)"`, arithmetic over config values, once files and overrides are merged.
+"""Evaluate arithmetic over config values: `!calc "max(1, 64 // batch_size)"`.
+
+This happens once files and overrides are merged.
 
 A name is looked up among the neighbours of the expression, then among the variables that the
 template sets, then as a dotted key, as the last name of a key, in the table of foreign names, and
@@ -52,6 +54,7 @@ def evaluate(expression: str, lookup: Callable[[str], Number]) -> Number:
 
 
 def _value(node: ast.expr, lookup: Callable[[str], Number]) -> Number:
+    """Compute a parsed expression; `lookup` gives the numbers of its names. Raises ValueError."""
     if isinstance(node, ast.Constant):
         return _number(node.value)
     if isinstance(node, (ast.Name, ast.Attribute)):
@@ -118,6 +121,10 @@ class _Resolver:
         return node
 
     def number(self, node: Node, path: Path) -> Number:
+        """Return the number at a path of the tree, computed if it is an expression.
+
+        Raises UsageError.
+        """
         if not isinstance(node.value, Calc):
             return _number(node.value)
         if path in self.busy:
@@ -138,6 +145,11 @@ class _Resolver:
             self.busy.pop()
 
     def lookup(self, name: str, path: Path, variables: Mapping[str, Any]) -> Number:
+        """Return the number that a name stands for. Raises ValueError: the name is ambiguous.
+
+        Looked at are, in this order: the keys beside the expression, the template's variables, the
+        name as a dotted path, any key of that name, and the default of the schema.
+        """
         parts = tuple(name.split("."))
         beside = (*path[:-1], *parts)
         if beside != path and self.tree.has(beside):

@@ -1,4 +1,7 @@
-"""Refuse configs that contradict themselves, or that a strategy or the number of ranks can't follow."""
+"""Refuse configs that contradict themselves.
+
+Some settings can't be followed by a strategy, or by a number of ranks.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -101,7 +104,10 @@ def _mps(config: StepConfig, strategy: str) -> Iterator[Contradiction]:
 
 
 def _open_axes(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
-    """Yield what keeps a reproducible run from an axis: at most one, for one key mends all of it."""
+    """Yield what keeps a reproducible run from an axis.
+
+    There is at most one, because one key mends all of it.
+    """
     distributed = config.distributed
     context = _ranks(config, layout, "context")
     tensor = _ranks(config, layout, "tensor")
@@ -197,6 +203,7 @@ def _excluded(
 
 
 def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
+    """Yield what can't be combined with experts that are spread over ranks."""
     where = "distributed.expert_size"
     distributed = config.distributed
     ranks = _ranks(config, layout, "expert")
@@ -246,6 +253,7 @@ def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction
 
 
 def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
+    """Yield what can't be combined with batch normalisation over several micro-batches."""
     samples = config.training.batch_norm_samples
     size = config.training.batch_size
     if samples is None or samples == size:
@@ -293,7 +301,10 @@ def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradic
 
 
 def _buffers(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
-    """Yield the axes along which several ranks run one micro-batch: each sees a part of what a buffer is made of."""
+    """Yield the axes along which several ranks run one micro-batch.
+
+    Each of these ranks sees only a part of what a buffer is computed from.
+    """
     for axis, cut in (("context", "sequences"), ("tensor", "layers"), ("expert", "experts")):
         if config.distributed.buffers and _ranks(config, layout, axis) > 1:
             what = (
@@ -308,6 +319,7 @@ def _buffers(config: StepConfig, layout: Layout | None) -> Iterator[Contradictio
 def _of_strategy(
     strategy: Strategy, config: StepConfig, layout: Layout | None
 ) -> Iterator[Contradiction]:
+    """Yield the settings that a strategy can't follow, its own checks included."""
     compression = config.distributed.ddp.compression.kind
     dtype = config.precision.param_dtype
     instead = (
@@ -368,6 +380,7 @@ def _paths(config: Config) -> Iterator[Contradiction]:
 
 
 def _sizes(config: Config) -> Iterator[Contradiction]:
+    """Yield contradictions between the sizes and the lengths of a run."""
     t = config.training
     if t.max_steps is not None and t.num_train_epochs is not None:
         what = (
@@ -425,7 +438,7 @@ def _sizes(config: Config) -> Iterator[Contradiction]:
 
 
 def require_equation(training: TrainingConfig, ranks: int, batch_size: int | None = None) -> None:
-    """Refuse a `gradient_accumulation_steps` that contradicts `global_batch_size` on so many data-parallel ranks.
+    """Refuse a `gradient_accumulation_steps` that contradicts `global_batch_size`.
 
     `batch_size` is that of the data, if they decide it. Raises UsageError: with the equation.
     """
@@ -455,6 +468,7 @@ def divisors(number: int, near: int) -> list[int]:
 
 
 def _data_and_checkpoint(config: Config) -> Iterator[Contradiction]:
+    """Yield contradictions within the sections `data` and `checkpoint`."""
     data = config.data
     checkpoint = config.checkpoint
     if data.num_workers == 0 and data.prefetch_factor is not None:
@@ -478,6 +492,7 @@ def _data_and_checkpoint(config: Config) -> Iterator[Contradiction]:
 
 
 def _numbers(config: StepConfig) -> Iterator[Contradiction]:
+    """Yield contradictions between number formats, loss scaling and compression."""
     precision = config.precision
     scale = config.precision.loss_scale
     compression = config.distributed.ddp.compression
@@ -517,6 +532,7 @@ def _numbers(config: StepConfig) -> Iterator[Contradiction]:
 
 
 def _reproducible(config: StepConfig) -> Iterator[Contradiction]:
+    """Yield the settings under which the bits would depend on the number of ranks."""
     distributed = config.distributed
     if not distributed.reproducible:
         return
@@ -558,6 +574,10 @@ _REFUSED_ACCELERATE_OPTIONS = {
 
 
 def _accelerate(config: StepConfig) -> Iterator[Contradiction]:
+    """Yield the options of Accelerate that contradict the config.
+
+    Options that other keys of the config replace are among them.
+    """
     accelerate = config.distributed.accelerate
     for name, fix in _REFUSED_ACCELERATE_OPTIONS.items():
         if getattr(accelerate, name) is not None:

@@ -45,7 +45,10 @@ def run(verb: str, config: str | Path | None, overrides: Sequence[str] = ()) -> 
 
 
 def _schema() -> dict[str, Any]:
-    """Return the JSON schema of a config file, with `extends` and the short forms that loading expands."""
+    """Return the JSON schema of a config file.
+
+    It has `extends` and the short forms that loading expands.
+    """
     schema = Config.model_json_schema(by_alias=True)
     text = "A config that this one begins from: a file, by its path from here, or one that ships."
     schema["properties"] = {

@@ -1,4 +1,6 @@
-"""Find and read config files, by path, by name beside the file that extends them, or among those that ship.
+"""Find and read config files.
+
+A file is found by its path, by its name beside the file that extends it, or among those that ship.
 
 Tests: tests/config/test_loading.py, tests/config/test_commands.py, tests/test_ready_configs.py
 """

@@ -1,4 +1,6 @@
-"""Short names for the most used keys, as options of the command line and keywords of Python's `Trainer`.
+"""Short names for the most used keys.
+
+They are options of the command line and keywords of Python's `Trainer`.
 
 `--grad-clip 0` is `training.gradient_clip=0` is `Trainer(…, grad_clip=0)`. `Trainer` also accepts
 any key by its last name, and whole sections as dictionaries. Importing this loads neither torch nor
@@ -65,7 +67,9 @@ BY_NAME: dict[str, Flag] = {flag.name: flag for flag in FLAGS}
 
 
 def apply_flags(settings: Mapping[str, Any], where: str = "the settings") -> dict[str, Any]:
-    """Return settings by dotted key, given by short name, by the last name of a key, or by dotted key; dashes are `_`.
+    """Return settings by dotted key.
+
+    They are given by short name, by the last name of a key, or by dotted key. Dashes are `_`.
 
     Raises UsageError: a name is none of these, with the nearest one; or two names of one key are
     given.
@@ -94,6 +98,10 @@ def as_overrides(dotted: Mapping[str, Any]) -> list[str]:
 
 
 def _key(name: str, where: str) -> str:
+    """Return the key of the config that a short name means.
+
+    Raises UsageError: there is none, or several.
+    """
     if name in BY_NAME:
         return BY_NAME[name].key
     if name in SECTIONS or "." in name:
@@ -122,7 +130,10 @@ def _key(name: str, where: str) -> str:
 
 
 def _advice_on(name: str) -> str:
-    """Return the advice to write a known name: as a dotted key where several keys have it, or with the key it means."""
+    """Return the advice to write a known name.
+
+    Where several keys have the name, the advice is a dotted key.
+    """
     if name in BY_NAME or name in SECTIONS:
         return f"write {name}"
     from lockstep.config.keys import all_keys

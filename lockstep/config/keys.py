@@ -1,4 +1,6 @@
-"""The keys of the schema as data, with what each accepts in words, and the error messages for mistakes in a config.
+"""The keys of the schema as data, with what each accepts in words.
+
+Error messages for mistakes in a config are made here, too.
 
 Tests: tests/config/test_schema.py, tests/config/test_names.py
 """
@@ -63,13 +65,19 @@ def children(section: str) -> list[str]:
 
 
 def keys_named(name: str) -> list[str]:
-    """Return the dotted keys with this last name, without sections, those nearest to the root first."""
+    """Return the dotted keys with this last name, those nearest to the root first.
+
+    Sections are left out.
+    """
     found = [info.key for info in all_keys().values() if info.name == name and not info.is_section]
     return sorted(found, key=lambda key: key.count("."))
 
 
 def near_keys(name: str, section: str) -> list[str]:
-    """Return the dotted keys that `name` under `section` was probably meant to be, best first; perhaps none."""
+    """Return the dotted keys that `name` under `section` was probably meant to be, best first.
+
+    Perhaps none.
+    """
     elsewhere = keys_named(name)
     if elsewhere:
         return elsewhere
@@ -104,6 +112,7 @@ def _close(word: str, words: list[str], cutoff: float) -> list[str]:
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[KeyInfo]:
+    """Yield the keys of a section of the schema, and those of the sections within."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         section = _section(field.annotation)
@@ -226,7 +235,10 @@ def from_validation(error: ValidationError, tree: Node) -> list[Mistake]:
 
 
 def unknown_key(path: Path, tree: Node) -> list[Mistake]:
-    """Return the mistakes for a key that is not in the schema, with advice from foreign names or the nearest key."""
+    """Return the mistakes for a key that is not in the schema.
+
+    The advice comes from the table of foreign names, or is the nearest key.
+    """
     node = tree.find(path)
     if dotted_name(path) in _BLOCKS and isinstance(node.value, dict) and node.value:
         return [
@@ -251,6 +263,7 @@ def unknown_key(path: Path, tree: Node) -> list[Mistake]:
 
 
 def _unknown_in_block(path: Path, tree: Node) -> list[Mistake]:
+    """Describe an unknown key in a block of the template language, with the nearest keys."""
     block = str(path[0])
     name = str(path[-1])
     node = tree.find(path)
@@ -265,6 +278,7 @@ def _unknown_in_block(path: Path, tree: Node) -> list[Mistake]:
 
 
 def _suggestion(path: Path) -> str:
+    """Return what to write in place of an unknown key."""
     dotted = dotted_name(path)
     advice = advice_for(dotted)
     if advice is not None:
@@ -283,8 +297,12 @@ def _suggestion(path: Path) -> str:
 
 
 def _meant(path: Path) -> list[str]:
-    """Return the keys that were probably meant: of this very name, or of a similar one in the same section."""
-    name, section = str(path[-1]), dotted_name(path[:-1])
+    """Return the keys that were probably meant.
+
+    They have this very name, or a similar one in the same section.
+    """
+    name = str(path[-1])
+    section = dotted_name(path[:-1])
     near = near_keys(name, section)
     return [
         key for key in near if key.rpartition(".")[2] == name or key.rpartition(".")[0] == section
@@ -292,7 +310,10 @@ def _meant(path: Path) -> list[str]:
 
 
 def dotted_name(path: Sequence[str | int]) -> str:
-    """Return the path of a value as text: `monitor.callbacks[0]` for `("monitor", "callbacks", 0)`."""
+    """Return the path of a value as text.
+
+    `("monitor", "callbacks", 0)` is `monitor.callbacks[0]`.
+    """
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
@@ -314,6 +335,7 @@ def _path_in_file(loc: Sequence[str | int], tree: Node) -> Path:
 
 
 def _mistakes(details: ErrorDetails, path: Path, tree: Node) -> list[Mistake]:
+    """Translate one error of the schema's validation into mistakes with a place and a fix."""
     if details["type"] == "extra_forbidden":
         return unknown_key(path, tree)
     node = tree.find(path)

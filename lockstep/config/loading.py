@@ -1,4 +1,6 @@
-"""Load a checked `Config` from a YAML file, the files that it extends, and overrides; and write one as YAML.
+"""Load a checked `Config` from a YAML file, the files that it extends, and overrides.
+
+And write one as YAML.
 
 Mappings are merged key by key, anything else is replaced. A template is rendered first.
 """
@@ -25,7 +27,9 @@ _LENGTHS = ("max_steps", "num_train_epochs")  # two keys for the length of a run
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the config of a file, or of one that ships (`trainers/fsdp.yaml`), with overrides `section.key=VALUE`.
+    """Return the config of a file, or of one that ships (`trainers/fsdp.yaml`).
+
+    Overrides have the form `section.key=VALUE`.
 
     Raises UsageError: with all mistakes: file, line, key, and what to write instead.
     """
@@ -119,6 +123,7 @@ def with_overrides(tree: Node, overrides: Sequence[str]) -> Node:
 
 
 def _with_override(tree: Node, override: str) -> Node:
+    """Return the tree with one `section.key=VALUE` of the command line. Raises UsageError."""
     key, equals, text = override.partition("=")
     key = key.strip()
     shown = f"the override {override!r}"
@@ -170,6 +175,10 @@ def _put(tree: Node, path: KeyPath, value: Node, shown: str) -> Node:
 
 
 def _config(tree: Node, source: str) -> Config:
+    """Validate a tree, and check that its settings can be combined.
+
+    Raises UsageError with all mistakes.
+    """
     tree = calc.resolve(tree)
     try:
         config = Config.model_validate(tree.plain())
@@ -203,7 +212,10 @@ _EXCLAMATION_MARK = "\ue002"
 
 
 def _text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
-    """Write text with line breaks, or like that of the template language, in double quotes on one line."""
+    """Write a text of several lines in double quotes on one line.
+
+    So is a text that looks like the template language.
+    """
     if is_template(data):
         return dumper.represent_scalar(
             "tag:yaml.org,2002:str", data.replace("!", _EXCLAMATION_MARK), style='"'
@@ -237,7 +249,10 @@ _CoreDumper.add_representer(float, _float)
 
 
 def to_yaml(config: Config) -> str:
-    """Return a config as YAML with a blank line between sections, which `load_config` reads back as the same config."""
+    """Return a config as YAML with a blank line between sections.
+
+    `load_config` reads it back as the same config.
+    """
     text: str = yaml.dump(
         config.to_dict(),
         Dumper=_CoreDumper,

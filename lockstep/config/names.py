@@ -1,4 +1,6 @@
-"""Translate names of other trainers: the table `names.csv`, for error messages and the pages "Coming from …".
+"""Translate names of other trainers by the table `names.csv`.
+
+Error messages and the pages "Coming from …" use it.
 
 Nothing here imports pydantic, so that the command line can look up an option quickly.
 
@@ -89,13 +91,16 @@ def advice_for_flag(option: str) -> str | None:
 
 
 def advice_for_object(name: str) -> str | None:
-    """Return what to write instead of another trainer's object, such as `forgather.ml.tb_logger:TBLogger`."""
+    """Return what to write instead of another trainer's object.
+
+    An example is `forgather.ml.tb_logger:TBLogger`.
+    """
     rows = [row for row in table() if row.kind == "python" and row.theirs == name]
     return _joined(_advice(row, "{ours}: {value}") for row in rows)
 
 
 def advice_for_keyword(name: str) -> str | None:
-    """Return which keyword of `Trainer` to write instead of another trainer's, such as `max_grad_norm`."""
+    """Return the keyword of `Trainer` that replaces another trainer's, such as `max_grad_norm`."""
     texts = []
     for row in _matches(name):
         keyword = row.ours.rpartition(".")[2] + "=" + (row.value or "…")
@@ -112,7 +117,7 @@ def advice_for_keyword(name: str) -> str | None:
 
 
 def advice_for_method(name: str) -> str | None:
-    """Return what to write instead of a method of another trainer, such as `backward` or `prepare`."""
+    """Return what to write instead of another trainer's method, such as `prepare`."""
     found = [
         row
         for row in table()

@@ -1,4 +1,6 @@
-"""Translate the line syntax of the template language to Jinja's, line for line, without importing Jinja.
+"""Translate the line syntax of the template language to Jinja's, line for line.
+
+Jinja is not imported.
 
 `-- statement` becomes `{% statement %}`, and `== expression` `{{ expression }}`, with its text
 indented like the `==`. The text of a block takes the indentation of the block in the template that
@@ -105,7 +107,10 @@ def prepare(text: str, index: int, shown: str) -> PreparedTemplate:
 
 
 def strip_marks(rendered: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return the rendered text without marks, and for each of its lines the index of the file and the 1-based line."""
+    """Return the rendered text without marks, and where each line comes from.
+
+    For each line there is the index of its file and its number, from 1 on.
+    """
     plain: list[str] = []
     origins: list[tuple[int, int]] = []
     last = (0, 1)
@@ -125,6 +130,10 @@ def reindent(text: object, spaces: int) -> str:
 
 
 def _blocks(lines: list[str], shown: str) -> list[TemplateBlock]:
+    """Find the blocks of a template, nested ones included.
+
+    Raises UsageError: a statement is wrong.
+    """
     found: list[TemplateBlock] = []
     open_blocks: list[TemplateBlock] = []
     for number, line in enumerate(lines):
@@ -172,6 +181,7 @@ def _spaces(line: str) -> int:
 
 
 def _rewrite(lines: list[str], blocks: list[TemplateBlock], index: int) -> list[str]:
+    """Write the lines in Jinja's syntax, each with a mark of its file and number."""
     starts = {block.start: block for block in blocks}
     ends = {block.end: block for block in blocks}
     rewritten: list[str] = []

@@ -1,4 +1,6 @@
-"""Define the whole config, eight typed and strict sections, and its sections `checkpoint` and `monitor`.
+"""Define the config: eight typed and strict sections.
+
+The sections `checkpoint` and `monitor` are here; the others have modules of their own.
 
 `Config()` with all defaults is valid for use from Python, where model and data are given as
 objects; the command line also needs `model.name` and `data.name`. Nothing here imports torch.
@@ -35,10 +37,11 @@ class CheckpointConfig(Section):
     """Save every `save_steps` steps, at the end of each epoch, or never."""
     save_steps: int = key(100, "Steps between checkpoints.", ge=1)
     save_total_limit: int | None = key(3, ge=1)
-    """The number of newest checkpoints to keep; null: all. One is deleted only when a newer one is verified."""
+    """The number of newest checkpoints to keep; null: all. One is deleted only when a newer one is
+    verified."""
     keep_best: str | None = key(None, min_length=1)
-    """Also keep the best by this metric: `eval_loss`, `loss`, `grad_norm`, or one of the evaluation, `eval_NAME`; each
-    evaluation that is better than all before is saved."""
+    """Also keep the best by this metric: `eval_loss`, `loss`, `grad_norm`, or one of the
+    evaluation, `eval_NAME`; each evaluation that is better than all before is saved."""
     keep_best_mode: Literal["min", "max"] = key(
         "min", "Whether the least or the most `keep_best` is the best."
     )
@@ -46,11 +49,11 @@ class CheckpointConfig(Section):
         False, "Load the best checkpoint when the training is done. Needs `keep_best`."
     )
     format: Literal["sharded", "full", "local"] = key("sharded")
-    """`sharded`: every rank writes its part, any number of ranks can load it; `full`: one file of whole tensors;
-    `local`: every rank's part as it is, for the same topology only."""
+    """`sharded`: every rank writes its part, any number of ranks can load it; `full`: one file of
+    whole tensors; `local`: every rank's part as it is, for the same topology only."""
     storage: ObjectSpec | None = key(None)
-    """`package.module:Name`, or with `args`: a `lockstep.checkpoint.Storage` of your own; unset: the folder
-    `checkpoints/` of the run directory."""
+    """`package.module:Name`, or with `args`: a `lockstep.checkpoint.Storage` of your own; unset:
+    the folder `checkpoints/` of the run directory."""
     async_: bool = key(
         True, "Write while training goes on; a save waits for the previous one.", alias="async"
     )
@@ -58,13 +61,13 @@ class CheckpointConfig(Section):
         3, "Further tries of a save that the storage refuses, after 0.5 s, 1 s, 2 s …", ge=0
     )
     on_failure: Literal["continue", "stop"] = key("continue")
-    """After the last try: `continue` logs the failure, trains on and keeps the last good checkpoint; `stop` ends the
-    run. The save at the end of a run must succeed."""
+    """After the last try: `continue` logs the failure, trains on and keeps the last good
+    checkpoint; `stop` ends the run. The save at the end of a run must succeed."""
     resume: str = key("auto", min_length=1)
     """`auto`: from the newest whole checkpoint, if there is one; `never`; or a path."""
     allow_changes: bool = key(False)
-    """Resume though the model, the data, the seed or the global batch changed since the checkpoint; otherwise a resume
-    refuses such changes and lists them."""
+    """Resume though the model, the data, the seed or the global batch changed since the checkpoint;
+    otherwise a resume refuses such changes and lists them."""
 
 
 class ProfileConfig(Section):
@@ -91,7 +94,8 @@ class StragglerConfig(Section):
     """Warnings about slow ranks."""
 
     threshold: float = key(1.3, gt=1)
-    """A rank's own time in a step, without waiting, as a multiple of the median of the other ranks."""
+    """A rank's own time in a step, without waiting, as a multiple of the median of the other
+    ranks."""
     patience: int = key(
         3, "The number of times in a row before a warning; checked about once a second.", ge=1
     )
@@ -139,8 +143,8 @@ class Config(Section):
 
     model: ModelConfig = section(ModelConfig, "The model.")
     loss_fn: ObjectSpec | None = key(None)
-    """`cross_entropy`, `mse`, `l1`, `bce_with_logits`, `package.module:Name`, or one with `args`; unset: the model's
-    own loss."""
+    """`cross_entropy`, `mse`, `l1`, `bce_with_logits`, `package.module:Name`, or one with `args`;
+    unset: the model's own loss."""
     data: DataConfig = section(DataConfig, "The data.")
     training: TrainingConfig = section(TrainingConfig, "The step and the optimizer.")
     precision: PrecisionConfig = section(PrecisionConfig, "Numbers.")
@@ -151,7 +155,10 @@ class Config(Section):
     @field_validator("loss_fn", mode="before")
     @classmethod
     def _loss_by_name(cls, value: Any) -> Any:
-        """Replace the short name of a loss that ships, in `loss_fn: mse` or `{name: mse, args: {…}}`."""
+        """Replace the short name of a loss that ships.
+
+        It is written `loss_fn: mse` or `{name: mse, args: {…}}`.
+        """
         if isinstance(value, str):
             return LOSSES.shipped.get(value, value)
         if isinstance(value, dict) and "name" in value:
@@ -160,7 +167,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _keys_from_accelerate(self) -> "Config":
-        """Set `precision.mode` and `device` from `accelerate.mixed_precision` and `.cpu`, unless they are set."""
+        """Set `precision.mode` and `device` from the section `accelerate`.
+
+        A key that is set stays.
+        """
         accelerate = self.distributed.accelerate
         is_open = self.precision.mode == "auto" or "mode" not in self.precision.model_fields_set
         if accelerate.mixed_precision is not None and is_open:
@@ -187,7 +197,9 @@ class Config(Section):
         return load_config(path, overrides)
 
     def replaced(self, changes: Mapping[str, Any]) -> "Config":
-        """Return a copy with some keys changed, `{"distributed.strategy": "fsdp"}`, checked like a file.
+        """Return a copy with some keys changed.
+
+        `{"distributed.strategy": "fsdp"}` is checked like a file.
 
         Raises UsageError: a key or a value is wrong, or they contradict each other.
         """

@@ -1,4 +1,6 @@
-"""Define the sections `model`, `data`, `training` and `precision` of the config, and build the objects that it names.
+"""Define the sections `model`, `data`, `training` and `precision` of the config.
+
+The objects that a config names are built here, too.
 
 Descriptions of fields, long ones in a docstring below, are the documentation of the keys. The
 defaults are those of a plain loop in PyTorch, in float32, without a schedule and without clipping;
@@ -28,7 +30,9 @@ from lockstep.registry import OPTIMIZERS, SCHEDULES, Registry, load_object, requ
 
 
 class Named:
-    """The type of a key whose value is a name from a registry, a word of `also`, or `package.module:Name`.
+    """The type of a key whose value names an object.
+
+    The name is from a registry, a word of `also`, or `package.module:Name`.
 
     It annotates a `str`: `Annotated[str, Named(STRATEGIES)]`.
     """
@@ -72,7 +76,10 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _empty_means_default(cls, value: Any) -> Any:
-        """Replace null by the defaults of a section: `training:` with nothing but comments under it is null in YAML."""
+        """Replace null by the defaults of a section.
+
+        `training:` with nothing but comments under it is null in YAML.
+        """
         if not isinstance(value, dict):
             return value
         containers = {
@@ -115,8 +122,8 @@ class ModelConfig(Section):
     """The model."""
 
     name: str | None = key(None, min_length=1)
-    """`bdh`, `transformer`, `free_transformer`, `vae`, `hf:NAME-OR-FOLDER`, or `package.module:Class`. Unset only where
-    the model is handed over in Python."""
+    """`bdh`, `transformer`, `free_transformer`, `vae`, `hf:NAME-OR-FOLDER`, or
+    `package.module:Class`. Unset only where the model is handed over in Python."""
     args: dict[str, Any] = Field(
         default_factory=dict, description="Constructor arguments of the model."
     )
@@ -126,8 +133,8 @@ class DataConfig(Section):
     """The training data, and how samples are read."""
 
     name: str | None = key(None, min_length=1)
-    """`python-docs`, `text`, `tokens`, `digits`, `hf:NAME`, or `package.module:Class`. Unset only where the data are
-    handed over in Python."""
+    """`python-docs`, `text`, `tokens`, `digits`, `hf:NAME`, or `package.module:Class`. Unset only
+    where the data are handed over in Python."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the dataset, for example `block_size` for text."""
     num_workers: int = key(0, "Processes that read samples, per rank; 0: the rank itself.", ge=0)
@@ -141,8 +148,8 @@ class DataConfig(Section):
         True, "A new order each epoch, a function of (seed, epoch); false: the order of the data."
     )
     drop_last: bool = key(False)
-    """Drop the samples at the end of an epoch that do not fill a global batch, and log their number; false: train on
-    them, weighted by their count."""
+    """Drop the samples at the end of an epoch that do not fill a global batch, and log their
+    number; false: train on them, weighted by their count."""
 
 
 class GradientClipConfig(Section):
@@ -152,8 +159,8 @@ class GradientClipConfig(Section):
     """
 
     strategy: Literal["norm", "value", "adaptive", "none"] = key("norm")
-    """`norm`: scale to the global 2-norm `value`; `value`: cut each element; `adaptive`: AGC, per unit, against the
-    norm of the weights; `none`: off."""
+    """`norm`: scale to the global 2-norm `value`; `value`: cut each element; `adaptive`: AGC, per
+    unit, against the norm of the weights; `none`: off."""
     value: float = key(1.0, "The norm, the largest element, or AGC's ratio (about 0.01).", gt=0)
 
     @model_validator(mode="before")
@@ -168,12 +175,14 @@ class BadNumbersConfig(Section):
     """The reaction to a loss or a gradient norm that is not finite, and to a spike of the loss."""
 
     action: Literal["stop", "skip", "rollback"] = key("stop")
-    """`stop` ends the run; `skip` makes no update from that step, on any rank (the host waits for the loss of each
-    step); `rollback` goes back to the newest checkpoint and passes over that step's data."""
+    """`stop` ends the run; `skip` makes no update from that step, on any rank (the host waits for
+    the loss of each step); `rollback` goes back to the newest checkpoint and passes over that
+    step's data."""
     recompute: bool = key(False)
-    """A bad step is computed once more, from the same weights and random numbers, before `action`. If its numbers are
-    good then, a processor has computed wrongly: the run names the host, and goes on with them. The host waits for the
-    loss of each step. Not in loops that call `backward` themselves."""
+    """A bad step is computed once more, from the same weights and random numbers, before `action`.
+    If its numbers are good then, a processor has computed wrongly: the run names the host, and goes
+    on with them. The host waits for the loss of each step. Not in loops that call `backward`
+    themselves."""
     spike_factor: float | None = key(None, gt=1)
     """A loss above this many times the running median counts as bad, too; unset: off."""
     window: int = key(50, "Steps in the running median; spikes are detected once it is full.", ge=3)
@@ -208,16 +217,18 @@ class TrainingConfig(Section):
         None, "Samples in a micro-batch of evaluation; unset: `batch_size`.", ge=1
     )
     batch_norm_samples: int | None = key(None, ge=1)
-    """Samples over which batch normalisation takes its statistics, a multiple of `batch_size`: with four times as many,
-    those of four ranks together, as one process with that `batch_size` has them. Unset: a micro-batch."""
+    """Samples over which batch normalisation takes its statistics, a multiple of `batch_size`: with
+    four times as many, those of four ranks together, as one process with that `batch_size` has
+    them. Unset: a micro-batch."""
     eval_batches: int | None = key(None, ge=1)
     """Micro-batches of an evaluation, over all ranks; unset: all of the data."""
     gradient_accumulation_steps: int | None = key(None, ge=1)
-    """Micro-batches per data-parallel rank and step; unset: follows from `global_batch_size`, else 1. Together with a
-    `global_batch_size`, it must agree with it."""
+    """Micro-batches per data-parallel rank and step; unset: follows from `global_batch_size`, else
+    1. Together with a `global_batch_size`, it must agree with it."""
     global_batch_size: int | None = key(None, ge=1)
-    """Samples in a step over all ranks = batch_size × gradient_accumulation_steps × data-parallel size. If it is set,
-    accumulation follows from it, and the run is the same on any number of ranks."""
+    """Samples in a step over all ranks = batch_size × gradient_accumulation_steps × data-parallel
+    size. If it is set, accumulation follows from it, and the run is the same on any number of
+    ranks."""
     optimizer: Annotated[str, Named(OPTIMIZERS)] = key(
         "adamw", "`adamw`, `adam`, `sgd`, or `package.module:Name`."
     )
@@ -225,11 +236,11 @@ class TrainingConfig(Section):
     """Further arguments of the optimizer, for example `betas` or `momentum`."""
     learning_rate: float = key(1e-3, "The peak, before `lr_scaling`.", ge=0)
     lr_schedule: Annotated[str, Named(SCHEDULES)] = key("constant")
-    """After the warm-up: constant (or null); linear or one half-cosine to `min_lr_ratio`; `wsd` (warm-up, stable,
-    decay): constant, then linear over the last `wsd_decay_ratio` of the steps."""
+    """After the warm-up: constant (or null); linear or one half-cosine to `min_lr_ratio`; `wsd`
+    (warm-up, stable, decay): constant, then linear over the last `wsd_decay_ratio` of the steps."""
     lr_scaling: Literal["none", "linear", "sqrt"] = key("none")
-    """Multiply the learning rate by global batch / `base_batch_size`, or by its square root (advised for Adam). Applied
-    once, and printed at the start."""
+    """Multiply the learning rate by global batch / `base_batch_size`, or by its square root
+    (advised for Adam). Applied once, and printed at the start."""
     base_batch_size: int | None = key(None, ge=1)
     """The global batch that `learning_rate` was chosen for. Needed by `lr_scaling`."""
     warmup_steps: int = key(
@@ -240,8 +251,8 @@ class TrainingConfig(Section):
         0.2, "Under `wsd`, the share of the steps that decays.", gt=0, le=1
     )
     weight_decay: float | None = key(None, ge=0)
-    """Decoupled weight decay (L2 for `adam` and `sgd`); unset: the default of the optimizer's class (`adamw`: 0.01,
-    `adam` and `sgd`: 0)."""
+    """Decoupled weight decay (L2 for `adam` and `sgd`); unset: the default of the optimizer's class
+    (`adamw`: 0.01, `adam` and `sgd`: 0)."""
     gradient_clip: GradientClipConfig = Field(
         default_factory=lambda: GradientClipConfig(strategy="none")
     )
@@ -252,16 +263,18 @@ class TrainingConfig(Section):
     gradient_checkpointing: Literal["none", "full", "selective", "every_n", "sequential"] = key(
         "none"
     )
-    """Recompute activations in the backward pass: of every block (`full`), of all but the matrix products
-    (`selective`), of every n-th block (`every_n`), or of runs of blocks (`sequential`)."""
+    """Recompute activations in the backward pass: of every block (`full`), of all but the matrix
+    products (`selective`), of every n-th block (`every_n`), or of runs of blocks (`sequential`)."""
     gradient_checkpointing_every: int = key(2, ge=1)
     """The n of `every_n`, and the number of blocks in a run of `sequential`."""
     compile: bool = key(False)
-    """Compile the blocks with torch.compile. From torch 2.14 on, compiled blocks that are recomputed draw other random
-    numbers than those that are not, so that `gradient_checkpointing` changes the dropout of a compiled run there."""
+    """Compile the blocks with torch.compile. From torch 2.14 on, compiled blocks that are
+    recomputed draw other random numbers than those that are not, so that `gradient_checkpointing`
+    changes the dropout of a compiled run there."""
     seed: int = key(1337, ge=0, lt=2**63)
-    """Sample order, random numbers of the steps, and first values of a model that a config names, or that is on meta:
-    one that is handed over has its own (`torch.manual_seed` before it is made)."""
+    """Sample order, random numbers of the steps, and first values of a model that a config names,
+    or that is on meta: one that is handed over has its own (`torch.manual_seed` before it is
+    made)."""
     eval_steps: int | None = key(100, ge=1)
     """Steps between evaluations, in addition to the one at the end; null: only at the end."""
     eval_strategy: Literal["steps", "epoch"] = key("steps")
@@ -312,12 +325,14 @@ class PrecisionConfig(Section):
     """The number formats of computation and parameters."""
 
     mode: Literal["auto", "fp32", "bf16", "fp16"] = key("fp32")
-    """Autocast over fp32 parameters, the same under every strategy. `auto`: bf16 on a GPU that has it, else fp32."""
+    """Autocast over fp32 parameters, the same under every strategy. `auto`: bf16 on a GPU that has
+    it, else fp32."""
     param_dtype: Literal["fp32", "bf16"] = key("fp32")
-    """The type of parameters. `bf16` gives other results, and is refused under `distributed.reproducible`."""
+    """The type of parameters. `bf16` gives other results, and is refused under
+    `distributed.reproducible`."""
     fp8: Literal["none", "linears", "emulated"] = key("none")
-    """`linears`: linear layers inside blocks multiply in float8, on NVIDIA GPUs with compute capability 8.9 or higher.
-    `emulated`: the same rounding on any device, slowly. Needs torchao."""
+    """`linears`: linear layers inside blocks multiply in float8, on NVIDIA GPUs with compute
+    capability 8.9 or higher. `emulated`: the same rounding on any device, slowly. Needs torchao."""
     tf32: bool = key(False, "Allow TF32 in fp32 matrix products on GPUs that have it.")
     loss_scale: LossScaleConfig = section(LossScaleConfig, "Loss scaling, for `fp16` only.")
 
@@ -357,7 +372,10 @@ def check_object(spec: ObjectSpec, where: str, **further: Any) -> Any:
 
 
 def _each_spec(value: Any, work: Callable[[ObjectSpec], Any]) -> Any:
-    """Return `value` with every `{name: package.module:Name, …}` in it replaced by the result of `work`."""
+    """Return `value` with every object that it names replaced by the result of `work`.
+
+    An object is named `{name: package.module:Name, …}`.
+    """
     if isinstance(value, dict):
         if set(value) <= {"name", "args", "positional"} and ":" in str(value.get("name", "")):
             return work(ObjectSpec.model_validate(value))

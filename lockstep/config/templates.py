@@ -1,4 +1,6 @@
-"""Render configs in Forgather's template language, by Jinja2 in its sandbox, and read the result as YAML.
+"""Render configs in Forgather's template language.
+
+Jinja2 renders them in its sandbox, and the result is read as YAML.
 
 A file extends another with `-- extends 'trainers/fsdp.yaml'` (beside it, or shipped) and fills its
 blocks: trainer_args (keys of any section by their last name, or sections), distributed_env (keys of
@@ -55,7 +57,10 @@ def render(file: ResolvedFile) -> Node:
 
 
 def _render_chain(file: ResolvedFile) -> tuple[str, dict[str, int | float], list[str]]:
-    """Return the text with marks, the numbers that the template sets, and the files that marks refer to."""
+    """Return the rendered text with marks.
+
+    The numbers that the template sets come with it, and the files that the marks refer to.
+    """
     library = _TemplateFiles()
     chain = library.chain(file)
     _check_blocks(chain, library)
@@ -102,7 +107,9 @@ def _with_variables(node: Node, variables: Mapping[str, int | float]) -> Node:
 
 
 class _Environment(SandboxedEnvironment):
-    """A Jinja environment in which `extends` and `include` look beside the file, then among those that ship.
+    """A Jinja environment that finds templates beside the file, then among those that ship.
+
+    It serves `extends` and `include`.
 
     Names of templates are absolute paths.
     """
@@ -230,6 +237,7 @@ def _checked(library: _TemplateFiles, work: Any, file: ResolvedFile | None = Non
 
 
 def _expand(tree: Node) -> Node:
+    """Move the template language's blocks to the sections of the config that they stand for."""
     if not isinstance(tree.value, dict):
         return tree
     names = ("trainer_args", "distributed_env", "trainer_callbacks")
@@ -252,7 +260,10 @@ def _expand(tree: Node) -> Node:
 
 
 def _unwrapped(name: str, node: Node) -> Node:
-    """Return the content of a block whose text repeats its name: `trainer_callbacks: &trainer_callbacks !list:@…`."""
+    """Return the content of a block whose text repeats its name.
+
+    An example is `trainer_callbacks: &trainer_callbacks !list:@…`.
+    """
     if isinstance(node.value, dict) and list(node.value) == [name]:
         inner: Node = node.value[name]
         return inner
@@ -260,6 +271,10 @@ def _unwrapped(name: str, node: Node) -> Node:
 
 
 def _trainer_args(node: Node) -> Node:
+    """Return the tree in which each key of the block `trainer_args` is in its section.
+
+    Raises UsageError.
+    """
     if not isinstance(node.value, dict):
         fix = "write lines `key: value` in it"
         raise UsageError(
@@ -336,6 +351,10 @@ def _too_much(what: str, of: str) -> UsageError:
 
 
 def _run_in_child(work: Callable[[], object], writes: int) -> NoReturn:
+    """Do the work within limits of memory and time, and exit.
+
+    The pickled result goes into the pipe.
+    """
     code = _NO_MEMORY
     try:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -360,7 +379,7 @@ def _run_in_child(work: Callable[[], object], writes: int) -> NoReturn:
 
 
 def _read_all(reads: int) -> tuple[bytes, bool]:
-    """Return the output of the child until it ends or its time is over, and whether it has ended."""
+    """Return the output of the child, and whether it has ended in time."""
     deadline = time.monotonic() + WALL_SECONDS
     parts: list[bytes] = []
     with selectors.DefaultSelector() as selector:

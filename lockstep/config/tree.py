@@ -22,7 +22,10 @@ MAX_VALUES = 100_000  # aliases of aliases can stand for billions
 
 @dataclass(frozen=True)
 class Origin:
-    """The place where a value is written: a file and its 1-based line, or with line 0 a thing without lines."""
+    """The file and the line, from 1 on, where a value is written.
+
+    Line 0 stands for something that has no lines.
+    """
 
     file: str
     line: int = 0
@@ -100,7 +103,9 @@ def node_of(value: Any, origin: Origin) -> Node:
 
 
 def merge(base: Node, over: Node) -> Node:
-    """Return `base` with the values of `over`: mappings are merged key by key, anything else is replaced.
+    """Return `base` with the values of `over`.
+
+    Mappings are merged key by key, and anything else is replaced.
 
     A blank value over a mapping (a section whose lines are all comments) leaves it unchanged;
     `null` replaces it.
@@ -159,6 +164,7 @@ def parse(text: str, origins: Callable[[int], Origin], *, overlay: bool = False)
 
 
 def _not_yaml(error: yaml.YAMLError, origins: Callable[[int], Origin]) -> UsageError:
+    """Return the error that explains why a text is not YAML, with the line and what to do."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     origin = origins(mark.line) if mark is not None else origins(0)
     problem = str(
@@ -189,6 +195,10 @@ class _Builder:
     open: set[int] = field(default_factory=set)
 
     def build(self, node: yaml.Node) -> Node:
+        """Return a parsed node with its values and their lines.
+
+        Raises UsageError: aliases nest or multiply.
+        """
         origin = self.origins(node.start_mark.line)
         self.count += 1
         if self.count > MAX_VALUES:
@@ -220,6 +230,10 @@ class _Builder:
         return Node(value, origin, blank=value is None and not node.value)
 
     def _mapping(self, node: yaml.MappingNode, origin: Origin) -> Node:
+        """Build a mapping, merges (`<<`) included.
+
+        Raises UsageError: a key is not text, or is written twice.
+        """
         built: dict[str, Node] = {}
         merged: list[Node] = []
         lines: dict[str, Origin] = {}
@@ -256,6 +270,7 @@ class _Builder:
 
 
 def _scalar(tag: str, text: str, origin: Origin) -> Any:
+    """Return the value of a scalar under its tag, by YAML 1.2's core schema. Raises UsageError."""
     kind = tag.removeprefix(_TAG)
     try:
         if kind == "null":

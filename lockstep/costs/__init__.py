@@ -1,1 +1,4 @@
-"""Computes the costs of steps without torch: devices and links, collectives over them, and tasks on streams."""
+"""Computes the costs of steps without torch.
+
+These are devices and links, collectives over them, and tasks on streams.
+"""

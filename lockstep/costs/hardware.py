@@ -1,4 +1,6 @@
-"""Lists GPUs and links with their makers' figures and sources, and computes the time of collectives on them.
+"""Lists GPUs and links with their makers' figures and sources.
+
+The time of collectives is computed from them.
 
 Peaks are dense (without sparsity), in TFLOP/s; memory in GiB as sold; bandwidths in GB/s (10⁹
 bytes), of links in one direction and per GPU.
@@ -79,7 +81,10 @@ class Gpu:
 
     @property
     def tf32(self) -> float:
-        """TFLOP/s of matrix products in fp32 with TF32, on GPUs that have it: half of those in bf16."""
+        """TFLOP/s of matrix products in fp32 with TF32.
+
+        On GPUs that have it, it is half of those in bf16.
+        """
         return self.half / 2 if self.has_bf16 else self.single
 
 
@@ -148,7 +153,10 @@ LINKS = {link.name: link for link in _LINKS}
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Fractions of the makers' figures that torchtitan's published runs reached (`benchmarks.published_figures`)."""
+    """Fractions of the makers' figures that are reached in practice.
+
+    They are those of torchtitan's published runs (`benchmarks.published_figures`).
+    """
 
     memory: float = 0.80  # of the memory's bandwidth, in operations bound by it
     # of the bytes that such operations move one by one, those that fused kernels move
@@ -181,7 +189,10 @@ class GpuCluster:
         return products + cost.moved * e.fused / (self.gpu.bandwidth * 1e9 * e.memory)
 
     def of_batch_groups(self, ranks: int) -> "GpuCluster":
-        """Return the cluster of groups of `ranks` neighbours, each of which works on the same micro-batches."""
+        """Return the cluster whose members are groups of `ranks` neighbours.
+
+        Each group works on the same micro-batches.
+        """
         return replace(
             self, num_gpus=max(1, self.num_gpus // ranks), per_node=max(1, self.per_node // ranks)
         )
@@ -255,7 +266,10 @@ class Group:
         return max(1, self.size // self.local)
 
     def moved(self, whole: float) -> float:
-        """Return the seconds to move `whole` bytes to every rank from ranks that hold 1/size each, or the reverse."""
+        """Return the seconds to move `whole` bytes to every rank from their shards.
+
+        The reverse takes as long.
+        """
         c = self.cluster
         inside = (
             (self.local - 1) / self.local * whole / c.inside.bandwidth if self.local > 1 else 0.0
@@ -268,7 +282,10 @@ class Group:
         return max(inside, between) / (1e9 * c.efficiency.links)
 
     def gather(self, whole: float) -> float:
-        """Return the seconds of an all-gather, or reduce-scatter, of a tensor with `whole` bytes before sharding."""
+        """Return the seconds of an all-gather or a reduce-scatter.
+
+        The tensor has `whole` bytes before it is sharded.
+        """
         if self.size == 1 or not whole:
             return 0.0
         c = self.cluster
@@ -282,11 +299,17 @@ class Group:
         return inside + between + self.moved(whole)
 
     def all_reduce(self, size: float) -> float:
-        """Return the seconds of an all-reduce of `size` bytes per rank: a reduce-scatter and an all-gather."""
+        """Return the seconds of an all-reduce of `size` bytes per rank.
+
+        It is a reduce-scatter and an all-gather.
+        """
         return 2 * self.gather(size)
 
     def all_to_all(self, sent: float) -> tuple[float, float, float]:
-        """Return (seconds, bytes inside of the node, bytes between nodes) where a rank sends each other one as much."""
+        """Return the costs of an all-to-all in which a rank sends each other one as much.
+
+        They are (seconds, bytes inside of the node, bytes between nodes).
+        """
         if self.size == 1:
             return 0.0, 0.0, 0.0
         c = self.cluster
@@ -295,7 +318,10 @@ class Group:
         return seconds / (1e9 * c.efficiency.links), sent - crossing, crossing
 
     def bytes_sent(self, whole: float) -> tuple[float, float]:
-        """Return the bytes that one rank sends in a `gather`: (over links inside of the node, between nodes)."""
+        """Return the bytes that one rank sends in a `gather`.
+
+        They are (over links inside of the node, between nodes).
+        """
         if self.size == 1:
             return 0.0, 0.0
         in_all = (self.size - 1) / self.size * whole

@@ -160,7 +160,10 @@ class StepTime:
 
 
 class Sent(NamedTuple):
-    """The messages of a step that nothing hides: seconds, and bytes inside of a node and between nodes."""
+    """The messages of a step that nothing hides.
+
+    There are seconds, and bytes inside of a node and between nodes.
+    """
 
     seconds: float = 0.0
     inside: float = 0.0
@@ -190,7 +193,10 @@ def along_axes(cost: Cost, layout: Layout, cluster: GpuCluster) -> Sent:
 
 
 def sums_of_experts(size: ModelSize, layout: Layout, cluster: GpuCluster) -> Sent:
-    """Return the time and bytes of the sums of experts' gradients over the ranks that hold the same ones."""
+    """Return the time and bytes in which experts' gradients are summed.
+
+    The sums are over the ranks that hold the same experts.
+    """
     if layout.expert == 1:
         return Sent()
     held = 4 * size.expert_parameters / (layout.expert * layout.tensor * layout.pipeline)
@@ -201,7 +207,10 @@ def sums_of_experts(size: ModelSize, layout: Layout, cluster: GpuCluster) -> Sen
 
 
 def with_sent(step: StepTime, waited: Sent, after: Sent) -> StepTime:
-    """Return a step's time with messages: `waited` counted as computation so far, and `after` not at all."""
+    """Return a step's time with the messages that it waits for.
+
+    `waited` counted as computation so far, and `after` not at all.
+    """
     return replace(
         step,
         seconds=step.seconds + after.seconds,
@@ -221,7 +230,9 @@ def replicated_step(
     sent: float,
     bucket_bytes: float,
 ) -> StepTime:
-    """Return the time of a step of replicas that all-reduce their gradients, in buckets, during backward.
+    """Return the time of a step of replicas.
+
+    They all-reduce their gradients in buckets, during the backward pass.
 
     Args:
         sent: bytes of all gradients on the link.
@@ -270,7 +281,9 @@ def sharded_step(
     width: float,
     reduces_each: bool,
 ) -> StepTime:
-    """Return the time of a sharded step: units are gathered before they compute, gradients reduce-scattered after.
+    """Return the time of a sharded step.
+
+    Units are gathered before they compute, and gradients are reduce-scattered after.
 
     Args:
         gathers_again: whether units are freed after their forward pass, and gathered again for

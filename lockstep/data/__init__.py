@@ -1,4 +1,6 @@
-"""Defines which samples make up a step (`SampleOrder`), reads them (`StepLoader`), and has the data sets that ship.
+"""Defines which samples make up a step (`SampleOrder`), and reads them (`StepLoader`).
+
+The data sets that ship are here, too.
 
 Tests: tests/data/test_loader.py, tests/data/test_adopt.py
 """

@@ -65,7 +65,9 @@ def adopt(
     for_evaluation: bool = False,
     reproducible: bool = False,
 ) -> StepSource:
-    """Return the steps `start_step` … `stop_step` − 1 of a user's data, or raise a UsageError if it can't be used.
+    """Return the steps `start_step` … `stop_step` − 1 of a user's data.
+
+    A UsageError is raised if the data can't be used.
 
     `data` is a dataset (`__getitem__` and `__len__`, or an IterableDataset of samples), a
     DataLoader, or any other iterable of ready batches, such as a plain list. Order and workers are
@@ -150,6 +152,7 @@ class _UserData:
 
 
 def _understand(data: Any, config: DataConfig) -> _UserData:
+    """Find out what kind of data was given, and how it is to be read."""
     if isinstance(data, DataLoader):
         return _loader(data)
     hugging_face_stream = type(data).__module__.startswith("datasets.") and not hasattr(
@@ -171,7 +174,10 @@ def _understand(data: Any, config: DataConfig) -> _UserData:
 
 
 def require_data(data: Any) -> None:
-    """Raise a UsageError if this is not a data set and can't be iterated, or is one batch instead of many."""
+    """Raise a UsageError if this is not data that can be read.
+
+    It can't be iterated, or it is one batch instead of many.
+    """
     can_be_read = hasattr(data, "__iter__") or (
         hasattr(data, "__getitem__") and hasattr(data, "__len__")
     )
@@ -181,7 +187,10 @@ def require_data(data: Any) -> None:
 
 
 def _is_a_pair_of_columns(data: Any) -> bool:
-    """Return whether this is (inputs, targets) of all samples: two tensors of as many rows that can't be batches."""
+    """Return whether this is (inputs, targets) of all samples.
+
+    These are two tensors of as many rows that can't be batches.
+    """
     if not (
         isinstance(data, list | tuple)
         and len(data) == 2
@@ -221,7 +230,10 @@ def _no_data(data: Any) -> UsageError:
 
 
 def _warn_of_samples(data: Any) -> None:
-    """Warn of a list whose first item looks like a sample: no two of its tensors have as many rows."""
+    """Warn of a list whose first item looks like a sample.
+
+    No two tensors of it have as many rows.
+    """
     if not (isinstance(data, list | tuple) and data):
         return
     leaves = [leaf for leaf in tree_leaves(data[0]) if isinstance(leaf, torch.Tensor | int | float)]
@@ -236,6 +248,10 @@ def _warn_of_samples(data: Any) -> None:
 
 
 def _loader(loader: DataLoader[Any]) -> _UserData:
+    """Take a DataLoader apart.
+
+    Read are its data set, its options, and a sampler if it has one of its own.
+    """
     own = loader.batch_size
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
         notice = (
@@ -283,7 +299,10 @@ def usual_order(loader: DataLoader[Any]) -> bool | None:
 
 
 def _is_rank_sharded(*holders: Any) -> bool:
-    """Return whether one of these, or the dataset or the sampler in it, says that each rank has data of its own."""
+    """Return whether one of these says that each rank has data of its own.
+
+    The dataset or the sampler in it may say so, too.
+    """
     inside = [getattr(holder, name, None) for holder in holders for name in ("dataset", "sampler")]
     return any(getattr(holder, "rank_sharded", False) for holder in (*holders, *inside))
 

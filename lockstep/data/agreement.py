@@ -122,7 +122,10 @@ _known: MutableMapping[Any, list[Probed]] = WeakIdKeyDictionary()
 
 
 def remember(dataset: Any, probed: list[Probed]) -> None:
-    """Keep what was read of a dataset, for its next use in this process: an evaluation, another call of `steps`."""
+    """Keep what was read of a dataset, for its next use in this process.
+
+    That is an evaluation, or another call of `steps`.
+    """
     with suppress(TypeError):  # not every dataset can be referred to weakly
         _known[dataset] = probed
 
@@ -165,7 +168,10 @@ def _difference(first: DataEvidence, other: DataEvidence, rank: int) -> str | No
 
 
 def _share_a_column(first: list[list[Row]], other: list[list[Row]]) -> bool:
-    """Return whether the same value of all items, which differs between items, is equal on both ranks: a label."""
+    """Return whether both ranks have the same values in one column of their items.
+
+    The values differ between items, as labels do.
+    """
     sizes = {len(item) for item in (*first, *other)}
     if len(first) != len(other) or len(first) < 2 or len(sizes) != 1:
         return False
@@ -178,7 +184,10 @@ def _share_a_column(first: list[list[Row]], other: list[list[Row]]) -> bool:
 
 
 def _check_repeats(ranks: Sequence[DataEvidence], reproducible: bool) -> None:
-    """Warn of samples that are others when they are read again, or refuse them under `reproducible`."""
+    """Warn of samples that differ when they are read again.
+
+    Under `reproducible` they are refused.
+    """
     changing = next((probed for its in ranks for probed in its.samples if not probed.repeats), None)
     if changing is None:
         return

@@ -29,7 +29,10 @@ class Data:
 
 
 class CollatingDataset(Dataset[dict[str, Tensor]]):
-    """A map-style dataset that draws no random numbers, and reads a micro-batch faster in one call than in samples."""
+    """A map-style dataset that reads a micro-batch faster in one call.
+
+    It draws no random numbers.
+    """
 
     deterministic = True
 
@@ -95,7 +98,10 @@ def num_tokens(batch: Any) -> int:
 
 
 def holds_token_ids(batch: Any) -> bool:
-    """Return whether `input_ids`, or else the first tensor, is integral with several numbers per sample."""
+    """Return whether samples consist of several whole numbers, as tokens do.
+
+    `input_ids` tells, or else the first tensor.
+    """
     return _token_ids(batch) is not None
 
 
@@ -143,7 +149,10 @@ def known_length(iterable: Any) -> int | None:
 
 
 def batch_length(batch: Any) -> int:
-    """Return the number of samples in a collated batch: the first dimension of its first tensor, else 1."""
+    """Return the number of samples in a collated batch.
+
+    It is the first dim of the first tensor, else 1.
+    """
     return counted_samples(batch) or 1
 
 
@@ -154,6 +163,7 @@ def counted_samples(batch: Any) -> int | None:
 
 
 def _first_tensor(batch: Any) -> torch.Tensor | None:
+    """Return the first tensor in a nested batch, or None."""
     if isinstance(batch, torch.Tensor):
         return batch
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):

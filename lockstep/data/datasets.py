@@ -1,4 +1,6 @@
-"""Makes the data that a `data:` section names: one that ships (text has `text.py`), `hf:NAME`, `package.module:Name`.
+"""Makes the data that a `data:` section names.
+
+The name is of a data set that ships (text has `text.py`), `hf:NAME`, or `package.module:Name`.
 
 `hf:NAME` is a data set of the Hugging Face hub, or a local folder of its files (parquet, JSON, text
 …). Every process tokenizes the text and holds the tokens in memory: for large data sets use
@@ -45,14 +47,20 @@ def build_data(data: DataConfig, *, seed: int = 0) -> Data:
 
 
 def check_data(data: DataConfig) -> None:
-    """Raise the UsageError that `build_data` would for an unknown name or argument, without making the data."""
+    """Raise the UsageError of `build_data` for an unknown name or argument.
+
+    No data are made.
+    """
     if data.name is None or data.name.startswith("hf:"):
         return
     require_arguments(DATA_SETS.load_callable(data.name), data.args, data.name, "data.args")
 
 
 def _users(builder: Callable[..., Any], args: dict[str, Any], name: str, seed: int) -> Data:
-    """Return data made by a user's class or function: a dataset, a pair (training, validation), or a `Data`."""
+    """Return data made by a user's class or function.
+
+    It gives a dataset, a pair (training, validation), or a `Data`.
+    """
     if "seed" in (keywords_of(builder) or ()):
         args.setdefault("seed", seed)
     require_arguments(builder, args, name, "data.args")
@@ -150,6 +158,10 @@ def hugging_face(
 
 
 def _load(name: str, config: str | None) -> Any:
+    """Load a data set with the package `datasets`.
+
+    Raises UsageError: it is missing, or can't load it.
+    """
     try:
         import datasets
     except ImportError:

@@ -239,6 +239,7 @@ class IterableSteps:
         return more if self._any_left is None else self._any_left(more)
 
     def _step(self, stream: "Stream", step: int, epoch: int) -> StepBatches:
+        """Take one step's samples from the stream, and return this rank's micro-batches of them."""
         if self.rank_sharded:
             count = self._micro_batches
             assigned = self._assign(self._micro_batches)
@@ -274,6 +275,10 @@ class IterableSteps:
         return StepBatches(step, epoch, count, samples, not self._any(stream.more), mine)
 
     def _micro_batch(self, piece: list[Any], step: int, index: int, real: bool) -> MicroBatch:
+        """Collate one micro-batch and move it to the device.
+
+        Raises RunError: the user's code failed.
+        """
         batch: Any = None
         if self._wanted and self._ready:
             batch = piece[0]

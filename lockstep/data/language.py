@@ -1,4 +1,6 @@
-"""Makes samples of language models: tokenizers, the split into training and validation, and windows of tokens.
+"""Makes samples of language models.
+
+These are tokenizers, the split into training and validation, and windows of tokens.
 
 A sample is `{"input_ids", "targets"}`, both int64 [block_size]; `targets[t]` is the token after
 `input_ids[t]`: targets are shifted here and nowhere else. −100 marks a target that does not count.
@@ -22,7 +24,10 @@ from lockstep.paths import local_path
 
 
 class Tokenizer:
-    """A tokenizer: `bytes` (256 tokens, no file) or the path of a `tokenizer.json`, else it raises a UsageError."""
+    """A tokenizer: `bytes` (256 tokens, no file), or the path of a `tokenizer.json`.
+
+    Anything else raises a UsageError.
+    """
 
     def __init__(self, name: str = "bytes") -> None:
         self.name = name
@@ -55,6 +60,10 @@ class Tokenizer:
 
 
 def _load(path: Path) -> Any:
+    """Load a Hugging Face tokenizer.
+
+    Raises UsageError: the file or the package is missing or broken.
+    """
     if not path.is_file():
         fix = "write bytes, or the path of a Hugging Face tokenizer.json"
         raise UsageError(
@@ -194,7 +203,10 @@ class TextOptions:
         check_fraction(self.validation_fraction)
 
     def border(self, length: int) -> int:
-        """Return where the validation part begins: the last `validation_fraction` of `length`, rounded down."""
+        """Return where the validation part begins.
+
+        It is the last `validation_fraction` of `length`, rounded down.
+        """
         return length - int(length * self.validation_fraction)
 
     def split(self, whole: Any) -> tuple[Any, Any]:

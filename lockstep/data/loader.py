@@ -131,6 +131,7 @@ class Reader(Dataset[Any]):
         return batch if worker_info() is None else InlineBatch(batch)
 
     def _read(self, request: ReadRequest) -> Any:
+        """Read one micro-batch, with the seeds that its epoch and its samples fix."""
         if self._collated is not None and not self._draws:
             return self._together(self._collated, request.indices)
         if not self._draws and not self._collate_draws:
@@ -172,7 +173,7 @@ class Reader(Dataset[Any]):
             return None
 
     def own_generators(self) -> dict[str, Any]:
-        """Return the generators that the dataset and the collate function have of their own, by name."""
+        """Return the dataset's and the collate function's own generators, by name."""
         roots = {"dataset": self.dataset if self._draws else None, "collate_fn": self._collate}
         return generators_of(roots)
 
@@ -182,6 +183,7 @@ class Reader(Dataset[Any]):
             seed_generators(self._own, *parts)
 
     def _samples(self, request: ReadRequest) -> list[Any]:
+        """Read the samples one by one, or in one call where the data set offers `__getitems__`."""
         together = getattr(self.dataset, "__getitems__", None)
         if together is not None and not self._draws:
             samples: list[Any] = self._together(
@@ -223,6 +225,10 @@ class Reader(Dataset[Any]):
         return self.dataset[index]
 
     def _together(self, read: Callable[[list[int]], Any], indices: list[int]) -> Any:
+        """Call a function that reads all samples at once.
+
+        If it fails, find the sample that does.
+        """
         self._mark(indices[0])
         try:
             result = read(indices)
@@ -305,7 +311,9 @@ _Plan = tuple[StepSamples, list[tuple[int, bool]]]  # a step, and this rank's pa
 
 
 class StepLoader:
-    """Iterates over the steps `start_step` … `stop_step` − 1, each with this rank's micro-batches on the device.
+    """Iterates over the steps `start_step` … `stop_step` − 1.
+
+    Each has this rank's micro-batches, on the device.
 
     A `dataset` is anything with `__getitem__`. With an attribute `deterministic = True` (it draws
     no random numbers) it is read without seeding, and in one call per micro-batch if it has
@@ -387,7 +395,10 @@ class StepLoader:
         )
 
     def _tell_own_generators(self, reproducible: bool) -> None:
-        """Add to the notice which generators of the dataset's own are seeded, or say that one can't be."""
+        """Add to the notice which of the dataset's own generators are seeded.
+
+        One that can't be seeded is named.
+        """
         found = self._reader.own_generators()
         if not found:
             return

@@ -22,7 +22,10 @@ def is_users_file(filename: str) -> bool:
 
 
 def users_line(error: BaseException) -> str | None:
-    """Return the deepest line of the traceback in the user's own code: file:line, function, text."""
+    """Return the deepest line of a traceback in the user's own code.
+
+    It has file:line, function and text.
+    """
     here = os.path.dirname(__file__)
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if os.path.dirname(f.filename) != here
@@ -37,7 +40,10 @@ def users_line(error: BaseException) -> str | None:
 
 
 def reason(error: BaseException) -> str:
-    """Return the error's class and the first line of its message; for one of a torch worker, those of its cause."""
+    """Return the error's class and the first line of its message.
+
+    For one of a torch worker, those of its cause.
+    """
     text = str(error)
     # its last line that is not indented
     if text.startswith("Caught ") and "Original Traceback" in text:

@@ -1,4 +1,6 @@
-"""Defines which samples make up which step, as a pure function of (seed, step), and seeds the reading of a sample.
+"""Defines which samples make up which step, as a pure function of (seed, step).
+
+The reading of a sample is seeded here, too.
 
 An epoch's order is one permutation, from (seed, epoch). A step takes the next `global_batch_size`
 samples of it, cut into micro-batches; ranks and workers only divide these among themselves. Steps
@@ -82,7 +84,10 @@ class StepSamples:
 
 
 def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
-    """Check that a global batch can be cut into whole micro-batches, or raise a UsageError with the equation."""
+    """Check that a global batch consists of complete micro-batches.
+
+    A UsageError with the equation is raised if it does not.
+    """
     whole, rest = divmod(global_batch_size, batch_size)
     if rest:
         near = sorted({max(1, whole) * batch_size, (whole + 1) * batch_size})
@@ -99,7 +104,9 @@ def check_batch_sizes(batch_size: int, global_batch_size: int) -> None:
 
 
 class SampleOrder:
-    """The order of samples over a dataset whose length is known, or a UsageError for sizes that leave nothing.
+    """The order of samples over a dataset whose length is known.
+
+    A UsageError is raised for sizes that leave nothing.
 
     With `shuffle` it is another one in each epoch, else always 0, 1, 2 …; `drop_last` leaves out
     the incomplete step at the end of each epoch (`dropped_per_epoch` samples).
@@ -171,7 +178,10 @@ class SampleOrder:
 
 
 def epoch_permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the order of an epoch: a permutation of 0 … num_samples − 1, int64 [num_samples], from (seed, epoch)."""
+    """Return the order of an epoch, a permutation of 0 … num_samples − 1.
+
+    It is int64 [num_samples], and follows from (seed, epoch).
+    """
     generator = torch.Generator().manual_seed(derive_key("order of samples", seed, epoch))
     return torch.randperm(num_samples, generator=generator)
 
@@ -212,6 +222,7 @@ class SamplerOrder:
         return None if count is None else -(-count // self._micro_batches)
 
     def window(self, step: int) -> StepSamples:
+        """Return the samples of a step, for which the sampler is iterated up to there."""
         if self._latest is not None and self._latest.step == step:
             return self._latest
         if step < self._next_step:
@@ -232,6 +243,7 @@ class SamplerOrder:
         restore(self._own, self._own_at_begin)
 
     def _take(self) -> StepSamples:
+        """Take the next step's batches from the sampler, which begins anew after its last."""
         if self._iterator is None:
             self._epoch += 1
             seed_from("sampler", self._seed, self._epoch)
@@ -268,7 +280,7 @@ _at_begin: "weakref.WeakKeyDictionary[Any, list[Any]]" = weakref.WeakKeyDictiona
 
 
 def _states_at_begin(sampler: Any, own: Mapping[str, Generator]) -> list[Any]:
-    """Return the states that a sampler's own generators had when it was used for the first time in this process.
+    """Return the states that a sampler's own generators had when it was first used here.
 
     A second pass over its first epochs, after a rollback for instance, then gives the same order.
     """

@@ -1,4 +1,6 @@
-"""Reads one epoch of an iterable item by item, and finds out whether its `state_dict` restores what was being read.
+"""Reads one epoch of an iterable item by item.
+
+It finds out whether its `state_dict` restores what was being read.
 
 Not every `state_dict` does: a shuffle buffer's contents, for instance, are lost. So a run keeps the
 state from some items before its position, and summaries of these items: a resumed run reads them
@@ -126,11 +128,17 @@ class Stream:
         return {**self._restarts[0], "witnesses": list(self._restarts[0]["witnesses"])}
 
     def close(self) -> None:
-        """Release the iterator, which ends a generator and the workers of a DataLoader that does not keep them."""
+        """Release the iterator.
+
+        This ends a generator, and the workers of a DataLoader that does not keep them.
+        """
         self._iterator = iter(())
 
     def _witness(self, item: Any) -> None:
-        """Compare the next item with that of the run that is resumed, and keep its summary for the next one."""
+        """Compare the next item with that of the run that is resumed.
+
+        Its summary is kept for the next one.
+        """
         place = self.position - self._expected_from
         expected = self._expected[place] if 0 <= place < len(self._expected) else None
         open_restarts = [
@@ -210,5 +218,8 @@ class Stream:
 
 
 def _holders(iterable: Any) -> list[Any]:
-    """Return what may have `set_epoch`: the iterable, and the dataset and the sampler of a loader."""
+    """Return the objects that may have `set_epoch`.
+
+    These are the iterable, and the dataset and the sampler of a loader.
+    """
     return [iterable, getattr(iterable, "dataset", None), getattr(iterable, "sampler", None)]

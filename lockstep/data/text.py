@@ -1,4 +1,6 @@
-"""Text data sets: `text` (the user's files), `python-docs` (part of Python), and `tokens`, tokenized beforehand.
+"""Text data sets: `text`, `python-docs` and `tokens`.
+
+They are the user's files, a part of Python, and what was tokenized beforehand.
 
 `lockstep data prepare` turns text into a folder of tokens once, for many runs, which are read from
 the disk on demand:
@@ -163,7 +165,10 @@ DTYPES = ("uint16", "uint32")
 
 
 class TokenFile:
-    """The tokens `begin` to `end` of a token file, which each process maps into memory when it first reads it."""
+    """The tokens `begin` to `end` of a token file.
+
+    Each process maps them into memory when it first reads them.
+    """
 
     def __init__(self, path: Path, dtype: str, begin: int, end: int) -> None:
         self.path = path
@@ -191,7 +196,10 @@ class TokenFile:
 def tokens(
     *, path: str, block_size: int = 256, stride: int | None = None, validation_fraction: float = 0.1
 ) -> Data:
-    """Return the tokens in the folder `path`, which `lockstep data prepare` made; or raise a UsageError."""
+    """Return the tokens in the folder `path`, which `lockstep data prepare` made.
+
+    Or raise a UsageError.
+    """
     options = TextOptions(block_size, stride, validation_fraction)
     folder = local_path(path, "data.args.path")
     header = read_header(folder)
@@ -243,7 +251,9 @@ def prepare(
     *,
     advance: Advance = lambda _bytes: None,
 ) -> tuple[int, int]:
-    """Write the tokens of `source`, a text file, a folder of them, or `python-docs`, into the new folder `out`.
+    """Write the tokens of `source` into the new folder `out`.
+
+    `source` is a text file, a folder of them, or `python-docs`.
 
     `advance` gets the bytes of text of each piece. Return the number of tokens, and the size of the
     vocabulary.

@@ -152,7 +152,10 @@ def _reaches(place: list[Any] | None) -> bool:
 
 
 def disk(run_directory: Path, exchange: RankExchange, rank_of_machine: bool) -> dict[str, Any]:
-    """Measure this machine's write speed in bytes per second, and check that it sees the file of rank 0."""
+    """Measure this machine's write speed in bytes per second.
+
+    It is also checked that the machine sees the file of rank 0.
+    """
     found: dict[str, Any] = {}
 
     def attempt(work: Callable[[], object]) -> None:
@@ -244,7 +247,10 @@ def clocks(facts: Sequence[dict[str, Any]]) -> list[Finding]:
 
 
 def axes(config: Any, facts: Sequence[dict[str, Any]]) -> list[Finding]:
-    """Check that the sizes of the axes fit the ranks, and that those which send in every layer stay on a machine."""
+    """Check that the sizes of the axes fit the ranks.
+
+    Axes that send in every layer have to stay on a machine.
+    """
     from lockstep.strategy import AUTO, resolve
 
     if config is None or config.distributed.strategy == AUTO:
@@ -421,7 +427,10 @@ def names_in(config: Any) -> list[str]:
 
 
 def _route(exchange: RankExchange, everybody: list[Any]) -> tuple[list[Finding], str | None]:
-    """Return the findings about each machine's name and route to rank 0, and the address of this machine's side."""
+    """Return the findings about each machine's name and route to rank 0.
+
+    The address of this machine's side comes with them.
+    """
     # of rank 0; None: nobody launched this process
     target = exchange.all(os.environ.get("MASTER_ADDR"))[0]
     name = socket.gethostname()  # gloo gives its address to peers, unless an interface is set

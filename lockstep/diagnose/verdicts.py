@@ -1,4 +1,6 @@
-"""Collects facts about each rank and its machine as plain JSON, and judges those of all ranks: ✓, ⚠ or ✗.
+"""Collects facts about each rank and its machine as plain JSON.
+
+Those of all ranks are then judged: ✓, ⚠ or ✗.
 
 It reads files and the environment; it changes and measures nothing (that is `doctor`).
 """
@@ -356,7 +358,10 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def topology(facts: Facts) -> Iterator[Finding]:
-    """Check how the GPUs of each machine are connected: NVLink, PCIe, or across sockets; and peer access."""
+    """Check how the GPUs of each machine are connected: NVLink, PCIe, or across sockets.
+
+    And peer access.
+    """
     for one in (one for one in facts if one["local_rank"] == 0 and len(one["gpus"]) > 1):
         rows = [row.split() for row in one["topology"].splitlines() if row.startswith("GPU")]
         count = len(one["gpus"])

@@ -57,7 +57,10 @@ _POLL_SECONDS = 0.1
 
 
 def stopped_by(number: int) -> RunError:
-    """Return the error for a launcher that a signal stopped, whose ranks did not save and exit by themselves."""
+    """Return the error for a launcher that a signal stopped.
+
+    Its ranks did not save and exit by themselves.
+    """
     return RunError(
         f"stopped by {signals.name_of(number)}",
         why="the ranks did not save and leave by themselves",
@@ -102,7 +105,10 @@ class Agent(ExtensibleAgent):
         handler.num_nodes_waiting = self._membership
 
     def failed(self, result: RunResult) -> list[Failure]:
-        """Return the failures of this machine's ranks, from their files, or from exit codes where there is no file."""
+        """Return the failures of this machine's ranks.
+
+        They are read from files, or from exit codes where there is no file.
+        """
         ended = {rank: (0, time.time()) for rank in self._left_early()}
         stop = None if self.stop_signal is None else -_FORWARDED[signal.Signals(self.stop_signal)]
         for rank, process in result.failures.items():
@@ -211,7 +217,10 @@ class Agent(ExtensibleAgent):
             time.sleep(_POLL_SECONDS)
 
     def _ends(self) -> dict[int, str]:
-        """Return how the ranks of each machine ended, by the machine's number, as far as they have."""
+        """Return how the ranks of each machine ended, by the machine's number.
+
+        Machines whose ranks have not ended are missing.
+        """
         store = self.worker_group.store
         machines = range(self.worker_group.group_world_size)
         keys = {machine: f"{_ENDED}/{machine}" for machine in machines}
@@ -242,6 +251,7 @@ class Agent(ExtensibleAgent):
                     self._forward(self.stop_signal)
 
     def look_at_ranks(self, worker_group: WorkerGroup) -> RunResult:
+        """Check the ranks' processes; end those that hang, and fail if one has left early."""
         result = super().look_at_ranks(worker_group)
         if result.state == WorkerState.HEALTHY:
             pids = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
@@ -257,6 +267,7 @@ class Agent(ExtensibleAgent):
         return result
 
     def restart_ranks(self, worker_group: WorkerGroup) -> None:
+        """Start the ranks again, unless the run was stopped or its config is wrong."""
         if self.stop_signal is not None:
             raise stopped_by(self.stop_signal)
         if worker_group.state == WorkerState.HEALTHY:  # machines joined or left
@@ -313,7 +324,10 @@ class Agent(ExtensibleAgent):
 
 
 def wait_for_failures(failures: Path, seconds: float) -> list[Failure]:
-    """Return the failures of all machines that share the folder, after a primary failure or a timeout."""
+    """Return the failures of all machines that share the folder.
+
+    They are read after a primary failure, or after a timeout.
+    """
     deadline = time.monotonic() + seconds
     while True:
         found = read_all(failures)

@@ -1,4 +1,6 @@
-"""Implements `lockstep doctor`: starts ranks as `lockstep train` would, checks each one, and prints the results.
+"""Implements `lockstep doctor`.
+
+It starts ranks as `lockstep train` would, checks each one, and prints the results.
 
 Tests: tests/diagnose/test_doctor.py, tests/diagnose/test_ports.py
 """

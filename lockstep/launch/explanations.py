@@ -1,4 +1,6 @@
-"""Explains errors in processes that Lockstep's launcher does not watch: under plain `python`, torchrun, in a notebook.
+"""Explains errors in processes that Lockstep's launcher does not watch.
+
+They run under plain `python`, under torchrun, or in a notebook.
 
 A known error gets a note with its cause and what to do, where it leaves one of Lockstep's calls,
 and at the end of the process. A UsageError shows the lines of the user's code alone;

@@ -1,4 +1,6 @@
-"""Describes how a rank failed or where it is stuck, and finds the first cause among the failures of many ranks.
+"""Describes how a rank failed, or where it is stuck.
+
+It finds the first cause among the failures of many ranks.
 
 A failed worker writes `rank-N.json`. When one rank dies, its peers fail shortly after, because
 their connection to it is gone: such failures are consequences, recognised by their messages, and
@@ -92,7 +94,10 @@ class Failure:
 
 
 def preempted(facts: RankFacts, before_training: str = "") -> Failure:
-    """Return the failure of a rank that stopped on request: it saved, or `before_training` says why it did not."""
+    """Return the failure of a rank that stopped on request.
+
+    It saved, or `before_training` says why it did not.
+    """
     what = before_training or "preempted and saved"
     early = bool(before_training)
     return Failure(
@@ -164,7 +169,10 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Return the traceback; of a UsageError the user's lines alone, unless the whole of it was asked for."""
+    """Return the traceback.
+
+    Of a UsageError the user's lines alone, unless the whole of it was asked for.
+    """
     if isinstance(error, UsageError) and os.environ.get("LOCKSTEP_TRACEBACK") != "1":
         shown = only_user_code(error.__traceback__)
         return "".join(traceback.format_exception(type(error), error, shown, chain=False))
@@ -186,7 +194,10 @@ def _is_library(frame: traceback.FrameSummary) -> bool:
 
 
 def _user_frames(trace: TracebackType | None) -> tuple[str | None, list[str]]:
-    """Return the place in the user's own code (else in a library) nearest to the error, and the frames before it."""
+    """Return the line of code nearest to the error, and the frames before it.
+
+    It is in the user's own code, else in a library.
+    """
     frames = [f for f in traceback.extract_tb(trace) if not _NOT_USER_CODE.search(f.filename)]
     own = [f for f in frames if not _is_library(f)] or frames
     if not own:
@@ -254,7 +265,10 @@ def read_all(folder: Path) -> list[Failure]:
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure | None:
-    """Return the failure to report: the earliest that is not a consequence of another, else the earliest."""
+    """Return the failure to report.
+
+    It is the earliest that is not a consequence of another, else the earliest.
+    """
     ended = [f for f in failures if f.kind != "preempted"]
     return min(ended, key=lambda f: (f.consequence, f.time), default=None)
 
@@ -311,7 +325,10 @@ def stopped_processes(pids: Mapping[int, int]) -> list[Stopped]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether any thread of the process is stopped: the main one may be in the kernel when the signal comes."""
+    """Return whether any thread of the process is stopped.
+
+    The main one may be in the kernel when the signal comes.
+    """
     return any(_state(path) == "T" for path in Path(f"/proc/{pid}").glob("task/*"))
 
 

@@ -82,7 +82,9 @@ class HangWatch:
     def check(
         self, pids: Mapping[int, int], world_size: int, *, stop_requested: bool = False
     ) -> Failure | None:
-        """Return the failure of the rank that is behind if ranks hang, after all have written their stacks.
+        """Return the failure of the rank that is behind, if ranks hang.
+
+        All ranks have then written their stacks.
 
         `pids`: this machine's global ranks → processes; `stop_requested`: a stop signal was
         forwarded to them.
@@ -110,6 +112,7 @@ class HangWatch:
     def _look_for_stopped(
         self, beats: list[Beat], pids: Mapping[int, int], world_size: int
     ) -> Failure | None:
+        """Return the failure of a rank or data worker that a signal has stopped for too long."""
         now = time.monotonic()
         if now - self._states_read >= _STATES_SECONDS:
             self._states_read = now
@@ -133,6 +136,7 @@ class HangWatch:
     def _look_for_long_calls(
         self, beats: list[Beat], pids: Mapping[int, int], world_size: int
     ) -> Failure | None:
+        """Return the failure of the rank that is behind, if all ranks wait for too long."""
         running = [beat for beat in beats if beat.phase not in ("done", "left") or beat.inside]
         waiting = [beat for beat in running if _since(beat) is not None]
         if (
@@ -177,6 +181,7 @@ class HangWatch:
     def _describe(
         self, waiting: list[Beat], world_size: int, waited: float, reports: _Reports
     ) -> Failure:
+        """Find the rank that is furthest behind, and describe where it is and why."""
         beats = (*waiting, *read_beats(self.folder))
         done = {
             beat.rank: (beat.step, beat.calls[-1].number if beat.calls else 0) for beat in beats
@@ -219,7 +224,9 @@ class HangWatch:
     def _look_for_ranks_elsewhere(
         self, beats: list[Beat], pids: Mapping[int, int], world_size: int
     ) -> Failure | None:
-        """Return a failure if ranks wait in a call while another waits in a collective outside Lockstep's code.
+        """Return a failure if a rank waits in a collective outside of Lockstep's code.
+
+        Other ranks wait in a call for it.
 
         Ranks that were asked to stop and do not make progress wait in C, where no signal reaches
         Python.
@@ -377,6 +384,7 @@ class OtherMachines:
         self._closed.set()
 
     def _exchange(self) -> None:
+        """Tell the other machines when ranks here go forward, and hear when theirs do."""
         told = self._signs
         counts = [0, 0]
         heard = [[0, 0] for _ in self._others]

@@ -1,4 +1,6 @@
-"""Launch options by torchrun's names, the number of processes they mean, and where the machines of a job meet.
+"""Launch options by torchrun's names.
+
+The number of processes follows from them, and where the machines of a job meet.
 
 Machines with `--node-rank` register here before torch's rendezvous, which only counts: a missing
 machine, and two that claim one number, are reported by name. Loads torch inside functions only.
@@ -198,7 +200,10 @@ def process_count(
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs that torch sees: devices of the type that `distributed.device: auto` takes."""
+    """Return the number of GPUs that torch sees.
+
+    They are of the type that `distributed.device: auto` takes.
+    """
     from lockstep import accelerator
 
     return accelerator.count()
@@ -257,7 +262,9 @@ def wait_for_name(host: str, patience: float, log: Callable[[str], None]) -> Non
 
 
 def register_machine(registry: Any, options: LaunchOptions, log: Callable[[str], None]) -> None:
-    """Register this machine under its `--node-rank`, and wait until all are registered in this `registry`, a store.
+    """Register this machine under its `--node-rank`, and wait for all others.
+
+    The `registry` is a store.
 
     Raises UsageError: two machines claim one number. RunError: a machine did not come.
     """
@@ -281,6 +288,7 @@ def register_machine(registry: Any, options: LaunchOptions, log: Callable[[str],
 
 
 def _wait_for_all(registry: Any, options: LaunchOptions, log: Callable[[str], None]) -> None:
+    """Wait until every machine has arrived. Raises RunError: one did not within `patience`."""
     patience = options.patience
     deadline = time.monotonic() + patience
     logged = None
@@ -317,7 +325,9 @@ def _wait_for_all(registry: Any, options: LaunchOptions, log: Callable[[str], No
 
 
 def hosts_rendezvous(options: LaunchOptions) -> bool:
-    """Return whether this machine hosts the rendezvous: as it is told, by its number, or by its interfaces.
+    """Return whether this machine hosts the rendezvous.
+
+    An option says so, or its number, or its interfaces.
 
     What the machine's own hostname resolves to is not used: it may be wrong in a container.
     """

@@ -1,4 +1,6 @@
-"""Runs torch's rendezvous over Lockstep's own store, which listens on one address only and records who arrived.
+"""Runs torch's rendezvous over Lockstep's own store.
+
+The store listens on one address only, and records who arrived.
 
 Each start of the ranks is one round. Source: docs.pytorch.org/docs/stable/elastic/rendezvous.html.
 Loads torch.
@@ -107,7 +109,10 @@ class FixedRendezvous(StaticTCPRendezvous):
         self._of_round: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Start a round; later rounds get a store of their own, because the old one holds addresses of dead ranks."""
+        """Start a round.
+
+        Later rounds get a store of their own, because the old one holds addresses of dead ranks.
+        """
         self._round += 1
         store = PrefixStore(str(self._round), self._rounds)
         port = self.master_port
@@ -129,6 +134,8 @@ class ElasticRendezvous(ExtensibleRendezvous):
 
     @classmethod
     def over(cls, options: LaunchOptions, store: TCPStore) -> "ElasticRendezvous":
+        """Return a rendezvous of a variable number of machines over a store."""
+
         def seconds(name: str, default: float) -> datetime.timedelta:
             return datetime.timedelta(seconds=options.seconds(name, default))
 
@@ -257,7 +264,10 @@ class MachineRegistry:
         return self._error(here)
 
     def check(self) -> None:
-        """Raise RunError if the host of the store gave up, or the patience has passed and too few have arrived."""
+        """Raise RunError if too few machines have arrived in time.
+
+        The host of the store may also have given up.
+        """
         if self._waits and self._store.check(["given up"]):
             self._waits = False  # torch reads the state again on leaving
             raise self._error(self._store.get("given up").decode().split("\n"))
@@ -283,7 +293,10 @@ class MachineRegistry:
 
 
 def own_address(options: LaunchOptions) -> str | None:
-    """Return the address at which the other machines reach this one, in case it hosts the ranks' store."""
+    """Return the address at which the other machines reach this one.
+
+    It is needed if this machine hosts the ranks' store.
+    """
     host = rendezvous_host(options)
     own = address_towards(host)
     if own is not None and is_loopback(own) and not is_address(host) and host != "localhost":

@@ -1,4 +1,6 @@
-"""Runs a user's script as a rank: `python -m lockstep.launch.script LOGS file|module|program SCRIPT ARGS …`.
+"""Runs a user's script as a rank.
+
+The command is `python -m lockstep.launch.script LOGS file|module|program SCRIPT ARGS …`.
 
 Tests: tests/launch/test_torchrun.py, tests/launch/test_foreign.py
 """
@@ -42,6 +44,7 @@ def run_script(script: str, arguments: Sequence[str], *, kind: str = "file") -> 
 
 
 def _run_program(command: Sequence[str]) -> int:
+    """Run a program that is not Python, pass signals on to it, and return the exit code."""
     try:
         program = subprocess.Popen(command, preexec_fn=die_with_this_process)
     except OSError as error:

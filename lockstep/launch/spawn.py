@@ -86,7 +86,9 @@ def spawn(
 def spawn_again(
     fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, preload: Sequence[str] | None
 ) -> None:
-    """Run `fn(*args)`, of a module, on `nprocs` ranks, as `spawn` does, but one rank, too, is a process of its own.
+    """Run `fn(*args)`, of a module, on `nprocs` ranks, as `spawn` does.
+
+    A single rank is a process of its own, too.
 
     With `preload`, names of modules, ranks are forks of a server process, which imports them once:
     from then on a rank starts in 0.1 s of a core, in place of 3 to 4. The server uses no GPU, so
@@ -111,6 +113,7 @@ def _run_ranks(
     master_addr: str | None = None,
     master_port: int | None = None,
 ) -> None:
+    """Start the ranks, wait for them, and raise the first cause if one of them fails."""
     _check_environment(nprocs, nnodes, node_rank)
     common, store = _rendezvous_variables(nprocs, nnodes, node_rank, master_addr, master_port)
     ranks = range(node_rank * nprocs, (node_rank + 1) * nprocs)
@@ -215,7 +218,10 @@ def _check_environment(nprocs: int, nnodes: int, node_rank: int) -> None:
 def _rendezvous_variables(
     nprocs: int, nnodes: int, node_rank: int, master_addr: str | None, master_port: int | None
 ) -> tuple[dict[str, str], Any]:
-    """Return the variables that all ranks share, and the store, which must live as long as the ranks."""
+    """Return the variables that all ranks share, and the store.
+
+    The store must live as long as the ranks.
+    """
     common = {
         "WORLD_SIZE": str(nprocs * nnodes),
         "LOCAL_WORLD_SIZE": str(nprocs),
@@ -238,6 +244,10 @@ def _rendezvous_variables(
 
 
 def _start_method(fn: Callable[..., Any]) -> str:
+    """Return how processes start.
+
+    A function that no new process can import needs `fork`; others get `spawn`.
+    """
     main = sys.modules["__main__"]
     in_a_file = Path(getattr(main, "__file__", None) or "").is_file()  # "<stdin>" is not a file
     # a lambda, or a function defined inside another
@@ -260,7 +270,10 @@ def _start_method(fn: Callable[..., Any]) -> str:
 
 
 def _check_not_importing_main() -> None:
-    """Exit if a rank is importing the script: a top-level call of `spawn` would start ranks again and again."""
+    """Exit if a rank is importing the script.
+
+    A call of `spawn` at the top level would start ranks again and again.
+    """
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return
     where = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -275,6 +288,7 @@ def _check_not_importing_main() -> None:
 def _run(
     fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], method: str
 ) -> None:
+    """Prepare a rank's process, and run the function in it as a worker."""
     if method == _FORKSERVER:
         os.environ.clear()
     os.environ.update(environment)

@@ -1,4 +1,6 @@
-"""Implements `lockstep train` and `lockstep launch`: become a rank, start ranks, or run in this process.
+"""Implements `lockstep train` and `lockstep launch`.
+
+The process becomes a rank, starts ranks, or trains by itself.
 
 A wrong config is rejected before any process is started. One machine needs no address and no port:
 the launcher's store takes a free port and passes it to the ranks. Loads torch inside functions
@@ -72,6 +74,10 @@ def train(
     run = RunDirectory(output_dir)
 
     def work() -> int:
+        """Load the config and train.
+
+        If there are several ranks, the cheap checks of `doctor` come first.
+        """
         config = load_config(path, overrides)
         trainer = _load("lockstep.trainer")
         if config.distributed.strategy == AUTO:
@@ -173,7 +179,10 @@ def is_rank(options: LaunchOptions) -> bool:
 
 
 def _check_layout(config: "Config", processes: int, options: LaunchOptions) -> None:
-    """Raise a UsageError, before a rank is started, for a layout that these ranks and devices cannot have."""
+    """Raise a UsageError for a layout that these ranks and devices can't have.
+
+    No rank is started before.
+    """
     from lockstep.config.checks import contradictions, require_equation
 
     no_gpu = config.distributed.device == "auto" and not count_gpus()
@@ -282,6 +291,7 @@ def launch(job: LaunchJob, options: LaunchOptions, processes: int) -> int:
 def _run_agent(
     job: LaunchJob, options: LaunchOptions, processes: int, failures: Path, watch: HangWatch
 ) -> int:
+    """Run the ranks under torch's elastic agent. Return the exit code."""
     _load("lockstep.launch.agent")
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 

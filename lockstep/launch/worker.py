@@ -1,4 +1,6 @@
-"""Runs code as a rank: die with the launcher, write to the log, and leave a failure file for the launcher.
+"""Runs code as a rank.
+
+It dies with the launcher, writes to the log, and leaves a failure file for the launcher.
 
 This works under every launcher. Lockstep's own launcher prints the one message; under torchrun,
 srun, mpirun or none at all, the first rank of this machine to fail prints it. A rank's output goes
@@ -37,7 +39,10 @@ _VARIABLE = "LOCKSTEP_CONSOLE_OUTPUT"  # carries `ConsoleOutput` from the launch
 
 @dataclass(frozen=True)
 class ConsoleOutput:
-    """The choice of ranks whose output the console shows: rank 0, unless torchrun's options change that."""
+    """The choice of ranks whose output the console shows.
+
+    It is rank 0, unless torchrun's options change that.
+    """
 
     # streams to show: 0 none, 1 stdout, 2 stderr, 3 both, of all local ranks or, as `0:3,1:2`, of
     # some
@@ -83,7 +88,9 @@ def _streams_of(option: str, text: str, local_rank: int) -> int:
 
 
 class Tee(io.TextIOBase):
-    """Writes text to the log, and to the console if `shown`: a hidden rank keeps it for the one message of a failure.
+    """Writes text to the log, and to the console if `shown`.
+
+    A hidden rank keeps it for the one message of a failure.
 
     If one of them cannot be written any more (a full disk, a closed terminal), the program goes on
     with the other and writes one warning there. A live display may replace the console for a while.
@@ -147,7 +154,10 @@ class Tee(io.TextIOBase):
 
 
 def console(stream: Any = None) -> TextIO:
-    """Return the stream that people see, without the log: for text that should not be logged, or is logged already."""
+    """Return the stream that people see, without the log.
+
+    It is for text that should not be logged, or is logged already.
+    """
     stream = sys.stderr if stream is None else stream
     seen: TextIO = getattr(stream, "console", stream)
     return seen
@@ -295,7 +305,10 @@ def run_as_worker(
 
 
 def _report(failure: Failure, folder: Path | None, stream: Tee | None) -> None:
-    """Write the traceback to the log, and the failure file for the launcher, or print: either disk may be full."""
+    """Write the traceback to the log, and the failure for the launcher.
+
+    Without a launcher the failure is printed. Either disk may be full.
+    """
     if (
         failure.traceback
         and failure.kind != "usage"
@@ -308,7 +321,10 @@ def _report(failure: Failure, folder: Path | None, stream: Tee | None) -> None:
 
 
 def _write_failure(failure: Failure, folder: Path | None) -> bool:
-    """Write the failure file if there is a folder for it, and return whether it was written: the disk may be full."""
+    """Write the failure file if there is a folder for it.
+
+    Return whether it was written: the disk may be full.
+    """
     with suppress(OSError):
         if folder is not None:
             failure.write(folder)

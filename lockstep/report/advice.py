@@ -42,6 +42,7 @@ def advise(run: RunData) -> list[Advice]:
 
 
 def _crashed(run: RunData) -> Iterator[Advice]:
+    """Say how to resume a run that ended without a last event."""
     if run.status != "crashed":
         return
     saves = [event["step"] for event in run.of_kind("save") if isinstance(event.get("step"), int)]
@@ -89,6 +90,7 @@ def _restarts(run: RunData) -> Iterator[Advice]:
 
 
 def _data(run: RunData) -> Iterator[Advice]:
+    """Advise more workers where steps wait for data."""
     share = step_shares(run).get("data", 0.0)
     if share < 0.1:
         return
@@ -110,6 +112,7 @@ def _data(run: RunData) -> Iterator[Advice]:
 
 
 def _communication(run: RunData) -> Iterator[Advice]:
+    """Advise what sends less, or less often, where steps wait for other ranks."""
     share = step_shares(run).get("communication", 0.0)
     if share < 0.2 or run.of_kind("straggler"):
         return
@@ -159,7 +162,10 @@ def _ranks_by_host(run: RunData) -> dict[str, list[dict[str, Any]]]:
 
 
 def _oversubscribed_hosts(run: RunData) -> dict[str, tuple[int, int]]:
-    """Return threads and cores of each host whose ranks on CPUs have more threads than it has cores."""
+    """Return threads and cores of each host that has more threads than cores.
+
+    Ranks on CPUs run there.
+    """
     found = {}
     for host, ranks in _ranks_by_host(run).items():
         threads = sum(
@@ -205,6 +211,7 @@ def _straggler(run: RunData) -> Iterator[Advice]:
 
 
 def _pauses(run: RunData) -> Iterator[Advice]:
+    """Advise rarer or cheaper pauses where checkpoints and evaluations take long."""
     totals = phase_totals(run)
     wall = sum(totals.values()) - totals.get("outside", 0.0)
     if not wall:
@@ -238,6 +245,7 @@ def _pauses(run: RunData) -> Iterator[Advice]:
 
 
 def _memory(run: RunData) -> Iterator[Advice]:
+    """Advise on memory that is nearly full, unequal between ranks, or unused."""
     for event in run.of_kind("memory_high", "memory_imbalance")[:2]:
         found, do = {
             "memory_high": (
@@ -327,6 +335,7 @@ def _overfitting(run: RunData) -> Iterator[Advice]:
 
 
 def _slowing(run: RunData) -> Iterator[Advice]:
+    """Say that throughput has fallen since the second quarter of the run."""
     name = "tokens_per_second" if run.last("tokens_per_second") else "samples_per_second"
     unit = name.partition("_")[0]
     values = [row[name] for row in run.rows if row.get(name)]

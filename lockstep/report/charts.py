@@ -90,6 +90,7 @@ def _throughput(runs: list[RunData]) -> Figure:
 
 
 def _loss(runs: list[RunData]) -> Figure:
+    """Draw the losses of runs, smoothed where there are many, with evaluations and resumptions."""
     marks: list[Row] = []
     several = len(runs) > 1
     for run, colour in coloured(runs):
@@ -161,7 +162,10 @@ def loss_against(runs: list[RunData], note: str = "") -> list[Figure]:
 
 
 def _summed(run: RunData, name: str) -> list[float]:
-    """Return the tokens or samples up to each row, which stands for the steps since the one before."""
+    """Return the tokens or samples up to each row.
+
+    A row stands for the steps since the one before.
+    """
     steps = [0, *(row["step"] for row in run.rows)]
     each = [
         (row.get(name) or 0.0) * (after - before)
@@ -321,6 +325,7 @@ def _whole_time(runs: list[RunData]) -> Figure:
 
 
 def _ranks(run: RunData) -> Figure | None:
+    """Draw how much longer than the median each rank's own work took, step by step."""
     rows = [row for row in run.gathered if row.get("own_seconds")]
     if not rows:
         return None
@@ -362,6 +367,7 @@ def _ranks(run: RunData) -> Figure | None:
 
 
 def _own_time(run: RunData) -> Figure | None:
+    """Draw the time of each phase on the slowest rank and on the median one."""
     rows = run.gathered
     if not any(row.get("own_seconds") for row in rows):
         return None
@@ -389,6 +395,7 @@ def _own_time(run: RunData) -> Figure | None:
 
 
 def _memory(run: RunData) -> Figure:
+    """Draw the memory of the rank that holds most."""
     rows = [row for row in run.gathered if row.get("memory")]
     names = {
         "peak": "peak",
@@ -432,6 +439,7 @@ _NOT_DRAWN = ("save_stall", "prometheus")
 
 
 def _timeline(runs: list[RunData]) -> Figure:
+    """Draw the events of runs over time: a row for each kind, or for each run."""
     several = len(runs) > 1
     begun = {id(run): min((event["time"] for event in run.events), default=0.0) for run in runs}
     longest = max(

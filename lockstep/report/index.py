@@ -1,4 +1,7 @@
-"""Runs `lockstep report RUN`; of a folder of runs, compares them on one page, with a link to the report of each."""
+"""Runs `lockstep report RUN`.
+
+Of a folder of runs, compares them on one page, with a link to the report of each.
+"""
 
 import os
 from collections.abc import Sequence
@@ -29,7 +32,10 @@ _DEEPEST = 3  # levels of folders below the one that is named
 
 
 def run(paths: Sequence[Path], *, output: Path | None, live: bool, port: int) -> int:
-    """Serve the page of runs, or write it, to `RUN/report.html` of the first or `output`; of a folder, its index."""
+    """Serve the page of runs, or write it, to `RUN/report.html` of the first or `output`.
+
+    Of a folder, its index.
+    """
     if live:
         serve(paths, port)
         return 0

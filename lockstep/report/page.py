@@ -1,4 +1,6 @@
-"""Builds the page, one HTML file that contains its data, style and scripts; of a running run, serves it on loopback.
+"""Builds the page, one HTML file that contains its data, style and scripts.
+
+Of a running run, serves it on loopback.
 
 Its content security policy forbids every request; served live, it allows those to its own server,
 which the page asks for its data every two seconds. Names and configs of runs go into the page as
@@ -277,7 +279,11 @@ def _is_number(value: Any) -> bool:
 
 
 def best_first(runs: list[RunData]) -> list[RunData]:
-    """Return the runs by the metric that their configs keep the best of, else by the best evaluation loss."""
+    """Return the runs, the best first.
+
+    They are compared by the metric that their configs keep the best of, else by the best evaluation
+    loss.
+    """
     configs = [flat_config(run.config_text) for run in runs]
     asked = {
         (config.get("checkpoint.keep_best"), config.get("checkpoint.keep_best_mode"))
@@ -370,7 +376,10 @@ def _text(event: Page) -> str:
 
 
 def _samples(runs: list[RunData], left: int) -> list[Row]:
-    """Return the texts and images of the page, at most `left` bytes of JSON: {name, note, items} of each name."""
+    """Return the texts and images of the page, at most `left` bytes of JSON.
+
+    They are {name, note, items} of each name.
+    """
     groups: list[tuple[RunData, str, list[Row], list[Row]]] = []
     names_left_out = 0
     for run in runs:
@@ -405,7 +414,10 @@ def _samples(runs: list[RunData], left: int) -> list[Row]:
 
 
 def _item(run: Path, row: Row, most: int) -> Row:
-    """Return the page's form of a text, or of a PNG of the run's folder; empty if it has more than `most` bytes."""
+    """Return the page's form of a text, or of a PNG of the run's folder.
+
+    Empty if it has more than `most` bytes.
+    """
     if isinstance(text := row.get("text"), str):
         more = " … (metrics.jsonl has all of it)" if len(text) > TEXT_CHARACTERS else ""
         return {"step": row["step"], "text": text[:TEXT_CHARACTERS] + more}
@@ -468,7 +480,10 @@ def write(text: str, path: Path) -> None:
 
 
 def require_replaceable(path: Path) -> None:
-    """Raise a UsageError if something is at a path that is not a page of Lockstep's, which a newer one replaces."""
+    """Raise a UsageError if something else is where the page is to be.
+
+    A page of Lockstep's is replaced by a newer one.
+    """
     if not os.path.lexists(path):
         return
     try:

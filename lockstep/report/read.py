@@ -1,4 +1,6 @@
-"""Reads a run directory into `RunData`: rows of metrics, events, the config, and what follows from them.
+"""Reads a run directory into `RunData`.
+
+There are rows of metrics, events, the config, and what follows from them.
 
 A run that was killed has whole lines up to some step, and no last event. The directory may be a
 stranger's: what can't be what it should be is left out, and `left_out` says so. Files are read as
@@ -159,6 +161,7 @@ class _Metrics:
         self.num_steps = 0
 
     def add(self, line: bytes) -> None:
+        """Take in one line of `metrics.jsonl`; a line that is not a row of a step is left out."""
         row = parse_object(line)
         step = step_of(row) if row is not None else None
         if row is None or step is None:
@@ -249,7 +252,10 @@ def _note_unless_missing(error: OSError, note: Note) -> None:
 
 
 def flat_config(text: str) -> dict[str, Any]:
-    """Return `section.key` → value; empty if the text is not a YAML mapping, or one that can't be read safely."""
+    """Return `section.key` → value.
+
+    Empty if the text is not a YAML mapping, or one that can't be read safely.
+    """
     return _parsed_config(text)[0]
 
 
@@ -330,12 +336,18 @@ def phase_seconds(row: Row, phase: str, place: int = 1) -> float:
 
 
 def after_warmup(rows: Sequence[Row]) -> list[Row]:
-    """Leave out the first quarter, at least one row: steps that warm up do not represent the rest."""
+    """Leave out the first quarter of the rows, at least one.
+
+    Steps that warm up do not represent the rest.
+    """
     return list(rows[max(1, len(rows) // 4) :]) or list(rows)
 
 
 def step_shares(run: RunData) -> dict[str, float]:
-    """Return the share of each phase in a typical step, of the median rank; empty without measurements."""
+    """Return the share of each phase in a typical step, of the median rank.
+
+    Empty without measurements.
+    """
     rows = after_warmup(run.gathered)
     typical = (
         {phase: median([phase_seconds(row, phase) for row in rows]) for phase in STEP_PHASES}
@@ -369,7 +381,10 @@ def wall_seconds(run: RunData) -> float:
 
 
 class PhaseSums:
-    """Adds up the seconds of each phase over a run's rows, each of which stands for the steps since the one before."""
+    """Adds up the seconds of each phase over a run's rows.
+
+    A row stands for the steps since the one before.
+    """
 
     def __init__(self, restarts: Sequence[int]) -> None:
         self.sums = dict.fromkeys((*STEP_PHASES, *PAUSES), 0.0)
@@ -410,7 +425,10 @@ LIMIT = 1500  # points of a line
 
 
 def thinned(values: Sequence[float | None], limit: int = LIMIT) -> list[int]:
-    """Return the indices to keep: the least, the most and the first of each stretch, so that peaks stay."""
+    """Return the indices of the points to keep.
+
+    They are the least, the greatest and the first of each stretch, so that peaks stay.
+    """
     count = len(values)
     if count <= limit:
         return list(range(count))

@@ -1,4 +1,6 @@
-"""Keeps what has its expected shape of a run's records: in a stranger's run directory they may hold anything.
+"""Keeps the parts of a run's records that have their expected shape.
+
+In a stranger's run directory they may hold anything.
 
 A shape is `float` (finite), `int`, `str` or `bool`; `[shape]`, a list; `(shape, …)`, a list of that
 length; `{str: shape}`, a mapping; or `{"name": shape, …}`, a record. Of mappings and records the
@@ -110,6 +112,7 @@ def step_of(row: dict[str, Any]) -> int | None:
 
 
 def _fit(value: Any, shape: Shape) -> Any:
+    """Return what of a value has the shape, or `_NOTHING`."""
     if shape is float:
         found = number(value)
         return _NOTHING if found is None else found

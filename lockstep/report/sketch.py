@@ -1,4 +1,6 @@
-"""Draws a run as a row of small SVG charts for a notebook's output: loss, throughput, and metrics of one's own.
+"""Draws a run as a row of small SVG charts for a notebook's output.
+
+They show loss, throughput, and metrics of one's own.
 
 Plain SVG in HTML without scripts: every front end shows it, and what is saved with the notebook
 stays as it is.
@@ -66,6 +68,7 @@ def _series(run: RunData, name: str) -> Series:
 
 
 def _chart(title: str, lines: Sequence[Series]) -> str:
+    """Return one chart as an SVG element."""
     points = [point for line in lines for point in line]
     steps = [s for s, _ in points]
     values = [v for _, v in points]

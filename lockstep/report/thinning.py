@@ -19,7 +19,10 @@ _COLUMNS = 8  # at most, that are looked at for peaks
 
 
 class Thinner:
-    """Rows by step, the newest value of each name; those of `peaks` keep their extremes (None: the first names)."""
+    """Rows by step, the newest value of each name.
+
+    Those of `peaks` keep their extremes (None: the first names).
+    """
 
     def __init__(self, peaks: Sequence[str] | None = None, budget: int = BUDGET) -> None:
         self._peaks = peaks
@@ -54,6 +57,7 @@ class Thinner:
         return [row for line in lines if (row := parse_object(line)) is not None]
 
     def _thin(self) -> None:
+        """Drop rows so that every stretch keeps its peaks, and rows at even distances."""
         steps = sorted(self._kept)
         chosen = {steps[0], steps[-1]}
         for start in range(0, len(steps), _STRETCH):

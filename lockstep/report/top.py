@@ -26,7 +26,10 @@ _SECONDS = 1.0
 
 
 def _lines_of(path: Path) -> tuple[str, list[str]]:
-    """Return a run's status; and lines on what it does as a whole, and a table with a line for each rank."""
+    """Return a run's status.
+
+    And lines on what it does as a whole, and a table with a line for each rank.
+    """
     run = RunDirectory(path)
     now = time.time()
     if not (run.events.exists() or run.metrics.exists()):

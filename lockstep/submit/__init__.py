@@ -338,6 +338,7 @@ def manifests(job: Submission, given: argparse.Namespace, config_text: str) -> s
 
 
 def _indexed_job(job: Submission, given: argparse.Namespace) -> dict[str, Any]:
+    """Return the Indexed Job of Kubernetes: one pod a machine, each with its number."""
     folder = str(Path(given.mount_path, job.output_dir) if given.claim else job.output_dir)
     words = [shlex.quote(word) for word in job.command(f"{_CONFIG_FOLDER}/config.yaml", folder)]
     if job.nodes > 1:  # the shell expands the variable
