@@ -33,13 +33,18 @@ from lockstep.models.protocol import Objective
 from lockstep.parallel.context_attention import Context, cut_attention
 from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.parallel_model import ParallelModel, local
-from lockstep.parallel.tensor_blocks import SEQUENCE, by_pieces, cut_dropout, spread
+from lockstep.parallel.passes import within
+from lockstep.parallel.tensor_blocks import SEQUENCE, OnSend, by_pieces, cut_dropout, spread
 from lockstep.parallel.tensor_cuts import sum_over_ranks
 from lockstep.torch_compat.pytree import tree_map
 
 
 def context_of(
-    facts: ModelFacts, layout: Layout, config: StepConfig, mesh: DeviceMesh | None
+    facts: ModelFacts,
+    layout: Layout,
+    config: StepConfig,
+    mesh: DeviceMesh | None,
+    on_send: OnSend | None = None,
 ) -> Context | None:
     """Return how the sequences of a model are cut over the axis `context`.
 
@@ -50,7 +55,7 @@ def context_of(
         return None
     plan_of(facts)
     group = mesh["context"].get_group() if mesh is not None and layout.context > 1 else None
-    return Context(group, blocks, config.distributed.context_method)
+    return Context(group, blocks, config.distributed.context_method, on_send)
 
 
 def apply_context(facts: ModelFacts, context: Context) -> None:
@@ -148,25 +153,26 @@ def _by_chunk(outputs: Any, length: int, count: int, context: Context) -> list[A
     return list(spread(outputs, context, count))
 
 
-def train_context(placed: ParallelModel, context: Context) -> None:
+def train_context(placed: ParallelModel, context: Context) -> ParallelModel:
     """Let a placed model sum gradients over the axis, and its losses count once."""
     group = context.group
-    finish = placed.finish_gradients
     own = list(placed.parameters.values())
 
-    def finish_gradients() -> None:
-        finish()
+    def sum_gradients() -> None:
         assert group is not None
         sum_over_ranks(own, group)
         if context.on_send is not None:
             numbers = sum(local(p.grad).numel() for p in own if p.grad is not None)
             context.on_send(2 * 4 * numbers * (context.ranks - 1) // context.ranks)
 
-    if group is not None and context.blocks is None:  # in blocks, each product sums its own
-        placed.finish_gradients = finish_gradients
-    placed.forward = context.outside()(placed.forward)
-    placed.context = context
-    placed.adds_losses &= context.rank == 0
+    sums = group is not None and context.blocks is None  # in blocks, each product sums its own
+    return replace(
+        placed,
+        finishers=[*placed.finishers, sum_gradients] if sums else placed.finishers,
+        forward=within(context.outside, placed.forward),
+        context=context,
+        adds_losses=placed.adds_losses and context.rank == 0,
+    )
 
 
 def _dropout(module: nn.Dropout, context: Context) -> None:

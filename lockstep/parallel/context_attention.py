@@ -21,16 +21,20 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend
-from lockstep.parallel.tensor_blocks import SEQUENCE, Cut, with_backward
+from lockstep.parallel.tensor_blocks import SEQUENCE, Cut, OnSend, with_backward
 
 
 class Context(Cut):
     """The way in which sequences are cut: `blocks` chunks in each where bits count, else two for each rank."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, blocks: int | None, method: str = "gathered"
+        self,
+        group: dist.ProcessGroup | None,
+        blocks: int | None,
+        method: str = "gathered",
+        on_send: OnSend | None = None,
     ) -> None:
-        super().__init__(group, blocks, sequence=True)
+        super().__init__(group, blocks, sequence=True, on_send=on_send)
         self.method = method
 
     def order(self, length: int) -> list[int]:

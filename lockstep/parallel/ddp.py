@@ -95,9 +95,7 @@ class Replicas(Strategy):
             how = assign_strided
         # ranks run the same number of micro-batches, since they exchange rows in each
         if p.experts is not None:
-            how = p.experts.assign = (
-                partial(assign_tree, even=True) if p.reproducible else assign_strided
-            )
+            how = partial(assign_tree, even=True) if p.reproducible else assign_strided
         with p.without_experts():
             wrapped = self.wrap(p.model, p.config, replicas)
             if compression.hook is not None:
@@ -107,6 +105,7 @@ class Replicas(Strategy):
                 runs=wrapped,
                 gradient_sync=DDPSync(wrapped),
                 compression=compression,
+                of_any_rank=how,
             )
             if p.reproducible:
                 applied.tree = ReplicaTree(wrapped, replicas)

@@ -17,6 +17,7 @@ from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout, layout_of_sizes
 from lockstep.parallel.local_workers import LARGEST, LocalWorkers, QuantizedAllReduce, bytes_each
 from lockstep.parallel.parallel_model import ParallelModel, assign_contiguous
+from lockstep.parallel.passes import within
 from lockstep.parallel.placement import AppliedStrategy, PlacementContext, placed_in_order
 from lockstep.strategy import Strategy, given_sizes
 
@@ -129,13 +130,6 @@ class DiLoCo(Strategy):
         group = p.mesh["replicate"].get_group() if p.mesh is not None else None
         all_reduce = QuantizedAllReduce(config.send_as, group)
         workers = LocalWorkers(placed, placed.micro_step, mine, total, config, all_reduce)
-        placed.local_training = workers
-        placed.forward_backward, placed.micro_step = workers.forward_backward, workers.micro_step
-        placed.evaluate, placed.forward = (
-            workers.on_common()(placed.evaluate),
-            workers.on_common()(placed.forward),
-        )
-        placed.buffers = workers.buffers
         numbers = sum(p.numel() for p in placed.parameters.values() if p.requires_grad)
         each = numbers * (total // p.ranks) * bytes_each(config.send_as)
         sent = 2 * (p.ranks - 1) / p.ranks * each / config.inner_steps
@@ -146,7 +140,15 @@ class DiLoCo(Strategy):
             f" what they changed every {config.inner_steps} steps as {config.send_as}{parts}:"
             f" {sent / 1e6:.3g} MB a step and rank on average"
         )
-        return placed
+        return replace(
+            placed,
+            local_training=workers,
+            passes=workers.forward_backward,
+            micro_step=workers.micro_step,
+            evaluate=within(workers.on_common, placed.evaluate),
+            forward=within(workers.on_common, placed.forward),
+            buffers=workers.buffers,
+        )
 
     def rehearse(self, placement: PlacementContext) -> ParallelModel:
         """Place a replica alone: what workers keep besides is `further_state`."""

@@ -17,6 +17,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -42,7 +43,7 @@ from lockstep.parallel.reproducible.tree import (
     tree_all_reduce,
 )
 from lockstep.parallel.strides import lay_gradients
-from lockstep.parallel.tensor_blocks import with_backward
+from lockstep.parallel.tensor_blocks import OnSend, with_backward
 from lockstep.parallel.tensor_cuts import TensorCuts, train_whole
 from lockstep.torch_compat.fake_tensors import FakeTensor
 
@@ -56,18 +57,24 @@ class PlacedExperts(AroundMicroBatch):
     """
 
     def __init__(
-        self, mesh: DeviceMesh, shapes: Mapping[str, torch.Size], layout: Layout, *, exact: bool
+        self,
+        mesh: DeviceMesh,
+        shapes: Mapping[str, torch.Size],
+        layout: Layout,
+        *,
+        exact: bool,
+        on_send: OnSend | None = None,
     ) -> None:
         self.mesh, self.shapes, self.exact = mesh, dict(shapes), exact
         # half a millisecond each
         self._along, self._along_both = mesh["expert"], mesh["tensor", "expert"]
         self.group, self.replicas = self._along.get_group(), mesh["expert_replicate"].get_group()
         self.ranks, self.rank = self.group.size(), self.group.rank()
-        self.assign: Assign | None = None  # set by strategies where gradients are summed exactly
-        # what gradients are multiplied by, where a strategy's own reduction takes a mean
-        self.scale = 1.0
-        # called with the bytes of rows that this rank sends
-        self.on_send: Callable[[int], None] | None = None
+        # How a step's micro-batches go to ranks, and what gradients are multiplied by where a
+        # strategy's own reduction takes a mean: see `follow`.
+        self._assign: Assign | None = None
+        self._scale = 1.0
+        self._on_send = on_send  # called with the bytes of rows that this rank sends
         self._layout = layout
         # name → the module, and the parameter's name there
         self._owners: dict[str, tuple[nn.Module, str]] = {}
@@ -223,13 +230,22 @@ class PlacedExperts(AroundMicroBatch):
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Return the rows of all ranks for this one: [Σ sent, D] → [Σ received, D], in the order of the ranks."""
-        if self.on_send is not None:
-            self.on_send((sum(sent) - sent[self.rank]) * rows[0:1].numel() * rows.element_size())
+        if self._on_send is not None:
+            self._on_send((sum(sent) - sent[self.rank]) * rows[0:1].numel() * rows.element_size())
         out = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
         return out
 
     # ---- gradients ----
+
+    def follow(self, assign: Assign | None, scale: float = 1.0) -> None:
+        """Sum gradients as a strategy assigns micro-batches to ranks.
+
+        `assign`: (micro-batches, rank=, ranks=) → (index, real) of each; it may be None where sums
+        are not exact. `scale`: what gradients are multiplied by, where the strategy's own reduction
+        takes a mean.
+        """
+        self._assign, self._scale = assign, scale
 
     def _for_each_rank(self, parameter: Tensor, name: str) -> tuple[Tensor, ...]:
         """Return a parameter for the rows of each rank; their gradients are kept apart."""
@@ -275,8 +291,8 @@ class PlacedExperts(AroundMicroBatch):
         self._leaves.clear()
 
     def _assigned(self, rank: int) -> list[tuple[int, bool]]:
-        assert self.assign is not None
-        return self.assign(self._micro_batches, rank=rank, ranks=self._layout.data_parallel_size)
+        assert self._assign is not None
+        return self._assign(self._micro_batches, rank=rank, ranks=self._layout.data_parallel_size)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -287,7 +303,7 @@ class PlacedExperts(AroundMicroBatch):
                 if parameter.grad is not None:
                     if self.replicas.size() > 1:
                         dist.all_reduce(parameter.grad, group=self.replicas)
-                    parameter.grad.mul_(self.scale)
+                    parameter.grad.mul_(self._scale)
             return
         alone = self.replicas.size() == 1
         for names in sorted(self._partials):  # all ranks in the same order
@@ -327,7 +343,12 @@ class PlacedExperts(AroundMicroBatch):
 
 
 def apply_experts(
-    facts: ModelFacts, layout: Layout, device_type: str, *, exact: bool
+    facts: ModelFacts,
+    layout: Layout,
+    device_type: str,
+    *,
+    exact: bool,
+    on_send: OnSend | None = None,
 ) -> PlacedExperts | None:
     """Let the experts of a model exchange rows over the axis `expert`, in place.
 
@@ -347,7 +368,9 @@ def apply_experts(
         fix += "parameters that are stacked over experts in dim 0; or write expert_size: 1"
         raise UsageError(what, where="distributed.expert_size", fix=fix)
     shapes = {facts.names[id(p)]: p.shape for p in facts.parameters_of_experts}
-    placed = PlacedExperts(expert_mesh(layout, device_type), shapes, layout, exact=exact)
+    placed = PlacedExperts(
+        expert_mesh(layout, device_type), shapes, layout, exact=exact, on_send=on_send
+    )
     for _, module in facts.experts:
         placed.place_module(module, facts.names)
     return placed
@@ -355,19 +378,21 @@ def apply_experts(
 
 def train_experts(
     placed: ParallelModel, experts: PlacedExperts, replicas: dist.ProcessGroup, *, others: bool
-) -> None:
+) -> ParallelModel:
     """Let a placed model train DTensors for its experts, each element once; with `others` for all plain parameters."""
     own = placed.parameters
     names = [
         n for n, p in own.items() if n in experts.shapes or (others and not isinstance(p, DTensor))
     ]
-    train_whole(placed, names, experts.whole, experts.finish)
     counted = set(own) if placed.counted is None else placed.counted
+    groups = placed.norm_groups
     # experts differ between replicas, too; all else is counted by the first one
     if replicas.size() > 1:
-        placed.norm_groups = [*placed.norm_groups, replicas]
+        groups = [*groups, replicas]
         counted = counted & set(experts.shapes) if replicas.rank() else counted
-    placed.counted = counted - set(experts.shapes) if experts.replicas.rank() else counted
+    counted = counted - set(experts.shapes) if experts.replicas.rank() else counted
+    trained = train_whole(placed, names, experts.whole, experts.finish)
+    return replace(trained, norm_groups=groups, counted=counted)
 
 
 def _by_expert(

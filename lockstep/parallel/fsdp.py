@@ -9,7 +9,7 @@ Tests: tests/parallel/test_fsdp.py, tests/parallel/test_memory.py,
 tests/parity/test_data_parallel.py
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -206,28 +206,28 @@ class FSDP(Strategy):
             may_wait = not p.reproducible and layout.replicate == 1
             messages = GlooMessages(p.model, may_wait=may_wait)
             around += [messages] if may_wait else []
-        assign, tree = shared_out(assign_strided, p), None
+        how: Callable[..., list[tuple[int, bool]]] = assign_strided
+        tree = None
         if p.reproducible:
-            assign, groups = shared_out(partial(assign_in_groups, groups=layout.replicate), p), 1
+            how = partial(assign_in_groups, groups=layout.replicate)
+            groups = 1
             # ranks that share out experts run whole nodes, which are the sums that they send
             if p.experts is not None:
                 groups = layout.shard // layout.expert if layout.shard % layout.expert == 0 else 1
-                p.experts.assign = partial(
-                    assign_in_groups, groups=layout.replicate * groups, even=True
-                )
-                assign = shared_out(p.experts.assign, p)
+                how = partial(assign_in_groups, groups=layout.replicate * groups, even=True)
             tree = ShardTree(p.model, mesh, groups)
         counted = None
         if scalars.placed and p.rank % layout.shard:  # what all shards hold whole, the first counts
             counted = {name for name, _ in p.model.named_parameters()} - set(scalars.placed)
         sync = FSDPSync(p.model, accumulate=options.accumulate)
         applied = AppliedStrategy(
-            assign,
+            shared_out(how, p),
             gradient_sync=sync,
             around=around,
             tree=tree,
             parameters=scalars.placed,
             counted=counted,
+            of_any_rank=how,
         )
         applied.norm_groups = [shards] if shards is not None else []
         return placed_in_order(p, applied)

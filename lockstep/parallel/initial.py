@@ -60,8 +60,7 @@ class FirstValues:
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model = copy.deepcopy(model)
         self._seed = seed
-        # what this rank keeps
-        self.piece: Callable[[str, Tensor], Tensor] = lambda _name, whole: whole
+        self._pieces: Sequence[Callable[[str, Tensor], Tensor]] = ()
         self._owners: dict[str, list[tuple[nn.Module, str]]] = {}
         self._meta: dict[str, nn.Parameter] = {}
         names, _ = canonical_names(self._model)
@@ -72,8 +71,15 @@ class FirstValues:
                 self._owners.setdefault(names[id(parameter)], []).append((module, attribute))
                 self._meta[names[id(parameter)]] = parameter
 
+    def keep(self, pieces: Sequence[Callable[[str, Tensor], Tensor]]) -> None:
+        """Let this rank keep a piece of each parameter.
+
+        `pieces`: (name, value) → the piece; each takes its own of what the one before it returns.
+        """
+        self._pieces = pieces
+
     def parameter(self, name: str) -> Tensor:
-        """Return the first value of one parameter, on the CPU: whole, or what `piece` returns of it."""
+        """Return the first value of a parameter, on the CPU: the piece that this rank keeps."""
         meta = self._meta[name]
         real = nn.Parameter(
             torch.full(meta.shape, torch.nan, dtype=meta.dtype, device="cpu"), meta.requires_grad
@@ -91,7 +97,10 @@ class FirstValues:
         if real.numel() and torch.isnan(real).all():
             what = f"init_weights() of {type(self._model).__name__} does not fill {name}"
             raise RunError(what, fix="fill every parameter in place there, e.g. with nn.init")
-        return self.piece(name, real.detach().contiguous())  # init_weights may have set its data
+        value = real.detach().contiguous()  # init_weights may have set its data
+        for piece in self._pieces:
+            value = piece(name, value)
+        return value
 
     def _put(self, name: str, parameter: nn.Parameter) -> None:
         for module, attribute in self._owners[name]:

@@ -9,6 +9,7 @@ Tests: tests/parity/test_loss_weights.py
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ class LossWeights(AroundMicroBatch):
     def __init__(self, module: nn.Module, model: nn.Module, *, reproducible: bool) -> None:
         self.module = module
         self.own, self.buffers = own_weights(module, model), own_buffers(module, model)
-        self.scale = 1.0  # undoes the factor of a strategy whose own reduction is a mean
+        self.scale = 1.0
         # DTensors where the model's parameters are
         self.placed: dict[str, nn.Parameter] = dict(self.own)
         self._reproducible, self._leaves = reproducible, 0
@@ -60,11 +61,13 @@ class LossWeights(AroundMicroBatch):
         """Return whether there is a weight that trains."""
         return bool(self.own)
 
-    def share(self, layout: Layout, *, alone: bool) -> None:
+    def share(self, layout: Layout, *, alone: bool, scale: float) -> None:
         """Sum over the ranks that work on the same pieces of micro-batches; all ranks call it.
 
-        With `alone` each rank trains a model of its own.
+        With `alone` each rank trains a model of its own. `scale` undoes the factor of a strategy
+        whose own reduction is a mean.
         """
+        self.scale = scale
         each, self._alone = layout.same_batch_size, alone
         self._ranks = 1 if alone else layout.world_size // each
         if self._ranks > 1 and each > 1:
@@ -212,9 +215,8 @@ class LossWeights(AroundMicroBatch):
 def refuse_hidden(placed: ParallelModel, hidden: Sequence[nn.Parameter]) -> None:
     """Refuse, after the first backward pass, parameters outside of model and optimizer that the loss depends on."""
     watched = [parameter for parameter in hidden if parameter.grad is None]
-    finish = placed.finish_gradients
 
-    def finish_gradients() -> None:
+    def refuse_used() -> None:
         if used := [f"one of the shape {list(p.shape)}" for p in watched if p.grad is not None]:
             what = (
                 "the loss function trains a parameter that it holds in a closure or an attribute:"
@@ -227,24 +229,25 @@ def refuse_hidden(placed: ParallelModel, hidden: Sequence[nn.Parameter]) -> None
             )
             raise UsageError(what, where="loss_fn", why=why, fix=fix)
         watched.clear()
-        finish()
 
     if watched:
-        placed.finish_gradients = finish_gradients
+        placed.finishers.insert(0, refuse_used)
 
 
-def train_loss_weights(placed: ParallelModel, weights: LossWeights, *, alone: bool = False) -> None:
+def train_loss_weights(
+    placed: ParallelModel, weights: LossWeights, *, alone: bool = False, scale: float = 1.0
+) -> ParallelModel:
     """Let a placed model train, keep and count the weights of its loss function as its own.
 
     All ranks call it.
 
-    With `alone` each rank trains a model of its own.
+    With `alone` each rank trains a model of its own. `scale` undoes the factor of a strategy whose
+    own reduction is a mean.
     """
-    placed.loss = weights
-    placed.buffers = placed.buffers | weights.buffers
+    placed = replace(placed, loss=weights, buffers=placed.buffers | weights.buffers)
     if not weights.any:
-        return
-    weights.share(placed.layout, alone=alone)
+        return placed
+    weights.share(placed.layout, alone=alone, scale=scale)
     meshes = [p.device_mesh for p in placed.parameters.values() if isinstance(p, DTensor)]
     for name, parameter in weights.own.items():
         if meshes:  # an optimizer takes no mixture; the memory is the parameter's
@@ -252,16 +255,15 @@ def train_loss_weights(placed: ParallelModel, weights: LossWeights, *, alone: bo
                 parameter.detach(), meshes[0], [Replicate()] * meshes[0].ndim, run_check=False
             )
             weights.placed[name] = nn.Parameter(whole, parameter.requires_grad)
-    finish = placed.finish_gradients
-
-    def finish_gradients() -> None:
-        finish()
-        weights.finish()
-
-    placed.finish_gradients = finish_gradients
+    counted = placed.counted
     # of what ranks hold whole, one counts it
     if not all(dist.get_rank(group) == 0 for group in placed.norm_groups):
-        placed.counted = set(placed.parameters) if placed.counted is None else placed.counted
-    elif placed.counted is not None:
-        placed.counted = placed.counted | set(weights.own)
-    placed.parameters = placed.parameters | weights.placed
+        counted = set(placed.parameters) if counted is None else counted
+    elif counted is not None:
+        counted = counted | set(weights.own)
+    return replace(
+        placed,
+        finishers=[*placed.finishers, weights.finish],
+        counted=counted,
+        parameters=placed.parameters | weights.placed,
+    )

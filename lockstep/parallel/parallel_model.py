@@ -8,9 +8,10 @@ Tests: tests/parallel/test_executor.py, tests/parity/test_law_one.py
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lockstep import accelerator
+from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
@@ -31,7 +33,7 @@ from lockstep.parallel.loss_accumulator import (
     number,
     tensor_of,
 )
-from lockstep.parallel.passes import Evaluate, ForwardBackward, MicroStep
+from lockstep.parallel.passes import AroundPasses, Evaluate, ForwardBackward, MicroStep
 from lockstep.parallel.reproducible.exact_norm import exact_norm, gradient_norm
 from lockstep.parallel.state_form import StateForm
 from lockstep.randomness import RandomState
@@ -124,9 +126,14 @@ class ModelUpdate:
     in_place: Callable[[Optimizer], AbstractContextManager[None]] = lambda _optimizer: _NOTHING
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelModel:
-    """A model as a rank holds it."""
+    """A model as a rank holds it.
+
+    Nobody assigns to its fields: what adds to a placed model returns another one, by
+    `dataclasses.replace`. What watches or changes a run from outside, as `lockstep verify` does,
+    appends to the lists `around_passes`, `finishers`, `update_finishers` and `checks`.
+    """
 
     layout: Layout  # the number of ranks along each axis
     parts: list[nn.Module]  # the modules that this rank holds, unwrapped: what has parameters
@@ -136,7 +143,7 @@ class ParallelModel:
     random_state: RandomState  # what the model's random numbers depend on
     # micro-batches in a step → (index, real) of this rank's, in order
     assign: Callable[[int], list[tuple[int, bool]]]
-    forward_backward: ForwardBackward
+    passes: ForwardBackward  # runs the micro-batches of a step; see `forward_backward`
     evaluate: Evaluate
     # the model's forward pass outside of the step, for sampling from it
     forward: Callable[..., Any]
@@ -145,10 +152,12 @@ class ParallelModel:
     aliases: dict[str, list[str]] = field(default_factory=dict)
     # canonical name → persistent buffer, of this rank
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    # called after the last backward pass; completes `.grad`
-    finish_gradients: Callable[[], None] = lambda: None
-    # called after each update: was it skipped?
-    finish_update: Callable[[bool], None] = lambda _skipped: None
+    # what watches or changes the passes of a step, innermost first
+    around_passes: list[AroundPasses] = field(default_factory=list)
+    # complete `.grad` after the last backward pass, in this order
+    finishers: list[Callable[[], None]] = field(default_factory=list)
+    # called after each update, in this order: was it skipped?
+    update_finishers: list[Callable[[bool], None]] = field(default_factory=list)
     # called with the number of steps made
     checks: list[Callable[[int], None]] = field(default_factory=list)
     # over which squared norms add up
@@ -173,6 +182,25 @@ class ParallelModel:
     loss: "LossWeights | None" = None  # the weights of a loss function that is a module
     # of ranks that run the same micro-batches, the first adds their losses
     adds_losses: bool = True
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
+    ) -> None:
+        """Run this rank's micro-batches of a step forward and backward; see `ForwardBackward`."""
+        run = self.passes
+        for around in self.around_passes:
+            run = partial(around, run)
+        run(micro_batches, accumulator, factor)
+
+    def finish_gradients(self) -> None:
+        """Complete `.grad` after the last backward pass of a step; all ranks call it."""
+        for finish in self.finishers:
+            finish()
+
+    def finish_update(self, skipped: bool) -> None:
+        """Tell those that keep something from step to step that an update was made, or skipped."""
+        for call in self.update_finishers:
+            call(skipped)
 
     @property
     def modules(self) -> list[nn.Module]:

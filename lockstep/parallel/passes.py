@@ -19,8 +19,9 @@ Tests: tests/parallel/test_executor.py
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -34,6 +35,10 @@ ForwardBackward = Callable[[Sequence[MicroBatch], LossAccumulator, float], None]
 Adds `factor` × the gradient of the summed loss of the *whole* step to `.grad` of the placed
 parameters, reduced over all ranks once `finish_gradients` has run.
 """
+
+# (what runs the passes, micro-batches, accumulator, factor): calls the first with the others, and
+# does more around it.
+AroundPasses = Callable[[ForwardBackward, Sequence[MicroBatch], LossAccumulator, float], None]
 
 # (micro-batch, accumulator, factor, last): runs forward and backward; `last` reduces the gradients
 # over ranks.
@@ -95,6 +100,18 @@ class AroundMicroBatch:
         Return a clearer error to raise in its place, if there is one.
         """
         return None
+
+
+def within(
+    block: Callable[[], AbstractContextManager[None]], call: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that makes this call inside of a block, which is made anew each time."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with block():
+            return call(*args, **kwargs)
+
+    return called
 
 
 @dataclass

@@ -7,7 +7,8 @@ Tests: tests/parallel/test_foreign.py, tests/parity/test_foreign.py, tests/parit
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial, reduce
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -39,6 +40,7 @@ from lockstep.parallel.context import (
     plan_of,
     train_context,
 )
+from lockstep.parallel.context_attention import Context
 from lockstep.parallel.expert import apply_experts, train_experts
 from lockstep.parallel.facts import ModelFacts, Named, facts_of
 from lockstep.parallel.fp8 import apply_fp8
@@ -50,7 +52,7 @@ from lockstep.parallel.parallel_model import ParallelModel, take_hooks
 from lockstep.parallel.placement import DryRun, PlacementContext
 from lockstep.parallel.reproducible.determinism import join_uses_of_inputs, switch_on
 from lockstep.parallel.strides import lay_out
-from lockstep.parallel.tensor_blocks import Cut
+from lockstep.parallel.tensor_blocks import Cut, OnSend
 from lockstep.parallel.tensor_cuts import TensorCuts, apply_tensor, train_cuts
 from lockstep.precision import Precision, switch_tf32
 from lockstep.randomness import RandomState, key_segments
@@ -94,56 +96,60 @@ def place(
     if strategy.splits_model:
         refuse_hooks_outside_segments(facts)
     size = facts.num_parameters + sum(p.numel() for p in of_loss.values())
-    placement = prepared(facts, strategy, layout, config, objective, device, precision, dry_run)
-    if loss is not None:
-        prepare_loss(loss, placement)
-    if config.distributed.buffers:
-        placement.ways = buffer_ways(placement)
+    placement = prepared(
+        facts, strategy, layout, config, objective, device, precision, dry_run, loss
+    )
     placed = strategy.place(placement) if dry_run is None else strategy.rehearse(placement)
     require_placed(placed, placement)
     if placement.context is not None:
-        train_context(placed, placement.context)
+        placed = train_context(placed, placement.context)
     cuts = placement.cuts
     experts = placement.experts
     if experts is not None:
         assert placement.mesh is not None
         others = cuts is None or cuts.cut.group is None
-        train_experts(placed, experts, placement.mesh["replicate"].get_group(), others=others)
+        placed = train_experts(
+            placed, experts, placement.mesh["replicate"].get_group(), others=others
+        )
     if cuts is not None:
-        train_cuts(placed, cuts, elsewhere=set() if experts is None else set(experts.shapes))
+        placed = train_cuts(
+            placed, cuts, elsewhere=set() if experts is None else set(experts.shapes)
+        )
     if not strategy.splits_model:
         held = sum(p.numel() for p in placed.parameters.values())
         assert size == held, "placement changed the number of parameters"
         assert set(placed.parameters) == set(attributes), "placement changed names of parameters"
     keep_attributes(placed, attributes)
-    placed.root = model
-    placed.aliases = facts.aliases
-    placed.num_parameters = size
-    placed.gradient_hooks = hooks
-    placed.form = facts.form
+    evaluate = placed.evaluate
+    kept = [buffers for buffers in placement.running if buffers.any]
+    if dry_run is None and kept:
+        evaluate = keeping(kept, evaluate, apart=bool(placement.ways.patterns))
+    placed = replace(
+        placed,
+        root=model,
+        aliases=facts.aliases,
+        num_parameters=size,
+        gradient_hooks=hooks,
+        form=facts.form,
+        evaluate=evaluate,
+    )
     if dry_run is None:
         cut = set() if cuts is None else set(cuts.dims)
         divergence.guard_replicas(placed, config, placement.mesh, cut=cut, experts=experts)
         side_effects.watch(placed, compiled=config.training.compile)
-        kept = [buffers for buffers in placement.running if buffers.any]
-        if kept:
-            placed.evaluate = keeping(kept, placed.evaluate, apart=bool(placement.ways.patterns))
         if placement.ways.patterns:
             warn_of_unwritten(placed, placement.ways)
     return placed
 
 
-def buffer_ways(placement: PlacementContext) -> BufferWays:
+def buffer_ways(facts: ModelFacts, loss: LossWeights | None, config: StepConfig) -> BufferWays:
     """Return how the buffers that forward passes write are combined, by `distributed.buffers`."""
-    model = placement.model
-    loss = placement.loss
+    model = facts.model
     of_loss = {} if loss is None else loss.buffers
-    kept = {
-        id(buffer) for name, buffer in model.named_buffers() if name in placement.facts.persistent
-    }
+    kept = {id(buffer) for name, buffer in model.named_buffers() if name in facts.persistent}
     kept |= {id(buffer) for buffer in of_loss.values()}
     module = None if loss is None else loss.module
-    return ways_of(placement.config.distributed.buffers, model, module, set(of_loss), kept)
+    return ways_of(config.distributed.buffers, model, module, set(of_loss), kept)
 
 
 def keep_attributes(placed: ParallelModel, attributes: Mapping[str, Mapping[str, Any]]) -> None:
@@ -169,26 +175,26 @@ def loss_weights_of(
     return LossWeights(module, model, reproducible=exact)
 
 
-def prepare_loss(loss: LossWeights, placement: PlacementContext) -> None:
-    """Bring a loss function to the device, with the same values on all ranks."""
-    placement.loss = loss
-    if placement.dry_run is not None:
-        loss.to_fake()
-        return
-    if loss.any and placement.context is not None and placement.context.blocks is not None:
+def prepare_loss(
+    loss: LossWeights, layout: Layout, device: torch.device, context: Context | None
+) -> list[str]:
+    """Bring a loss function to the device, with the same values on all ranks.
+
+    Returns lines to log.
+    """
+    if loss.any and context is not None and context.blocks is not None:
         what = f"the loss function has weights of its own: {listed(list(loss.own))}"
         why = "under reproducible the gradient of each parameter is a sum over chunks of sequences"
         fix = (
             "let the model hold them and compute loss(outputs, batch), or write reproducible: false"
         )
         raise UsageError(what, where="distributed.context_blocks", why=why, fix=fix)
-    loss.module.to(placement.device)
-    if placement.layout.world_size > 1:
+    loss.module.to(device)
+    if layout.world_size > 1:
         refuse_synchronised(loss.module)
         if not broadcast_values(loss.module):
-            placement.log_lines.append(
-                "the loss function's values differed between ranks: all took rank 0's"
-            )
+            return ["the loss function's values differed between ranks: all took rank 0's"]
+    return []
 
 
 _COMPILED: WeakSet[nn.Module] = WeakSet()
@@ -230,6 +236,7 @@ def prepared(
     device: torch.device,
     precision: Precision,
     dry_run: DryRun | None,
+    loss: LossWeights | None = None,
 ) -> PlacementContext:
     """Return the model keyed and transformed, the same on all ranks, with all that strategies need."""
     model = facts.model
@@ -289,15 +296,23 @@ def prepared(
         if shared
         else None
     )
-    context = context_of(facts, layout, config, mesh)
+    sends = {
+        axis: None if dry_run is None else partial(dry_run.sends, axis)
+        for axis in ("context", "expert", "tensor")
+    }
+    context = context_of(facts, layout, config, mesh, sends["context"])
     if context is not None:
         objective = cut_objective(objective, context, plan_of(facts))
     if dry_run is not None and layout.tensor * layout.expert > 1 and on_meta(model):
         # a parameter on meta can't become a piece that is a fake tensor
         to_empty(model, torch.device("cpu"))
         facts = facts.after_new_parameters()
-    experts = apply_experts(facts, layout, device.type, exact=config.distributed.reproducible)
-    cuts = cut_layers(facts, layout, config, mesh, objective, within=context)
+    experts = apply_experts(
+        facts, layout, device.type, exact=config.distributed.reproducible, on_send=sends["expert"]
+    )
+    cuts = cut_layers(
+        facts, layout, config, mesh, objective, within=context, on_send=sends["tensor"]
+    )
     if cuts is not None:
         objective = with_whole_logits(objective, cuts.cut)
     if context is not None:
@@ -305,19 +320,12 @@ def prepared(
     if experts is not None:
         experts.take_pieces(cuts)
     if first is not None:
-        cut_by = [by for by in (cuts, experts) if by is not None]
-        first.piece = lambda name, whole: reduce(
-            lambda piece, by: by.piece(name, piece), cut_by, whole
-        )
-    if dry_run is not None:
-        senders = {
-            "tensor": None if cuts is None else cuts.cut,
-            "context": context,
-            "expert": experts,
-        }
-        for axis, sender in senders.items():
-            if sender is not None:
-                sender.on_send = partial(dry_run.sends, axis)
+        first.keep([by.piece for by in (cuts, experts) if by is not None])
+    if loss is not None and dry_run is not None:
+        loss.to_fake()
+    elif loss is not None:
+        log_lines += prepare_loss(loss, layout, device, context)
+    ways = buffer_ways(facts, loss, config) if config.distributed.buffers else BufferWays({})
     return PlacementContext(
         facts,
         layout,
@@ -335,6 +343,8 @@ def prepared(
         context,
         experts,
         batch_norm,
+        loss,
+        ways,
     )
 
 
@@ -353,6 +363,7 @@ def cut_layers(
     objective: Objective,
     *,
     within: Cut | None,
+    on_send: OnSend | None,
 ) -> TensorCuts | None:
     """Cut layers over the axis `tensor`, or in blocks on one rank.
 
@@ -366,7 +377,12 @@ def cut_layers(
         except UsageError:
             return None
     return apply_tensor(
-        facts, mesh if layout.tensor > 1 else None, config, within, own_loss=objective.of_model
+        facts,
+        mesh if layout.tensor > 1 else None,
+        config,
+        within,
+        own_loss=objective.of_model,
+        on_send=on_send,
     )
 
 

@@ -194,6 +194,9 @@ class AppliedStrategy:
     counted: set[str] | None = None  # see `ParallelModel.counted`
     # in place of the model's own, by name
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    # (micro-batches, rank=, ranks=) → what `assign` says on that rank; needed where experts are
+    # spread and bits count
+    of_any_rank: Callable[..., list[tuple[int, bool]]] | None = None
     # ranks whose running statistics are one; None: all that share out a step
     statistics_over: int | None = None
 
@@ -226,11 +229,11 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
         random_state=p.random_state,
         assign=applied.assign,
         micro_step=executor.micro_step,
-        forward_backward=executor.in_order,
+        passes=executor.in_order,
         evaluate=evaluation_of(model, p.objective, p.random_state, p.precision),
         forward=plain_forward(model, p.precision),
-        finish_gradients=applied.finish_gradients if applied.tree is None else applied.tree.finish,
-        finish_update=applied.compression.finish_update,
+        finishers=[applied.finish_gradients if applied.tree is None else applied.tree.finish],
+        update_finishers=[applied.compression.finish_update],
         norm_groups=applied.norm_groups,
         counted=applied.counted,
         log_lines=p.log_lines,
@@ -238,11 +241,10 @@ def placed_in_order(placement: PlacementContext, applied: AppliedStrategy) -> Pa
         state=applied.compression.state,
         reproducible=p.reproducible,
     )
-    if p.loss is not None:
-        train_loss_weights(
-            placed, p.loss, alone=p.dry_run is not None or applied.statistics_over == 1
-        )
-    return placed
+    if p.loss is None:
+        return placed
+    alone = p.dry_run is not None or applied.statistics_over == 1
+    return train_loss_weights(placed, p.loss, alone=alone, scale=1.0 / applied.multiplier)
 
 
 def _check(applied: AppliedStrategy, p: PlacementContext) -> None:
@@ -270,7 +272,7 @@ def around_micro_batches(p: PlacementContext, applied: AppliedStrategy) -> list[
         # the tree takes the gradients that all others have made
         around += [DeterministicKernels(), applied.tree]
     if p.experts is not None:
-        p.experts.scale = 1.0 / applied.multiplier
+        p.experts.follow(applied.of_any_rank, 1.0 / applied.multiplier)
         if p.experts.exact:
             around.append(p.experts)
     if applied.compression.powersgd is not None:
@@ -284,7 +286,6 @@ def around_micro_batches(p: PlacementContext, applied: AppliedStrategy) -> list[
     if buffers.any:
         around.append(buffers)
     if p.loss is not None:
-        p.loss.scale = 1.0 / applied.multiplier
         of_loss = p.running_buffers(p.loss.module, ranks, p.dp_group, row=row)
         around += [step for step in (p.loss, of_loss) if step.any]
     if applied.gradient_sync is not None:

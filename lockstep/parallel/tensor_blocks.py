@@ -39,6 +39,8 @@ T = TypeVar("T")
 VECTORS = 64
 SEQUENCE = 1  # the dim of activations [B, T, …] that sequence parallel cuts
 
+OnSend = Callable[[int], None]  # called with the bytes that this rank sends, in a dry run
+
 
 class Cut:
     """The way in which layers are cut, and the messages between their ranks.
@@ -48,16 +50,22 @@ class Cut:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, blocks: int | None, *, sequence: bool
+        self,
+        group: dist.ProcessGroup | None,
+        blocks: int | None,
+        *,
+        sequence: bool,
+        within: "Cut | None" = None,
+        keeps_logits: bool = False,
+        on_send: OnSend | None = None,
     ) -> None:
         self.group, self.blocks, self.sequence = group, blocks, sequence
         self.ranks, self.rank = (1, 0) if group is None else (group.size(), group.rank())
         self._whole: weakref.ref[Tensor] = weakref.ref(torch.empty(0))
         self._entered: Tensor | None = None
-        # called with the bytes that this rank sends, in a dry run
-        self.on_send: Callable[[int], None] | None = None
-        self.within: Cut | None = None  # how the sequences are cut, of which this cuts a part
-        self.keeps_logits = False  # the loss takes a rank's part of the logits
+        self.on_send = on_send
+        self.within = within  # how the sequences are cut, of which this cuts a part
+        self.keeps_logits = keeps_logits  # the loss takes a rank's part of the logits
         # the model is called from outside of the step: sequences and logits are whole everywhere
         self.whole = False
 

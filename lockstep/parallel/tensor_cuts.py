@@ -9,7 +9,7 @@ Tests: tests/parity/test_tensor.py
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -30,7 +30,8 @@ from lockstep.parallel import tensor_blocks
 from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.loss_parallel import cut_token_losses
 from lockstep.parallel.parallel_model import ParallelModel, local
-from lockstep.parallel.tensor_blocks import SEQUENCE, Cut
+from lockstep.parallel.passes import within as run_within
+from lockstep.parallel.tensor_blocks import SEQUENCE, Cut, OnSend
 from lockstep.parallel.tensor_plan import PRODUCTS, Planned, loss_is_planned, module_around
 
 _BUCKET = 1 << 24  # numbers that are summed in one message, and copied for it
@@ -89,6 +90,7 @@ def apply_tensor(
     within: Cut | None = None,
     *,
     own_loss: bool = True,
+    on_send: OnSend | None = None,
 ) -> TensorCuts:
     """Cut the layers of a model in place, by its own plan.
 
@@ -108,9 +110,10 @@ def apply_tensor(
         distributed.blocks_of_layers if distributed.reproducible else None,
         sequence=distributed.cuts_sequences_between_layers
         and {"vocabulary", "sequence", "head"} <= {way for *_, way in plan},
+        within=within,
+        keeps_logits=own_loss and loss_is_planned(model, plan),
+        on_send=on_send,
     )
-    cut.within = within
-    cut.keeps_logits = own_loss and loss_is_planned(model, plan)
     cuts = TensorCuts(mesh, cut)
     most = _most_heads(model, plan)
     for name, module, attribute, way in plan:
@@ -384,11 +387,13 @@ _MAKE: dict[str, Callable[[nn.Module, Cut], None]] = {
 }
 
 
-def train_cuts(placed: ParallelModel, cuts: TensorCuts, elsewhere: Set[str] = frozenset()) -> None:
+def train_cuts(
+    placed: ParallelModel, cuts: TensorCuts, elsewhere: Set[str] = frozenset()
+) -> ParallelModel:
     """Let a placed model train DTensors in place of this rank's pieces, and count each element once over the axis."""
     group = cuts.cut.group
     if group is None:
-        return
+        return placed
     own = placed.parameters
     incomplete = [own[name] for name in sorted(cuts.partial & set(own))]
     names = [
@@ -396,12 +401,17 @@ def train_cuts(placed: ParallelModel, cuts: TensorCuts, elsewhere: Set[str] = fr
         for n, p in own.items()
         if n not in elsewhere and (n in cuts.dims or not isinstance(p, DTensor))
     ]
-    train_whole(placed, names, cuts.whole, lambda: sum_over_ranks(incomplete, group))
-    placed.forward = cuts.cut.outside()(placed.forward)
-    placed.norm_groups = [*placed.norm_groups, group]
-    placed.adds_losses &= cuts.cut.rank == 0
+    counted = placed.counted
     if cuts.cut.rank:  # of what all ranks along the axis hold whole, the first counts it
-        placed.counted = (set(own) if placed.counted is None else placed.counted) & set(cuts.dims)
+        counted = (set(own) if counted is None else counted) & set(cuts.dims)
+    trained = train_whole(placed, names, cuts.whole, lambda: sum_over_ranks(incomplete, group))
+    return replace(
+        trained,
+        forward=run_within(cuts.cut.outside, placed.forward),
+        norm_groups=[*placed.norm_groups, group],
+        adds_losses=placed.adds_losses and cuts.cut.rank == 0,
+        counted=counted,
+    )
 
 
 def train_whole(
@@ -409,28 +419,25 @@ def train_whole(
     names: Iterable[str],
     whole: Callable[[str, Tensor], DTensor],
     complete: Callable[[], None],
-) -> None:
+) -> ParallelModel:
     """Let a placed model train whole tensors in place of this rank's pieces.
 
     `complete` finishes these' gradients.
     """
     own = placed.parameters
-    finish = placed.finish_gradients
     trained = {
         name: nn.Parameter(whole(name, own[name].detach()), own[name].requires_grad)
         for name in names
     }
 
-    def finish_gradients() -> None:
-        finish()
-        complete()
+    def hand_over() -> None:
         for name, parameter in trained.items():
             gradient = own[name].grad
             parameter.grad = None if gradient is None else whole(name, gradient)
             own[name].grad = None
 
-    placed.parameters = own | trained
-    placed.finish_gradients = finish_gradients
+    finishers = [*placed.finishers, complete, hand_over]
+    return replace(placed, parameters=own | trained, finishers=finishers)
 
 
 @torch.no_grad()

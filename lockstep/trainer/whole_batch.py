@@ -49,13 +49,13 @@ class WholeBatch:
 def with_whole_batch_loss(placed: ParallelModel, loss: WholeBatch) -> ParallelModel:
     """Return the placed model with steps whose loss is over all of their samples."""
     steps = WholeBatchSteps(placed, loss)
-    return replace(placed, forward_backward=steps.forward_backward, micro_step=None)
+    return replace(placed, passes=steps.forward_backward, micro_step=None)
 
 
 class WholeBatchSteps:
     """Runs the micro-batches of a step for a `WholeBatch` loss.
 
-    It takes the place of `placed.forward_backward`.
+    It takes the place of `placed.passes`.
     """
 
     def __init__(self, placed: ParallelModel, loss: WholeBatch) -> None:
@@ -69,7 +69,7 @@ class WholeBatchSteps:
             raise UsageError(what, where="WholeBatch", fix="use ddp, fsdp, pipeline or tensor")
         self._placed = placed
         self._loss = loss
-        self._run = placed.forward_backward
+        self._run = placed.passes
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float

@@ -156,17 +156,13 @@ def _keep_state(trainer: "Trainer") -> None:
 
 def _keep_update(trainer: "Trainer") -> None:
     """Give the parameters, at the end of a step, the values that the optimizer's update left."""
-    clear, kept = trainer.placed.clear_gradients, dict[str, Tensor]()
+    kept: dict[str, Tensor] = {}
     optimizer = trainer.optimizer
     run_first(
         optimizer, optimizer.register_step_post_hook(lambda *_: kept.update(_values(trainer)))
     )
 
-    def cleared() -> None:
-        _set_values(trainer, kept)
-        clear()
-
-    trainer.placed.clear_gradients = cleared  # type: ignore[method-assign]
+    trainer.placed.update_finishers.append(lambda _skipped: _set_values(trainer, kept))
 
 
 def _values(trainer: "Trainer") -> dict[str, Tensor]:
@@ -229,13 +225,12 @@ def _around_step(trainer: "Trainer", mode: Callable[[], Any]) -> None:
 
     The samples are read outside of it.
     """
-    run = trainer.placed.forward_backward
 
-    def observed(micro_batches: Any, accumulator: Any, factor: float) -> None:
+    def observed(run: Any, micro_batches: Any, accumulator: Any, factor: float) -> None:
         with mode():
             run(micro_batches, accumulator, factor)
 
-    trainer.placed.forward_backward = observed
+    trainer.placed.around_passes.append(observed)
 
 
 def before_step(
@@ -245,25 +240,27 @@ def before_step(
 
     It may return others.
     """
-    run = trainer.placed.forward_backward
 
-    def observed(micro_batches: Sequence[MicroBatch], accumulator: Any, factor: float) -> None:
+    def observed(
+        run: Any, micro_batches: Sequence[MicroBatch], accumulator: Any, factor: float
+    ) -> None:
         run(call(micro_batches) or micro_batches, accumulator, factor)
 
-    trainer.placed.forward_backward = observed
+    trainer.placed.around_passes.append(observed)
 
 
 def _forward_alone(trainer: "Trainer") -> None:
     """Hide other ranks from the forward pass and the loss of each micro-batch."""
-    random_state, run = trainer.placed.random_state, trainer.placed.forward_backward
-    at, opened = random_state.at, ExitStack()
+    random_state = trainer.placed.random_state
+    at = random_state.at
+    opened = ExitStack()
 
     def observed_at(micro_batch: int) -> None:
         opened.close()
         opened.enter_context(alone())
         at(micro_batch)
 
-    def observed_run(micro_batches: Any, accumulator: Any, factor: float) -> None:
+    def observed_run(run: Any, micro_batches: Any, accumulator: Any, factor: float) -> None:
         add = accumulator.add
 
         def observed_add(*args: Any) -> None:
@@ -275,7 +272,7 @@ def _forward_alone(trainer: "Trainer") -> None:
             run(micro_batches, accumulator, factor)
 
     random_state.at = observed_at  # type: ignore[method-assign]
-    trainer.placed.forward_backward = observed_run
+    trainer.placed.around_passes.append(observed_run)
 
 
 def with_other_last_bits(tensor: Tensor, generator: torch.Generator) -> Tensor:

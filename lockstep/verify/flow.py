@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.data.batches import MicroBatch
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
 from lockstep.parallel.parallel_model import local
+from lockstep.parallel.passes import ForwardBackward
 from lockstep.strategy import strategy_named
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer
@@ -87,8 +88,8 @@ class FlowRecorder:
         )
         self._opened = ExitStack()
         placed = trainer.placed
-        self._run, self._at = placed.forward_backward, placed.random_state.at
-        placed.forward_backward = self._observed
+        self._at = placed.random_state.at
+        placed.around_passes.append(self._observed)
         placed.random_state.at = self._begin  # type: ignore[method-assign]
         for part in placed.parts:
             for module in part.modules():
@@ -114,7 +115,11 @@ class FlowRecorder:
     # ---- the step ----
 
     def _observed(
-        self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
+        self,
+        run: ForwardBackward,
+        micro_batches: Sequence[MicroBatch],
+        accumulator: LossAccumulator,
+        factor: float,
     ) -> None:
         self._unreal = {micro_batch.index for micro_batch in micro_batches if not micro_batch.real}
         self._calls.clear()
@@ -129,7 +134,7 @@ class FlowRecorder:
 
         accumulator.add = observed_add  # type: ignore[method-assign]
         with self._watched:
-            self._run(micro_batches, accumulator, factor)
+            run(micro_batches, accumulator, factor)
         self._forward = False
 
     def _begin(self, micro_batch: int) -> None:

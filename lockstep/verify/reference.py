@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lockstep.data.batches import MicroBatch
 from lockstep.parallel.loss_accumulator import Loss, LossAccumulator
+from lockstep.parallel.passes import ForwardBackward
 from lockstep.strategy import SINGLE
 from lockstep.torch_compat.pytree import tree_flatten, tree_unflatten
 from lockstep.trainer import Trainer
@@ -138,15 +139,19 @@ class _Parts:
         self.batch: Any = None
         self.plain: Tensor | None = None
         self._trainer, self._parameters = trainer, trainer.placed.parameters
-        self._run, self._wants_plain = trainer.placed.forward_backward, plain
-        trainer.placed.forward_backward = self._observed
+        self._wants_plain = plain
+        trainer.placed.around_passes.append(self._observed)
 
     def row(self, gradients: dict[str, Tensor]) -> Tensor:
         each = [gradients.get(name, torch.zeros_like(p)) for name, p in self._parameters.items()]
         return torch.cat([g.detach().double().flatten().cpu() for g in each])
 
     def _observed(
-        self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
+        self,
+        run: ForwardBackward,
+        micro_batches: Sequence[MicroBatch],
+        accumulator: LossAccumulator,
+        factor: float,
     ) -> None:
         self.batch = micro_batches[0].batch
         if self._wants_plain:
@@ -160,7 +165,7 @@ class _Parts:
         accumulator.add = observed_add  # type: ignore[method-assign]
         before: Tensor | float = 0.0
         for micro_batch in micro_batches:
-            self._run([micro_batch], accumulator, factor)
+            run([micro_batch], accumulator, factor)
             total = (
                 self.row(
                     {name: p.grad for name, p in self._parameters.items() if p.grad is not None}

@@ -32,6 +32,7 @@ from lockstep.data.batches import MicroBatch
 from lockstep.parallel.divergence import fingerprint
 from lockstep.parallel.loss_accumulator import LossAccumulator
 from lockstep.parallel.parallel_model import local
+from lockstep.parallel.passes import ForwardBackward
 from lockstep.records import StepRecord, plain
 from lockstep.torch_compat.optimizer_step import run_first
 from lockstep.torch_compat.pytree import tree_leaves
@@ -159,11 +160,11 @@ class StepObserver:
         self._given: dict[str, int] = {}
         self._state: dict[str, Any] = {}
         optimizer, placed = trainer.optimizer, trainer.placed
-        self._run, self._finish = placed.forward_backward, placed.finish_update
-        placed.forward_backward, placed.finish_update = self._observed, self._finished
+        placed.around_passes.append(self._observed)
+        placed.update_finishers.insert(0, self._finished)
         self._opened = ExitStack()
-        self._opened.callback(setattr, placed, "forward_backward", self._run)
-        self._opened.callback(setattr, placed, "finish_update", self._finish)
+        self._opened.callback(placed.around_passes.remove, self._observed)
+        self._opened.callback(placed.update_finishers.remove, self._finished)
         handles: list[Any] = [
             run_first(optimizer, optimizer.register_step_pre_hook(lambda *_: self._before_hooks())),
             optimizer.register_step_pre_hook(lambda *_: self._before_update()),
@@ -236,7 +237,11 @@ class StepObserver:
         return scale
 
     def _observed(
-        self, micro_batches: Sequence[MicroBatch], accumulator: LossAccumulator, factor: float
+        self,
+        run: ForwardBackward,
+        micro_batches: Sequence[MicroBatch],
+        accumulator: LossAccumulator,
+        factor: float,
     ) -> None:
         self._samples = {
             micro_batch.index: (
@@ -262,7 +267,7 @@ class StepObserver:
         self._values, self._state = _prints(parameters), self._states()
         self._outputs.clear()
         self._sizes.clear()
-        self._run(micro_batches, accumulator, factor)
+        run(micro_batches, accumulator, factor)
 
     def _add_size(self, name: str, gradient: Tensor) -> None:
         size = gradient.detach().abs().float()
@@ -305,7 +310,6 @@ class StepObserver:
     def _finished(self, skipped: bool) -> None:
         if not self._update.called and not skipped:  # somebody has replaced `step`
             self._keep(self._found())
-        self._finish(skipped)
 
     def _found(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self._placed.parameters.items() if p.grad is not None}

@@ -173,13 +173,7 @@ def after_reduction(change: Callable[[Trainer], None]) -> Callable[[Trainer], No
     """Change gradients once they are reduced."""
 
     def prepare(trainer: Trainer) -> None:
-        finish = trainer.placed.finish_gradients
-
-        def changed() -> None:
-            finish()
-            change(trainer)
-
-        trainer.placed.finish_gradients = changed
+        trainer.placed.finishers.append(lambda: change(trainer))
 
     return prepare
 

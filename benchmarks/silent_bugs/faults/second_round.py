@@ -320,9 +320,7 @@ def weights_of_one_update_ago_on_rank_1() -> Subject:
     old: dict[str, Tensor] = {}
 
     def prepare(trainer: Trainer) -> None:
-        run = trainer.placed.forward_backward
-
-        def delayed(*args: Any) -> None:
+        def delayed(run: Any, *args: Any) -> None:
             named = {name: p.data for name, p in trainer.placed.parameters.items()}
             now = {name: value.clone() for name, value in named.items()}
             for name, value in named.items():
@@ -333,7 +331,7 @@ def weights_of_one_update_ago_on_rank_1() -> Subject:
             old.update(now)
 
         if on_rank_1():
-            trainer.placed.forward_backward = delayed
+            trainer.placed.around_passes.append(delayed)
 
     return net(prepare=prepare)
 
@@ -372,17 +370,15 @@ def weight_decayed_by_hand_before_the_update_on_rank_1() -> Subject:
 @fault("after the update", names="rank_1")
 def average_of_weights_copied_over_them_on_rank_1() -> Subject:
     def prepare(trainer: Trainer) -> None:
-        finish = trainer.placed.finish_update
         average = {name: p.detach().clone() for name, p in trainer.placed.parameters.items()}
 
-        def copied(skipped: bool) -> None:
-            finish(skipped)
+        def copied(_skipped: bool) -> None:
             with torch.no_grad():
                 for name, parameter in trainer.placed.parameters.items():
                     parameter.copy_(average[name].lerp_(parameter, 0.5))
 
         if on_rank_1():
-            trainer.placed.finish_update = copied
+            trainer.placed.update_finishers.append(copied)
 
     return net(prepare=prepare)
 

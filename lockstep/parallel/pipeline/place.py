@@ -7,7 +7,7 @@ gradients of a rank's stages until a step's end.
 Tests: tests/parallel/test_pipeline.py, tests/parity/test_pipeline.py
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from lockstep.parallel.fsdp_order import UnitOrder
 from lockstep.parallel.fsdp_units import explain_mixing, sharded_units, used_elsewhere
 from lockstep.parallel.loss_weights import train_loss_weights
 from lockstep.parallel.parallel_model import ParallelModel, assign_strided
-from lockstep.parallel.passes import AroundMicroBatch, Explain, Explains, explained
+from lockstep.parallel.passes import AroundMicroBatch, Explain, Explains, explained, within
 from lockstep.parallel.pipeline import stage_parameters
 from lockstep.parallel.pipeline.plan import PipelinePlan, plan_of, splits_backward
 from lockstep.parallel.pipeline.runner import Runner
@@ -86,7 +86,7 @@ def place(placement: PlacementContext) -> ParallelModel:
     )
     assign = partial(assign_tree, even=True) if p.reproducible else assign_strided
     if p.experts is not None:
-        p.experts.assign = assign
+        p.experts.follow(assign)
     placed = ParallelModel(
         layout=layout,
         parts=list(cut.parts),
@@ -94,11 +94,11 @@ def place(placement: PlacementContext) -> ParallelModel:
         objective=p.objective,
         random_state=p.random_state,
         assign=partial(assign, rank=cut.dp_rank, ranks=layout.data_parallel_size),
-        forward_backward=runner.forward_backward,
-        evaluate=explained(explanations_of(p))(runner.evaluate),
+        passes=runner.forward_backward,
+        evaluate=within(partial(explained, explanations_of(p)), runner.evaluate),
         forward=runner.forward,
         buffers={n: b for n, b in cut.held.named_buffers().items() if n in plan.model.persistent},
-        finish_gradients=finish,
+        finishers=[finish],
         norm_groups=([mesh["shard"].get_group()] if layout.shard > 1 else []) + [group],
         # the first does
         counted={n for n in cut.held.parameters if cut.held.across.get(n, [rank])[0] == rank},
@@ -107,12 +107,11 @@ def place(placement: PlacementContext) -> ParallelModel:
         reproducible=p.reproducible,
     )
     if p.loss is not None:
-        train_loss_weights(placed, p.loss, alone=p.dry_run is not None)
+        placed = train_loss_weights(placed, p.loss, alone=p.dry_run is not None)
         # forward passes of the loss function change them elsewhere
         if not any(part.is_last for part in cut.parts):
-            placed.buffers = {
-                name: b for name, b in placed.buffers.items() if name not in p.loss.buffers
-            }
+            own = {name: b for name, b in placed.buffers.items() if name not in p.loss.buffers}
+            placed = replace(placed, buffers=own)
     return placed
 
 
