@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 
 from lockstep.accelerator import default_generator
 from lockstep.errors import UsageError
+from lockstep.parallel.changes import replace_method
 from lockstep.randomness import HostState, RandomState
 from lockstep.torch_compat.normalizations import BatchNorm
 from lockstep.torch_compat.operators import FUSED_ATTENTION
@@ -92,13 +93,15 @@ def apply_activation_checkpointing(
         runs = _Runs(random_state)
         for place, (_, block) in enumerate(blocks):
             _replaced[block] = block.forward
-            block.forward = runs.over(block, starts=place % every == 0)
+            recomputed = runs.over(block, starts=place % every == 0)
+            replace_method(block, recomputed, by="gradient_checkpointing")
         return
     for _, block in blocks[::every] if mode == "every_n" else blocks:
         _replaced[block] = block.forward
-        block.forward = _checkpointed(
+        checkpointed = _checkpointed(
             block, random_state, selective=mode == "selective", compiled=compiled
         )
+        replace_method(block, checkpointed, by="gradient_checkpointing")
 
 
 def _checkpointed(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.collectives import create_group
 from lockstep.errors import UsageError
+from lockstep.parallel.changes import replace_method
 from lockstep.parallel.comm import all_gather_flat
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.tensor_blocks import with_backward
@@ -134,5 +135,5 @@ def apply_batch_norm_rows(
         return rows.forward(self, input)
 
     for module in found.values():
-        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+        replace_method(module, MethodType(forward, module), by="batch_norm")
     return rows

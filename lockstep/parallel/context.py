@@ -30,6 +30,7 @@ from lockstep.layout import Layout
 from lockstep.models.attention import Attend, SequenceBernoulli, SequenceMean
 from lockstep.models.hf_layers import advice_for_object
 from lockstep.models.protocol import Objective
+from lockstep.parallel.changes import replace_method
 from lockstep.parallel.context_attention import Context, cut_attention
 from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.parallel_model import ParallelModel, local
@@ -177,7 +178,7 @@ def train_context(placed: ParallelModel, context: Context) -> ParallelModel:
 
 def _dropout(module: nn.Dropout, context: Context) -> None:
     if "forward" not in vars(module):  # else it is cut over `tensor`, too, and knows of this
-        cut_dropout(module, [(context, getattr(module, "sequence_dim", SEQUENCE))])
+        cut_dropout(module, [(context, getattr(module, "sequence_dim", SEQUENCE))], by="context")
 
 
 def _bernoulli(module: SequenceBernoulli, context: Context) -> None:
@@ -194,7 +195,7 @@ def _bernoulli(module: SequenceBernoulli, context: Context) -> None:
         whole = probabilities.new_zeros(shape).index_copy(SEQUENCE, here, probabilities)
         return torch.bernoulli(whole).index_select(SEQUENCE, here)
 
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    replace_method(module, MethodType(forward, module), by="context")
 
 
 def _mean(module: SequenceMean, context: Context) -> None:
@@ -210,8 +211,8 @@ def _mean(module: SequenceMean, context: Context) -> None:
             dist.all_reduce(counts, group=context.group)
         return counts
 
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
-    module.total = MethodType(total, module)  # type: ignore[method-assign]
+    replace_method(module, MethodType(forward, module), by="context")
+    replace_method(module, MethodType(total, module), by="context", method="total")
 
 
 def _by_chunks(name: str, module: nn.Module, context: Context, lent: set[str]) -> set[nn.Module]:
@@ -270,7 +271,7 @@ def _product_by_chunks(module: nn.Module, method: str, context: Context) -> None
 
         return by_pieces(run, x, list(tensors.values()), context, dim)
 
-    setattr(module, method, MethodType(by_chunks, module))
+    replace_method(module, MethodType(by_chunks, module), by="context", method=method)
 
 
 def _layer_by_chunks(module: nn.Module, context: Context) -> None:
@@ -287,7 +288,7 @@ def _layer_by_chunks(module: nn.Module, context: Context) -> None:
         dim = SEQUENCE if x.dim() > 1 else 0  # positions [T], of a table of them
         return by_pieces(run, x, [getattr(self, each) for each in names], context, dim)
 
-    module.forward = MethodType(forward, module)
+    replace_method(module, MethodType(forward, module), by="context")
 
 
 class _Lent:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend
+from lockstep.parallel.changes import replace_method
 from lockstep.parallel.tensor_blocks import SEQUENCE, Cut, OnSend, with_backward
 
 
@@ -159,8 +160,8 @@ def cut_attention(module: Attend, context: Context) -> None:
             attended = context.dealt(self.run(q, k, v, 0, documents), _POSITIONS)
         return with_backward(to_positions, to_heads, attended)
 
-    module.positions = MethodType(positions, module)  # type: ignore[method-assign]
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    replace_method(module, MethodType(positions, module), by="context", method="positions")
+    replace_method(module, MethodType(forward, module), by="context")
 
 
 def _gathered(

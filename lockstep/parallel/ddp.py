@@ -70,9 +70,11 @@ class Replicas(Strategy):
         cluster: GpuCluster,
         micro_batches: int,
     ) -> StepTime:
-        whole, ddp = pieces.parameter_bytes, config.distributed.ddp
+        whole = pieces.parameter_bytes
+        ddp = config.distributed.ddp
         sizes = {"fp16": whole / 2, "bf16": whole / 2, "powersgd": pieces.low_rank_bytes}
-        sent, bucket = sizes.get(ddp.compression.kind, whole), ddp.bucket_cap_mb * 2**20
+        sent = sizes.get(ddp.compression.kind, whole)
+        bucket = ddp.bucket_cap_mb * 2**20
         return replicated_step(
             pieces, layout, cluster, micro_batches, sent=sent, bucket_bytes=bucket
         )
@@ -84,10 +86,12 @@ class Replicas(Strategy):
         """Wrap a whole model, on its device, its values already equal on all ranks of the group."""
 
     def place(self, placement: PlacementContext) -> ParallelModel:
-        p, mesh = placement, placement.mesh
+        p = placement
+        mesh = placement.mesh
         assert mesh is not None
         p.materialise()
-        compression, replicas = p.compress(), mesh["replicate"].get_group()
+        compression = p.compress()
+        replicas = mesh["replicate"].get_group()
         how: Callable[..., list[tuple[int, bool]]] = (
             assign_tree if p.reproducible else assign_contiguous
         )
@@ -171,7 +175,8 @@ class DDPSync(AroundMicroBatch):
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self._model, self._learns = model, model.static_graph
+        self._model = model
+        self._learns = model.static_graph
         self._names = [
             name for name, parameter in model.module.named_parameters() if parameter.requires_grad
         ]

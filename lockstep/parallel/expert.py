@@ -33,6 +33,7 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.mesh import expert_mesh
 from lockstep.models.chain import look_up
+from lockstep.parallel.changes import replace_method
 from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
@@ -65,11 +66,16 @@ class PlacedExperts(AroundMicroBatch):
         exact: bool,
         on_send: OnSend | None = None,
     ) -> None:
-        self.mesh, self.shapes, self.exact = mesh, dict(shapes), exact
+        self.mesh = mesh
+        self.shapes = dict(shapes)
+        self.exact = exact
         # half a millisecond each
-        self._along, self._along_both = mesh["expert"], mesh["tensor", "expert"]
-        self.group, self.replicas = self._along.get_group(), mesh["expert_replicate"].get_group()
-        self.ranks, self.rank = self.group.size(), self.group.rank()
+        self._along = mesh["expert"]
+        self._along_both = mesh["tensor", "expert"]
+        self.group = self._along.get_group()
+        self.replicas = mesh["expert_replicate"].get_group()
+        self.ranks = self.group.size()
+        self.rank = self.group.rank()
         # How a step's micro-batches go to ranks, and what gradients are multiplied by where a
         # strategy's own reduction takes a mean: see `follow`.
         self._assign: Assign | None = None
@@ -132,7 +138,8 @@ class PlacedExperts(AroundMicroBatch):
         """Keep this rank's experts, after the axis `tensor` has cut what it cuts."""
         tensor = 1
         if cuts is not None and cuts.cut.group is not None:
-            self._dealt, tensor = set(self.shapes) & set(cuts.dims), cuts.cut.ranks
+            self._dealt = set(self.shapes) & set(cuts.dims)
+            tensor = cuts.cut.ranks
         for name, shape in self.shapes.items():
             ranks = self.ranks * (tensor if name in self._dealt else 1)
             if not shape or shape[0] % ranks:
@@ -214,9 +221,9 @@ class PlacedExperts(AroundMicroBatch):
             # A product that runs chunk by chunk lends the copies that it has summed gradients for.
             return {n: getattr(this, n) for n in names} if hasattr(this, names[0]) else copies(this)
 
-        module.forward = MethodType(forward, module)
+        replace_method(module, MethodType(forward, module), by="expert")
         if self.exact:
-            module.to_lend = MethodType(copies, module)  # type: ignore[assignment]
+            replace_method(module, MethodType(copies, module), by="expert", method="to_lend")
 
     def _exchange_counts(self, counts: list[int], rows: Tensor) -> list[list[int]]:
         """Return, for each rank, the number of its rows for each of my experts; in a dry run, as many as mine."""
@@ -245,7 +252,8 @@ class PlacedExperts(AroundMicroBatch):
         are not exact. `scale`: what gradients are multiplied by, where the strategy's own reduction
         takes a mean.
         """
-        self._assign, self._scale = assign, scale
+        self._assign = assign
+        self._scale = scale
 
     def _for_each_rank(self, parameter: Tensor, name: str) -> tuple[Tensor, ...]:
         """Return a parameter for the rows of each rank; their gradients are kept apart."""
@@ -399,7 +407,8 @@ def _by_expert(
     plain: nn.Module, held: Mapping[str, Tensor], rows: Tensor, counts: list[list[int]]
 ) -> Tensor:
     """Return what the experts make of all ranks' rows, each expert at once: [ranks, experts, …] → the same order."""
-    ranks, experts = len(counts), len(counts[0])
+    ranks = len(counts)
+    experts = len(counts[0])
     parts = torch.split(rows, [number for source in counts for number in source])
     together = torch.cat(
         [parts[rank * experts + expert] for expert in range(experts) for rank in range(ranks)]

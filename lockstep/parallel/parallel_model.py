@@ -25,6 +25,7 @@ from lockstep.data.batches import MicroBatch
 from lockstep.errors import UsageError, listed
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
+from lockstep.parallel.changes import ModuleChange, changes_of
 from lockstep.parallel.context_attention import Context
 from lockstep.parallel.loss_accumulator import (
     HostLossAccumulator,
@@ -285,6 +286,10 @@ class ParallelModel:
             for name, p in self.parameters.items()
             if name in self.counted and p.grad is not None
         ]
+
+    def changes(self) -> list[ModuleChange]:
+        """Return what placement has changed on this rank's modules: methods, and hooks."""
+        return changes_of(self.modules)
 
     def warnings(self) -> list[str]:
         """Return those of the lines logged at start that warn: they are said in every way to train."""

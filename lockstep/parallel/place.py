@@ -32,6 +32,7 @@ from lockstep.parallel.activation import apply_activation_checkpointing
 from lockstep.parallel.batch_norm_rows import apply_batch_norm_rows
 from lockstep.parallel.buffers import keeping, refuse_synchronised
 from lockstep.parallel.chain_check import check_chain
+from lockstep.parallel.changes import replace_method
 from lockstep.parallel.combined_buffers import BufferWays, warn_of_unwritten, ways_of
 from lockstep.parallel.context import (
     apply_context,
@@ -267,7 +268,7 @@ def prepared(
         # compiled code runs, and FSDP gathers it outside. Random numbers of compiled code are not
         # those of eager code.
         for _, block in blocks or [("", model)]:
-            block.forward = torch.compile(block.forward)
+            replace_method(block, torch.compile(block.forward), by="compile")
             _COMPILED.add(block)
         log_lines.append(f"compile: {len(blocks) or 1} block(s), at their first forward pass")
     # Units are read before axes cut layers, so that they are the same ones on any topology, but not

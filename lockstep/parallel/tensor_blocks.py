@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
+from lockstep.parallel.changes import replace_method
 from lockstep.parallel.comm import all_gather_flat, reduce_scatter_flat
 from lockstep.parallel.reproducible.tree import (
     Partials,
@@ -371,7 +372,7 @@ def spread(x: Tensor, cut: Cut, count: int) -> tuple[Tensor, ...]:
     )
 
 
-def cut_dropout(module: nn.Dropout, cuts: Sequence[tuple[Cut, int]]) -> None:
+def cut_dropout(module: nn.Dropout, cuts: Sequence[tuple[Cut, int]], *, by: str) -> None:
     """Let a dropout of this rank's part of a tensor, cut along these dims, draw the random numbers of the whole one."""
 
     def forward(self: nn.Dropout, x: Tensor) -> Tensor:
@@ -385,7 +386,7 @@ def cut_dropout(module: nn.Dropout, cuts: Sequence[tuple[Cut, int]]) -> None:
             kept = cut.part(kept, dim)
         return x * kept
 
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    replace_method(module, MethodType(forward, module), by=by)
 
 
 def _autocast(

@@ -27,6 +27,7 @@ from lockstep.errors import UsageError
 from lockstep.models.hf_layers import fit_heads, fit_units, is_transposed, refuse_attention_dropout
 from lockstep.models.mixture import through_experts
 from lockstep.parallel import tensor_blocks
+from lockstep.parallel.changes import replace_method
 from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.loss_parallel import cut_token_losses
 from lockstep.parallel.parallel_model import ParallelModel, local
@@ -206,7 +207,7 @@ def _fuse(module: Any, name: str, unit: int, cut: Cut) -> None:
         layers = made.split([size // parts for size in self.fused_sizes], -1)
         return torch.cat([layer.flatten(-2) for layer in layers], -1)
 
-    module.forward = MethodType(forward, module)
+    replace_method(module, MethodType(forward, module), by="tensor")
 
 
 def _weight(module: Any) -> Tensor:
@@ -288,7 +289,7 @@ def _loss(module: nn.Module, cut: Cut) -> None:
         return cut_token_losses(logits, targets, cut)
 
     if cut.keeps_logits:
-        module.forward = MethodType(forward, module)
+        replace_method(module, MethodType(forward, module), by="tensor")
 
 
 def _experts(module: nn.Module, cut: Cut) -> None:
@@ -299,7 +300,7 @@ def _experts(module: nn.Module, cut: Cut) -> None:
     def forward(self: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
         return tensor_blocks.experts_apart(MethodType(before, self), rows, counts, cut)
 
-    module.forward = MethodType(forward, module)
+    replace_method(module, MethodType(forward, module), by="tensor")
 
 
 def _routed(module: nn.Module, cut: Cut) -> None:
@@ -319,14 +320,18 @@ def _routed(module: nn.Module, cut: Cut) -> None:
         apart = own if cut.group is None else partial(tensor_blocks.experts_apart, own, cut=cut)
         return through_experts(apart, tokens, chosen, weights, counts)  # type: ignore[no-any-return]
 
-    module.forward = MethodType(forward, module)
+    replace_method(module, MethodType(forward, module), by="tensor")
 
 
 def _scope(module: nn.Module, cut: Cut) -> None:
-    module.enter = MethodType(
-        lambda _self, x, heads: tensor_blocks.enter_heads(x, heads, cut), module
-    )  # type: ignore[assignment]
-    module.leave = MethodType(lambda _self, parts: tensor_blocks.leave_heads(parts, cut), module)  # type: ignore[assignment]
+    def enter(_self: Any, x: Tensor, heads: int) -> Tensor:
+        return tensor_blocks.enter_heads(x, heads, cut)
+
+    def leave(_self: Any, parts: Tensor) -> Tensor:
+        return tensor_blocks.leave_heads(parts, cut)
+
+    replace_method(module, MethodType(enter, module), by="tensor", method="enter")
+    replace_method(module, MethodType(leave, module), by="tensor", method="leave")
     for inner in module.modules():
         if isinstance(inner, nn.Dropout):
             _dropout(inner, cut, 0)
@@ -354,14 +359,14 @@ def _by_pieces(module: nn.Module, cut: Cut, dim: int) -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return tensor_blocks.by_pieces(run, x, [getattr(self, name) for name in names], cut, dim)
 
-    module.forward = MethodType(forward, module)
+    replace_method(module, MethodType(forward, module), by="tensor")
 
 
 def _dropout(module: nn.Dropout, cut: Cut, dim: int) -> None:
     cuts = [] if cut.group is None else [(cut, dim)]
     if cut.within is not None:
         cuts.append((cut.within, getattr(module, "sequence_dim", SEQUENCE)))
-    tensor_blocks.cut_dropout(module, cuts)
+    tensor_blocks.cut_dropout(module, cuts, by="tensor")
 
 
 def _replace(module: nn.Module, run: Callable[..., Tensor]) -> None:
@@ -369,7 +374,8 @@ def _replace(module: nn.Module, run: Callable[..., Tensor]) -> None:
 
     A method of the instance, so that a deep copy of the module has one of its own.
     """
-    setattr(module, "product" if hasattr(module, "product") else "forward", MethodType(run, module))
+    method = "product" if hasattr(module, "product") else "forward"
+    replace_method(module, MethodType(run, module), by="tensor", method=method)
 
 
 _MAKE: dict[str, Callable[[nn.Module, Cut], None]] = {
