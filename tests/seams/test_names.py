@@ -4,9 +4,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from lockstep import registry
+from tests.ranks import REPOSITORY
+from tests.seams import test_strategy
 from tests.seams.outside import Outside
 
 THEIRS = """
@@ -16,6 +21,8 @@ import os
 import torch
 from torch import nn
 from torch.utils.data import Dataset
+
+from memory_storage import MemoryStorage
 
 
 class Line(nn.Module):
@@ -64,19 +71,34 @@ class Table:
         pass
 
 
+def apart(outputs, targets):
+    return (outputs - targets).square().mean()
+
+
+class Shelf(MemoryStorage):
+    def __init__(self, label):
+        super().__init__({})
+        self.label = label
+
+    def commit(self, draft, name, manifest):
+        super().commit(draft, name, manifest)
+        print("kept by", self.label, *self.names(), flush=True)
+
+
 class NeedsMore:
     def __init__(self, context):
         import a_library_that_nobody_has
 """
+EXAMPLE = REPOSITORY / "tests" / "checkpoint" / "memory_storage.py"
 CONFIG = """
 model: {name: "theirs:Line", args: {width: 3}}
-loss_fn: mse
+loss_fn: "theirs:apart"
 data: {name: "theirs:Points"}
 training:
   {max_steps: 4, batch_size: 4, learning_rate: 0.01, optimizer: "theirs:Steady", lr_schedule: "theirs:halves",
    eval_steps: null}
 distributed: {device: cpu, strategy: single}
-checkpoint: {save_strategy: none}
+checkpoint: {save_steps: 4, storage: {name: "theirs:Shelf", args: {label: them}}}
 monitor: {log_steps: 1, sinks: [jsonl, "theirs:Table", "theirs:NeedsMore"]}
 """
 
@@ -85,6 +107,7 @@ monitor: {log_steps: 1, sinks: [jsonl, "theirs:Table", "theirs:NeedsMore"]}
 def outside(tmp_path: Path) -> Outside:
     found = Outside(tmp_path)
     found.write("theirs.py", THEIRS)
+    found.write("memory_storage.py", EXAMPLE.read_text())
     found.write("config.yaml", CONFIG)
     return found
 
@@ -100,8 +123,38 @@ def test_a_run_takes_all_of_them_from_another_package(outside: Outside) -> None:
     ]
     assert [row["lr"] for row in rows] == pytest.approx([0.01, 0.005, 0.0025, 0.00125])
     assert rows[-1]["loss"] < rows[0]["loss"]
+    assert "kept by them step-00000004" in said
+    assert not (outside.folder / "run/checkpoints").exists()
     written = (outside.folder / "run/table.txt").read_text().splitlines()
     assert written == [f"{row['step']} of 4 {row['lr']}" for row in rows]
+
+
+def test_each_registry_has_a_newcomer_from_outside() -> None:
+    """A registry is one table; the run above, or that of a strategy, takes a name from outside."""
+    tables = [one for one in vars(registry).values() if isinstance(one, registry.Registry)]
+    assert {one.kind for one in tables} >= {
+        "strategy",
+        "model",
+        "data set",
+        "optimizer",
+        "schedule",
+    }
+    for table in tables:
+        found = {
+            _value(yaml.safe_load(text), table.where) for text in (CONFIG, test_strategy.CONFIG)
+        }
+        newcomers = [name for name in found if name.split(":")[0] in ("theirs", "their.replicas")]
+        assert newcomers, f"no test takes a {table.kind} from outside ({table.where})"
+        table.require(newcomers[0])
+
+
+def _value(config: Any, key: str) -> str:
+    """Return the name at a dotted key: plain, of an object, or the first from outside in a list."""
+    for part in key.split("."):
+        config = config.get(part, {})
+    if isinstance(config, list):
+        return next((str(name) for name in config if ":" in name), "")
+    return str(config.get("name") if isinstance(config, dict) else config)
 
 
 def test_a_sink_without_a_method_is_refused_before_the_first_step(outside: Outside) -> None:
