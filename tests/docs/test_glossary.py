@@ -1,9 +1,13 @@
-"""The glossary is in order, and explains words that the code and the other pages use."""
+"""The glossary is in order, explains words that are in use, and has the terms that the code introduces."""
 
+import ast
 import re
 
 import pytest
 
+from lockstep.layout import AXES
+from lockstep.registry import STRATEGIES
+from tests import house
 from tests.docs.blocks import REPOSITORY
 
 _GLOSSARY = REPOSITORY / "docs" / "glossary.md"
@@ -33,3 +37,44 @@ def test_a_definition_is_a_sentence_or_two() -> None:
         term, _, definition = entry.partition("\n")
         sentences = re.findall(r"[.](?:\s|$)", definition)
         assert 1 <= len(sentences) <= 3, term
+
+
+# Words that docstrings print in italics for emphasis, or because they are the title of a paper.
+_NO_TERMS = {"all", "roformer", "whole"}
+
+
+def test_terms_that_the_code_introduces_are_explained() -> None:
+    """A docstring prints a term in italics where it defines it: those, and the words of concepts.md."""
+    terms = {term: module for module in house.files() for term in _italics(module)}
+    terms |= dict.fromkeys(_words_of_concepts(), "docs/concepts.md")
+    known = {term.lower() for term in _TERMS}
+    missing = {term: where for term, where in terms.items() if term not in known | _NO_TERMS}
+    assert not missing, f"write an entry into docs/glossary.md: {missing}"
+    assert {"program", "signature", "micro-batch"} <= terms.keys()
+
+
+def _italics(module: str) -> list[str]:
+    """Return the words in italics in the docstrings of a module."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(house.tree(module)) if isinstance(node, kinds)]
+    texts = [ast.get_docstring(node) or "" for node in nodes]
+    found = re.findall(r"(?<![\w*`])\*([A-Za-z][\w-]+(?: [\w-]+)?)\*(?![\w*])", "\n".join(texts))
+    return [term.lower() for term in found]
+
+
+def _words_of_concepts() -> list[str]:
+    """Return the words that the first table of concepts.md explains, without those of torchrun."""
+    page = (REPOSITORY / "docs" / "concepts.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page.partition("\n## 1")[0], re.MULTILINE)
+    return [word for word, meaning in rows[1:] if "torchrun" not in meaning]
+
+
+@pytest.mark.parametrize(
+    ("term", "names"), [("axis", [*AXES, "expert"]), ("strategy", list(STRATEGIES.shipped))]
+)
+def test_an_entry_names_all_that_there_are(term: str, names: list[str]) -> None:
+    entry = re.search(
+        rf"^## {term}$(.*?)(?:^## |\Z)", _GLOSSARY.read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert entry is not None
+    assert [name for name in names if not re.search(rf"\b{name}\b", entry[1])] == []
