@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -96,6 +96,17 @@ class Beat:
     awaits_write: bool = False  # whether it does nothing but wait for the write in the background
     forward: float = 0.0  # when the work of its calls last went forward
     write: "Write" = Write()
+
+
+@dataclass(frozen=True)
+class FailedCall:
+    """A call that an error has ended on one rank; the script may have caught it."""
+
+    rank: int
+    number: int
+    time: float  # seconds, monotonic
+    text: str
+    line: str  # of the user's code that raised it, `file:line`
 
 
 class Departures(Protocol):
@@ -179,6 +190,21 @@ class Heartbeat:
                 time.monotonic(),
             )
         self._write_head()
+
+    def failed(self, error: BaseException) -> None:
+        """Record for the launcher that an error ends the outermost call: others may wait in it."""
+        folder = self.folder
+        outermost = len(self._under_way) == 1 and isinstance(error, Exception)
+        if folder is None or not outermost or not self._is_mine():
+            return
+        *_, (frame, line) = traceback.walk_tb(only_user_code(error.__traceback__))
+        place = f"{_shown(frame.f_code.co_filename)}:{line}"
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        call = FailedCall(self.rank, self._number, time.monotonic(), text[:500], place)
+        beside = folder / f".failed-{self.rank}"
+        with contextlib.suppress(OSError):
+            beside.write_text(json.dumps(asdict(call)))
+            beside.rename(folder / f"failed-{self.rank}")
 
     def left(self) -> None:
         """Record that this rank makes no more calls: its script has ended, or it has left the process group."""
@@ -433,6 +459,11 @@ def read_beats(folder: Path) -> list[Beat]:
     return sorted(found, key=lambda beat: beat.rank)
 
 
+def read_failed(folder: Path) -> list[FailedCall]:
+    """Return the calls that errors have ended, the newest of each rank of this machine."""
+    return [FailedCall(**json.loads(path.read_text())) for path in folder.glob("failed-*")]
+
+
 def write_limits(factor: float | None, seconds: float, patience: float) -> None:
     """Tell the launcher this run's limits for a hang (`HangWatch`): it has not read a script's own config."""
     beat = own_heartbeat()
@@ -473,6 +504,7 @@ class _CallContext:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
             if error is not None:
+                self._heartbeat.failed(error)
                 self._heartbeat.explain(error)
                 if on_error is not None:
                     on_error(error)

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lockstep.heartbeat import DUMP, Beat, Call, read_beats, read_limits
+from lockstep.heartbeat import DUMP, Beat, Call, read_beats, read_failed, read_limits
 from lockstep.launch import failures
 from lockstep.launch.failures import Failure, Stack, Stopped, is_stopped, send_signal, stacks_file
 from lockstep.run_files import replace_file
@@ -35,6 +35,8 @@ _STATES_SECONDS = 0.5  # between two reads of the processes' states
 # ranks that all wait in collectives, and use no core for so long, wait for each other
 _IDLE_SECONDS = 5.0
 _IDLE_SHARE = 0.05  # of a core, which threads that wait use
+# for a script to end after an error of a call in which the others wait
+_CAUGHT_SECONDS = 10.0
 
 
 @dataclass
@@ -104,7 +106,12 @@ class HangWatch:
                 self._known_writes[beat.rank] = beat.write.count
         if self.others is not None:
             self.others.tell(beats)
-        looks = (self._look_for_stopped, self._look_for_long_calls, self._look_for_ranks_elsewhere)
+        looks = (
+            self._look_for_stopped,
+            self._look_for_caught_errors,
+            self._look_for_long_calls,
+            self._look_for_ranks_elsewhere,
+        )
         return next(
             (found for look in looks if (found := look(beats, pids, world_size)) is not None), None
         )
@@ -132,6 +139,33 @@ class HangWatch:
         return self._failure(
             one.rank, world_size, what, where=reports.stacks[one.rank].place, why=why
         )
+
+    def _look_for_caught_errors(
+        self, beats: list[Beat], pids: Mapping[int, int], world_size: int
+    ) -> Failure | None:
+        """Return a failure if a call has raised on one rank, which lives on, and others wait in it."""
+        if self.factor is None:
+            return None
+        now = time.monotonic()
+        for failed in read_failed(self.folder):
+            waiting = {
+                beat.rank: call
+                for beat in beats
+                for call in beat.calls
+                if beat.rank != failed.rank and call.number == failed.number and not call.ended
+            }
+            signs = [_forward(beat) for beat in beats if beat.rank in waiting]
+            waited = now - max(failed.time, *signs, *(call.begun for call in waiting.values()), 0.0)
+            if not waiting or waited <= min(self.seconds, _CAUGHT_SECONDS):
+                continue
+            self._collect_reports(pids)
+            call = next(iter(waiting.values()))
+            what = f"{call.name} ended with an error, which its script caught: {failed.text}"
+            ranks = ", ".join(map(str, sorted(waiting)))
+            why = f"the others wait for it in {call} for {waited:.0f} s now (ranks {ranks})"
+            fix = "let the error end the script, or catch it only where all ranks have it; "
+            return self._failure(failed.rank, world_size, what, where=failed.line, why=why, fix=fix)
+        return None
 
     def _look_for_long_calls(
         self, beats: list[Beat], pids: Mapping[int, int], world_size: int

@@ -84,6 +84,55 @@ def test_trap_79_a_collective_of_torch_on_rank_0_alone_is_found(tmp_path: Path) 
     assert time.monotonic() - since < 120
 
 
+_CAUGHT = """
+import time, torch
+from torch import nn
+from lockstep import Config, Trainer
+
+class Fails(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.training and self.calls > 4:
+            raise ValueError("no more of this")
+        return super().forward(x)
+
+config = Config.model_validate({
+    "distributed": {"device": "cpu", "strategy": "pipeline", "hang": {"seconds": 2}},
+    "training": {"max_steps": 8, "batch_size": 4},
+})
+model = nn.Sequential(nn.Linear(4, 4), Fails(4, 1))
+trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), config=config)
+data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.zeros(64, 1))
+try:
+    for record in trainer.steps(data):
+        print("step", record.step)
+except ValueError:
+    time.sleep(200)
+"""
+
+
+@pytest.mark.fault(
+    "hang: a script catches an error that one rank alone has",
+    "one stage of a pipeline raises, its process lives on, and the others wait for its messages",
+    "after 10 s (or `hang.seconds`, if that is less) the rank is named with its error and its line;"
+    " exit code 1",
+)
+def test_an_error_that_a_script_catches_on_one_rank_is_told_soon(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(_CAUGHT)
+    since = time.monotonic()
+    ended = lockstep(tmp_path, "launch", "--nproc-per-node", "2", "own.py", OMP_NUM_THREADS="1")
+    assert ended.code == 1, ended.err
+    assert "rank 1 of 2 failed: steps ended with an error, which its script caught" in ended.err
+    assert "ValueError: no more of this" in ended.err
+    assert f"own.py:{line_of(_CAUGHT, 'raise ValueError')}" in ended.err
+    assert f"the others wait for it in steps at own.py:{line_of(_CAUGHT, 'for record')}" in (
+        ended.err
+    )
+    assert time.monotonic() - since < 60
+
+
 _OTHERS = {
     "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "own.py"),
     "lockstep.spawn": ("-c", "import lockstep, own; lockstep.spawn(own.train, nprocs=2)"),
