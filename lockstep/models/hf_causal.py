@@ -7,15 +7,16 @@ shift them again. A mixture of experts with `output_router_logits` in its config
 term: there the library's own loss is used, with targets marked as shifted. The term is computed per
 micro-batch, and a step weighs it like the mean losses; in evaluation the loss is without it.
 
-The Llama and GPT-2 families are also divided into segments, each a module of the model under its
-own name (`chain`). A tied head borrows the embedding's weight (`lockstep.models.chain`).
+Like the library's objects they are cut into stages by `lockstep.models.hf_decoder`. The Llama and
+GPT-2 families can also be built on meta: `init_weights` fills them.
 
 Tests: tests/models/test_hf.py, tests/models/test_hf_decoder.py,
 tests/models/test_hugging_face_loss.py
 """
 
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,9 +25,8 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.models.attention import Attend
-from lockstep.models.chain import run_segments
 from lockstep.models.hf_layers import ATTENDING
-from lockstep.models.language import LanguageModel, OutputLayer, TokenLosses, TokenTable
+from lockstep.models.language import LanguageModel, TokenLosses, TokenTable
 from lockstep.models.observed import LossCalls
 from lockstep.models.protocol import IGNORED_TARGET
 
@@ -37,8 +37,8 @@ _ATTENTION = "lockstep_attend"
 _SEQUENCES = {"input_ids": 1, "targets": 1}
 
 
-def can_be_cut(config: Any) -> bool:
-    """Return whether models of this config can run as a chain of segments."""
+def can_be_drawn(config: Any) -> bool:
+    """Return whether models of this config can be built on meta, and filled later."""
     if config.model_type == "llama":
         return _rotary_type(config) in _FIXED_ROTARY
     return bool(config.model_type == "gpt2" and not config.add_cross_attention)
@@ -54,7 +54,7 @@ def meet_protocol(model: Any) -> nn.Module:
     kind: type[CausalModel] = (
         MixtureModel if getattr(model.config, "output_router_logits", False) else CausalModel
     )
-    if can_be_cut(model.config):
+    if can_be_drawn(model.config):
         kind = {"llama": Llama, "gpt2": GPT2}[model.config.model_type]
     _swap_class(model, kind)
     embedding = model.get_input_embeddings()
@@ -63,8 +63,8 @@ def meet_protocol(model: Any) -> nn.Module:
     if kind is not MixtureModel:
         model.token_losses = TokenLosses()
     model.block_size = getattr(model.config, "max_position_embeddings", None) or 1024
-    if isinstance(model, CutModel):
-        model.cut()
+    if kind is GPT2:
+        _swap_class(model.get_submodule("transformer.wpe"), PositionTable)
     assert isinstance(model, nn.Module)
     return model
 
@@ -152,37 +152,10 @@ class ScaledEmbedding(TokenTable):
         return self.product(input, self.weight) * self.embed_scale.to(self.weight.dtype)
 
 
-class CutModel(CausalModel):
-    """A causal model that runs as a chain of its own modules."""
+class DrawnModel(CausalModel):
+    """A causal model that can be built on meta, and gets its first values one by one."""
 
-    chain: tuple[str, ...]  # canonical names, in order; "*" stands for all members of a list
-    embedding: str  # canonical name of the parameter that a tied head borrows
-    tied = False
-
-    def cut(self) -> None:
-        """Prepare the parts; called once on the library's model."""
-        head = self.get_submodule("lm_head")
-        if head.weight is self.get_parameter(self.embedding):
-            self.tied = True
-            head.register_parameter("weight", None)
-            _swap_class(head, OutputLayer)
-
-    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]  # its segments take nothing else
-        logits: Tensor = run_segments(self, ids)
-        return logits
-
-    def segments(self) -> list[tuple[str, nn.Module]]:
-        found: list[tuple[str, nn.Module]] = []
-        for name in self.chain:
-            if name.endswith(".*"):
-                members = self.get_submodule(name[:-2]).named_children()
-                found += [(f"{name[:-2]}.{index}", module) for index, module in members]
-            else:
-                found.append((name, self.get_submodule(name)))
-        return found
-
-    def shared_parameters(self) -> dict[str, dict[str, str]]:
-        return {"lm_head": {"weight": self.embedding}} if self.tied else {}
+    random_key = ""  # of what is drawn outside of the layers
 
     def init_weights(self) -> None:
         """Draw like the library: weights ~ N(0, initializer_range), biases 0, norms 1."""
@@ -199,120 +172,43 @@ class CutModel(CausalModel):
         return float(self.config.initializer_range)
 
 
-class Llama(CutModel):
-    """A Llama that runs as a chain."""
-
-    chain = ("model.embed_tokens", "model.layers.*", "model.norm", "lm_head")
-    embedding = "model.embed_tokens.weight"
-
-    def cut(self) -> None:
-        super().cut()
-        decoder: Any = self.get_submodule("model")
-        rotary_class: Any = type(decoder.rotary_emb)
-        make_rotary = functools.partial(rotary_class, config=self.config)
-        decoder.rotary_emb = None
-        for layer in decoder.layers:
-            _swap_class(layer, LlamaLayer)
-            layer.prepare(make_rotary)
+class Llama(DrawnModel):
+    """A Llama that can be built on meta."""
 
     def init_weights(self) -> None:
         super().init_weights()
-        for layer in self.get_submodule("model.layers").children():
-            assert isinstance(layer, LlamaLayer)
-            layer.fill_buffers()
+        rotary: Any = self.get_submodule("model.rotary_emb")
+        with torch.device("cpu"):  # also where the model is on meta
+            made = type(rotary)(config=self.config)
+        rotary.attention_scaling = made.attention_scaling
+        for name, buffer in made.named_buffers():
+            getattr(rotary, name).copy_(buffer)
 
 
-class LlamaLayer(nn.Module):
-    """One layer, which computes its own angles: x [B, T, D] → x [B, T, D]."""
+class GPT2(DrawnModel):
+    """A GPT-2 that can be built on meta."""
 
-    inv_freq: Tensor
-
-    def prepare(self, make_rotary: Callable[[], Any]) -> None:
-        """Take the frequencies from the library's module for rotary positions, made by `make_rotary`."""
-        self.make_rotary = make_rotary
-        device = next(self.parameters()).device
-        with torch.device("cpu"):
-            frequencies = make_rotary().inv_freq
-        self.register_buffer(
-            "inv_freq", torch.empty_like(frequencies, device=device), persistent=False
-        )
-        self.fill_buffers()
-
-    def fill_buffers(self) -> None:
-        with torch.device("cpu"):
-            rotary = self.make_rotary()
-        self.inv_freq.copy_(rotary.inv_freq)
-        self.rotary_scale = float(rotary.attention_scaling)
-
-    def forward(self, x: Tensor) -> Tensor:
-        attend = getattr(self.self_attn, "attend", None)  # of context parallel (`attend_through`)
-        position = torch.arange(x.shape[1], device=x.device)
-        if attend is not None:
-            position = attend.positions(x.shape[1], x.device)
-        angle = (position.float()[:, None] * self.inv_freq.float()).repeat(1, 2)[None]
-        turn = (
-            (angle.cos() * self.rotary_scale).to(x.dtype),
-            (angle.sin() * self.rotary_scale).to(x.dtype),
-        )
-        return _only(super().forward(x, attention_mask=None, position_embeddings=turn))
-
-
-class GPT2(CutModel):
-    """A GPT-2 that runs as a chain."""
-
-    chain = (
-        "transformer.wte",
-        "transformer.wpe",
-        "transformer.drop",
-        "transformer.h.*",
-        "transformer.ln_f",
-        "lm_head",
-    )
-    embedding = "transformer.wte.weight"
-
-    def cut(self) -> None:
-        super().cut()
-        _swap_class(self.get_submodule("transformer.wpe"), PositionAdder)
-        for layer in self.get_submodule("transformer.h").children():
-            _swap_class(layer, GPT2Layer)
-            # Versions before 5 have a mask that only the library's own attention reads.
-            attention = layer.get_submodule("attn")
-            for name, _ in list(attention.named_buffers(recurse=False)):
-                delattr(attention, name)
+    # The dropout of embeddings is the only draw outside of the layers. It keeps this key, by which
+    # runs that began before go on with the numbers that they would have drawn.
+    random_key = "transformer.drop"
 
     def std_of(self, name: str) -> float:
         std = super().std_of(name)
-        return (
-            std / (2 * self.config.num_hidden_layers) ** 0.5
-            if name.endswith("c_proj.weight")
-            else std
-        )
+        if name.endswith("c_proj.weight"):
+            return std / math.sqrt(2 * self.config.num_hidden_layers)
+        return std
 
 
-class PositionAdder(nn.Embedding):
-    """Learned positions: x [B, T, D] → x plus the vectors of positions 0 … T−1."""
+class PositionTable(nn.Embedding):
+    """Learned positions, which refuse a text that is too long: positions [B, T] → [B, T, D]."""
 
     def forward(self, input: Tensor) -> Tensor:
-        length = input.shape[1]
+        length = input.shape[-1]
         if length > self.num_embeddings:
             what = f"a text of {length} tokens, and the model has {self.num_embeddings} positions"
             fix = "raise model.args.max_position_embeddings, or shorten data.args.block_size"
             raise UsageError(what, where="model.args.max_position_embeddings", fix=fix)
-        return input + self.weight[:length]
-
-
-class GPT2Layer(nn.Module):
-    """One layer: x [B, T, D] → x [B, T, D]."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _only(super().forward(x))
-
-
-def _only(outputs: Any) -> Tensor:
-    """Return the one output; layers of older versions of the library return a tuple of one."""
-    found = outputs[0] if isinstance(outputs, tuple) else outputs
-    assert isinstance(found, Tensor)
-    return found
+        return super().forward(input)
 
 
 def _swap_class(module: Any, mixin: Any) -> None:

@@ -133,7 +133,8 @@ def _cut(model: nn.Module, family: Family, path: str) -> list[tuple[str, nn.Modu
     decoder: Any = getattr(model, family.decoder)
     layers = dict(getattr(decoder, family.layers).named_children())
     prefix = f"{path}{family.decoder}.{family.layers}"
-    found: list[tuple[str, nn.Module]] = [("inputs", Inputs(_before_the_layers(decoder, family)))]
+    first = Inputs(str(getattr(model, "random_key", "")), _before_the_layers(decoder, family))
+    found: list[tuple[str, nn.Module]] = [("inputs", first)]
     for position, (index, layer) in enumerate(layers.items()):
         name, door = f"{prefix}.{index}", Door(layer)
         found.append((name, Layer(name, _with_layer(decoder, family, door, position), door)))
@@ -198,10 +199,9 @@ class Door(nn.Module):
 class Inputs(nn.Module):
     """First segment: token ids [B, T] → hidden states [B, T, D], with the attention mask if there is one."""
 
-    random_key = ""
-
-    def __init__(self, decoder: nn.Module) -> None:
+    def __init__(self, random_key: str, decoder: nn.Module) -> None:
         super().__init__()
+        self.random_key = random_key  # of what the model draws before its layers
         self.decoder = decoder
 
     def forward(
