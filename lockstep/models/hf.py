@@ -8,6 +8,7 @@
 does the rest.
 """
 
+import copy
 import difflib
 import json
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.paths import local_path
@@ -32,7 +33,9 @@ except ImportError as error:
         what, where="model.name", fix="install it: pip install transformers"
     ) from error
 
+from lockstep.models.chain import run_segment
 from lockstep.models.hf_causal import can_be_drawn, meet_protocol
+from lockstep.models.hf_decoder import decoder_segments
 
 OLDEST = (4, 57)  # version of transformers, as pyproject.toml has it
 if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
@@ -59,6 +62,8 @@ def from_files(path: str, **overrides: Any) -> nn.Module:
         what = f"{file} is not the config of a Hugging Face model"
         raise UsageError(what, where="model.name", why=_in_short(error)) from error
     config = _config(model_type, described, overrides)
+    if can_be_drawn(config):
+        _require_equal_chain(config)
     if place.is_dir() and any(place.glob("*.safetensors")):
         return meet_protocol(_loaded(place, config))
     if place.is_dir() and any(place.glob("*.bin")):
@@ -82,6 +87,8 @@ def from_type(
         config, "max_position_embeddings", block_size
     ):
         config = _config(model_type, {}, {"max_position_embeddings": block_size, **overrides})
+    if can_be_drawn(config):
+        _require_equal_chain(config)
     return meet_protocol(_drawn(config))
 
 
@@ -116,6 +123,55 @@ def _drawn(config: Any) -> Any:
     device = torch.get_default_device() if can_be_drawn(config) else torch.device("cpu")
     with _errors_of(config.model_type), device:
         return _AutoModel.from_config(config, **_attention(config)).float()
+
+
+def _require_equal_chain(config: Any) -> None:
+    """Refuse a version of the library whose forward pass is not what the chain of a family computes.
+
+    A tiny model of the same config is compared: the model itself may have no values yet.
+    """
+    tiny = copy.deepcopy(config)
+    tiny.vocab_size = 32
+    tiny.pad_token_id = None
+    if config.model_type == "gpt2":
+        tiny.n_embd = 4 * config.n_head
+        tiny.n_inner = config.n_inner and 16
+        tiny.n_layer = 2
+    else:
+        tiny.hidden_size = 16
+        tiny.head_dim = 8
+        tiny.intermediate_size = 16
+        tiny.num_hidden_layers = 2
+    try:
+        expected, logits = _both_ways(tiny)
+        differ = not torch.allclose(
+            logits, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())
+        )
+    except Exception:
+        # sizes that do not fit together when they are tiny, tensors without values: nothing to
+        # compare
+        return
+    if differ:
+        what = (
+            f"transformers {transformers.__version__} computes something else for a"
+            f" {config.model_type} of this "
+        )
+        what += "config than its chain of segments"
+        fix = "install another version, or hand transformers' own object to lockstep.Trainer"
+        raise UsageError(what, where="model.name", why="another model would be trained", fix=fix)
+
+
+def _both_ways(config: Any) -> tuple[Tensor, Tensor]:
+    """Return the logits of a model as the library computes them, and as its chain does."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        torch.default_generator.manual_seed(0)
+        model = _AutoModel.from_config(config, **_attention(config)).float().eval()
+        ids = torch.randint(0, config.vocab_size, (2, min(8, config.max_position_embeddings)))
+        inputs = ((), {"input_ids": ids})
+        outputs: Any = ids
+        for _, segment in decoder_segments(model) or ():
+            outputs = run_segment(segment, (outputs,), {}, inputs)
+        return model(input_ids=ids, use_cache=False).logits, outputs.logits
 
 
 def _loaded(folder: Path, config: Any) -> Any:

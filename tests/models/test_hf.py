@@ -431,10 +431,31 @@ def test_a_refusal_of_another_family_names_those_whose_sequences_can_be_cut() ->
 
 
 @cut_families
-def test_a_library_that_computes_something_else_is_followed(
+def test_a_library_that_computes_something_else_than_the_chain_is_refused(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a later version might: it scales its logits, outside of the modules of the chain."""
+    """As a later version might: it scales what its decoder returns, which each segment calls.
+
+    A model on meta has no values by which a pipeline could compare it with its chain.
+    """
+    decoder = {"llama": transformers.LlamaModel, "gpt2": transformers.GPT2Model}[family]
+    forward = decoder.forward
+
+    def other(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = forward(self, *args, **kwargs)
+        found.last_hidden_state = found.last_hidden_state * 2
+        return found
+
+    monkeypatch.setattr(decoder, "forward", other)
+    with pytest.raises(UsageError, match=f"computes something else for a {family} of this config"):
+        get_model(f"hf:{family}")(**SIZES[family])
+
+
+@cut_families
+def test_what_a_library_computes_around_its_decoder_is_followed(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a later version might: it scales its logits."""
     causal = {"llama": transformers.LlamaForCausalLM, "gpt2": transformers.GPT2LMHeadModel}[family]
     forward = causal.forward
 
