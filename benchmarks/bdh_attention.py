@@ -15,7 +15,9 @@ from torch import Tensor
 from benchmarks.page import RESULTS, machine, page, tell
 from lockstep.models.bdh import CHUNK, chunked, direct
 
-NEURONS, WIDTH = 8192, 256  # of one head at BDH's default sizes
+# Of one head at BDH's default sizes.
+NEURONS = 8192
+WIDTH = 256
 
 
 def seconds(form: Callable[[Tensor, Tensor], Tensor], q: Tensor, x: Tensor) -> float:

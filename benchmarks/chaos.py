@@ -107,8 +107,11 @@ class Chain:
         launch: Launch,
         steps: int,
     ) -> None:
-        self.run, self.chance, self.report = folder / f"run-{number}", chance, report
-        self.launch, self.steps = launch, steps
+        self.run = folder / f"run-{number}"
+        self.chance = chance
+        self.report = report
+        self.launch = launch
+        self.steps = steps
         self.keeps_all = number % 2 == 0
         limit = None if self.keeps_all else 2
         self.config = write_config(folder / f"chain-{number}.yaml", steps, limit, strategy, case)
@@ -291,7 +294,9 @@ def bench(
     Args:
         expected: the digests of undisturbed runs, by strategy; unset: they are run.
     """
-    report, chance, begun = Report(case), random.Random(f"{seed} {case}"), time.monotonic()
+    report = Report(case)
+    chance = random.Random(f"{seed} {case}")
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lockstep-chaos-") as name:
         folder = Path(name)
         expected = expected or undisturbed(folder, strategies, launch, steps)

@@ -15,7 +15,8 @@ __all__ = ["Points"]
 
 
 def _arm(rank: str, calls: int) -> None:
-    lock, left = threading.Lock(), [calls]
+    lock = threading.Lock()
+    left = [calls]
 
     def count(_: object = None) -> None:
         with lock:

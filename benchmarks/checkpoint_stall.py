@@ -25,7 +25,8 @@ from lockstep import Trainer
 from lockstep.config import config_from
 from tests.ranks import run_ranks
 
-WIDTH, EVERY = 1024, 4  # steps from save to save
+WIDTH = 1024
+EVERY = 4  # steps from save to save
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):

@@ -10,7 +10,9 @@ from lockstep.plan.layouts import LARGE, LONG, SHARE
 SIZES = (("< 1B", 0.5e9), ("1B – 7B", 3e9), ("7B – 70B", 13e9), ("> 70B", 100e9))
 MEMORIES = (8, 16, 24)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-SEQUENCE, BATCH, HEADROOM = 2048, 1, 0.1
+SEQUENCE = 2048
+BATCH = 1
+HEADROOM = 0.1
 
 
 def answer(params: float, memory: float) -> str:
@@ -118,7 +120,8 @@ def page() -> str:
 
 def _largest(memory: float) -> float:
     """Parameters, recomputing."""
-    low, high = 1e7, 1e12
+    low = 1e7
+    high = 1e12
     while high / low > 1.01:
         middle = (low * high) ** 0.5
         fits = calculate_resources(

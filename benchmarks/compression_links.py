@@ -111,7 +111,9 @@ def counted(interface: str) -> int:
 
 def on_a_link(interface: str, sharing: int, rounds: int, steps: int, width: int) -> dict[str, Any]:
     """On every rank; `sharing`: how many ranks send through the interface."""
-    data, runs, shapes = text(), {}, {}
+    data = text()
+    runs = {}
+    shapes = {}
     for kind in KINDS:
         trainer = trainer_for(kind, width, data)
         shapes = {name: tuple(p.shape) for name, p in trainer.placed.parameters.items()}
@@ -240,7 +242,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=192, help="of the model")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
-    begin, found = time.perf_counter(), {}
+    begin = time.perf_counter()
+    found = {}
     args.output.parent.mkdir(exist_ok=True)
     for link in args.links.split(","):
         found[link] = measure(link, args.rounds, args.steps, args.width)

@@ -24,7 +24,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.gate import Gate
 
-EVERY, CLIP, RATE, SAMPLES, STEPS = 10, 1.0, 1e-3, 100_000, 1_000_000
+EVERY = 10
+CLIP = 1.0
+RATE = 1e-3
+SAMPLES = 100_000
+STEPS = 1_000_000
 
 
 class Size(NamedTuple):
@@ -128,7 +132,8 @@ def hand_written(task: Task) -> None:
         dist.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)
         sampler = DistributedSampler(task.data)
-    optimizer, log = task.optimizer(), Log(task.folder)
+    optimizer = task.optimizer()
+    log = Log(task.folder)
     for step, batch in epochs(task.loader(sampler), sampler):
         optimizer.zero_grad()
         loss = model(**batch)["loss"]
@@ -170,7 +175,8 @@ def fabric(task: Task) -> None:
     )
     runs.launch()
     model, optimizer = runs.setup(task.model, task.optimizer())
-    loader, log = runs.setup_dataloaders(task.loader()), Log(task.folder)
+    loader = runs.setup_dataloaders(task.loader())
+    log = Log(task.folder)
     for step, batch in epochs(loader):
         optimizer.zero_grad()
         loss = model(**batch)["loss"]
@@ -287,7 +293,8 @@ CONTESTANTS: dict[str, Callable[[Task], None]] = {
 
 
 def main() -> None:
-    name, size = sys.argv[1], SIZES[sys.argv[2]]
+    name = sys.argv[1]
+    size = SIZES[sys.argv[2]]
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Net(size)

@@ -8,8 +8,13 @@ from html import escape
 from math import ceil, floor, log10
 
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#17becf", "#7f7f7f")
-WIDTH, HEIGHT = 860, 460
-LEFT, RIGHT, TOP, BOTTOM = 64, 220, 40, 52  # margins
+WIDTH = 860
+HEIGHT = 460
+# Margins.
+LEFT = 64
+RIGHT = 220
+TOP = 40
+BOTTOM = 52
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,10 @@ def as_svg(curves: Sequence[Curve], x_title: str, y_title: str, level: float | N
     """
     xs = [x for curve in curves for x in curve.x]
     ys = sorted([y for curve in curves for y in curve.y] + ([] if level is None else [level]))
-    left, right = log10(min(xs)), log10(max(xs))
-    low, high = ys[0], ys[-1]
+    left = log10(min(xs))
+    right = log10(max(xs))
+    low = ys[0]
+    high = ys[-1]
     high += 0.04 * (high - low)
     low -= 0.04 * (high - low)
 

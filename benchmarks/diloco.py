@@ -98,7 +98,9 @@ def contestants(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             **chosen,
         }
 
-    compression, longer, shorter = "distributed.ddp.compression", args.int8_steps, args.int4_steps
+    compression = "distributed.ddp.compression"
+    longer = args.int8_steps
+    shorter = args.int4_steps
     powersgd = {
         f"{compression}.kind": "powersgd",
         f"{compression}.rank": 4,
@@ -181,7 +183,8 @@ def race(args: argparse.Namespace) -> dict[str, Course]:
 
 def one_round(records: Iterator[StepRecord], steps: int) -> tuple[float, float]:
     """(bytes that this host sent, seconds)."""
-    before, begin = settled(), time.perf_counter()
+    before = settled()
+    begin = time.perf_counter()
     for _ in range(steps):
         next(records)
     if dist.is_initialized():
@@ -275,10 +278,8 @@ def page(courses: dict[str, Course], args: argparse.Namespace, seconds: float) -
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, course in courses.items():
-        took, of_first = (
-            course.reached(target, course.seconds),
-            first.reached(target, first.seconds),
-        )
+        took = course.reached(target, course.seconds)
+        of_first = first.reached(target, first.seconds)
         lines.append(
             f"| {name} | {course.losses[-1]:.4f} | {course.losses[-1] / first.losses[-1]:.4f} |"
             f" {course.seconds[-1] / course.steps[-1]:.3f} |"

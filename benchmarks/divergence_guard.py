@@ -33,7 +33,8 @@ def seconds_of_step_and_check(trainer: Trainer, data: Any, *, steps: int) -> tup
     world = dist.group.WORLD
     assert world is not None
     check = divergence.guard(trainer.placed, world, every=1)
-    step_seconds, check_seconds = [], []
+    step_seconds = []
+    check_seconds = []
     ticking = islice(trainer.steps(data), steps + 2)
     for number in range(steps + 2):
         step_seconds.append(_timed(lambda: next(ticking)))

@@ -50,7 +50,9 @@ class Run:
     """A launcher whose ranks are under way."""
 
     def __init__(self, folder: Path, ranks: int, *, training: bool) -> None:
-        self.folder, self.ranks, self.training = folder, ranks, training
+        self.folder = folder
+        self.ranks = ranks
+        self.training = training
         (folder / "tiny.yaml").write_text(_TRAINING)
         (folder / "script.py").write_text(_SCRIPT)
         what = ["train", "tiny.yaml"] if training else ["launch"]
@@ -85,7 +87,8 @@ class Run:
         return {int(path.name[4:]): int(path.read_text()) for path in files}
 
     def _of_training(self) -> dict[int, int]:
-        metrics, events = self.folder / "run/metrics.jsonl", self.folder / "run/events.jsonl"
+        metrics = self.folder / "run/metrics.jsonl"
+        events = self.folder / "run/events.jsonl"
         if not metrics.exists() or metrics.read_text().count("\n") < 20:
             return {}
         starts = [json.loads(line) for line in events.read_text().splitlines() if '"start"' in line]
@@ -135,7 +138,8 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2)
     given = parser.parse_args()
-    rows, good = [], True
+    rows = []
+    good = True
     for case, (number, training) in CASES.items():
         found = [trial(given.ranks, number, training=training) for _ in range(given.trials)]
         good &= max(found) <= 5.0

@@ -42,7 +42,11 @@ CUTS = ((2, 2), (1, 3))
 TOLERANCE = 1e-5
 _SECONDS = 30  # for one class
 
-EQUAL, REFUSED, NOT_BUILT, NO_LOSS, WRONG = "equal", "refused", "not built", "no loss", "WRONG"
+EQUAL = "equal"
+REFUSED = "refused"
+NOT_BUILT = "not built"
+NO_LOSS = "no loss"
+WRONG = "WRONG"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-READ, WRITE = "GATE_READ", "GATE_WRITE"  # file descriptors
+# File descriptors.
+READ = "GATE_READ"
+WRITE = "GATE_WRITE"
 BLOCK = "GATE_BLOCK"  # another number of steps in a block: valgrind runs them fifty times slower
 DUMPS = "GATE_DUMPS"  # the folder in which callgrind writes what it has counted
 GO, CALLS, INSTRUCTIONS, END = "gcie"
@@ -42,8 +44,10 @@ class Gate:
     """
 
     def __init__(self, block: int) -> None:
-        self._block, self._steps = int(os.environ.get(BLOCK, block)), 0
-        self._read, self._write = int(os.environ[READ]), int(os.environ[WRITE])
+        self._block = int(os.environ.get(BLOCK, block))
+        self._steps = 0
+        self._read = int(os.environ[READ])
+        self._write = int(os.environ[WRITE])
         self._word = ""
         self._calls = 0
         self._instructions: Instructions | None = None
@@ -55,7 +59,8 @@ class Gate:
         self._steps += 1
 
     def _turn(self) -> None:
-        seconds, cpu = time.perf_counter() - self._since, time.process_time() - self._cpu
+        seconds = time.perf_counter() - self._since
+        cpu = time.process_time() - self._cpu
         sys.setprofile(None)
         found: dict[str, float] = {"seconds": seconds / self._block, "cpu": cpu / self._block}
         if self._word == CALLS:
@@ -73,7 +78,8 @@ class Gate:
         if self._word == CALLS:
             self._calls = 0
             sys.setprofile(self._count)
-        self._since, self._cpu = time.perf_counter(), time.process_time()
+        self._since = time.perf_counter()
+        self._cpu = time.process_time()
 
     def _count(self, _frame: FrameType, event: str, _argument: Any) -> None:
         if event in ("call", "c_call"):
@@ -87,7 +93,8 @@ class Instructions:
 
     def __init__(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            source, library = Path(folder, "switch.c"), Path(folder, "switch.so")
+            source = Path(folder, "switch.c")
+            library = Path(folder, "switch.so")
             source.write_text(_SWITCH)
             subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
             self._switch = ctypes.CDLL(str(library))

@@ -97,7 +97,8 @@ def simulate(
         step = min(interval, work - saved)
         ends = now + step + reliability.save_seconds
         if failures[0] >= ends:
-            now, saved = ends, saved + step
+            now = ends
+            saved = saved + step
             continue
         failed = failures[0]
         heapq.heapreplace(

@@ -28,7 +28,9 @@ from lockstep.data.order import SampleOrder, epoch_permutation
 from lockstep.data.text import FORMAT, HEADER, TOKENS, tokens
 from lockstep.parallel.parallel_model import assign_contiguous
 
-BLOCK, BATCH, STEP_SECONDS = 256, 8, 0.001
+BLOCK = 256
+BATCH = 8
+STEP_SECONDS = 0.001
 
 
 def prepare(folder: Path, samples: int) -> None:
@@ -102,7 +104,8 @@ def rate(batches: Iterator[Any], samples: int) -> float:
 def waits(batches: Iterator[Any], steps: int = 1000) -> float:
     """The share of the time that a step of 1 ms waits for its batch."""
     next(batches)
-    waited, begin = 0.0, time.perf_counter()
+    waited = 0.0
+    begin = time.perf_counter()
     for _, since in zip(range(steps), iter(time.perf_counter, None), strict=False):
         if next(batches, None) is None:
             break

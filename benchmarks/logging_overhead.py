@@ -52,7 +52,8 @@ def block(
 ) -> tuple[float, float, float]:
     """Seconds a step, of these what the monitor takes, and the CPU seconds of all threads."""
     inside = 0.0
-    since, cpu = time.perf_counter(), time.process_time()
+    since = time.perf_counter()
+    cpu = time.process_time()
     for step in range(first, first + steps):
         clock.enter("forward_backward")
         time.sleep(STEP_SECONDS)
@@ -121,7 +122,8 @@ def main() -> None:
     )
     worst = 0.0
     for name in kinds:
-        cost, work = within[name] - within[off], cpu[name] - cpu[off]
+        cost = within[name] - within[off]
+        work = cpu[name] - cpu[off]
         worst = max(worst, (cost - (within[on] - within[off] if name == bar else 0)) / STEP_SECONDS)
         print(
             f"{name:<30} {clock[name] * 1e3:.3f} ms a step ({clock[name] / clock[off] - 1:+.2%}),"

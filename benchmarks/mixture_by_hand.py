@@ -31,7 +31,12 @@ from lockstep.models.mixture import Experts, Mixture
 from lockstep.trainer import Trainer
 from tests.ranks import run_ranks
 
-BATCH, LENGTH, VOCABULARY, CLIP, RATE, BLOCK = 4, 128, 512, 1.0, 1e-3, 4
+BATCH = 4
+LENGTH = 128
+VOCABULARY = 512
+CLIP = 1.0
+RATE = 1e-3
+BLOCK = 4
 ARGS: dict[str, Any] = {
     "n_layer": 3,
     "n_embd": 192,
@@ -63,7 +68,8 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        ctx.sent, ctx.received = sent, received
+        ctx.sent = sent
+        ctx.received = received
         out = rows.new_empty(sum(received), rows.shape[1])
         dist.all_to_all_single(out, rows.contiguous(), received, sent)
         return out
@@ -77,7 +83,9 @@ class Exchange(torch.autograd.Function):
 
 def spread(experts: Experts) -> None:
     """Keep this rank's experts, and send rows to where theirs are."""
-    ranks, rank, plain = dist.get_world_size(), dist.get_rank(), experts.forward
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
+    plain = experts.forward
     for name, parameter in list(experts.named_parameters()):
         setattr(experts, name, nn.Parameter(parameter.detach().chunk(ranks)[rank].clone()))
 
@@ -87,7 +95,8 @@ def spread(experts: Experts) -> None:
         theirs = torch.empty_like(mine)
         dist.all_to_all_single(theirs, mine)
         table = theirs.view(ranks, each)
-        sent, received = mine.view(ranks, each).sum(1).tolist(), table.sum(1).tolist()
+        sent = mine.view(ranks, each).sum(1).tolist()
+        received = table.sum(1).tolist()
         arrived = Exchange.apply(rows, sent, received)
         which = torch.arange(each).repeat(ranks).repeat_interleave(table.flatten())
         order = which.argsort(stable=True)
@@ -157,7 +166,8 @@ def lockstep() -> Iterator[float]:
 @contextmanager
 def counted(sent: list[int]) -> Iterator[None]:
     """Add up the bytes that leave this rank."""
-    exchange, reduce = dist.all_to_all_single, dist.all_reduce
+    exchange = dist.all_to_all_single
+    reduce = dist.all_reduce
 
     def all_to_all(out: Tensor, rows: Tensor, to: Any = None, into: Any = None, **more: Any) -> Any:
         sizes = into or [len(rows) // dist.get_world_size()] * dist.get_world_size()
@@ -174,11 +184,13 @@ def counted(sent: list[int]) -> Iterator[None]:
         )
         return reduce(tensor, *args, **more)
 
-    dist.all_to_all_single, dist.all_reduce = all_to_all, all_reduce
+    dist.all_to_all_single = all_to_all
+    dist.all_reduce = all_reduce
     try:
         yield
     finally:
-        dist.all_to_all_single, dist.all_reduce = exchange, reduce
+        dist.all_to_all_single = exchange
+        dist.all_reduce = reduce
 
 
 def measure(rounds: int) -> dict[str, list[tuple[float, float, float]]]:
@@ -189,7 +201,9 @@ def measure(rounds: int) -> dict[str, list[tuple[float, float, float]]]:
     for round_ in range(rounds + 1):
         for name, steps in running.items():
             dist.barrier()
-            sent, clock, core = [0], time.perf_counter(), time.process_time()
+            sent = [0]
+            clock = time.perf_counter()
+            core = time.process_time()
             with counted(sent):
                 for _ in range(BLOCK):
                     next(steps)
@@ -218,7 +232,8 @@ def main() -> int:
             for name in everyone[0]
             for of in [[rank[name] for rank in everyone]]
         }
-        hand, own = slowest["by hand"], slowest["lockstep"]
+        hand = slowest["by hand"]
+        own = slowest["lockstep"]
         ratios = [
             median(mine[k] / theirs[k] for mine, theirs in zip(own, hand, strict=True))
             for k in range(2)

@@ -24,7 +24,10 @@ OPEN: dict[str, list[Literal["tensor", "context"]]] = {
     "[tensor]": ["tensor"],
     "[tensor, context]": ["tensor", "context"],
 }
-LAYERS, VOCABULARY, LENGTH, SAMPLES = 4, 512, 256, 4
+LAYERS = 4
+VOCABULARY = 512
+LENGTH = 256
+SAMPLES = 4
 WIDTHS = (128, 384)
 
 

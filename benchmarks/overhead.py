@@ -66,7 +66,8 @@ class Contestant:
         environment: Mapping[str, str] = NOTHING,
         root: Path = REPOSITORY,
     ) -> None:
-        self.name, self._ranks = name, []
+        self.name = name
+        self._ranks = []
         port = _free_port()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         for rank in range(ranks):
@@ -204,7 +205,8 @@ def counted(name: str, size: str, ranks: int) -> float:
 
 
 def rows(found: dict[str, Found], size: str, ranks: int) -> list[str]:
-    base, lines = found[BASE], []
+    base = found[BASE]
+    lines = []
     for name, of in found.items():
         ratios = {key: _ratios(of[key], base[key]) for key in of}
         low, _, high = quantiles(ratios["seconds"], n=4)
@@ -239,7 +241,8 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.instructions and shutil.which("valgrind") is None:
         raise SystemExit("--instructions needs valgrind and gcc")
-    names, lines = present(asked.only.split(",")), []
+    names = present(asked.only.split(","))
+    lines = []
     for ranks in map(int, asked.ranks.split(",")):
         for size in asked.sizes.split(","):
             found = timed(names, size, ranks, asked.launches)

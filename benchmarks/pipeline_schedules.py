@@ -61,7 +61,8 @@ class Sleeper(nn.Module):
 
     def __init__(self, seconds: float, *, first: bool, last: bool) -> None:
         super().__init__()
-        self.seconds, self.last = seconds, last
+        self.seconds = seconds
+        self.last = last
         self.weight = nn.Parameter(torch.zeros(8))
         # So that the first stage's input, too, has a gradient that takes its time.
         self.start = nn.Parameter(torch.zeros(8)) if first else None
@@ -184,7 +185,8 @@ def main() -> int:
     )
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    rows, worst = [], 0.0
+    rows = []
+    worst = 0.0
     for ranks in map(int, args.ranks.split(",")):
         cases = cases_of(ranks, args.micro_batches)
         plain = [tuple(case) for case in cases]

@@ -19,7 +19,8 @@ from tests.ranks import run_ranks
 def table(cases: list[Case], ranks: int) -> tuple[list[str], float]:
     """Rows of the table, and the largest error."""
     found = run_ranks(measure, ranks, cases, timeout=1500)
-    rows, worst = [], 0.0
+    rows = []
+    worst = 0.0
     for index, case in enumerate(cases):
         measured = [rank[index] for rank in found]
         if any(isinstance(m, str) for m in measured):

@@ -71,11 +71,9 @@ def timed(case: Case, folder: Path) -> Seconds:
         "--gpu-type",
         "H100",
     ]
-    before, since, first = (
-        resource.getrusage(resource.RUSAGE_CHILDREN),
-        time.perf_counter(),
-        float("nan"),
-    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    since = time.perf_counter()
+    first = float("nan")
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -84,17 +82,20 @@ def timed(case: Case, folder: Path) -> Seconds:
             if "first answer" in line:
                 first = time.perf_counter() - since
     assert process.returncode == 0, command
-    whole, after = time.perf_counter() - since, resource.getrusage(resource.RUSAGE_CHILDREN)
+    whole = time.perf_counter() - since
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return Seconds(
         first, whole, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     )
 
 
 def main() -> int:
-    rows, within = [], True
+    rows = []
+    within = True
     with tempfile.TemporaryDirectory() as folder:
         for case in CASES:
-            took, load = timed(case, Path(folder)), os.getloadavg()[0]
+            took = timed(case, Path(folder))
+            load = os.getloadavg()[0]
             within &= took.first <= FIRST and took.whole <= case.goal
             rows.append(
                 f"| {case.name} | {took.first:.1f} | {FIRST:.0f} | {took.whole:.1f} |"

@@ -18,7 +18,8 @@ RATES = (100, 200, 400)  # Mbit/s
 
 
 def main() -> int:
-    rows, worst = [], 0.0
+    rows = []
+    worst = 0.0
     for rate in RATES:
         with hosts(2, rate=f"{rate}mbit") as two:
             found = run_ranks(measure, 2, CASES, on=two)

@@ -10,7 +10,8 @@ from benchmarks.published_figures import figures
 
 
 def main() -> int:
-    rows, failed = [], 0
+    rows = []
+    failed = 0
     for figure in figures():
         predicted = figure.predicted()
         error = predicted / figure.published - 1

@@ -95,7 +95,8 @@ def _config(size: str, batch: int, checkpointing: str) -> Config:
 def _rehearsed(
     size: str, batch: int, checkpointing: str, gpus: int
 ) -> tuple[Workload, Config, Layout, Rehearsal]:
-    config, layout = _config(size, batch, checkpointing), Layout("fsdp", 1, 1, gpus)
+    config = _config(size, batch, checkpointing)
+    layout = Layout("fsdp", 1, 1, gpus)
     work = workload_of(config)
     return work, config, layout, rehearse(work, config, layout)
 
@@ -122,10 +123,8 @@ def planned(
             not the table's.
     """
     values, gpus = parse_topology(topology)
-    per_rank, cluster = (
-        more.get("stages_per_rank", 1),
-        cluster_of(gpus, gpu, more.get("between", "InfiniBand NDR")),
-    )
+    per_rank = more.get("stages_per_rank", 1)
+    cluster = cluster_of(gpus, gpu, more.get("between", "InfiniBand NDR"))
     if "inside" in more:
         cluster = replace(cluster, inside=replace(cluster.inside, bandwidth=more["inside"]))
     config = config_from(
@@ -263,7 +262,9 @@ def utilisation(
 
 
 def _llama_goodput() -> float:
-    days, interruptions, gpus = 54, 466, 16384
+    days = 54
+    interruptions = 466
+    gpus = 16384
     # The report says neither how long a restart nor a save took: 10 minutes and 10 seconds are
     # assumed.
     machine = Reliability(days * 24 * gpus / interruptions, restart_seconds=600, save_seconds=10)
@@ -281,7 +282,8 @@ def zero_gb(shards: tuple[int, int, int]) -> float:
 
 def figures() -> list[Figure]:
     """All of them."""
-    slow, fast = "InfiniBand HDR", "InfiniBand NDR"
+    slow = "InfiniBand HDR"
+    fast = "InfiniBand NDR"
     return [
         Figure(
             "Llama 2 13B, no recomputation: tokens/s a GPU",

@@ -92,7 +92,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="lockstep-recovery-") as name:
-        run, config = Path(name, "run"), Path(name, "tiny.yaml")
+        run = Path(name, "run")
+        config = Path(name, "tiny.yaml")
         config.write_text(_CONFIG)
         command = [
             sys.executable,

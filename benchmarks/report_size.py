@@ -25,7 +25,8 @@ MOST = 300  # MiB that a report may take, however long the run was
 
 def write_run(folder: Path, steps: int) -> Path:
     """A run directory with so many steps, an evaluation and a save every thousand."""
-    run, noise = folder / f"run-{steps}", random.Random(0)
+    run = folder / f"run-{steps}"
+    noise = random.Random(0)
     run.mkdir()
     (run / "config.yaml").write_text("training: {max_steps: 1}\n")
     spread = [0.004, 0.004, 0.0041, 0]
@@ -103,7 +104,8 @@ def main() -> None:
     parser.add_argument("--steps", default="10000,100000,1000000")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    rows, most = [], 0.0
+    rows = []
+    most = 0.0
     with tempfile.TemporaryDirectory() as folder:
         for steps in map(int, given.steps.split(",")):
             run = write_run(Path(folder), steps)

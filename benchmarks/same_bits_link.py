@@ -29,7 +29,8 @@ def main() -> int:
     asked = parser.parse_args()
     with hosts(2, rate=asked.rate) as two:
         ranks = run_ranks(all_of, 2, TOPOLOGIES, asked.rounds, 2, on=two, timeout=1200)
-    rows, good = [], True
+    rows = []
+    good = True
     for topology, *found in zip(TOPOLOGIES, *ranks, strict=True):
         plain, exact = (sum(rank["bytes"][side] for rank in found) for side in (0, 1))
         seconds = [max(rank["seconds"][side] for rank in found) for side in (0, 1)]

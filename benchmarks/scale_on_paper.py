@@ -102,7 +102,9 @@ def cut(run: Cut, gpus: int, samples: int | None = None) -> float:
     Args:
         samples: of a step, another number than the run's own.
     """
-    model, gpu, link = run.model, find_gpu(run.gpu), find_link(run.link)
+    model = run.model
+    gpu = find_gpu(run.gpu)
+    link = find_link(run.link)
     _, facts, rehearsal = _rehearsed(model, 1, run.checkpointing, "full_shard", Layout("single"))
     replicas = gpus // (run.tensor * run.pipeline)
     micro_batches = -(-(samples or run.samples) // replicas)
@@ -218,7 +220,9 @@ def figures(curves: list[Curve]) -> list[str]:
 
 
 def main() -> None:
-    rows, growing, fixed = compared(), weak(), strong()
+    rows = compared()
+    growing = weak()
+    fixed = strong()
     lost = [f"| {n:,} | {goodput(n):.1%} |" for n in (1024, 4096, 16384, 65536, 98304)]
     text = page(
         "Scale on paper: the simulator beside published runs",

@@ -65,8 +65,10 @@ class Published:
     source: str
 
 
-MPT_7B, MPT_13B = gpt("MPT-7B", 32, 4096, 32, 50368), gpt("MPT-13B", 40, 5120, 40, 50368)
-MPT_30B, MPT_70B = gpt("MPT-30B", 48, 7168, 56, 50368), gpt("MPT-70B", 80, 8192, 64, 50368)
+MPT_7B = gpt("MPT-7B", 32, 4096, 32, 50368)
+MPT_13B = gpt("MPT-13B", 40, 5120, 40, 50368)
+MPT_30B = gpt("MPT-30B", 48, 7168, 56, 50368)
+MPT_70B = gpt("MPT-70B", 80, 8192, 64, 50368)
 ON_H100 = {
     name: Sharded(model, batch, checkpointing, "H100", "InfiniBand NDR")
     for name, model, batch, checkpointing in (

@@ -21,10 +21,8 @@ class Sleeper(nn.Module):
     def __init__(self, milliseconds: float = 5.0, n_embd: int = 64) -> None:
         super().__init__()
         self.seconds = milliseconds / 1000
-        self.first, self.second = (
-            nn.Linear(n_embd, n_embd, bias=False),
-            nn.Linear(n_embd, n_embd, bias=False),
-        )
+        self.first = nn.Linear(n_embd, n_embd, bias=False)
+        self.second = nn.Linear(n_embd, n_embd, bias=False)
 
     def init_weights(self) -> None:
         """Fill the parameters."""
@@ -56,7 +54,8 @@ class SleepSamples(Dataset[dict[str, Tensor]]):
     deterministic = True
 
     def __init__(self, samples: int = 100_000, n_embd: int = 64) -> None:
-        self._samples, self._width = samples, n_embd
+        self._samples = samples
+        self._width = n_embd
 
     def __len__(self) -> int:
         return self._samples

@@ -154,7 +154,8 @@ class Found(NamedTuple):
 
 def theory(name: str, ranks: int, load: Load) -> float:
     """Bytes that a rank sends in a step if every collective sends the least (a ring)."""
-    share, whole = (ranks - 1) / ranks, 4.0 * load.parameters
+    share = (ranks - 1) / ranks
+    whole = 4.0 * load.parameters
     if name.startswith("fsdp"):
         return share * whole * _passes(name)
     kind = {"ddp, fp16": "fp16", "ddp, PowerSGD": "powersgd"}.get(name, "none")
@@ -266,7 +267,8 @@ def _measured(load: Load, rounds: int) -> dict[str, tuple[Any, ...]]:
     flat = torch.zeros(load.parameters)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     raw: list[float] = []
-    without, alone = Alone(load), []
+    without = Alone(load)
+    alone = []
     without.step()
     for _ in range(rounds):
         alone.append(without.step())

@@ -81,8 +81,11 @@ class Chain:
     """One run directory, started and disturbed until the run is done."""
 
     def __init__(self, folder: Path, number: int, chance: random.Random, first: float) -> None:
-        self.folder, self.chance, self.first = folder, chance, first
-        self.run, self.scratch = folder / "run", folder / "tmp"
+        self.folder = folder
+        self.chance = chance
+        self.first = first
+        self.run = folder / "run"
+        self.scratch = folder / "tmp"
         self.scratch.mkdir(parents=True)
         self.strategy = _STRATEGIES[number % 2]
         self.config = folder / "config.yaml"
@@ -113,7 +116,8 @@ class Chain:
 
     def disturb(self) -> Round:
         """Start the run, send it a signal, and look at what is left."""
-        kind, after = self.chance.choice(_KINDS), self.chance.uniform(0, self.first)
+        kind = self.chance.choice(_KINDS)
+        after = self.chance.uniform(0, self.first)
         process = self.start()
         time.sleep(after)
         everything = _tree(process.pid)

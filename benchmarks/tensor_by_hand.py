@@ -41,7 +41,8 @@ from tests.ranks import run_ranks
 
 GOAL = 1.02
 SIZE = {"n_layer": 4, "n_embd": 256, "n_head": 8, "vocab_size": 8192}
-BATCH, LENGTH = 4, 256
+BATCH = 4
+LENGTH = 256
 COUNTERS = Path("/proc/self/net/dev")  # of the network namespace that a process is in
 WARM_UP = 3
 
@@ -51,7 +52,9 @@ class ByHand(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        width, layers, vocabulary = SIZE["n_embd"], SIZE["n_layer"], SIZE["vocab_size"]
+        width = SIZE["n_embd"]
+        layers = SIZE["n_layer"]
+        vocabulary = SIZE["vocab_size"]
         self.embed = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(
             Block(width, SIZE["n_head"], None, None, 0.0, layers) for _ in range(layers)
@@ -73,7 +76,8 @@ class ByHand(nn.Module):
 
 def cut_by_hand(model: ByHand, ranks: int) -> ByHand:
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",))
-    part, whole = Shard(1), Replicate()
+    part = Shard(1)
+    whole = Replicate()
     of_block = {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(
@@ -151,9 +155,12 @@ def sent_bytes() -> int:
 def measured(step: Callable[[int], float], index: int) -> tuple[float, float, int]:
     """Seconds, CPU seconds of this process, and bytes of all processes."""
     dist.barrier()
-    sent, cpu, start = sent_bytes(), time.process_time(), time.perf_counter()
+    sent = sent_bytes()
+    cpu = time.process_time()
+    start = time.perf_counter()
     step(index)
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    seconds = time.perf_counter() - start
+    cpu = time.process_time() - cpu
     dist.barrier()
     return seconds, cpu, sent_bytes() - sent
 

@@ -14,9 +14,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-SAMPLES, LENGTH, CLASSES, VOCABULARY = 4, 10, 3, 96
-_LAYERS, _IMAGE, _PATCH = 2, 32, 8
-_SOUND, _FRAMES = 8000, 64  # of a wave, and of its features
+SAMPLES = 4
+LENGTH = 10
+CLASSES = 3
+VOCABULARY = 96
+_LAYERS = 2
+_IMAGE = 32
+_PATCH = 8
+# Of a wave, and of its features.
+_SOUND = 8000
+_FRAMES = 64
 
 _SIZES: list[tuple[tuple[str, ...], int]] = [  # the first whose piece is in a name decides
     (
@@ -449,7 +456,9 @@ class _Making:
     """
 
     def __init__(self, model: nn.Module, task: str, parameters: Any) -> None:
-        self._model, self._task, self._parameters = model, task, parameters
+        self._model = model
+        self._task = task
+        self._parameters = parameters
         self._config: Any = model.config
         self.inside = set(getattr(self._config, "sub_configs", None) or {})
         self._random = torch.Generator().manual_seed(0)
@@ -491,14 +500,13 @@ class _Making:
 
     def _make(self, name: str) -> list[Any]:
         of = self.of
-        channels, side = int(of("num_channels", 3)), self._side
+        channels = int(of("num_channels", 3))
+        side = self._side
         if name in ("pixel_values", "pixel_values_videos"):
             if "spatial_shapes" in self._parameters:  # images in patches
                 return [self._floats(16, channels * int(of("patch_size", _PATCH)) ** 2)]
-            image, video = (
-                (channels, side, side),
-                (int(of("num_frames", of("frames_per_clip", 1))), channels, side, side),
-            )
+            image = (channels, side, side)
+            video = (int(of("num_frames", of("frames_per_clip", 1))), channels, side, side)
             return [
                 self._floats(*shape)
                 for shape in ((video, image) if "video" in name else (image, video))
@@ -608,15 +616,11 @@ class _Making:
 
     def _series(self) -> dict[str, list[Any]]:
         of = self.of
-        context, horizon = (
-            int(of("context_length", 16)),
-            int(_first(of("prediction_length", of("horizon_length", 4)))),
-        )
+        context = int(of("context_length", 16))
+        horizon = int(_first(of("prediction_length", of("horizon_length", 4))))
         past = context + max(map(int, of("lags_sequence", [0])))
-        several, times = (
-            int(of("num_input_channels", of("input_size", 1))),
-            int(of("num_time_features", 0)),
-        )
+        several = int(of("num_input_channels", of("input_size", 1)))
+        times = int(of("num_time_features", 0))
         one = several == 1 and "past_time_features" in self._parameters
         width = () if one else (several,)
         seen = torch.ones(SAMPLES, past, *width)
@@ -661,7 +665,8 @@ class _Making:
         """Labels for these inputs: those of the task, then those that fit what the model returns
         without any.
         """
-        parameters, of = self._parameters, self.of
+        parameters = self._parameters
+        of = self.of
         classes = torch.arange(SAMPLES) % CLASSES
         yield from self._labels_of_task(inputs, classes)
         if "return_loss" in parameters:
@@ -695,7 +700,8 @@ class _Making:
         yield {}
 
     def _labels_of_task(self, inputs: dict[str, Any], classes: Tensor) -> Iterator[dict[str, Any]]:
-        parameters, task = self._parameters, self._task
+        parameters = self._parameters
+        task = self._task
         texts = inputs.get("input_ids", self._ids)
         per_token = (texts if texts.ndim > 1 else self._ids).clone()
         images = per_token.shape[1] - LENGTH
@@ -822,7 +828,8 @@ VARIANTS: list[dict[str, Any]] = [
 """Sizes that are tried one after the other."""
 
 # parameters of the first variant, and of the others
-LARGEST, LARGEST_VARIANT = 100_000_000, 25_000_000
+LARGEST = 100_000_000
+LARGEST_VARIANT = 25_000_000
 
 
 def config_class(name: str, model_type: str) -> type[Any]:

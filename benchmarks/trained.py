@@ -118,7 +118,8 @@ def bound(run: Path) -> tuple[float, float]:
     assert data.validation is not None
     model = load_model(config, data, newest)
     torch.manual_seed(0)
-    sums, count = torch.zeros(2), 0
+    sums = torch.zeros(2)
+    count = 0
     for batch in torch.utils.data.DataLoader(data.validation, batch_size=64):
         terms = model.loss_terms(model(batch["input_ids"]), batch)
         sums += torch.stack([terms["cross_entropy"], terms["kl"]])

@@ -31,7 +31,9 @@ from benchmarks.trained import BLOCK, MODELS, RECIPE
 from lockstep import checkpoint
 from lockstep.report.read import read_run
 
-BATCH, RANKS, EVERY = 12, (1, 2, 4), 50
+BATCH = 12
+RANKS = (1, 2, 4)
+EVERY = 50
 
 
 class Outcome(NamedTuple):
@@ -66,7 +68,8 @@ def lockstep(text: Path, ranks: int, steps: int, folder: Path, *, same_bits: boo
         [*command, "--nproc-per-node", str(ranks)], check=True, stdout=subprocess.DEVNULL
     )
     whole = time.perf_counter() - begun
-    data, newest = read_run(run), checkpoint.newest(run / "checkpoints")
+    data = read_run(run)
+    newest = checkpoint.newest(run / "checkpoints")
     assert newest is not None
     step = median(row["step_seconds"] for row in data.rows)
     return Outcome(data.evaluations[-1]["eval_loss"], step, whole, checkpoint.digest(newest))
@@ -96,7 +99,8 @@ def train_by_hand(path: Path, steps: int) -> tuple[float, float]:
     """What each rank of the loop by hand does; (loss on the held-out text, seconds of a step)."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     if world > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(1337)
@@ -112,9 +116,11 @@ def train_by_hand(path: Path, steps: int) -> tuple[float, float]:
     )
     wrapped = DistributedDataParallel(model) if world > 1 else model
     text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-    training, held_out = text[: int(0.9 * len(text))], text[int(0.9 * len(text)) :]
+    training = text[: int(0.9 * len(text))]
+    held_out = text[int(0.9 * len(text)) :]
     torch.manual_seed(1337 + rank)
-    seconds, begun = [], time.perf_counter()
+    seconds = []
+    begun = time.perf_counter()
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, steps)

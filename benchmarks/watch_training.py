@@ -54,7 +54,8 @@ def seconds_of_hooks(
     """
     with lockstep.observe(every=10**9, report=lambda _found: None) as seen:
         seconds_of_steps(net, optimizer, inputs)
-        loss, taken = net(inputs).square().mean(), []
+        loss = net(inputs).square().mean()
+        taken = []
         for _ in range(300):
             since = time.thread_time()
             seen._around_backward(lambda: None, loss)
@@ -72,10 +73,13 @@ def main() -> None:
     given = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    net, inputs = model(given.layers, given.width), torch.randn(4, 32, given.width)
+    net = model(given.layers, given.width)
+    inputs = torch.randn(4, 32, given.width)
     optimizer = torch.optim.AdamW(net.parameters())
     found: list[LoopFinding] = []
-    plain, watched, looked = [], [], []
+    plain = []
+    watched = []
+    looked = []
     seconds_of_steps(net, optimizer, inputs)
     for _ in range(given.rounds):
         plain += seconds_of_steps(net, optimizer, inputs)[FIRST:]

@@ -44,7 +44,8 @@ def terms(run: Path, samples: int = 256) -> dict[str, float]:
     assert data.validation is not None
     model.load_state_dict(checkpoint.weights(newest))
     torch.manual_seed(0)
-    count, sums = 0, dict[str, float]()
+    count = 0
+    sums = dict[str, float]()
     for first in range(0, min(samples, len(data.validation)), 8):
         batch = torch.utils.data.default_collate(
             [data.validation[i] for i in range(first, first + 8)]

@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader
 from lockstep import Trainer, is_main_process
 
 NOISE = 16
-REAL, FAKE = 1.0, 0.0
+REAL = 1.0
+FAKE = 0.0
 
 
 class Generator(nn.Module):
@@ -93,7 +94,8 @@ def train(steps: int = 400) -> tuple[list[tuple[float, float]], Tensor]:
     torch.manual_seed(0)
     images = torch.from_numpy(load_digits().data).float().div(16)
     data = DataLoader(images, batch_size=32, shuffle=True)  # type: ignore[arg-type]
-    judge, generator = Judge(), Generator()
+    judge = Judge()
+    generator = Generator()
     judge.making.append(generator.layers)
     generator.scoring.append(judge.layers)
     settings = {

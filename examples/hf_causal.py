@@ -27,7 +27,8 @@ class Windows(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, text: str, length: int = 128) -> None:
-        self.tokens, self.length = torch.tensor(list(text.encode())), length
+        self.tokens = torch.tensor(list(text.encode()))
+        self.length = length
 
     def __len__(self) -> int:
         return len(self.tokens) // self.length

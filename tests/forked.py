@@ -147,7 +147,8 @@ class Forked(subprocess.Popen[str]):
         **more: Any,
     ) -> None:
         assert command[:2] == [sys.executable, "-m"], command
-        self._host, self._host_name = host, host_name
+        self._host = host
+        self._host_name = host_name
         super().__init__(command, **more)
 
     def _execute_child(self, *given: Any) -> None:
@@ -305,7 +306,8 @@ def _fork_ranks() -> None:
     def popen(self: Any, command: Sequence[str], environment: dict[str, str]) -> Forked:
         python, *words = command
         if words[0] == "-u":  # as torchrun starts them
-            words, environment = words[1:], environment | {"PYTHONUNBUFFERED": "1"}
+            words = words[1:]
+            environment = environment | {"PYTHONUNBUFFERED": "1"}
         streams = {"stdout": self._stdout, "stderr": self._stderr}
         return Forked([python, *words], env=environment, **streams, start_new_session=True)
 

@@ -26,8 +26,13 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 INTERFACE = "eth0"
 SEGMENT = 1514  # bytes of a full frame, headers included
-_NEW_NETWORK, _NEW_MOUNTS, _NEW_NAME = 0x4000_0000, 0x0002_0000, 0x0400_0000  # of linux/sched.h
-_SLAVE_BELOW, _DETACH = 0x0008_4000, 2  # of linux/mount.h
+# Of linux/sched.h.
+_NEW_NETWORK = 0x4000_0000
+_NEW_MOUNTS = 0x0002_0000
+_NEW_NAME = 0x0400_0000
+# Of linux/mount.h.
+_SLAVE_BELOW = 0x0008_4000
+_DETACH = 2
 _numbers = itertools.count()  # of the calls in this process: a namespace may take its time to go
 
 

@@ -85,14 +85,12 @@ def _run(
     try:
         for environment, host in zip(environments, hosts, strict=True):
             of_host = {} if host is None else host.environment
-            command, env = (
-                [sys.executable, "-m", "tests.ranks", str(job)],
-                {
-                    **os.environ,
-                    **environment,
-                    **of_host,
-                },
-            )
+            command = [sys.executable, "-m", "tests.ranks", str(job)]
+            env = {
+                **os.environ,
+                **environment,
+                **of_host,
+            }
             processes.append(Forked(command, env=env, cwd=REPOSITORY, host=host))
         deadline = time.monotonic() + timeout
         for process in processes:

@@ -44,7 +44,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if name in _LAUNCHERS or name.startswith(("SLURM_", "OMPI_", "NCCL_"))
     ]:
         monkeypatch.delenv(name)
-    before, threads = dict(os.environ), torch.get_num_threads()
+    before = dict(os.environ)
+    threads = torch.get_num_threads()
     yield
     cluster.cleanup()
     os.environ.clear()

@@ -121,7 +121,8 @@ def test_processes_are_bound_and_never_to_more_than_they_had(tmp_path: Path) -> 
     own = sorted(os.sched_getaffinity(0))
     if len(own) < 2:
         pytest.skip("NOT TESTED: needs two cores")
-    low, high = own[:1], own[1:]
+    low = own[:1]
+    high = own[1:]
     two = machine(tmp_path / "two", {0: ",".join(map(str, low)), 1: ",".join(map(str, high))})
     one = machine(tmp_path / "one", {0: ",".join(map(str, own))})
 

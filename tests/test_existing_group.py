@@ -157,11 +157,9 @@ def test_trap_17_a_script_with_mp_spawn_trains_one_model(spawned: list[dict[str,
     """Without a launcher's variables each process took itself for the only one and trained a model
     of its own.
     """
-    first, second, alone = (
-        spawned[0]["frameworm"]["trained"],
-        spawned[1]["frameworm"]["trained"],
-        spawned[2],
-    )
+    first = spawned[0]["frameworm"]["trained"]
+    second = spawned[1]["frameworm"]["trained"]
+    alone = spawned[2]
     assert first["layout"] == "ddp:2"
     assert first["values"] == second["values"]
     assert first["values"] == pytest.approx(alone["values"], rel=1e-5, abs=1e-6)

@@ -35,7 +35,8 @@ def over(
 def test_the_update_is_that_of_scaled_gradients(
     kind: type[Optimizer], settings: dict[str, Any]
 ) -> None:
-    (model, optimizer), (other, usual) = over(kind, settings), over(kind, settings)
+    model, optimizer = over(kind, settings)
+    other, usual = over(kind, settings)
     assert can_scale_gradients(optimizer)
     for factor in (0.25, 0.3, 7.0):
         for p, q in zip(model.parameters(), other.parameters(), strict=True):

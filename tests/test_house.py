@@ -140,14 +140,16 @@ def test_all_warnings_have_one_form() -> None:
     """Python writes the kind of warning before those of `warnings`; those that are logged begin
     with the word.
     """
-    found, calls = [], 0
+    found = []
+    calls = 0
     for module, path in files().items():
         for node in ast.walk(tree(module)):
             if not (
                 isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
             ):
                 continue
-            called, text = ast.unparse(node.func), _beginning(node.args[0])
+            called = ast.unparse(node.func)
+            text = _beginning(node.args[0])
             is_logged = node.func.attr == "warning" and "log" in called.lower()
             if not is_logged and called != "warnings.warn":
                 continue

@@ -71,7 +71,8 @@ def accuracy_by_torchmetrics() -> float:
     model = Classifier()
     metric = MulticlassAccuracy(num_classes=3, average="micro")
     x, y = data().tensors
-    rank, ranks = lockstep.rank(), lockstep.world_size()
+    rank = lockstep.rank()
+    ranks = lockstep.world_size()
     with torch.no_grad():
         metric.update(model(x[rank::ranks]), y[rank::ranks])
     return float(metric.compute())

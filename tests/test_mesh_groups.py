@@ -26,12 +26,14 @@ def groups_of(topology: str) -> dict[str, Any]:
     mesh = device_mesh(layout, "cpu")
     started = len(os.listdir("/proc/self/task")) - threads
     assert device_mesh(layout, "cpu") is mesh
-    ranks, sums = {}, {}
+    ranks = {}
+    sums = {}
     for axis in MESH_AXES:
         group = mesh[axis].get_group()
         total = torch.tensor(float(dist.get_rank()))
         dist.all_reduce(total, group=group)
-        ranks[axis], sums[axis] = dist.get_process_group_ranks(group), float(total)
+        ranks[axis] = dist.get_process_group_ranks(group)
+        sums[axis] = float(total)
     experts = expert_mesh(layout, "cpu")["expert"].get_group() if layout.expert > 1 else None
     return {"ranks": ranks, "sums": sums, "threads": started, "expert": experts and experts.size()}
 

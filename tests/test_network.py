@@ -147,5 +147,6 @@ def test_the_interface_is_the_one_on_the_route(host: Host, tmp_path: Path) -> No
     def on(interface: str) -> dict[str, str]:
         return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
-    first, second = on(INTERFACE), on("eth1")
+    first = on(INTERFACE)
+    second = on("eth1")
     assert json.loads(said.stdout) == [first, second, second, second, first, first, {}, {}]

@@ -71,7 +71,8 @@ def test_trap_48_an_optimizer_made_before_placement_is_rebound_by_name() -> None
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
-    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    model = torch.nn.Linear(3, 2)
+    other = torch.nn.Linear(3, 2)
     with pytest.raises(UsageError, match="are not the model's"):
         rebind(
             torch.optim.SGD(other.parameters()),

@@ -67,7 +67,8 @@ def test_on_a_terminal_one_line_is_rewritten_and_gone_in_the_end() -> None:
 
 def test_what_is_no_bytes_has_a_unit_and_ranks_leave_it_to_one() -> None:
     for shows in (True, False):
-        stream, now = io.StringIO(), [0.0]
+        stream = io.StringIO()
+        now = [0.0]
         with progress_of(
             "planning", 8, unit="layouts", shows=shows, stream=stream, clock=lambda now=now: now[0]
         ) as advance:

@@ -49,7 +49,8 @@ def test_the_second_call_of_a_segment_draws_other_numbers() -> None:
     x = torch.ones(64)
     with random_state.running("train", 0):
         random_state.at(0)
-        first, second = dropout(x), dropout(x)
+        first = dropout(x)
+        second = dropout(x)
         random_state.at(0)
         again = dropout(x)
     assert torch.equal(first, again)
@@ -69,7 +70,8 @@ def test_trap_28_recomputation_draws_what_the_forward_pass_drew() -> None:
         random_state = RandomState(7, torch.device("cpu"))
         key_segments(random_state, named, chain=True)
         apply_activation_checkpointing(named, mode, random_state)
-        x, losses = torch.ones(4, 8), []
+        x = torch.ones(4, 8)
+        losses = []
         with random_state.running("train", 0):
             for micro_batch in range(2):  # both forward passes first, as a pipeline does
                 random_state.at(micro_batch)

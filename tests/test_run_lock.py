@@ -201,7 +201,8 @@ def test_an_attempt_of_the_same_launch_takes_over_at_once(
     monkeypatch.setenv(LAUNCH, "job at host:29500")
     gone = Holder(**{**vars(Holder.this_process()), "machine": "another-boot"})
     (tmp_path / FILE).write_text(json.dumps(vars(gone)))
-    lock, begun = RunLock(tmp_path), time.monotonic()
+    lock = RunLock(tmp_path)
+    begun = time.monotonic()
     lock.acquire()
     assert time.monotonic() - begun < 0.4
     lock.release()
@@ -222,7 +223,8 @@ def test_a_file_system_without_locks(
     mine = RunLock(tmp_path)
     mine.acquire()
     mine.release()
-    refused, taken = [], []
+    refused = []
+    taken = []
 
     def try_it() -> None:
         lock = RunLock(tmp_path)

@@ -90,7 +90,8 @@ def main() -> int:
     if not asked.tiny and device.type == "cpu":
         raise SystemExit("NOT MEASURED: on a CPU only `--tiny` ends in time")
     assert sum(program.seconds for program in PROGRAMS) < 1800
-    rows, good = [], True
+    rows = []
+    good = True
     for program in PROGRAMS:
         print(f"== {program.shows}", flush=True)
         end, seconds = end_of(program, asked.device, tiny=asked.tiny)

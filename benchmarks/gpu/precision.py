@@ -67,10 +67,8 @@ def collectives_work(device: torch.device) -> bool:
 
 
 def row(work: Workload, mode: str, asked: Any, exact: list[float]) -> tuple[str, bool]:
-    alone, grouped = (
-        losses(work, mode, asked.steps, "single"),
-        losses(work, mode, asked.steps, "ddp"),
-    )
+    alone = losses(work, mode, asked.steps, "single")
+    grouped = losses(work, mode, asked.steps, "ddp")
     apart = max(abs(a - b) / abs(a) for a, b in zip(alone, grouped, strict=True))
     tail = max(1, asked.steps // 10)
     ends, exact_end = (sum(of[-tail:]) / tail for of in (alone, exact))

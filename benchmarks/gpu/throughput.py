@@ -46,7 +46,9 @@ from lockstep.plan.workload import Workload as Planned
 from lockstep.strategy import resolve
 from lockstep.trainer import Trainer
 
-RATE, CLIP, EVERY = 3e-4, 1.0, 10
+RATE = 3e-4
+CLIP = 1.0
+EVERY = 10
 
 
 def by_hand(work: Workload, device: torch.device, compiled: bool) -> Iterator[None]:
@@ -167,7 +169,8 @@ def predicted(work: Workload, device: torch.device) -> float:
 
 
 def rows(name: str, work: Workload, device: torch.device, asked: Any) -> list[str]:
-    peaks, contestants = {}, {}
+    peaks = {}
+    contestants = {}
     makes = {"by hand": by_hand, "lockstep": partial(lockstep, fp8=asked.fp8)}
     if find_spec("lightning") is not None:
         makes["fabric"] = fabric
@@ -183,7 +186,8 @@ def rows(name: str, work: Workload, device: torch.device, asked: Any) -> list[st
     contestants.clear()
     gc.collect()
     rate, _ = peak_flops(device, "bf16")
-    flops, plan = flops_of_a_step(work, device), predicted(work, device)
+    flops = flops_of_a_step(work, device)
+    plan = predicted(work, device)
     lines = []
     for title in taken[0]:
         seconds = median(of[title] for of in taken)

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-WORDS, IGNORED = 64, -100
+WORDS = 64
+IGNORED = -100
 
 
 def images(number: int = 128) -> TensorDataset:

@@ -16,7 +16,8 @@ from benchmarks.peers.small import WORDS
 class GPT(nn.Module):
     def __init__(self, width: int = 32, length: int = 16) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(WORDS, width), nn.Embedding(length, width)
+        self.tokens = nn.Embedding(WORDS, width)
+        self.places = nn.Embedding(length, width)
         self.blocks = nn.Sequential(
             *[
                 nn.TransformerEncoderLayer(

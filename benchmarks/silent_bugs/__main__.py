@@ -68,9 +68,12 @@ def judge(fault: Fault) -> Judged:
         verdict = verify(
             fault.make, [fault.topology], config=config, steps=fault.steps, start=start
         )
-        passed, (kind, text) = verdict.passed, cause(verdict)
+        passed = verdict.passed
+        kind, text = cause(verdict)
     except LockstepError as error:  # one process alone can't be trained
-        passed, kind, text = False, "refused", str(error)
+        passed = False
+        kind = "refused"
+        text = str(error)
     right = kind in fault.kinds and all(
         any(w.replace("_", " ") in text or w in text for w in words) for words in fault.names
     )
@@ -143,7 +146,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    found, sound = [], []
+    found = []
+    sound = []
     for faults, into in ((FAULTS, found), (SOUND, sound)):
         for fault in faults:
             if given.only is None or fault.make.__name__ in given.only:

@@ -161,7 +161,8 @@ class MeansOfUnequalCounts(Program):
 
 @case("verl-project/verl PR 906; ml-explore/mlx-lm PR 1413", "gradient accumulation")
 class AccumulatedMeansOfUnequalCounts(Program):
-    uneven, accumulate = True, 2
+    uneven = True
+    accumulate = 2
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         if self.faulty:
@@ -214,7 +215,8 @@ class SecondLossOfACutSequence(CutSequence):
     uneven = True
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        logits, mine = self.runs(self.part(inputs)), self.part(targets)
+        logits = self.runs(self.part(inputs))
+        mine = self.part(targets)
         later = self.part(torch.cat([targets[:, 1:], torch.full_like(targets[:, :1], IGNORED)], 1))
         counts = torch.stack([(mine != IGNORED).sum(), (later != IGNORED).sum()]).float()
         whole = counts.clone()
@@ -249,7 +251,8 @@ class CountOverwrittenByItsReduction(Program):
 class NegativesOfOneRank(Program):
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         vectors = F.normalize(self.runs(inputs).mean(1), dim=1)
-        every, begin = vectors, 0
+        every = vectors
+        begin = 0
         if not self.faulty:
             every = torch.cat(dist.nn.functional.all_gather(vectors)) if self.world > 1 else vectors
             begin = self.rank * len(vectors)
@@ -282,7 +285,8 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
     """The samples from `begin` on, of which a rank takes its own where `take` says so."""
 
     def __init__(self, data: Dataset[Any], begin: int, take: slice) -> None:
-        self.data, self.indices = data, list(range(SAMPLES))[begin:][take]
+        self.data = data
+        self.indices = list(range(SAMPLES))[begin:][take]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return (self.data[index] for index in self.indices)
@@ -527,12 +531,13 @@ class CutNet(nn.Module):
 
     def __init__(self, faults: tuple[str, ...]) -> None:
         super().__init__()
-        rank, world, whole = dist.get_rank(), dist.get_world_size(), Net()
-        self.norm, self.faults = whole.norm, faults
-        self.up, self.head = (
-            nn.Linear(WIDTH, 16 // world),
-            nn.Linear(16 // world, CLASSES, bias=False),
-        )
+        rank = dist.get_rank()
+        world = dist.get_world_size()
+        whole = Net()
+        self.norm = whole.norm
+        self.faults = faults
+        self.up = nn.Linear(WIDTH, 16 // world)
+        self.head = nn.Linear(16 // world, CLASSES, bias=False)
         with torch.no_grad():
             self.up.weight.copy_(whole.up.weight.chunk(world)[rank])
             self.up.bias.copy_(whole.up.bias.chunk(world)[rank])

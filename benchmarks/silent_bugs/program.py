@@ -18,7 +18,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-SAMPLES, LENGTH, WIDTH, CLASSES, IGNORED = 96, 6, 8, 5, -100
+SAMPLES = 96
+LENGTH = 6
+WIDTH = 8
+CLASSES = 5
+IGNORED = -100
 
 
 class Net(nn.Module):
@@ -26,7 +30,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 16)
         self.head = nn.Linear(16, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,10 +42,15 @@ class Net(nn.Module):
 class Program:
     """A right training loop over replicas; a case changes a part of it where `faulty`."""
 
-    batch_size, accumulate, uneven, epochs = 8, 1, False, 2
+    batch_size = 8
+    accumulate = 1
+    uneven = False
+    epochs = 2
 
     def __init__(self, faulty: bool) -> None:
-        self.faulty, self.rank, self.world = faulty, dist.get_rank(), dist.get_world_size()
+        self.faulty = faulty
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
         self.on_ranks = faulty and self.world > 1
 
     def dataset(self) -> Dataset[Any]:

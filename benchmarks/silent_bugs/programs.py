@@ -134,7 +134,8 @@ def goals(
     found: Sequence[JudgedProgram], twins: Sequence[JudgedProgram], alarms: int, sound: int
 ) -> list[str]:
     """Return what is wanted beside what is shown, as a table."""
-    number, unknown = len(found), sum(j.found and j.unknown for j in found)
+    number = len(found)
+    unknown = sum(j.found and j.unknown for j in found)
     seconds = sorted(judged.seconds for judged in (*found, *twins)) or [0.0]
     rows = [
         ("≥ 95 % of the programs found", f"{sum(j.found for j in found)} of {number}"),
@@ -158,7 +159,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    pairs, sound, alarms = [], [], 0
+    pairs = []
+    sound = []
+    alarms = 0
     for name in CASES:
         if not given.only or name in given.only:
             pairs.append((judge(name, sound=False), judge(name, sound=True)))
@@ -166,7 +169,8 @@ def main() -> None:
     for name in PROGRAMS:
         if not given.only or name in given.only:
             written, number = sound_row(name)
-            sound, alarms = [*sound, written], alarms + number
+            sound = [*sound, written]
+            alarms = alarms + number
             print(written, flush=True)
     command = (
         "python -m benchmarks.silent_bugs.programs --out benchmarks/results/silent_bugs_programs.md"

@@ -24,7 +24,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-SAMPLES, CLASSES, WORDS, NODES = 48, 4, 20, 32
+SAMPLES = 48
+CLASSES = 4
+WORDS = 20
+NODES = 32
 _NUMBERS = torch.Generator().manual_seed(1)
 
 
@@ -48,11 +51,9 @@ class Rows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rnn, self.norm, self.head = (
-            nn.LSTM(8, 16, batch_first=True),
-            nn.LayerNorm(16),
-            nn.Linear(16, CLASSES),
-        )
+        self.rnn = nn.LSTM(8, 16, batch_first=True)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.log_softmax(
@@ -65,8 +66,10 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-        self.norm, self.again = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.one = nn.Conv2d(4, 4, 3, padding=1)
+        self.two = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.again = nn.BatchNorm2d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(x + self.again(self.two(F.relu(self.norm(self.one(x))))))
@@ -77,10 +80,8 @@ class Autoencoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encode, self.decode = (
-            nn.Linear(64, 8),
-            nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 64)),
-        )
+        self.encode = nn.Linear(64, 8)
+        self.decode = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 64))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean, log_variance = self.encode(x.flatten(1)).chunk(2, 1)
@@ -110,10 +111,8 @@ class Sequences(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.head = (
-            nn.LSTM(1, 8, batch_first=True, dtype=torch.double),
-            nn.Linear(8, 1, dtype=torch.double),
-        )
+        self.one = nn.LSTM(1, 8, batch_first=True, dtype=torch.double)
+        self.head = nn.Linear(8, 1, dtype=torch.double)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.head(self.one(x.unsqueeze(2))[0]).squeeze(2)
@@ -127,7 +126,8 @@ class Words(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        self.embed = nn.Embedding(WORDS, 8)
+        self.head = nn.Linear(8, WORDS)
         self.head.weight = self.embed.weight
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         self.body = (
@@ -135,7 +135,8 @@ class Words(nn.Module):
         )
 
     def forward(self, ids: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Any]:
-        x, after = self.embed(ids), None
+        x = self.embed(ids)
+        after = None
         if isinstance(self.body, nn.LSTM):
             x, after = self.body(x, state)
         else:
@@ -152,11 +153,13 @@ class Graph(nn.Module):
         super().__init__()
         links = (normal(NODES, NODES) > 1).float() + torch.eye(NODES)
         self.register_buffer("links", links / links.sum(1, keepdim=True))
-        self.one, self.two = nn.Linear(8, 16), nn.Linear(16, CLASSES)
+        self.one = nn.Linear(8, 16)
+        self.two = nn.Linear(16, CLASSES)
         self.score = nn.Linear(16, 2) if kind == "attention" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        h, weights = self.one(F.dropout(x, 0.5, self.training)), self.links
+        h = self.one(F.dropout(x, 0.5, self.training))
+        weights = self.links
         if self.score is not None:
             mine, theirs = self.score(h).unbind(1)
             scores = F.leaky_relu(mine[:, None] + theirs[None])
@@ -228,7 +231,8 @@ class Supervised:
 
     def __call__(self) -> None:
         torch.manual_seed(0)
-        data, model = TensorDataset(*self.data()), self.model()
+        data = TensorDataset(*self.data())
+        model = self.model()
         sampler = DistributedSampler(data, shuffle=self.shuffled) if dist.is_initialized() else None
         train: Iterable[Any] = DataLoader(
             data, 8, shuffle=self.shuffled and sampler is None, sampler=sampler
@@ -372,7 +376,8 @@ def dcgan() -> None:
     )
     sampler = DistributedSampler(data) if dist.is_initialized() else None
     if sampler is not None:
-        makes, judges = DistributedDataParallel(makes), DistributedDataParallel(judges)
+        makes = DistributedDataParallel(makes)
+        judges = DistributedDataParallel(judges)
     mine, its = (
         optim.Adam(net.parameters(), lr=2e-4, betas=(0.5, 0.999)) for net in (makes, judges)
     )
@@ -395,7 +400,8 @@ def forward_forward() -> None:
     wrong ones.
     """
     torch.manual_seed(0)
-    right, wrong = normal(SAMPLES, 16), normal(SAMPLES, 16)
+    right = normal(SAMPLES, 16)
+    wrong = normal(SAMPLES, 16)
     for layer in (nn.Linear(16, 12), nn.Linear(12, 8)):
         optimizer = optim.Adam(layer.parameters(), lr=0.03)
         for _ in range(10):
@@ -427,14 +433,15 @@ def policy_gradient(*, critic: bool) -> None:
     critic expects.
     """
     torch.manual_seed(0)
-    body, head = (
-        nn.Sequential(nn.Linear(2, 16), nn.Dropout(0.1), nn.ReLU()),
-        nn.Linear(16, 3 if critic else 2),
-    )
+    body = nn.Sequential(nn.Linear(2, 16), nn.Dropout(0.1), nn.ReLU())
+    head = nn.Linear(16, 3 if critic else 2)
     model = nn.Sequential(body, head)
     optimizer = optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(8):
-        place, said, values, rewards = torch.zeros(2), [], [], []
+        place = torch.zeros(2)
+        said = []
+        values = []
+        rewards = []
         for _ in range(10):
             out = model(place)
             chosen = Categorical(logits=out[:2])

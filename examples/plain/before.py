@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 digits = load_digits()
-images, labels = torch.from_numpy(digits.images).float().div(16), torch.from_numpy(digits.target)
+images = torch.from_numpy(digits.images).float().div(16)
+labels = torch.from_numpy(digits.target)
 seen, unseen = random_split(
     TensorDataset(images, labels), [1500, 297], torch.Generator().manual_seed(0)
 )

@@ -87,7 +87,8 @@ def test_each_flag_is_used_or_refused(
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options, used = options_of(words, monkeypatch), set(USED[words].split())
+    options = options_of(words, monkeypatch)
+    used = set(USED[words].split())
     assert used <= options.keys(), "a flag that is gone"
     for option in options.keys() - used - set(words):
         value = (

@@ -31,7 +31,8 @@ class Stream(IterableDataset[torch.Tensor]):
 
 
 def all_cases() -> dict[str, Any]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     source = adopt(
         Stream(),
         batch_size=2,
@@ -52,7 +53,8 @@ class Rows(Dataset[Any]):
     """Whole numbers with labels; a transform of a row."""
 
     def __init__(self, numbers: Any, transform: Any = None) -> None:
-        self.numbers, self.transform = list(numbers), transform
+        self.numbers = list(numbers)
+        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -101,7 +103,8 @@ def without_evidence(_row: Any) -> Any:
 def given_data() -> dict[str, Any]:
     """Data as a user's program hands them over on each rank, by what is to come of them."""
     rank = dist.get_rank()
-    rows, mine = Rows(range(24)), range(rank, 24, 2)
+    rows = Rows(range(24))
+    mine = range(rank, 24, 2)
     table = datasets.Dataset.from_dict({"x": list(range(24))})
     whole = {
         "plain": rows,
@@ -236,7 +239,8 @@ def trainers() -> dict[str, str]:
     trainer = Trainer(
         nn.Linear(3, 5), loss_fn=nn.CrossEntropyLoss(), batch_size=2, max_steps=2, sinks=[]
     )
-    whole, mine = Rows(range(24)), Subset(Rows(range(24)), list(range(dist.get_rank(), 24, 2)))
+    whole = Rows(range(24))
+    mine = Subset(Rows(range(24)), list(range(dist.get_rank(), 24, 2)))
     uses = {
         "train": lambda: trainer.train(mine),
         "steps": lambda: list(trainer.steps(mine)),

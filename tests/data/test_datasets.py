@@ -87,7 +87,8 @@ def test_a_subclass_that_reads_samples_in_its_own_way_is_asked_for_them() -> Non
 
 
 def same_in_one_go(data: Any, indices: list[int]) -> None:
-    one_go, one_by_one = data.collated(indices), default_collate([data[index] for index in indices])
+    one_go = data.collated(indices)
+    one_by_one = default_collate([data[index] for index in indices])
     assert one_go.keys() == one_by_one.keys()
     for key, expected in one_by_one.items():
         assert torch.equal(one_go[key], expected)
@@ -115,7 +116,8 @@ def test_trap_15_padded_documents_are_shifted_once_and_padding_does_not_count(le
         with pytest.raises(UsageError, match="none of at least 2 tokens"):
             Documents(documents, block_size)
         return
-    data, targets = Documents(documents, block_size), []
+    data = Documents(documents, block_size)
+    targets = []
     for index in range(len(data)):
         sample = data[index]
         valid = sample["targets"] != -100
@@ -137,7 +139,8 @@ def test_python_docs_are_bytes_with_the_last_tenth_held_out():
     assert data.decode is not None
     assert data.decode(data.encode("Grüße")) == "Grüße"
     assert data.decode(data.train[0]["input_ids"].tolist()).startswith('The "assert" statement')
-    train, validation = len(data.train.tokens), len(data.validation.tokens)
+    train = len(data.train.tokens)
+    validation = len(data.validation.tokens)
     assert validation == (train + validation) // 10
 
 
@@ -220,10 +223,8 @@ def test_prepared_tokens_are_the_texts_samples(tmp_path, book, tokenizer, kind):
 
 def test_prepared_python_docs_are_the_data_set(tmp_path):
     prepare("python-docs", tmp_path / "out")
-    data, direct = (
-        build("tokens", path=str(tmp_path / "out"), block_size=32),
-        build("python-docs", block_size=32),
-    )
+    data = build("tokens", path=str(tmp_path / "out"), block_size=32)
+    direct = build("python-docs", block_size=32)
     assert len(data.train) == len(direct.train)
     assert torch.equal(data.train[77]["input_ids"], direct.train[77]["input_ids"])
 
@@ -366,7 +367,8 @@ class Own(torch.utils.data.Dataset[int]):
     facts = {"vocab_size": 7}
 
     def __init__(self, size: int, seed: int = -1) -> None:
-        self.size, self.seed = size, seed
+        self.size = size
+        self.seed = seed
 
     def __len__(self) -> int:
         return self.size

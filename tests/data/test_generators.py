@@ -257,7 +257,8 @@ def test_a_samplers_own_generator_gives_the_same_order_in_every_pass() -> None:
         }
         return plain(list(adopt(data, epochs=2, **common, **options)))
 
-    data, whole = loader(), rows(loader())
+    data = loader()
+    whole = rows(loader())
     assert rows(data, stop_step=4) + rows(data, start_step=4) == whole
     first = [number for row in whole[:3] for micro in row[5:] for number in micro[1]]
     expected = [number for batch in loader() for number in batch.tolist()]

@@ -180,7 +180,8 @@ class ForgetsItsBuffer(Forgets):
     """What waits in a buffer is not part of the state."""
 
     def __iter__(self) -> Iterator[Any]:
-        buffer, choose = [], random.Random(self.epoch)
+        buffer = []
+        choose = random.Random(self.epoch)
         for item in super().__iter__():
             buffer.append(item)
             if len(buffer) == 16:
@@ -312,7 +313,8 @@ def test_data_that_have_become_fewer_are_refused():
 
 def test_a_rollback_reads_the_same_object_again_from_the_state():
     data = Resumable(61)
-    source, states = steps_of(data, epochs=1), []
+    source = steps_of(data, epochs=1)
+    states = []
     whole = []
     for batches in source:
         whole.append(batches)
@@ -446,7 +448,8 @@ class Together:
 
 def on_ranks(streams: list[list[Any]], **options: Any) -> list[Any]:
     """Each rank with a stream of its own; what each yields, or the error that it meets."""
-    together, results = Together(len(streams)), [None] * len(streams)
+    together = Together(len(streams))
+    results = [None] * len(streams)
 
     def rank_main(rank: int) -> None:
         assign = share(rank, len(streams))

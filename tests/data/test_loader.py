@@ -379,10 +379,8 @@ def test_what_arrives_can_be_written_and_keeps_its_type():
 
 
 def test_small_tensors_travel_in_the_message_and_large_ones_do_not():
-    small, large = (
-        torch.zeros(INLINE_LIMIT // 8, dtype=torch.int64),
-        torch.zeros(INLINE_LIMIT, dtype=torch.int64),
-    )
+    small = torch.zeros(INLINE_LIMIT // 8, dtype=torch.int64)
+    large = torch.zeros(INLINE_LIMIT, dtype=torch.int64)
     assert len(ForkingPickler.dumps(InlineBatch(small))) > INLINE_LIMIT
     assert len(ForkingPickler.dumps(InlineBatch(large))) < 4096
 

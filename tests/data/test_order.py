@@ -152,7 +152,8 @@ def test_trap_14_dropping_is_chosen_and_counted():
 def test_trap_13_each_iteration_is_another_epoch_without_set_epoch():
     """A forgotten `set_epoch` repeats the first epoch's order for ever."""
     sampler = DistributedSampler(20, 2, 0)
-    first, second = list(sampler), list(sampler)
+    first = list(sampler)
+    second = list(sampler)
     assert first != second
     sampler.set_epoch(1)
     assert list(sampler) == second

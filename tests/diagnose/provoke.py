@@ -58,7 +58,8 @@ class Unused(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.used = nn.Linear(2, 2)
+        self.unused = nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.used(x)  # type: ignore[no-any-return]
@@ -253,7 +254,10 @@ def _in_full_shared_memory(function: Callable[[], Any]) -> Callable[[], None]:
 def mount_full_shared_memory(kilobytes: int = 8) -> None:
     """Give this process, and no other, a /dev/shm of so many kilobytes, four of which are taken."""
     libc = ctypes.CDLL(None, use_errno=True)
-    new_namespace, private, tmpfs = 0x20000, 1 << 18 | 1 << 14, b"tmpfs"  # of sched.h and mount.h
+    # of sched.h and mount.h
+    new_namespace = 0x20000
+    private = 1 << 18 | 1 << 14
+    tmpfs = b"tmpfs"
     for failed in (
         libc.unshare(new_namespace),
         libc.mount(b"none", b"/", None, private, None),
@@ -283,7 +287,8 @@ def _threads() -> None:
 
 def _scaler(fault: str) -> None:
     weight = nn.Parameter(torch.ones(1, dtype=torch.float16 if fault == "fp16" else torch.float32))
-    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD([weight], 0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD([weight], 0.1)
     if fault == "no scale":
         scaler.step(optimizer)
     scaler.scale(weight.sum()).backward()

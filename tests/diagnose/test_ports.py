@@ -62,7 +62,8 @@ def test_a_machine_without_an_address_is_named() -> None:
         {"rank": rank, "host": f"host{rank}", "machine": f"m{rank}", "local_rank": 0}
         for rank in (0, 1)
     ]
-    store, found = dist.HashStore(), dict[int, list[Any]]()
+    store = dist.HashStore()
+    found = dict[int, list[Any]]()
 
     def rank(number: int, address: str | None) -> None:
         found[number] = doctor.ports(doctor.RankExchange(store, number, 2), address, facts)

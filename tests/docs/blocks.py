@@ -93,10 +93,12 @@ def _some_text() -> str:
 
 
 def blocks_in(path: Path) -> list[Block]:
-    text, name = path.read_text(encoding="utf-8"), str(path.relative_to(REPOSITORY))
+    text = path.read_text(encoding="utf-8")
+    name = str(path.relative_to(REPOSITORY))
     found = []
     for match in _FENCE.finditer(text):
-        mark, language = NOT_RUN if match["why"] else match["mark"] or "", match["language"]
+        mark = NOT_RUN if match["why"] else match["mark"] or ""
+        language = match["language"]
         line = text.count("\n", 0, match.start()) + 1
         if language in LANGUAGES:
             found.append(

@@ -35,7 +35,9 @@ def commands_in(script: str) -> Iterator[list[str]]:
 def _simple_commands(text: str) -> Iterator[list[str]]:
     """The commands between newlines and operators, without redirections."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars="();<>|&\n")
-    lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t", "", True
+    lexer.whitespace = " \t"
+    lexer.commenters = ""
+    lexer.whitespace_split = True
     words: list[str] = []
     redirected = False
     for token in lexer:
@@ -43,7 +45,8 @@ def _simple_commands(text: str) -> Iterator[list[str]]:
             redirected = True
         elif set(token) <= set("();|&\n"):
             yield words
-            words, redirected = [], False
+            words = []
+            redirected = False
         elif not redirected:
             words.append(token)
     yield words
@@ -59,7 +62,8 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
     if "--help" in words or words[:1] == ["--version"]:
         return
-    verb, rest = words[0], words[1:]
+    verb = words[0]
+    rest = words[1:]
     assert verb in VERBS, f"there is no verb {verb}"
     with monkeypatch.context() as patch:
         if verb not in RUN and not (verb == "submit" and "--dry-run" in rest):

@@ -114,7 +114,8 @@ def test_a_broken_anchor_or_link_is_refused(tmp_path: Path) -> None:
 )
 def test_versions_stand_side_by_side(tmp_path: Path) -> None:
     """`make docs-version` adds one to the branch gh-pages; a menu names them."""
-    clone, site = tmp_path / "clone", tmp_path / "site"
+    clone = tmp_path / "clone"
+    site = tmp_path / "site"
     subprocess.run(["git", "clone", "--quiet", REPOSITORY, clone], check=True)
     subprocess.run(["git", "config", "user.name", "a"], cwd=clone, check=True)
     subprocess.run(["git", "config", "user.email", "a@b.c"], cwd=clone, check=True)

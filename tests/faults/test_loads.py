@@ -29,7 +29,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
-BEFORE, AFTER = 3, 3
+BEFORE = 3
+AFTER = 3
 
 
 def trainer(layout: dict[str, Any]) -> Trainer:

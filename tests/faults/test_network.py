@@ -35,7 +35,8 @@ class Hosts:
     """A run with one rank on each of two hosts."""
 
     def __init__(self, folder: Path, names: tuple[str, str]) -> None:
-        self.folder, self.names = folder, names
+        self.folder = folder
+        self.names = names
         self.processes: list[subprocess.Popen[str]] = []
         (folder / "tiny.yaml").write_text(YAML)
 

@@ -273,7 +273,8 @@ def test_a_crash_loop_ends_early(tmp_path: Path, launch: Launch) -> None:  # noq
 
 
 def test_progress_is_no_crash_loop(tmp_path: Path) -> None:
-    loop, failure = CrashLoop(tmp_path), Failure(0, 1, "signal", "killed by SIGKILL")
+    loop = CrashLoop(tmp_path)
+    failure = Failure(0, 1, "signal", "killed by SIGKILL")
     for step in range(6):
         (tmp_path / f"step-{step:08}").mkdir()
         loop.check(failure)
@@ -281,7 +282,8 @@ def test_progress_is_no_crash_loop(tmp_path: Path) -> None:
 
 def test_progress_in_another_storage_is_no_crash_loop(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    loop, failure = CrashLoop(run.checkpoints), Failure(0, 1, "signal", "killed by SIGKILL")
+    loop = CrashLoop(run.checkpoints)
+    failure = Failure(0, 1, "signal", "killed by SIGKILL")
     for step in range(6):
         run.append_event("save", step=step)
         loop.check(failure)

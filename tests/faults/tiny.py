@@ -22,7 +22,9 @@ class Points(Dataset[dict[str, Tensor]]):
     def __init__(
         self, nan: tuple[int, ...] = (), huge: tuple[int, ...] = (), seconds: float = 0.0
     ) -> None:
-        self.nan, self.huge, self.seconds = nan, huge, seconds
+        self.nan = nan
+        self.huge = huge
+        self.seconds = seconds
 
     def __len__(self) -> int:
         return 96
@@ -38,7 +40,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 1)
 
     def init_weights(self) -> None:
         for layer in (self.first, self.last):

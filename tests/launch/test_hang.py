@@ -72,7 +72,8 @@ class Ranks:
     """Two processes, and the watch over them."""
 
     def __init__(self, folder: Path, *hows: str) -> None:
-        self.beats, logs = folder / "beats", folder / "logs"
+        self.beats = folder / "beats"
+        logs = folder / "logs"
         for path in (self.beats, logs):
             path.mkdir(exist_ok=True)
         self.watch = HangWatch(self.beats, logs, factor=3.0, seconds=0.3, patience=0.3)

@@ -72,7 +72,8 @@ def test_the_one_whose_time_is_up_first_does_not_hide_who_came(
 ) -> None:
     """It closes the meeting behind it: torch tells the others no more than that."""
     script(tmp_path, "")
-    meeting, started = f"{four[0].address}:{PORT}", []
+    meeting = f"{four[0].address}:{PORT}"
+    started = []
     for host, seconds in ((four[0], 40), (four[1], 8)):
         options = ("--nnodes", "3", "--nproc-per-node", "1", "--rdzv-endpoint", meeting)
         started.append(

@@ -53,7 +53,8 @@ def test_trap_79_saving_on_rank_0_alone_is_an_error_at_once(tmp_path: Path) -> N
         "the ranks do not make the same calls: rank 0 calls save_checkpoint, rank 1 calls steps"
         in ended.err
     )
-    saving, stepping = line_of(text, "trainer.save_checkpoint"), line_of(text, "for record in")
+    saving = line_of(text, "trainer.save_checkpoint")
+    stepping = line_of(text, "for record in")
     assert f"rank 0 at own.py:{saving}, rank 1 at own.py:{stepping}" in ended.err
     assert "Traceback" not in ended.err
 
@@ -187,7 +188,8 @@ def test_trap_79_saving_on_rank_0_alone_under_other_launchers(
         "the ranks do not make the same calls: rank 0 calls save_checkpoint, rank 1 calls steps"
         in ended.stderr
     )
-    saving, stepping = line_of(text, "trainer.save_checkpoint"), line_of(text, "for record in")
+    saving = line_of(text, "trainer.save_checkpoint")
+    stepping = line_of(text, "for record in")
     assert f"rank 0 at own.py:{saving}, rank 1 at own.py:{stepping}" in ended.stderr
 
 
@@ -222,7 +224,8 @@ def call_at_the_end(call: str, rank: int, late: int | None = None) -> str:
 def assert_named(said: str, text: str, call: str, rank: int, script: str = "own.py") -> None:
     other = 1 - rank
     assert f"rank {rank} calls {call}, and rank {other} has ended without it" in said, said
-    line, last = line_of(text, _CALLS[call]), line_of(text, "for record in")
+    line = line_of(text, _CALLS[call])
+    last = line_of(text, "for record in")
     assert (
         f"rank {rank} at {script}:{line}, rank {other} ended after steps at {script}:{last}" in said
     )

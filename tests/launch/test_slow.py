@@ -121,7 +121,8 @@ def test_ranks_of_another_machine_that_go_forward_are_waited_for() -> None:
     it.
     """
     store = HashStore()
-    here, there = OtherMachines(store, 0, 2), OtherMachines(store, 1, 2)
+    here = OtherMachines(store, 0, 2)
+    there = OtherMachines(store, 1, 2)
     try:
         began = time.monotonic()
         there.tell([Beat(2, 1, 5, "step", began, write=Write(forward=began))])

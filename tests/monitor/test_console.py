@@ -73,7 +73,8 @@ def test_a_line_drops_what_does_not_fit() -> None:
 
 def screen(text: str, columns: int) -> tuple[list[str], list[str]]:
     """Return what a terminal shows in the end, and every bar that was seen meanwhile."""
-    lines, bars = [""], []
+    lines = [""]
+    bars = []
     for part in re.split(r"(\r\n|\n|\r\x1b\[2K)", text):
         if part == "\r\x1b[2K":
             if lines[-1]:

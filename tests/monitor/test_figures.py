@@ -63,7 +63,8 @@ def test_waiting_for_other_ranks_is_told_apart_within_a_step_only() -> None:
 def test_of_two_loops_that_are_open_either_may_end_first() -> None:
     """As generators of two trainers do, one of which is dropped later."""
     original = torch.distributed.Work.wait
-    first, second = waits_counted(PhaseClock()), waits_counted(PhaseClock())
+    first = waits_counted(PhaseClock())
+    second = waits_counted(PhaseClock())
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -156,7 +157,8 @@ def test_flops_are_those_of_the_products_and_change_no_bit(
 ) -> None:
     figures = Figures(PhaseClock())
     first = first_step_counted(figures)
-    a, b = torch.ones(8, 16, requires_grad=True), torch.ones(16, 4)
+    a = torch.ones(8, 16, requires_grad=True)
+    b = torch.ones(16, 4)
     with first():
         (a @ b).sum().backward()
     assert figures.flops == 2 * 8 * 16 * 4 * 2, "forward, and the gradient of one factor"

@@ -33,7 +33,8 @@ VALUES: dict[str, Any] = {
 def pixels(png: bytes) -> np.ndarray[Any, Any]:
     """Read a PNG whose rows are not filtered."""
     width, height, _, kind = struct.unpack(">IIBB", png[16:26])
-    place, data = 8, b""
+    place = 8
+    data = b""
     while place < len(png):
         (length,) = struct.unpack(">I", png[place : place + 4])
         if png[place + 4 : place + 8] == b"IDAT":

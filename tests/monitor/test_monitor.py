@@ -247,7 +247,9 @@ def test_a_class_is_made_with_its_arguments_and_closed(
 
     class Watcher:
         def __init__(self, limit: int) -> None:
-            self.limit, self.steps, self.closed = limit, 0, False
+            self.limit = limit
+            self.steps = 0
+            self.closed = False
             made.append(self)
 
         def __call__(self, step: StepRecord) -> None:
@@ -456,7 +458,8 @@ class Seen:
 @pytest.mark.parametrize("way", ["train", "steps", "training_step"])
 def test_functions_and_objects_are_callbacks_in_every_way_to_train(way: str) -> None:
     data = torch.utils.data.TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
-    seen, losses = Seen(), list[float]()
+    seen = Seen()
+    losses = list[float]()
     trainer = Trainer(
         torch.nn.Linear(4, 1),
         loss_fn=torch.nn.MSELoss(),
@@ -524,7 +527,8 @@ def test_a_callback_of_transformers_is_called_for_the_events_that_it_has() -> No
 )
 def test_rows_and_events_wait_for_room(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monitor = Monitor(config(sinks=["jsonl"], log_steps=1), run, is_main=True)
-    write, refuses = os.write, threading.Event()
+    write = os.write
+    refuses = threading.Event()
 
     def refusing(handle: int, data: bytes) -> int:
         if refuses.is_set():

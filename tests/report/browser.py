@@ -62,7 +62,8 @@ class Page:
         )
         os.close(to_browser)
         os.close(from_browser)
-        self._number, self._buffer = 0, b""
+        self._number = 0
+        self._buffer = b""
         self.requests: list[str] = []
         self.complaints: list[str] = []
         targets = self._call("Target.getTargets")["targetInfos"]

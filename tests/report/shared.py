@@ -14,7 +14,8 @@ GIB = 2**30
 
 
 def spread(values: list[float]) -> list[float]:
-    ordered, most = sorted(values), max(range(len(values)), key=values.__getitem__)
+    ordered = sorted(values)
+    most = max(range(len(values)), key=values.__getitem__)
     return [ordered[0], ordered[len(ordered) // 2], ordered[-1], most]
 
 
@@ -95,7 +96,9 @@ def write_run(
         ends: False: it stops without a word.
         data_workers: of the loader that it read from; None: it does not tell.
     """
-    run, noise, now = RunDirectory(path), random.Random(seed), BEGUN
+    run = RunDirectory(path)
+    noise = random.Random(seed)
+    now = BEGUN
     run.create()
     run.config.write_text(
         config_from({"model.name": "transformer", "training.max_steps": steps, **config}).to_yaml()
@@ -119,7 +122,8 @@ def write_run(
     }
     about |= {} if data_workers is None else {"data_workers": data_workers}
     event("start", step=0, **about)
-    now, step = now + 9, 0
+    now = now + 9
+    step = 0
     while step < steps:
         step += log_steps
         slow = 2 if slow_from is not None and step >= slow_from and ranks > 2 else None

@@ -62,7 +62,8 @@ def test_a_page_stays_below_a_megabyte_whatever_a_run_recorded(tmp_path: Path) -
     too much of each.
     """
     run = write_run(tmp_path / "long", steps=20_000, ranks=8, log_steps=10, slow_from=10_000)
-    noise, picture = random.Random(0), random.Random(0).randbytes(60_000)
+    noise = random.Random(0)
+    picture = random.Random(0).randbytes(60_000)
     rows = [
         {"step": step, **{f"metric {n}": noise.gauss(n, 1) for n in range(30)}}
         for step in range(10, 20_000, 10)
@@ -104,7 +105,8 @@ def test_a_page_stays_below_a_megabyte_whatever_a_run_recorded(tmp_path: Path) -
     for row in read.rows[:2000]:
         row["own_seconds"] = [noise.random() for _ in range(300)]
         row["gradient_norms"] = {f"layers.{n}": noise.random() for n in range(300)}
-    read.rows, read.config_text = read.rows[:2000], "key: " + "value " * 10_000
+    read.rows = read.rows[:2000]
+    read.config_text = "key: " + "value " * 10_000
     read.events = [
         event | {"kind": kind, "reason": "because " * 999}
         for event in read.events

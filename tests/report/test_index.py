@@ -73,7 +73,8 @@ def test_runs_are_ordered_by_the_best_with_their_own_metrics_and_what_python_gav
         records.events.write_text("".join(json.dumps(event) + "\n" for event in events))
     runs = best_first([read_run(path) for path in runs_in(tmp_path)])
     data = index_data(tmp_path, runs, tmp_path)
-    head, rows = data["tables"][0]["head"], data["tables"][0]["rows"]
+    head = data["tables"][0]["head"]
+    rows = data["tables"][0]["rows"]
     assert [row[0]["text"] for row in rows] == ["b", "c", "a"]
     assert [row[head.index("eval_accuracy")] for row in rows] == ["0.5", "0.3", "0.1"]
     different = {row[0]: row[1:] for row in data["tables"][1]["rows"]}

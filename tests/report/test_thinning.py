@@ -26,9 +26,11 @@ def test_rows_that_fit_are_all_kept() -> None:
 
 
 def test_memory_is_bounded_and_peaks_stay() -> None:
-    noise, thinner = random.Random(0), Thinner(("loss", "grad_norm"), budget=20_000)
+    noise = random.Random(0)
+    thinner = Thinner(("loss", "grad_norm"), budget=20_000)
     losses = [noise.gauss(2, 0.1) for _ in range(20_000)]
-    losses[777], losses[15_001] = 50.0, -3.0
+    losses[777] = 50.0
+    losses[15_001] = -3.0
     norms = [1.0] * 20_000
     norms[9_999] = 400.0
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
@@ -41,7 +43,8 @@ def test_memory_is_bounded_and_peaks_stay() -> None:
 
 
 def test_many_columns_do_not_keep_it_from_thinning() -> None:
-    noise, thinner = random.Random(0), Thinner(budget=20_000)
+    noise = random.Random(0)
+    thinner = Thinner(budget=20_000)
     for step in range(5_000):
         row = {"step": step} | {f"metric {number}": noise.random() for number in range(12)}
         thinner.add(step, row, json.dumps(row).encode())

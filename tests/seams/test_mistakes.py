@@ -34,7 +34,8 @@ def nothing(updates: int, schedule: Schedule) -> None:
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
         self.head.weight = self.embed.weight
 
     def init_weights(self) -> None:

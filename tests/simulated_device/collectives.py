@@ -21,7 +21,8 @@ class SimWork(dist.Work):
 
     def __init__(self, stream: Stream, result: Any) -> None:
         super().__init__()
-        self._end, self._result = stream.record_event(), result
+        self._end = stream.record_event()
+        self._result = result
 
     def wait(self, timeout: Any = None) -> bool:
         self._end.wait()
@@ -54,7 +55,8 @@ class SimGroup(dist.ProcessGroup):
         self._checks = dist.ProcessGroupGloo(
             dist.PrefixStore("sim-check", store), rank, size, timeout
         )
-        self._calls, self._sending = 0, []  # what is sent has to live on
+        self._calls = 0
+        self._sending = []  # what is sent has to live on
         self.stream = Stream()
 
     def getBackendName(self) -> str:  # noqa: N802 — torch's name
@@ -132,14 +134,16 @@ class SimGroup(dist.ProcessGroup):
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        raws, raw_inputs = [_raws(each) for each in outputs], _raws(inputs)
+        raws = [_raws(each) for each in outputs]
+        raw_inputs = _raws(inputs)
         flat = [one for each in outputs for one in each]
         return self._queue(
             "all_gather", inputs, flat, lambda gloo: gloo.allgather(raws, raw_inputs), outputs
         )
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        to, of = _raws([output])[0], _raws([input])[0]
+        to = _raws([output])[0]
+        of = _raws([input])[0]
         pieces = list(to.view(-1).chunk(self.size()))
         return self._queue(
             "all_gather_into_tensor",
@@ -150,7 +154,8 @@ class SimGroup(dist.ProcessGroup):
         )
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        to, of = _raws([output])[0], _raws([input])[0]
+        to = _raws([output])[0]
+        of = _raws([input])[0]
         average = opts is not None and opts.reduceOp == dist.ReduceOp.AVG
 
         def compute(gloo: dist.ProcessGroupGloo) -> None:
@@ -164,7 +169,8 @@ class SimGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Any, input: Any, out_splits: Any, in_splits: Any, opts: Any = None
     ) -> Any:
-        to, of = _raws([output])[0], _raws([input])[0]
+        to = _raws([output])[0]
+        of = _raws([input])[0]
         return self._queue(
             "all_to_all_single",
             [input],
@@ -174,7 +180,8 @@ class SimGroup(dist.ProcessGroup):
         )
 
     alltoall_base = all_to_all_single
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
         """Send without waiting for the receiver: NCCL starts the calls of a batch together, here

@@ -84,7 +84,8 @@ def _caller() -> tuple[str, str]:
     frame: Any = sys._getframe(1)
     outside = None
     while frame is not None:
-        path, line = frame.f_code.co_filename, frame.f_lineno
+        path = frame.f_code.co_filename
+        line = frame.f_lineno
         mode = frame.f_code.co_name == "__torch_dispatch__"  # it passes on what another has called
         if "/lockstep/" in path and "site-packages" not in path and not mode:
             return (
@@ -116,7 +117,9 @@ class Stream:
     every: "list[Stream]" = []
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.number, self.queued, self.done = next(self.numbers), 0, 0
+        self.number = next(self.numbers)
+        self.queued = 0
+        self.done = 0
         self.work: deque[tuple[float, Callable[[], object]]] = deque()
         self.clock: Clock = {}
         self.every.append(self)
@@ -149,7 +152,8 @@ class Stream:
     def wait_event(self, event: "Event") -> None:
         if event.stream is None:
             return  # as in CUDA: an event that was never recorded is complete
-        before, until = event.stream, event.count
+        before = event.stream
+        until = event.count
         _merge(self.clock, event.clock)
         self.queue(lambda: before.run(until))
 
@@ -173,7 +177,9 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self.stream: Stream | None = None
-        self.count, self.clock, self._time = 0, {}, [0.0]
+        self.count = 0
+        self.clock = {}
+        self._time = [0.0]
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = stream or current_stream()
@@ -213,7 +219,8 @@ def current_stream(device: Any = None) -> Stream:
 @contextmanager
 def stream(chosen: Stream | None) -> Iterator[None]:
     """Queue work in `chosen` in the block."""
-    before, _current.stream = current_stream(), chosen or current_stream()
+    before = current_stream()
+    _current.stream = chosen or current_stream()
     try:
         yield
     finally:
@@ -244,14 +251,16 @@ class Block:
 
     def __init__(self, bytes_: int) -> None:
         self.stream = current_stream()
-        self.recorded, self.size = False, bytes_
+        self.recorded = False
+        self.size = bytes_
         again = self.free[self.stream.number, bytes_]
         if again:
             self.storage, self.written, self.read = again.pop()
         else:
             # NaN in all floats
             self.storage = torch.empty(bytes_, dtype=torch.uint8).fill_(0xFF).untyped_storage()
-            self.written, self.read = None, {}
+            self.written = None
+            self.read = {}
 
     def __del__(self) -> None:
         if not self.recorded:
@@ -272,7 +281,8 @@ class Block:
                     f" order; {_caller()}"
                 )
         if writes:
-            self.written, self.read = (stream.number, number), {}
+            self.written = (stream.number, number)
+            self.read = {}
         else:
             self.read[stream.number] = number
 
@@ -283,7 +293,8 @@ class Storage:
     """
 
     def __init__(self, tensor: "SimTensor") -> None:
-        self._tensor, self._block = tensor, tensor.block
+        self._tensor = tensor
+        self._block = tensor.block
         self.device = tensor.device
 
     def size(self) -> int:
@@ -322,7 +333,8 @@ class SimTensor(Tensor):
             dtype=raw.dtype,
             device=torch.device(NAME, 0),
         )
-        made.raw, made.block = raw, block
+        made.raw = raw
+        made.block = block
         return made
 
     @classmethod
@@ -346,7 +358,8 @@ class SimTensor(Tensor):
 
     def _set_data(self, value: "SimTensor") -> None:
         torch.Tensor.data.__set__(self, value)
-        self.raw, self.block = value.raw, value.block
+        self.raw = value.raw
+        self.block = value.block
 
     data = property(_get_data, _set_data)
 
@@ -397,7 +410,8 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return False
     if func is aten._fused_sdp_choice.default:
         return 0  # the composite expression
-    operation, schema = func, func._schema
+    operation = func
+    schema = func._schema
     aliases = [result.alias_info for result in schema.returns]
     if aliases and all(alias is not None and not alias.is_write for alias in aliases):
         return _view(func, args, kwargs)
@@ -412,10 +426,8 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     read = [t for a, v in bound for t in _tensors(v) if not any(t is w for w in written)]
     if torch.Tag.nondeterministic_seeded in func.tags:
         func, args, kwargs = _drawing(func, args, kwargs, schema)
-    raw_args, raw_kwargs = (
-        [_raw(each) for each in args],
-        {key: _raw(each) for key, each in kwargs.items()},
-    )
+    raw_args = [_raw(each) for each in args]
+    raw_kwargs = {key: _raw(each) for key, each in kwargs.items()}
     name = str(schema.name)
     if written:
         _queue(lambda: func(*raw_args, **raw_kwargs), read, written, name)
@@ -610,18 +622,21 @@ def _to_copy(
 def _copy(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
     on = current_stream()
     if isinstance(target, SimTensor) and isinstance(source, SimTensor):
-        to, of = target.raw, source.raw
+        to = target.raw
+        of = source.raw
         _queue(lambda: to.copy_(of), [source], [target], "copy_")
     elif isinstance(target, SimTensor):
         late = non_blocking and is_pinned(source)
         # CUDA copies pageable memory aside
-        to, host = target.raw, source if late else source.clone()
+        to = target.raw
+        host = source if late else source.clone()
         _queue(lambda: to.copy_(host), [], [target], "copy to the device")
         if not non_blocking and source.numel():
             _host_waits("copy to the device", on)
     else:
         assert isinstance(source, SimTensor)
-        of, host = source.raw, target.detach()
+        of = source.raw
+        host = target.detach()
         _queue(lambda: host.copy_(of), [source], [], "copy to the host")
         if not (non_blocking and is_pinned(target)):
             _host_waits("copy to the host", on)
@@ -636,12 +651,11 @@ default_generators = [torch.Generator()]
 class _Module:
     """`torch.sim`."""
 
-    Stream, Event = Stream, Event
-    stream, current_stream, synchronize = (
-        staticmethod(stream),
-        staticmethod(current_stream),
-        staticmethod(synchronize),
-    )
+    Stream = Stream
+    Event = Event
+    stream = staticmethod(stream)
+    current_stream = staticmethod(current_stream)
+    synchronize = staticmethod(synchronize)
     default_generators = default_generators
 
     def is_available(self) -> bool:

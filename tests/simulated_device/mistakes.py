@@ -28,7 +28,8 @@ def a_wait_stream_that_is_dropped() -> None:
     """a wait_stream that is dropped"""
     for waits in (True, False):
         device.forget()
-        side, batch = Stream(), torch.ones(4).pin_memory()
+        side = Stream()
+        batch = torch.ones(4).pin_memory()
         with device.stream(side):
             there = batch.to(NAME, non_blocking=True)
         if waits:
@@ -154,7 +155,8 @@ def memory_that_is_given_out_again() -> None:
     """memory that is freed while another stream reads it"""
     for keeps in (True, False):
         device.forget()
-        side, mine = Stream(), torch.ones(1000, device=NAME)
+        side = Stream()
+        mine = torch.ones(1000, device=NAME)
         side.wait_stream(device.current_stream())
         with device.stream(side):
             total = mine.sum()
@@ -234,7 +236,8 @@ def a_collective_that_nobody_waits_for() -> None:
 
 def collectives_in_another_order() -> None:
     """collectives in another order on one rank"""
-    a, b = torch.ones(4, device=NAME), torch.ones(8, device=NAME)
+    a = torch.ones(4, device=NAME)
+    b = torch.ones(8, device=NAME)
     calls = [a, b] if dist.get_rank() == 0 else [b, a]
     device.forget()
     works: list[Any] = [dist.all_reduce(each, async_op=True) for each in calls]

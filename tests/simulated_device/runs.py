@@ -99,7 +99,8 @@ def run(
     trainer.loss_check.skip()
     if change is not None:
         change(trainer)
-    records, waits = [], []
+    records = []
+    waits = []
     device.waits.clear()
     for record in trainer.steps(Tokens()):
         records.append(record)

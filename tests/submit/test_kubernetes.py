@@ -62,7 +62,8 @@ def test_an_indexed_job_with_a_headless_service(
     assert list(objects) == ["ConfigMap", "Service", "Job"]
     assert {one["metadata"]["name"] for one in objects.values()} == {"small-run"}
     assert {one["metadata"]["namespace"] for one in objects.values()} == {"team"}
-    job, service = objects["Job"]["spec"], objects["Service"]["spec"]
+    job = objects["Job"]["spec"]
+    service = objects["Service"]["spec"]
     assert (job["completions"], job["parallelism"], job["completionMode"]) == (3, 3, "Indexed")
     assert service["clusterIP"] == "None"
     assert service["publishNotReadyAddresses"] is True
@@ -88,10 +89,8 @@ def test_an_indexed_job_with_a_headless_service(
     }
     assert {"name": "shared-memory", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
     (tmp_path / "again.yaml").write_text(objects["ConfigMap"]["data"]["config.yaml"])
-    again, first = (
-        load_config(tmp_path / "again.yaml"),
-        load_config(tmp_path / config, ["training.max_steps=10"]),
-    )
+    again = load_config(tmp_path / "again.yaml")
+    first = load_config(tmp_path / config, ["training.max_steps=10"])
     assert again == first, "the config travels whole, overrides and all"
 
 

@@ -16,7 +16,8 @@ class Two(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, both: bool) -> Tensor:
         found: Tensor = self.first(x)

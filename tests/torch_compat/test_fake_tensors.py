@@ -35,7 +35,8 @@ class _Caching(UntracedDispatchMode):
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.cache, self.unknown = OutputCache(mode), 0
+        self.cache = OutputCache(mode)
+        self.unknown = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def count(*_call: Any) -> None:
@@ -83,7 +84,8 @@ def test_outputs_from_the_cache_are_those_of_the_mode(run: Callable[[Tensor], An
     found = []
     with FakeTensorMode() as mode, _Caching(mode) as caching:
         for time in range(2):
-            x, before = torch.empty(4, 4), caching.unknown
+            x = torch.empty(4, 4)
+            before = caching.unknown
             out = run(x)
             found.append(
                 [_description(t, x) for t in (out if isinstance(out, list | tuple) else [out])]
@@ -126,7 +128,8 @@ def test_a_sharded_tensor_has_its_part() -> None:
 
 
 def test_a_resize_is_told_while_the_method_is_replaced() -> None:
-    original, told = torch.UntypedStorage.resize_, []
+    original = torch.UntypedStorage.resize_
+    told = []
 
     def resized(storage: Any) -> None:
         told.append(storage.nbytes())

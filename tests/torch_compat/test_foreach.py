@@ -9,7 +9,8 @@ from lockstep.torch_compat import foreach
 
 def test_each_operation_gives_the_bits_of_a_loop() -> None:
     torch.manual_seed(0)
-    values, others = [torch.randn(3, 2), torch.randn(5)], [torch.randn(3, 2), torch.randn(5)]
+    values = [torch.randn(3, 2), torch.randn(5)]
+    others = [torch.randn(3, 2), torch.randn(5)]
     expected = [value.clone() for value in values]
     foreach.add_(values, others)
     foreach.add_(values, 0.25)

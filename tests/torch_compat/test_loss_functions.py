@@ -11,7 +11,8 @@ from torch import nn
 from lockstep.models.observed import LossCalls
 from lockstep.torch_compat.loss_functions import NAMES
 
-_SCORES, _TARGETS = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+_SCORES = torch.randn(4, 3)
+_TARGETS = torch.tensor([0, 1, 2, 0])
 
 
 def test_the_names_are_those_of_torchs_module() -> None:

@@ -41,7 +41,8 @@ def test_a_hook_is_found(register: str) -> None:
     "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
 )
 def test_hooks_on_gradients_are_taken_off(register: str) -> None:
-    module, called = nn.Linear(2, 2), []
+    module = nn.Linear(2, 2)
+    called = []
     getattr(module, register)(lambda *_: called.append(True))
     remove_backward_hooks(module)
     module(torch.ones(1, 2, requires_grad=True)).sum().backward()

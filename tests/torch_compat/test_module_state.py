@@ -29,7 +29,8 @@ def test_persistent_buffers_are_those_of_a_state_dict() -> None:
     ],
 )
 def test_a_hook_is_found(register: str) -> None:
-    module, calls = nn.Linear(2, 2), []
+    module = nn.Linear(2, 2)
+    calls = []
 
     def hook(*_: Any) -> None:
         calls.append(True)

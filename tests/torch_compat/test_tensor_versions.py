@@ -43,10 +43,12 @@ def gradient_with_a_hook(model: Flat) -> tuple[Tensor | None, list[Tensor]]:
 
 def test_a_hook_stays_on_an_output_that_is_changed_in_place() -> None:
     torch.manual_seed(0)
-    plain, model = Flat(), Flat()
+    plain = Flat()
+    model = Flat()
     model.load_state_dict(plain.state_dict())
     return_no_views(model)
-    (right, lost), (gradient, seen) = gradient_with_a_hook(plain), gradient_with_a_hook(model)
+    right, lost = gradient_with_a_hook(plain)
+    gradient, seen = gradient_with_a_hook(model)
     assert lost == [], "torch keeps the hook by now: return_no_views is not needed any more"
     assert len(seen) == 1
     assert right is not None

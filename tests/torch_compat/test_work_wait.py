@@ -11,7 +11,8 @@ from tests.ranks import run_ranks
 
 def count_waits() -> tuple[int, bool]:
     """Return how many waits were told, and whether the method is as it was in the end."""
-    original, told = dist.Work.wait, []
+    original = dist.Work.wait
+    told = []
 
     def around(wait: work_wait.Wait, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         told.append(wait)

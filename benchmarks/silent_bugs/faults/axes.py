@@ -168,7 +168,8 @@ def router_that_counts_what_its_rank_has_seen() -> Subject:
 
 
 def _count_own(router: Router) -> None:
-    own, end_step = torch.zeros_like(router.load), router.end_step
+    own = torch.zeros_like(router.load)
+    end_step = router.end_step
 
     def counted(module: nn.Module, _args: Any, outputs: Any) -> None:
         own.add_(torch.bincount(outputs[0].flatten(), minlength=len(own)))

@@ -7,7 +7,11 @@ width that ranks can't share) or changed nothing (a seed that is set where no nu
 was corrected, and its first run after that counts.
 """
 
-RIGHT, WRONG, UNKNOWN, MISSED, PASSED = "right", "wrong", "unknown", "missed", "passed"
+RIGHT = "right"
+WRONG = "wrong"
+UNKNOWN = "unknown"
+MISSED = "missed"
+PASSED = "passed"
 
 FIRST_ROUND: dict[str, str] = {
     "layers_in_another_order_in_the_segments": RIGHT,

@@ -72,10 +72,12 @@ def negatives_gathered_from_all_ranks() -> Subject:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.one = nn.Linear(WIDTH, WIDTH)
+            self.other = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            a, b = self.one(x), self.other(y)
+            a = self.one(x)
+            b = self.other(y)
             keys = b
             if dist.is_initialized() and dist.get_world_size() > 1:
                 every = [torch.empty_like(b) for _ in range(dist.get_world_size())]
@@ -142,7 +144,8 @@ class Packed(Net):
         return torch.arange(LENGTH) >= 1 + ids[:, :1] % (LENGTH - 1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x, documents = self.embed(ids) + self.place(self.positions(ids)), self.documents(ids)
+        x = self.embed(ids) + self.place(self.positions(ids))
+        documents = self.documents(ids)
         other = (documents.unsqueeze(1) != documents.unsqueeze(2)).repeat_interleave(2, 0)
         x = x + self.attention(x, x, x, attn_mask=other, need_weights=False)[0]
         logits: Tensor = self.head(self.blocks[0](x))

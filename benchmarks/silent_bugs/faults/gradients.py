@@ -74,7 +74,8 @@ def gradient_transposed_on_rank_1() -> Subject:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.inner = nn.Linear(WIDTH, WIDTH)
+            self.head = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: Tensor) -> Any:
             return self.head(torch.tanh(self.inner(x)))

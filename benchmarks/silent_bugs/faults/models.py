@@ -11,7 +11,9 @@ from torch.utils.data import Dataset
 from lockstep.trainer import Trainer
 from lockstep.verify import Subject
 
-VOCAB, LENGTH, WIDTH = 31, 8, 16
+VOCAB = 31
+LENGTH = 8
+WIDTH = 16
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
@@ -49,7 +51,8 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +66,8 @@ class Net(nn.Module):
     def __init__(self, blocks: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.place = nn.Embedding(VOCAB, WIDTH), nn.Embedding(2 * LENGTH, WIDTH)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.place = nn.Embedding(2 * LENGTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, VOCAB)
 
@@ -95,7 +99,8 @@ class Chaos(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(60):
@@ -109,7 +114,8 @@ class Stem(nn.Module):
 
     def __init__(self, model: Net) -> None:
         super().__init__()
-        self.embed, self.place = model.embed, model.place
+        self.embed = model.embed
+        self.place = model.place
 
     def forward(self, ids: Tensor) -> Tensor:
         x: Tensor = self.embed(ids) + self.place(torch.arange(ids.shape[1]))
@@ -152,7 +158,8 @@ class Taught(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.student, self.teacher = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.student = nn.Linear(WIDTH, WIDTH)
+        self.teacher = nn.Linear(WIDTH, WIDTH)
         self.teacher.requires_grad_(False)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:

@@ -115,10 +115,12 @@ def contrastive_in_each_micro_batch() -> Subject:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.one = nn.Linear(WIDTH, WIDTH)
+            self.other = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            a, b = self.one(x), self.other(y)
+            a = self.one(x)
+            b = self.other(y)
             return functional.cross_entropy(a @ b.T / math.sqrt(WIDTH), torch.arange(len(a)))
 
         def count(self, batch: Any) -> int:

@@ -53,7 +53,8 @@ def variational_autoencoder() -> Subject:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.encode, self.decode = nn.Linear(WIDTH, 8), nn.Linear(4, WIDTH)
+            self.encode = nn.Linear(WIDTH, 8)
+            self.decode = nn.Linear(4, WIDTH)
 
         def forward(self, x: Tensor, _y: Tensor) -> Tensor:
             mean, log_variance = self.encode(x).chunk(2, 1)
@@ -134,11 +135,9 @@ def adversary_behind_a_reversed_gradient() -> Subject:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.body, self.task, self.domain = (
-                nn.Linear(WIDTH, 32),
-                nn.Linear(32, WIDTH),
-                nn.Linear(32, 2),
-            )
+            self.body = nn.Linear(WIDTH, 32)
+            self.task = nn.Linear(32, WIDTH)
+            self.domain = nn.Linear(32, 2)
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             h = torch.tanh(self.body(x))
@@ -159,7 +158,8 @@ class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.one = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return functional.normalize(self.one(x)), functional.normalize(self.other(y))

@@ -79,7 +79,8 @@ class UpdatesWeightsAlone(torch.optim.AdamW):
     """Has two groups, and steps the first of them."""
 
     def step(self, closure: Any = None) -> Any:
-        groups, self.param_groups = self.param_groups, self.param_groups[:1]
+        groups = self.param_groups
+        self.param_groups = self.param_groups[:1]
         try:
             return super().step(closure)
         finally:

@@ -1,4 +1,7 @@
-"""A second round of faults, written together with their causes before verify was given any of them."""
+"""Faults that were written, together with their causes, before verify was given any of them.
+
+They are the second round of `first_try.py`.
+"""
 
 import copy
 from collections.abc import Callable

@@ -1,5 +1,6 @@
-"""A third round: faults and sound models that verify had not seen when what the second round taught
-was mended.
+"""Faults and sound models that verify had not seen when the other ones were mended.
+
+They are the third round of `first_try.py`.
 """
 
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.silent_bugs.faults.axes import transformer
+from benchmarks.silent_bugs.faults.held_out_faults import with_block
 from benchmarks.silent_bugs.faults.models import (
     VOCAB,
     WIDTH,
@@ -25,7 +27,6 @@ from benchmarks.silent_bugs.faults.models import (
     vectors,
 )
 from benchmarks.silent_bugs.faults.registry import fault, on_rank_1, on_ranks, sound
-from benchmarks.silent_bugs.faults.second_round import with_block
 from lockstep.parallel.parallel_model import local
 from lockstep.trainer import Trainer
 from lockstep.verify import Subject
@@ -47,7 +48,9 @@ def number_drawn_for_a_log_on_rank_1() -> Subject:
 
 @fault("training mode", "forward", "other ranks", names="evaluation|dropout")
 def first_micro_batch_in_evaluation_mode_on_rank_1() -> Subject:
-    model, rank_1, calls = Net(), on_rank_1(), [0]
+    model = Net()
+    rank_1 = on_rank_1()
+    calls = [0]
 
     def mode(*_: Any) -> None:
         calls[0] += 1
@@ -59,7 +62,8 @@ def first_micro_batch_in_evaluation_mode_on_rank_1() -> Subject:
 
 @fault("backward", "other ranks", names="blocks.1 rank_1|rank")
 def layer_without_gradients_for_a_micro_batch_of_rank_1() -> Subject:
-    rank_1, calls = on_rank_1(), [0]
+    rank_1 = on_rank_1()
+    calls = [0]
 
     class Saving(Block):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Sound models of the second round, written before verify was given any of them."""
+"""Sound models that were written before verify was given any of them.
+
+They are those of the second round of `first_try.py`.
+"""
 
 from typing import Any
 
@@ -6,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.silent_bugs.faults.held_out_faults import with_block
 from benchmarks.silent_bugs.faults.models import WIDTH, Block, Chain, Net, Tokens, net
 from benchmarks.silent_bugs.faults.registry import on_rank_1, sound
-from benchmarks.silent_bugs.faults.second_round import with_block
 from lockstep.trainer import Trainer
 from lockstep.verify import Subject
 
@@ -56,7 +59,8 @@ def number_of_the_rank_in_an_attribute() -> Subject:
             return super().forward(x)
 
     block = Knowing()
-    block.rank, block.logged = int(on_rank_1()), 0.0  # type: ignore[assignment]
+    block.rank = int(on_rank_1())  # type: ignore[assignment]
+    block.logged = 0.0
     return net(with_block(block))
 
 
