@@ -87,7 +87,7 @@ class BadNumbersError(RunError):
         )
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepCheck:
     """The host's knowledge about a step (on a GPU: the step before)."""
 

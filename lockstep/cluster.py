@@ -431,8 +431,8 @@ def _share_calls(facts: RankFacts) -> None:
         return
     if facts.world_size > facts.local_world_size:
         _worlds += 1
-        own_heartbeat().departures = StoredDepartures(
-            default_store(), facts.rank, facts.world_size, _worlds
+        own_heartbeat().tell_other_machines(
+            StoredDepartures(default_store(), facts.rank, facts.world_size, _worlds)
         )
     if own_heartbeat().folder is not None:
         return
@@ -455,7 +455,7 @@ def _share_calls(facts: RankFacts) -> None:
 
 def _stop_sharing() -> None:
     global _calls_folder
-    own_heartbeat().departures = None
+    own_heartbeat().tell_other_machines(None)
     stop_sharing_calls()
     if _calls_folder is not None:
         remove(_calls_folder)  # the other ranks' open files stay valid

@@ -125,7 +125,7 @@ class Heartbeat:
     def __init__(self, folder: Path | None, rank: int, ranks: int = 1) -> None:
         self.folder = folder
         self._process = os.getpid()
-        self.departures: Departures | None = None  # if there are several machines
+        self._departures: Departures | None = None  # if there are several machines
         self._share(folder, rank, ranks)
 
     def _share(self, folder: Path | None, rank: int, ranks: int) -> None:
@@ -209,8 +209,12 @@ class Heartbeat:
     def left(self) -> None:
         """Record that this rank makes no more calls: its script has ended, or it has left the process group."""
         self.beat(self._state[0], "left")
-        if self.departures is not None and self._map is not None:
-            self.departures.tell(_last_call(self._map))
+        if self._departures is not None and self._map is not None:
+            self._departures.tell(_last_call(self._map))
+
+    def tell_other_machines(self, departures: Departures | None) -> None:
+        """Tell the ranks of other machines, too, that this one has left; None: there are none."""
+        self._departures = departures
 
     def see_others(self) -> None:
         """Open the files of the machine's other ranks.
@@ -226,13 +230,13 @@ class Heartbeat:
         """
         deadline = time.monotonic() + _LEAVING_SECONDS
         while True:
-            found = {} if self.departures is None else self.departures.told()
+            found = {} if self._departures is None else self._departures.told()
             found |= {
                 rank: _last_call(seen)
                 for rank, seen in self._seen().items()
                 if _phase(seen) == "left"
             }
-            is_alone = not self._others and self.departures is None
+            is_alone = not self._others and self._departures is None
             if found or is_alone or time.monotonic() > deadline:
                 return found
             time.sleep(0.05)

@@ -13,7 +13,7 @@ Tests: tests/parity/test_law_one.py, tests/parity/test_elementwise.py, tests/tes
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -225,8 +225,7 @@ class Step:
         if self.anomaly_detector.decides_at_once:
             self._buffers = {name: buffer.clone() for name, buffer in self.placed.buffers.items()}
         accumulator = self.placed.loss_accumulator(micro_batches_per_step)
-        accumulator.counts_tokens = self.reads_tokens
-        accumulator.mark_step(self.progress.step + 1)
+        accumulator.mark_step(self.progress.step + 1, counts_tokens=self.reads_tokens)
         return accumulator
 
     def skip_step(self, samples: int) -> None:
@@ -310,8 +309,9 @@ class Step:
         check = self.anomaly_detector.check(
             step, loss, seen, accumulator.stop_votes, out_of_step, targets
         )
-        if check.anomaly is not None and (empty := accumulator.without_targets()):
-            check.anomaly = check.anomaly.beside(empty)
+        if check.anomaly is not None:
+            empty = accumulator.without_targets()
+            check = replace(check, anomaly=check.anomaly.beside(empty) if empty else check.anomaly)
         return _FinishedGradients(loss, targets, accumulator.tokens_read, norm, updates, check)
 
     def _update(
@@ -336,31 +336,22 @@ class Step:
         is_bad = numbers.anomaly is not None and numbers.anomaly.step == step
         # host waits
         overflow = self.loss_scale is not None and not is_bad and not math.isfinite(float(norm))
-        record = StepRecord(
-            step=step,
-            loss=finished.loss,
-            grad_norm=norm,
-            lr=float(groups[0]["lr"]),
-            samples=samples,
-            tokens=finished.targets,
-            tokens_read=finished.tokens,
-            epoch=self.progress.epoch,
-            recomputed=recomputed,
-            loss_scale=self.loss_scale.scale if self.loss_scale else None,
-        )
-        if self.wants_layer_norms(record.step) and updates:
+        lr = float(groups[0]["lr"])
+        gradient_norms = None
+        if self.wants_layer_norms(step) and updates:
             with updates[0].in_place(self.optimizer):
-                record.gradient_norms = layer_norms(placed, updates[0].to_mean)
+                gradient_norms = layer_norms(placed, updates[0].to_mean)
         self.stopping = numbers.stop or self.stopping
         self.anomaly = numbers.anomaly
-        record.skipped = overflow or is_bad
-        if record.skipped:
+        skipped = overflow or is_bad
+        clipped = None
+        if skipped:
             self.progress.skipped.append(self.progress.step)
         else:
             for update in updates:
                 with update.in_place(self.optimizer):
                     gradients = placed.gradients() if update.gradients is None else update.gradients
-                    record.clipped = self._clip_and_update(gradients, update.to_mean, update.norm)
+                    clipped = self._clip_and_update(gradients, update.to_mean, update.norm)
             self.progress.updates += 1
             if self.after_update:
                 with torch.no_grad():
@@ -368,7 +359,22 @@ class Step:
                         call(self.progress.updates)
         if is_bad:
             self._undo()
-        placed.finish_update(record.skipped)
+        placed.finish_update(skipped)
+        record = StepRecord(
+            step=step,
+            loss=finished.loss,
+            grad_norm=norm,
+            lr=lr,
+            samples=samples,
+            tokens=finished.targets,
+            tokens_read=finished.tokens,
+            epoch=self.progress.epoch,
+            clipped=clipped,
+            recomputed=recomputed,
+            skipped=skipped,
+            loss_scale=self.loss_scale.scale if self.loss_scale else None,
+            gradient_norms=gradient_norms,
+        )
         if self.loss_scale is not None:
             self.loss_scale.update(overflow)
         placed.clear_gradients()

@@ -27,15 +27,16 @@ def tree(module: str) -> ast.Module:
     return ast.parse(files()[module].read_text())
 
 
-def imports(module: str, *, in_functions: bool = False) -> set[str]:
+def imports(module: str, *, everywhere: bool = False) -> set[str]:
     """Modules of the package that a module imports as it is loaded.
 
     Args:
-        in_functions: also what its functions import when they are called.
+        everywhere: also what its functions import when they are called, and what it imports for
+            its types alone (`if TYPE_CHECKING:`).
     """
     found: set[str] = set()
-    loaded = _when_loaded(tree(module).body)
-    for node in (inner for each in loaded for inner in ast.walk(each)) if in_functions else loaded:
+    nodes = ast.walk(tree(module)) if everywhere else _when_loaded(tree(module).body)
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
@@ -61,7 +62,7 @@ def _when_loaded(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def circles(without: Collection[tuple[str, str]] = ()) -> list[list[str]]:
-    """Groups of modules that import each other, in functions too, by Tarjan's algorithm.
+    """Groups of modules that import each other, in functions and for types too (Tarjan's algorithm).
 
     Args:
         without: (importing module, imported module) that do not count.
@@ -75,7 +76,7 @@ def circles(without: Collection[tuple[str, str]] = ()) -> list[list[str]]:
         index[module] = low[module] = len(index)
         stack.append(module)
         for other in sorted(
-            o for o in imports(module, in_functions=True) if (module, o) not in without
+            o for o in imports(module, everywhere=True) if (module, o) not in without
         ):
             if other not in index:
                 visit(other)

@@ -44,7 +44,7 @@ _SETTINGS = ("torch.backends.", "torch.utils.deterministic.")  # public, and the
 
 def found_in(module: str) -> list[tuple[int, str]]:
     """Return (line, what) of each private name of torch in a module of the package."""
-    known = _defined(module).union(*map(_defined, imports(module, in_functions=True))) | OTHERS
+    known = _defined(module).union(*map(_defined, imports(module, everywhere=True))) | OTHERS
     found = set()
     for node in ast.walk(tree(module)):
         for name in _private_imports(node):

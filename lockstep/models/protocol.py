@@ -69,6 +69,15 @@ class Observed:
     auxiliary: bool = False
     divisors: tuple[float, ...] = ()  # of its terms, and the count that was used; empty if unknown
 
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look for auxiliary terms and divisors in the block, where losses are compared."""
+        self.looks = True
+        try:
+            yield
+        finally:
+            self.looks = False
+
 
 TakeOutputs = Callable[[Any, Any], tuple[Tensor, int, int | Tensor] | None]
 """(outputs, batch) → (loss, times, count) in place of the objective's own, as in `Objective.factors`; or None."""

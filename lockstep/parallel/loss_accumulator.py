@@ -108,8 +108,12 @@ class LossAccumulator:
         """Tell all ranks, with the next reduction, that this rank wants to stop after this step."""
         self._table[0, -1] = 1.0
 
-    def mark_step(self, step: int) -> None:
-        """Write down which step this is, to detect ranks that reduce in different steps."""
+    def mark_step(self, step: int, *, counts_tokens: bool) -> None:
+        """Write down which step this is, to detect ranks that reduce in different steps.
+
+        `counts_tokens`: whether its micro-batches hold token ids, whose number is summed, too.
+        """
+        self.counts_tokens = counts_tokens
         self._table[1, -1] = step
 
     def start_reduce(self) -> None:
@@ -195,7 +199,8 @@ class HostLossAccumulator(LossAccumulator):
     def vote_to_stop(self) -> None:
         self._losses[-1] = 1.0
 
-    def mark_step(self, step: int) -> None:
+    def mark_step(self, step: int, *, counts_tokens: bool) -> None:
+        self.counts_tokens = counts_tokens
         self._counts[-1] = step
 
     def start_reduce(self) -> None:

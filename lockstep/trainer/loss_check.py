@@ -180,8 +180,6 @@ class LossCheck:
         losses = _Losses()
         observed = placed.objective.observed
         piped = placed.layout.pipeline > 1
-        if observed is not None:
-            observed.looks = True
         last_stage_begun = failed = False
 
         def begin_last_stage(_part: nn.Module, _args: Any) -> None:
@@ -189,6 +187,8 @@ class LossCheck:
             last_stage_begun = True
 
         with placed.random_state.running(phase, step), ExitStack() as hooks:
+            if observed is not None:
+                hooks.enter_context(observed.looking())
             for part in placed.parts:
                 if getattr(part, "is_last", False):
                     hooks.enter_context(part.register_forward_pre_hook(begin_last_stage))
@@ -204,8 +204,6 @@ class LossCheck:
                 if any(gather_objects(failed)) if piped else failed:
                     break
                 losses.divisors.append(() if observed is None else observed.divisors)
-        if observed is not None:
-            observed.looks = False
         self._proportional = _proportional(losses.divisors)
         return losses.found
 

@@ -311,17 +311,17 @@ class PlacedModel:
             optimizers: by names of your own.
             metadata: further data to restore; JSON.
         """
-        snapshot = self._snapshot()
+        state = {
+            "step": self.step,
+            "metadata": metadata or {},
+            **state_of_model(self._placed),
+        }
+        snapshot = self._snapshot(state)
         names = _names(self._placed)
         for name, optimizer in (optimizers or {}).items():
             snapshot.optimizers[name], snapshot.groups[name] = checkpoint.optimizer_state(
                 optimizer, names
             )
-        snapshot.state = {
-            "step": self.step,
-            "metadata": metadata or {},
-            **state_of_model(self._placed),
-        }
         saved = checkpoint.save(
             local_path(path, "save_checkpoint"),
             self.step,
@@ -385,10 +385,13 @@ class PlacedModel:
         loaded = state["metadata"]
         return dict(loaded)
 
-    def _snapshot(self) -> checkpoint.Snapshot:
+    def _snapshot(self, state: dict[str, Any] | None = None) -> checkpoint.Snapshot:
         placed = self._placed
         return checkpoint.Snapshot(
-            placed.kept(), extra=dict(placed.state), aliases=placed.named_aliases
+            placed.kept(),
+            state=state or {},
+            extra=dict(placed.state),
+            aliases=placed.named_aliases,
         )
 
     def _windows(self, batches: Iterator[Any]) -> Generator[StepBatches, None, None]:
