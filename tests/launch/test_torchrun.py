@@ -41,6 +41,8 @@ TABLE: dict[str, list[str] | str] = {
     "--local-ranks-filter": ["--local-ranks-filter", "0,1"],
     "--duplicate-stdout-filters": "grep WORD",
     "--duplicate-stderr-filters": "grep WORD",
+    "--log-line-prefix-template": "rank-N.log",
+    "--print-completion": "lockstep completion bash",
     "--node-rank": ["--node-rank", "0"],
     "--master-addr": ["--master-addr", "127.0.0.1"],
     "--master-port": ["--master-port", "0"],
