@@ -162,7 +162,8 @@ def memory_of(device: torch.device) -> tuple[int, int, int, int]:
     """Return the bytes that are allocated, reserved, allocated at most so far, and there in all."""
     of_kind = module(device.type)
     if device.type == "mps":  # its allocator keeps no peak
-        allocated, reserved = of_kind.current_allocated_memory(), of_kind.driver_allocated_memory()
+        allocated = of_kind.current_allocated_memory()
+        reserved = of_kind.driver_allocated_memory()
         return allocated, reserved, reserved, of_kind.recommended_max_memory()
     if not hasattr(of_kind, "memory_allocated"):
         return 0, 0, 0, 0

@@ -63,7 +63,9 @@ class BadNumbersError(RunError):
     """Raised for an anomaly that is not skipped: the run stops or rolls back."""
 
     def __init__(self, anomaly: Anomaly, *, rolls_back: bool = False, consecutive: int = 1) -> None:
-        self.anomaly, self.rolls_back, self.consecutive = anomaly, rolls_back, consecutive
+        self.anomaly = anomaly
+        self.rolls_back = rolls_back
+        self.consecutive = consecutive
         often = f", the last of {consecutive} bad steps in order" if consecutive > 1 else ""
         why = "the loss overflowed, or a batch holds values that are no numbers"
         fix = (
@@ -152,7 +154,8 @@ class AnomalyDetector:
         A step whose `targets`, the number of valid ones, is 0 is an anomaly that does not end the
         run. A RunError is raised if the ranks are in different steps: `out_of_step` is not 0.
         """
-        given, device = (loss, norm, stop_votes, out_of_step, targets), None
+        given = (loss, norm, stop_votes, out_of_step, targets)
+        device = None
         for value in given:  # a loop, since it runs in each step and generators are slower
             if isinstance(value, Tensor):
                 device = value.device
@@ -162,7 +165,8 @@ class AnomalyDetector:
         copy = torch.stack([_on_device(value, device) for value in given]).to(
             "cpu", non_blocking=True
         )
-        earlier, self._pending = self._pending, (step, copy, accelerator.record_event(device))
+        earlier = self._pending
+        self._pending = (step, copy, accelerator.record_event(device))
         return self._read(earlier)
 
     def flush(self) -> StepCheck:
@@ -170,7 +174,8 @@ class AnomalyDetector:
 
         The host waits for the device.
         """
-        earlier, self._pending = self._pending, None
+        earlier = self._pending
+        self._pending = None
         return self._read(earlier)
 
     def restart(self, losses: Iterable[float]) -> None:
@@ -178,7 +183,8 @@ class AnomalyDetector:
 
         The pending result of a discarded step is dropped.
         """
-        self.losses, self._pending = deque(losses), None
+        self.losses = deque(losses)
+        self._pending = None
 
     def _read(self, pending: tuple[int, Tensor, Any] | None) -> StepCheck:
         if pending is None:

@@ -92,7 +92,8 @@ class _Units:
     @classmethod
     def of(cls, parameter: nn.Parameter) -> "_Units":
         assert parameter.grad is not None
-        weight, gradient = local(parameter.detach()), local(parameter.grad)
+        weight = local(parameter.detach())
+        gradient = local(parameter.grad)
         whole = parameter.shape  # the whole shape of a DTensor, too
         elements = math.prod(whole if len(whole) < 2 else whole[1:])
         rows = (

@@ -58,13 +58,8 @@ class Cluster:
         """
         if not dist.is_initialized():
             return
-        now, then = (
-            (dist.get_rank(), dist.get_world_size()),
-            (
-                self.facts.rank,
-                self.facts.world_size,
-            ),
-        )
+        now = (dist.get_rank(), dist.get_world_size())
+        then = (self.facts.rank, self.facts.world_size)
         if now != then:
             what = (
                 f"this process was rank {then[0]} of {then[1]} when the model was placed, and is"
@@ -110,7 +105,9 @@ def setup(distributed: DistributedConfig | None = None) -> Cluster:
         if distributed is not None:
             _require_same(distributed, _current)
         return _current
-    _current, _group_is_ours = None, False  # the script has since created or destroyed a group
+    # The script has since created or destroyed a group.
+    _current = None
+    _group_is_ours = False
     _stop_sharing()
     set_rank_facts(None)
     config = distributed if distributed is not None else DistributedConfig()
@@ -172,7 +169,8 @@ def _require_same(config: DistributedConfig, cluster: Cluster) -> None:
 
     It has its device and its group since its first one.
     """
-    has_group, unset = cluster.backend != "none", DistributedConfig()
+    has_group = cluster.backend != "none"
+    unset = DistributedConfig()
     if not has_group:
         _choose_backend(config.backend, cluster.device, alone=True)
     variables = {
@@ -204,7 +202,9 @@ def cleanup() -> None:
         own_heartbeat().left()
     _stop_sharing()
     collectives.leave_world(destroy=_group_is_ours)
-    _current, _world, _group_is_ours = None, None, False
+    _current = None
+    _world = None
+    _group_is_ours = False
     set_rank_facts(None)
 
 
@@ -310,7 +310,8 @@ def _existing_backend(config: DistributedConfig, device: torch.device) -> str:
 
     A UsageError if it is not the config's, or does not support the device.
     """
-    backend, serves = dist.get_backend(), dist.get_backend_config()
+    backend = dist.get_backend()
+    serves = dist.get_backend_config()
     if config.backend not in ("auto", backend):
         what = (
             f"distributed.backend is {config.backend}, but the process group that exists has"
@@ -473,8 +474,11 @@ def _leave_at_exit() -> None:
         cleanup()
 
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
-_NEVER, _LARGEST = -1, 2**31 - 1
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+_MMAP_MAX = -4
+_NEVER = -1
+_LARGEST = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:

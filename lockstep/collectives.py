@@ -233,10 +233,8 @@ def _work_of_threads() -> dict[str, tuple[str, bool]]:
             if (thread / "comm").read_text().strip() == _GLOO_WORKER:
                 status = (thread / "status").read_text()
                 fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-                state, switches = (
-                    fields["State"].split()[0],
-                    fields["voluntary_ctxt_switches"].strip(),
-                )
+                state = fields["State"].split()[0]
+                switches = fields["voluntary_ctxt_switches"].strip()
                 found[thread.name] = switches, state != "S"
         except OSError:
             continue  # it has ended

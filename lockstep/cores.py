@@ -47,7 +47,8 @@ def bind(local_rank: int, local_world_size: int, root: Path = Path("/")) -> int 
     if node is None:
         return None
     os.sched_setaffinity(0, nodes[node])
-    _before, _node = free, node
+    _before = free
+    _node = node
     return node
 
 

@@ -103,7 +103,8 @@ def set_rank_facts(facts: RankFacts | None, valid: Callable[[], bool] | None = N
     None: those again.
     """
     global _given_facts, _are_valid
-    _given_facts, _are_valid = facts, valid
+    _given_facts = facts
+    _are_valid = valid
 
 
 # accelerate sets the last two for several processes; torchrun's, which it starts, have RANK as
@@ -126,7 +127,8 @@ def rank_facts(environ: Mapping[str, str] | None = None) -> RankFacts:
     # by a scheduler's variables
     same = {} if facts is None else {"RANK": facts.rank, "WORLD_SIZE": facts.world_size}
     if len(alone) == 1 and (facts is None or _number(env, alone[0]) != same[alone[0]]):
-        (name,), (missing,) = alone, {*_OF_TORCH} - {*alone}
+        (name,) = alone
+        (missing,) = {*_OF_TORCH} - {*alone}
         others = (
             f"the variables of {facts.launcher} say rank {facts.rank} of {facts.world_size}"
             if facts
@@ -197,7 +199,8 @@ def facts_for_group(
 
 
 def _facts(env: Mapping[str, str], source: _Source) -> RankFacts:
-    rank, world = _number(env, source.rank), _number(env, source.world_size)
+    rank = _number(env, source.rank)
+    world = _number(env, source.world_size)
     if not 0 <= rank < world:
         what = f"{source.rank}={rank} is not below {source.world_size}={world}"
         why = f"{source.rank} numbers processes over all machines, not machines"

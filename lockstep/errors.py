@@ -35,7 +35,10 @@ class LockstepError(Exception):
     def __init__(
         self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None
     ) -> None:
-        self.what, self.where, self.why, self.fix = what, where, why, fix
+        self.what = what
+        self.where = where
+        self.why = why
+        self.fix = fix
         super().__init__(str(self))
 
     def __str__(self) -> str:

@@ -353,7 +353,8 @@ class PlateauSchedule(CallersRate):
     """
 
     def __init__(self, scheduler: ReduceLROnPlateau, metric: str) -> None:
-        self._scheduler, self.metric = scheduler, metric
+        self._scheduler = scheduler
+        self.metric = metric
 
     def follow(self, value: float) -> None:
         """Take a new value of the metric."""
@@ -375,9 +376,11 @@ class TorchSchedule:
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
-        self._scheduler, self._made = scheduler, 0
+        self._scheduler = scheduler
+        self._made = 0
         self._first = copy.deepcopy(scheduler.state_dict())
-        self._first_groups, self._groups = self._options(), self._options()
+        self._first_groups = self._options()
+        self._groups = self._options()
 
     def rates(self, groups: Sequence[dict[str, Any]], updates: int) -> list[float]:
         """Return the learning rate of each parameter group.
@@ -386,7 +389,8 @@ class TorchSchedule:
         """
         if updates < self._made:
             self._scheduler.load_state_dict(copy.deepcopy(self._first))
-            self._made, self._groups = 0, self._first_groups
+            self._made = 0
+            self._groups = self._first_groups
         for group, options in zip(groups, self._groups, strict=True):
             group.update(options)  # as the scheduler left them; a loaded checkpoint has its own
         with warnings.catch_warnings():
@@ -408,7 +412,9 @@ class TorchSchedule:
 
 def scaled_learning_rate(training: TrainingConfig, global_batch: int) -> tuple[float, str]:
     """Return the peak learning rate for a global batch, and one line that explains it."""
-    rate, rule, base_batch = training.learning_rate, training.lr_scaling, training.base_batch_size
+    rate = training.learning_rate
+    rule = training.lr_scaling
+    base_batch = training.base_batch_size
     if rule == "none":
         return rate, f"learning rate {rate:g} at a global batch of {global_batch}"
     if base_batch is None:

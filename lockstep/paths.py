@@ -29,7 +29,8 @@ def url_as_path(path: str | os.PathLike[str], where: str) -> Contradiction | Non
     match = _SCHEME.match(text)
     if match is None:
         return None
-    scheme, rest = match[1], text[match.end() :]
+    scheme = match[1]
+    rest = text[match.end() :]
     if scheme == "file":
         return Contradiction(
             (where,), f"file:///{rest} is a URL, not a path", f"write the path alone: /{rest}"

@@ -88,7 +88,8 @@ class LossScale:
     history_size: int = 100
 
     def __post_init__(self) -> None:
-        self.scale, self.quiet_steps = self.initial_scale, 0
+        self.scale = self.initial_scale
+        self.quiet_steps = 0
         # (scale, overflowed) of each step
         self.history: deque[tuple[float, bool]] = deque(maxlen=self.history_size)
 
@@ -105,11 +106,13 @@ class LossScale:
         if not self.dynamic:
             return
         if overflowed:
-            self.scale, self.quiet_steps = max(self.min_scale, self.scale * self.backoff_factor), 0
+            self.scale = max(self.min_scale, self.scale * self.backoff_factor)
+            self.quiet_steps = 0
             return
         self.quiet_steps += 1
         if self.quiet_steps >= self.growth_interval:
-            self.scale, self.quiet_steps = min(self.max_scale, self.scale * self.growth_factor), 0
+            self.scale = min(self.max_scale, self.scale * self.growth_factor)
+            self.quiet_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON data."""
@@ -121,7 +124,8 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.scale, self.quiet_steps = float(state["scale"]), int(state["quiet_steps"])
+        self.scale = float(state["scale"])
+        self.quiet_steps = int(state["quiet_steps"])
         self.history.clear()
         self.history.extend(
             (float(scale), bool(overflowed)) for scale, overflowed in state["history"]

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from typing import TextIO
 
 PATIENCE_SECONDS = 2.0  # before the first line
-_EVERY_ON_TERMINAL, _EVERY_IN_PIPE = 0.2, 10.0  # seconds between lines
+# seconds between lines
+_EVERY_ON_TERMINAL = 0.2
+_EVERY_IN_PIPE = 10.0
 
 Advance = Callable[[int], None]
 
@@ -37,8 +39,11 @@ def progress_of(
         shows: False on ranks that print nothing.
     """
     out = stream or sys.stderr
-    terminal, start = out.isatty(), clock()
-    done, shown, due = 0, False, start + PATIENCE_SECONDS
+    terminal = out.isatty()
+    start = clock()
+    done = 0
+    shown = False
+    due = start + PATIENCE_SECONDS
 
     def advance(amount: int) -> None:
         nonlocal done, shown, due
@@ -53,7 +58,8 @@ def progress_of(
         text = f"lockstep: {what}: {shares}, {left // 60}:{left % 60:02d} left"
         out.write(f"\r{text}\x1b[K" if terminal else f"{text}\n")
         out.flush()
-        shown, due = True, now + (_EVERY_ON_TERMINAL if terminal else _EVERY_IN_PIPE)
+        shown = True
+        due = now + (_EVERY_ON_TERMINAL if terminal else _EVERY_IN_PIPE)
 
     try:
         yield advance

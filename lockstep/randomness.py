@@ -137,7 +137,8 @@ class _RestoredStates:
     """
 
     def __init__(self, generator: torch.Generator, host: HostRandom | None) -> None:
-        self._generator, self._host = generator, host
+        self._generator = generator
+        self._host = host
 
     def __enter__(self) -> None:
         global _running
@@ -232,7 +233,9 @@ class RandomState:
 
         It restores the generators' outer states.
         """
-        self.phase, self.step, self._key = phase, step, self._generator.initial_seed()
+        self.phase = phase
+        self.step = step
+        self._key = self._generator.initial_seed()
         self._made.clear()
         return _RestoredStates(self._generator, self.host)
 
@@ -289,7 +292,8 @@ class RandomState:
 
         The generators are the host's.
         """
-        host, before = self.host, None
+        host = self.host
+        before = None
         if host is not None and captured is not None:
             before = host.capture()
             host.restore(captured)

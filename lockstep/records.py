@@ -113,13 +113,13 @@ class RunDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = path = local_path(path, "the run directory")
-        self.config, self.metrics, self.events = (
-            path / "config.yaml",
-            path / "metrics.jsonl",
-            path / "events.jsonl",
-        )
-        self.checkpoints, self.logs = path / "checkpoints", path / "logs"
-        self.media, self.tensorboard = path / "media", path / "tensorboard"
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.media = path / "media"
+        self.tensorboard = path / "tensorboard"
 
     def create(self) -> None:
         """Create the folder and `logs/`. Raises UsageError: it cannot be created or written to."""

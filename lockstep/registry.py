@@ -141,7 +141,8 @@ def require_methods(
     for method, defined in vars(interface).items():
         if method.startswith("_") or not inspect.isfunction(defined):
             continue
-        own, arguments = getattr(found, method, None), list(inspect.signature(defined).parameters)
+        own = getattr(found, method, None)
+        arguments = list(inspect.signature(defined).parameters)
         line = (
             f"write def {method}({', '.join(arguments)}); {interface.__module__} says what it"
             " promises"

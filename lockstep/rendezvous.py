@@ -127,7 +127,9 @@ def _tcp_store(
         raise RunError(what, why=str(error).splitlines()[0], fix=fix) from error
 
 
-_WORLD, _DIFFERS, _HERE = "lockstep/world-size", "lockstep/world-size-differs", "lockstep/here/"
+_WORLD = "lockstep/world-size"
+_DIFFERS = "lockstep/world-size-differs"
+_HERE = "lockstep/here/"
 
 
 def _meet(store: TCPStore, facts: RankFacts, timeout: datetime.timedelta) -> None:
@@ -218,7 +220,9 @@ class StoredDepartures:
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, number: int) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
         self._prefix = f"lockstep/left-{number}"
         self._any = f"{self._prefix}/any"
 
@@ -274,7 +278,8 @@ def facts_of_existing_group(
     same LOCAL_RANK.
     """
     env = os.environ if environ is None else environ
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     complete, local_rank = facts_for_group(rank, world_size, env)
     if complete is not None:
         return complete, None

@@ -146,7 +146,8 @@ def read_lines(folder: Path, name: str, note: Note = lambda _text: None) -> Iter
         note(str(error))
         return
     with file:
-        left, too_long = FILE_BYTES, 0
+        left = FILE_BYTES
+        too_long = 0
         while line := file.readline(LINE_BYTES):
             left -= len(line)
             if left < 0:

@@ -55,7 +55,8 @@ class Holder:
         """Return a holder for this process."""
         host = socket.gethostname()
         machine = _text("/proc/sys/kernel/random/boot_id") or host
-        processes, pid = host, os.getpid()
+        processes = host
+        pid = os.getpid()
         with suppress(OSError):
             processes = os.readlink("/proc/self/ns/pid")
         launch = os.environ.get(LAUNCH, "")
@@ -87,7 +88,8 @@ class RunLock:
     """
 
     def __init__(self, directory: Path, say: Callable[[str], object] = lambda _text: None) -> None:
-        self._path, self._say = directory / FILE, say
+        self._path = directory / FILE
+        self._say = say
         self._handle: int | None = None
         self._me: Holder | None = None
         self._lost: Holder | None = None
@@ -103,10 +105,8 @@ class RunLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = self._take(self._me)
         except OSError as error:
-            what, fix = (
-                f"the run directory {self._path.parent} can't be locked",
-                "choose another with --output-dir DIR (in Python output_dir=…)",
-            )
+            what = f"the run directory {self._path.parent} can't be locked"
+            fix = "choose another with --output-dir DIR (in Python output_dir=…)"
             raise UsageError(what, where=str(self._path), why=error.strerror, fix=fix) from None
         _held[os.getpid(), self._key] = self
         self._ended.clear()
@@ -142,7 +142,8 @@ class RunLock:
 
     def _take(self, me: Holder) -> int:
         """Open and lock the file, once nobody else has it, and write the holder to it."""
-        begun, first = time.monotonic(), None
+        begun = time.monotonic()
+        first = None
         while True:
             handle = os.open(
                 self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
@@ -161,7 +162,8 @@ class RunLock:
                     if waited > PATIENCE and locked is False and _is_at(handle, self._path):
                         # a server keeps the lock of a machine that is gone: use a new file
                         self._path.unlink()
-                        begun, first = time.monotonic(), None
+                        begun = time.monotonic()
+                        first = None
                     free = waited > PATIENCE and locked is not False
                 else:
                     free = locked or (locked is None and (holder is None or not holder.is_running))

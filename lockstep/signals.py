@@ -127,7 +127,8 @@ def _read_in_background() -> None:
     read, write = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    _pid, _pipe = os.getpid(), write
+    _pid = os.getpid()
+    _pipe = write
     _reader = threading.Thread(target=_read, args=(read,), name="lockstep-signals", daemon=True)
     _reader.start()
 

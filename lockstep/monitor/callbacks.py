@@ -260,11 +260,9 @@ class ResourceMonitor:
         alert_on_imbalance: bool = True,
         event: Callable[..., None] | None = None,
     ) -> None:
-        self._threshold, self._compares, self._event = (
-            gpu_memory_threshold,
-            alert_on_imbalance,
-            event,
-        )
+        self._threshold = gpu_memory_threshold
+        self._compares = alert_on_imbalance
+        self._event = event
         self._warned: set[str] = set()
 
     def __call__(self, record: StepRecord) -> None:

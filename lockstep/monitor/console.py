@@ -64,7 +64,8 @@ class Console:
     def flush(self) -> None:
         """Print the lines that wait: lines of quick steps are printed together."""
         if self._waiting:
-            waiting, self._waiting = self._waiting, []
+            waiting = self._waiting
+            self._waiting = []
             if self._bar is None:
                 sys.stdout.write(_lines(waiting, self._total))
             else:
@@ -156,7 +157,8 @@ def bar_line(row: Row, total: int | None, seconds_left: float | None, width: int
     return "  ".join([step, "━" * done + "─" * (room - done), *rest])[: width - 1]
 
 
-_LEAST_BAR, _WIDEST_BAR = 9, 40
+_LEAST_BAR = 9
+_WIDEST_BAR = 40
 _FIRST_TO_GO = ("grad", "lr", "seconds", "memory", "rate", "left")  # in a line that is too long
 
 
@@ -222,7 +224,8 @@ class _Bar:
 
     def __init__(self) -> None:
         _Bar.shown = True
-        self._line, self._lock = "", threading.RLock()
+        self._line = ""
+        self._lock = threading.RLock()
         self._replaced: list[tuple[Any, str, _Above]] = []
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
@@ -274,7 +277,9 @@ class _Above:
     """A stream whose text goes above the bar as soon as its line is whole."""
 
     def __init__(self, stream: Any, bar: _Bar) -> None:
-        self.stream, self._bar, self._held = stream, bar, ""
+        self.stream = stream
+        self._bar = bar
+        self._held = ""
 
     def write(self, text: str) -> int:
         whole, newline, self._held = (self._held + text).rpartition("\n")

@@ -36,10 +36,8 @@ class TensorBoard:
     def __init__(self, context: SinkContext) -> None:
         run = context.directory
         events = import_module("tensorboard.compat.proto.event_pb2")
-        self._event, self._summary = (
-            events.Event,
-            import_module("tensorboard.compat.proto.summary_pb2").Summary,
-        )
+        self._event = events.Event
+        self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
         self._as_record = import_module("tensorboard.summary.writer.record_writer").RecordWriter
         now = time.time()
         self._path = (
@@ -86,11 +84,9 @@ class TensorBoard:
             elif one.kind == "histogram":
                 value.histo.bucket_limit.extend(one.edges[1:])
                 value.histo.bucket.extend(one.counts)
-                value.histo.min, value.histo.max, value.histo.num = (
-                    one.edges[0],
-                    one.edges[-1],
-                    sum(one.counts),
-                )
+                value.histo.min = one.edges[0]
+                value.histo.max = one.edges[-1]
+                value.histo.num = sum(one.counts)
             else:
                 value.metadata.plugin_data.plugin_name = "text"
                 value.tensor.dtype = 7  # DT_STRING of tensorflow's types.proto
@@ -122,7 +118,8 @@ class WeightsAndBiases:
 
     def __init__(self, context: SinkContext) -> None:
         self._library = import_module("wandb")
-        self._run, self._experiment = context.directory, context.experiment
+        self._run = context.directory
+        self._experiment = context.experiment
         self._open: Any = None
 
     def on_step(self, row: Row) -> None:
@@ -177,7 +174,8 @@ class Mlflow:
 
     def __init__(self, context: SinkContext) -> None:
         self._library = import_module("mlflow")
-        self._run, self._experiment = context.directory, context.experiment
+        self._run = context.directory
+        self._experiment = context.experiment
         self._client: Any = None
         self._id = ""
 
@@ -244,7 +242,8 @@ class Prometheus:
     """Serves the newest record until it is closed; raises a UsageError if the port is in use."""
 
     def __init__(self, config: PrometheusConfig, run_name: str) -> None:
-        self._library, self._run_name = import_module("prometheus_client"), run_name
+        self._library = import_module("prometheus_client")
+        self._run_name = run_name
         self._registry = self._library.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
         try:

@@ -100,7 +100,9 @@ class Figures:
         self.flops = 0.0  # floating-point operations of this rank in a full step
         self.peak, self.peak_source = peak
         self.recomputes = recomputes
-        self._memory, self._next, self._steps = memory, 0, 0
+        self._memory = memory
+        self._next = 0
+        self._steps = 0
 
     def count(self) -> None:
         self._steps += 1
@@ -110,7 +112,8 @@ class Figures:
         return step >= self._next or last
 
     def collect(self, step: int) -> Table:
-        steps, self._steps = max(1, self._steps), 0
+        steps = max(1, self._steps)
+        self._steps = 0
         mine = {**self._phases(steps), **self._memory()._asdict()}
         mine |= {"gpu_utilisation": meters.gpu_utilisation(), "flops": self.flops}
         rows = gather([mine[name] for name in _NAMES])
@@ -132,7 +135,8 @@ class Figures:
             fields["own_seconds"] = [float(f"{s:.4g}") for s in table["own"]]
         if not any(math.isnan(u) for u in table["gpu_utilisation"]):
             fields["gpu_utilisation"] = spread(table["gpu_utilisation"])
-        flops, seconds = sum(table["flops"]), median(table["step"])
+        flops = sum(table["flops"])
+        seconds = median(table["step"])
         if flops and seconds:
             fields["flops_per_second"] = float(f"{flops / seconds:.6g}")
         if flops and seconds and self.peak:
@@ -196,7 +200,8 @@ class StragglerWatch:
     def _slow(self, table: Table, rank: int) -> Straggler | None:
         if len(table["own"]) == 1:
             return None
-        own, others = table["own"][rank], _others(table["own"], rank)
+        own = table["own"][rank]
+        others = _others(table["own"], rank)
         if own < self._config.threshold * others or own - others < _LEAST_SECONDS:
             return None
         phase = max(_OWN_PHASES, key=lambda name: table[name][rank] - _others(table[name], rank))
@@ -245,7 +250,8 @@ def _measured(device: Any, mode: str) -> float:
     size = _SIZE if device.type == "cpu" else 8 * _SIZE
     a = torch.ones(size, size, dtype=dtype, device=device)
     torch.mm(a, a)
-    best, until = float("inf"), time.perf_counter() + _SECONDS
+    best = float("inf")
+    until = time.perf_counter() + _SECONDS
     # at least once, even on a busy machine
     while best == float("inf") or time.perf_counter() < until:
         since = time.perf_counter()

@@ -38,8 +38,10 @@ class Meters:
     """Averages over the steps since the last reading; tests pass another clock."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock, self._since = clock, clock()
-        self._steps, self._samples = 0, 0
+        self._clock = clock
+        self._since = clock()
+        self._steps = 0
+        self._samples = 0
         self._tokens: Any = 0
         self._targets: Any = 0
 
@@ -55,10 +57,17 @@ class Meters:
     def read(self) -> Rates:
         """Return the rates since the last reading and start again; waits for the device."""
         # host waits for the device
-        tokens, targets = float(plain(self._tokens)), float(plain(self._targets))
+        tokens = float(plain(self._tokens))
+        targets = float(plain(self._targets))
         now = self._clock()
-        seconds, steps, samples = now - self._since, self._steps, self._samples
-        self._since, self._steps, self._samples, self._tokens, self._targets = now, 0, 0, 0, 0
+        seconds = now - self._since
+        steps = self._steps
+        samples = self._samples
+        self._since = now
+        self._steps = 0
+        self._samples = 0
+        self._tokens = 0
+        self._targets = 0
         if steps == 0 or seconds <= 0:
             return Rates(0.0, 0.0, 0.0, 0.0)
         return Rates(seconds / steps, samples / seconds, tokens / seconds, targets / seconds)
@@ -147,19 +156,26 @@ class PhaseClock:
     def __init__(
         self, *, device: Any = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._clock, self._on, self._thread = clock, device, threading.get_ident()
-        self._host, self._device = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
+        self._clock = clock
+        self._on = device
+        self._thread = threading.get_ident()
+        self._host = dict.fromkeys(PHASES, 0.0)
+        self._device = dict.fromkeys(PHASES, 0.0)
         self._marks: deque[tuple[str, Any]] = deque()  # the phase that starts, and its event
-        self.phase, self._since, self._paused = "other", clock(), 0.0
+        self.phase = "other"
+        self._since = clock()
+        self._paused = 0.0
 
     def enter(self, phase: str) -> str:
         """End the current phase, begin another, and return the one that ended."""
         now = self._clock()
-        before, spent = self.phase, now - self._since
+        before = self.phase
+        spent = now - self._since
         self._host[before] += spent
         if before in PAUSES:
             self._paused += spent
-        self.phase, self._since = phase, now
+        self.phase = phase
+        self._since = now
         if self._on is not None:
             self._mark(phase)
         return before
@@ -191,7 +207,8 @@ class PhaseClock:
 
     def take_pauses(self) -> float:
         """Return the host seconds in evaluations and checkpoints since the last call."""
-        paused, self._paused = self._paused, 0.0
+        paused = self._paused
+        self._paused = 0.0
         return paused
 
     def _mark(self, phase: str) -> None:

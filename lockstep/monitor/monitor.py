@@ -58,13 +58,20 @@ class Monitor:
         hosts: Sequence[str] = (),
         callbacks: Sequence[Any] = (),
     ) -> None:
-        self._config, self._run, self._is_main, self._total = config, run, is_main, total_steps
+        self._config = config
+        self._run = run
+        self._is_main = is_main
+        self._total = total_steps
         self._events: deque[dict[str, Any]] = deque(maxlen=CAPACITY)  # that are not written yet
         self._writing_events = threading.Lock()  # the thread that writes a checkpoint tells of it
         self._meters = Meters()
         self._last: StepRecord | None = None  # the newest record, if it was not logged
-        self._seen_one, self._skipped, self._memory, self._memory_read = False, 0, 0, 0.0
-        self._figures, self._hosts = figures, hosts
+        self._seen_one = False
+        self._skipped = 0
+        self._memory = 0
+        self._memory_read = 0.0
+        self._figures = figures
+        self._hosts = hosts
         self._stragglers = StragglerWatch(config.straggler)
         self._resources = ResourceMonitor(
             config.memory.threshold, config.memory.alert_on_imbalance, self.event
@@ -179,12 +186,15 @@ class Monitor:
             sink.close()
         if self._profiler is not None:
             self._profiler.close()
-        self._sinks, self._callbacks, self._each_step = [], [], []
+        self._sinks = []
+        self._callbacks = []
+        self._each_step = []
         with suppress(OSError):  # it was warned of
             self._write_events()
 
     def _build_sinks(self, context: SinkContext) -> list[Guarded | Background]:
-        config, run = context.config, context.run
+        config = context.config
+        run = context.run
         made: list[Guarded | Background] = []
         files: list[Guarded] = []
         for name in config.sinks:
@@ -268,7 +278,8 @@ class Monitor:
             for name in ("tokens_per_second", "targets_per_second", "tokens_read"):
                 row.pop(name, None)
         if not 0 <= row["time"] - self._memory_read < _MEMORY_SECONDS:  # the system call is slow
-            self._memory, self._memory_read = memory_of_this_rank().peak, row["time"]
+            self._memory = memory_of_this_rank().peak
+            self._memory_read = row["time"]
         row["memory_bytes"] = record.memory_bytes or self._memory
         for sink in self._sinks:
             sink.send("on_step", row)

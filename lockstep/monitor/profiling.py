@@ -29,7 +29,9 @@ _MOMENTS = 400
 
 def summarise(events: Iterable[Any], rank: int, steps: int) -> Summary:
     """Return one rank's summary of `torch.profiler.profile.events()` over some steps."""
-    on_device, on_host, windows = list[Any](), list[Any](), list[Interval]()
+    on_device = list[Any]()
+    on_host = list[Any]()
+    windows = list[Interval]()
     for event in events:
         if event.name.startswith("ProfilerStep"):
             windows.append(_stretch(event))
@@ -124,7 +126,8 @@ def _verdict(ranks: list[Summary]) -> str:
 def _memory_curve(events: list[Any], begun: float) -> list[tuple[float, float]]:
     """Return (seconds since `begun`, bytes allocated since then), the peaks of stretches, on the device if any."""
     on_device = any(event.self_device_memory_usage for event in events)
-    held, curve = 0.0, list[tuple[float, float]]()
+    held = 0.0
+    curve = list[tuple[float, float]]()
     for event in sorted(events, key=lambda event: event.time_range.end):
         change = event.self_device_memory_usage if on_device else event.self_cpu_memory_usage
         if change:
@@ -202,7 +205,9 @@ class Profiler:
         from lockstep import accelerator
         from lockstep.torch_compat import memory_history
 
-        self._config, self._rank, self._event = config, rank, event
+        self._config = config
+        self._rank = rank
+        self._event = event
         self._folder = local_path(config.dir, "monitor.profile.dir") if config.dir else folder
         self._left = config.wait + config.warmup + config.active
         self._first: int | None = None
@@ -285,7 +290,8 @@ class Profiler:
         summaries = gather_objects(self._summary)
         found = [summary for summary in summaries if summary is not None]
         if self._rank == 0 and not found:
-            ranks, last = self._config.ranks, len(summaries) - 1
+            ranks = self._config.ranks
+            last = len(summaries) - 1
             _log.warning(
                 "warning: monitor.profile.ranks names %s, and the run has ranks 0 to %d",
                 ranks,

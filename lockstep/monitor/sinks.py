@@ -117,7 +117,8 @@ class Jsonl:
 
 PAUSE_SECONDS = 0.2
 CAPACITY = 10_000  # rows; if a server hangs for longer, later rows are dropped
-FLUSHING_SECONDS, CLOSING_SECONDS = 5.0, 60.0
+FLUSHING_SECONDS = 5.0
+CLOSING_SECONDS = 60.0
 
 
 class Guarded:
@@ -129,7 +130,9 @@ class Guarded:
     """
 
     def __init__(self, name: str, sink: Any, event: Event) -> None:
-        self.name, self._sink, self._event = name, sink, event
+        self.name = name
+        self._sink = sink
+        self._event = event
         self.each_step: bool = getattr(sink, "each_step", False)
         self._rows_wait: bool = getattr(sink, "rows_wait", False)
         takes_media = callable(getattr(sink, "on_media", None))
@@ -160,7 +163,8 @@ class Guarded:
 
     def _call(self, method: str, args: tuple[Any, ...]) -> bool:
         """Call a method of the sink; return whether that is done."""
-        call, since = getattr(self._sink, method, None), time.monotonic()
+        call = getattr(self._sink, method, None)
+        since = time.monotonic()
         if not callable(call):
             return True
         if since < self._not_before:
@@ -191,15 +195,14 @@ class Background:
     each_step = False
 
     def __init__(self, sinks: Sequence[Guarded], event: Event) -> None:
-        self._sinks, self._event = list(sinks), event
+        self._sinks = list(sinks)
+        self._event = event
         self._names = ", ".join(sink.name for sink in sinks)
         self.media_kinds = set[str]().union(*(sink.media_kinds for sink in sinks))
         self._rows: deque[tuple[str, tuple[Any, ...]]] = deque()
-        self._there_are_rows, self._hurry, self._idle = (
-            threading.Event(),
-            threading.Event(),
-            threading.Event(),
-        )
+        self._there_are_rows = threading.Event()
+        self._hurry = threading.Event()
+        self._idle = threading.Event()
         self._closing = False
         self._dropped = 0
         self._thread = threading.Thread(target=self._run, name="lockstep-sinks", daemon=True)

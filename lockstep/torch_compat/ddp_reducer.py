@@ -21,10 +21,8 @@ def wait_seconds(model: DistributedDataParallel) -> float:
     Counted from when its last gradient was computed.
     """
     figures = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    sent, hidden = (
-        figures.get("backward_comm_time", 0),
-        figures.get("backward_compute_comm_overlap_time", 0),
-    )
+    sent = figures.get("backward_comm_time", 0)
+    hidden = figures.get("backward_compute_comm_overlap_time", 0)
     return max(0, sent - hidden) * 1e-9  # type: ignore[no-any-return]
 
 

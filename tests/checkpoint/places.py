@@ -113,7 +113,8 @@ class Folder(Place):
             (path / file).write_bytes(data)
 
     def moments(self, work: Callable[[], object]) -> Iterator[list[str]]:
-        moment, killed = 0, True
+        moment = 0
+        killed = True
         while killed:
             killed, changes = self.killed_at(moment, work)
             yield changes
@@ -162,7 +163,9 @@ def watch_disk(root: Path, before: Callable[[str, str], None]) -> None:
             before(event, str(arguments[0]))
 
     writes: Counter[str] = Counter()
-    sync, set_direct = os.fsync, posix._set_direct  # called ahead of every write
+    # called ahead of every write
+    sync = os.fsync
+    set_direct = posix._set_direct
 
     def watched_sync(handle: int) -> None:
         before("fsync", os.readlink(f"/proc/self/fd/{handle}"))
@@ -209,7 +212,8 @@ class Elsewhere(Place):
         self.tampered[f"{path.name}/{file}"] = data
 
     def moments(self, work: Callable[[], object]) -> Iterator[list[str]]:
-        moment, killed = 0, True
+        moment = 0
+        killed = True
         while killed:
             assert moment < MOST_LINES, f"{self._spec.name} runs more lines with each kill"
             killed, changes = self.killed_at(moment, work)
@@ -256,7 +260,9 @@ class Mortal(Storage):
     """A storage whose process may be dead, and whose files may hold other bytes than were written."""
 
     def __init__(self, inner: Storage, tampered: dict[str, bytes | None]) -> None:
-        self._inner, self._tampered, self.dead = inner, tampered, False
+        self._inner = inner
+        self._tampered = tampered
+        self.dead = False
 
     def __str__(self) -> str:
         return str(self._inner)

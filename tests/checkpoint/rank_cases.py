@@ -76,7 +76,8 @@ def save_on_two_axes(directory: Path) -> str:
 
 def save_by_stages(directory: Path) -> str:
     """As in a pipeline: every rank holds names of its own, and state of its own optimizer."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     mine = {
         name: tensor for i, (name, tensor) in enumerate(known_model().items()) if i % size == rank
     }
@@ -470,7 +471,8 @@ def damage_is_found_by_all(directory: Path) -> None:
 
 def stages_with_groups_of_their_own(directory: Path) -> None:
     """Trap 25: each stage has its own part of the optimizer; rank 0's alone is not the optimizer."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     parameters = {
         f"layers.{rank}.{kind}": nn.Parameter(known(f"{rank}{kind}", (4,))) for kind in ("w", "b")
     }
@@ -505,7 +507,8 @@ def stages_with_groups_of_their_own(directory: Path) -> None:
 
 def a_parameter_on_two_stages(directory: Path) -> None:
     """Tied weights on the first and the last rank are stored once, and come back to both."""
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    rank = dist.get_rank()
+    last = dist.get_world_size() - 1
     mine = {0: "embedding", last: "head"}.get(rank)
     tied = {"embedding": ["head"]}
     snapshot = Snapshot({mine: known("tied", (6, 3))} if mine else {}, aliases=tied)
@@ -562,7 +565,8 @@ def saving_beside_training(directory: Path) -> None:
     if rank == 3:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     saver.save(directory, 4, Snapshot({f"own{rank}": torch.ones(4)}), config_yaml=CONFIG)
-    calls, error = 0, None
+    calls = 0
+    error = None
     while error is None:
         calls += 1
         try:
@@ -619,7 +623,8 @@ def killed_in_pairs(directory: Path) -> None:
     """
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    folder, group = directory / f"pair-{rank // 2}", pairs[rank // 2]
+    folder = directory / f"pair-{rank // 2}"
+    group = pairs[rank // 2]
     snapshot = Snapshot({f"w{i}": known(f"w{i}", (50, 50)) for i in range(4)})
     checkpoint.save(folder, 1, snapshot, config_yaml=CONFIG, group=group)
 

@@ -16,7 +16,8 @@ from tests.checkpoint.shared import assert_same, blank, snapshot
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Background saves stop before they commit until this is set."""
-    gate, real = threading.Event(), commit.Manifest.to_bytes
+    gate = threading.Event()
+    real = commit.Manifest.to_bytes
 
     def to_bytes(manifest: commit.Manifest) -> bytes:
         assert gate.wait(30)

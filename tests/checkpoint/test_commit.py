@@ -27,7 +27,8 @@ from tests.checkpoint.shared import assert_same, blank, files_of, save, snapshot
 )
 def test_a_kill_at_any_moment_of_a_save_leaves_the_old_or_the_new(place: Place) -> None:
     place.save(1)
-    old, new = "step-00000001", "step-00000002"
+    old = "step-00000001"
+    new = "step-00000002"
     seen_old = seen_new = 0
     for _ in place.moments(lambda: place.save(2, shift=1.0)):
         there = place.names()
@@ -38,7 +39,8 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_old_or_the_new(place: Place) 
         target = blank(snapshot())
         checkpoint.load(found, target)
         assert_same(snapshot(1.0 if found.name == new else 0.0), target)
-        seen_old, seen_new = seen_old + (found.name == old), seen_new + (found.name == new)
+        seen_old = seen_old + (found.name == old)
+        seen_new = seen_new + (found.name == new)
         if found.name == new:
             remove(found)
     assert seen_old > 40, "every file is made, written and synced, every folder made and synced"

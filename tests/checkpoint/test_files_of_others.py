@@ -17,7 +17,8 @@ from tests.ranks import run_ranks
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.middle = nn.Embedding(8, 4), nn.Linear(4, 4)
+        self.table = nn.Embedding(8, 4)
+        self.middle = nn.Linear(4, 4)
         self.out = nn.Linear(4, 8, bias=False)
         self.out.weight = self.table.weight
 

@@ -73,7 +73,8 @@ def assert_refused(path: Path, match: str) -> None:
 )
 def test_trap_50_the_metadata_pickle_runs_nothing(tmp_path: Path) -> None:
     """`.metadata` is a pickle: torch would run whatever it names."""
-    path, witness = save(tmp_path, 1), tmp_path / "witness"
+    path = save(tmp_path, 1)
+    witness = tmp_path / "witness"
     for function, arguments in (
         (os.system, (f"touch {witness}",)),
         (open, (str(witness), "w")),
@@ -251,7 +252,8 @@ def test_stored_objects_are_never_unpickled(tmp_path: Path) -> None:
 )
 @pytest.mark.promise("Tensors are read with `weights_only`.")
 def test_a_tensor_file_is_read_as_weights_only(tmp_path: Path) -> None:
-    path, witness = save(tmp_path, 1), tmp_path / "witness"
+    path = save(tmp_path, 1)
+    witness = tmp_path / "witness"
     program = io.BytesIO()
     torch.save(Touch(os.system, f"touch {witness}"), program)
     metadata = stored_metadata(path)
@@ -259,7 +261,8 @@ def test_a_tensor_file_is_read_as_weights_only(tmp_path: Path) -> None:
         place for index, place in metadata.storage_data.items() if index.fqn == "blocks.0.weight"
     )
     with (path / "model" / info.relative_path).open("ab") as end:
-        info.offset, info.length = end.tell(), len(program.getvalue())
+        info.offset = end.tell()
+        info.length = len(program.getvalue())
         end.write(program.getvalue())
     (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
     reseal(path)
@@ -318,7 +321,8 @@ def test_claims_of_sizes_allocate_nothing(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     metadata = stored_metadata(path)
     for info in metadata.storage_data.values():
-        info.offset, info.length = 0, (path / "model" / info.relative_path).stat().st_size
+        info.offset = 0
+        info.length = (path / "model" / info.relative_path).stat().st_size
     (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
     reseal(path)
     assert_refused(path, "it claims more bytes than the")
@@ -328,7 +332,8 @@ def test_a_block_that_unpacks_to_a_thousand_times_its_bytes_is_refused(tmp_path:
     path = save(tmp_path, 1)
     metadata = stored_metadata(path)
     index = next(i for i in metadata.storage_data if i.fqn == "blocks.0.weight")
-    plain, bomb = io.BytesIO(), io.BytesIO()
+    plain = io.BytesIO()
+    bomb = io.BytesIO()
     torch.save(torch.zeros(64 << 20, dtype=torch.uint8), plain)
     with (
         zipfile.ZipFile(plain) as entries,
@@ -339,7 +344,8 @@ def test_a_block_that_unpacks_to_a_thousand_times_its_bytes_is_refused(tmp_path:
     assert len(bomb.getvalue()) < 1 << 20
     file = path / "model" / metadata.storage_data[index].relative_path
     info = metadata.storage_data[index]
-    info.offset, info.length = file.stat().st_size, len(bomb.getvalue())
+    info.offset = file.stat().st_size
+    info.length = len(bomb.getvalue())
     with file.open("ab") as end:
         end.write(bomb.getvalue())
     (path / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -374,7 +380,8 @@ def rewritten(path: Path, change: Callable[[str], str]) -> None:
 def test_a_manifest_with_impossible_numbers_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 3)
     whole = (path / "manifest.json").read_bytes()
-    step, parts = '"step": 3,', '"parts":'
+    step = '"step": 3,'
+    parts = '"parts":'
     for old, new, said in (
         (step, '"step": Infinity,', "Infinity, which is not a number"),
         (step, '"step": 1e999,', "where a count is needed"),
@@ -447,7 +454,8 @@ def test_a_part_whose_file_is_shorter_than_listed_is_not_allocated(tmp_path: Pat
     "loaded, or refused with one message: no traceback, by no command",
 )
 def test_altered_bytes_under_right_checksums_are_one_message(tmp_path: Path) -> None:
-    good, noise = save(tmp_path / "good", 1), random.Random(0)
+    good = save(tmp_path / "good", 1)
+    noise = random.Random(0)
     files = [path.relative_to(good).as_posix() for path in good.rglob("*") if path.is_file()]
     files = [name for name in files if name != "manifest.json"]
     path = tmp_path / "bad" / good.name

@@ -24,7 +24,8 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
         self.head.weight = self.embed.weight
         self.norm = nn.BatchNorm1d(3)
 
@@ -255,8 +256,10 @@ def test_damaged_files_are_imported_or_refused_with_a_message(tmp_path: Path, mo
     """Whatever is wrong with a file, its reader says so; 490 files were tried, a sixth as many are
     here.
     """
-    chance, found = random.Random(5), Counter[str]()
-    folder, output = tmp_path / "source", tmp_path / "imported"
+    chance = random.Random(5)
+    found = Counter[str]()
+    folder = tmp_path / "source"
+    output = tmp_path / "imported"
     folder.mkdir()
     for write in (lightning, accelerate, compiled_ddp):
         file = write(folder, model)

@@ -19,7 +19,8 @@ def steps(place: Place) -> list[int]:
 
 
 def test_the_newest_are_kept(place: Place) -> None:
-    paths, directory = [place.save(step) for step in (1, 2, 3, 4, 5)], place.directory
+    paths = [place.save(step) for step in (1, 2, 3, 4, 5)]
+    directory = place.directory
     assert checkpoint.rotate(directory, None) == []
     assert checkpoint.rotate(directory, keep=2, protect=[paths[1]]) == [paths[2], paths[0]]
     assert steps(place) == [2, 4, 5]

@@ -117,7 +117,8 @@ sgd = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 def plain(name: str) -> dict[str, Any]:
-    model, (x, y) = built(name, 0), data().tensors
+    model = built(name, 0)
+    x, y = data().tensors
     optimizer = sgd(model.parameters())
     for rows in (slice(8), slice(8, 16), slice(16, 24)):
         optimizer.zero_grad()
@@ -179,7 +180,8 @@ def assert_right(names: list[str], folder: Path) -> None:
     alone = [(name, "single") for name in names]
     every = [*all_ways(alone, str(folder)), *run_ranks(all_ways, 2, cases, str(folder))[0]]
     for (name, strategy), states in zip([*alone, *cases], every, strict=True):
-        trained, first = plain(name), dict(built(name, 0).state_dict())
+        trained = plain(name)
+        first = dict(built(name, 0).state_dict())
         for way, state in states.items():
             assert_equal(
                 state, trained if way in ("trained", "resumed") else first, (name, strategy, way)

@@ -89,7 +89,8 @@ def test_a_file_system_that_can_not_is_written_as_usual(
 def test_one_that_refuses_the_write_itself_is_written_as_usual(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, tries = os.write, []
+    write = os.write
+    tries = []
 
     def refuses(handle: int, data: memoryview) -> int:
         tries.append(bool(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT))
@@ -134,7 +135,8 @@ def test_a_full_disk_is_told_when_the_bytes_are_due(
 def test_a_disk_that_fills_up_behind_the_writer_is_told_and_nothing_more_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, calls = os.write, []
+    write = os.write
+    calls = []
 
     def fills_up(handle: int, data: memoryview) -> int:
         calls.append(len(data))
@@ -157,7 +159,8 @@ def test_a_disk_that_fills_up_behind_the_writer_is_told_and_nothing_more_is_writ
 def test_what_is_full_is_written_while_the_next_is_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, let = os.write, threading.Event()
+    write = os.write
+    let = threading.Event()
 
     def slow(handle: int, data: memoryview) -> int:
         assert let.wait(20)

@@ -63,7 +63,8 @@ def test_the_folder_is_as_documented(tmp_path: Path) -> None:
 
 
 def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
-    first, second = save(tmp_path / "a", 5), save(tmp_path / "b", 5)
+    first = save(tmp_path / "a", 5)
+    second = save(tmp_path / "b", 5)
     for one, other in zip(files_of(first), files_of(second), strict=True):
         assert one.read_bytes() == other.read_bytes(), one.name
 
@@ -114,7 +115,8 @@ def test_the_target_is_filled_in_place(tmp_path: Path) -> None:
     target = blank(snapshot())
     parameter = torch.nn.Parameter(target.model["blocks.0.bias"])
     row = torch.zeros(16, 4)
-    target.model["blocks.0.bias"], target.model["blocks.1.weight"] = parameter, row[::2]
+    target.model["blocks.0.bias"] = parameter
+    target.model["blocks.1.weight"] = row[::2]
     checkpoint.load(path, target)
     assert torch.equal(parameter, known("blocks.0.bias", (3,)))
     assert torch.equal(row[::2], known("blocks.1.weight", (8, 4)))
@@ -177,7 +179,8 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
 
 def test_a_subset_is_not_taken_silently(tmp_path: Path) -> None:
     """Optimizers and extra parts count as names do; weights alone are asked for."""
-    path, weights = save(tmp_path, 1), blank(snapshot()).model
+    path = save(tmp_path, 1)
+    weights = blank(snapshot()).model
     with pytest.raises(UsageError, match="only in the checkpoint"):
         checkpoint.load(path, Snapshot(weights))
     assert checkpoint.load(path, Snapshot(weights), only=["model"])["step"] == 3

@@ -48,7 +48,8 @@ def test_an_existing_checkpoint_is_never_overwritten(place: Place) -> None:
 
 def test_a_second_writer_of_a_step_does_not_change_the_first_ones(place: Place) -> None:
     """Two writers that do not know of each other begin the same step: one of them is refused."""
-    first, second = place.storage, place.storage
+    first = place.storage
+    second = place.storage
     draft = first.begin("step-00000001")
     place.save(1)
     with pytest.raises(OSError):  # noqa: PT012

@@ -138,7 +138,8 @@ def all_changes(family: str) -> tuple[dict[str, Any], tuple[str, ...]]:
                 continue
             taken = other if taken is None else taken
             if not torch.equal(made, before):
-                args[key], before = other, made
+                args[key] = other
+                before = made
                 telling.append(key)
                 break
         else:

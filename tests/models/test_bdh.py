@@ -34,7 +34,8 @@ def by_the_book(model: BDH, ids: Tensor) -> Tensor:
     """The definition, written with [B, H, T, N] and nothing else in mind."""
     norm = lambda x: F.layer_norm(x, x.shape[-1:])  # noqa: E731
     x = norm(model.embed.weight[ids])[:, None]
-    neurons, length = model.encoder.shape[-1], ids.shape[1]
+    neurons = model.encoder.shape[-1]
+    length = ids.shape[1]
     i = torch.arange(neurons, dtype=torch.float64)
     angle = torch.arange(length)[:, None] * (2.0**16) ** (-2 * (i // 2) / neurons)
     for _ in model.layers:
@@ -49,11 +50,13 @@ def by_the_book(model: BDH, ids: Tensor) -> Tensor:
 
 
 def test_it_computes_its_definition() -> None:
-    model, ids = bdh(), texts()["input_ids"]
+    model = bdh()
+    ids = texts()["input_ids"]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(10)  # away from zero, where every formula is the same
-    expected, found = by_the_book(model, ids), model(ids)
+    expected = by_the_book(model, ids)
+    found = model(ids)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     weights = torch.randn_like(found)
     for mine, other in zip(
@@ -65,7 +68,8 @@ def test_it_computes_its_definition() -> None:
 
 
 def test_the_first_position_sees_nothing() -> None:
-    s, x = torch.rand(2, 3, 5, 8), torch.randn(3, 5, 4)
+    s = torch.rand(2, 3, 5, 8)
+    x = torch.randn(3, 5, 4)
     attended = attend_to_past(s, x.expand(s.shape[0], *x.shape), PastAttention())
     assert (attended[:, :, 0] == 0).all()
     assert (attended[:, :, 1] != 0).all()
@@ -76,7 +80,8 @@ def test_the_first_position_sees_nothing() -> None:
 def test_products_over_neurons_do_not_overflow(dtype: torch.dtype) -> None:
     """q qᵀ over 8192 positive neurons passes 65504, fp16's last number."""
     torch.manual_seed(0)
-    s, x = (torch.rand(1, 1, 4, 8192) * 8).to(dtype), torch.randn(1, 4, 4)
+    s = (torch.rand(1, 1, 4, 8192) * 8).to(dtype)
+    x = torch.randn(1, 4, 4)
     with torch.autocast("cpu", dtype=dtype):
         attended = attend_to_past(s, x.expand(s.shape[0], *x.shape), PastAttention())
     assert attended.isfinite().all()
@@ -88,7 +93,8 @@ def test_products_over_neurons_do_not_overflow(dtype: torch.dtype) -> None:
 
 
 def test_dropout_acts_on_neurons_in_training() -> None:
-    model, x = bdh(dropout=1.0), torch.randn(2, 4, 16)
+    model = bdh(dropout=1.0)
+    x = torch.randn(2, 4, 16)
     weights = {name: model.get_parameter(name) for name in ("encoder", "encoder_v", "decoder")}
     assert torch.equal(model.layers[0](x, **weights), F.layer_norm(x, (16,)))
     assert not torch.allclose(model.eval().layers[0](x, **weights), F.layer_norm(x, (16,)))

@@ -160,15 +160,11 @@ def test_classes_come_last_in_text_and_second_in_pictures() -> None:
     loss = nn.CrossEntropyLoss()
     generator = torch.Generator().manual_seed(0)
     objective = objective_of(nn.Linear(2, 2), loss)
-    logits, targets = (
-        torch.randn(2, 4, 4, generator=generator),
-        torch.randint(4, (2, 4), generator=generator),
-    )
+    logits = torch.randn(2, 4, 4, generator=generator)
+    targets = torch.randint(4, (2, 4), generator=generator)
     of_text = objective.summed(logits, (None, targets)) / objective.count((None, targets))
     torch.testing.assert_close(of_text, loss(logits.flatten(0, 1), targets.flatten()))
-    logits, targets = (
-        torch.randn(2, 4, 4, 4, generator=generator),
-        torch.randint(4, (2, 4, 4), generator=generator),
-    )
+    logits = torch.randn(2, 4, 4, 4, generator=generator)
+    targets = torch.randint(4, (2, 4, 4), generator=generator)
     of_a_picture = objective.summed(logits, (None, targets)) / objective.count((None, targets))
     torch.testing.assert_close(of_a_picture, loss(logits, targets))

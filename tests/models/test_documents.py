@@ -32,8 +32,10 @@ def logits(outputs: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", ["transformer", "mixture", "bdh"])
 def test_a_document_among_others_is_as_if_alone(name: str) -> None:
-    model, batch = filled(name), Packed()[3]
-    ids, documents = batch["input_ids"][None], batch["document_ids"][None]
+    model = filled(name)
+    batch = Packed()[3]
+    ids = batch["input_ids"][None]
+    documents = batch["document_ids"][None]
     together = logits(model(ids, documents))
     edges = [
         0,
@@ -49,8 +51,10 @@ def test_a_document_among_others_is_as_if_alone(name: str) -> None:
 
 
 def test_the_latent_of_a_document_sees_nothing_of_the_others() -> None:
-    model, batch = filled("free_transformer"), Packed()[3]
-    ids, documents = batch["input_ids"][None], batch["document_ids"][None]
+    model = filled("free_transformer")
+    batch = Packed()[3]
+    ids = batch["input_ids"][None]
+    documents = batch["document_ids"][None]
     other = ids.clone()
     other[:, documents[0] != documents[0, 0]] += 1
     first = documents[0] == documents[0, 0]
@@ -67,7 +71,9 @@ def test_positions_count_from_the_begin_of_a_document() -> None:
 
 
 def test_a_run_of_queries_sees_its_documents() -> None:
-    q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
+    q = torch.randn(2, 4, 8, 16)
+    k = torch.randn(2, 2, 8, 16)
+    v = torch.randn(2, 2, 8, 16)
     documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1], [2, 2, 3, 3, 3, 3, 4, 4]])
     for causal in (True, False):
         attend = Attend(causal=causal)

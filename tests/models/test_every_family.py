@@ -267,7 +267,8 @@ def test_one_batch_can_be_learnt(family: str) -> None:
 
 @language_families
 def test_shapes_and_counts(family: str) -> None:
-    model, batch = LANGUAGE[family](), texts(2, 5)
+    model = LANGUAGE[family]()
+    batch = texts(2, 5)
     logits = as_tuple(model(*model.inputs(batch)))[0]
     assert logits.shape == (2, 5, VOCABULARY)
     assert model.count(batch) == 8  # of ten, two are not counted
@@ -276,7 +277,8 @@ def test_shapes_and_counts(family: str) -> None:
 @language_families
 def test_trap_15_targets_are_taken_as_they_come(family: str) -> None:
     """Data shift targets; a model that shifts again learns to predict two tokens ahead."""
-    model, batch = LANGUAGE[family](), texts()
+    model = LANGUAGE[family]()
+    batch = texts()
     outputs = model(*model.inputs(batch))
     log_p = as_tuple(outputs)[0].log_softmax(-1)
     valid = batch["targets"] != -100
@@ -292,7 +294,8 @@ def test_trap_15_targets_are_taken_as_they_come(family: str) -> None:
 
 @pytest.mark.parametrize("family", LANGUAGE)
 def test_the_future_does_not_reach_the_past(family: str) -> None:
-    model, ids = LANGUAGE[family]().eval(), texts()["input_ids"]
+    model = LANGUAGE[family]().eval()
+    ids = texts()["input_ids"]
     # The Free Transformer's encoder reads the whole text; given the latent, it is causal, too.
     given = (
         {"mode": "inference", "codes": torch.zeros_like(ids)}
@@ -301,7 +304,8 @@ def test_the_future_does_not_reach_the_past(family: str) -> None:
     )
     changed = ids.clone()
     changed[:, 5] = (changed[:, 5] + 1) % VOCABULARY
-    before, after = logits_in(model(ids, **given)), logits_in(model(changed, **given))
+    before = logits_in(model(ids, **given))
+    after = logits_in(model(changed, **given))
     assert torch.equal(before[:, :5], after[:, :5])
     assert not torch.allclose(before[:, 5:], after[:, 5:])
 

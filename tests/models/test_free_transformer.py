@@ -19,7 +19,8 @@ from tests.models.samples import VOCABULARY, free_transformer, texts
 
 def all_probabilities(z_logits: Tensor) -> Tensor:
     """G by its definition: the product over bits, for every code. [..., H] → [..., 2^H]"""
-    p, bits = torch.sigmoid(z_logits), z_logits.shape[-1]
+    p = torch.sigmoid(z_logits)
+    bits = z_logits.shape[-1]
     columns = []
     for code in range(2**bits):
         chosen = [p[..., h] if code >> h & 1 else 1 - p[..., h] for h in range(bits)]
@@ -64,11 +65,13 @@ def test_the_gradient_is_that_of_the_straight_through_estimator(
     rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against Y + G − stop_gradient(G), built in full."""
-    bits, width = 5, 6
+    bits = 5
+    width = 6
     monkeypatch.setattr(family, "_CHUNK_NUMEL", rows_at_once * 2**bits)
     post = torch.randn(2**bits, width, requires_grad=True)
     z_logits = torch.randn(2, 3, bits, requires_grad=True)
-    weights, codes = torch.randn(2, 3, width), torch.randint(2**bits, (2, 3))
+    weights = torch.randn(2, 3, width)
+    codes = torch.randint(2**bits, (2, 3))
 
     g = all_probabilities(z_logits)
     z = torch.nn.functional.one_hot(codes, 2**bits) + g - g.detach()
@@ -87,7 +90,8 @@ def test_the_gradient_is_that_of_the_straight_through_estimator(
 
 
 def test_nothing_of_the_size_of_all_codes_is_kept_for_the_backward_pass() -> None:
-    model, batch = free_transformer(latent_bits=12), texts()
+    model = free_transformer(latent_bits=12)
+    batch = texts()
     every_code = batch["input_ids"].numel() * 2**12
     kept: list[int] = []
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -117,7 +121,8 @@ def test_the_divergence_is_that_from_fair_coins() -> None:
 
 
 def test_the_divergence_has_the_mask_and_the_denominator_of_the_cross_entropy() -> None:
-    model, batch = free_transformer(beta=0.7, kappa=1.2), texts()
+    model = free_transformer(beta=0.7, kappa=1.2)
+    batch = texts()
     logits = torch.randn(3, 8, VOCABULARY)
     z_logits = (torch.randn(3, 8, 5) * 2).requires_grad_()
     loss = model.loss((logits, z_logits), batch)
@@ -141,7 +146,8 @@ def test_kappa_is_half_a_bit_in_nats() -> None:
 
 
 def test_the_loss_of_the_latent_reaches_the_encoder_from_the_end_of_the_model() -> None:
-    model, batch = free_transformer(), texts()
+    model = free_transformer()
+    batch = texts()
     terms = model.loss_terms(model(batch["input_ids"]), batch)
     terms["penalty"].backward(retain_graph=True)
     by_penalty = model.latent.readout.weight.grad.clone()
@@ -152,7 +158,8 @@ def test_the_loss_of_the_latent_reaches_the_encoder_from_the_end_of_the_model() 
 
 def test_the_encoder_reads_the_whole_text_and_knows_positions() -> None:
     torch.manual_seed(0)
-    model, ids = free_transformer(), texts()["input_ids"]
+    model = free_transformer()
+    ids = texts()["input_ids"]
     _, z_logits = model(ids)
     assert z_logits.dtype == torch.float32
     assert (z_logits.std(1) > 0).all()  # else every position has the same latent
@@ -162,10 +169,12 @@ def test_the_encoder_reads_the_whole_text_and_knows_positions() -> None:
 
 
 def test_the_latent_enters_behind_the_split_by_keys_and_values_alone() -> None:
-    model, ids = free_transformer(split_layer=1).eval(), texts()["input_ids"]
+    model = free_transformer(split_layer=1).eval()
+    ids = texts()["input_ids"]
     names = [name for name, _ in model.segments()]
     assert names == ["embed", "layers.0", "latent", "layers.1", "layers.2", "head"]
-    x, r = torch.randn(1, 4, 16), torch.randn(1, 4, 16)
+    x = torch.randn(1, 4, 16)
+    r = torch.randn(1, 4, 16)
     block = model.layers[1]
     assert torch.equal(block(x, torch.zeros_like(r)), super(type(block), block).forward(x))
     moved = block(x, r)
@@ -179,7 +188,8 @@ def test_the_latent_enters_behind_the_split_by_keys_and_values_alone() -> None:
 
 
 def test_inference_draws_codes_uniformly(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = free_transformer(), torch.zeros(40, 8, dtype=torch.int64)
+    model = free_transformer()
+    ids = torch.zeros(40, 8, dtype=torch.int64)
     seen: list[Tensor] = []
     forward = model.latent.forward
     monkeypatch.setattr(
@@ -191,7 +201,8 @@ def test_inference_draws_codes_uniformly(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_decoding_keeps_the_latent_of_past_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompt = free_transformer(block_size=5).eval(), texts()["input_ids"][:1, :3]
+    model = free_transformer(block_size=5).eval()
+    prompt = texts()["input_ids"][:1, :3]
     calls: list[tuple[Tensor, Tensor]] = []
     forward = model.forward
 
@@ -201,7 +212,8 @@ def test_decoding_keeps_the_latent_of_past_positions(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(model, "forward", recorded)
     outer = torch.get_rng_state()
-    first, again = model.generate(prompt, 6, seed=4), model.generate(prompt, 6, seed=4)
+    first = model.generate(prompt, 6, seed=4)
+    again = model.generate(prompt, 6, seed=4)
     assert torch.equal(first, again)
     assert torch.equal(torch.get_rng_state(), outer)
     assert first.shape == (1, 9)

@@ -31,7 +31,8 @@ def test_the_model_sees_no_more_than_a_window() -> None:
 
 
 def test_the_seed_decides_and_global_random_state_is_left_alone() -> None:
-    model, prompt = bdh().eval(), torch.tensor([[1]])
+    model = bdh().eval()
+    prompt = torch.tensor([[1]])
     state = torch.get_rng_state()
     texts = [generate(model, prompt, 12, block_size=8, seed=seed) for seed in (1, 1, 2)]
     assert torch.equal(torch.get_rng_state(), state)

@@ -364,7 +364,8 @@ def test_every_field_of_the_config_counts(family: str) -> None:
     """
     changes, _ = all_changes(family)
     args = {**sizes(family), **changes}
-    ours, theirs = (get_model(f"hf:{family}")(**args).eval(), decoder(family, **changes).eval())
+    ours = get_model(f"hf:{family}")(**args).eval()
+    theirs = decoder(family, **changes).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

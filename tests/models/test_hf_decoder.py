@@ -37,14 +37,16 @@ def folded(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     outputs: Any = None
     for _, segment in require_segments(model):
         outputs = run_segment(segment, values, keywords, ((), batch))
-        values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
+        values = outputs if isinstance(outputs, tuple) else (outputs,)
+        keywords = {}
     return outputs
 
 
 def batches() -> list[dict[str, Tensor]]:
     ids = torch.randint(0, VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
-    mask[0, 9:], mask[1, 5:] = 0, 0
+    mask[0, 9:] = 0
+    mask[1, 5:] = 0
     labels = ids.masked_fill(mask == 0, -100)
     return [
         {"input_ids": ids, "labels": ids},
@@ -259,6 +261,7 @@ def test_balancing_losses_are_refused() -> None:
 
 
 def test_what_stages_do_not_hand_on_is_refused() -> None:
-    model, [batch, _] = decoder("llama"), batches()
+    model = decoder("llama")
+    [batch, _] = batches()
     with pytest.raises(UsageError, match="a batch with position_ids, which stages"):
         folded(model, {**batch, "position_ids": torch.arange(LENGTH)[None]})

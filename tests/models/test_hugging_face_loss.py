@@ -184,7 +184,8 @@ def test_ranks_count_alike() -> None:
 
 
 def test_the_balance_of_experts_is_neither_dropped_nor_divided_by_the_tokens() -> None:
-    name, (model_type, task, _) = "MixtralForCausalLM", EQUAL["MixtralForCausalLM"]
+    name = "MixtralForCausalLM"
+    model_type, task, _ = EQUAL["MixtralForCausalLM"]
     args = {"output_router_logits": True}
     whole, expected = first_step(name, model_type, task, "single", 4, **args)
     assert whole == pytest.approx(expected, rel=1e-6)
@@ -227,11 +228,15 @@ class TwoMeans(nn.Module):
     step.
     """
 
-    config, _no_split_modules, loss_function = None, (), None  # as a model of the library has them
+    # as a model of the library has them
+    config = None
+    _no_split_modules = ()
+    loss_function = None
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.texts = nn.Parameter(torch.zeros(8, 3)), nn.Parameter(torch.zeros(8, 2))
+        self.words = nn.Parameter(torch.zeros(8, 3))
+        self.texts = nn.Parameter(torch.zeros(8, 2))
 
     def forward(self, input_ids: Tensor, labels: Tensor, order: Tensor) -> dict[str, Tensor]:
         words = nn.functional.cross_entropy(self.words[input_ids].flatten(0, 1), labels.flatten())

@@ -24,7 +24,8 @@ def layer_of(**args: Any) -> MixtureLayer:
 
 def by_hand(layer: MixtureLayer, token: Tensor) -> tuple[Tensor, list[int]]:
     """One token through its experts."""
-    router, experts = layer.router, layer.experts
+    router = layer.router
+    experts = layer.experts
     logits = router.weight @ token
     scores = logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()
     ranked = scores + (router.bias if router.bias_rate else 0)
@@ -81,7 +82,8 @@ def test_each_token_goes_through_its_experts_and_none_is_dropped(args: dict[str,
 
 
 def test_the_loss_is_that_of_its_terms_and_plain_in_evaluation() -> None:
-    model, batch = mixture(balance_weight=0.5, z_weight=0.25), texts()
+    model = mixture(balance_weight=0.5, z_weight=0.25)
+    batch = texts()
     logits, terms = model(batch["input_ids"])
     count = model.count(batch)
     found = model.loss_terms((logits, terms), batch)

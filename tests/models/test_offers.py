@@ -13,7 +13,8 @@ from lockstep.models.protocol import objective_of, segments_of
 class Model(nn.Module):
     def __init__(self, offered: Any) -> None:
         super().__init__()
-        self.first, self.offered = nn.Linear(2, 2), offered
+        self.first = nn.Linear(2, 2)
+        self.offered = offered
 
     def inputs(self, batch: dict[str, Tensor]) -> Any:
         return self.offered(batch)

@@ -5,7 +5,8 @@ from lockstep.models.attention import phases, rotate
 
 
 def test_products_depend_on_distance_alone() -> None:
-    q, k = torch.randn(1, 8).expand(9, 8), torch.randn(1, 8).expand(9, 8)
+    q = torch.randn(1, 8).expand(9, 8)
+    k = torch.randn(1, 8).expand(9, 8)
     cos, sin = phases(torch.arange(9), 8, 100.0)
     scores = rotate(q, cos, sin) @ rotate(k, cos, sin).T
     torch.testing.assert_close(scores[3, 1], scores[8, 6])
@@ -23,7 +24,8 @@ def test_neighbours_turn_together() -> None:
 
 def test_its_gradient_is_right() -> None:
     cos, sin = phases(torch.arange(3), 6, 100.0)
-    x, weights = torch.randn(2, 3, 6, requires_grad=True), torch.randn(2, 3, 6)
+    x = torch.randn(2, 3, 6, requires_grad=True)
+    weights = torch.randn(2, 3, 6)
     (gradient,) = torch.autograd.grad((rotate(x, cos, sin) * weights).sum(), x)
     matrix = torch.autograd.functional.jacobian(lambda y: rotate(y, cos, sin), torch.zeros(2, 3, 6))
     torch.testing.assert_close(gradient, torch.einsum("abc,abcdef->def", weights, matrix))

@@ -11,7 +11,8 @@ from lockstep.models import bdh
 
 def run(form: Any, q: Tensor, x: Tensor) -> list[Tensor]:
     """The result, and the gradients of q and x for a loss that weighs every element differently."""
-    q, x = q.clone().requires_grad_(), x.clone().requires_grad_()
+    q = q.clone().requires_grad_()
+    x = x.clone().requires_grad_()
     out = form(q, x)
     (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
     assert q.grad is not None

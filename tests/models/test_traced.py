@@ -110,7 +110,8 @@ class Drawing(nn.Module):
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3)) for _ in range(4)
         )
-        self.head, self.dropout = nn.Linear(16, VOCAB), nn.Dropout(0.3)
+        self.head = nn.Linear(16, VOCAB)
+        self.dropout = nn.Dropout(0.3)
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, None]:
         x = self.dropout(self.embedding(input_ids))
@@ -125,7 +126,8 @@ def test_a_traced_model_draws_what_the_model_draws() -> None:
     """Law 1: keyed by micro-batch and block, cut by the tracer or not, the same dropout, the same
     bits.
     """
-    batch, results = ids(3), []
+    batch = ids(3)
+    results = []
     for cut in (False, True):
         model: nn.Module = Drawing()
         model = trace(model, batch) if cut else model
@@ -169,9 +171,11 @@ class Dictionary(nn.Module):
 
 def test_outputs_keep_their_structure_and_samples_of_another_shape_are_refused() -> None:
     x = torch.randn(3, 4)
-    expected, found = Dictionary(), trace(Dictionary(), x)
+    expected = Dictionary()
+    found = trace(Dictionary(), x)
     found.load_state_dict(expected.state_dict())
-    one, other = expected(x), found(x)
+    one = expected(x)
+    other = found(x)
     assert torch.equal(one["y"], other["y"])
     assert torch.equal(one["more"][0], other["more"][0])
     assert other["more"][1:] == (None, 3)
@@ -218,10 +222,8 @@ class OwnLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.blocks = (
-            nn.Embedding(VOCAB, 8),
-            nn.ModuleList(nn.Linear(8, 8) for _ in range(2)),
-        )
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.head = nn.Linear(8, VOCAB)
 
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
@@ -234,7 +236,8 @@ class OwnLoss(nn.Module):
 
 
 def test_a_loss_in_the_graph_tells_what_it_is_a_mean_over() -> None:
-    model, targets = OwnLoss(), ids(3)
+    model = OwnLoss()
+    targets = ids(3)
     targets[:2, 3:] = -1
     batch = {"idx": ids(3), "targets": targets}
     loss, _times, count = objective_of(model).of(model, batch)

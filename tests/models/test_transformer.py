@@ -9,7 +9,8 @@ from tests.models.samples import tied_transformer, transformer
 
 def by_the_book(attention: Attention, x: Tensor) -> Tensor:
     """Attention head by head and position by position, with angles as complex numbers."""
-    width, length = attention.head_width, x.shape[0]
+    width = attention.head_width
+    length = x.shape[0]
     angle = torch.arange(length)[:, None] * 10_000.0 ** (-torch.arange(0, width, 2) / width)
     turn = torch.polar(torch.ones_like(angle), angle)
 
@@ -21,7 +22,9 @@ def by_the_book(attention: Attention, x: Tensor) -> Tensor:
             torch.view_as_complex(y.reshape(*y.shape[:-1], -1, 2)) * turn
         ).flatten(-2)
 
-    q, k, v = turned(heads(attention.query)), turned(heads(attention.key)), heads(attention.value)
+    q = turned(heads(attention.query))
+    k = turned(heads(attention.key))
+    v = heads(attention.value)
     out = torch.empty(length, q.shape[0], width)
     for head in range(q.shape[0]):
         group = head * k.shape[0] // q.shape[0]
@@ -36,7 +39,8 @@ def by_the_book(attention: Attention, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("n_kv_head", [4, 2, 1])
 def test_attention_is_its_definition(n_kv_head: int, causal: bool) -> None:
     torch.manual_seed(0)
-    attention, x = Attention(16, 4, n_kv_head, causal=causal), torch.randn(6, 16)
+    attention = Attention(16, 4, n_kv_head, causal=causal)
+    x = torch.randn(6, 16)
     torch.testing.assert_close(
         attention(x[None], x[None])[0], by_the_book(attention, x), rtol=1e-4, atol=1e-5
     )
@@ -46,7 +50,8 @@ def test_trap_19_a_tied_head_has_no_weight_of_its_own() -> None:
     """Tied weights held twice are untied by whoever wraps, moves or fills them apart; here there is
     one parameter.
     """
-    tied, untied = tied_transformer(), transformer()
+    tied = tied_transformer()
+    untied = transformer()
     sizes = [sum(p.numel() for p in m.parameters()) for m in (untied, tied)]
     assert sizes[0] - sizes[1] == tied.embed.weight.numel()
     assert tied.shared_parameters() == {"head": {"weight": "embed.weight"}}
@@ -59,7 +64,8 @@ def test_trap_19_a_tied_head_has_no_weight_of_its_own() -> None:
 
 
 def test_dropout_acts_on_the_embedding_and_on_both_branches_in_training() -> None:
-    model, x = transformer(dropout=1.0), torch.randn(2, 4, 16)
+    model = transformer(dropout=1.0)
+    x = torch.randn(2, 4, 16)
     assert torch.equal(model.layers[0](x), x)
     assert (model.embed(torch.zeros(2, 4, dtype=torch.int64)) == 0).all()
     model.eval()

@@ -15,10 +15,12 @@ def test_the_image_comes_back_in_its_size(size: int, channels: int) -> None:
 
 
 def test_the_loss_is_its_formula() -> None:
-    model, batch = vae(beta=0.5), images(4)
+    model = vae(beta=0.5)
+    batch = images(4)
     outputs = model(*model.inputs(batch))
     squared = (outputs["reconstruction"] - batch["image"]).pow(2).sum()
-    mu, log_var = outputs["mu"], outputs["log_var"]
+    mu = outputs["mu"]
+    log_var = outputs["log_var"]
     kl = torch.distributions.kl_divergence(
         torch.distributions.Normal(mu, (0.5 * log_var).exp()), torch.distributions.Normal(0.0, 1.0)
     ).sum()
@@ -28,7 +30,8 @@ def test_the_loss_is_its_formula() -> None:
 
 
 def test_outputs_of_the_last_segment_have_the_same_loss() -> None:
-    model, batch = vae(), images()
+    model = vae()
+    batch = images()
     outputs = model(*model.inputs(batch))
     as_stage = (outputs["reconstruction"], outputs["mu"], outputs["log_var"])
     assert torch.equal(model.loss(as_stage, batch), model.loss(outputs, batch))
