@@ -204,6 +204,16 @@ class Registry:
 
 # ---- what ships: a line for each ----
 
+AXES = Registry(
+    "axis",
+    "distributed",
+    {  # in the order in which they change layers
+        "batch_norm": "lockstep.parallel.axes.rows:RowsAxis",
+        "context": "lockstep.parallel.axes.context:ContextAxis",
+        "expert": "lockstep.parallel.axes.expert:ExpertAxis",
+        "tensor": "lockstep.parallel.axes.tensor:TensorAxis",
+    },
+)
 STRATEGIES = Registry(
     "strategy",
     "distributed.strategy",

@@ -11,6 +11,7 @@ from lockstep.config.schema_training import TrainingConfig
 from lockstep.errors import Contradiction, UsageError, refuse
 from lockstep.layout import Layout
 from lockstep.paths import url_as_path
+from lockstep.registry import AXES
 from lockstep.strategy import AUTO, Strategy, strategy_named
 
 
@@ -73,9 +74,10 @@ def step_contradictions(
         )
     name = distributed.strategy if layout is None else layout.strategy
     yield from _context(config, layout)
-    yield from _tensor(config, layout)
+    for axis in AXES.shipped:
+        if ranks_along(config, layout, axis) > 1:
+            yield from AXES.load(axis).contradictions(config, layout)
     yield from _open_axes(config, layout)
-    yield from _expert(config, layout)
     yield from _batch_norm(config, layout)
     yield from _buffers(config, layout)
     if device_type == "mps":
@@ -84,11 +86,12 @@ def step_contradictions(
         yield from _of_strategy(strategy_named(name), config, layout)
 
 
-def _ranks(config: StepConfig, layout: Layout | None, axis: str) -> int:
+def ranks_along(config: StepConfig, layout: Layout | None, axis: str) -> int:
+    """Return the number of ranks along an axis; without a layout the one that the config has."""
     return int(
-        getattr(config.distributed, f"{axis}_size") or 1
+        getattr(config.distributed, f"{axis}_size", None) or 1
         if layout is None
-        else getattr(layout, axis)
+        else getattr(layout, axis, 1)
     )
 
 
@@ -109,8 +112,8 @@ def _open_axes(config: StepConfig, layout: Layout | None) -> Iterator[Contradict
     There is at most one, because one key mends all of it.
     """
     distributed = config.distributed
-    context = _ranks(config, layout, "context")
-    tensor = _ranks(config, layout, "tensor")
+    context = ranks_along(config, layout, "context")
+    tensor = ranks_along(config, layout, "tensor")
     chunks = distributed.chunks_of_sequences
     blocks = distributed.blocks_of_layers
     cuts_twice = tensor > 1 and chunks > 1 and distributed.cuts_sequences_between_layers
@@ -158,39 +161,7 @@ def _context(config: StepConfig, _layout: Layout | None) -> Iterator[Contradicti
         yield Contradiction(("distributed.context_method", "distributed.reproducible"), what, fix)
 
 
-def _tensor(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
-    distributed = config.distributed
-    ranks = _ranks(config, layout, "tensor")
-    compression = distributed.ddp.compression.kind
-    offload = distributed.fsdp.cpu_offload
-    if ranks > 1:
-        yield from _excluded(
-            "tensor",
-            f"layers are cut over {ranks} ranks",
-            (
-                (
-                    "precision.fp8",
-                    config.precision.fp8,
-                    "none",
-                    "layers in fp8 have products of their own",
-                ),
-                (
-                    "distributed.ddp.compression.kind",
-                    compression,
-                    "none",
-                    "what it keeps differs between ranks",
-                ),
-                (
-                    "distributed.fsdp.cpu_offload",
-                    offload,
-                    False,
-                    "it has not been made for cut layers",
-                ),
-            ),
-        )
-
-
-def _excluded(
+def excluded(
     axis: str, cut: str, settings: Iterable[tuple[str, object, object, str]]
 ) -> Iterator[Contradiction]:
     """Yield the settings that a cut does not go with: key, value, what it has to be, why."""
@@ -200,56 +171,6 @@ def _excluded(
             yield Contradiction(
                 (f"distributed.{axis}_size", key), f"{key} is {value}, and {cut}: {why}", fix
             )
-
-
-def _expert(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
-    """Yield what can't be combined with experts that are spread over ranks."""
-    where = "distributed.expert_size"
-    distributed = config.distributed
-    ranks = _ranks(config, layout, "expert")
-    if ranks == 1:
-        return
-    name = distributed.strategy if layout is None else layout.strategy
-    if name != AUTO and not strategy_named(name).places_experts:
-        what = f"experts can't be spread over {ranks} ranks under strategy {name}"
-        fix = "write strategy: ddp, fsdp or pipeline, or expert_size: 1"
-        yield Contradiction((where, "distributed.strategy"), what, fix)
-    yield from _excluded(
-        "expert",
-        f"experts are spread over {ranks} ranks",
-        (
-            (
-                "precision.param_dtype",
-                config.precision.param_dtype,
-                "fp32",
-                "experts are not gathered, and so not cast",
-            ),
-            (
-                "precision.fp8",
-                config.precision.fp8,
-                "none",
-                "products in fp8 have not been made for experts",
-            ),
-            (
-                "distributed.ddp.compression.kind",
-                distributed.ddp.compression.kind,
-                "none",
-                "it keeps whole models",
-            ),
-            (
-                "distributed.ddp.static_graph",
-                distributed.ddp.static_graph,
-                False,
-                "gradients of experts are not DDP's",
-            ),
-            (
-                "distributed.fsdp.cpu_offload",
-                distributed.fsdp.cpu_offload,
-                False,
-                "experts stay on their GPU",
-            ),
-        ),
-    )
 
 
 def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
@@ -287,7 +208,7 @@ def _batch_norm(config: StepConfig, layout: Layout | None) -> Iterator[Contradic
         ("training.compile", config.training.compile),
         ("distributed.reproducible", config.distributed.reproducible),
         *(
-            (f"distributed.{axis}_size", _ranks(config, None, axis) > 1)
+            (f"distributed.{axis}_size", ranks_along(config, None, axis) > 1)
             for axis in ("tensor", "context", "expert")
         ),
     ):
@@ -306,7 +227,7 @@ def _buffers(config: StepConfig, layout: Layout | None) -> Iterator[Contradictio
     Each of these ranks sees only a part of what a buffer is computed from.
     """
     for axis, cut in (("context", "sequences"), ("tensor", "layers"), ("expert", "experts")):
-        if config.distributed.buffers and _ranks(config, layout, axis) > 1:
+        if config.distributed.buffers and ranks_along(config, layout, axis) > 1:
             what = (
                 f"what forward passes write to buffers can't be combined where {cut} are spread"
                 " over ranks"
@@ -337,7 +258,7 @@ def _of_strategy(
         fix = "write strategy: ddp, or reproducible: false"
         yield Contradiction(("distributed.reproducible", "distributed.strategy"), what, fix)
     for axis, cut in (("context", "sequences"), ("tensor", "layers")):
-        ranks = _ranks(config, layout, axis)
+        ranks = ranks_along(config, layout, axis)
         if ranks > 1 and not strategy.shares_batches:
             fix = f"write strategy: {axis}, ddp, fsdp or pipeline, or {axis}_size: 1"
             keys = (f"distributed.{axis}_size", "distributed.strategy")

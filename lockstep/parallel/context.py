@@ -22,41 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.config import StepConfig
 from lockstep.errors import UsageError
-from lockstep.layout import Layout
 from lockstep.models.attention import Attend, SequenceBernoulli, SequenceMean
 from lockstep.models.hf_layers import advice_for_object
 from lockstep.models.protocol import Objective
 from lockstep.parallel.changes import replace_method
 from lockstep.parallel.context_attention import Context, cut_attention
 from lockstep.parallel.facts import ModelFacts
-from lockstep.parallel.parallel_model import ParallelModel, local
-from lockstep.parallel.passes import within
-from lockstep.parallel.tensor_blocks import SEQUENCE, OnSend, by_pieces, cut_dropout, spread
-from lockstep.parallel.tensor_cuts import sum_over_ranks
+from lockstep.parallel.tensor_blocks import SEQUENCE, by_pieces, cut_dropout, spread
 from lockstep.torch_compat.pytree import tree_map
-
-
-def context_of(
-    facts: ModelFacts,
-    layout: Layout,
-    config: StepConfig,
-    mesh: DeviceMesh | None,
-    on_send: OnSend | None = None,
-) -> Context | None:
-    """Return how the sequences of a model are cut over the axis `context`.
-
-    None if they stay whole.
-    """
-    blocks = config.distributed.chunks_of_sequences if config.distributed.reproducible else None
-    if layout.context == 1 and blocks in (None, 1):
-        return None
-    plan_of(facts)
-    group = mesh["context"].get_group() if mesh is not None and layout.context > 1 else None
-    return Context(group, blocks, config.distributed.context_method, on_send)
 
 
 def apply_context(facts: ModelFacts, context: Context) -> None:
@@ -152,28 +127,6 @@ def _by_chunk(outputs: Any, length: int, count: int, context: Context) -> list[A
     if outputs.dim() > SEQUENCE and outputs.shape[SEQUENCE] == length:
         return list(outputs.chunk(count, SEQUENCE))
     return list(spread(outputs, context, count))
-
-
-def train_context(placed: ParallelModel, context: Context) -> ParallelModel:
-    """Let a placed model sum gradients over the axis, and its losses count once."""
-    group = context.group
-    own = list(placed.parameters.values())
-
-    def sum_gradients() -> None:
-        assert group is not None
-        sum_over_ranks(own, group)
-        if context.on_send is not None:
-            numbers = sum(local(p.grad).numel() for p in own if p.grad is not None)
-            context.on_send(2 * 4 * numbers * (context.ranks - 1) // context.ranks)
-
-    sums = group is not None and context.blocks is None  # in blocks, each product sums its own
-    return replace(
-        placed,
-        finishers=[*placed.finishers, sum_gradients] if sums else placed.finishers,
-        forward=within(context.outside, placed.forward),
-        context=context,
-        adds_losses=placed.adds_losses and context.rank == 0,
-    )
 
 
 def _dropout(module: nn.Dropout, context: Context) -> None:

@@ -8,7 +8,7 @@ are seen by no comparison.
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import StepConfig
 from lockstep.errors import RunError, listed
-from lockstep.parallel.expert import PlacedExperts
+from lockstep.parallel.axes.axis import Axis
 from lockstep.parallel.parallel_model import ParallelModel, local
 
 _FEW_ELEMENTS = 2  # that a flipped bit can leave apart: a tied or a padded one
@@ -26,32 +26,17 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def guard_replicas(
-    placed: ParallelModel,
-    config: StepConfig,
-    mesh: DeviceMesh | None,
-    *,
-    cut: Set[str] = frozenset(),
-    experts: PlacedExperts | None = None,
+    placed: ParallelModel, config: StepConfig, mesh: DeviceMesh | None, axes: Sequence[Axis] = ()
 ) -> None:
-    """Add checks of replicas that the config wants.
-
-    Along `tensor` ranks hold different pieces of those in `cut`.
-    """
+    """Add checks of replicas that the config wants, along `replicate` and along these axes."""
     every = config.distributed.divergence_check_steps
     if every is None:
         return
-    if mesh is not None and mesh["context"].size() > 1:
-        placed.checks.append(guard(placed, mesh["context"].get_group(), every))
-    if mesh is not None and mesh["tensor"].size() > 1:
-        placed.checks.append(guard(placed, mesh["tensor"].get_group(), every, left_out=cut))
-    if experts is not None and experts.replicas.size() > 1:
-        placed.checks.append(
-            guard(
-                placed, experts.replicas, every, left_out=set(placed.kept()) - set(experts.shapes)
-            )
-        )
+    for axis in axes:
+        for group, left_out in axis.replicas(placed):
+            placed.checks.append(guard(placed, group, every, left_out=left_out))
     if mesh is not None and mesh["replicate"].size() > 1:
-        spread = set() if experts is None else set(experts.shapes)
+        spread = {name for axis in axes for name in axis.spread}
         repair = config.distributed.divergence_action == "repair"
         placed.checks.append(
             guard(placed, mesh["replicate"].get_group(), every, left_out=spread, repair=repair)

@@ -17,7 +17,6 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -35,7 +34,6 @@ from lockstep.mesh import expert_mesh
 from lockstep.models.chain import look_up
 from lockstep.parallel.changes import replace_method
 from lockstep.parallel.facts import ModelFacts
-from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch, MicroBatchPass
 from lockstep.parallel.reproducible.tree import (
     Partials,
@@ -45,7 +43,7 @@ from lockstep.parallel.reproducible.tree import (
 )
 from lockstep.parallel.strides import lay_gradients
 from lockstep.parallel.tensor_blocks import OnSend, with_backward
-from lockstep.parallel.tensor_cuts import TensorCuts, train_whole
+from lockstep.parallel.tensor_cuts import TensorCuts
 from lockstep.torch_compat.fake_tensors import FakeTensor
 
 Assign = Callable[..., list[tuple[int, bool]]]
@@ -382,25 +380,6 @@ def apply_experts(
     for _, module in facts.experts:
         placed.place_module(module, facts.names)
     return placed
-
-
-def train_experts(
-    placed: ParallelModel, experts: PlacedExperts, replicas: dist.ProcessGroup, *, others: bool
-) -> ParallelModel:
-    """Let a placed model train DTensors for its experts, each element once; with `others` for all plain parameters."""
-    own = placed.parameters
-    names = [
-        n for n, p in own.items() if n in experts.shapes or (others and not isinstance(p, DTensor))
-    ]
-    counted = set(own) if placed.counted is None else placed.counted
-    groups = placed.norm_groups
-    # experts differ between replicas, too; all else is counted by the first one
-    if replicas.size() > 1:
-        groups = [*groups, replicas]
-        counted = counted & set(experts.shapes) if replicas.rank() else counted
-    counted = counted - set(experts.shapes) if experts.replicas.rank() else counted
-    trained = train_whole(placed, names, experts.whole, experts.finish)
-    return replace(trained, norm_groups=groups, counted=counted)
 
 
 def _by_expert(

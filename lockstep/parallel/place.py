@@ -29,34 +29,24 @@ from lockstep.models.loss_modules import refuse_shared
 from lockstep.models.protocol import Objective
 from lockstep.parallel import divergence, side_effects
 from lockstep.parallel.activation import apply_activation_checkpointing
-from lockstep.parallel.batch_norm_rows import apply_batch_norm_rows
+from lockstep.parallel.axes.axis import Axis, AxisSite
+from lockstep.parallel.axes.context import ContextAxis
 from lockstep.parallel.buffers import keeping, refuse_synchronised
 from lockstep.parallel.chain_check import check_chain
 from lockstep.parallel.changes import replace_method
 from lockstep.parallel.combined_buffers import BufferWays, warn_of_unwritten, ways_of
-from lockstep.parallel.context import (
-    apply_context,
-    context_of,
-    cut_objective,
-    plan_of,
-    train_context,
-)
-from lockstep.parallel.context_attention import Context
-from lockstep.parallel.expert import apply_experts, train_experts
 from lockstep.parallel.facts import ModelFacts, Named, facts_of
 from lockstep.parallel.fp8 import apply_fp8
 from lockstep.parallel.fsdp_units import units_of
 from lockstep.parallel.initial import FirstValues, broadcast_values, on_meta, to_empty
-from lockstep.parallel.loss_parallel import with_whole_logits
 from lockstep.parallel.loss_weights import LossWeights
 from lockstep.parallel.parallel_model import ParallelModel, take_hooks
 from lockstep.parallel.placement import DryRun, PlacementContext
 from lockstep.parallel.reproducible.determinism import join_uses_of_inputs, switch_on
 from lockstep.parallel.strides import lay_out
-from lockstep.parallel.tensor_blocks import Cut, OnSend
-from lockstep.parallel.tensor_cuts import TensorCuts, apply_tensor, train_cuts
 from lockstep.precision import Precision, switch_tf32
 from lockstep.randomness import RandomState, key_segments
+from lockstep.registry import AXES
 from lockstep.strategy import Strategy, strategy_named
 from lockstep.torch_compat.module_hooks import has_hooks
 
@@ -102,20 +92,8 @@ def place(
     )
     placed = strategy.place(placement) if dry_run is None else strategy.rehearse(placement)
     require_placed(placed, placement)
-    if placement.context is not None:
-        placed = train_context(placed, placement.context)
-    cuts = placement.cuts
-    experts = placement.experts
-    if experts is not None:
-        assert placement.mesh is not None
-        others = cuts is None or cuts.cut.group is None
-        placed = train_experts(
-            placed, experts, placement.mesh["replicate"].get_group(), others=others
-        )
-    if cuts is not None:
-        placed = train_cuts(
-            placed, cuts, elsewhere=set() if experts is None else set(experts.shapes)
-        )
+    for axis in placement.axes.values():
+        placed = axis.trained(placed)
     if not strategy.splits_model:
         held = sum(p.numel() for p in placed.parameters.values())
         assert size == held, "placement changed the number of parameters"
@@ -135,8 +113,8 @@ def place(
         evaluate=evaluate,
     )
     if dry_run is None:
-        cut = set() if cuts is None else set(cuts.dims)
-        divergence.guard_replicas(placed, config, placement.mesh, cut=cut, experts=experts)
+        axes = list(placement.axes.values())
+        divergence.guard_replicas(placed, config, placement.mesh, axes)
         side_effects.watch(placed, compiled=config.training.compile)
         if placement.ways.patterns:
             warn_of_unwritten(placed, placement.ways)
@@ -177,13 +155,15 @@ def loss_weights_of(
 
 
 def prepare_loss(
-    loss: LossWeights, layout: Layout, device: torch.device, context: Context | None
+    loss: LossWeights, layout: Layout, device: torch.device, axes: Mapping[str, Axis]
 ) -> list[str]:
     """Bring a loss function to the device, with the same values on all ranks.
 
     Returns lines to log.
     """
-    if loss.any and context is not None and context.blocks is not None:
+    context = axes.get(ContextAxis.name)
+    in_chunks = isinstance(context, ContextAxis) and context.cut.blocks is not None
+    if loss.any and in_chunks:
         what = f"the loss function has weights of its own: {listed(list(loss.own))}"
         why = "under reproducible the gradient of each parameter is a sum over chunks of sequences"
         fix = (
@@ -286,10 +266,6 @@ def prepared(
         )
     if shared:
         refuse_synchronised(model)
-    samples = None if dry_run is not None else training.batch_norm_samples
-    batch_norm = apply_batch_norm_rows(
-        model, samples, training.batch_size, layout.data_parallel_size
-    )
     mesh = (
         dry_run.mesh
         if dry_run is not None
@@ -297,35 +273,19 @@ def prepared(
         if shared
         else None
     )
-    sends = {
-        axis: None if dry_run is None else partial(dry_run.sends, axis)
-        for axis in ("context", "expert", "tensor")
-    }
-    context = context_of(facts, layout, config, mesh, sends["context"])
-    if context is not None:
-        objective = cut_objective(objective, context, plan_of(facts))
     if dry_run is not None and layout.tensor * layout.expert > 1 and on_meta(model):
         # a parameter on meta can't become a piece that is a fake tensor
         to_empty(model, torch.device("cpu"))
         facts = facts.after_new_parameters()
-    experts = apply_experts(
-        facts, layout, device.type, exact=config.distributed.reproducible, on_send=sends["expert"]
-    )
-    cuts = cut_layers(
-        facts, layout, config, mesh, objective, within=context, on_send=sends["tensor"]
-    )
-    if cuts is not None:
-        objective = with_whole_logits(objective, cuts.cut)
-    if context is not None:
-        apply_context(facts, context)
-    if experts is not None:
-        experts.take_pieces(cuts)
+    axes = axes_on(facts, layout, config, mesh, device.type, objective, dry_run)
+    for axis in axes.values():
+        objective = axis.objective(objective)
     if first is not None:
-        first.keep([by.piece for by in (cuts, experts) if by is not None])
+        first.keep([axis.piece for axis in reversed(axes.values())])  # the last one cuts first
     if loss is not None and dry_run is not None:
         loss.to_fake()
     elif loss is not None:
-        log_lines += prepare_loss(loss, layout, device, context)
+        log_lines += prepare_loss(loss, layout, device, axes)
     ways = buffer_ways(facts, loss, config) if config.distributed.buffers else BufferWays({})
     return PlacementContext(
         facts,
@@ -340,10 +300,7 @@ def prepared(
         units,
         log_lines,
         dry_run,
-        cuts,
-        context,
-        experts,
-        batch_norm,
+        axes,
         loss,
         ways,
     )
@@ -356,35 +313,30 @@ def _holds_parameters_whole(strategy: Strategy, layout: Layout) -> bool:
     return not sharded and layout.tensor * layout.expert * layout.context == 1
 
 
-def cut_layers(
+def axes_on(
     facts: ModelFacts,
     layout: Layout,
     config: StepConfig,
     mesh: DeviceMesh | None,
+    device_type: str,
     objective: Objective,
-    *,
-    within: Cut | None,
-    on_send: OnSend | None,
-) -> TensorCuts | None:
-    """Cut layers over the axis `tensor`, or in blocks on one rank.
-
-    If they can't be, one rank computes them whole.
-    """
-    if layout.tensor == 1:
-        if not config.distributed.reproducible:
-            return None
-        try:
-            _ = facts.tensor_plan
-        except UsageError:
-            return None
-    return apply_tensor(
-        facts,
-        mesh if layout.tensor > 1 else None,
-        config,
-        within,
-        own_loss=objective.of_model,
-        on_send=on_send,
-    )
+    dry_run: DryRun | None,
+) -> dict[str, Axis]:
+    """Return the axes that do something on this rank, after each has changed the model's layers."""
+    axes: dict[str, Axis] = {}
+    sites: dict[str, AxisSite] = {}
+    for name in AXES.shipped:
+        kind: type[Axis] = AXES.load(name)
+        sends = None if dry_run is None else partial(dry_run.sends, name)
+        sites[name] = AxisSite(
+            facts, layout, config, mesh, device_type, objective, axes, dry_run is not None, sends
+        )
+        axis = kind.on(sites[name])
+        if axis is not None:
+            axes[name] = axis
+    for name, axis in axes.items():
+        axis.after_others(sites[name])
+    return axes
 
 
 def key_model(facts: ModelFacts, random_state: RandomState, *, cut: bool = False) -> None:

@@ -6,7 +6,7 @@ at a time.
 Tests: tests/seams/test_strategy.py, tests/parity/test_data_parallel.py
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,11 +21,14 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.mesh import data_parallel_group
 from lockstep.models.protocol import Objective
+from lockstep.parallel.axes.axis import Axis
+from lockstep.parallel.axes.expert import ExpertAxis
+from lockstep.parallel.axes.rows import RowsAxis
+from lockstep.parallel.axes.tensor import TensorAxis
 from lockstep.parallel.batch_norm_rows import BatchNormRows
 from lockstep.parallel.buffers import RunningBuffers
 from lockstep.parallel.combined_buffers import BufferWays
 from lockstep.parallel.comm.compression import Compression, compress
-from lockstep.parallel.context_attention import Context
 from lockstep.parallel.executor import Executor
 from lockstep.parallel.expert import PlacedExperts
 from lockstep.parallel.facts import ModelFacts, Named
@@ -74,11 +77,8 @@ class PlacementContext:
     units: Named = ()
     log_lines: list[str] = field(default_factory=list)  # logged at start; strategies add theirs
     dry_run: DryRun | None = None  # set where the model has no values, and gets none
-    cuts: TensorCuts | None = None  # of layers, over the axis `tensor`
-    context: Context | None = None  # the way in which sequences are cut
-    # spread over the axis `expert`; None where that has one rank
-    experts: PlacedExperts | None = None
-    batch_norm: BatchNormRows | None = None  # rows of ranks that it covers; None: a micro-batch
+    # By name, in the order in which they have changed layers; without those that do nothing here.
+    axes: Mapping[str, Axis] = field(default_factory=dict)
     loss: LossWeights | None = None  # of a loss function that is a module
     # how buffers combine that forward passes write
     ways: BufferWays = field(default_factory=lambda: BufferWays({}))
@@ -94,6 +94,24 @@ class PlacementContext:
     def blocks(self) -> Named:
         """The model's repeated blocks, by name."""
         return self.facts.blocks
+
+    @property
+    def experts(self) -> PlacedExperts | None:
+        """The experts that are spread over ranks; None where the axis `expert` has one."""
+        axis = self.axes.get(ExpertAxis.name)
+        return axis.held if isinstance(axis, ExpertAxis) else None
+
+    @property
+    def cuts(self) -> TensorCuts | None:
+        """The layers that are cut over the axis `tensor`, or run in blocks."""
+        axis = self.axes.get(TensorAxis.name)
+        return axis.cuts if isinstance(axis, TensorAxis) else None
+
+    @property
+    def batch_norm(self) -> BatchNormRows | None:
+        """The rows of ranks that batch normalisation covers; None: it covers a micro-batch."""
+        axis = self.axes.get(RowsAxis.name)
+        return axis.rows if isinstance(axis, RowsAxis) else None
 
     @property
     def device_type(self) -> str:
@@ -271,16 +289,13 @@ def around_micro_batches(p: PlacementContext, applied: AppliedStrategy) -> list[
     if applied.tree is not None:
         # the tree takes the gradients that all others have made
         around += [DeterministicKernels(), applied.tree]
-    if p.experts is not None:
-        p.experts.follow(applied.of_any_rank, 1.0 / applied.multiplier)
-        if p.experts.exact:
-            around.append(p.experts)
+    for axis in p.axes.values():
+        around += axis.around(applied.of_any_rank, 1.0 / applied.multiplier)
     if applied.compression.powersgd is not None:
         around.append(applied.compression.powersgd)
     around += applied.around
     # without values there is no exchange
     ranks = 1 if p.dry_run is not None else applied.statistics_over or p.ranks
-    around += [] if p.batch_norm is None else [p.batch_norm]
     row = 1 if p.batch_norm is None else p.batch_norm.ranks
     buffers = p.running_buffers(p.model, ranks, p.dp_group, row=row)
     if buffers.any:

@@ -8,7 +8,7 @@ Tests: tests/parity/test_tensor.py
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
@@ -31,7 +31,6 @@ from lockstep.parallel.changes import replace_method
 from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.loss_parallel import cut_token_losses
 from lockstep.parallel.parallel_model import ParallelModel, local
-from lockstep.parallel.passes import within as run_within
 from lockstep.parallel.tensor_blocks import SEQUENCE, Cut, OnSend
 from lockstep.parallel.tensor_plan import PRODUCTS, Planned, loss_is_planned, module_around
 
@@ -391,33 +390,6 @@ _MAKE: dict[str, Callable[[nn.Module, Cut], None]] = {
     "inner": lambda module, cut: _by_pieces(module, cut, getattr(module, "heads_dim", -2)),
     "sequence": _sequence,
 }
-
-
-def train_cuts(
-    placed: ParallelModel, cuts: TensorCuts, elsewhere: Set[str] = frozenset()
-) -> ParallelModel:
-    """Let a placed model train DTensors in place of this rank's pieces, and count each element once over the axis."""
-    group = cuts.cut.group
-    if group is None:
-        return placed
-    own = placed.parameters
-    incomplete = [own[name] for name in sorted(cuts.partial & set(own))]
-    names = [
-        n
-        for n, p in own.items()
-        if n not in elsewhere and (n in cuts.dims or not isinstance(p, DTensor))
-    ]
-    counted = placed.counted
-    if cuts.cut.rank:  # of what all ranks along the axis hold whole, the first counts it
-        counted = (set(own) if counted is None else counted) & set(cuts.dims)
-    trained = train_whole(placed, names, cuts.whole, lambda: sum_over_ranks(incomplete, group))
-    return replace(
-        trained,
-        forward=run_within(cuts.cut.outside, placed.forward),
-        norm_groups=[*placed.norm_groups, group],
-        adds_losses=placed.adds_losses and cuts.cut.rank == 0,
-        counted=counted,
-    )
 
 
 def train_whole(

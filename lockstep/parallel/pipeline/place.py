@@ -85,8 +85,8 @@ def place(placement: PlacementContext) -> ParallelModel:
         else cut.trees.finish
     )
     assign = partial(assign_tree, even=True) if p.reproducible else assign_strided
-    if p.experts is not None:
-        p.experts.follow(assign)
+    for axis in p.axes.values():
+        axis.around(assign, 1.0)  # the trees of stages take what would stand around a micro-batch
     placed = ParallelModel(
         layout=layout,
         parts=list(cut.parts),

@@ -1,0 +1,76 @@
+"""The axis `context`: ranks that run the same micro-batches, each on its part of every sequence.
+
+How layers run on parts of sequences is in `lockstep.parallel.context`.
+"""
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import ClassVar, Self
+
+import torch.distributed as dist
+
+from lockstep.models.protocol import Objective
+from lockstep.parallel.axes.axis import Axis, AxisSite
+from lockstep.parallel.context import apply_context, cut_objective, plan_of
+from lockstep.parallel.context_attention import Context
+from lockstep.parallel.parallel_model import ParallelModel, local
+from lockstep.parallel.passes import within
+from lockstep.parallel.tensor_cuts import sum_over_ranks
+
+_FLOAT = 4  # bytes of a number of a gradient
+
+
+class ContextAxis(Axis):
+    """Sequences that are cut over ranks; under `reproducible` in chunks, also on one rank."""
+
+    name: ClassVar[str] = "context"
+
+    def __init__(self, cut: Context, plan: Mapping[str, int]) -> None:
+        self.cut = cut
+        self._plan = plan  # name of a batch's part → the dim of its sequence
+
+    @classmethod
+    def on(cls, site: AxisSite) -> Self | None:
+        distributed = site.config.distributed
+        blocks = distributed.chunks_of_sequences if site.exact else None
+        several = site.layout.context > 1
+        if not several and blocks in (None, 1):
+            return None
+        plan = plan_of(site.facts)
+        group = site.mesh["context"].get_group() if site.mesh is not None and several else None
+        return cls(Context(group, blocks, distributed.context_method, site.on_send), plan)
+
+    def after_others(self, site: AxisSite) -> None:
+        apply_context(site.facts, self.cut)  # dropout knows by then whether its layer is cut, too
+
+    def objective(self, objective: Objective) -> Objective:
+        return cut_objective(objective, self.cut, self._plan)
+
+    def trained(self, placed: ParallelModel) -> ParallelModel:
+        """Sum gradients over the axis, and let the losses of its first rank count."""
+        cut = self.cut
+        group = cut.group
+        own = list(placed.parameters.values())
+
+        def sum_gradients() -> None:
+            assert group is not None
+            sum_over_ranks(own, group)
+            if cut.on_send is not None:
+                numbers = sum(local(p.grad).numel() for p in own if p.grad is not None)
+                cut.on_send(2 * _FLOAT * numbers * (cut.ranks - 1) // cut.ranks)
+
+        sums = group is not None and cut.blocks is None  # in blocks, each product sums its own
+        return replace(
+            placed,
+            finishers=[*placed.finishers, sum_gradients] if sums else placed.finishers,
+            forward=within(cut.outside, placed.forward),
+            context=cut,
+            adds_losses=placed.adds_losses and cut.rank == 0,
+        )
+
+    def replicas(
+        self, placed: ParallelModel
+    ) -> Iterator[tuple[dist.ProcessGroup, AbstractSet[str]]]:
+        if self.cut.group is not None:
+            yield self.cut.group, frozenset()

@@ -1,0 +1,138 @@
+"""The axis `expert`: ranks that share out the experts of each layer, and the micro-batches, too.
+
+How rows travel and gradients of experts are summed is in `lockstep.parallel.expert`.
+"""
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import ClassVar, Self
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lockstep.config import StepConfig
+from lockstep.config.checks import excluded, ranks_along
+from lockstep.errors import Contradiction
+from lockstep.layout import Layout
+from lockstep.parallel.axes.axis import AssignAnyRank, Axis, AxisSite
+from lockstep.parallel.axes.tensor import TensorAxis
+from lockstep.parallel.expert import PlacedExperts, apply_experts
+from lockstep.parallel.parallel_model import ParallelModel
+from lockstep.parallel.passes import AroundMicroBatch
+from lockstep.parallel.tensor_cuts import train_whole
+from lockstep.strategy import AUTO, strategy_named
+
+
+class ExpertAxis(Axis):
+    """Experts that are spread over ranks; the axis divides replicate × shard."""
+
+    name: ClassVar[str] = "expert"
+
+    def __init__(self, held: PlacedExperts, replicas: dist.ProcessGroup) -> None:
+        self.held = held
+        self._replicas = replicas  # of the axis `replicate`
+        self._trains_others = True  # whole DTensors for plain parameters, which `tensor` makes else
+
+    @classmethod
+    def contradictions(cls, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
+        where = "distributed.expert_size"
+        distributed = config.distributed
+        ranks = ranks_along(config, layout, "expert")
+        if ranks == 1:
+            return
+        name = distributed.strategy if layout is None else layout.strategy
+        if name != AUTO and not strategy_named(name).places_experts:
+            what = f"experts can't be spread over {ranks} ranks under strategy {name}"
+            fix = "write strategy: ddp, fsdp or pipeline, or expert_size: 1"
+            yield Contradiction((where, "distributed.strategy"), what, fix)
+        yield from excluded(
+            "expert",
+            f"experts are spread over {ranks} ranks",
+            (
+                (
+                    "precision.param_dtype",
+                    config.precision.param_dtype,
+                    "fp32",
+                    "experts are not gathered, and so not cast",
+                ),
+                (
+                    "precision.fp8",
+                    config.precision.fp8,
+                    "none",
+                    "products in fp8 have not been made for experts",
+                ),
+                (
+                    "distributed.ddp.compression.kind",
+                    distributed.ddp.compression.kind,
+                    "none",
+                    "it keeps whole models",
+                ),
+                (
+                    "distributed.ddp.static_graph",
+                    distributed.ddp.static_graph,
+                    False,
+                    "gradients of experts are not DDP's",
+                ),
+                (
+                    "distributed.fsdp.cpu_offload",
+                    distributed.fsdp.cpu_offload,
+                    False,
+                    "experts stay on their GPU",
+                ),
+            ),
+        )
+
+    @classmethod
+    def on(cls, site: AxisSite) -> Self | None:
+        held = apply_experts(
+            site.facts, site.layout, site.device_type, exact=site.exact, on_send=site.on_send
+        )
+        if held is None:
+            return None
+        assert site.mesh is not None
+        return cls(held, site.mesh["replicate"].get_group())
+
+    def after_others(self, site: AxisSite) -> None:
+        """Take this rank's pieces: the axis `tensor` deals out experts first."""
+        tensor = site.others.get(TensorAxis.name)
+        cuts = tensor.cuts if isinstance(tensor, TensorAxis) else None
+        self._trains_others = cuts is None or cuts.cut.group is None
+        self.held.take_pieces(cuts)
+
+    def piece(self, name: str, value: Tensor) -> Tensor:
+        return self.held.piece(name, value)
+
+    def around(self, assign: AssignAnyRank | None, scale: float) -> Sequence[AroundMicroBatch]:
+        self.held.follow(assign, scale)
+        return [self.held] if self.held.exact else []
+
+    def trained(self, placed: ParallelModel) -> ParallelModel:
+        """Train DTensors for experts, and count each of their elements once."""
+        held = self.held
+        own = placed.parameters
+        names = [
+            name
+            for name, parameter in own.items()
+            if name in held.shapes or (self._trains_others and not isinstance(parameter, DTensor))
+        ]
+        counted = set(own) if placed.counted is None else placed.counted
+        groups = placed.norm_groups
+        # Experts differ between replicas, too; all else is counted by the first one.
+        if self._replicas.size() > 1:
+            groups = [*groups, self._replicas]
+            counted = counted & set(held.shapes) if self._replicas.rank() else counted
+        counted = counted - set(held.shapes) if held.replicas.rank() else counted
+        trained = train_whole(placed, names, held.whole, held.finish)
+        return replace(trained, norm_groups=groups, counted=counted)
+
+    @property
+    def spread(self) -> AbstractSet[str]:
+        return frozenset(self.held.shapes)
+
+    def replicas(
+        self, placed: ParallelModel
+    ) -> Iterator[tuple[dist.ProcessGroup, AbstractSet[str]]]:
+        if self.held.replicas.size() > 1:
+            yield self.held.replicas, placed.kept().keys() - self.held.shapes.keys()

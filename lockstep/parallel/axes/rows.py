@@ -1,0 +1,29 @@
+"""The axis `batch_norm`: rows of neighbouring ranks whose micro-batches are normalised together."""
+
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+from lockstep.parallel.axes.axis import AssignAnyRank, Axis, AxisSite
+from lockstep.parallel.batch_norm_rows import BatchNormRows, apply_batch_norm_rows
+from lockstep.parallel.passes import AroundMicroBatch
+
+
+class RowsAxis(Axis):
+    """Rows of ranks that batch normalisation covers; it divides the ranks that share out a step."""
+
+    name: ClassVar[str] = "batch_norm"
+
+    def __init__(self, rows: BatchNormRows) -> None:
+        self.rows = rows
+
+    @classmethod
+    def on(cls, site: AxisSite) -> Self | None:
+        training = site.config.training
+        samples = None if site.is_dry else training.batch_norm_samples
+        rows = apply_batch_norm_rows(
+            site.facts.model, samples, training.batch_size, site.layout.data_parallel_size
+        )
+        return None if rows is None else cls(rows)
+
+    def around(self, assign: AssignAnyRank | None, scale: float) -> Sequence[AroundMicroBatch]:
+        return [self.rows]

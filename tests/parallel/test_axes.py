@@ -1,0 +1,80 @@
+"""Each axis is one class with one protocol, and `place` asks all of them alike."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.config import config_from
+from lockstep.config.checks import step_contradictions
+from lockstep.layout import Layout
+from lockstep.models.protocol import objective_of
+from lockstep.models.transformer import Transformer
+from lockstep.parallel.axes.axis import Axis, AxisSite
+from lockstep.parallel.axes.context import ContextAxis
+from lockstep.parallel.axes.tensor import TensorAxis
+from lockstep.parallel.facts import facts_of
+from lockstep.parallel.place import axes_on
+from lockstep.registry import AXES
+
+_SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 8, "block_size": 8}
+_EXACT = {"distributed.reproducible": True, "distributed.open_axes": ["tensor", "context"]}
+
+
+def axes_of(model: nn.Module, settings: dict[str, Any]) -> dict[str, Axis]:
+    step = config_from(settings).step
+    return axes_on(facts_of(model), Layout(), step, None, "cpu", objective_of(model), None)
+
+
+def test_each_name_of_the_registry_is_the_name_of_its_class() -> None:
+    for name in AXES.shipped:
+        kind = AXES.load(name)
+        assert issubclass(kind, Axis)
+        assert kind.name == name
+
+
+def test_on_one_rank_no_axis_does_anything_to_a_plain_step() -> None:
+    model = Transformer(**_SIZES)
+    assert axes_of(model, {}) == {}
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_where_bits_count_layers_and_sequences_are_in_blocks_on_one_rank_too() -> None:
+    model = Transformer(**_SIZES)
+    axes = axes_of(model, _EXACT)
+    assert list(axes) == ["context", "tensor"]
+    assert isinstance(axes["context"], ContextAxis)
+    assert isinstance(axes["tensor"], TensorAxis)
+    assert axes["tensor"].cuts.cut.within is axes["context"].cut
+    value = torch.ones(2, 2)
+    assert axes["tensor"].piece("head.weight", value) is value  # one rank keeps all of it
+
+
+def test_an_axis_that_writes_nothing_but_on_changes_nothing() -> None:
+    class Idle(Axis):
+        name = "idle"
+
+        @classmethod
+        def on(cls, site: AxisSite) -> "Idle":
+            return cls()
+
+    model = nn.Linear(2, 2)
+    axis = Idle()
+    objective = objective_of(model, nn.MSELoss())
+    assert axis.objective(objective) is objective
+    assert list(axis.around(None, 1.0)) == []
+    assert axis.spread == frozenset()
+    assert list(Idle.contradictions(config_from({}).step, None)) == []
+
+
+@pytest.mark.parametrize(
+    ("axis", "key", "value"),
+    [("tensor", "precision.fp8", "emulated"), ("expert", "distributed.fsdp.cpu_offload", True)],
+)
+def test_an_axis_says_itself_what_it_does_not_go_with(axis: str, key: str, value: Any) -> None:
+    alone = config_from({key: value}).step
+    assert not any(f"distributed.{axis}_size" in each.keys for each in step_contradictions(alone))
+    along = Layout("ddp", replicate=2, **{axis: 2})
+    found = [each.keys for each in step_contradictions(alone, along)]
+    assert (f"distributed.{axis}_size", key) in found
