@@ -60,6 +60,9 @@ class Strategy(ABC):
     values: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     # axes of topologies after `*`, as in `pipeline:2*fsdp:2`
     divides: ClassVar[frozenset[str]] = frozenset()
+    # Axes of its own, beside those that ship, as package.module:Name of subclasses of
+    # `lockstep.parallel.axes.axis.Axis`.
+    axes: ClassVar[tuple[str, ...]] = ()
     one_process: ClassVar[str] = ""  # why it is for one process; empty if it runs on several
     equal_bits: ClassVar[bool] = True  # `distributed.reproducible` is supported
     # its steps are those of one process; `verify` compares no other
@@ -292,6 +295,11 @@ def parse_topology(text: str) -> tuple[dict[str, Any], int]:
         ):
             values["expert_size"] = sizes[0]
             continue
+        if place and ":" in name:
+            what = f"{name} can't be the replicas of {text.partition('*')[0]}"
+            why = "a pipeline replicates and shards its stages by FSDP2"
+            fix = "write ddp:2, fsdp:2 or hybrid:2x2 there, or begin the topology with it"
+            raise UsageError(what, where="the topology", why=why, fix=fix)
         known = [strategy_named(name)] if ":" in name else known_strategies()
         strategy = next((one for one in known if name in _topologies(one)), None)
         if strategy is None:

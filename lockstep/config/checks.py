@@ -74,8 +74,9 @@ def step_contradictions(
         )
     name = distributed.strategy if layout is None else layout.strategy
     yield from _context(config, layout)
-    for axis in AXES.shipped:
-        if ranks_along(config, layout, axis) > 1:
+    own = () if name == AUTO else strategy_named(name).axes
+    for axis in (*AXES.shipped, *own):
+        if axis in own or ranks_along(config, layout, axis) > 1:
             yield from AXES.load(axis).contradictions(config, layout)
     yield from _open_axes(config, layout)
     yield from _batch_norm(config, layout)

@@ -6,7 +6,7 @@ checks → names → its chain compared → strides → keyed randomness → flo
 Tests: tests/parallel/test_foreign.py, tests/parity/test_foreign.py, tests/parity/test_compiled.py
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from lockstep.models.loss_modules import refuse_shared
 from lockstep.models.protocol import Objective
 from lockstep.parallel import divergence, side_effects
 from lockstep.parallel.activation import apply_activation_checkpointing
-from lockstep.parallel.axes.axis import Axis, AxisSite
+from lockstep.parallel.axes.axis import Axis, AxisSite, axes_named
 from lockstep.parallel.axes.context import ContextAxis
 from lockstep.parallel.buffers import keeping, refuse_synchronised
 from lockstep.parallel.chain_check import check_chain
@@ -277,7 +277,7 @@ def prepared(
         # a parameter on meta can't become a piece that is a fake tensor
         to_empty(model, torch.device("cpu"))
         facts = facts.after_new_parameters()
-    axes = axes_on(facts, layout, config, mesh, device.type, objective, dry_run)
+    axes = axes_on(facts, layout, config, mesh, device.type, objective, dry_run, strategy.axes)
     for axis in axes.values():
         objective = axis.objective(objective)
     if first is not None:
@@ -321,12 +321,16 @@ def axes_on(
     device_type: str,
     objective: Objective,
     dry_run: DryRun | None,
+    further: Sequence[str] = (),
 ) -> dict[str, Axis]:
-    """Return the axes that do something on this rank, after each has changed the model's layers."""
+    """Return the axes that do something on this rank, after each has changed the model's layers.
+
+    `further`: those of a strategy, beside the ones that ship.
+    """
     axes: dict[str, Axis] = {}
     sites: dict[str, AxisSite] = {}
-    for name in AXES.shipped:
-        kind: type[Axis] = AXES.load(name)
+    for kind in axes_named((*AXES.shipped, *further)):
+        name = kind.name
         sends = None if dry_run is None else partial(dry_run.sends, name)
         sites[name] = AxisSite(
             facts, layout, config, mesh, device_type, objective, axes, dry_run is not None, sends

@@ -131,8 +131,7 @@ def bytes_sent(topology: str) -> tuple[int, int]:
     first = PlacedExperts.__init__
 
     def counted(self: PlacedExperts, *args: Any, **kwargs: Any) -> None:
-        first(self, *args, **kwargs)
-        self.on_send = sent.append
+        first(self, *args, **{**kwargs, "on_send": sent.append})
         made.append(self)
 
     def chosen(router: Router, _args: Any, outputs: tuple[Tensor, ...]) -> None:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from tests.forked import lockstep
+from tests.ranks import REPOSITORY
 
 
 class Outside:
@@ -27,7 +28,9 @@ class Outside:
         """Run a command in the folder and return what it prints; `code` is the exit code that it
         must have.
         """
-        environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
+        # Ranks of their own processes import this tree, too, wherever another one is installed.
+        paths = f"{self.folder}{os.pathsep}{REPOSITORY}"
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         done = lockstep([*map(str, words)], self.folder, environment)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr

@@ -15,7 +15,7 @@ of them the same questions:
 Tests: tests/parallel/test_axes.py
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -25,16 +25,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.config import StepConfig
-from lockstep.errors import Contradiction
+from lockstep.errors import Contradiction, UsageError
 from lockstep.layout import Layout
 from lockstep.models.protocol import Objective
 from lockstep.parallel.facts import ModelFacts
 from lockstep.parallel.parallel_model import ParallelModel
 from lockstep.parallel.passes import AroundMicroBatch
 from lockstep.parallel.tensor_blocks import OnSend
+from lockstep.registry import AXES, require_methods
 
 # (micro-batches, rank=, ranks=) → (index, real) of each that the rank runs
 AssignAnyRank = Callable[..., list[tuple[int, bool]]]
+
+_WHERE = "axes of the strategy"
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,26 @@ class AxisSite:
     def exact(self) -> bool:
         """Whether the step is to be the same in every bit on any layout."""
         return self.config.distributed.reproducible
+
+
+def axes_named(names: Iterable[str]) -> Iterator[type["Axis"]]:
+    """Yield the classes of axes that ship, or that a package has, by name.
+
+    Raises:
+        UsageError: one is not an axis, or its methods do not fit.
+    """
+    for name in names:
+        found = AXES.load(name)
+        if not (isinstance(found, type) and issubclass(found, Axis)):
+            what = f"{name} is not a subclass of lockstep.parallel.axes.axis.Axis"
+            raise UsageError(what, where=_WHERE, fix="name a class that is one")
+        if found.on.__func__ is Axis.on.__func__:  # type: ignore[attr-defined]
+            fix = (
+                "write @classmethod def on(cls, site), which returns the axis on this rank, or None"
+            )
+            raise UsageError(f"{name} has no method on", where=_WHERE, fix=fix)
+        require_methods(found, Axis, name, _WHERE)
+        yield found
 
 
 class Axis:
