@@ -323,6 +323,8 @@ def _routed(module: nn.Module, cut: Cut) -> None:
 
 
 def _scope(module: nn.Module, cut: Cut) -> None:
+    """Let a module enter and leave its heads by those of this rank."""
+
     def enter(_self: Any, x: Tensor, heads: int) -> Tensor:
         return tensor_blocks.enter_heads(x, heads, cut)
 

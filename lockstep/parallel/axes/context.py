@@ -32,6 +32,7 @@ class ContextAxis(Axis):
 
     @classmethod
     def on(cls, site: AxisSite) -> Self | None:
+        """Decide how sequences are cut, by the model's plan."""
         distributed = site.config.distributed
         blocks = distributed.chunks_of_sequences if site.exact else None
         several = site.layout.context > 1

@@ -37,6 +37,7 @@ class ExpertAxis(Axis):
 
     @classmethod
     def contradictions(cls, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
+        """Yield what does not go with experts that are spread over ranks."""
         where = "distributed.expert_size"
         distributed = config.distributed
         ranks = ranks_along(config, layout, "expert")

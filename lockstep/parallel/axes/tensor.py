@@ -36,6 +36,7 @@ class TensorAxis(Axis):
 
     @classmethod
     def contradictions(cls, config: StepConfig, layout: Layout | None) -> Iterator[Contradiction]:
+        """Yield what does not go with layers that are cut over ranks."""
         distributed = config.distributed
         ranks = ranks_along(config, layout, cls.name)
         compression = distributed.ddp.compression.kind
@@ -68,6 +69,7 @@ class TensorAxis(Axis):
 
     @classmethod
     def on(cls, site: AxisSite) -> Self | None:
+        """Cut layers by the model's plan; one rank that has none computes them whole."""
         several = site.layout.tensor > 1
         if not several and not site.exact:
             return None
