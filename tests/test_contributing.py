@@ -57,6 +57,20 @@ def test_each_door_in_the_tour_opens() -> None:
             assert hasattr(module, door), f"{room}: {door}"
 
 
+def test_a_question_is_answered_in_four_files_whose_functions_exist() -> None:
+    rows = re.findall(r"^\| ([A-Z][^|]+\?) \| ([^|]+) \|$", GUIDE, re.MULTILINE)
+    assert len(rows) == 5
+    for question, way in rows:
+        stops = way.split(" → ")
+        assert 1 <= len(stops) <= 4, question
+        for stop in stops:
+            found = re.match(r"`([\w/]+\.py)` \((.+)\)", stop)
+            assert found is not None, stop
+            text = (REPOSITORY / "lockstep" / found[1]).read_text()
+            for name in re.findall(r"`(?:\w+\.)?(\w+)`", found[2].replace("`tensor`", "")):
+                assert re.search(rf"\b{name}\b", text), f"{found[1]} has no {name}"
+
+
 def test_each_make_target_in_it_exists() -> None:
     targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"make ([\w-]+)", GUIDE)) <= set(targets)
@@ -80,7 +94,7 @@ def test_what_looks_back_at_a_run_imports_nothing_that_trains() -> None:
         f"{module}: {other}"
         for module in files()
         if _room(module) in ("report", "diagnose")
-        for other in imports(module, in_functions=True)
+        for other in imports(module, everywhere=True)
         if _room(other) in trains
     ]
     assert not found, found
