@@ -63,14 +63,17 @@ def load(
     manifest = verify_together(checkpoint, ranks)
     targets: dict[str, _Target] = {}
 
-    def describe() -> dict[str, _Infos]:
+    def describe() -> tuple[dict[str, _Infos], Mapping[str, Sequence[str]]]:
         targets.update(_targets(checkpoint, manifest, snapshot, only))
         for target in targets.values():
             if isinstance(target.reader, LocalReader):
                 target.reader.check_topology(target.blocks, target.owner, ranks)
-        return {part: target.info() for part, target in targets.items()}
+        return {part: target.info() for part, target in targets.items()}, snapshot.aliases
 
-    def compare(described: list[dict[str, _Infos]]) -> None:
+    def compare(ranks: list[tuple[dict[str, _Infos], Mapping[str, Sequence[str]]]]) -> None:
+        described = [infos for infos, _ in ranks]
+        # each stage of a pipeline knows the tied names of its own parameters
+        aliases = {name: others for _, ties in ranks for name, others in ties.items()}
         stored = {part: target.reader.stored.info() for part, target in targets.items()}
         spare = set(read_state(checkpoint).get(LOSS_NAMES, ()))
         if MODEL in stored and not any(spare & infos[MODEL].keys() for infos in described):
@@ -79,9 +82,9 @@ def load(
                 name: info for name, info in stored[MODEL].items() if name not in spare
             }
         # a file may have tied weights twice
-        for alias in _equal_aliases(targets.get(MODEL), snapshot.aliases):
+        for alias in _equal_aliases(targets.get(MODEL), aliases):
             del stored[MODEL][alias]
-        _compare(checkpoint, stored, described, snapshot.aliases)
+        _compare(checkpoint, stored, described, aliases)
 
     def fill() -> dict[str, Any]:
         for target in targets.values():

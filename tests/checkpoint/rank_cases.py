@@ -529,6 +529,22 @@ def a_parameter_on_two_stages(directory: Path) -> None:
     assert "one parameter on one rank and two on another" in assert_same_everywhere(error)
 
 
+def names_that_only_the_last_rank_knows_as_tied(directory: Path) -> None:
+    """A file of others has both names, with equal values; another one with two values is refused."""
+    on_last = dist.get_rank() == dist.get_world_size() - 1
+    for step, value in ((1, "deep"), (2, "other")):
+        apart = {"deep": known("deep", (6, 3)), "too": known(value, (6, 3))}
+        path = checkpoint.save(directory, step, Snapshot(apart), config_yaml=CONFIG)
+        mine = {"deep": torch.zeros(6, 3)} if on_last else {}
+        target = Snapshot(mine, aliases={"deep": ["too"]} if on_last else {})
+        if value == "deep":
+            checkpoint.load(path, target)
+            assert all(torch.equal(tensor, apart["deep"]) for tensor in mine.values())
+        else:
+            error = raised(lambda to=target, path=path: checkpoint.load(path, to))
+            assert "only in the checkpoint: too" in assert_same_everywhere(error)
+
+
 def saving_beside_training(directory: Path) -> None:
     """The background's collectives and training's don't meet; errors come to all ranks in the same
     call.
@@ -597,6 +613,7 @@ CASES = (
     damage_is_found_by_all,
     stages_with_groups_of_their_own,
     a_parameter_on_two_stages,
+    names_that_only_the_last_rank_knows_as_tied,
     saving_beside_training,
 )
 
