@@ -306,11 +306,17 @@ class UnitOrder(AroundMicroBatch):
         where = f"{ranks}/{self._mode}/{self._passes[ranks]}/{len(self._called)}/{place}"
         key = f"lockstep/fsdp_order/{self._number}/{where}"
         store, until = default_store(), time.monotonic() + _PATIENCE
-        store.add(key, 1)
-        while store.add(key, 0) < len(ranks):
+        here = store.add(key, 1)
+        while here < len(ranks):
             if time.monotonic() > until:
                 raise error
             time.sleep(0.01)
+            try:
+                here = store.add(key, 0)
+            except (
+                dist.DistError
+            ):  # the rank that hosts the store has failed: the next message says so
+                return
 
     def _ranks(self) -> tuple[int, ...]:
         return tuple(
