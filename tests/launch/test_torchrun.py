@@ -51,9 +51,6 @@ TABLE: dict[str, list[str] | str] = {
     "--numa-binding": "bound to its share of the cores",
     "--signals-to-handle": "are always forwarded to the ranks",
     "--shutdown-timeout": ["--shutdown-timeout", "5"],
-    # since torch 2.14
-    "--log-line-prefix-template": "every rank's output is in a file of its own",
-    "--print-completion": "lockstep completion bash",
     "--virtual-local-rank": "LOCAL_RANK would be 0 on every rank",
 }
 
