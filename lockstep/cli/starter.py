@@ -34,11 +34,11 @@ def project(folder: Path, *, script: bool, data: Path | None) -> str:
     if data is None:
         name, text = ("data.csv", _points()) if script else ("text/python.txt", _documentation())
         files[name] = text
-        place = "data.csv" if script else "text"
+        source = "data.csv" if script else "text"
     else:
-        place = os.path.relpath(data, folder)
+        source = os.path.relpath(data, folder)
     main = "train.py" if script else "train.yaml"
-    files[main] = _filled(main, DATA=repr(place) if script else place)
+    files[main] = _filled(main, DATA=repr(source) if script else source)
     steps = [] if folder.resolve() == Path.cwd() else [f"cd {folder}"]
     if script:
         steps += [

@@ -186,12 +186,12 @@ def _config(tree: Node, source: str) -> Config:
         raise usage_error(from_validation(error, tree), source) from None
     found = list(contradictions(config))
     paths = {key: tuple(key.split(".")) for one in found for key in one.keys}
-    places = {
+    origins = {
         key: tree.find(path).origin if tree.has(path) else "unset" for key, path in paths.items()
     }
     mistakes = []
     for one in found:
-        where = ", ".join(f"{key} ({places[key]})" for key in one.keys)
+        where = ", ".join(f"{key} ({origins[key]})" for key in one.keys)
         mistakes.append(Mistake(where, one.what + (f" ({one.why})" if one.why else ""), one.fix))
     if mistakes:
         raise usage_error(mistakes, source)

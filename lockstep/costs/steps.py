@@ -71,14 +71,14 @@ def pipeline(
     """
     line = Timeline()
     done: dict[ScheduledPass, int] = {}
-    places = [0] * len(orders)
+    positions = [0] * len(orders)
     last = len(rank_of) - 1
     left = sum(map(len, orders))
     while left:
         before = left
         for rank, order in enumerate(orders):
-            while places[rank] < len(order):
-                step = order[places[rank]]
+            while positions[rank] < len(order):
+                step = order[positions[rank]]
                 needs = _needs(step, last)
                 if any(need not in done for need in needs):
                     break
@@ -92,7 +92,7 @@ def pipeline(
                         arrival = line.add((rank, rank_of[to]), sends[min(step.stage, to)], [task])
                     kind = "arrived F" if step.kind == "F" else "arrived B"
                     done[ScheduledPass(kind, to, step.micro_batch)] = arrival
-                places[rank] += 1
+                positions[rank] += 1
                 left -= 1
         assert left < before, "the schedules wait for each other"
     return line
@@ -315,12 +315,12 @@ def sharded_step(
         prefetched = [
             line.add("links", shards.gather(size * width)) for size in units[:1] if gathers_again
         ]
-        for place, size in enumerate(units):
+        for index, size in enumerate(units):
             here = prefetched
             if gathers_again:  # prefetch: the next unit is gathered before this one computes
                 prefetched = [
                     line.add("links", shards.gather(more * width))
-                    for more in units[place + 1 : place + 2]
+                    for more in units[index + 1 : index + 2]
                 ]
             done = line.add("compute", pieces.backward / shares, here)
             if reduces:

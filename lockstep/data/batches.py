@@ -53,7 +53,7 @@ Assign = Callable[[int], list[tuple[int, bool]]]
 class MicroBatch:
     """One micro-batch as a rank runs it."""
 
-    index: int  # its place in the step's global list of micro-batches
+    index: int  # its index in the step's global list of micro-batches
     # the samples as collated, on this rank's device; None where this rank needs none of them
     batch: Any
     real: bool = True  # False: a dummy with weight zero, which a rank with fewer micro-batches runs

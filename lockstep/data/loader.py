@@ -270,7 +270,7 @@ def collated_of(dataset: Any) -> Collate | None:
     """
 
     def defined(name: str) -> int:
-        return next(place for place, kind in enumerate(type(dataset).__mro__) if name in vars(kind))
+        return next(index for index, kind in enumerate(type(dataset).__mro__) if name in vars(kind))
 
     if isinstance(dataset, CollatingDataset) and defined("collated") <= defined("__getitem__"):
         return dataset.collated

@@ -163,8 +163,8 @@ class SampleOrder:
 
     def window(self, step: int) -> StepSamples:
         """Return the samples of `step` (counted from 0 over all epochs)."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        start = place * self.global_batch_size
+        epoch, position = divmod(step, self.steps_per_epoch)
+        start = position * self.global_batch_size
         stop = min(start + self.global_batch_size, self._kept)
         if self.shuffle and (self._cached is None or self._cached[0] != epoch):
             # A NumPy array is sliced in a third of the time.
@@ -298,7 +298,7 @@ Order = SampleOrder | SamplerOrder
 class DistributedSampler(Sampler[int]):
     """Yields this rank's samples of each epoch, in the trainer's own order.
 
-    Rank r of W takes the places r, r + W, r + 2W … of the epoch's order, so that the W ranks' k-th
+    Rank r of W takes positions r, r + W, r + 2W … of the epoch's order, so that the W ranks' k-th
     batches together hold the samples of the trainer's k-th step. No sample is repeated or left out:
     the first ranks may have one sample more (`len` differs by one), for which a loop that
     communicates at each batch must allow (`torch.distributed.algorithms.Join`), or set `drop_last`,

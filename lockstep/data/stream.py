@@ -139,8 +139,8 @@ class Stream:
 
         Its summary is kept for the next one.
         """
-        place = self.position - self._expected_from
-        expected = self._expected[place] if 0 <= place < len(self._expected) else None
+        index = self.position - self._expected_from
+        expected = self._expected[index] if 0 <= index < len(self._expected) else None
         open_restarts = [
             r for r in self._restarts if self.stateful and len(r["witnesses"]) < WITNESSES
         ]

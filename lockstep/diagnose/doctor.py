@@ -110,13 +110,13 @@ def ports(
     if exchange.rank in first and address is not None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family)
-    places = exchange.all(None if listener is None else [address, listener.getsockname()[1]])
+    listeners = exchange.all(None if listener is None else [address, listener.getsockname()[1]])
     others = [rank for rank in first if rank != exchange.rank] if exchange.rank in first else []
-    answers = exchange.all([rank for rank in others if not _reaches(places[rank])])
+    answers = exchange.all([rank for rank in others if not _reaches(listeners[rank])])
     if listener is not None:
         listener.close()
     hosts = {
-        rank: f"{facts[rank]['host']} {(places[rank] or ['without an address'])[0]}"
+        rank: f"{facts[rank]['host']} {(listeners[rank] or ['without an address'])[0]}"
         for rank in first
     }
     lines = [
@@ -141,11 +141,11 @@ def _first_ranks(facts: Sequence[dict[str, Any]]) -> list[int]:
     return sorted({one["machine"]: one["rank"] for one in reversed(facts)}.values())
 
 
-def _reaches(place: list[Any] | None) -> bool:
-    if place is not None:
+def _reaches(listener: list[Any] | None) -> bool:
+    if listener is not None:
         with (
             suppress(OSError),
-            socket.create_connection((place[0], place[1]), timeout=_TRY_SECONDS),
+            socket.create_connection((listener[0], listener[1]), timeout=_TRY_SECONDS),
         ):
             return True
     return False

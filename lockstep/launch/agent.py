@@ -145,8 +145,8 @@ class Agent(ExtensibleAgent):
         if self._watch.others is not None:
             self._watch.others.close()
         several = group.group_world_size > 1
-        place = group.store, group.group_rank, group.group_world_size
-        self._watch.others = OtherMachines(*place) if several else None
+        group_place = group.store, group.group_rank, group.group_world_size
+        self._watch.others = OtherMachines(*group_place) if several else None
         if group.spec.rdzv_handler.get_backend() == "static":
             return
         # Agree on the restart count: the rendezvous uses it, and a machine that joins later starts

@@ -339,10 +339,10 @@ def hosts_rendezvous(options: LaunchOptions) -> bool:
     if host in (socket.gethostname(), socket.getfqdn()):
         return True
     try:
-        places = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    addresses = {str(place[4][0]).partition("%")[0] for place in places}
+    addresses = {str(each[4][0]).partition("%")[0] for each in found}
     return any(is_loopback(address) or interface_of(address) is not None for address in addresses)
 
 

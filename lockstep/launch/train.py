@@ -301,9 +301,9 @@ def _run_agent(
     # prints a banner for each failed rank
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     if options.several_nodes:
-        place = endpoint(options)
+        rendezvous = endpoint(options)
         _log_to_stderr(
-            f"waiting for {options.nnodes} machines at {place}; start this command on each of them"
+            f"waiting for {options.nnodes} machines at {rendezvous}; start this command on each of them"
         )
         gloo, nccl = (os.environ.get(f"{name}_SOCKET_IFNAME", "") for name in ("GLOO", "NCCL"))
         if gloo or nccl:

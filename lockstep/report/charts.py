@@ -140,11 +140,11 @@ def loss_against(runs: list[RunData], note: str = "") -> list[Figure]:
         ("seconds", _seconds),
     ):
         marks = []
-        for place, (run, colour) in enumerate(coloured(shown)):
+        for index, (run, colour) in enumerate(coloured(shown)):
             rows = zip(of_run(run), run.rows, strict=True)
             known = [(x, row["loss"]) for x, row in rows if row.get("loss") is not None]
             smooth = smoothed([value for _, value in known], max(1.0, len(known) / 50))
-            dash = ("", "dash", "dot")[place // len(COLOURS) % 3]
+            dash = ("", "dash", "dot")[index // len(COLOURS) % 3]
             marks.append(line([x for x, _ in known], smooth, run.name, colour, dash=dash))
         log = _is_wide_range(value for mark in marks for value in mark["y"])
         figures.append(
@@ -376,7 +376,7 @@ def _own_time(run: RunData) -> Figure | None:
     steps = [row["step"] for row in rows]
     for phase in ("data", "forward_backward", "communication"):
         most, middle = (
-            [phase_seconds(row, phase, place) * factor for row in rows] for place in (2, 1)
+            [phase_seconds(row, phase, column) * factor for row in rows] for column in (2, 1)
         )
         if any(most):
             name = PHASE_NAMES[phase]
@@ -454,7 +454,7 @@ def _timeline(runs: list[RunData]) -> Figure:
     for row, kind in enumerate(kinds):
         colour, symbol = _KINDS.get(kind, ("c4", "star"))
         points = [
-            (place, run, event) for place, run in enumerate(runs) for event in run.of_kind(kind)
+            (index, run, event) for index, run in enumerate(runs) for event in run.of_kind(kind)
         ]
         every = -(-len(points) // EVENTS)
         left_out += len(points) - len(points[::every])
@@ -468,7 +468,7 @@ def _timeline(runs: list[RunData]) -> Figure:
                 "x": [
                     _short((event["time"] - begun[id(run)]) * factor) for _, run, event in points
                 ],
-                "y": [place if several else row for place, _, _ in points],
+                "y": [index if several else row for index, _, _ in points],
                 "text": [_about(event) for _, _, event in points],
             }
         )

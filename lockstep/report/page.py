@@ -292,13 +292,13 @@ def best_first(runs: list[RunData]) -> list[RunData]:
     name, mode = asked.pop() if len(asked) == 1 else (None, None)
     name, sign = str(name or "eval_loss"), -1 if mode == "max" and name else 1
 
-    def place(run: RunData) -> float:
+    def score(run: RunData) -> float:
         values = [
             sign * row[name] for row in (*run.evaluations, *run.rows) if _is_number(row.get(name))
         ]
         return min(values, default=math.inf)
 
-    return sorted(runs, key=place)
+    return sorted(runs, key=score)
 
 
 def differences(runs: list[RunData]) -> Page | None:

@@ -329,10 +329,10 @@ PHASE_NAMES = {
 }
 
 
-def phase_seconds(row: Row, phase: str, place: int = 1) -> float:
+def phase_seconds(row: Row, phase: str, column: int = 1) -> float:
     """Return the seconds of a phase of a row: 0 least, 1 median, 2 most over ranks."""
     found: Any = row["phases"].get(phase)
-    return float(found[place]) if found else 0.0
+    return float(found[column]) if found else 0.0
 
 
 def after_warmup(rows: Sequence[Row]) -> list[Row]:

@@ -77,7 +77,7 @@ def _chart(title: str, lines: Sequence[Series]) -> str:
     low = min(values)
     high = max(values)
 
-    def place(step: int, value: float) -> str:
+    def point(step: int, value: float) -> str:
         x = (step - first) / max(1, last - first) * (WIDTH - 2) + 1
         return f"{x:.1f},{HEIGHT - 1 - (value - low) / ((high - low) or 1.0) * (HEIGHT - 2):.1f}"
 
@@ -87,11 +87,11 @@ def _chart(title: str, lines: Sequence[Series]) -> str:
             continue
         kept = [line[i] for i in thinned([value for _, value in line], _POINTS)]
         drawn += (
-            f'<polyline points="{" ".join(place(*point) for point in kept)}" fill="none"'
+            f'<polyline points="{" ".join(point(*each) for each in kept)}" fill="none"'
             f' stroke="{colour}" />'
         )
         if len(kept) < _POINTS / 10:
-            for x, y in (place(*point).split(",") for point in kept):
+            for x, y in (point(*each).split(",") for each in kept):
                 drawn += f'<circle cx="{x}" cy="{y}" r="2" fill="{colour}" />'
     newest = f", evaluation {_number(lines[1][-1][1])}" if len(lines) > 1 and lines[1] else ""
     now = f"{_number(lines[0][-1][1])}{newest}" if lines[0] else newest
