@@ -49,7 +49,7 @@ from lockstep.parallel.parallel_model import ModelUpdate, ParallelModel, layer_n
 from lockstep.precision import LossScale
 from lockstep.records import StepRecord
 from lockstep.torch_compat import foreach
-from lockstep.torch_compat.optimizer_step import bare_step, has_pre_hooks
+from lockstep.torch_compat.optimizer_step import has_pre_hooks
 
 
 @dataclass
@@ -495,6 +495,6 @@ def step_scaled(optimizer: Optimizer, factor: Number) -> None:
     """Update with the gradients times `factor`."""
     optimizer.grad_scale = tensor_of(inverse(factor))  # type: ignore[attr-defined]
     try:
-        bare_step(optimizer)()
+        optimizer.step()
     finally:
         del optimizer.grad_scale  # type: ignore[attr-defined]

@@ -1,22 +1,10 @@
-"""`lockstep/torch_compat/optimizer_step.py`: hooks are seen, and torch wraps a step as it is known
-to.
-"""
+"""`lockstep/torch_compat/optimizer_step.py`: hooks are seen."""
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lockstep.torch_compat.optimizer_step import bare_step, has_pre_hooks
-
-
-def test_torch_wraps_a_step_as_is_known() -> None:
-    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), fused=True)
-    assert bare_step(optimizer) != optimizer.step
-    hook = optimizer.register_step_post_hook(lambda *_: None)
-    assert bare_step(optimizer) == optimizer.step
-    hook.remove()
-    with torch.profiler.profile():
-        assert bare_step(optimizer) == optimizer.step
+from lockstep.torch_compat.optimizer_step import has_pre_hooks
 
 
 def test_hooks_before_a_step_are_seen() -> None:
