@@ -4,6 +4,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -306,17 +307,26 @@ class Level(nn.Module):
         return out
 
 
-def test_a_pass_that_is_recomputed_starts_from_the_same_buffers() -> None:
+def test_a_pass_that_is_recomputed_or_compiled_starts_from_the_same_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.utils.counters.clear()
+    full: dict[str, Any] = {"training.gradient_checkpointing": "full"}
+    compiled: dict[str, Any] = {"training.compile": True}
     found = []
     for recomputes, more in (
         (False, {}),
         (True, {}),
-        (False, {"training.gradient_checkpointing": "full"}),
+        (False, full),
+        (False, compiled),
+        (False, full | compiled),
     ):
         settings = {"distributed.buffers": {"*.level": "mean"}, **more}
         trainer = trainer_of(Recomputing(recomputes), settings)
         list(trainer.steps(Numbered()))
         found.append({name: tensor.clone() for name, tensor in trainer.state_dict().items()})
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 4
     for other in found[1:]:
         for name, tensor in found[0].items():
             assert torch.equal(other[name], tensor), name
