@@ -206,7 +206,9 @@ CHUNK = 128  # positions
 
 def sum_over_past(q: Tensor, x: Tensor) -> Tensor:
     """Return tril(q qᵀ, −1) x by the form with fewer multiply-adds: q [R, T, N], x [R, T, D] → [R, T, D]."""
-    length, neurons, width = q.shape[1], q.shape[2], x.shape[2]
+    length = q.shape[1]
+    neurons = q.shape[2]
+    width = x.shape[2]
     if length * (neurons + width) <= CHUNK * (neurons + width) + 2 * neurons * width:
         return direct(q, x)
     return chunked(q, x)
@@ -243,7 +245,10 @@ class _Chunked(torch.autograd.Function):
         pieces = list(
             zip(*(torch.split(whole, ctx.chunk, 1) for whole in (q, x, gradients[0])), strict=True)
         )
-        to_q, to_x, past, later = [], [], _PastSum(q.dtype), _PastSum(q.dtype)
+        to_q = []
+        to_x = []
+        past = _PastSum(q.dtype)
+        later = _PastSum(q.dtype)
         for q_here, x_here, g_here in pieces:
             scores = torch.bmm(g_here, x_here.transpose(1, 2)).tril(-1)
             to_q.append(
@@ -266,7 +271,8 @@ class _PastSum:
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype, self._kept = dtype, torch.promote_types(dtype, torch.float32)
+        self._dtype = dtype
+        self._kept = torch.promote_types(dtype, torch.float32)
         self._sum: Tensor | None = None
 
     def add(self, q: Tensor, y: Tensor) -> None:

@@ -78,8 +78,11 @@ class FreeTransformer(Decoder):
         require_positive(n_layer=n_layer, vocab_size=vocab_size)
         self.split_layer = n_layer // 2 if split_layer is None else split_layer
         _check_latent(latent_bits, self.split_layer, n_layer, n_embd)
-        self.block_size, self.tie_embeddings = block_size, tie_embeddings
-        self.latent_bits, self.beta, self.kappa = latent_bits, beta, kappa
+        self.block_size = block_size
+        self.tie_embeddings = tie_embeddings
+        self.latent_bits = latent_bits
+        self.beta = beta
+        self.kappa = kappa
         sizes = (n_embd, n_head, n_kv_head, mlp_hidden, dropout, n_layer)
         self.embed = Embedding(vocab_size, n_embd, dropout)
         self.layers = nn.ModuleList(
@@ -274,7 +277,9 @@ def _code_probabilities(logits: Tensor) -> Tensor:
 def kl_from_fair_coins(z_logits: Tensor) -> Tensor:
     """Return KL_t = Σ_h [p ln 2p + (1−p) ln 2(1−p)] in nats: [..., H] → float32 [...]."""
     z_logits = z_logits.float()
-    p, log_p, log_q = torch.sigmoid(z_logits), F.logsigmoid(z_logits), F.logsigmoid(-z_logits)
+    p = torch.sigmoid(z_logits)
+    log_p = F.logsigmoid(z_logits)
+    log_q = F.logsigmoid(-z_logits)
     return (p * (log_p + math.log(2)) + (1 - p) * (log_q + math.log(2))).sum(-1)
 
 
@@ -295,7 +300,8 @@ class _ThroughCodes(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         low, high, post = ctx.saved_tensors
         g = gradients[0]
-        g_low, g_high = torch.empty_like(low), torch.empty_like(high)
+        g_low = torch.empty_like(low)
+        g_high = torch.empty_like(high)
         rows = [tensor.flatten(0, -2) for tensor in (g, low, high, g_low, g_high)]
         size = max(1, _CHUNK_NUMEL // post.shape[0])
         for g_, low_, high_, g_low_, g_high_ in zip(

@@ -235,16 +235,17 @@ def attend_through(model: nn.Module) -> dict[str, int]:
     config: Any = model.config
     problem = fix = ""
     if config.model_type not in ATTENDING or getattr(config, "output_router_logits", False):
-        problem, fix = "its attention or its loss does more", f"use one of {', '.join(ATTENDING)}"
+        problem = "its attention or its loss does more"
+        fix = f"use one of {', '.join(ATTENDING)}"
     elif getattr(config, "sliding_window", None) is not None:
-        problem, fix = "it attends within a window", "write sliding_window: null in model.args"
+        problem = "it attends within a window"
+        fix = "write sliding_window: null in model.args"
     elif (kind := _rotary_type(config)) not in _FIXED_ROTARY:
-        problem, fix = (
-            f"its angles ({kind}) depend on the length of a text",
-            f"use one of {', '.join(_FIXED_ROTARY)}",
-        )
+        problem = f"its angles ({kind}) depend on the length of a text"
+        fix = f"use one of {', '.join(_FIXED_ROTARY)}"
     elif config.attention_dropout:
-        problem, fix = "it has attention_dropout", "write attention_dropout: 0 in model.args"
+        problem = "it has attention_dropout"
+        fix = "write attention_dropout: 0 in model.args"
     if problem:
         what = f"sequences of hf:{config.model_type} can't be cut over ranks: {problem}"
         why = (

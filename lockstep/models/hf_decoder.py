@@ -136,9 +136,11 @@ def _cut(model: nn.Module, family: Family, path: str) -> list[tuple[str, nn.Modu
     first = Inputs(str(getattr(model, "random_key", "")), _before_the_layers(decoder, family))
     found: list[tuple[str, nn.Module]] = [("inputs", first)]
     for position, (index, layer) in enumerate(layers.items()):
-        name, door = f"{prefix}.{index}", Door(layer)
+        name = f"{prefix}.{index}"
+        door = Door(layer)
         found.append((name, Layer(name, _with_layer(decoder, family, door, position), door)))
-    head, door = with_own_children(model), Door(getattr(decoder, family.norm))
+    head = with_own_children(model)
+    door = Door(getattr(decoder, family.norm))
     head.__dict__.pop(_CACHE, None)
     setattr(head, family.decoder, _after_the_layers(decoder, family, door))
     found.append(("outputs", Outputs(f"{found[-1][0]}/after", head, door)))
@@ -229,7 +231,9 @@ class Layer(nn.Module):
     def __init__(self, name: str, decoder: nn.Module, door: Door) -> None:
         super().__init__()
         # the key of its random numbers in the model
-        self.random_key, self.decoder, self.door = name, decoder, door
+        self.random_key = name
+        self.decoder = decoder
+        self.door = door
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Any:
         run = partial(self.decoder, attention_mask=attention_mask, use_cache=False)
@@ -247,7 +251,9 @@ class Outputs(nn.Module):
 
     def __init__(self, random_key: str, model: nn.Module, door: Door) -> None:
         super().__init__()
-        self.random_key, self.model, self.door = random_key, model, door
+        self.random_key = random_key
+        self.model = model
+        self.door = door
 
     def forward(
         self,

@@ -102,14 +102,14 @@ def _held_by(value: Any) -> list[Any]:
 def refuse_shared(loss: nn.Module, model: nn.Module, *, cut: bool) -> None:
     """Refuse what model and loss function share where the model is `cut` over ranks; and equal names, everywhere."""
     of_model = {id(parameter): name for name, parameter in model.named_parameters()}
-    if cut and (shared := [of_model[id(p)] for p in loss.parameters() if id(p) in of_model]):
+    shared = [of_model[id(p)] for p in loss.parameters() if id(p) in of_model]
+    if cut and shared:
         what = f"the loss function uses {listed(shared)} of the model"
         why = "a rank has its piece of it alone, outside of the model's forward pass"
         fix = "let forward return what the loss needs of it, or write strategy: ddp"
         raise UsageError(what, where="loss_fn", why=why, fix=fix)
-    if own_weights(loss, model) and (
-        taken := [name for name in of_model.values() if name.startswith(PREFIX)]
-    ):
+    taken = [name for name in of_model.values() if name.startswith(PREFIX)]
+    if taken and own_weights(loss, model):
         what = f"the model's {listed(taken)} is named like a weight of the loss function"
         raise UsageError(
             what, where="loss_fn", fix="name the model's attribute otherwise than loss_fn"

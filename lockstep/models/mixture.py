@@ -85,8 +85,11 @@ class Mixture(Decoder):
         _check_choices(n_expert, top_k, router, balance)
         if expert_hidden is None:
             expert_hidden = max(8, round(n_embd * 8 / 3 / (top_k + n_shared) / 8) * 8)
-        self.block_size, self.tie_embeddings, self.n_shared = block_size, tie_embeddings, n_shared
-        self.balance_weight, self.z_weight = balance_weight if balance != "none" else 0.0, z_weight
+        self.block_size = block_size
+        self.tie_embeddings = tie_embeddings
+        self.n_shared = n_shared
+        self.balance_weight = balance_weight if balance != "none" else 0.0
+        self.z_weight = z_weight
         of_step = balance == "step" and balance_weight > 0
         self.embed = Embedding(vocab_size, n_embd, dropout)
         self.layers = nn.ModuleList(
@@ -161,7 +164,9 @@ class MixtureLayer(nn.Module):
 
     def __init__(self, router: "Router", experts: "Experts", shared: SwiGLU | None) -> None:
         super().__init__()
-        self.router, self.experts, self.shared = router, experts, shared
+        self.router = router
+        self.experts = experts
+        self.shared = shared
 
     def init_weights(self, out_std: float) -> None:
         self.router.init_weights()
@@ -219,7 +224,10 @@ class Router(nn.Module):
         self, n_embd: int, n_expert: int, top_k: int, score: str, *, of_step: bool, bias_rate: float
     ) -> None:
         super().__init__()
-        self.top_k, self.score, self.of_step, self.bias_rate = top_k, score, of_step, bias_rate
+        self.top_k = top_k
+        self.score = score
+        self.of_step = of_step
+        self.bias_rate = bias_rate
         self.weight = nn.Parameter(torch.empty(n_expert, n_embd))
         self.mean = SequenceMean()
         self.counts_steps = of_step or bias_rate > 0

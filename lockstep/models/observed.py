@@ -148,7 +148,8 @@ def _noting(name: str) -> Callable[..., Tensor]:
 
 def _targets(call: Mapping[str, Any]) -> Mean:
     """Count class indices that are not ignored, or the weights of their classes; of probabilities each position."""
-    scores, target = call["input"], call["target"]
+    scores = call["input"]
+    target = call["target"]
     weight = call["weight"] if "weight" in call else None  # noqa: SIM401  # without a call, as this runs in each step
     if target.is_floating_point():
         positions = target.numel() // max(1, scores.shape[1 if scores.ndim > 1 else 0])
@@ -210,7 +211,8 @@ def note_losses(module: fx.GraphModule) -> None:
             continue
         for node in inner.graph.nodes:
             if getattr(node.target, "overloadpacket", None) in _NAMES:
-                node.args, node.target = (node.target, *node.args), noted
+                node.args = (node.target, *node.args)
+                node.target = noted
         inner.recompile()
 
 

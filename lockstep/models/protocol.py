@@ -93,7 +93,8 @@ class Tap:
     @contextmanager
     def opened(self, take: TakeOutputs) -> Iterator[None]:
         """Call `take` for each micro-batch in the block."""
-        before, self.take = self.take, take
+        before = self.take
+        self.take = take
         try:
             yield
         finally:
@@ -147,13 +148,13 @@ class Objective:
         multiplied instead. `calls` are those of torch's loss functions in the forward pass, if the
         loss was computed there.
         """
-        if (
-            self.tap.take is not None
-            and (taken := self.tap.take(self.whole(outputs), batch)) is not None
-        ):
-            return taken
+        if self.tap.take is not None:
+            taken = self.tap.take(self.whole(outputs), batch)
+            if taken is not None:
+                return taken
         if self.observed is None:
-            loss, count = self.loss(outputs, batch), self.count(batch)
+            loss = self.loss(outputs, batch)
+            count = self.count(batch)
         else:
             loss, count = self._observe(self.observed, outputs, batch, calls)
         if not self.is_mean:
@@ -274,7 +275,8 @@ def objective_of(model: nn.Module, loss_fn: Callable[..., Tensor] | None = None)
     """Return the objective of `model`, with `loss_fn` or with what the model offers."""
     loss_fn = as_object(loss_fn)
     inputs = _with_documents(model, _inputs_of(model, has_loss_fn=loss_fn is not None))
-    own, declared = offered(model, "loss"), offered(model, "count")
+    own = offered(model, "loss")
+    declared = offered(model, "count")
     if own is not None and declared is None and "loss" in vars(model):
         own = None  # a function that the model uses in its forward pass: self.loss = F.mse_loss
     if loss_fn is None and own is not None:
@@ -578,7 +580,8 @@ def _with_targets(loss_fn: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor
     over_classes = isinstance(loss_fn, nn.CrossEntropyLoss)
 
     def loss(outputs: Any, batch: Any) -> Tensor:
-        outputs, targets = logits_of(outputs), targets_of(batch)
+        outputs = logits_of(outputs)
+        targets = targets_of(batch)
         if (
             over_classes
             and isinstance(outputs, Tensor)
@@ -588,7 +591,8 @@ def _with_targets(loss_fn: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor
             fits_torch = targets.ndim > 2 and outputs.shape[:1] + outputs.shape[2:] == targets.shape
             # [B, T, V] and [B, T], and not torch's [B, C, H, W] and [B, H, W] with equal sizes
             if not fits_torch:
-                outputs, targets = outputs.flatten(0, -2), targets.flatten()
+                outputs = outputs.flatten(0, -2)
+                targets = targets.flatten()
         return loss_fn(outputs, targets)
 
     return loss

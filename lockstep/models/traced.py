@@ -85,7 +85,8 @@ class Chain(nn.Module):
             self.register_buffer(name, buffer, persistent=name in persistent)
         for name, child in model.named_children():
             self.add_module(name, child)
-        self._names, self._pieces = list(pieces), nn.ModuleList(pieces.values())
+        self._names = list(pieces)
+        self._pieces = nn.ModuleList(pieces.values())
         self._borrows = {name: piece.borrows for name, piece in pieces.items()}
         self._arguments = list(inspect.signature(model.forward).parameters)[: len(example)]
         self._pieces[0].register_forward_pre_hook(_only_shapes_of(example))
@@ -186,7 +187,8 @@ def _exported(model: nn.Module, example: tuple[Tensor, ...]) -> tuple[fx.GraphMo
         what = f"{type(model).__name__} changes buffers in its forward pass: {', '.join(changed)}"
         fix = "give the model segments() of its own, or use a normalisation without them"
         raise UsageError(what, why="a traced model keeps no running statistics", fix=fix)
-    module, structure = program.module(), program.call_spec.out_spec
+    module = program.module()
+    structure = program.call_spec.out_spec
     assert isinstance(module, fx.GraphModule)
     assert structure is not None
     note_losses(module)
@@ -230,8 +232,10 @@ class _Cutter:
         blocks: Sequence[str],
         parameters: Iterable[str],
     ) -> None:
-        self._module, self._structure = module, structure
-        self._blocks, self._parameters = blocks, set(parameters)
+        self._module = module
+        self._structure = structure
+        self._blocks = blocks
+        self._parameters = set(parameters)
         graph = self._module.graph
         self._nodes = [n for n in graph.nodes if n.op in ("placeholder", "call_function")]
         [self._output] = [n for n in graph.nodes if n.op == "output"]
@@ -257,7 +261,8 @@ class _Cutter:
 
         What follows the blocks with the numbers `gaps` is one of its own.
         """
-        piece_of, count = {0: 0}, 0
+        piece_of = {0: 0}
+        count = 0
         for number in range(len(self._blocks)):
             count += 1
             piece_of[2 * number + 1] = count
@@ -333,7 +338,8 @@ class _Cutter:
         return self._piece.get(user, -1)  # sizes are read from any tensor at hand
 
     def _cut(self, piece: int) -> _GraphPiece:
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        graph = fx.Graph()
+        copies = dict[fx.Node, fx.Node]()
         attributes: dict[str, tuple[str, Tensor]] = {}
         own = [node for node, made in self._piece.items() if made == piece]
         live = self._live(piece) if piece else [node for node in own if node.op == "placeholder"]
@@ -344,7 +350,8 @@ class _Cutter:
         for node in wanted:
             module = _inner_graph(self._module, node)
             if module is not None:
-                inner[str(node.target)], copies[node] = module, graph.get_attr(str(node.target))
+                inner[str(node.target)] = module
+                copies[node] = graph.get_attr(str(node.target))
                 continue
             copies[node] = graph.placeholder(node.name)
             attributes[node.name] = (str(node.target), look_up(self._module, str(node.target)))

@@ -208,7 +208,9 @@ class Attention(nn.Module):
             self.attend.positions(q.shape[2], q.device, documents), self.head_width, THETA
         )
         if documents is not None:
-            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # the same for all heads
+            # the same for all heads
+            cos = cos.unsqueeze(1)
+            sin = sin.unsqueeze(1)
         q = rotate(q, cos, sin)
         k = rotate(self._heads(self.key(keys_from)), cos, sin)
         v = self._heads(self.value(keys_from))

@@ -49,7 +49,8 @@ class VAE(nn.Module):
             fix = f"pad or resize the images to {larger}, and set image_size to that"
             raise UsageError(what, where="model.args.image_size", fix=fix)
         self.beta = beta
-        widths, side = (channels, *CHANNELS), image_size // REDUCTION
+        widths = (channels, *CHANNELS)
+        side = image_size // REDUCTION
         self.encoder = nn.ModuleList(Down(widths[i], widths[i + 1]) for i in range(4))
         self.latent = GaussianLatent(CHANNELS[-1] * side**2, latent_dim)
         self.decoder = nn.ModuleList(
@@ -131,7 +132,8 @@ class GaussianLatent(nn.Module):
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         flat = features.flatten(1)
-        mu, log_var = self.mu(flat).float(), self.log_var(flat).float()
+        mu = self.mu(flat).float()
+        log_var = self.log_var(flat).float()
         z = mu + torch.randn_like(mu) * torch.exp(0.5 * log_var)
         return self.expand(z.to(features.dtype)), mu, log_var
 

@@ -38,14 +38,14 @@ def is_clear(e: Evidence) -> bool:
 def wanted_experiments(e: Evidence, topology: str) -> list[str]:
     """Return the experiments that may undo the difference, from what was seen."""
     values, ranks = parse_topology(topology)
-    found, undoes = e.deviations, direct_causes.update_experiments(e)
+    found = e.deviations
+    undoes = direct_causes.update_experiments(e)
     if e.found.has("samples", "start"):
         return [experiments.SAMPLES if e.found.has("samples") else experiments.START]
     if undoes and not e.found.has("gradient"):
         return undoes
-    if experiments.RECOMPUTATION in (off := experiments.switched_off(e.config)) and not e.found.has(
-        "loss"
-    ):
+    off = experiments.switched_off(e.config)
+    if experiments.RECOMPUTATION in off and not e.found.has("loss"):
         # part by part, nothing is recomputed
         undoes += [experiments.RECOMPUTATION, experiments.SAME_DRAWS]
     if e.flows and not found:
@@ -60,7 +60,8 @@ def wanted_experiments(e: Evidence, topology: str) -> list[str]:
     wanted = [*undoes, experiments.ONE_EACH] if e.not_reduced else undoes
     if e.flows and all(d.stage == REDUCTION for d in found):
         return wanted
-    stages, notes = {d.stage for d in found}, " ".join(f"{d.note} {d.relation}" for d in found)
+    stages = {d.stage for d in found}
+    notes = " ".join(f"{d.note} {d.relation}" for d in found)
     if any(flow.draws for flow in e.flows) or not e.flows:
         wanted += [experiments.SEEDS, experiments.SAME_DRAWS]
     if any(flow.moved for flow in e.flows) or not e.flows:
@@ -159,15 +160,14 @@ def _chaos(e: Evidence) -> Cause | None:
 
 def _not_synchronized(e: Evidence) -> Cause | None:
     # Where the norm differs, clipping makes all gradients differ; part by part, nothing is clipped.
-    seen, own = e.tried.get(experiments.FORCED, e.found), e.not_reduced
+    seen = e.tried.get(experiments.FORCED, e.found)
+    own = e.not_reduced
     unsynchronized = seen.unsynchronized
     if not own or not unsynchronized:
         return None
     first = next(d for d in e.deviations if d.stage == REDUCTION and d.module in own)
-    how, compared = (
-        f" ({first.module} {first.relation} on rank {first.rank})",
-        "gradients compared between ranks",
-    )
+    how = f" ({first.module} {first.relation} on rank {first.rank})"
+    compared = "gradients compared between ranks"
     everything = len(unsynchronized) == len(seen.fingerprints)
     if everything and e.agrees(experiments.ONE_EACH):
         text = (

@@ -47,7 +47,8 @@ def compare_tensor(
     if mine is None or reference is None:
         one_sided = mine is not reference
         return TensorDifference(missing=one_sided, excess=math.inf if one_sided else 0.0)
-    piece, target = local(mine).detach().cpu(), shard_like(reference, mine)
+    piece = local(mine).detach().cpu()
+    target = shard_like(reference, mine)
     if piece.shape != target.shape:
         return TensorDifference(math.inf, math.inf)
     if torch.equal(_bits(piece), _bits(target)):
@@ -74,7 +75,8 @@ def _bits(tensor: Tensor) -> Tensor:
 def shard_like(whole: Tensor, mine: Tensor) -> Tensor:
     """Return the part of a whole tensor that this rank holds of it."""
     if isinstance(mine, DTensor):
-        mesh, coordinate = mine.device_mesh, mine.device_mesh.get_coordinate()
+        mesh = mine.device_mesh
+        coordinate = mine.device_mesh.get_coordinate()
         assert coordinate is not None
         for axis, placement in enumerate(mine.placements):
             if isinstance(placement, Shard):
@@ -163,7 +165,8 @@ def compare_with_float64(
     """
     found = _missing(names, gradients, in_float32)
     for name, mine in gradients.items():
-        true, single = stored.get(GRADIENT, name), in_float32.get(GRADIENT, name)
+        true = stored.get(GRADIENT, name)
+        single = in_float32.get(GRADIENT, name)
         if true is None or single is None:
             return {}, f"the float64 reference has no gradient of {name}"
         own = float((single.double() - true).norm())

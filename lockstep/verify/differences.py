@@ -111,10 +111,8 @@ def combine_reports(
     result = StepResult(step, seeds={report.rank: report.seed for report in reports})
     result.flows = [report.flow for report in reports if report.flow is not None]
     result.outputs = [report.facts.outputs for report in reports]
-    result.updates, result.right_update = (
-        [report.facts.update for report in reports],
-        reference.update,
-    )
+    result.updates = [report.facts.update for report in reports]
+    result.right_update = reference.update
     result.differences += _samples(reports, reference.samples)
     for aspect, limit in (("loss", SCALAR_TOLERANCE), ("norm", norm_limit)):
         result.differences += _scalar(

@@ -57,7 +57,8 @@ def _undone(e: Evidence, name: str, kind: str, text: str) -> Cause | None:
 def nondeterminism(e: Evidence) -> Cause | None:
     """Return a cause if a step that is taken twice differs from itself."""
     kind = "non-deterministic operation"
-    once, twice = e.facts(experiments.AGAIN), e.facts(experiments.AGAIN_TOO)
+    once = e.facts(experiments.AGAIN)
+    twice = e.facts(experiments.AGAIN_TOO)
     if once is not None and twice is not None and once.outputs != twice.outputs:
         pairs = zip(once.outputs, twice.outputs, strict=False)
         module = next((a[0] for a, b in pairs if a != b), "the model")
@@ -67,7 +68,8 @@ def nondeterminism(e: Evidence) -> Cause | None:
         )
         text += "random numbers from outside torch's generator"
         return Cause(kind, text, ["the same step twice in one process"])
-    first, second = e.tried.get(experiments.AGAIN), e.tried.get(experiments.AGAIN_TOO)
+    first = e.tried.get(experiments.AGAIN)
+    second = e.tried.get(experiments.AGAIN_TOO)
     if first is None or second is None:
         return None
     by = ["the same step twice on the same ranks"]
@@ -227,7 +229,8 @@ def update(e: Evidence) -> Cause | None:
     if e.found.has("gradient", "samples", "start") or not e.found.has("value"):
         return None
     wrong = [d for d in e.found.differences if d.aspect == "value"]
-    names, ranks = [d.name for d in wrong], sorted({rank for d in wrong for rank in d.ranks})
+    names = [d.name for d in wrong]
+    ranks = sorted({rank for d in wrong for rank in d.ranks})
     changed = {*_differ(e, lambda update: update.before), *_differ(e, lambda update: update.after)}
     if changed & set(names):  # by something else than the optimizer, and undoing that is not enough
         return None

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 # Experiments that change settings.
-AGAIN, AGAIN_TOO = "again", "again too"
-COMPRESSION, RECOMPUTATION, CLIP, COMPILE = (
-    "without compression",
-    "without recomputation",
-    "without clipping",
-    "without compilation",
-)
-FLOAT32, ONE_EACH = "in float32", "one micro-batch a rank"
+AGAIN = "again"
+AGAIN_TOO = "again too"
+COMPRESSION = "without compression"
+RECOMPUTATION = "without recomputation"
+CLIP = "without clipping"
+COMPILE = "without compilation"
+FLOAT32 = "in float32"
+ONE_EACH = "one micro-batch a rank"
 # Experiments that change the running trainer; a case names them in `switches`, too.
 SEEDS = "with one seed"  # every segment uses the same seed
 # each draw gives the mean of what it draws from; of the reference's checks
@@ -98,7 +98,8 @@ def apply(trainer: "Trainer", switches: frozenset[str], model: torch.nn.Module) 
         for part in placed.parts:
             part.train()
     if MEMORY in switches:
-        memory, at = ModelMemory(placed.parts), placed.random_state.at
+        memory = ModelMemory(placed.parts)
+        at = placed.random_state.at
 
         def restored(micro_batch: int) -> None:
             memory.restore_first()
@@ -117,19 +118,18 @@ def apply(trainer: "Trainer", switches: frozenset[str], model: torch.nn.Module) 
         trainer.optimizer.register_step_pre_hook(lambda *_: _set_values(trainer, values))
     if ALONE in switches and placed.layout.world_size > 1:
         _forward_alone(trainer)
-    if (
-        CHAIN in switches
-        and placed.layout.pipeline == 1
-        and (segments := pipeline_segments_of(model)) is not None
-    ):
-        model.forward = _chain(segments)
+    if CHAIN in switches and placed.layout.pipeline == 1:
+        segments = pipeline_segments_of(model)
+        if segments is not None:
+            model.forward = _chain(segments)
 
 
 def _chain(segments: Sequence[tuple[str, torch.nn.Module]]) -> Callable[..., Any]:
     def forward(*values: Any, **keywords: Any) -> Any:
         for _, segment in segments:
             outputs = segment(*values, **keywords)
-            values, keywords = outputs if isinstance(outputs, tuple) else (outputs,), {}
+            values = outputs if isinstance(outputs, tuple) else (outputs,)
+            keywords = {}
         return outputs
 
     return forward
@@ -137,7 +137,8 @@ def _chain(segments: Sequence[tuple[str, torch.nn.Module]]) -> Callable[..., Any
 
 def _keep_state(trainer: "Trainer") -> None:
     """Give the optimizer the state that it had at the start of the step."""
-    optimizer, kept = trainer.optimizer, dict[Any, Any]()
+    optimizer = trainer.optimizer
+    kept = dict[Any, Any]()
 
     def keep(_micro_batches: Sequence[MicroBatch]) -> None:
         kept.clear()
@@ -329,7 +330,9 @@ def further_experiments(
 
 def switched_off(config: Config) -> dict[str, dict[str, Any]]:
     """Return experiment → settings, for what the config uses and a step can do without."""
-    training, precision, distributed = config.training, config.precision, config.distributed
+    training = config.training
+    precision = config.precision
+    distributed = config.distributed
     off: dict[str, dict[str, Any]] = {}
     if distributed.ddp.compression.kind != "none":
         off[COMPRESSION] = {"distributed.ddp.compression.kind": "none"}

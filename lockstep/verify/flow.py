@@ -72,13 +72,17 @@ class FlowRecorder:
         *,
         nudge: bool = False,
     ) -> None:
-        self.stored, self.flow = RecordedFlow(), RankFlow()
-        self._trainer, self._names, self._reference = trainer, names, reference
+        self.stored = RecordedFlow()
+        self.flow = RankFlow()
+        self._trainer = trainer
+        self._names = names
+        self._reference = reference
         self._generator = torch.Generator().manual_seed(1) if nudge else None
         self._calls: dict[tuple[int, str], int] = {}
         # modules that run, outermost first, with the number of their call
         self._inside: list[tuple[str, int]] = []
-        self._forward, self._bytes = False, 0
+        self._forward = False
+        self._bytes = 0
         self._unreal: set[int] = set()
         self._found: list[recorded_flow.Deviation] = []
         self._seen: set[Key] = set()  # that deviate
@@ -258,7 +262,8 @@ class FlowRecorder:
     # ---- the loss ----
 
     def _see_loss(self, number: int, loss: Loss) -> None:
-        value, targets = float(loss.summed()), float(loss.targets)
+        value = float(loss.summed())
+        targets = float(loss.targets)
         self.stored.losses[number] = value, targets
         if self._reference is not None and number in self._reference.losses:
             right, right_targets = self._reference.losses[number]
@@ -302,7 +307,8 @@ class FlowRecorder:
     def _unit(self, micro_batch: int) -> float:
         """Return the factor between this rank's gradients and the reference's: DDP takes a mean, which undoes it."""
         assert self._reference is not None
-        mine, right = self.stored.units.get(micro_batch), self._reference.units.get(micro_batch)
+        mine = self.stored.units.get(micro_batch)
+        right = self._reference.units.get(micro_batch)
         world = float(self._trainer.layout.world_size)
         if mine and right:
             for unit in (1.0, world):
@@ -328,7 +334,8 @@ class FlowRecorder:
         for name, gradient in gradients.items():
             whole = stored.get(GRADIENT, name)
             if whole is not None:
-                whole, gradient = shard_like(whole, gradient), local(gradient).cpu()
+                whole = shard_like(whole, gradient)
+                gradient = local(gradient).cpu()
             if whole is None or gradient.shape != whole.shape:
                 continue
             key = (-1, name, 0, "reduced gradient")
@@ -354,7 +361,8 @@ class FlowRecorder:
 
     def _compare(self, stage: str, key: Key, mine: Tensor, right: Tensor) -> None:
         assert self._reference is not None
-        mine, right = mine.cpu(), right.cpu()
+        mine = mine.cpu()
+        right = right.cpu()
         off = distance(mine, right)
         self.flow.parts += 1
         self.stored.bounds[key] = off
@@ -383,7 +391,8 @@ class FlowRecorder:
     def _deviates(self, stage: str, key: Key, relative: float, how: Relation) -> None:
         assert self._reference is not None
         micro_batch, name, number, what = key
-        note, state = "", self.stored.state.get((micro_batch, name, number))
+        note = ""
+        state = self.stored.state.get((micro_batch, name, number))
         right_state = self._reference.state.get((micro_batch, name, number))
         if state is not None and right_state is not None and state != right_state:
             pairs = zip(state.split(", ", 2), right_state.split(", ", 2), strict=True)
@@ -429,7 +438,8 @@ class _Seen(torch.autograd.Function):
     def forward(
         ctx: Any, _tensor: Tensor, value: Tensor, recorder: FlowRecorder, key: Key
     ) -> Tensor:
-        ctx.recorder, ctx.key = recorder, key
+        ctx.recorder = recorder
+        ctx.key = key
         return value.clone()
 
     @staticmethod

@@ -159,12 +159,12 @@ class WholeSequences:
         self.module = ""
         # whether it is an `Attend` that numbers the positions of a part otherwise
         self.numbers = False
-        self._names, self._context, self._model = names, context, model
-        self._plain, self._compared, self._random = (
-            model.forward,
-            False,
-            trainer.placed.random_state,
-        )
+        self._names = names
+        self._context = context
+        self._model = model
+        self._plain = model.forward
+        self._compared = False
+        self._random = trainer.placed.random_state
         model.forward = self._forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +174,8 @@ class WholeSequences:
             for leaf in leaves
             if isinstance(leaf, Tensor) and leaf.dim() > SEQUENCE
         ]
-        length, context = min(lengths), self._context
+        length = min(lengths)
+        context = self._context
         gathered = [context.gathered(leaf) if _has(leaf, length) else leaf for leaf in leaves]
         whole_args, whole_kwargs = tree_unflatten(gathered, structure)
         if not self._compared:
@@ -197,12 +198,14 @@ class WholeSequences:
             self._context.whole = False
             wrong = not torch.equal(attend.positions(length, device), right)
             if any(gather_objects(wrong)):  # the first rank's part may begin at 0 in any case
-                self.module, self.numbers = self._names.get(id(attend), ""), True
+                self.module = self._names.get(id(attend), "")
+                self.numbers = True
                 return
 
     @torch.no_grad()
     def _compare(self, part: tuple[Any, Any], whole: tuple[Any, Any]) -> None:
-        found, calls = [], dict(self._random.calls)
+        found = []
+        calls = dict(self._random.calls)
         for self._context.whole, (args, kwargs) in ((False, part), (True, whole)):
             seen: list[tuple[str, Tensor]] = []
             inside = [module for module in self._model.modules() if module is not self._model]

@@ -27,7 +27,10 @@ Key = tuple[int, str, int, str]
 Operation = tuple[str, int, float, str]  # its name, fingerprint of its result, norm, line
 Operations = dict[tuple[int, str], list[Operation]]  # by micro-batch and module
 
-FORWARD, LOSS, BACKWARD, REDUCTION = "forward", "loss", "backward", "reduction"
+FORWARD = "forward"
+LOSS = "loss"
+BACKWARD = "backward"
+REDUCTION = "reduction"
 STAGES = (FORWARD, LOSS, BACKWARD, REDUCTION)
 SLACK = 4.0  # a part may deviate by this many times what changed last bits do
 LEAST = 1e-5  # relative; a smaller deviation of a part is rounding in any case
@@ -107,7 +110,9 @@ class ObservedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, where: Callable[[], tuple[int, str | None]], flow: RankFlow, operations: Operations
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._where, self._flow, self._operations = where, flow, operations
+        self._where = where
+        self._flow = flow
+        self._operations = operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -35,8 +35,13 @@ from lockstep.verify.trace import GRADIENT, StepObserver, Trace
 AGREES = 1e-4
 _LARGEST = 1 << 28  # elements of gradients that are kept
 
-BASE, HALF, TWICE, PLAIN, NUDGED_BASE = "base", "half", "twice", "plain", "nudged"
-EVALUATED, LOADED = "evaluated", "loaded"
+BASE = "base"
+HALF = "half"
+TWICE = "twice"
+PLAIN = "plain"
+NUDGED_BASE = "nudged"
+EVALUATED = "evaluated"
+LOADED = "loaded"
 TITLES = {
     HALF: "micro-batches of half the size",
     TWICE: "micro-batches of twice the size",
@@ -68,10 +73,12 @@ class _CutStep:
 def checks_of(spec: Spec) -> list[str]:
     """Return what can be checked: cuts need samples, and the last two need two steps."""
     _, subject = spec.build({})
-    indexed, model = is_indexed(subject.data), subject.model
+    indexed = is_indexed(subject.data)
+    model = subject.model
     subject.close()
     training = spec.config.training
-    size, whole = training.batch_size, training.global_batch_size or training.batch_size
+    size = training.batch_size
+    whole = training.global_batch_size or training.batch_size
     wanted = []
     if indexed and sum(p.numel() for p in model.parameters()) * (whole // size + 1) <= _LARGEST:
         wanted += [BASE, NUDGED_BASE]
@@ -108,7 +115,8 @@ def judge(taken: Sequence[str], folder: Path, missing: dict[str, str]) -> list[C
 
 def _cut_step(spec: Spec, folder: Path, what: str) -> _CutStep:
     training = spec.config.training
-    size, whole = training.batch_size, training.global_batch_size or training.batch_size
+    size = training.batch_size
+    whole = training.global_batch_size or training.batch_size
     sizes = {HALF: size // 2, TWICE: 2 * size, PLAIN: whole}
     settings = {
         key: value for off in switched_off(spec.config).values() for key, value in off.items()
@@ -138,7 +146,8 @@ class _Parts:
         self.means: list[Tensor] = []
         self.batch: Any = None
         self.plain: Tensor | None = None
-        self._trainer, self._parameters = trainer, trainer.placed.parameters
+        self._trainer = trainer
+        self._parameters = trainer.placed.parameters
         self._wants_plain = plain
         trainer.placed.around_passes.append(self._observed)
 
@@ -177,7 +186,8 @@ class _Parts:
 
     def _plain_gradient(self, batches: list[Any]) -> Tensor:
         """Return the gradient of the loss as its author wrote it, in a plain pass over a whole step."""
-        objective, model = self._trainer.placed.objective, self._trainer.placed.parts[0]
+        objective = self._trainer.placed.objective
+        model = self._trainer.placed.parts[0]
         batch = batches[0]
         if len(batches) > 1:
             flat = [tree_flatten(each) for each in batches]
@@ -315,10 +325,8 @@ def _judge_second(what: str, found: tuple[float, str]) -> Check:
     off, name = found
     if off <= AGREES:
         return Check(TITLES[what], passed=True, relative=off)
-    kind, why = (
-        "evaluation",
-        "an evaluation changes what the model computes afterwards: training reads what it writes",
-    )
+    kind = "evaluation"
+    why = "an evaluation changes what the model computes afterwards: training reads what it writes"
     if what == LOADED:
         kind = "checkpoint"
         why = (

@@ -169,7 +169,8 @@ def run_isolated(
 
 
 def _run(run: Callable[[], None], folder: Path, number: int, seconds: float, alone: bool) -> None:
-    facts, code = rank_facts(), 0
+    facts = rank_facts()
+    code = 0
     die_with_this_process()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for name in _PLACE if alone else ():

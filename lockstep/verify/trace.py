@@ -38,7 +38,10 @@ from lockstep.torch_compat.optimizer_step import run_first
 from lockstep.torch_compat.pytree import tree_leaves
 from lockstep.trainer import Trainer
 
-GRADIENT, BOUND, VALUE, BUFFER = "gradient", "bound", "value", "buffer"
+GRADIENT = "gradient"
+BOUND = "bound"
+VALUE = "value"
+BUFFER = "buffer"
 # Of a group: what chooses a kernel, and what schedules start from; the learning rate itself is
 # compared.
 _NOT_COMPARED = {"params", "fused", "foreach", "capturable", "differentiable", "initial_lr"}
@@ -91,7 +94,8 @@ class Trace:
     """Folder of one case."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.states = folder, folder / "states"
+        self.folder = folder
+        self.states = folder / "states"
 
     def state(self, step: int) -> Path:
         """Return the path of the checkpoint before step `step`."""
@@ -127,7 +131,8 @@ class Stored:
     """Tensors in one file, by kind and name."""
 
     def __init__(self, file: Any) -> None:
-        self._file, self._keys = file, set(file.keys())
+        self._file = file
+        self._keys = set(file.keys())
 
     def get(self, kind: str, name: str) -> Tensor | None:
         """Read a tensor; None if there is none."""
@@ -148,18 +153,21 @@ class StepObserver:
     """
 
     def __init__(self, trainer: Trainer, *, bounds: bool = False, outputs: bool = False) -> None:
-        self._trainer, self._placed = trainer, trainer.placed
+        self._trainer = trainer
+        self._placed = trainer.placed
         self.gradients: dict[str, Tensor] = {}  # of the last step, as the optimizer gets them
         self._samples: dict[int, str] = {}
         self._sizes: dict[str, Tensor] = {}
         self._outputs: list[tuple[str, int]] = []
-        self._micro_batches_per_step, self._factor = 1, 1.0
+        self._micro_batches_per_step = 1
+        self._factor = 1.0
         self._update = UpdateFacts()
         self._values: dict[str, int] = {}
         self._updated: dict[str, int] = {}
         self._given: dict[str, int] = {}
         self._state: dict[str, Any] = {}
-        optimizer, placed = trainer.optimizer, trainer.placed
+        optimizer = trainer.optimizer
+        placed = trainer.placed
         placed.around_passes.append(self._observed)
         placed.update_finishers.insert(0, self._finished)
         self._opened = ExitStack()
@@ -197,7 +205,8 @@ class StepObserver:
         rate = max(
             (float(group["lr"]) for group in self._trainer.optimizer.param_groups), default=0.0
         )
-        values, update = _prints(self._placed.parameters), self._update
+        values = _prints(self._placed.parameters)
+        update = self._update
         update.after = _changed(self._updated, values) if update.called else []
         update.unmoved = [name for name, value in values.items() if value == self._values.get(name)]
         return StepFacts(
@@ -250,9 +259,11 @@ class StepObserver:
             for micro_batch in micro_batches
             if micro_batch.real and micro_batch.batch is not None
         }
-        self._micro_batches_per_step, self._factor = accumulator.micro_batches_per_step, factor
+        self._micro_batches_per_step = accumulator.micro_batches_per_step
+        self._factor = factor
         parameters = self._placed.parameters
-        self.gradients, self._given = {}, {}
+        self.gradients = {}
+        self._given = {}
         self._update = UpdateFacts(
             tied={
                 alias: name for name, aliases in self._placed.aliases.items() for alias in aliases
@@ -264,7 +275,8 @@ class StepObserver:
                 if p.grad is not None and bool(local(p.grad).any())
             ],
         )
-        self._values, self._state = _prints(parameters), self._states()
+        self._values = _prints(parameters)
+        self._state = self._states()
         self._outputs.clear()
         self._sizes.clear()
         run(micro_batches, accumulator, factor)
@@ -283,7 +295,9 @@ class StepObserver:
         self._given = _prints(self._found())
 
     def _before_update(self) -> None:
-        found, facts, parameters = self._found(), self._update, self._placed.parameters
+        found = self._found()
+        facts = self._update
+        parameters = self._placed.parameters
         facts.called = True
         facts.before = _changed(self._values, _prints(parameters))
         facts.by_hooks = _changed(self._given, _prints(found))

@@ -83,7 +83,9 @@ class TrainingChecks:
         every: int = 100,
         report: Callable[[LoopFinding], None] = lambda _finding: None,
     ) -> None:
-        self.first, self.every, self.report = first, every, report
+        self.first = first
+        self.every = every
+        self.report = report
         self.findings: dict[str, LoopFinding] = {}
         self.steps = 0
         self.models: list[nn.Module] = []
@@ -167,15 +169,18 @@ class TrainingChecks:
     def backward(self, loss: Any) -> None:
         """Look at a backward pass that begins."""
         for known in self._optimizers:
-            if (optimizer := known()) is not None and not (
-                before := self._updates.get(id(optimizer), (-1, True))
-            )[1]:
+            optimizer = known()
+            if optimizer is None:
+                continue
+            passes, cleared = self._updates.get(id(optimizer), (-1, True))
+            if not cleared:
                 first = self._with_gradient.get(id(optimizer))
                 if first is None or first.grad is None or (self.looks and not _has_gradient(first)):
-                    self._updates[id(optimizer)] = (before[0], True)
+                    self._updates[id(optimizer)] = (passes, True)
         if self._clipped is not None and not _has_gradient(self._clipped):
             # set to zero since: the loop has updated without an optimizer
-            self._clipped, self._passes = None, 0
+            self._clipped = None
+            self._passes = 0
         if self._clipped is not None:
             text = (
                 "a backward pass adds to the gradients after they are clipped, so that the step is"
@@ -196,13 +201,13 @@ class TrainingChecks:
 
     def backward_done(self) -> None:
         """Note a gradient at the end of a backward pass."""
-        if self.looks and self._optimizers and (optimizer := self._optimizers[0]()) is not None:
-            found = next(
-                (p for p in optimizer.param_groups[0]["params"] if p.grad is not None), None
-            )
-            self._gradient = (
-                None if found is None else (found, float(local(found.grad).detach().norm()))
-            )
+        optimizer = self._optimizers[0]() if self.looks and self._optimizers else None
+        if optimizer is not None:
+            parameters = optimizer.param_groups[0]["params"]
+            found = next((p for p in parameters if p.grad is not None), None)
+            self._gradient = None
+            if found is not None:
+                self._gradient = (found, float(local(found.grad).detach().norm()))
 
     def clipped(self, parameters: Iterable[Tensor]) -> None:
         """Look at gradients that are clipped."""
@@ -313,7 +318,10 @@ class TrainingChecks:
         if found is not None:
             self._with_gradient[id(optimizer)] = found
         self.steps += 1
-        self._passes, self._batches, self._clipped, self._whole_losses = 0, 0, None, True
+        self._passes = 0
+        self._batches = 0
+        self._clipped = None
+        self._whole_losses = True
         if self.steps == self.first:
             self._check_models()
 
@@ -421,7 +429,8 @@ class TrainingChecks:
             fix = "let no detach(), no_grad() or .data cut them off from the loss"
             self.find("parameters without gradients", text, fix)
         for model in self.models:
-            calls, in_training = self._calls[id(model), False], self._calls[id(model), True]
+            calls = self._calls[id(model), False]
+            in_training = self._calls[id(model), True]
             random = any(isinstance(module, _DRAWS_OR_NORMALISES) for module in model.modules())
             if (
                 calls > 1

@@ -198,7 +198,8 @@ class _Ranks:
 
     def __init__(self, checks: TrainingChecks) -> None:
         self._checks = checks
-        self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.rank = torch.distributed.get_rank()
+        self.world = torch.distributed.get_world_size()
         self._queue: Queue[tuple[int, dict[str, Any]]] = Queue()
         self._connected = True  # until the thread finds no store
         self._equal: set[str] = set()  # weights that were equal on all ranks once
@@ -225,7 +226,8 @@ class _Ranks:
 
     def _run(self) -> None:
         try:
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            address = os.environ["MASTER_ADDR"]
+            port = int(os.environ["MASTER_PORT"])
             made: Any = vars(torch.distributed)["TCPStore"]
             store = made(
                 address, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS)

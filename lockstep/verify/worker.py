@@ -83,7 +83,8 @@ def record(spec: Spec, case: Case, folder: Path) -> None:
 def _record(
     trainer: Trainer, data: Any, names: dict[int, str], case: Case, folder: Path, *, exact: bool
 ) -> None:
-    trace, placed = Trace(folder / case.name), trainer.placed
+    trace = Trace(folder / case.name)
+    placed = trainer.placed
     trace.write(None, None, _named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers))
     nudges = experiments.NUDGED in case.switches
     stored = load(folder / experiments.FORCED / _FLOW) if nudges else None
@@ -104,7 +105,8 @@ def _record(
         trainer.save_checkpoint(trace.states)
     step = case.start - 1
     for step, done in enumerate(islice(trainer.steps(data), case.steps), start=case.start):
-        facts, bounds = observer.facts(done), observer.bounds(done)
+        facts = observer.facts(done)
+        bounds = observer.bounds(done)
         facts.norms = {name: float(g.double().norm()) for name, g in observer.gradients.items()}
         facts.norms |= {name: facts.norms.get(name, 0.0) for name in placed.parameters}
         facts.bound = sum(float(b.double().square().sum()) for b in bounds.values()) ** 0.5
@@ -153,7 +155,9 @@ def compare(job: VerifyJob, case: Case) -> None:
 def _compare(
     trainer: Trainer, data: Any, names: dict[int, str], case: Case, folder: Path, exact: bool
 ) -> Iterator[StepResult]:
-    trace, states, layout = Trace(folder / case.name), Trace(folder / MAIN), trainer.layout
+    trace = Trace(folder / case.name)
+    states = Trace(folder / MAIN)
+    layout = trainer.layout
     rank, piece = divmod(collectives.rank(), layout.same_batch_size)
     replica = rank // layout.data_parallel_size, rank % layout.shard, piece % layout.tensor
     factor, floor = comparisons.message_rounding(trainer)
@@ -175,7 +179,8 @@ def _compare(
             compared = comparisons.compare_with_reference(trainer, stored)
             at_start = compared[VALUE] | compared[BUFFER]
     for step, done in enumerate(islice(trainer.steps(data), case.steps), start=case.start):
-        facts, reference = observer.facts(done), trace.facts(step)
+        facts = observer.facts(done)
+        reference = trace.facts(step)
         not_comparable = ""
         with trace.tensors(step) as stored, states.tensors(step) as in_float32:
             if case.switches & {experiments.DOUBLE, experiments.PERTURB}:
@@ -218,7 +223,8 @@ def _compare(
         norm_limit = comparisons.limit_of_norm(reference, factor, floor)
         result = combine_reports(step, reports, reference, norm_limit, exact=exact)
         if whole is not None:
-            result.module, result.numbers = whole.module, whole.numbers
+            result.module = whole.module
+            result.numbers = whole.numbers
         yield result
         if result.differences and exact:
             break  # the steps after it are another run

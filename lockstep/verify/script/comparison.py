@@ -29,7 +29,9 @@ class ScriptComparison:
     """The ranks of a script, and what one process is given to be compared with them."""
 
     def __init__(self, runs: Runs, outcome: Outcome) -> None:
-        self.runs, self.outcome, self.ranks = runs, outcome, outcome.ranks
+        self.runs = runs
+        self.outcome = outcome
+        self.ranks = outcome.ranks
         self.records: list[ScriptRecord] = []
         self.world = World([])
         self.joined: dict[str, int] = {}
@@ -151,8 +153,10 @@ class ScriptComparison:
 
 def explain(c: ScriptComparison, first: Difference, reference: ScriptRecord) -> None:
     """Add the causes of the first difference."""
-    outcome, framework = c.outcome, c.outcome.framework
-    aspect, first.aspect = first.aspect, first.aspect.removeprefix("clipped ")
+    outcome = c.outcome
+    framework = c.outcome.framework
+    aspect = first.aspect
+    first.aspect = first.aspect.removeprefix("clipped ")
     if aspect == "weights" and any(one.column == "settings" for one in outcome.causes):
         own = [record.steps[first.step].settings for record in c.records]
         if any(other != own[0] for other in own):
@@ -199,8 +203,10 @@ def _evidence(c: ScriptComparison, number: int, reference: ScriptRecord) -> Grad
         # A rank that shares a model with others holds its own part of it.
         tensors = c.world.tensors([record.steps[number].own for record in c.records])
         own = [vector(tensors[rank], c.sizes) for rank in units] if len(units) == c.ranks else []
-    elif (at := c.batches_of(number)) is not None and len(units) > 1:
-        own = [gradient for gradient, _ in c.alone_on_each(number, at)]
+    elif len(units) > 1:
+        batches = c.batches_of(number)
+        if batches is not None:
+            own = [gradient for gradient, _ in c.alone_on_each(number, batches)]
     right = c.gradients(number, World([reference]))[0]
     ranks = [mine[rank] for rank in units] if own else mine
     return GradientEvidence(c.sizes, ranks, right, own, c.outcome.framework)
@@ -213,7 +219,8 @@ def _computation_cause(
     if at is None or len(c.world.units) == 1:
         return None
     alone = c.alone_on_each(first.step, at)
-    parts, records = [gradient for gradient, _ in alone], [record for _, record in alone]
+    parts = [gradient for gradient, _ in alone]
+    records = [record for _, record in alone]
     found = gradients.computation_cause(evidence, parts, c.world.leaders, records, first.step)
     if found is None and len(at[1]) == 1:
         found = gradients.coupling_cause(evidence, parts)
@@ -224,7 +231,8 @@ def _micro_batch_cause(
     c: ScriptComparison, first: Difference, evidence: GradientEvidence
 ) -> Cause | None:
     """Judge micro-batches one by one: each may weigh its ranks otherwise."""
-    at, units = c.batches_of(first.step), c.world.units
+    at = c.batches_of(first.step)
+    units = c.world.units
     if at is None or len(at[1]) == 1 or len(units) * len(at[1]) > MOST_PARTS:
         return None
     micro_batches = c.parts(first.step, at, [[c.feed[at[0], i]] * len(at[1]) for i in at[1]])

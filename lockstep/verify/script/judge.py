@@ -102,7 +102,8 @@ class _Judgement(ScriptComparison):
                 " trains"
             )
             raise RunError(text, why=why, fix=fix)
-        outcome.steps, outcome.framework = steps, self.records[0].framework
+        outcome.steps = steps
+        outcome.framework = self.records[0].framework
         if outcome.framework == LOCKSTEP:
             text = (
                 "the script trains with Lockstep's own step, which `lockstep verify CONFIG`"
@@ -116,7 +117,8 @@ class _Judgement(ScriptComparison):
         outcome.causes += loop_causes(self.records)
         outcome.causes += self._seen_on_ranks()
         taken = [len(record.steps) for record in self.records]
-        fewest, most = taken.index(min(taken)), taken.index(max(taken))
+        fewest = taken.index(min(taken))
+        most = taken.index(max(taken))
         if taken[fewest] < taken[most]:
             text = (
                 f"rank {fewest} took {taken[fewest]} steps, and rank {most} has taken {taken[most]}"
@@ -218,11 +220,9 @@ class _Judgement(ScriptComparison):
             self.outcome.not_judged = text + str(error).splitlines()[0]
             return None
         loader = self.records[0].training_loader
-        mine, theirs, units = (
-            self.records[0].passes[:1],
-            reference.passes[:1],
-            len(self.world.units),
-        )
+        mine = self.records[0].passes[:1]
+        theirs = reference.passes[:1]
+        units = len(self.world.units)
         if self.feed and loader is not None and mine and theirs == [mine[0] * units] and units > 1:
             self.given["sizes"] = {}
             self.feed = one_after_another(self.world)
@@ -281,10 +281,8 @@ class _Judgement(ScriptComparison):
         for number in range(self.outcome.steps):
             units = [record.steps[number] for record in self.world.leaders]
             right = reference.steps[number]
-            mine, theirs = (
-                [sum(map(len, step.inputs)) for step in units],
-                sum(map(len, right.inputs)),
-            )
+            mine = [sum(map(len, step.inputs)) for step in units]
+            theirs = sum(map(len, right.inputs))
             total = sum(step.elements for step in units) % 2**64
             if not mine[0]:
                 self.outcome.not_judged = (
@@ -348,6 +346,7 @@ class _Judgement(ScriptComparison):
                 return
             limits = [(max(ROUNDING, NUDGES * g), max(ROUNDING * 50, NUDGES * w)) for g, w in moved]
             first, rounding = self.first_difference(reference, limits)
-        self.outcome.first, self.outcome.rounding = first, rounding
+        self.outcome.first = first
+        self.outcome.rounding = rounding
         if first is not None:
             explain(self, first, reference)

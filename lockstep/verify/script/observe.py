@@ -103,7 +103,9 @@ def observe_command(folder: str) -> None:
 
 class _ScriptObserver:
     def __init__(self, task: ScriptTask, rank: int, world: int) -> None:
-        self.task, self.rank, self.world = task, rank, world
+        self.task = task
+        self.rank = rank
+        self.world = world
         self.record = ScriptRecord()
         self.active = True  # whether what happens now is recorded
         self._step = RecordedStep()
@@ -151,7 +153,9 @@ class _ScriptObserver:
 
     def _end_if_hanging(self, main: int) -> None:
         idle = [self.task.folder / f"idle-{rank}" for rank in range(self.world)]
-        mark, since, used = idle[self.rank], time.monotonic(), time.process_time()
+        mark = idle[self.rank]
+        since = time.monotonic()
+        used = time.process_time()
         while not (mark.exists() and all(other.exists() for other in idle)):
             time.sleep(_POLL)
             now = time.process_time()
@@ -184,7 +188,8 @@ class _ScriptObserver:
         """Write the record, wait for the other ranks, and end this process: what else the script does is not run."""
         sys.stdout.flush()
         self._write()
-        task, deadline = self.task, time.monotonic() + _WAIT
+        task = self.task
+        deadline = time.monotonic() + _WAIT
         while time.monotonic() < deadline and not read_all(task.folder):  # the failures of others
             if any(task.hang_file(rank).exists() for rank in range(self.world)):
                 time.sleep(_WAIT)  # `_end_if_hanging` ends this process
@@ -306,7 +311,8 @@ class _ScriptObserver:
 
     def _around_schedule(self, call: Any, _schedule: Any) -> Any:
         # A pipeline's step, with the passes of all its micro-batches, is taken as one pass.
-        self._states, self._in_schedule = self._begin_pass(), True
+        self._states = self._begin_pass()
+        self._in_schedule = True
         self._step.losses.append(0.0)
         self._checks.backward(None)
         try:

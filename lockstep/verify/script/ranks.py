@@ -77,7 +77,8 @@ def _same_samples(world: World) -> Cause | None:
     leaders = world.leaders
     if len(leaders) == 1 or is_cut_by_script(world):
         return None
-    framework, steps = leaders[0].framework, len(leaders[0].steps)
+    framework = leaders[0].framework
+    steps = len(leaders[0].steps)
     batches = [_batches_read(record, leaders[0].training_loader) for record in leaders]
     flat = [[sample for batch in rank for sample in batch] for rank in batches]
     if len(set(flat[0])) < 2:
@@ -100,7 +101,8 @@ def _same_samples(world: World) -> Cause | None:
             f" its own, of {held}"
         )
         return script_cause("samples", text, "the lengths of the loader and of its data", framework)
-    mine, others = set(flat[0]), set().union(*flat[1:])
+    mine = set(flat[0])
+    others = set().union(*flat[1:])
     in_an_epoch = not read or len(flat[0]) <= read
     if (
         in_an_epoch
@@ -130,7 +132,8 @@ def _same_samples(world: World) -> Cause | None:
 
 def _same_draws(world: World) -> Cause | None:
     leaders = world.leaders
-    framework, alike = leaders[0].framework, set()
+    framework = leaders[0].framework
+    alike = set()
     draws = [[draw for step in record.steps for draw in step.draws] for record in leaders]
     for position, mine in enumerate(draws[0]):
         for other in (rank[position] for rank in draws[1:] if position < len(rank)):
@@ -185,7 +188,8 @@ def _other_precision(world: World) -> Cause | None:
     for steps in zip(*(record.steps for record in world.records), strict=False):
         for rank, step in enumerate(steps):
             if step.dtypes != steps[0].dtypes:
-                mine, right = listed(sorted(step.dtypes)), listed(sorted(steps[0].dtypes))
+                mine = listed(sorted(step.dtypes))
+                right = listed(sorted(steps[0].dtypes))
                 text = f"rank {rank} computes with {mine}, and rank 0 with {right}"
                 return Cause(
                     "precision", text, ["the dtypes of parameters and of autocast, by rank"]
@@ -284,7 +288,8 @@ def hang_cause(
 
 def settings_cause(records: Sequence[ScriptRecord], reference: ScriptRecord) -> Cause | None:
     """Return the cause if a learning rate, or another setting, is another than one process's in some step."""
-    framework, ranks = records[0].framework, len(records)
+    framework = records[0].framework
+    ranks = len(records)
     for number, right in enumerate(reference.steps[: min(len(record.steps) for record in records)]):
         for rank, record in enumerate(records):
             step = record.steps[number]
@@ -309,7 +314,8 @@ def settings_cause(records: Sequence[ScriptRecord], reference: ScriptRecord) -> 
                 by = "the settings with which the optimizer stepped"
                 if key != "lr":
                     return Cause(name, text, [by], column="settings")
-                steps, right_steps = max(step.schedules, default=0), max(right.schedules, default=0)
+                steps = max(step.schedules, default=0)
+                right_steps = max(right.schedules, default=0)
                 times = mine["lr"] / theirs["lr"] if theirs["lr"] else 0.0
                 if right_steps and steps == right_steps * ranks:
                     text += (

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
-TORCH, ACCELERATE, FABRIC, LIGHTNING, TRANSFORMERS, DEEPSPEED, LOCKSTEP = (
-    "PyTorch",
-    "Accelerate",
-    "Fabric",
-    "Lightning",
-    "transformers",
-    "DeepSpeed",
-    "Lockstep",
-)
+TORCH = "PyTorch"
+ACCELERATE = "Accelerate"
+FABRIC = "Fabric"
+LIGHTNING = "Lightning"
+TRANSFORMERS = "transformers"
+DEEPSPEED = "DeepSpeed"
+LOCKSTEP = "Lockstep"
 
 # Whose code calls the optimizer, by the names of modules; the first that calls it, if several do.
 _FRAMEWORKS = {
@@ -164,7 +162,8 @@ class ScriptRecord:
 
     def note_framework(self) -> None:
         """Note whose code calls this, at the optimizer's step."""
-        frame, found = sys._getframe(), set()
+        frame = sys._getframe()
+        found = set()
         while frame.f_back is not None:
             frame = frame.f_back
             module = frame.f_globals.get("__name__", "")
@@ -227,7 +226,8 @@ class World:
     def __init__(
         self, records: Sequence[ScriptRecord], joined: Mapping[str, int] | None = None
     ) -> None:
-        self.records, self.joined = records, dict(joined or {})
+        self.records = records
+        self.joined = dict(joined or {})
         self._held = [set(record.first) for record in records]
         by_hand = bool(self.joined) or any(held != self._held[0] for held in self._held)
         everybody = set(range(len(records)))

@@ -37,7 +37,8 @@ class HangError(LockstepError):
 
     def __init__(self, found: dict[int, str], records: list[ScriptRecord | None]) -> None:
         super().__init__("ranks wait for each other")
-        self.places, self.records = found, records
+        self.places = found
+        self.records = records
 
 
 class Runs:
@@ -47,7 +48,10 @@ class Runs:
     """
 
     def __init__(self, task: ScriptTask, start: Start, report: Callable[[str], None]) -> None:
-        self._task, self._start, self._report, self._number = task, start, report, 0
+        self._task = task
+        self._start = start
+        self._report = report
+        self._number = 0
 
     def world(self, ranks: int, what: str, **changes: Any) -> tuple[Path, list[ScriptRecord]]:
         """Run the script on several ranks, and return the folder of its records, and these.

@@ -31,12 +31,15 @@ def give(parameter: Tensor, ranks: Sequence[Tensor]) -> int | None:
     `ranks` has the whole value; or each rank's part of it, where a script cuts its parameters
     itself.
     """
-    mine, value, joined = local(parameter.detach()), ranks[0], None
+    mine = local(parameter.detach())
+    value = ranks[0]
+    joined = None
     if len(ranks) > 1 and value.shape != parameter.shape and value.ndim == parameter.ndim:
         for dim in range(value.ndim):
             sizes = [part.shape[dim] for part in ranks]
             if sum(sizes) == parameter.shape[dim] and len({part.ndim for part in ranks}) == 1:
-                value, joined = torch.cat(list(ranks), dim), dim
+                value = torch.cat(list(ranks), dim)
+                joined = dim
                 break
     part = shard_like(value, parameter) if isinstance(parameter, DTensor) else value
     if part.shape != mine.shape:  # FSDP1 on one process; its padding is at the end
@@ -148,8 +151,11 @@ class ObservedLoaders:
     def __init__(
         self, task: ScriptTask, record: ScriptRecord, rank: int, read: Callable[[], None]
     ) -> None:
-        self._task, self._record, self._rank = task, record, rank
-        self._made, self._read = 0, read
+        self._task = task
+        self._record = record
+        self._rank = rank
+        self._made = 0
+        self._read = read
         script_patches.patch_loaders(self._before, self._after)
 
     def _before(self, arguments: dict[str, Any]) -> None:
@@ -182,7 +188,8 @@ class ObservedLoaders:
     def samples_of(self, loader: int, index: int, own: Any) -> Any:
         """Return the samples of a batch: the script's own, which are stored, or those that are fed."""
         self._read()
-        samples, task = own, self._task
+        samples = own
+        task = self._task
         if task.feed:
             wanted = task.feed.get((loader, index))
             if wanted is not None:
@@ -209,7 +216,10 @@ class _Collate:
     """Puts samples together as the script's own function does, after it has recorded or exchanged them."""
 
     def __init__(self, function: Any, loaders: ObservedLoaders, loader: int) -> None:
-        self.function, self.loaders, self.loader, self.index = function, loaders, loader, 0
+        self.function = function
+        self.loaders = loaders
+        self.loader = loader
+        self.index = 0
 
     def __call__(self, samples: Any) -> Any:
         index = self.index
