@@ -60,6 +60,7 @@ def _construct(
     args: Mapping[str, Any],
     facts: Mapping[str, Any],
 ) -> "nn.Module":
+    """Call a model's constructor with its arguments, and with the facts that it accepts."""
     from torch import nn
 
     accepted = _require_accepted(name, constructor, args)

@@ -67,9 +67,9 @@ class Attend(nn.Module):
 
 def positions_within(documents: Tensor) -> Tensor:
     """Return the position of each token within its document: int64 [B, T] → int64 [B, T]."""
-    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    positions = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    return places - torch.where(begins, places, 0).cummax(1).values
+    return positions - torch.where(begins, positions, 0).cummax(1).values
 
 
 def same_document(documents: Tensor, first: int, queries: int, keys: int) -> Tensor:

@@ -255,11 +255,11 @@ class _Chunked(torch.autograd.Function):
                 torch.bmm(scores + scores.transpose(1, 2), q_here) + past.through_transposed(g_here)
             )
             past.add(q_here, x_here)
-        for place in reversed(range(len(pieces))):
-            q_here, x_here, g_here = pieces[place]
+        for index in reversed(range(len(pieces))):
+            q_here, x_here, g_here = pieces[index]
             scores = torch.bmm(q_here, q_here.transpose(1, 2)).tril(-1)
             to_x.append(torch.bmm(scores.transpose(1, 2), g_here) + later.through(q_here))
-            to_q[place] += later.through_transposed(x_here)
+            to_q[index] += later.through_transposed(x_here)
             later.add(q_here, g_here)
         return torch.cat(to_q, 1), torch.cat(to_x[::-1], 1), None
 

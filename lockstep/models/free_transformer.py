@@ -298,6 +298,7 @@ class _ThroughCodes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Return r's gradient as it is, and those of both halves, a chunk of rows at a time."""
         low, high, post = ctx.saved_tensors
         g = gradients[0]
         g_low = torch.empty_like(low)

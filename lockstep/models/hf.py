@@ -53,8 +53,8 @@ _AutoModel: Any = transformers.AutoModelForCausalLM
 
 def from_files(path: str, **overrides: Any) -> nn.Module:
     """Return the model in a folder, with its weights if there are any; or of a config file, with random ones."""
-    place = local_path(path, "model.name")
-    file = place / "config.json" if place.is_dir() else place
+    source = local_path(path, "model.name")
+    file = source / "config.json" if source.is_dir() else source
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
         model_type = described.pop("model_type")
@@ -64,9 +64,9 @@ def from_files(path: str, **overrides: Any) -> nn.Module:
     config = _config(model_type, described, overrides)
     if can_be_drawn(config):
         _require_equal_chain(config)
-    if place.is_dir() and any(place.glob("*.safetensors")):
-        return meet_protocol(_loaded(place, config))
-    if place.is_dir() and any(place.glob("*.bin")):
+    if source.is_dir() and any(source.glob("*.safetensors")):
+        return meet_protocol(_loaded(source, config))
+    if source.is_dir() and any(source.glob("*.bin")):
         what = f"the weights in {path} are pickles, which can run code when they are read"
         raise UsageError(what, where="model.name", fix="convert them to safetensors")
     return meet_protocol(_drawn(config))

@@ -108,6 +108,7 @@ class MixtureModel(CausalModel):
     def forward(  # type: ignore[override]
         self, ids: Tensor | None = None, targets: Tensor | None = None, **arguments: Any
     ) -> Any:
+        """Return (logits, mean loss); logits alone where there are no targets."""
         if targets is None:
             return super().forward(ids, **arguments)
         with LossCalls() as calls:

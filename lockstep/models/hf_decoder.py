@@ -130,6 +130,7 @@ def refuse_balanced_experts(model: nn.Module) -> None:
 
 
 def _cut(model: nn.Module, family: Family, path: str) -> list[tuple[str, nn.Module]]:
+    """Return the chain: what runs before the layers, each layer, what runs after them."""
     decoder: Any = getattr(model, family.decoder)
     layers = dict(getattr(decoder, family.layers).named_children())
     prefix = f"{path}{family.decoder}.{family.layers}"

@@ -357,7 +357,7 @@ def _numbers(counts: Tensor, rows: int) -> list[int]:
     """Return the rows of each expert as numbers; in `lockstep plan`, where nothing has values, even ones."""
     if isinstance(counts, FakeTensor):
         experts = len(counts)
-        return [rows // experts + (place < rows % experts) for place in range(experts)]
+        return [rows // experts + (index < rows % experts) for index in range(experts)]
     return counts.tolist()  # host waits for the device
 
 

@@ -119,12 +119,14 @@ def _average(counts: list[int | Tensor]) -> int | Tensor:
 
 
 def _noting(name: str) -> Callable[..., Tensor]:
+    """Return what stands in place of a loss function of torch, and notes its calls."""
     function = NAMES[name]
     arguments = tuple(inspect.signature(function).parameters)
     inside = False  # torch calls the function again under a mode or for a subclass of Tensor
 
     @functools.wraps(function)
     def noting(*args: Any, **kwargs: Any) -> Tensor:
+        """Call torch's function, and note the call; one that it makes itself is not noted."""
         nonlocal inside
         calls = _innermost
         original = function if calls is None else calls.before[name]

@@ -446,6 +446,7 @@ def _first_tensor(batch: Any) -> Tensor | None:
 
 
 def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Inputs:
+    """Return the function that takes the arguments of the forward pass from a batch."""
     own = offered(model, "inputs")
     if own is not None:
 
@@ -472,6 +473,7 @@ def _inputs_of(model: nn.Module, *, has_loss_fn: bool) -> Inputs:
         most = sys.maxsize
 
     def inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional and the keyword arguments that a batch holds."""
         # `dict` first, the quicker check: this runs in each micro-batch
         if isinstance(batch, dict | Mapping):
             accepted = {k: v for k, v in batch.items() if k in parameters}
@@ -577,6 +579,7 @@ def logits_of(outputs: Any) -> Any:
 
 
 def _with_targets(loss_fn: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
+    """Return a loss of (outputs, batch), which takes logits and targets out of them."""
     over_classes = isinstance(loss_fn, nn.CrossEntropyLoss)
 
     def loss(outputs: Any, batch: Any) -> Tensor:
@@ -606,6 +609,7 @@ def _reduced(
     *,
     observes: bool,
 ) -> Objective:
+    """Return an objective whose loss is a sum, whatever its function's reduction is."""
     if reduction == "sum":
         return Objective(inputs, lambda outputs, batch: loss(outputs, batch).float(), count)
     if reduction == "none":
@@ -644,6 +648,7 @@ def _count_for(loss_fn: Callable[..., Tensor]) -> Callable[[Any], int | Tensor] 
     weight = getattr(loss_fn, "weight", None)
 
     def count(batch: Any) -> int | Tensor:
+        """Return the number of targets in torch's mean, or the sum of their weights."""
         targets = targets_of(batch)
         if not isinstance(targets, Tensor):
             what = (
@@ -665,6 +670,7 @@ def _count_for(loss_fn: Callable[..., Tensor]) -> Callable[[Any], int | Tensor] 
 
 
 def _loss_in_outputs(outputs: Any, _batch: Any) -> Tensor:
+    """Return the loss that a model's outputs hold."""
     if isinstance(outputs, Tensor) and outputs.ndim == 0:
         return outputs
     found = (

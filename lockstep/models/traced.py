@@ -338,6 +338,7 @@ class _Cutter:
         return self._piece.get(user, -1)  # sizes are read from any tensor at hand
 
     def _cut(self, piece: int) -> _GraphPiece:
+        """Return one piece of the graph, which computes from what earlier pieces computed."""
         graph = fx.Graph()
         copies = dict[fx.Node, fx.Node]()
         attributes: dict[str, tuple[str, Tensor]] = {}

@@ -203,6 +203,7 @@ class Attention(nn.Module):
     def forward(
         self, queries_from: Tensor, keys_from: Tensor, documents: Tensor | None = None
     ) -> Tensor:
+        """Attend from one sequence to another, or to itself: [B, T, D] → [B, T, D]."""
         q = self._heads(self.query(queries_from))
         cos, sin = phases(
             self.attend.positions(q.shape[2], q.device, documents), self.head_width, THETA

@@ -125,6 +125,7 @@ def default_against(config: Config) -> list[str]:
 def _spec(
     config: Config, make: Make | None, against: Sequence[str], steps: int
 ) -> tuple[Spec, list[str]]:
+    """Return what all topologies train, and lines on the settings that were changed for that."""
     require_startable(steps)
     if not against:
         raise UsageError(

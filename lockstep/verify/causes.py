@@ -159,6 +159,7 @@ def _chaos(e: Evidence) -> Cause | None:
 
 
 def _not_synchronized(e: Evidence) -> Cause | None:
+    """Return a cause if replicas step with gradients of their own."""
     # Where the norm differs, clipping makes all gradients differ; part by part, nothing is clipped.
     seen = e.tried.get(experiments.FORCED, e.found)
     own = e.not_reduced
@@ -263,6 +264,7 @@ def _other_ranks(e: Evidence) -> Cause | None:
 
 
 def _positions(e: Evidence) -> Cause | None:
+    """Return a cause if the step agrees where each rank computes entire sequences."""
     if not e.agrees(experiments.WHOLE):
         return None
     where = e.tried[experiments.WHOLE].module
@@ -305,6 +307,7 @@ def _clip(e: Evidence) -> Cause | None:
 
 
 def _low_precision(e: Evidence) -> Cause | None:
+    """Return a cause, or rounding, if the step agrees in float32 or without compilation."""
     if e.deviations:
         return None
     if e.agrees(experiments.FLOAT32):

@@ -178,6 +178,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _samples(reports: Sequence[RankReport], expected: Mapping[int, str]) -> list[Difference]:
+    """Return a difference if ranks ran other micro-batches than the reference."""
     seen: dict[int, str] = {}
     doubled = []
     for report in reports:
@@ -351,17 +352,17 @@ def located(e: Evidence) -> str:
         BACKWARD: f"the {first.what} of {module}, from the same gradients",
         REDUCTION: f"the reduced gradient of {name}, of the same gradients on each rank,",
     }[first.stage]
-    place = f"; {first.stage}: {what} {first.relation} on {name_ranks(ranks_of(alike))}"
+    text = f"; {first.stage}: {what} {first.relation} on {name_ranks(ranks_of(alike))}"
     batches = sorted({d.micro_batch for d in alike if d.micro_batch >= 0})
     if batches:
-        place += (
+        text += (
             f", micro-batch{'es' if len(batches) > 1 else ''} {', '.join(map(str, batches[:8]))}"
         )
-    place += f" ({first.note})" if first.note else ""
+    text += f" ({first.note})" if first.note else ""
     others = list(
         dict.fromkeys((d.module or "the model") for d in found if d.module != first.module)
     )
-    return place + (f"; also {listed(others)}" if others else "")
+    return text + (f"; also {listed(others)}" if others else "")
 
 
 def ranks_of(found: Sequence[Deviation]) -> list[int]:

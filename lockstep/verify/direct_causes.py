@@ -312,6 +312,7 @@ def after(e: Evidence) -> Cause | None:
 def _beside(
     e: Evidence, name: str, side: str, what: Callable[[UpdateFacts], list[str]]
 ) -> Cause | None:
+    """Return a cause if values change beside the update, and agree where that is undone."""
     if not e.agrees(name):
         return None
     when = f"{side} the optimizer's update"

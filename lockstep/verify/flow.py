@@ -125,6 +125,7 @@ class FlowRecorder:
         accumulator: LossAccumulator,
         factor: float,
     ) -> None:
+        """Run a step's passes with each operation and each loss watched."""
         self._unreal = {micro_batch.index for micro_batch in micro_batches if not micro_batch.real}
         self._calls.clear()
         add = accumulator.add
@@ -170,7 +171,10 @@ class FlowRecorder:
     # ---- modules ----
 
     def _hook(self, module: nn.Module, name: str) -> None:
+        """Watch what enters and leaves a module, and put the reference's in its place."""
+
         def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+            """Note a call of the module, and return the inputs that it is given instead."""
             micro_batch, where = self._now()
             if where is None:
                 return None
@@ -200,10 +204,10 @@ class FlowRecorder:
 
     def _see_tree(self, tree: Any, call: tuple[int, str, int], what: str) -> Any:
         leaves, spec = tree_flatten(tree)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        for place in places:
-            leaves[place] = self._see((*call, f"{what} {place}"), leaves[place])
-        return tree_unflatten(leaves, spec) if places else tree
+        positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        for position in positions:
+            leaves[position] = self._see((*call, f"{what} {position}"), leaves[position])
+        return tree_unflatten(leaves, spec) if positions else tree
 
     def _see(self, key: Key, tensor: Tensor) -> Tensor:
         """Record a tensor of the forward pass; return what takes its place."""
@@ -262,6 +266,7 @@ class FlowRecorder:
     # ---- the loss ----
 
     def _see_loss(self, number: int, loss: Loss) -> None:
+        """Compare a micro-batch's loss, its targets, and what its backward pass starts from."""
         value = float(loss.summed())
         targets = float(loss.targets)
         self.stored.losses[number] = value, targets
@@ -360,6 +365,7 @@ class FlowRecorder:
         self.stored.tensors[key] = tensor.detach().cpu().clone()
 
     def _compare(self, stage: str, key: Key, mine: Tensor, right: Tensor) -> None:
+        """Compare a part with the reference's, and note it if it deviates."""
         assert self._reference is not None
         mine = mine.cpu()
         right = right.cpu()
@@ -389,6 +395,7 @@ class FlowRecorder:
         return max(least, SLACK * self._reference.bounds.get(key, 0.0))
 
     def _deviates(self, stage: str, key: Key, relative: float, how: Relation) -> None:
+        """Note that a part deviates, and how the module's mode and types differ."""
         assert self._reference is not None
         micro_batch, name, number, what = key
         note = ""

@@ -76,6 +76,7 @@ class ModelMemory:
 
 
 def _slots(part: nn.Module) -> Iterator[_Slot]:
+    """Yield all that the modules of a part, and the code that they run, can remember."""
     code: dict[int, FunctionType] = {}
     for path, module in part.named_modules():
         plain = vars(nn.Module())

@@ -108,8 +108,8 @@ class MeanDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return drawn
 
 
-def _argument(place: int, key: str, default: float) -> Callable[[Any, Any], Any]:
-    return lambda args, kwargs: args[place] if len(args) > place else kwargs.get(key, default)
+def _argument(position: int, key: str, default: float) -> Callable[[Any, Any], Any]:
+    return lambda args, kwargs: args[position] if len(args) > position else kwargs.get(key, default)
 
 
 _MEANS: dict[str, Callable[[Any, Any], Any]] = {
@@ -168,6 +168,7 @@ class WholeSequences:
         model.forward = self._forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on entire sequences, and return this rank's part of the outputs."""
         leaves, structure = tree_flatten((args, kwargs))
         lengths = [
             leaf.shape[SEQUENCE]
@@ -204,6 +205,7 @@ class WholeSequences:
 
     @torch.no_grad()
     def _compare(self, part: tuple[Any, Any], whole: tuple[Any, Any]) -> None:
+        """Find the first module whose outputs are others on a part of the sequences."""
         found = []
         calls = dict(self._random.calls)
         for self._context.whole, (args, kwargs) in ((False, part), (True, whole)):

@@ -89,6 +89,7 @@ def _row(cell: str, texts: Sequence[str]) -> str:
 
 
 def _section(drawn: DrawnOutcome) -> str:
+    """Return what the page shows of one outcome."""
     outcome = drawn.outcome
     lines = f"<pre>{escape(chr(10).join(drawn.lines))}</pre>" if drawn.lines else ""
     parts = ""

@@ -114,6 +114,7 @@ def judge(taken: Sequence[str], folder: Path, missing: dict[str, str]) -> list[C
 
 
 def _cut_step(spec: Spec, folder: Path, what: str) -> _CutStep:
+    """Take the first step with its samples cut in one way; return its gradients."""
     training = spec.config.training
     size = training.batch_size
     whole = training.global_batch_size or training.batch_size
@@ -162,6 +163,7 @@ class _Parts:
         accumulator: LossAccumulator,
         factor: float,
     ) -> None:
+        """Run the micro-batches one by one, and keep the gradient of each one's mean loss."""
         self.batch = micro_batches[0].batch
         if self._wants_plain:
             self.plain = self._plain_gradient([micro_batch.batch for micro_batch in micro_batches])
@@ -210,6 +212,7 @@ class _Parts:
 
 
 def _judge_cut(what: str, base: _CutStep, other: _CutStep, nudged: _CutStep | None) -> Check:
+    """Return the verdict on a step that was cut otherwise, and why it differs."""
     off = distance(other.gradient, base.gradient)
     if off <= AGREES:
         return Check(TITLES[what], passed=True, relative=off)

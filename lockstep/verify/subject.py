@@ -169,6 +169,7 @@ def run_isolated(
 
 
 def _run(run: Callable[[], None], folder: Path, number: int, seconds: float, alone: bool) -> None:
+    """Run a case in this forked process, write its failure, and end the process."""
     facts = rank_facts()
     code = 0
     die_with_this_process()

@@ -89,6 +89,7 @@ def _explanation(outcome: Outcome) -> list[str]:
 
 
 def _first_difference(outcome: Outcome) -> str:
+    """Return what differs first, by how much, and on which ranks."""
     first = outcome.first
     assert first is not None
     where = ""
@@ -141,6 +142,7 @@ def script_text(script: str, outcomes: Sequence[Outcome]) -> str:
 
 
 def _script_explanation(outcome: Outcome) -> list[str]:
+    """Return the lines on a script: notices, the first difference, each cause."""
     if outcome.failed:
         return _failure(outcome)
     lines = [f"  {notice}" for notice in outcome.notices]

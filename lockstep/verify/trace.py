@@ -252,6 +252,7 @@ class StepObserver:
         accumulator: LossAccumulator,
         factor: float,
     ) -> None:
+        """Run a step's passes; note its samples, and what is there before it."""
         self._samples = {
             micro_batch.index: (
                 hashlib.blake2b(bytes_of(micro_batch.batch), digest_size=12).hexdigest()
@@ -295,6 +296,7 @@ class StepObserver:
         self._given = _prints(self._found())
 
     def _before_update(self) -> None:
+        """Note what has changed between the start of the step and its update."""
         found = self._found()
         facts = self._update
         parameters = self._placed.parameters

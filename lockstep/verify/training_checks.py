@@ -139,6 +139,7 @@ class TrainingChecks:
         self._batches += 1
 
     def _begin_with(self, model: nn.Module) -> None:
+        """Learn a model's names, tied and frozen parameters; note where a wrapper is bypassed."""
         self.models.append(model)
         shared: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -326,6 +327,7 @@ class TrainingChecks:
             self._check_models()
 
     def _check_moved(self, optimizer: Optimizer, own: list[Tensor]) -> None:
+        """Note parameters that an update with a gradient left unchanged, or that have none."""
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         for p in own:
             before, has_gradient = self._before.get(id(p), (None, False))
@@ -343,6 +345,7 @@ class TrainingChecks:
         self._before = {}
 
     def _check_schedules(self, optimizer: Optimizer) -> None:
+        """Find rates that no schedule has set, and schedules that are stepped wrongly."""
         schedules = [schedule for schedule in self._alive(LRScheduler) if schedule.last_epoch > 0]
         for schedule in schedules:
             rates = [float(rate) for rate in schedule.get_last_lr()]
@@ -384,6 +387,7 @@ class TrainingChecks:
             self.find("learning rate schedule", text, "step it once for each optimizer.step()")
 
     def _check_models(self) -> None:
+        """Find parameters that require gradients, and that no optimizer has."""
         optimizers = [one for known in self._optimizers if (one := known()) is not None]
         held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
         for model in self.models:

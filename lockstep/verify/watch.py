@@ -125,6 +125,7 @@ class observe:  # noqa: N801 — called as a function
         return found if self._ranks is None else self._ranks.sum_at_end(found)
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
+        """Note a module that is called, and the model that a pass begins with."""
         if torch.compiler.is_compiling():
             return
         if not self._checks.looks:
@@ -175,6 +176,7 @@ class observe:  # noqa: N801 — called as a function
         self._checks.end_update(optimizer)
 
     def _compare_ranks(self, optimizer: Optimizer, ranks: "_Ranks") -> None:
+        """Send fingerprints of weights and gradients, and learning rates, to be compared."""
         wrappers = [made for made in self._checks.made if isinstance(made, DistributedDataParallel)]
         wrapped = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
         prints: dict[str, Tensor] = {}
@@ -225,6 +227,7 @@ class _Ranks:
         return self._found
 
     def _run(self) -> None:
+        """Send or receive what ranks say, until the process ends."""
         try:
             address = os.environ["MASTER_ADDR"]
             port = int(os.environ["MASTER_PORT"])
@@ -246,6 +249,7 @@ class _Ranks:
             self._queue.task_done()
 
     def _exchange(self, store: Any, step: int, said: dict[str, Any]) -> None:
+        """Give rank 0 what this rank says of a step; on rank 0, compare what all say."""
         if self.rank:
             store.set(f"{_PREFIX}/{step}/{self.rank}", pickle.dumps(said))
             return
@@ -259,6 +263,7 @@ class _Ranks:
             self._compare(step + 1, ranks)
 
     def _compare(self, step: int, ranks: list[dict[str, Any]]) -> None:
+        """Find learning rates, gradients and weights that differ on ranks."""
         if any(said["rates"] != ranks[0]["rates"] for said in ranks):
             rates = "; ".join(
                 f"rank {rank}: {said['rates'][:3]}" for rank, said in enumerate(ranks)

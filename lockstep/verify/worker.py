@@ -83,6 +83,7 @@ def record(spec: Spec, case: Case, folder: Path) -> None:
 def _record(
     trainer: Trainer, data: Any, names: dict[int, str], case: Case, folder: Path, *, exact: bool
 ) -> None:
+    """Take the steps of a case, and store what they compute."""
     trace = Trace(folder / case.name)
     placed = trainer.placed
     trace.write(None, None, _named(VALUE, placed.parameters) | _named(BUFFER, placed.buffers))
@@ -155,6 +156,7 @@ def compare(job: VerifyJob, case: Case) -> None:
 def _compare(
     trainer: Trainer, data: Any, names: dict[int, str], case: Case, folder: Path, exact: bool
 ) -> Iterator[StepResult]:
+    """Take the steps of a case on this rank; yield each step's result, combined over ranks."""
     trace = Trace(folder / case.name)
     states = Trace(folder / MAIN)
     layout = trainer.layout

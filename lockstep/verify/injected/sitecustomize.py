@@ -24,6 +24,7 @@ class _AfterTorch:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return torch's own spec, whose loading begins the observation."""
         if name != "torch":
             return None
         sys.meta_path.remove(self)

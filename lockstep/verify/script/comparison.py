@@ -180,6 +180,7 @@ def explain(c: ScriptComparison, first: Difference, reference: ScriptRecord) -> 
 def _gradient_causes(
     c: ScriptComparison, first: Difference, reference: ScriptRecord
 ) -> list[Cause]:
+    """Return why the gradients of ranks differ: how they were added, or what was."""
     evidence = _evidence(c, first.step, reference)
     if not evidence.own:
         found = _statistics_cause(c, first) or gradients.shared_cause(evidence)
@@ -196,6 +197,7 @@ def _gradient_causes(
 
 
 def _evidence(c: ScriptComparison, number: int, reference: ScriptRecord) -> GradientEvidence:
+    """Return a step's gradients: of the ranks, of one process, of each unit's samples alone."""
     units = [unit[0] for unit in c.world.units]
     mine = c.gradients(number, c.world)
     own = []
@@ -238,8 +240,8 @@ def _micro_batch_cause(
     micro_batches = c.parts(first.step, at, [[c.feed[at[0], i]] * len(at[1]) for i in at[1]])
     given = [[[(unit[0], i)]] * len(at[1]) for i in at[1] for unit in units]
     every = [gradient for gradient, _ in c.parts(first.step, at, given)]
-    for place, (right, _) in enumerate(micro_batches):
-        parts = every[place * len(units) : (place + 1) * len(units)]
+    for number, (right, _) in enumerate(micro_batches):
+        parts = every[number * len(units) : (number + 1) * len(units)]
         found = gradients.weighing_cause(
             GradientEvidence(c.sizes, parts, right, parts, evidence.framework)
         )
@@ -249,6 +251,7 @@ def _micro_batch_cause(
 
 
 def _statistics_cause(c: ScriptComparison, first: Difference) -> Cause | None:
+    """Return the cause if the gradients agree where batch normalisation uses running statistics."""
     if not c.records[0].normalises:
         return None
     undone = {

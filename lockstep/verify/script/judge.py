@@ -42,7 +42,7 @@ def judge_script(runs: Runs, ranks: int) -> Outcome:
         framework = next(
             (record.framework for record in hang.records if record is not None), outcome.framework
         )
-        outcome.causes.append(hang_cause(hang.records, hang.places, framework))
+        outcome.causes.append(hang_cause(hang.records, hang.locations, framework))
         outcome.failed = outcome.causes[-1].text
     except LockstepError as error:
         outcome.failed = "\n".join([str(error), *getattr(error, "__notes__", [])])
@@ -67,6 +67,7 @@ def _drawn(outcome: Outcome, sizes: dict[str, float]) -> list[PartDifference]:
 
 
 def _explain_crash(runs: Runs, outcome: Outcome, text: str) -> None:
+    """Add why the ranks failed: whether one process fails, too, or a rank has left."""
     try:
         runs.alone("as it is, since the ranks failed", [{}])
     except LockstepError:
@@ -86,6 +87,7 @@ def _explain_crash(runs: Runs, outcome: Outcome, text: str) -> None:
 
 class _Judgement(ScriptComparison):
     def judge(self) -> None:
+        """Run the script as often as it takes, and fill the outcome."""
         outcome = self.outcome
         self.take("as it is")
         steps = min(len(record.steps) for record in self.records)
@@ -155,6 +157,7 @@ class _Judgement(ScriptComparison):
         return found
 
     def _undo(self) -> None:
+        """Run the ranks again without what is other by nature: draws, autocast, first values."""
         again: dict[str, Any] = {}
         what = []
         if any(
@@ -306,6 +309,7 @@ class _Judgement(ScriptComparison):
                 return
 
     def _compare(self, reference: ScriptRecord) -> None:
+        """Find the first difference that is more than rounding, and explain it."""
         limits = [(self.rounding, self.rounding * 50)] * self.outcome.steps
         first, rounding = self.first_difference(reference, limits)
         if first is not None and (first.step or first.aspect == "weights"):

@@ -152,6 +152,7 @@ class _ScriptObserver:
             ).start()
 
     def _end_if_hanging(self, main: int) -> None:
+        """End the process once no rank has computed for a while, and write where it waits."""
         idle = [self.task.folder / f"idle-{rank}" for rank in range(self.world)]
         mark = idle[self.rank]
         since = time.monotonic()
@@ -168,8 +169,8 @@ class _ScriptObserver:
         frames = traceback.extract_stack(sys._current_frames()[main])
         # the innermost is where it waits
         own = [frame for frame in frames if not _NOT_OWN.search(frame.filename)]
-        place = f"{short_path(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}" if own else ""
-        self.task.hang_file(self.rank).write_text(json.dumps(place))
+        location = f"{short_path(own[-1].filename)}:{own[-1].lineno}: {own[-1].line}" if own else ""
+        self.task.hang_file(self.rank).write_text(json.dumps(location))
         self._write()
         deadline = time.monotonic() + _GRACE
         while (
@@ -209,6 +210,7 @@ class _ScriptObserver:
     # ---- forward ----
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        """Note a module that is called; a micro-batch begins with an entire model in training."""
         if torch.compiler.is_compiling():
             return
         self._depth += 1
@@ -245,6 +247,7 @@ class _ScriptObserver:
         return states
 
     def _after_forward(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        """Note what a module returned, and the inputs of an entire model."""
         # torch leaves out the keyword arguments where a forward pass has raised.
         kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
         if torch.compiler.is_compiling():
@@ -260,6 +263,7 @@ class _ScriptObserver:
             self._step.elements = (self._step.elements + values.elements((args, kwargs))) % 2**64
 
     def _begin_with(self, model: nn.Module) -> None:
+        """Learn the names of a model at its first call, and give it the task's first values."""
         self.watch()
         number = f"{len(self._models)}:" if self._models else ""
         self._models.append(model)
@@ -291,6 +295,7 @@ class _ScriptObserver:
     # ---- backward ----
 
     def _around_backward(self, call: Any, first: Any) -> Any:
+        """Record what a backward pass starts from, and look at the loop when it is done."""
         if self._in_backward or not self.active:  # recomputation starts backward passes of its own
             return call()
         if not self._in_schedule:
@@ -310,6 +315,7 @@ class _ScriptObserver:
                 self._end_pass()
 
     def _around_schedule(self, call: Any, _schedule: Any) -> Any:
+        """Take a pipeline's step, with the passes of all its micro-batches, as one pass."""
         # A pipeline's step, with the passes of all its micro-batches, is taken as one pass.
         self._states = self._begin_pass()
         self._in_schedule = True
@@ -353,6 +359,7 @@ class _ScriptObserver:
     # ---- the optimizer ----
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Record the gradients before an update, or when its closure has computed them."""
         if not self.active:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -373,6 +380,7 @@ class _ScriptObserver:
         return args, {**kwargs, "closure": observed}
 
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record gradients and settings, and put the task's in their place."""
         self._checks.begin_update(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for position, parameter in enumerate(parameters):
@@ -402,6 +410,7 @@ class _ScriptObserver:
                 group.update({key: value for key, value in given.items() if key in group})
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Record the updated parameters; end the process after the task's last step."""
         if not self.active:
             return
         for group, own in zip(

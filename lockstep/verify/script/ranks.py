@@ -74,6 +74,7 @@ def is_cut_by_script(world: World) -> bool:
 
 
 def _same_samples(world: World) -> Cause | None:
+    """Return a cause if ranks read samples of each other."""
     leaders = world.leaders
     if len(leaders) == 1 or is_cut_by_script(world):
         return None
@@ -83,7 +84,9 @@ def _same_samples(world: World) -> Cause | None:
     flat = [[sample for batch in rank for sample in batch] for rank in batches]
     if len(set(flat[0])) < 2:
         return None
-    alike = [world.units[place][0] for place in range(1, len(flat)) if flat[place] == flat[0]]
+    alike = [
+        world.units[position][0] for position in range(1, len(flat)) if flat[position] == flat[0]
+    ]
     if alike:
         every = (
             "all ranks" if len(alike) == len(flat) - 1 else f"ranks 0, {', '.join(map(str, alike))}"
@@ -131,6 +134,7 @@ def _same_samples(world: World) -> Cause | None:
 
 
 def _same_draws(world: World) -> Cause | None:
+    """Return a cause if forward passes draw random numbers, alike on ranks or not."""
     leaders = world.leaders
     framework = leaders[0].framework
     alike = set()
@@ -250,12 +254,12 @@ def replicas_cause(world: World, number: int) -> Cause | None:
 
 
 def hang_cause(
-    records: Sequence[ScriptRecord | None], places: dict[int, str], framework: str
+    records: Sequence[ScriptRecord | None], locations: dict[int, str], framework: str
 ) -> Cause:
     """Return why ranks wait for each other: what each calls, and the first collective in which they differ."""
     at = "; ".join(
-        f"rank {rank} {f'waits at {place}' if place else 'has ended'}"
-        for rank, place in places.items()
+        f"rank {rank} {f'waits at {location}' if location else 'has ended'}"
+        for rank, location in locations.items()
     )
     called = [record.collectives if record is not None else [] for record in records]
     for mine in zip_longest(*called):
@@ -273,7 +277,7 @@ def hang_cause(
                 "the collectives that the script calls on each rank, in order",
                 framework,
             )
-    if ended := [rank for rank, place in places.items() if not place]:
+    if ended := [rank for rank, location in locations.items() if not location]:
         done = records[ended[0]]
         steps = 0 if done is None else len(done.steps)
         text = (

@@ -155,7 +155,7 @@ class ScriptRecord:
     together: set[int] = field(default_factory=set)  # ranks that compute the same samples with it
     # name → dim along which ranks' parameters are joined
     joined: dict[str, int] = field(default_factory=dict)
-    # name, size, place of the script's own
+    # name, size, line of the script's own
     collectives: list[tuple[str, int, str]] = field(default_factory=list)
     # mistakes of the loop: kind, text, fix
     findings: list[dict[str, str]] = field(default_factory=list)

@@ -37,7 +37,7 @@ class HangError(LockstepError):
 
     def __init__(self, found: dict[int, str], records: list[ScriptRecord | None]) -> None:
         super().__init__("ranks wait for each other")
-        self.places = found
+        self.locations = found
         self.records = records
 
 
