@@ -321,8 +321,8 @@ def _check_latent(latent_bits: int, split_layer: int, n_layer: int, n_embd: int)
     if latent_bits > MAX_LATENT_BITS:
         what = (
             f"latent_bits={latent_bits} makes 2^{latent_bits} = {2**latent_bits:,} codes; at most "
+            f"{MAX_LATENT_BITS} bits are allowed"
         )
-        what += f"{MAX_LATENT_BITS} bits are allowed"
         why = f"each code has a vector of {n_embd}: {2**latent_bits * n_embd:,} parameters"
         raise UsageError(
             what, where="model.args.latent_bits", why=why, fix="16 bits are the published size"

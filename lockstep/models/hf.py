@@ -155,8 +155,8 @@ def _require_equal_chain(config: Any) -> None:
         what = (
             f"transformers {transformers.__version__} computes something else for a"
             f" {config.model_type} of this "
+            "config than its chain of segments"
         )
-        what += "config than its chain of segments"
         fix = "install another version, or hand transformers' own object to lockstep.Trainer"
         raise UsageError(what, where="model.name", why="another model would be trained", fix=fix)
 

@@ -266,8 +266,8 @@ def _refuse_arguments(
             fix = (
                 "pass one, such as loss_fn=torch.nn.CrossEntropyLoss(): it gets the batch's last"
                 " member, and forward "
+                "the others; or let forward take all of them, and return the loss"
             )
-            fix += "the others; or let forward take all of them, and return the loss"
         raise UsageError(what, where="the samples and the model", why=str(error), fix=fix) from None
 
 
@@ -501,8 +501,8 @@ def _too_many(
     what = (
         f"a batch is a {type(batch).__name__} of {len(batch)}, which gives"
         f" {type(model).__name__}.forward {count} "
+        f"arguments, and it takes {len(positional)}: {', '.join(positional)}"
     )
-    what += f"arguments, and it takes {len(positional)}: {', '.join(positional)}"
     why = (
         "the items of a batch are the model's arguments, and with a loss_fn the last are the"
         " targets"
@@ -532,8 +532,6 @@ def _with_documents(model: nn.Module, inputs: Inputs) -> Inputs:
             fix = (
                 f"leave {DOCUMENTS} out of the samples, or let the model's forward take it and hand"
                 " it to its "
-            )
-            fix += (
                 "attention: self.attend(q, k, v, document_ids), self.attend.positions(length,"
                 " device, document_ids)"
             )

@@ -234,8 +234,8 @@ def _memory(e: Evidence) -> Cause | None:
     text = (
         f"a forward pass changes {listed(moved)}, {which} a later micro-batch reads: each rank sees"
         " its own ones "
+        "only"
     )
-    text += "only"
     return Cause("memory", text + located(e), [experiments.MEMORY])
 
 
@@ -272,8 +272,8 @@ def _positions(e: Evidence) -> Cause | None:
         text = (
             "the step agrees where each rank computes whole sequences: what differs is between the"
             " parts of a "
+            "sequence"
         )
-        text += "sequence"
         return Cause("context", text, [experiments.WHOLE])
     if e.tried[experiments.WHOLE].numbers:
         text = (

@@ -65,8 +65,8 @@ def nondeterminism(e: Evidence) -> Cause | None:
         text = (
             f"{module or 'the model'} returns something else each time: an operation that is not"
             " deterministic, or "
+            "random numbers from outside torch's generator"
         )
-        text += "random numbers from outside torch's generator"
         return Cause(kind, text, ["the same step twice in one process"])
     first = e.tried.get(experiments.AGAIN)
     second = e.tried.get(experiments.AGAIN_TOO)
@@ -156,8 +156,8 @@ def left_over(e: Evidence) -> Cause | None:
     text = (
         "the step agrees where a new process takes it from the same state: an earlier step of the"
         " same process "
+        f"leaves something behind that no checkpoint holds; {first_seen(e)}"
     )
-    text += f"leaves something behind that no checkpoint holds; {first_seen(e)}"
     return Cause("earlier steps", text, [experiments.AGAIN])
 
 

@@ -252,12 +252,10 @@ def _judge_cut(what: str, base: _CutStep, other: _CutStep, nudged: _CutStep | No
     text = (
         f"the loss is a mean over something that its count does not say: of {per} parts of"
         f" micro-batch {number}, "
-    )
-    text += (
         f"its gradient weighs each by {', '.join(f'{w:.3f}' for w in weights)}, and the step by"
         f" {declared}; "
+        f"weighed so, the cuts agree\ndo: {_fix(wholes, weights, per)}"
     )
-    text += f"weighed so, the cuts agree\ndo: {_fix(wholes, weights, per)}"
     return Check(TITLES[what], passed=False, kind="loss normalisation", text=text, relative=off)
 
 

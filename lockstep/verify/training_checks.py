@@ -156,8 +156,8 @@ class TrainingChecks:
                 text = (
                     f"{type(model).__name__} is called beside the DistributedDataParallel that"
                     " wraps it: "
+                    "its gradients are not reduced"
                 )
-                text += "its gradients are not reduced"
                 self.find(
                     "gradient synchronisation", text, "call the wrapper, and not what it wraps"
                 )
@@ -186,8 +186,8 @@ class TrainingChecks:
             text = (
                 "a backward pass adds to the gradients after they are clipped, so that the step is"
                 " longer "
+                "than the norm allows"
             )
-            text += "than the norm allows"
             self.find("clipping", text, "clip once, when all gradients are there")
         self._passes += 1
         self._all_passes += 1
@@ -219,8 +219,8 @@ class TrainingChecks:
             text = (
                 "gradients are clipped where there are none: before the backward pass, or of a"
                 " model that "
+                "is not trained"
             )
-            text += "is not trained"
             self.find("clipping", text, "clip between loss.backward() and optimizer.step()")
 
     # ---- the optimizer ----
@@ -254,8 +254,10 @@ class TrainingChecks:
             return
         trained = [p for p in own if p.requires_grad]
         if trained and not any(p.grad is not None for p in trained):
-            text = "the optimizer's parameters get no gradient: it was made for another model, or "
-            text += "before the model was converted or wrapped"
+            text = (
+                "the optimizer's parameters get no gradient: it was made for another model, or "
+                "before the model was converted or wrapped"
+            )
             self.find("stale optimizer", text, "make the optimizer from the model that is called")
         self._before = {id(p): (local(p).detach().clone(), _has_gradient(p)) for p in own}
         norms = [
@@ -288,8 +290,8 @@ class TrainingChecks:
             parameter.grad is not None
             and abs(float(local(parameter.grad).norm()) - norm) <= 1e-6 * norm
         ):
-            text = f"a step adds up the gradients of {self._passes} micro-batches, and nothing "
-            text += (
+            text = (
+                f"a step adds up the gradients of {self._passes} micro-batches, and nothing "
                 f"divides their mean losses: it is {self._passes} × as long as that of one batch"
             )
             self.find("gradient accumulation", text, f"(loss / {self._passes}).backward()")
@@ -445,8 +447,8 @@ class TrainingChecks:
                 text = (
                     "the model is trained in evaluation mode: without dropout, and with the"
                     " running "
+                    "statistics of its normalisations"
                 )
-                text += "statistics of its normalisations"
                 self.find(
                     "evaluation mode",
                     text,
@@ -470,8 +472,10 @@ class TrainingChecks:
     def loaded(self, model: nn.Module, missing: list[str], unexpected: list[str]) -> None:
         """Look at the result of `load_state_dict(strict=False)`."""
         if missing and unexpected and 2 * len(missing) > len(list(model.state_dict())):
-            text = f"load_state_dict(strict=False) left out {len(missing)} tensors, such as "
-            text += f"{missing[0]}, and did not know {len(unexpected)}, such as {unexpected[0]}"
+            text = (
+                f"load_state_dict(strict=False) left out {len(missing)} tensors, such as "
+                f"{missing[0]}, and did not know {len(unexpected)}, such as {unexpected[0]}"
+            )
             self.find(
                 "checkpoint not loaded",
                 text,

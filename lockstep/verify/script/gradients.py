@@ -158,8 +158,8 @@ def _mistake_of_each(final: Sequence[Values], own: Sequence[Values], mean: Value
             text = (
                 "the gradient{which} is not synchronised, and divided by the number of ranks: each"
                 " rank's "
+                "optimizer uses its own"
             )
-            text += "optimizer uses its own"
         elif (what, times) != (OWN, 1.0):
             known = next(sum_ for sum_ in left if sum_ is not None)
             text = (
@@ -227,8 +227,6 @@ def weighing_cause(evidence: GradientEvidence) -> Cause | None:
         text = (
             "each rank's loss is a mean over its own targets, and ranks have unequal numbers of"
             " them: one process "
-        )
-        text += (
             f"weighs the ranks' samples by {said}, and their average by"
             f" {', '.join([f'{1 / ranks:.3f}'] * ranks)}"
         )
@@ -242,8 +240,8 @@ def weighing_cause(evidence: GradientEvidence) -> Cause | None:
             text = (
                 f"the gradient is {1 / total:.3g} × that of one process: each rank's loss is a sum"
                 " over its "
+                f"samples, and averaging over ranks divides it by {ranks}"
             )
-            text += f"samples, and averaging over ranks divides it by {ranks}"
         return script_cause(_SUM, text, by, evidence.framework)
     wrong = [rank for rank, weight in enumerate(weights) if abs(weight * ranks - 1) > _NEARLY]
     if len(wrong) == ranks:
@@ -322,8 +320,6 @@ def coupling_cause(evidence: GradientEvidence, alone: Sequence[Values]) -> Cause
     text = (
         "the loss of the whole batch is no mean of the losses of its parts: it couples samples"
         " (negatives or a "
-    )
-    text += (
         "balance over the batch, statistics of the batch), or has terms that are divided by"
         " different counts"
     )
@@ -350,8 +346,6 @@ def accumulation_cause(
     text = (
         "the step is a mean of its micro-batches' means, which have unequal numbers of targets: the"
         " whole batch "
-    )
-    text += (
         f"weighs them by {said}; so the step depends on how its samples are cut, on one"
         " process, too"
     )
@@ -392,8 +386,8 @@ def shared_cause(evidence: GradientEvidence) -> Cause | None:
         text = (
             f"the gradient of {listed(partial, 5)} is not summed over the ranks that share the"
             " model: each "
+            "has the part that comes through its own part of the layers"
         )
-        text += "has the part that comes through its own part of the layers"
         return script_cause(_NOT_SYNCHRONISED, text, by, evidence.framework)
     if scaled:
         text = "; ".join(

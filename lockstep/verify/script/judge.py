@@ -263,8 +263,8 @@ class _Judgement(ScriptComparison):
             said = (
                 f"as written, one process takes {written * passes} samples a step, and {self.ranks}"
                 " ranks take "
+                f"{size * passes}: one process was given the {size * passes} together"
             )
-            said += f"{size * passes}: one process was given the {size * passes} together"
         self.outcome.notices.append(said)
 
     def _begins_alike(self, reference: ScriptRecord) -> bool:
@@ -296,12 +296,8 @@ class _Judgement(ScriptComparison):
                 text = (
                     f"in step {number + 1}, one process trains on {theirs} samples and {self.ranks}"
                     " ranks on "
-                )
-                text += (
                     f"{sum(mine)}, which are not the same; they don't come from a DataLoader,"
                     " through which one "
-                )
-                text += (
                     "process could get them; an argument such as {16/n} holds a global batch of 16"
                     " on n ranks"
                 )
@@ -324,8 +320,6 @@ class _Judgement(ScriptComparison):
             text = (
                 f"left to itself, one process has {first.aspect} in step {first.step + 1} that"
                 " differ by "
-            )
-            text += (
                 f"{first.relative:.0e}: its optimizer was given the ranks' gradients, and its own"
                 " were compared"
             )

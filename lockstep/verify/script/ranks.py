@@ -115,12 +115,10 @@ def _same_samples(world: World) -> Cause | None:
         text = (
             f"ranks read each other's samples: {len(mine & others)} of the {len(mine)} samples of"
             " rank 0 are "
-        )
-        text += (
             f"another rank's in these {steps} steps, though no rank has read one twice: each takes"
             " its part of an "
+            "order of its own, and others are read by nobody"
         )
-        text += "order of its own, and others are read by nobody"
         return script_cause("samples", text, _BY_SAMPLES, framework)
     at_once = [set(here) & set().union(*there) for here, *there in zip(*batches, strict=False)]
     if twice := sum(map(len, at_once)):
@@ -153,12 +151,10 @@ def _same_draws(world: World) -> Cause | None:
         text = (
             f"dropout, or what else draws from {listed(sorted(alike))}'s generator in a forward"
             " pass, is drawn "
-        )
-        text += (
             "alike on all ranks: samples at the same place of a batch get the same mask, and each"
             " its own in one "
+            "process"
         )
-        text += "process"
         by = (
             "the generators' states before a forward pass, and after it has moved them, are the"
             " same on several ranks"
@@ -167,8 +163,8 @@ def _same_draws(world: World) -> Cause | None:
     text = (
         f"dropout, or what else draws from {listed(drawn)}'s generator in a forward pass, is drawn"
         " by each rank on "
+        "its own: one process draws other numbers, so the step is equal only up to them"
     )
-    text += "its own: one process draws other numbers, so the step is equal only up to them"
     return Cause(kind, text, ["the generators' states"], is_error=False, column=kind)
 
 
@@ -226,8 +222,8 @@ def replicas_cause(world: World, number: int) -> Cause | None:
             text = (
                 f"{listed(wrong, 5)} were equal on all ranks after step {at}, and differ before"
                 f" step {at + 1} "
+                "updates"
             )
-            text += "updates"
             fix = (
                 "let nothing but the optimizer write weights, or let it write the same on all ranks"
             )
