@@ -206,7 +206,7 @@ class Registry:
 
 AXES = Registry(
     "axis",
-    "distributed",
+    "axes of the strategy",
     {  # in the order in which they change layers
         "batch_norm": "lockstep.parallel.axes.rows:RowsAxis",
         "context": "lockstep.parallel.axes.context:ContextAxis",

@@ -84,6 +84,7 @@ class Replicas(Strategy):
         return placed_in_order(placement, applied)
 '''
 NAME = "their.axes:Replicas"
+AXIS_NAME = "their.axes:Toy"
 
 
 @pytest.fixture

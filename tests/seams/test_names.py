@@ -11,7 +11,7 @@ import yaml
 
 from lockstep import registry
 from tests.ranks import REPOSITORY
-from tests.seams import test_strategy
+from tests.seams import test_axis, test_strategy
 from tests.seams.outside import Outside
 
 THEIRS = """
@@ -130,8 +130,14 @@ def test_a_run_takes_all_of_them_from_another_package(outside: Outside) -> None:
 
 
 def test_each_registry_has_a_newcomer_from_outside() -> None:
-    """A registry is one table; the run above, or that of a strategy, takes a name from outside."""
+    """A registry is one table; the run above, or that of a strategy, takes a name from outside.
+
+    Axes are named by a strategy, and not by a key: `tests/seams/test_axis.py` has one.
+    """
     tables = [one for one in vars(registry).values() if isinstance(one, registry.Registry)]
+    tables.remove(registry.AXES)
+    assert f'axes = ("{test_axis.AXIS_NAME}",)' in test_axis.AXIS
+    registry.AXES.require(test_axis.AXIS_NAME)
     assert {one.kind for one in tables} >= {
         "strategy",
         "model",

@@ -37,8 +37,6 @@ from lockstep.registry import AXES, require_methods
 # (micro-batches, rank=, ranks=) → (index, real) of each that the rank runs
 AssignAnyRank = Callable[..., list[tuple[int, bool]]]
 
-_WHERE = "axes of the strategy"
-
 
 @dataclass(frozen=True)
 class AxisSite:
@@ -70,13 +68,13 @@ def axes_named(names: Iterable[str]) -> Iterator[type["Axis"]]:
         found = AXES.load(name)
         if not (isinstance(found, type) and issubclass(found, Axis)):
             what = f"{name} is not a subclass of lockstep.parallel.axes.axis.Axis"
-            raise UsageError(what, where=_WHERE, fix="name a class that is one")
+            raise UsageError(what, where=AXES.where, fix="name a class that is one")
         if found.on.__func__ is Axis.on.__func__:  # type: ignore[attr-defined]
             fix = (
                 "write @classmethod def on(cls, site), which returns the axis on this rank, or None"
             )
-            raise UsageError(f"{name} has no method on", where=_WHERE, fix=fix)
-        require_methods(found, Axis, name, _WHERE)
+            raise UsageError(f"{name} has no method on", where=AXES.where, fix=fix)
+        require_methods(found, Axis, name, AXES.where)
         yield found
 
 
