@@ -13,7 +13,7 @@ from lockstep.config import Config, check, config_from
 from lockstep.errors import UsageError
 from lockstep.parallel.local_workers import BLOCK, QuantizedAllReduce, bytes_each, decode, encode
 from lockstep.strategy import resolve
-from lockstep.trainer import Trainer
+from lockstep.trainer import Trainer, saved_state
 from tests.hosts import can_make_hosts, hosts, require_root
 from tests.parallel.diloco_cases import Run, all_of, interrupted, on_ranks, resumed, trainer_for
 from tests.parity.toy import Tokens, language_model
@@ -228,7 +228,7 @@ def test_workers_may_begin_where_a_synchronous_run_ended(tmp_path: Path) -> None
     before.save_checkpoint(tmp_path)
     after = trainer_for({})
     assert after.load_checkpoint(tmp_path)[0] == 5
-    state = after.snapshot()
+    state = saved_state.snapshot(after.state)
     for name, parameter in before.placed.parameters.items():
         moment = before.optimizer.state[parameter]["exp_avg"]
         for worker in (0, 1):
