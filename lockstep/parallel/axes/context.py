@@ -1,6 +1,8 @@
 """The axis `context`: ranks that run the same micro-batches, each on its part of every sequence.
 
 How layers run on parts of sequences is in `lockstep.parallel.context`.
+
+Tests: tests/parity/test_context.py
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,8 @@
 """The axis `expert`: ranks that share out the experts of each layer, and the micro-batches, too.
 
 How rows travel and gradients of experts are summed is in `lockstep.parallel.expert`.
+
+Tests: tests/parity/test_mixture.py
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,7 @@
-"""The axis `batch_norm`: rows of neighbouring ranks whose micro-batches are normalised together."""
+"""The axis `batch_norm`: rows of neighbouring ranks whose micro-batches are normalised together.
+
+Tests: tests/parallel/test_buffers.py
+"""
 
 from collections.abc import Sequence
 from typing import ClassVar, Self

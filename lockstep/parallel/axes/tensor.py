@@ -1,6 +1,8 @@
 """The axis `tensor`: ranks that run the same micro-batches, each on its part of every layer.
 
 How layers are cut is in `lockstep.parallel.tensor_cuts`.
+
+Tests: tests/parity/test_tensor.py
 """
 
 from collections.abc import Iterator
