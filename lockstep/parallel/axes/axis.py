@@ -12,7 +12,7 @@ of them the same questions:
     trained        → the placed model with its finishers, whole parameters, and what a norm counts
     replicas       → ranks along the axis that hold the same, and are compared
 
-Tests: tests/seams/test_axis.py
+Tests: tests/parallel/test_axes.py, tests/seams/test_axis.py
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
