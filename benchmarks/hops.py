@@ -43,7 +43,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 class Jumps:
-    """Records the calls of this thread from one file of the package into another, while it is on."""
+    """Records the calls of this thread from one file of the package into another, while
+    it is on.
+    """
 
     def __init__(self) -> None:
         # (from, into) -> the function that was called first

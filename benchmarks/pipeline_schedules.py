@@ -108,7 +108,9 @@ class Case(NamedTuple):
 
 
 def measure(cases: list[tuple[Any, ...]], seconds: float, repeats: int) -> list[list[float]]:
-    """On each rank: the times of each case, from when all ranks are ready until this one is done."""
+    """On each rank: the times of each case, from when all ranks are ready until this
+    one is done.
+    """
     return [one(Case(*case), seconds, repeats) for case in cases]
 
 

@@ -110,7 +110,9 @@ def train(name: str, text: Path, folder: Path) -> Trained:
 
 @torch.no_grad()
 def bound(run: Path) -> tuple[float, float]:
-    """Cross entropy and divergence of a Free Transformer, in nats a character of the held-out text."""
+    """Cross entropy and divergence of a Free Transformer, in nats a character of the
+    held-out text.
+    """
     config = load_config(run / "config.yaml")
     data = build_data(config.data, seed=config.training.seed)
     newest = checkpoint.newest(run / "checkpoints")

@@ -53,7 +53,9 @@ class Generator(nn.Module):
 
 
 class Judge(nn.Module):
-    """images [B, 64] → (scores of them, scores of as many that the generator makes), each [B, 1]."""
+    """images [B, 64] → (scores of them, scores of as many that the generator makes),
+    each [B, 1].
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""What holds for all tests: none leaves a process, a listening port or a network namespace behind."""
+"""What holds for all tests: none leaves a process, a listening port or a network
+namespace behind.
+"""
 
 import gc
 import os

@@ -62,7 +62,8 @@ def _when_loaded(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def circles(without: Collection[tuple[str, str]] = ()) -> list[list[str]]:
-    """Groups of modules that import each other, in functions and for types too (Tarjan's algorithm).
+    """Groups of modules that import each other, in functions and for types too (Tarjan's
+    algorithm).
 
     Args:
         without: (importing module, imported module) that do not count.

@@ -114,7 +114,9 @@ def test_examples_are_as_short_as_it_says() -> None:
 
 
 def test_a_docstring_of_each_kind_is_asked_for_by_ruff() -> None:
-    """The guide says that pydocstyle holds them: what `pyproject.toml` leaves out is this and no more."""
+    """The guide says that pydocstyle holds them: what `pyproject.toml` leaves out is this and no
+    more.
+    """
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
     assert {"D", "D401"} <= set(settings["select"])
     assert {rule for rule in settings["ignore"] if rule.startswith("D")} == {"D105", "D107", "D417"}
@@ -123,7 +125,9 @@ def test_a_docstring_of_each_kind_is_asked_for_by_ruff() -> None:
 def test_a_storage_of_another_package_passes_the_tests_of_commit_kill_and_damage(
     tmp_path: Path,
 ) -> None:
-    """As the guide tells a newcomer: a copy of the example in a package elsewhere, and no edit in the repository."""
+    """As the guide tells a newcomer: a copy of the example in a package elsewhere, and no edit in
+    the repository.
+    """
     section = GUIDE.split("**A storage for checkpoints.**")[1].split("\n**")[0]
     assert set(re.findall(r"^\| `(\w+)\(", section, re.MULTILINE)) == Storage.__abstractmethods__
     (command,) = re.findall(

@@ -1,4 +1,6 @@
-"""Memory that is freed and asked for again: counted in page faults, each in a process of its own."""
+"""Memory that is freed and asked for again: counted in page faults, each in a process
+of its own.
+"""
 
 import ctypes
 import os

@@ -79,7 +79,9 @@ def accuracy_by_torchmetrics() -> float:
 
 
 def lora(folder: str, strategy: str) -> tuple[list[float], int]:
-    """Adapters of PEFT on a small GPT-2, of which nothing else trains; saved, and taken up again."""
+    """Adapters of PEFT on a small GPT-2, of which nothing else trains; saved, and taken
+    up again.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, GPT2Config
 

@@ -1,4 +1,6 @@
-"""The rules of lines hold: no file breaks one more often than `line_exceptions.txt` still allows."""
+"""The rules of lines hold: no file breaks one more often than `line_exceptions.txt`
+still allows.
+"""
 
 from pathlib import Path
 

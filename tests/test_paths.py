@@ -1,4 +1,6 @@
-"""A URL where a path belongs is refused, in every flag, key and argument, before anything is made."""
+"""A URL where a path belongs is refused, in every flag, key and argument, before
+anything is made.
+"""
 
 import os
 from collections.abc import Callable

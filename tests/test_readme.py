@@ -96,7 +96,9 @@ def losses_under(strategies: list[str], folder: str) -> dict[str, list[float]]:
 
 
 def test_the_diff_gives_the_losses_of_the_plain_loop_under_every_strategy(tmp_path: Path) -> None:
-    """50 updates: a schedule or clipping that nobody asked for would show from the first ones on."""
+    """50 updates: a schedule or clipping that nobody asked for would show from the
+    first ones on.
+    """
     before, after = sides_of_the_diff()
     assert 'strategy="fsdp"' in after
     plain = losses_of(before)

@@ -83,7 +83,9 @@ def test_configs_train_on_two_ranks(tmp_path: Path) -> None:
 
 
 def overrides_of(path: Path) -> list[str]:
-    """Small, and with what `strategy: auto` chooses for two ranks, which it does before they join."""
+    """Small, and with what `strategy: auto` chooses for two ranks, which it does before
+    they join.
+    """
     config = load_config(path, small(path))
     chosen = choose(config, 2, 2).config if config.distributed.strategy == "auto" else config
     return [

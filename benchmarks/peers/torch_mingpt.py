@@ -1,4 +1,6 @@
-"""The loop of pytorch/examples' distributed/minGPT-ddp: dropout, clipping, AdamW, a GPT of its own."""
+"""The loop of pytorch/examples' distributed/minGPT-ddp: dropout, clipping, AdamW, a GPT
+of its own.
+"""
 
 import sys
 from pathlib import Path

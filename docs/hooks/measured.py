@@ -18,7 +18,9 @@ def page() -> str:
 
 
 def _section(path: Path) -> str:
-    """The file, its headings one level deeper; the first one can be linked to by the file's name."""
+    """The file, its headings one level deeper; the first one can be linked to by the
+    file's name.
+    """
     deeper = re.sub(r"^(#+ .*)$", r"#\1", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return re.sub(r"\A(## .*)$", rf"\1 {{ #{path.stem} }}", deeper, count=1, flags=re.MULTILINE)
 

@@ -52,13 +52,19 @@ class ModelFacts:
 
     @cached_property
     def context_plan(self) -> Mapping[str, int] | None:
-        """Name of a batch's part → the dim along which its sequences lie; None: the model does not say."""
+        """Name of a batch's part → the dim along which its sequences lie.
+
+        None: the model does not say.
+        """
         own = offered(self.model, "context_plan")
         return None if own is None else own()
 
     @cached_property
     def tensor_plan(self) -> list[Planned]:
-        """The layers that can be cut, checked. Raises UsageError: the model has no plan, or an impossible one."""
+        """The layers that can be cut, checked.
+
+        Raises UsageError: the model has no plan, or an impossible one.
+        """
         return checked_plan(self.model)
 
     @cached_property
@@ -72,7 +78,10 @@ class ModelFacts:
         return [parameter for _, module in self.experts for parameter in module.parameters()]
 
     def required_chain(self) -> Named:
-        """Return the chain that a pipeline runs. Raises UsageError: the model does not define one."""
+        """Return the chain that a pipeline runs.
+
+        Raises UsageError: the model does not define one.
+        """
         if self.chain is None:
             raise no_chain(self.model)
         return self.chain
@@ -90,7 +99,10 @@ def experts_of(model: nn.Module) -> Named:
 
 
 def facts_of(model: nn.Module, *, split: bool = False) -> ModelFacts:
-    """Read what a model offers; `split`: its chain for a pipeline, too, which wraps layers of known decoders."""
+    """Read what a model offers.
+
+    `split`: its chain for a pipeline, too, which wraps layers of known decoders.
+    """
     names, aliases = canonical_names(model)
     parameters = dict(model.named_parameters())
     segments = segments_of(model)

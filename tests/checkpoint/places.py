@@ -185,7 +185,9 @@ def watch_disk(root: Path, before: Callable[[str, str], None]) -> None:
 
 
 class KilledError(BaseException):
-    """The process is gone: nothing that comes after it, no `finally` either, changes the storage."""
+    """The process is gone: nothing that comes after it, no `finally` either, changes
+    the storage.
+    """
 
 
 class Elsewhere(Place):
@@ -257,7 +259,9 @@ class Elsewhere(Place):
 
 
 class Mortal(Storage):
-    """A storage whose process may be dead, and whose files may hold other bytes than were written."""
+    """A storage whose process may be dead, and whose files may hold other bytes than
+    were written.
+    """
 
     def __init__(self, inner: Storage, tampered: dict[str, bytes | None]) -> None:
         self._inner = inner

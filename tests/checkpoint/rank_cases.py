@@ -315,7 +315,9 @@ def network(mesh: DeviceMesh | None) -> tuple[Network, torch.optim.Optimizer]:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Every rank sees the same batch, so that the mean over ranks is the gradient of one process."""
+    """Every rank sees the same batch, so that the mean over ranks is the gradient of
+    one process.
+    """
     for step in steps:
         tokens = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
@@ -470,7 +472,9 @@ def damage_is_found_by_all(directory: Path) -> None:
 
 
 def stages_with_groups_of_their_own(directory: Path) -> None:
-    """Trap 25: each stage has its own part of the optimizer; rank 0's alone is not the optimizer."""
+    """Trap 25: each stage has its own part of the optimizer; rank 0's alone is not the
+    optimizer.
+    """
     rank = dist.get_rank()
     size = dist.get_world_size()
     parameters = {
@@ -530,7 +534,9 @@ def a_parameter_on_two_stages(directory: Path) -> None:
 
 
 def names_that_only_the_last_rank_knows_as_tied(directory: Path) -> None:
-    """A file of others has both names, with equal values; another one with two values is refused."""
+    """A file of others has both names, with equal values; another one with two values
+    is refused.
+    """
     on_last = dist.get_rank() == dist.get_world_size() - 1
     for step, value in ((1, "deep"), (2, "other")):
         apart = {"deep": known("deep", (6, 3)), "too": known(value, (6, 3))}

@@ -231,7 +231,9 @@ def test_a_limit_on_file_size_is_an_error_at_any_size(tmp_path: Path) -> None:
 
 
 def as_nobody(work: Callable[[], object]) -> str:
-    """The message of the error that `work` fails with, in a forked process without root's rights."""
+    """The message of the error that `work` fails with, in a forked process without
+    root's rights.
+    """
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

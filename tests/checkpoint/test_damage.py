@@ -111,7 +111,9 @@ def test_newest_passes_over_what_is_damaged_and_says_so(
     "it fails with exit code 1: to start afresh is for a person to decide",
 )
 def test_trap_53_all_damaged_is_a_hard_failure(place: Place) -> None:
-    """A run that starts afresh because no checkpoint could be read has lost everything, silently."""
+    """A run that starts afresh because no checkpoint could be read has lost everything,
+    silently.
+    """
     for step in (1, 2):
         place.damage(place.save(step), "state.json", None)
     for choose in (checkpoint.newest, checkpoint.resume_point):

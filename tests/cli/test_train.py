@@ -157,7 +157,9 @@ def test_trap_16_every_rank_takes_part_in_evaluation_and_saving(resumed: Ended) 
 
 
 def test_one_process_without_a_launcher(folder: Path) -> None:
-    """No --nproc-per-node on a machine without a GPU: said, and run in the command's own process."""
+    """No --nproc-per-node on a machine without a GPU: said, and run in the command's
+    own process.
+    """
     (folder / "hurry").touch()
     command = ("train", "small.yaml", "--max-steps=6", "--output-dir", "runs/alone")
     ended = finish(start(folder, *command, **_ONE_THREAD), folder)

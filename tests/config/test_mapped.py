@@ -43,7 +43,9 @@ def written(section: BaseModel, prefix: str = "") -> set[str]:
 
 
 def answers(theirs: str) -> list[str]:
-    """Keys, any of which is what `theirs` is called here; empty where it is no key or is left out."""
+    """Keys, any of which is what `theirs` is called here; empty where it is no key or
+    is left out.
+    """
     rows: list[ForeignName] = _matches(theirs)
     if rows:
         return [] if any(not row.is_key for row in rows) else [row.ours for row in rows]

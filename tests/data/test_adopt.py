@@ -90,7 +90,9 @@ def test_a_loaders_collate_function_and_workers_are_kept():
 
 @pytest.mark.parametrize("kind", [TorchDistributedSampler, DistributedSampler])
 def test_trap_66_a_distributed_sampler_is_left_out(kind):
-    """torch's repeats samples to even out ranks, and would cut a share that the trainer cuts again."""
+    """torch's repeats samples to even out ranks, and would cut a share that the trainer
+    cuts again.
+    """
     sampler = kind(NUMBERS, num_replicas=3, rank=1, shuffle=False)
     source = steps_of(DataLoader(NUMBERS, batch_size=2, sampler=sampler))
     assert numbers(source) == ours(shuffle=False)

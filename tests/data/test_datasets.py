@@ -1,4 +1,6 @@
-"""The data sets that ship: what a sample is, what the facts say, and what bad input gets to hear."""
+"""The data sets that ship: what a sample is, what the facts say, and what bad input
+gets to hear.
+"""
 
 import json
 import os

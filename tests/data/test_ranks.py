@@ -56,7 +56,9 @@ def test_data_that_are_cut_by_rank_beforehand_are_refused_and_no_others():
 
 
 def test_random_data_of_a_script_that_seeds_nothing_are_warned_of():
-    """Their ranks may have made them of random numbers; what is surely cut is refused all the same."""
+    """Their ranks may have made them of random numbers; what is surely cut is refused
+    all the same.
+    """
     said, other = run_ranks(unseeded, 2)
     assert said == other
     assert said["random"].startswith("6 ranks 0 and 1 have 24 each, but dataset[0] on rank 1")

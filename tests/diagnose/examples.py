@@ -1,4 +1,6 @@
-"""Errors that a machine with a CPU alone can't have, in the words of the libraries that write them."""
+"""Errors that a machine with a CPU alone can't have, in the words of the libraries that
+write them.
+"""
 
 EXAMPLES = {
     "NCCL: unhandled system error": (

@@ -1,4 +1,6 @@
-"""The glossary is in order, explains words that are in use, and has the terms that the code introduces."""
+"""The glossary is in order, explains words that are in use, and has the terms that the code
+introduces.
+"""
 
 import ast
 import re
@@ -44,7 +46,9 @@ _NO_TERMS = {"all", "roformer", "whole"}
 
 
 def test_terms_that_the_code_introduces_are_explained() -> None:
-    """A docstring prints a term in italics where it defines it: those, and the words of concepts.md."""
+    """A docstring prints a term in italics where it defines it: those, and the words of
+    concepts.md.
+    """
     terms = {term: module for module in house.files() for term in _italics(module)}
     terms |= dict.fromkeys(_words_of_concepts(), "docs/concepts.md")
     known = {term.lower() for term in _TERMS}

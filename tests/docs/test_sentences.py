@@ -1,4 +1,6 @@
-"""Sentences that pages repeat, and that a change of the code makes wrong, are compared with the code."""
+"""Sentences that pages repeat, and that a change of the code makes wrong, are compared with the
+code.
+"""
 
 import re
 from pathlib import Path

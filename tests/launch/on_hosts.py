@@ -14,7 +14,9 @@ PORT = "29500"
 
 
 def start_on(host: Host, folder: Path, *command: str, **more: str) -> subprocess.Popen[str]:
-    """`python -m lockstep COMMAND` on a host, which has a name of its own that nobody can resolve."""
+    """`python -m lockstep COMMAND` on a host, which has a name of its own that nobody
+    can resolve.
+    """
     return Forked(
         [sys.executable, "-m", "lockstep", *command],
         host=host,

@@ -211,7 +211,9 @@ def test_a_copy_shares_nothing(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["bdh", "transformer", "free_transformer", "mixture"])
 def test_trap_28_recomputed_blocks_draw_the_same(family: str) -> None:
-    """Dropout and Bernoulli draws come from torch's generator alone, so restoring it restores them."""
+    """Dropout and Bernoulli draws come from torch's generator alone, so restoring it
+    restores them.
+    """
     model = ALL[family](dropout=0.3)
     loss_of(model, family).backward()
     plain = [p.grad.clone() for p in model.parameters()]

@@ -1,4 +1,6 @@
-"""What runs on every rank for the tests of pipelines: odd models, odd data, and what is looked at."""
+"""What runs on every rank for the tests of pipelines: odd models, odd data, and what is
+looked at.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -284,7 +286,9 @@ def train_all(cases: Sequence[tuple[Any, ...]]) -> list[Steps]:
 
 
 def whole_values(trainer: Trainer) -> dict[str, Tensor]:
-    """Name → whole value of the parameters that this rank holds; collective where they are sharded."""
+    """Name → whole value of the parameters that this rank holds; collective where they
+    are sharded.
+    """
     return {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for name, p in trainer.placed.parameters.items()

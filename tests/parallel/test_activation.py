@@ -68,7 +68,9 @@ class Parts(nn.Module):
 
 
 class _Alive(TorchDispatchMode):
-    """Which storages of numbers the operations inside have made, beside those of `known` tensors."""
+    """Which storages of numbers the operations inside have made, beside those of
+    `known` tensors.
+    """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()

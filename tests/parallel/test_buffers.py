@@ -324,7 +324,9 @@ def test_a_buffer_of_whole_numbers_that_differs_between_ranks_is_rank_0s_on_all(
 def test_another_buffer_that_changes_is_named_and_equal_on_all_ranks(
     counting: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """There is no law by which to replay it: the replicas at least stay replicas, and it is said."""
+    """There is no law by which to replay it: the replicas at least stay replicas, and
+    it is said.
+    """
     (first, _), (second, _) = counting
     assert first == second
     torch.manual_seed(0)

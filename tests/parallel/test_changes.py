@@ -25,7 +25,9 @@ _STRATEGIES: list[dict[str, Any]] = [
 
 
 def unlisted(settings: dict[str, Any], **more: Any) -> tuple[list[str], set[str]]:
-    """Return the modules with a forward of their own that `changes` leaves out, and who changed any."""
+    """Return the modules with a forward of their own that `changes` leaves out, and who changed
+    any.
+    """
     model = (Mixture if "expert_size" in settings else Transformer)(**_SIZES, dropout=0.1)
     trainer = lockstep.Trainer(
         model, batch_size=2, global_batch_size=8, distributed=settings, **more

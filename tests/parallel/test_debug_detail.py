@@ -1,4 +1,6 @@
-"""TORCH_DISTRIBUTED_DEBUG=DETAIL: torch compares each collective between ranks before it runs it."""
+"""TORCH_DISTRIBUTED_DEBUG=DETAIL: torch compares each collective between ranks before
+it runs it.
+"""
 
 from typing import Any
 
@@ -19,7 +21,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def begin_again(folder: str) -> None:
-    """Leave the group that the tests' ranks come with: torch looks at the level when it makes one."""
+    """Leave the group that the tests' ranks come with: torch looks at the level when it
+    makes one.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -29,7 +33,9 @@ def begin_again(folder: str) -> None:
 
 
 def train_and_differ(folder: str) -> dict[str, Any]:
-    """The steps of each strategy; and what the ranks are told when they call different collectives."""
+    """The steps of each strategy; and what the ranks are told when they call different
+    collectives.
+    """
     begin_again(folder)
     found: dict[str, Any] = {
         name: steps_of(trainer_of(deep(), case | DETAIL), Tokens()) for name, case in CASES.items()

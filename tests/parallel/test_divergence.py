@@ -86,7 +86,9 @@ def test_a_flipped_bit_is_put_back_if_asked(ranks: list[Any]) -> None:
 
 
 def test_replicas_of_shards_are_compared_shard_by_shard(ranks: list[Any]) -> None:
-    """Two replicas can't outvote each other: both are named, on the ranks of the other shard, too."""
+    """Two replicas can't outvote each other: both are named, on the ranks of the other
+    shard, too.
+    """
     for said, _ in ranks:
         assert said["hybrid"].startswith(
             "step 4: the replicas on ranks 1, 3 differ from each other in embed.weight\n"

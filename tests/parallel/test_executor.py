@@ -1,4 +1,6 @@
-"""The executor: what runs when, what one pass leaves for another, and what happens when one fails."""
+"""The executor: what runs when, what one pass leaves for another, and what happens when
+one fails.
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,6 @@
-"""What a model offers is read once, before it is changed, and each method of the model is called once."""
+"""What a model offers is read once, before it is changed, and each method of the model is called
+once.
+"""
 
 from collections import Counter
 from typing import Any
@@ -17,7 +19,9 @@ _CALLS = ("blocks", "segments", "shared_parameters", "tensor_plan", "context_pla
 
 
 class Counted(Transformer):
-    """A transformer that counts how often it is asked for what it offers, outside of its own methods."""
+    """A transformer that counts how often it is asked for what it offers, outside of its own
+    methods.
+    """
 
     def __init__(self) -> None:
         self.calls: Counter[str] | None = None

@@ -90,7 +90,9 @@ def measured() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("schedule", KEPT)
 def test_ranks_keep_the_activations_that_config_show_says(schedule: str) -> None:
-    """GPipe those of all micro-batches, 1F1B those of as many as there are stages from a rank on."""
+    """GPipe those of all micro-batches, 1F1B those of as many as there are stages from
+    a rank on.
+    """
     said = timeline(schedule, RANKS, KEPT[schedule], MICRO_BATCHES).kept()
     assert schedule != "GPipe" or said == [8, 8, 8, 8]
     assert schedule != "1F1B" or said == [4, 3, 2, 1]

@@ -1,4 +1,6 @@
-"""Parameters and buffers that do not lie row by row: laid so, computed with as before, or refused."""
+"""Parameters and buffers that do not lie row by row: laid so, computed with as before,
+or refused.
+"""
 
 import re
 from itertools import islice
@@ -174,7 +176,9 @@ def trainer_of(strategy: str, model: nn.Module, **settings: Any) -> Trainer:
 
 
 def relay(strategies: list[str], folder: str) -> str:
-    """The digest of a run that goes on under another strategy every two steps, from a checkpoint."""
+    """The digest of a run that goes on under another strategy every two steps, from a
+    checkpoint.
+    """
     found = ""
     for turn, strategy in enumerate(strategies):
         trainer = trainer_of(strategy, seeded(strided)(), reproducible=True)

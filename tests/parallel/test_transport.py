@@ -178,7 +178,9 @@ def test_forward_passes_alone_do_not_deadlock(name: str) -> None:
 
 
 class OfTwo:
-    """Descriptions of messages of two tensors, of which the strides travel with the first message."""
+    """Descriptions of messages of two tensors, of which the strides travel with the
+    first message.
+    """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.metas = [Meta.of(torch.empty(shape)), Meta.of(torch.empty(2))]

@@ -280,7 +280,9 @@ class Attention(nn.Module):
 
 
 class XTransformer(nn.Module):
-    """In the style of x-transformers: each layer a list of its parts, which the model itself calls."""
+    """In the style of x-transformers: each layer a list of its parts, which the model
+    itself calls.
+    """
 
     def __init__(self) -> None:
         super().__init__()

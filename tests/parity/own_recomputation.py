@@ -147,7 +147,9 @@ def shared_without(layers: nn.ModuleList, x: Tensor) -> Tensor:
 
 
 def repeated_at_once(layers: nn.ModuleList, x: Tensor, *, recompute: bool) -> Tensor:
-    """Recompute, at once, calls of which the first and the last are of one layer, and do so twice."""
+    """Recompute, at once, calls of which the first and the last are of one layer, and
+    do so twice.
+    """
     for _ in range(2):
         run = partial(in_row, [*layers, layers[0]])
         x = checkpoint(run, x, use_reentrant=False) if recompute else run(x)

@@ -81,7 +81,9 @@ def bits(
 
 
 def many(cases: list[tuple[Any, ...]]) -> list[Bits]:
-    """`bits` of each case (topology, model, settings, steps, model arguments), one after the other."""
+    """`bits` of each case (topology, model, settings, steps, model arguments), one
+    after the other.
+    """
     return [bits(*case[:4], **(case[4] if len(case) > 4 else {})) for case in cases]
 
 

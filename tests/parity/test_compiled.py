@@ -1,4 +1,6 @@
-"""torch.compile under every strategy: compiled runs equal compiled runs, and names stay canonical."""
+"""torch.compile under every strategy: compiled runs equal compiled runs, and names stay
+canonical.
+"""
 
 from typing import Any
 
@@ -77,7 +79,9 @@ def state() -> dict[str, Any]:
 def test_trap_27_names_are_canonical_whatever_wraps_a_parameter(
     ranks: list[dict[str, Any]],
 ) -> None:
-    """torch.compile adds `_orig_mod.`, checkpointing `_checkpoint_wrapped_module.`, DDP `module.`."""
+    """torch.compile adds `_orig_mod.`, checkpointing `_checkpoint_wrapped_module.`, DDP
+    `module.`.
+    """
     plain = language_model("transformer", tie_embeddings=True)
     expected = sorted(name for name, _ in plain.named_parameters())
     for found in [state(), *(rank["state"] for rank in ranks)]:

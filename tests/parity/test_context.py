@@ -364,7 +364,9 @@ def test_lengths_and_heads_are_refused_and_bytes_are_those_of_theory() -> None:
 
 
 class LearnedPositions(nn.Module):
-    """As `docs/how_to/long_context.md` describes a model of one's own, with a table of positions."""
+    """As `docs/how_to/long_context.md` describes a model of one's own, with a table of
+    positions.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,9 @@ def test_trap_01_the_loss_is_the_sum_over_all_valid_targets_however_the_batch_is
     "ranks", [3, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (2, 4))]
 )
 def test_the_number_of_ranks_changes_nothing(ranks: int) -> None:
-    """1 rank × 12 micro-batches, 2 × 6, 3 × 4, 4 × 3, dropout on, uneven masks, short last batches."""
+    """1 rank × 12 micro-batches, 2 × 6, 3 × 4, 4 × 3, dropout on, uneven masks, short
+    last batches.
+    """
     cases = [
         ({"distributed.strategy": s}, m) for s in ("ddp", "fsdp") for m in ("transformer", "bdh")
     ]

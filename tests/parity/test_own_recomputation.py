@@ -213,7 +213,9 @@ def test_a_hugging_face_model_that_checkpoints_trains_like_one_that_does_not() -
 
 
 def test_a_backward_pass_within_a_forward_pass_changes_no_draw() -> None:
-    """A gradient penalty recomputes blocks in the middle of the forward pass, which then goes on."""
+    """A gradient penalty recomputes blocks in the middle of the forward pass, which
+    then goes on.
+    """
 
     class Penalised(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

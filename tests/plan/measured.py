@@ -180,7 +180,9 @@ AXES = {
 
 
 def grid(ranks: int) -> list[Case]:
-    """Every model under every strategy; on four ranks, models cut along tensor, context and expert."""
+    """Every model under every strategy; on four ranks, models cut along tensor, context
+    and expert.
+    """
     strategies = dict.fromkeys(MODELS, ("ddp", *FSDP, *PIPELINES)) if ranks == 2 else AXES
     return [
         Case(

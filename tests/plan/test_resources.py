@@ -13,7 +13,9 @@ from lockstep.plan.command import PlanOptions, cluster_for
 
 
 def test_trap_42_activations_are_not_batch_times_sequence_times_parameters() -> None:
-    """batch × seq × params × 4 says 230 TB here; 16 bytes a parameter and some per layer are right."""
+    """batch × seq × params × 4 says 230 TB here; 16 bytes a parameter and some per
+    layer are right.
+    """
     needs = calculate_resources(7e9, 2048, 4)
     assert needs.parameters + needs.gradients + needs.optimizer == pytest.approx(16 * 7e9)
     layer = 2048 * 4 * needs.shape.width * 34

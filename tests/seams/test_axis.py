@@ -1,4 +1,6 @@
-"""An axis from a package outside of the repository, with no edit within it: CONTRIBUTING.md, "An axis"."""
+"""An axis from a package outside of the repository, with no edit within it: CONTRIBUTING.md, "An
+axis".
+"""
 
 from pathlib import Path
 

@@ -51,7 +51,9 @@ WAITS_ONCE = {
 
 
 def like_on_the_cpu(name: str) -> None:
-    """The same numbers, no race, and no wait of the host but the marked ones; one in a plain step."""
+    """The same numbers, no race, and no wait of the host but the marked ones; one in a
+    plain step.
+    """
     settings, within = ALIKE[name]
     there = run(**settings)
     check_same(plain("cpu", **(settings if name in OTHER_NUMBERS else {})), there, within)

@@ -547,7 +547,9 @@ def _described(value: Any) -> Any:
 
 
 def _drawing(func: Any, args: Any, kwargs: Any, schema: Any) -> tuple[Any, Any, Any]:
-    """Advance the generator now, as a launch does, and draw the same numbers when the work is done."""
+    """Advance the generator now, as a launch does, and draw the same numbers when the
+    work is done.
+    """
     kwargs = dict(kwargs)
     generator = kwargs.pop("generator", None) or default_generators[0]
     at = generator.get_state()

@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/checkpoint_calls.py`: calls are found while they run, and are told apart."""
+"""`lockstep/torch_compat/checkpoint_calls.py`: calls are found while they run, and are
+told apart.
+"""
 
 import torch
 from torch import Tensor

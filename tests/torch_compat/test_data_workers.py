@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/data_workers.py`: an iterator's workers are found, and end when told to."""
+"""`lockstep/torch_compat/data_workers.py`: an iterator's workers are found, and end
+when told to.
+"""
 
 import torch
 from torch.utils.data import DataLoader

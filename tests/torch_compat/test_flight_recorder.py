@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/flight_recorder.py`: the recorder gives JSON with a list of collectives."""
+"""`lockstep/torch_compat/flight_recorder.py`: the recorder gives JSON with a list of
+collectives.
+"""
 
 import json
 

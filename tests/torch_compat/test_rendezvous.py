@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/rendezvous.py`: torch asks for the store in each round, and announces it."""
+"""`lockstep/torch_compat/rendezvous.py`: torch asks for the store in each round, and
+announces it.
+"""
 
 import datetime
 from concurrent.futures import ThreadPoolExecutor

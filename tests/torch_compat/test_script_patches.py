@@ -1,4 +1,6 @@
-"""`lockstep/torch_compat/script_patches.py`: calls of a script are seen, in a process of its own."""
+"""`lockstep/torch_compat/script_patches.py`: calls of a script are seen, in a process
+of its own.
+"""
 
 import multiprocessing
 from multiprocessing.queues import Queue

@@ -211,7 +211,9 @@ def test_a_loop_over_steps_that_is_left_before_its_end_says_nothing_when_python_
 
 
 def test_a_loop_that_is_left_is_saved_when_its_trainer_is_gone(tmp_path: Path) -> None:
-    """Nothing that a trainer holds refers to it, so that it goes at once, with what ends its run."""
+    """Nothing that a trainer holds refers to it, so that it goes at once, with what
+    ends its run.
+    """
     run = made(tmp_path)
     for start in (0, 4):  # the two micro-batches of a step
         run.training_step(torch.utils.data.default_collate([Points()[start + i] for i in range(4)]))

@@ -162,7 +162,9 @@ def asked(key: str) -> Any:
 
 
 def outcome(key: str, value: Any, way: str, output: Path | None) -> str:
-    """`error`, `warning` or `accepted`: what a way to train says to one setting that is asked for."""
+    """`error`, `warning` or `accepted`: what a way to train says to one setting that is
+    asked for.
+    """
     settings: dict[str, Any] = {key: value, "loss_fn": nn.MSELoss()}
     if key == "loss_fn":
         settings = {"config": Config().replaced({"loss_fn": value})}

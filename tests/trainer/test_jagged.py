@@ -1,4 +1,6 @@
-"""Batches of jagged nested tensors train: they have no slices, which the check of the loss takes."""
+"""Batches of jagged nested tensors train: they have no slices, which the check of the
+loss takes.
+"""
 
 from collections.abc import Sequence
 

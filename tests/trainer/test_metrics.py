@@ -55,7 +55,9 @@ def mean_margin(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class InOrder:
-    """Depends on the order of the samples, and on nothing else: the outputs that it saw, each once."""
+    """Depends on the order of the samples, and on nothing else: the outputs that it
+    saw, each once.
+    """
 
     def __init__(self) -> None:
         self.reset()

@@ -220,7 +220,9 @@ def test_a_trainer_with_a_run_directory_resumes_as_the_command_does(
 
 
 def test_a_trainer_goes_on_by_itself_only_from_its_start(saved: Path) -> None:
-    """Not after a checkpoint was loaded, or steps were taken; nor does a loop of one's own resume."""
+    """Not after a checkpoint was loaded, or steps were taken; nor does a loop of one's
+    own resume.
+    """
     loaded = trainer(saved, max_steps=6)
     loaded.load_checkpoint(saved)
     loaded.train(regression(), epochs=None)

@@ -18,7 +18,9 @@ BATCH, STEPS = 12, 3
 
 
 class Towers(nn.Module):
-    """CLIP in small: two towers and a temperature, of which each micro-batch returns the same one."""
+    """CLIP in small: two towers and a temperature, of which each micro-batch returns
+    the same one.
+    """
 
     def __init__(self, dropout: float) -> None:
         super().__init__()

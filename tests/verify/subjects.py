@@ -237,7 +237,9 @@ def rounds_and_draws_other_numbers_in_float64() -> Subject:
 
 
 class Faulty(nn.Module):
-    """For a config: a model whose loss is a mean of means, where it finds itself on several ranks."""
+    """For a config: a model whose loss is a mean of means, where it finds itself on
+    several ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -245,7 +245,9 @@ def test_a_script_that_fails_or_takes_no_step_did_not_run(tmp_path: Path) -> Non
 
 
 def test_a_script_of_lockstep_is_left_to_the_check_of_its_config(tmp_path: Path) -> None:
-    """Its generators are seeded inside of the forward pass, so equal states before it show nothing."""
+    """Its generators are seeded inside of the forward pass, so equal states before it
+    show nothing.
+    """
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\n"

@@ -45,7 +45,9 @@ class Labelled(Dataset[dict[str, Tensor]]):
 
 
 def counted(make: Callable[[], nn.Module], *, images: bool = False) -> Subject:
-    """Return a model whose loss is a mean over the labels that count, which it does not say itself."""
+    """Return a model whose loss is a mean over the labels that count, which it does not
+    say itself.
+    """
     torch.manual_seed(0)
     made = make()
     made.count = lambda batch: (batch["labels"] != -100).sum()  # type: ignore
