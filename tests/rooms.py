@@ -12,6 +12,7 @@ of tests, and all that its files name.
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 from tests.house import PACKAGE
@@ -61,6 +62,7 @@ def of_room(room: str) -> list[Path]:
     return ([folder] if folder.is_dir() else []) + elsewhere
 
 
+@cache
 def _parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
